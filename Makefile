@@ -1,0 +1,52 @@
+# Every target makes its own environment in .venv when there is none: `make demo` works in a fresh clone.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# The first interpreter that this project supports; PYTHON=/path/to/python3.12 overrides it.
+PYTHON ?= $(firstword $(foreach name,python3 python3.12 python3.13 python3.11,$(shell \
+	$(name) -c 'import sys; print("$(name)" * ((3, 11) <= sys.version_info[:2] <= (3, 13)))' 2>/dev/null)))
+CONFIG := configs/llama-tiny_cpu_sp2-dp2_8k.yaml
+CORPUS := runs/corpus-stdlib
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-all mutants check format docs
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP)  ## Make the environment in .venv
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 found: install one, or set PYTHON" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]' -c constraints.txt
+	@touch $@
+
+demo: $(STAMP)  ## Prepare, plan and train a small model on this machine's CPU, in a few minutes
+	$(BIN)/ray-ulysses prepare "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" --out $(CORPUS) --tokenizer bytes
+	$(BIN)/ray-ulysses plan $(CONFIG)
+	$(BIN)/ray-ulysses train $(CONFIG)
+
+test: $(STAMP)  ## Run the tests that every change must pass
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: $(STAMP)  ## Run every test, the whole parity matrix included
+	$(BIN)/python -m pytest
+
+mutants: $(STAMP)  ## Plant known bugs one by one and see that each turns its test red
+	$(BIN)/python -m tests.mutants
+
+check: $(STAMP)  ## Lint, format, types, floors of the imports, and spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+format: $(STAMP)  ## Format the code and fix what the linter can fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(STAMP)  ## Write docs/configuration.md anew from the schema
+	$(BIN)/python -m ray_ulysses.config.reference > docs/configuration.md

@@ -1,0 +1,25 @@
+"""Elastic long-context training of Hugging Face decoders: Ulysses attention on Ray, exact at every layout."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ray_ulysses.attention.batch import shard_batch, unshard
+    from ray_ulysses.attention.ulysses import apply_ulysses
+    from ray_ulysses.engine.loss import causal_lm_loss, loss_scale
+    from ray_ulysses.parallel.mesh import SequenceMesh
+
+__all__ = ["SequenceMesh", "apply_ulysses", "causal_lm_loss", "loss_scale", "shard_batch", "unshard"]
+__version__ = "0.1.0"
+
+_HOMES = {"SequenceMesh": "parallel.mesh", "apply_ulysses": "attention.ulysses", "shard_batch": "attention.batch"}
+_HOMES |= {"unshard": "attention.batch", "causal_lm_loss": "engine.loss", "loss_scale": "engine.loss"}
+
+
+def __getattr__(name: str) -> object:
+    """Load the library seam on first use, so that importing the package costs no torch."""
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

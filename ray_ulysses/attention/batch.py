@@ -1,0 +1,165 @@
+"""A row of packed documents, cut into the part that this rank holds.
+
+Legend: B rows, S tokens of a whole row, L = S / sp_size tokens of this rank's slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ray_ulysses.attention.documents import PackedDocuments, pack_documents
+from ray_ulysses.errors import UserError
+from ray_ulysses.parallel.collectives import gather_sequence
+
+if TYPE_CHECKING:
+    from ray_ulysses.parallel.mesh import SequenceMesh
+
+IGNORE_INDEX = -100
+"""The label of a position that is not trained on."""
+
+MODEL_INPUT = "ulysses"
+"""The keyword under which a batch's tables travel through a model's forward."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardedBatch:
+    """This rank's slice of ``B`` rows, ready for a model that ``apply_ulysses`` has prepared.
+
+    Attributes:
+        input_ids_BL: int64 token ids.
+        labels_BL: int64 labels, already shifted inside documents: position ``t`` holds the token after it, or
+            ``IGNORE_INDEX``.
+        position_ids_BL: int64 global positions; they restart at 0 in each document and are 0 in padding.
+        documents: Tables of the whole rows.
+        mesh: The mesh that the rows were cut over.
+    """
+
+    input_ids_BL: torch.Tensor
+    labels_BL: torch.Tensor
+    position_ids_BL: torch.Tensor
+    documents: PackedDocuments
+    mesh: SequenceMesh
+
+    def model_inputs(self) -> dict[str, Any]:
+        """Return the keyword arguments of the model's forward. Labels stay out: the loss is ours."""
+        return {
+            "input_ids": self.input_ids_BL,
+            "position_ids": self.position_ids_BL,
+            "use_cache": False,
+            MODEL_INPUT: self,
+        }
+
+
+def shard_batch(
+    input_ids: torch.Tensor,
+    labels: torch.Tensor | None,
+    document_lengths: Sequence[int] | Sequence[Sequence[int]] | torch.Tensor | None,
+    mesh: SequenceMesh,
+) -> ShardedBatch:
+    """Cut whole rows into this rank's slice; no communication.
+
+    Every rank of ``sp`` must pass the same rows.
+
+    Args:
+        input_ids: int ``[B, S]`` or ``[S]``: whole rows of token ids.
+        labels: int ``[B, S]`` or ``[S]`` in Hugging Face's convention, not shifted: the label of a token is the
+            token itself or ``IGNORE_INDEX``. ``None`` trains on every token of every document.
+        document_lengths: Lengths in tokens of the documents packed into each row, in order: one sequence for a
+            single row, else one a row. What they leave of a row is padding. ``None``: each row is one document.
+        mesh: The mesh to cut over. A row is padded up to a multiple of ``mesh.sp_size``.
+
+    Returns:
+        This rank's slice, with labels shifted inside documents: the last token of a document has no target.
+
+    Raises:
+        UserError: Shapes disagree, or documents are longer than their row.
+    """
+    input_ids_BS = _rows(input_ids, "input_ids")
+    labels_BS = input_ids_BS if labels is None else _rows(labels, "labels")
+    if labels_BS.shape != input_ids_BS.shape:
+        raise UserError(
+            f"labels have shape {tuple(labels_BS.shape)}, input_ids {tuple(input_ids_BS.shape)}; they must be equal"
+        )
+    if labels_BS.device != input_ids_BS.device:
+        raise UserError(f"labels are on {labels_BS.device}, input_ids on {input_ids_BS.device}; move them together")
+    num_rows, num_tokens = input_ids_BS.shape
+    lengths = _lengths(document_lengths, num_rows, num_tokens)
+    padding = -num_tokens % mesh.sp_size
+    documents = pack_documents(lengths, num_tokens + padding, input_ids_BS.device)
+
+    # [B, S] -> [B, S + padding]
+    input_ids_BS = torch.nn.functional.pad(input_ids_BS, (0, padding), value=0)
+    labels_BS = torch.nn.functional.pad(labels_BS, (0, padding), value=IGNORE_INDEX)
+    shifted_BS = torch.full_like(labels_BS, IGNORE_INDEX)
+    position_ids_BS = torch.zeros_like(input_ids_BS)
+    for row, row_lengths in enumerate(lengths):
+        start = 0
+        for length in row_lengths:
+            end = start + length
+            shifted_BS[row, start : end - 1] = labels_BS[row, start + 1 : end]
+            position_ids_BS[row, start:end] = torch.arange(length, device=input_ids_BS.device)
+            start = end
+    local = slice_bounds(documents.row_tokens, mesh)
+    return ShardedBatch(
+        input_ids_BL=input_ids_BS[:, local].contiguous(),
+        labels_BL=shifted_BS[:, local].contiguous(),
+        position_ids_BL=position_ids_BS[:, local].contiguous(),
+        documents=documents,
+        mesh=mesh,
+    )
+
+
+def slice_bounds(row_tokens: int, mesh: SequenceMesh) -> slice:
+    """Return the part of a row that this rank holds; ``row_tokens`` is a multiple of ``sp_size``."""
+    assert row_tokens % mesh.sp_size == 0
+    local = row_tokens // mesh.sp_size
+    return slice(mesh.sp_rank * local, (mesh.sp_rank + 1) * local)
+
+
+def unshard(local: torch.Tensor, batch: ShardedBatch) -> torch.Tensor:
+    """Put the ranks' slices together in the order of the row and cut the padding.
+
+    Every rank of ``sp`` must call; differentiable.
+
+    Args:
+        local: ``[B, L, ...]``: this rank's slice, such as its logits.
+        batch: The batch that it was computed from.
+
+    Returns:
+        ``[B, T, ...]``, where ``T`` is the number of document tokens of the fullest row.
+    """
+    if local.shape[:2] != batch.input_ids_BL.shape:
+        raise UserError(
+            f"unshard got a tensor of shape {tuple(local.shape)}; its first two dims must be this batch's slice "
+            f"{tuple(batch.input_ids_BL.shape)}"
+        )
+    whole = local if batch.mesh.sp_size == 1 else gather_sequence(local, batch.mesh.group("sp"))
+    return whole[:, : batch.documents.num_document_tokens]
+
+
+def _rows(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    if tensor.dim() == 1:
+        tensor = tensor.unsqueeze(0)
+    if tensor.dim() != 2 or tensor.is_floating_point() or tensor.numel() == 0:
+        raise UserError(
+            f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; whole rows of integers, [B, S], are needed"
+        )
+    return tensor.long()
+
+
+def _lengths(
+    given: Sequence[int] | Sequence[Sequence[int]] | torch.Tensor | None, num_rows: int, num_tokens: int
+) -> tuple[tuple[int, ...], ...]:
+    if given is None:
+        return ((num_tokens,),) * num_rows
+    values: Any = given.tolist() if isinstance(given, torch.Tensor) else list(given)
+    if not values or not isinstance(values[0], Sequence | torch.Tensor):
+        values = [values]
+    rows = tuple(tuple(int(length) for length in row) for row in values)
+    if len(rows) != num_rows:
+        raise UserError(f"document_lengths is for {len(rows)} rows, input_ids has {num_rows}; give one sequence a row")
+    return rows

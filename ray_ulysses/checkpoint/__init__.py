@@ -1,0 +1,30 @@
+"""Checkpoints: intervals of flat tensors, committed by a manifest, loaded at any world size without unpickling."""
+
+from ray_ulysses.checkpoint.choice import Choice, Damage, newest_committed, set_aside
+from ray_ulysses.checkpoint.exchange import Exchange, TorchExchange
+from ray_ulysses.checkpoint.load import load_pieces
+from ray_ulysses.checkpoint.manifest import CheckpointMeta, CheckpointRef, Manifest, read_manifest
+from ray_ulysses.checkpoint.retention import apply_retention
+from ray_ulysses.checkpoint.save import CheckpointError, save_checkpoint
+from ray_ulysses.checkpoint.state import Piece, ShardedState, StateDescription, TensorSpec
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointMeta",
+    "CheckpointRef",
+    "Choice",
+    "Damage",
+    "Exchange",
+    "Manifest",
+    "Piece",
+    "ShardedState",
+    "StateDescription",
+    "TensorSpec",
+    "TorchExchange",
+    "apply_retention",
+    "load_pieces",
+    "newest_committed",
+    "read_manifest",
+    "save_checkpoint",
+    "set_aside",
+]

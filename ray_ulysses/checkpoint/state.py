@@ -1,0 +1,120 @@
+"""A model's training state as it is stored: flat pieces by name, and what all ranks know about them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ray_ulysses.checkpoint.intervals import Interval
+
+_DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Consecutive elements of one tensor, held in memory.
+
+    Attributes:
+        key: ``fp32/<parameter>``, ``exp_avg/<parameter>``, ``frozen/<parameter>``, ``buffer/<name>`` and so on.
+        start: The first element's place in the exact flat tensor.
+        tensor: The elements, 1-D; a view of the live state when it comes from an engine.
+    """
+
+    key: str
+    start: int
+    tensor: torch.Tensor
+
+    @property
+    def interval(self) -> Interval:
+        """Return which elements these are."""
+        return Interval(key=self.key, start=self.start, stop=self.start + self.tensor.numel())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of a whole tensor.
+
+    Attributes:
+        shape: Its exact shape.
+        dtype: Its dtype as safetensors names it, such as ``F32``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_elements(self) -> int:
+        """Return how many elements it has."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateDescription:
+    """What every rank knows about the state, whatever the world size; it is part of the manifest.
+
+    Attributes:
+        tensors: Every stored tensor, by key.
+        tied: Names that are other names of a stored parameter.
+        optimizer_step: Steps that the optimizer has done; 0 before its state exists.
+        groups: Hyperparameters of each optimizer group.
+        group_of: The group of each trainable parameter, by name.
+        counters: The engine's own counters.
+    """
+
+    tensors: Mapping[str, TensorSpec]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    optimizer_step: int = 0
+    groups: tuple[Mapping[str, Any], ...] = ()
+    group_of: Mapping[str, int] = field(default_factory=dict)
+    counters: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardedState:
+    """One rank's part of the state.
+
+    Attributes:
+        pieces: What this rank holds.
+        description: What all ranks know.
+    """
+
+    pieces: tuple[Piece, ...]
+    description: StateDescription
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name in safetensors.
+
+    Raises:
+        ValueError: Tensors of that dtype can't be stored.
+    """
+    if dtype not in _DTYPE_NAMES:
+        raise ValueError(f"tensors of dtype {dtype} can't be stored; stored are {sorted(_DTYPES)}")
+    return _DTYPE_NAMES[dtype]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype that safetensors gives a name.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    if name not in _DTYPES:
+        raise ValueError(f"dtype {name!r} is unknown; known are {sorted(_DTYPES)}")
+    return _DTYPES[name]

@@ -1,0 +1,159 @@
+"""Settings of what is learned: run, model, data, optimizer and schedule."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from ray_ulysses.config.section import Section, refusal
+
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+_MAX_SEED = 2**63 - 1
+
+
+class RunSection(Section):
+    """Which run this is, where it is kept, and how far it goes."""
+
+    name: str = Field(pattern=_NAME, max_length=128)
+    """Name of the run: letters, digits, `.`, `_` and `-`. `<storage>/<name>/` is its directory, and the same
+    name and storage resume it."""
+
+    storage: str = Field(min_length=1)
+    """Directory that holds runs, on a path that every node sees. It has no default, since a cluster's shared
+    path can't be guessed."""
+
+    storage_kind: Literal["local", "nfs"] = "local"
+    """What kind of path `storage` is. `nfs` stands for any network file system: MLflow then needs a server,
+    since SQLite's locks are not safe there. Default `local`, which is right on one machine."""
+
+    seed: int = Field(default=0, ge=0, le=_MAX_SEED)
+    """Seed of the weights (with `model.init: random`), of the data plan and of everything else that is drawn.
+    Default 0: runs repeat unless asked otherwise."""
+
+    stop_step: int | None = Field(default=None, ge=1)
+    """Optimizer step after which this call stops, in steps. It does not bend the learning rate: the horizon
+    of the schedule is a setting of its own. Default null: stop where the planned data ends."""
+
+    log_every_steps: int = Field(default=1, ge=1)
+    """Steps between two progress lines and tracked points, in steps; the journal has every step anyway.
+    Default 1, since a long-context step takes seconds."""
+
+    eval_every_steps: int | None = Field(default=None, ge=1)
+    """Steps between two evaluations, in steps; needs `data.eval_fraction` above 0. Default null: none."""
+
+    @field_validator("storage")
+    @classmethod
+    def _is_a_path(cls, value: str) -> str:
+        if "://" in value:
+            raise refusal(
+                "object stores and other URIs are not supported in this version",
+                "give a directory on a local path or a network file system",
+            )
+        return value
+
+
+class ModelSection(Section):
+    """Which decoder is trained, where its weights come from, and how its attention is computed."""
+
+    path: str | None = None
+    """Local directory in Hugging Face's layout, or the id of a model on the hub. Default null, which is only
+    right with `init: random` and an inline `config`."""
+
+    init: Literal["pretrained", "random"] = "pretrained"
+    """Where the weights come from: `pretrained` loads them from `path`, `random` draws them from `run.seed`.
+    Default `pretrained`, since most long-context runs extend a base model."""
+
+    config: dict[str, Any] | None = None
+    """Hugging Face model configuration as a mapping with `model_type`. With `init: random` it is the model;
+    with `init: pretrained` it is what `plan` uses without a network, and the loaded model is checked against
+    it. Default null: read from `path`."""
+
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """Type of weights and activations in compute; the optimizer keeps fp32 masters of bf16 weights. Default
+    `bf16`, the fast type of every GPU that this is meant for; use `fp32` on CPU."""
+
+    attention: Literal["auto", "flash_attn", "varlen", "sdpa"] = "auto"
+    """Attention kernel of a rank's heads: `flash_attn` (the flash-attn package), `varlen` (torch's own) or
+    `sdpa` (a call for each document; the one for CPU). Default `auto`: the fastest that is installed."""
+
+    @field_validator("config")
+    @classmethod
+    def _names_its_type(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None and not isinstance(value.get("model_type"), str):
+            raise refusal(
+                "an inline model configuration must have a model_type",
+                "add the model_type of its config.json, such as llama, qwen3 or mistral",
+            )
+        return value
+
+
+class DataSection(Section):
+    """Which corpus is read, and how it becomes rows and steps."""
+
+    path: str = Field(min_length=1)
+    """Directory of a prepared corpus, as `ray-ulysses prepare` writes it, on a path that every node sees."""
+
+    context_tokens: int = Field(ge=2)
+    """Longest row, in tokens. Rows are packed up to it, rounded down to the row padding that
+    `parallel.allowed_sp` asks for; longer documents are split without losing a target."""
+
+    rows_per_step: int = Field(ge=1)
+    """Global batch of one optimizer step, in rows. It is a number of the run, not of the cluster: the rows of
+    a step are the same on any number of workers."""
+
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the training documents, each in an order of its own. Default 1: long documents are rarely
+    so scarce that repeating them is the first choice."""
+
+    eval_fraction: float = Field(default=0.0, ge=0.0, le=0.5)
+    """Share of the documents that is held out for evaluation, from 0 to 0.5, chosen by a seeded hash of the
+    document and never trained on. Default 0: nothing is held out unasked."""
+
+    eval_rows: int = Field(default=8, ge=1)
+    """Most rows that one evaluation reads. Default 8: at long context a few rows are many tokens."""
+
+    engine: Literal["ray", "local"] = "ray"
+    """How rows reach a worker: `ray` streams them through Ray Data, `local` reads them in the worker. Both
+    give the same bytes. Default `ray`, which keeps reading off the training workers."""
+
+    prefetch_rows: int = Field(default=2, ge=1)
+    """Rows that are kept ready on each worker. Default 2: one in use, one on its way."""
+
+
+class OptimizerSection(Section):
+    """AdamW, with decoupled weight decay and clipping by the global norm."""
+
+    lr: float = Field(default=3e-4, gt=0.0)
+    """Peak learning rate. Default 3e-4, usual for models below 10B; continued training often takes 1e-5 to
+    1e-4."""
+
+    betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = Field(
+        default=(0.9, 0.95), strict=False
+    )
+    """Decay rates of the two moments. Default 0.9 and 0.95, as large language models are usually trained."""
+
+    eps: float = Field(default=1e-8, gt=0.0)
+    """Term that keeps the update finite. Default 1e-8, AdamW's own."""
+
+    weight_decay: float = Field(default=0.1, ge=0.0)
+    """Decoupled weight decay; vectors such as norms and biases are exempt. Default 0.1, the usual value for
+    decoders."""
+
+    max_grad_norm: float | None = Field(default=1.0, gt=0.0)
+    """Largest norm of the whole gradient, over all ranks; null switches clipping off. Default 1.0."""
+
+
+class ScheduleSection(Section):
+    """Learning rate over steps: a linear warm-up, then a cosine down to a floor."""
+
+    warmup_steps: int = Field(default=100, ge=0)
+    """Steps from 0 up to the peak learning rate, in steps. Default 100."""
+
+    horizon_steps: int | None = Field(default=None, ge=1)
+    """Step at which the cosine reaches its floor, in steps; the rate stays there afterwards. It is apart from
+    `run.stop_step`, so that stopping and going on does not bend the curve. Default null: all steps of the
+    data plan."""
+
+    min_lr_ratio: float = Field(default=0.1, ge=0.0, le=1.0)
+    """Floor of the learning rate, as a share of the peak. Default 0.1."""

@@ -1,0 +1,60 @@
+"""``--set a.b=c``: changes to a configuration that are given beside its file."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+
+from ray_ulysses.config.yaml_text import parse_yaml
+from ray_ulysses.errors import Problem
+
+_FORM = "write --set section.setting=value, such as --set run.stop_step=200"
+
+
+def apply_overrides(
+    tree: Mapping[str, object], overrides: Sequence[str]
+) -> tuple[dict[str, object], tuple[Problem, ...]]:
+    """Return a copy of a configuration tree with overrides applied in order, and what is wrong with them.
+
+    Args:
+        tree: The configuration as read from YAML.
+        overrides: Texts of the form ``a.b=c``; the value is read as YAML, so that ``[1, 2]`` is a list and
+            an empty one is null. Names that don't exist are left for the schema to refuse.
+    """
+    changed = copy.deepcopy(dict(tree))
+    problems: list[Problem] = []
+    for override in overrides:
+        path, separator, text = override.partition("=")
+        names = path.strip().split(".")
+        if not separator or len(names) < 2 or not all(names):
+            problems.append(
+                Problem(path="--set", value=override, rule="is not of the form a.b=c", way_out=_FORM)
+            )
+            continue
+        value, wrong = parse_yaml(text, f"--set {path}")
+        problems.extend(wrong)
+        if not wrong:
+            problems.extend(_put(changed, names, value))
+    return changed, tuple(problems)
+
+
+def _put(tree: dict[str, object], names: Sequence[str], value: object) -> tuple[Problem, ...]:
+    """Set one value inside nested mappings, in place; a missing or null mapping on the way is made."""
+    node = tree
+    for depth, name in enumerate(names[:-1], start=1):
+        below = node.get(name)
+        if below is None:
+            below = node[name] = {}
+        if not isinstance(below, dict):
+            holder = ".".join(names[:depth])
+            return (
+                Problem(
+                    path="--set",
+                    value=".".join(names),
+                    rule=f"{holder} is a value, not a group of settings",
+                    way_out=f"set {holder} itself",
+                ),
+            )
+        node = below
+    node[names[-1]] = value
+    return ()

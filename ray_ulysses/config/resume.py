@@ -1,0 +1,102 @@
+"""Which settings may change when a run is resumed, and which are part of what it is.
+
+A setting that decides which tokens a step trains, in which order, or what a step does with them, stays as it
+was; one that decides where, on how many workers, for how long or how loudly may change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from ray_ulysses.config.schema import Config
+from ray_ulysses.errors import Problem
+
+#: Settings that stay for the life of a run, with the reason.
+FIXED: dict[str, str] = {
+    "run.name": "it names the run",
+    "run.seed": "it decides the weights and the order of the data",
+    "model.path": "another model is another run",
+    "model.init": "another model is another run",
+    "model.config": "another model is another run",
+    "model.dtype": "the precision of the weights belongs to the curve",
+    "data.path": "another corpus is another run",
+    "data.context_tokens": "it decides how documents are packed into rows",
+    "data.rows_per_step": "it decides the rows of every step",
+    "data.epochs": "it decides the plan and its length",
+    "data.eval_fraction": "it decides which documents are trained on",
+    "data.eval_rows": "evaluations of one run compare the same rows",
+    "parallel.allowed_sp": "it decides how rows are padded",
+    "optimizer.lr": "it belongs to the curve",
+    "optimizer.betas": "they belong to the curve",
+    "optimizer.eps": "it belongs to the curve",
+    "optimizer.weight_decay": "it belongs to the curve",
+    "optimizer.max_grad_norm": "it belongs to the curve",
+    "schedule.warmup_steps": "it belongs to the curve",
+    "schedule.horizon_steps": "it belongs to the curve",
+    "schedule.min_lr_ratio": "it belongs to the curve",
+    "tracking.experiment": "a run stays one MLflow run for life",
+}
+
+#: Settings that may change on resume, with what to know about it.
+FREE: dict[str, str] = {
+    "run.storage": "when the directory was moved or is mounted elsewhere",
+    "run.storage_kind": "",
+    "run.stop_step": "a later one goes on; the learning rate does not notice",
+    "run.log_every_steps": "",
+    "run.eval_every_steps": "",
+    "model.attention": "kernels agree within their tolerance",
+    "data.engine": "both give the same bytes",
+    "data.prefetch_rows": "",
+    "parallel.sp_size": "any value of `parallel.allowed_sp`",
+    "parallel.ring_size": "",
+    "memory.gradient_checkpointing": "",
+    "memory.offload_optimizer": "",
+    "memory.device_gib": "",
+    "memory.host_gib": "",
+    "checkpoint.every_steps": "",
+    "checkpoint.keep_last": "",
+    "checkpoint.save_at_end": "",
+    "elastic.max_failures": "counted from the resume on",
+    "elastic.worker_start_timeout_s": "",
+    "elastic.collective_timeout_s": "",
+    "tracking.enabled": "",
+    "tracking.uri": "when the same server has moved",
+    "tracking.tags": "",
+    "cluster.address": "",
+    "cluster.workers": "any multiple of `parallel.sp_size`",
+    "cluster.gpus_per_worker": "",
+    "cluster.cpus_per_worker": "",
+    "cluster.data_cpus": "",
+}
+
+
+def resume_conflicts(old: Config, new: Config) -> tuple[Problem, ...]:
+    """Return a problem for each setting of a resume that contradicts the run, in the order of the table.
+
+    Args:
+        old: The configuration that the run was started with, as stored in its directory.
+        new: The configuration that the run is to go on with.
+    """
+    return tuple(
+        Problem(
+            path=path,
+            value=_setting(new, path),
+            rule=f"run '{old.run.name}' was started with {_setting(old, path)!r}, and {reason}",
+            way_out=f"put {path} back to resume, or choose another run.name to start a new run",
+        )
+        for path, reason in FIXED.items()
+        if _setting(old, path) != _setting(new, path)
+    )
+
+
+def resume_fingerprint(config: Config) -> str:
+    """Return a hash of the settings that may not change on resume: equal for all attempts of a run."""
+    fixed = {path: _setting(config, path) for path in FIXED}
+    text = json.dumps(fixed, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def _setting(config: Config, path: str) -> object:
+    section, _, name = path.partition(".")
+    return getattr(getattr(config, section), name)

@@ -1,0 +1,192 @@
+"""Rules between settings, which no single field can check."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import cast
+
+from ray_ulysses.config.schema import Config
+from ray_ulysses.errors import Problem, UserError
+from ray_ulysses.model_shape import ModelShape
+
+_SERVERS = ("http://", "https://")
+
+
+def broken_rules(config: Config) -> tuple[Problem, ...]:
+    """Return a problem for each rule between settings that a valid configuration still breaks."""
+    return tuple(problem for rule in _RULES for problem in rule(config))
+
+
+def broken_rules_of_part(sections: Mapping[str, Mapping[str, object]]) -> tuple[Problem, ...]:
+    """Return the broken rules of a configuration of which some settings are unusable.
+
+    Args:
+        sections: The usable settings, by section and name. A rule that needs another one is left out, so that
+            one slip is not reported again by every rule that meets it.
+    """
+    part = cast(Config, _Part({name: _Part(values) for name, values in sections.items()}))
+    problems: list[Problem] = []
+    for rule in _RULES:
+        try:
+            problems.extend(rule(part))
+        except _UnusableError:
+            continue
+    return tuple(problems)
+
+
+class _UnusableError(Exception):
+    """A rule asked for a setting that is not usable."""
+
+
+class _Part:
+    """Stands in for a section, or for the configuration, of which only some settings are usable."""
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        self._values = values
+
+    def __getattr__(self, name: str) -> object:
+        if name not in self._values:
+            raise _UnusableError(name)
+        return self._values[name]
+
+
+def _weights_have_a_source(config: Config) -> Iterator[Problem]:
+    if config.model.path is not None:
+        return
+    if config.model.init == "pretrained":
+        yield Problem(
+            path="model.path",
+            value=None,
+            rule="model.init=pretrained needs the weights of a model",
+            way_out="give a local directory or a hub id, or set model.init=random",
+        )
+    elif config.model.config is None:
+        yield Problem(
+            path="model.config",
+            value=None,
+            rule="model.init=random needs a model configuration",
+            way_out="write it in line under model.config, or give a model.path that has a config.json",
+        )
+
+
+def _heads_allow_sp(config: Config) -> Iterator[Problem]:
+    if config.model.config is None:
+        return
+    try:
+        shape = ModelShape.from_config_dict(config.model.config)
+    except UserError as error:
+        yield Problem(
+            path="model.config", value="...", rule=str(error), way_out="complete the model configuration"
+        )
+        return
+    valid = shape.valid_sp_sizes()
+    choices = ", ".join(str(size) for size in valid)
+    asked = {
+        "parallel.sp_size": (config.parallel.sp_size,),
+        "parallel.allowed_sp": config.parallel.allowed_sp or (),
+    }
+    for path, sizes in asked.items():
+        for size in sizes:
+            if size not in valid:
+                rule = f"does not divide the model's {shape.num_heads} attention heads"
+                yield Problem(path=path, value=size, rule=rule, way_out=f"use {choices}")
+
+
+def _sp_divides_workers(config: Config) -> Iterator[Problem]:
+    sp_size, workers = config.parallel.sp_size, config.cluster.workers
+    if workers % sp_size == 0:
+        return
+    below, above = workers // sp_size * sp_size, (workers // sp_size + 1) * sp_size
+    counts = f"{below} or {above}" if below else f"{above}"
+    divisors = ", ".join(str(size) for size in range(1, workers + 1) if workers % size == 0)
+    yield Problem(
+        path="parallel.sp_size",
+        value=sp_size,
+        rule=f"does not divide cluster.workers={workers}",
+        way_out=f"use an sp_size of {divisors}, or {counts} workers (a multiple of {sp_size})",
+    )
+
+
+def _sp_is_allowed(config: Config) -> Iterator[Problem]:
+    sp_size, allowed = config.parallel.sp_size, config.parallel.allowed_sp
+    if allowed is not None and sp_size not in allowed:
+        choices = ", ".join(str(size) for size in allowed)
+        rule = f"is not in parallel.allowed_sp ({choices})"
+        yield Problem(
+            path="parallel.sp_size",
+            value=sp_size,
+            rule=rule,
+            way_out="use one of these, or add it to allowed_sp of a new run",
+        )
+
+
+def _context_holds_the_padding(config: Config) -> Iterator[Problem]:
+    multiple = math.lcm(*(config.parallel.allowed_sp or (config.parallel.sp_size,)))
+    if config.data.context_tokens < multiple:
+        yield Problem(
+            path="data.context_tokens",
+            value=config.data.context_tokens,
+            rule=f"is below {multiple}, the multiple that rows are padded to",
+            way_out=f"use {multiple} or more",
+        )
+
+
+def _warmup_ends_before_the_horizon(config: Config) -> Iterator[Problem]:
+    warmup, horizon = config.schedule.warmup_steps, config.schedule.horizon_steps
+    if horizon is not None and warmup >= horizon:
+        yield Problem(
+            path="schedule.warmup_steps",
+            value=warmup,
+            rule=f"must be below schedule.horizon_steps={horizon}",
+            way_out=f"use at most {horizon - 1}, or a longer horizon",
+        )
+
+
+def _evaluation_has_documents(config: Config) -> Iterator[Problem]:
+    if config.run.eval_every_steps is not None and config.data.eval_fraction == 0.0:
+        yield Problem(
+            path="run.eval_every_steps",
+            value=config.run.eval_every_steps,
+            rule="needs documents that are held out, and data.eval_fraction is 0",
+            way_out="set data.eval_fraction to a share such as 0.01, or remove eval_every_steps",
+        )
+
+
+def _kernel_suits_the_device(config: Config) -> Iterator[Problem]:
+    kernel = config.model.attention
+    if kernel not in ("flash_attn", "varlen"):
+        return
+    if config.cluster.gpus_per_worker == 0:
+        rule = "the kernel needs a GPU, and cluster.gpus_per_worker is 0"
+    elif config.model.dtype == "fp32":
+        rule = "the kernel has no fp32, and model.dtype is fp32"
+    else:
+        return
+    yield Problem(path="model.attention", value=kernel, rule=rule, way_out="use auto or sdpa")
+
+
+def _network_storage_has_a_server(config: Config) -> Iterator[Problem]:
+    if config.run.storage_kind == "local" or not config.tracking.enabled:
+        return
+    uri = config.tracking.uri
+    if uri is None or not (uri == "databricks" or uri.startswith(_SERVERS)):
+        yield Problem(
+            path="tracking.uri",
+            value=uri,
+            rule="run.storage_kind=nfs needs an MLflow server, since SQLite is not safe there",
+            way_out="give the server's http:// or https:// address, or set tracking.enabled=false",
+        )
+
+
+_RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
+    _weights_have_a_source,
+    _sp_divides_workers,
+    _heads_allow_sp,
+    _sp_is_allowed,
+    _context_holds_the_padding,
+    _warmup_ends_before_the_horizon,
+    _evaluation_has_documents,
+    _kernel_suits_the_device,
+    _network_storage_has_a_server,
+)

@@ -1,0 +1,140 @@
+"""Settings of how it runs: parallel, memory, checkpoint, elastic, tracking and cluster."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from ray_ulysses.config.section import Section, refusal
+
+_TRACKING_SCHEMES = ("http://", "https://", "sqlite:///", "postgresql", "mysql", "mssql")
+
+
+class ParallelSection(Section):
+    """How the workers share a row. The world is dp x sp; dp follows from `cluster.workers`."""
+
+    sp_size: int = Field(default=1, ge=1)
+    """Ranks that share one row, each with a slice of its tokens (the `sp` axis). It must divide
+    `cluster.workers` and the model's attention heads. Default 1: rows are not shared."""
+
+    ring_size: int = Field(default=1, ge=1)
+    """Ring part of `sp_size`, for more ranks than heads. This version accepts only 1."""
+
+    allowed_sp: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(default=None, strict=False)
+    """Values of `sp_size` that the run may ever use, in ascending order. Rows are padded to their least
+    common multiple, for the whole run. Default null: every divisor of the model's attention heads."""
+
+    @field_validator("ring_size")
+    @classmethod
+    def _has_no_ring(cls, value: int) -> int:
+        if value != 1:
+            raise refusal(
+                "this version has no ring attention", "use ring_size=1 and at most as many sp ranks as heads"
+            )
+        return value
+
+    @field_validator("allowed_sp")
+    @classmethod
+    def _is_ascending(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if value is not None and (not value or list(value) != sorted(set(value))):
+            raise refusal("must be different numbers in ascending order", "write it as [1, 2, 4], or null")
+        return value
+
+
+class MemorySection(Section):
+    """What is traded for memory, and the memory that `plan` compares with."""
+
+    gradient_checkpointing: bool = True
+    """Whether a layer's activations are computed again in the backward pass instead of kept. Default true:
+    at long context they don't fit otherwise."""
+
+    offload_optimizer: Literal["none", "cpu"] = "none"
+    """Where the optimizer's state lives: `none` leaves it on the GPU, `cpu` moves it to host memory. Default
+    `none`, which is faster where it fits."""
+
+    device_gib: float | None = Field(default=None, gt=0.0)
+    """Memory of one GPU, in GiB, that `plan` holds its estimate against; a run that can't fit is refused.
+    Default null: the estimate is printed and nothing is refused."""
+
+    host_gib: float | None = Field(default=None, gt=0.0)
+    """Host memory for one worker, in GiB, that `plan` holds its estimate against. Default null: nothing is
+    refused."""
+
+
+class CheckpointSection(Section):
+    """When state is saved, and how much of it is kept."""
+
+    every_steps: int | None = Field(default=100, ge=1)
+    """Steps between two checkpoints, in steps; null saves only where `save_at_end` asks for it. Default
+    100."""
+
+    keep_last: int = Field(default=3, ge=1)
+    """Committed checkpoints that are kept. An older one is deleted only after its successor is committed.
+    Default 3: one to use, one in case it is damaged, and one to look back at."""
+
+    save_at_end: bool = True
+    """Whether a run that stops, by its stop step or by a signal, saves first. Default true, so that it can go
+    on."""
+
+
+class ElasticSection(Section):
+    """How much a run puts up with before it ends."""
+
+    max_failures: int = Field(default=3, ge=0)
+    """Failures that a run survives by starting its workers again from the newest checkpoint. Default 3:
+    enough for lost nodes, few enough that a fault of the program ends the run."""
+
+    worker_start_timeout_s: float = Field(default=300.0, gt=0.0)
+    """Longest wait for all workers to start, in seconds. Default 300, which covers pulling an image."""
+
+    collective_timeout_s: float = Field(default=600.0, gt=0.0)
+    """Longest that one collective may take, in seconds, before the attempt counts as failed. Default 600,
+    well above the slowest honest step between two collectives."""
+
+
+class TrackingSection(Section):
+    """What MLflow is told. An outage of MLflow never stops training."""
+
+    enabled: bool = True
+    """Whether the run is tracked in MLflow. Default true."""
+
+    uri: str | None = Field(default=None, min_length=1)
+    """Tracking server, such as `http://mlflow:5000`; it is required with `run.storage_kind: nfs`. Default
+    null: an SQLite file `mlflow.db` in `run.storage`."""
+
+    experiment: str = Field(default="ray-ulysses", min_length=1)
+    """Experiment that the run is filed under. Default `ray-ulysses`."""
+
+    tags: dict[str, str] = Field(default_factory=dict)
+    """Tags of the MLflow run, text to text. Default none."""
+
+    @field_validator("uri")
+    @classmethod
+    def _is_a_uri(cls, value: str | None) -> str | None:
+        if value is not None and value != "databricks" and not value.startswith(_TRACKING_SCHEMES):
+            raise refusal(
+                "must be the URI of an MLflow server or database",
+                "write http://host:port, https://host or sqlite:///path/to/mlflow.db, or leave it out",
+            )
+        return value
+
+
+class ClusterSection(Section):
+    """What is asked of Ray."""
+
+    address: str | None = Field(default=None, min_length=1)
+    """Address of a Ray cluster. Default null: the one that `RAY_ADDRESS` names, else a Ray of its own on this
+    machine."""
+
+    workers: int = Field(ge=1)
+    """Training workers, one a GPU: a multiple of `parallel.sp_size`."""
+
+    gpus_per_worker: int = Field(default=0, ge=0, le=1)
+    """GPUs of one worker: 0 trains on CPU, 1 on a GPU. Default 0, so that nothing is taken unasked."""
+
+    cpus_per_worker: float = Field(default=1.0, gt=0.0)
+    """CPUs that one worker reserves; a fraction lets several share one. Default 1."""
+
+    data_cpus: float = Field(default=0.25, gt=0.0)
+    """CPUs that one task of the data stream reserves. Default 0.25: reading rows is light work."""

@@ -1,0 +1,94 @@
+"""The whole configuration: its sections, and what follows from them alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import ConfigDict, Field
+
+from ray_ulysses.config.learning import (
+    DataSection,
+    ModelSection,
+    OptimizerSection,
+    RunSection,
+    ScheduleSection,
+)
+from ray_ulysses.config.running import (
+    CheckpointSection,
+    ClusterSection,
+    ElasticSection,
+    MemorySection,
+    ParallelSection,
+    TrackingSection,
+)
+from ray_ulysses.config.section import Section
+from ray_ulysses.config.yaml_text import dump_yaml
+
+
+class Config(Section):
+    """Everything that a run is made from; make one with `load_config`, which says all errors at once."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    run: RunSection
+    model: ModelSection
+    data: DataSection
+    parallel: ParallelSection = Field(default_factory=ParallelSection)
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    schedule: ScheduleSection = Field(default_factory=ScheduleSection)
+    memory: MemorySection = Field(default_factory=MemorySection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    elastic: ElasticSection = Field(default_factory=ElasticSection)
+    tracking: TrackingSection = Field(default_factory=TrackingSection)
+    cluster: ClusterSection
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's directory, ``<storage>/<name>``."""
+        return Path(self.run.storage) / self.run.name
+
+    @property
+    def dp_size(self) -> int:
+        """Groups of ``parallel.sp_size`` workers, each of which works on rows of its own."""
+        return self.cluster.workers // self.parallel.sp_size
+
+    @property
+    def tracking_uri(self) -> str | None:
+        """MLflow's URI with the default filled in; None when tracking is off."""
+        if not self.tracking.enabled:
+            return None
+        return self.tracking.uri or f"sqlite:///{Path(self.run.storage) / 'mlflow.db'}"
+
+    def with_absolute_paths(self, base: Path) -> Config:
+        """Return this configuration with ``run.storage`` and ``data.path`` made absolute.
+
+        Workers of a cluster have working directories of their own, in which a relative path means something
+        else.
+
+        Args:
+            base: Absolute directory that relative paths start from.
+        """
+        run = self.run.model_copy(update={"storage": str(base / Path(self.run.storage).expanduser())})
+        data = self.data.model_copy(update={"path": str(base / Path(self.data.path).expanduser())})
+        return self.model_copy(update={"run": run, "data": data})
+
+    def to_yaml(self) -> str:
+        """Return the configuration, defaults filled in, as YAML that loads into an equal one."""
+        return dump_yaml(self.model_dump(mode="json"))
+
+
+def setting_paths() -> tuple[str, ...]:
+    """Return the dotted path of every setting, in the order of the schema."""
+    return tuple(
+        f"{name}.{field}" for name, model in section_models().items() for field in model.model_fields
+    )
+
+
+def section_models() -> dict[str, type[Section]]:
+    """Return the model of each section by its name, in the order of the schema."""
+    models: dict[str, type[Section]] = {}
+    for name, field in Config.model_fields.items():
+        model = field.annotation
+        assert isinstance(model, type) and issubclass(model, Section)
+        models[name] = model
+    return models

@@ -1,0 +1,33 @@
+"""What every section of the configuration has in common, and how one refuses a value in its own words."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+from pydantic_core import PydanticCustomError
+
+
+class Section(BaseModel):
+    """A frozen group of settings that knows no other keys and converts no types.
+
+    Strict types keep a slip visible: ``workers: "4"`` and ``seed: yes`` are refused instead of guessed at.
+    The docstring below a field is its documentation; ``docs/configuration.md`` is made from it.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+
+def refusal(rule: str, way_out: str) -> PydanticCustomError:
+    """Return the error for a field validator to raise.
+
+    Args:
+        rule: The rule that the value breaks.
+        way_out: What to do instead.
+    """
+    return PydanticCustomError("refused", "{rule}", {"rule": rule, "way_out": way_out})

@@ -1,0 +1,138 @@
+"""YAML as this project reads and writes it: no duplicate keys, and plain words mean what they look like.
+
+PyYAML follows YAML 1.1, in which ``3e-4`` is text, ``no`` is false, ``1:30`` is 90 and ``010`` is 8. Here
+plain scalars follow YAML 1.2's core schema instead, with ``131_072`` allowed as a number.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+
+from ray_ulysses.errors import Problem
+
+_TAG = "tag:yaml.org,2002:"
+_RESOLVERS = (
+    ("null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
+    ("bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
+    ("int", re.compile(r"^[-+]?[0-9]+(?:_[0-9]+)*$"), list("-+0123456789")),
+    (
+        "float",
+        re.compile(
+            r"^[-+]?(?:\.[0-9]+|[0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$"
+            r"|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
+        ),
+        list("-+.0123456789"),
+    ),
+    ("merge", re.compile(r"^<<$"), ["<"]),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """A safe loader that notes duplicate keys, with YAML 1.2's plain scalars."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.duplicates: list[tuple[object, int, int]] = []
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+        seen: dict[object, int] = {}
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
+            if not isinstance(key, str | int | float | bool | None):
+                raise yaml.MarkedYAMLError(
+                    problem="a key must be plain text", problem_mark=key_node.start_mark
+                )
+            if key in seen:
+                self.duplicates.append((key, seen[key], line))
+            seen.setdefault(key, line)
+        mapping: dict[object, object] = super().construct_mapping(node, deep=deep)
+        return mapping
+
+    def construct_int(self, node: yaml.ScalarNode) -> int:
+        """Return a decimal number; a leading zero does not make it octal."""
+        return int(self.construct_scalar(node))
+
+
+class _Dumper(yaml.SafeDumper):
+    """A safe dumper that quotes exactly what `_Loader` would otherwise not read as text."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+_Loader.add_constructor(_TAG + "int", _Loader.construct_int)
+for _kind, _pattern, _first in _RESOLVERS:
+    _Loader.add_implicit_resolver(_TAG + _kind, _pattern, _first)
+    _Dumper.add_implicit_resolver(_TAG + _kind, _pattern, _first)
+
+
+def parse_yaml(text: str, source: str) -> tuple[object, tuple[Problem, ...]]:
+    """Return the value of a YAML text, and what is wrong with the text itself.
+
+    Args:
+        text: One YAML document; an empty one is None.
+        source: What the text is, for the problems' paths.
+
+    Returns:
+        The value (None when the text is not YAML), and a problem for each duplicate key or for the syntax.
+    """
+    try:
+        loader = _Loader(text)
+        value = loader.get_single_data()
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        return None, (_syntax_problem(error, source),)
+    problems = tuple(
+        Problem(
+            path=f"{source}:{again}",
+            value=key,
+            rule=f"the key is given twice, on line {first} and on line {again}",
+            way_out="keep one of the two",
+        )
+        for key, first, again in loader.duplicates
+    )
+    return value, problems
+
+
+def _syntax_problem(error: Exception, source: str) -> Problem:
+    mark = getattr(error, "problem_mark", None)
+    place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark is not None else source
+    what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+    return Problem(
+        path=place, value=None, rule=f"not valid YAML: {what}", way_out="correct the file's syntax"
+    )
+
+
+def read_yaml(path: Path) -> tuple[object, tuple[Problem, ...]]:
+    """Return the value of a YAML file and its problems, as `parse_yaml` does.
+
+    Args:
+        path: A file in UTF-8. One that can't be read is a problem too.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None, (_file_problem(path, "the file does not exist", "check the path; see configs/"),)
+    except IsADirectoryError:
+        return None, (_file_problem(path, "is a directory", "give the YAML file in it"),)
+    except UnicodeDecodeError:
+        return None, (_file_problem(path, "is not UTF-8 text", "give a YAML file"),)
+    except OSError as error:
+        return None, (_file_problem(path, f"can't be read ({error.strerror})", "check its permissions"),)
+    return parse_yaml(text, path.name)
+
+
+def _file_problem(path: Path, rule: str, way_out: str) -> Problem:
+    return Problem(path="CONFIG", value=str(path), rule=rule, way_out=way_out)
+
+
+def dump_yaml(value: object) -> str:
+    """Return a value of mappings, lists and scalars as YAML text that `parse_yaml` reads back."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)

@@ -1,0 +1,304 @@
+"""What a corpus is made from: the user's files and data sets, cut into units of work."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import pyarrow.parquet as pq
+
+from ray_ulysses.data.format import stable_hash
+from ray_ulysses.data.shard import READ_ERRORS
+from ray_ulysses.errors import UserError
+
+SourceKind = Literal["auto", "text", "jsonl", "parquet", "datasets"]
+UnitKind = Literal["text", "jsonl", "parquet", "datasets"]
+DEFAULT_UNIT_BYTES = 16 << 20
+DEFAULT_EXCLUDE = (".*", "__pycache__")
+_JSONL_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+_DATASET_MARKS = ("dataset_info.json", "dataset_dict.json")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceSpec:
+    """What to prepare.
+
+    Attributes:
+        paths: Files, directories, or (``kind="datasets"``) a directory of ``save_to_disk`` or a hub name.
+        kind: How to read them; ``auto`` decides by suffix: ``.parquet``, ``.jsonl`` (also ``.gz``), else text.
+        pattern: Only files of a directory whose path below it matches; ``*`` also crosses ``/``.
+        exclude: Patterns of files to leave out; a pattern without ``/`` also matches any one directory's name.
+        text_field: Column or key that holds the text, for JSONL, Parquet and data sets.
+        split: Split of a data set that has several.
+    """
+
+    paths: tuple[str, ...]
+    kind: SourceKind = "auto"
+    pattern: str = "*"
+    exclude: tuple[str, ...] = DEFAULT_EXCLUDE
+    text_field: str = "text"
+    split: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileStamp:
+    """A file as it was when the sources were listed."""
+
+    path: str
+    num_bytes: int
+    modified_ns: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rejected:
+    """A document that is left out.
+
+    Attributes:
+        source: File or data set that it is in.
+        offset: Line (from 1) or row (from 0) in it; 0 for a whole file.
+        reason: Why it is left out.
+    """
+
+    source: str
+    offset: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unit:
+    """A piece of work that becomes one shard: some files, or a range of rows.
+
+    Attributes:
+        index: Place in the list of units, which gives the order of the documents.
+        kind: How to read it.
+        files: The files; for a data set, its directory or name.
+        first: First row group (Parquet) or row (data set).
+        last: One past the last; 0 for files that are read whole.
+        text_field: Column or key of the text.
+        split: Split of a data set.
+    """
+
+    index: int
+    kind: UnitKind
+    files: tuple[FileStamp, ...]
+    first: int = 0
+    last: int = 0
+    text_field: str = "text"
+    split: str | None = None
+
+    @property
+    def signature(self) -> str:
+        """Return what changes when the unit's content may have changed."""
+        return stable_hash(asdict(self))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Unit:
+        """Return the unit that ``to_json`` described."""
+        return cls(**{**fields, "files": tuple(FileStamp(**file) for file in fields["files"])})
+
+
+def list_units(
+    spec: SourceSpec, unit_bytes: int = DEFAULT_UNIT_BYTES
+) -> tuple[tuple[Unit, ...], tuple[Rejected, ...]]:
+    """Cut the sources into units of about ``unit_bytes``, in an order that depends on the names alone.
+
+    Returns:
+        The units, and the files that are left out already (broken links, files that were listed twice).
+
+    Raises:
+        UserError: A source is missing, or a Parquet file or data set can't be opened.
+    """
+    if spec.kind not in get_args(SourceKind):
+        raise UserError(f"kind={spec.kind!r}: must be one of {', '.join(get_args(SourceKind))}")
+    if not spec.paths:
+        raise UserError("sources: none given; name at least one file, directory or data set")
+    units: list[Unit] = []
+    rejected: list[Rejected] = []
+    by_kind: dict[UnitKind, list[FileStamp]] = {"text": [], "jsonl": [], "parquet": []}
+    seen: dict[str, str] = {}
+    for path in spec.paths:
+        if spec.kind == "datasets" or (spec.kind == "auto" and _is_saved_dataset(Path(path))):
+            units.extend(_dataset_units(path, spec, unit_bytes))
+            continue
+        for file in _list_files(Path(path).expanduser(), spec):
+            stamp = _stamp(file, seen)
+            if isinstance(stamp, Rejected):
+                rejected.append(stamp)
+            else:
+                by_kind[_kind_of(file, spec.kind)].append(stamp)
+    units.extend(_text_units(by_kind["text"], unit_bytes))
+    units.extend(
+        Unit(index=0, kind="jsonl", files=(f,), text_field=spec.text_field) for f in by_kind["jsonl"]
+    )
+    for stamp in by_kind["parquet"]:
+        units.extend(_parquet_units(stamp, spec.text_field, unit_bytes))
+    numbered = (Unit.from_json({**unit.to_json(), "index": index}) for index, unit in enumerate(units))
+    return tuple(numbered), tuple(rejected)
+
+
+def open_dataset(path: str, split: str | None) -> Any:
+    """Open one split of a ``datasets`` data set, saved on disk or by hub name.
+
+    Raises:
+        UserError: It can't be opened, or has several splits and none was chosen.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            "kind=datasets: needs the package `datasets`; install it, or give Parquet files"
+        ) from error
+    try:
+        if _is_saved_dataset(Path(path)):
+            loaded = datasets.load_from_disk(path)
+        else:
+            loaded = datasets.load_dataset(path)
+    except Exception as error:
+        # The library raises a dozen unrelated types, those of its HTTP client among them.
+        raise UserError(
+            f"source={path}: is neither a data set of `save_to_disk` nor a hub name that can be loaded "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    if not isinstance(loaded, dict):
+        return loaded
+    names = sorted(loaded)
+    chosen = split or (names[0] if len(names) == 1 else None)
+    if chosen not in names:
+        raise UserError(
+            f"split={split}: the data set {path} has the splits {', '.join(names)}; choose one of them"
+        )
+    return loaded[chosen]
+
+
+def _is_saved_dataset(path: Path) -> bool:
+    return any((path / mark).is_file() for mark in _DATASET_MARKS)
+
+
+def _list_files(path: Path, spec: SourceSpec) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+        return
+    if not path.is_dir():
+        raise UserError(f"source={path}: no such file or directory")
+    for directory, names, files in os.walk(path, onerror=_refuse_directory):
+        below = Path(directory).relative_to(path)
+        names[:] = sorted(name for name in names if not _is_excluded(below / name, spec.exclude))
+        for name in sorted(files):
+            relative = below / name
+            if _matches(relative.as_posix(), spec.pattern) and not _is_excluded(relative, spec.exclude):
+                yield path / relative
+
+
+def _refuse_directory(error: OSError) -> None:
+    raise UserError(
+        f"source={error.filename}: the directory can't be listed ({error.strerror}); check its permissions"
+    )
+
+
+def _matches(relative: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(relative, pattern) or (
+        pattern.startswith("**/") and fnmatch.fnmatchcase(relative, pattern[3:])
+    )
+
+
+def _is_excluded(relative: Path, patterns: Sequence[str]) -> bool:
+    return any(
+        _matches(relative.as_posix(), pattern)
+        or ("/" not in pattern and fnmatch.fnmatchcase(relative.name, pattern))
+        for pattern in patterns
+    )
+
+
+def _stamp(path: Path, seen: dict[str, str]) -> FileStamp | Rejected:
+    try:
+        status = path.stat()
+    except OSError as error:
+        reason = "a broken symbolic link" if path.is_symlink() else f"can't be read: {error.strerror}"
+        return Rejected(source=str(path), offset=0, reason=reason)
+    if not path.is_file():
+        return Rejected(source=str(path), offset=0, reason="not a regular file")
+    real = os.path.realpath(path)
+    if real in seen:
+        return Rejected(source=str(path), offset=0, reason=f"the same file as {seen[real]}")
+    seen[real] = str(path)
+    return FileStamp(path=str(path), num_bytes=status.st_size, modified_ns=status.st_mtime_ns)
+
+
+def _kind_of(path: Path, kind: SourceKind) -> UnitKind:
+    if kind != "auto":
+        return cast(UnitKind, kind)
+    if path.suffix == ".parquet":
+        return "parquet"
+    return "jsonl" if path.name.endswith(_JSONL_SUFFIXES) else "text"
+
+
+def _text_units(files: Sequence[FileStamp], unit_bytes: int) -> Iterator[Unit]:
+    group: list[FileStamp] = []
+    for file in files:
+        if group and sum(f.num_bytes for f in group) + file.num_bytes > unit_bytes:
+            yield Unit(index=0, kind="text", files=tuple(group))
+            group = []
+        group.append(file)
+    if group:
+        yield Unit(index=0, kind="text", files=tuple(group))
+
+
+def _parquet_units(file: FileStamp, text_field: str, unit_bytes: int) -> Iterator[Unit]:
+    try:
+        with pq.ParquetFile(file.path) as parquet:
+            columns = parquet.schema_arrow.names
+            metadata = parquet.metadata
+            sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
+    except READ_ERRORS as error:
+        raise UserError(
+            f"source={file.path}: the Parquet file can't be read ({error}); restore or remove it"
+        ) from error
+    if text_field not in columns:
+        raise UserError(
+            f"text_field={text_field}: {file.path} has no such column; it has {', '.join(columns) or 'none'}"
+        )
+    first, held = 0, 0
+    for group, size in enumerate(sizes):
+        if group > first and held + size > unit_bytes:
+            yield Unit(index=0, kind="parquet", files=(file,), first=first, last=group, text_field=text_field)
+            first, held = group, 0
+        held += size
+    if sizes:
+        yield Unit(
+            index=0, kind="parquet", files=(file,), first=first, last=len(sizes), text_field=text_field
+        )
+
+
+def _dataset_units(path: str, spec: SourceSpec, unit_bytes: int) -> Iterator[Unit]:
+    dataset = open_dataset(path, spec.split)
+    if spec.text_field not in dataset.column_names:
+        raise UserError(
+            f"text_field={spec.text_field}: the data set {path} has no such column; "
+            f"it has {', '.join(dataset.column_names)}"
+        )
+    num_rows = len(dataset)
+    rows_per_unit = max(1, int(num_rows * unit_bytes / max(1, dataset.data.nbytes)))
+    # The library's own fingerprint stands for size and time: it changes with the rows.
+    stamp = FileStamp(path=path, num_bytes=num_rows, modified_ns=_fingerprint_number(dataset))
+    for first in range(0, num_rows, rows_per_unit):
+        yield Unit(
+            index=0,
+            kind="datasets",
+            files=(stamp,),
+            first=first,
+            last=min(first + rows_per_unit, num_rows),
+            text_field=spec.text_field,
+            split=spec.split,
+        )
+
+
+def _fingerprint_number(dataset: Any) -> int:
+    return int(stable_hash(str(dataset._fingerprint))[:12], 16)

@@ -1,0 +1,191 @@
+"""Preparing one unit: its documents become one shard and the notes that the merge needs.
+
+The unit's JSON file is written last, so that a unit counts as done only when everything else of it is in place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from ray_ulysses.data.atomic import atomic_file, file_crc32, write_text
+from ray_ulysses.data.extraction import read_unit
+from ray_ulysses.data.format import SHARDS_DIRECTORY, UNITS_DIRECTORY, ShardInfo, token_dtype
+from ray_ulysses.data.shard import ShardWriter
+from ray_ulysses.data.sources import Rejected, Unit
+from ray_ulysses.data.tokenizers import Tokenizer
+from ray_ulysses.errors import UserError
+
+NOTES_SCHEMA = pa.schema(
+    [
+        ("length", pa.int64()),
+        ("max_token_id", pa.int64()),
+        ("first_row", pa.int64()),
+        ("source", pa.string()),
+        ("offset", pa.int64()),
+        ("content", pa.binary(16)),
+    ]
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitResult:
+    """What became of one unit.
+
+    Attributes:
+        index: The unit's number.
+        signature: The unit's and the tokenizer's, at the time.
+        shard: The shard that was written; None when the unit held no usable document.
+        num_documents: Documents written.
+        num_tokens: Tokens written.
+        num_rejected: Documents left out.
+        token_counts: How often each id occurs, for the byte tokenizer; else None.
+    """
+
+    index: int
+    signature: str
+    shard: ShardInfo | None
+    num_documents: int
+    num_tokens: int
+    num_rejected: int
+    token_counts: tuple[int, ...] | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> UnitResult:
+        """Return the result that ``to_json`` described."""
+        shard = fields["shard"]
+        counts = fields["token_counts"]
+        return cls(
+            **{
+                **fields,
+                "shard": None if shard is None else ShardInfo(**shard),
+                "token_counts": None if counts is None else tuple(counts),
+            }
+        )
+
+
+def unit_file(out: Path, index: int, suffix: str) -> Path:
+    """Return the path of a unit's notes with the given suffix."""
+    return out / UNITS_DIRECTORY / f"unit-{index:05d}.{suffix}"
+
+
+def unit_signature(unit: Unit, tokenizer: Tokenizer) -> str:
+    """Return what must be unchanged for a unit that is done to be kept."""
+    return f"{unit.signature}-{tokenizer.info.fingerprint}"
+
+
+def finished_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult | None:
+    """Return the result of a unit that an earlier run finished with the same content, else None."""
+    try:
+        result = UnitResult.from_json(
+            json.loads(unit_file(out, unit.index, "json").read_text(encoding="utf-8"))
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if result.signature != unit_signature(unit, tokenizer):
+        return None
+    if result.shard is not None:
+        shard = out / SHARDS_DIRECTORY / result.shard.name
+        if not shard.is_file() or shard.stat().st_size != result.shard.num_bytes:
+            return None
+    return result
+
+
+def write_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult:
+    """Read, tokenize and store one unit; done again, it writes the same files.
+
+    Raises:
+        UserError: A file of the unit can't be read, or changed while it was read.
+    """
+    shard_path = out / SHARDS_DIRECTORY / f"shard-{unit.index:05d}.parquet"
+    collected = _Collected(tokenizer)
+    with atomic_file(shard_path) as temporary:
+        writer = ShardWriter(temporary, token_dtype(tokenizer.info.vocab_size))
+        try:
+            for document in read_unit(unit):
+                if isinstance(document, Rejected):
+                    collected.rejected.append(document)
+                else:
+                    ids = tokenizer.encode(document.text)
+                    collected.add(ids, writer.add(ids), document.text, document.source, document.offset)
+            writer.close()
+        except BaseException:
+            writer.abandon()
+            raise
+        _refuse_changed_files(unit)
+    if not writer.num_documents:
+        shard_path.unlink()
+    result = UnitResult(
+        index=unit.index,
+        signature=unit_signature(unit, tokenizer),
+        shard=_describe_shard(shard_path, writer) if writer.num_documents else None,
+        num_documents=writer.num_documents,
+        num_tokens=writer.num_tokens,
+        num_rejected=len(collected.rejected),
+        token_counts=None if collected.counts is None else tuple(collected.counts.tolist()),
+    )
+    collected.write(out, unit.index)
+    write_text(unit_file(out, unit.index, "json"), json.dumps(result.to_json()))
+    return result
+
+
+class _Collected:
+    """The notes of a unit while it is read."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.rejected: list[Rejected] = []
+        self.columns: dict[str, list[Any]] = {name: [] for name in NOTES_SCHEMA.names}
+        info = tokenizer.info
+        self.counts = np.zeros(info.vocab_size, dtype=np.int64) if info.kind == "bytes" else None
+
+    def add(self, ids: NDArray[np.int64], first_row: int, text: str, source: str, offset: int) -> None:
+        content = hashlib.blake2b(text.encode("utf-8"), digest_size=16).digest()
+        row = (ids.size, int(ids.max()), first_row, source, offset, content)
+        for column, value in zip(self.columns.values(), row, strict=True):
+            column.append(value)
+        if self.counts is not None:
+            self.counts += np.bincount(ids, minlength=self.counts.size)
+
+    def write(self, out: Path, index: int) -> None:
+        lines = "".join(json.dumps(asdict(rejected)) + "\n" for rejected in self.rejected)
+        write_text(unit_file(out, index, "quarantine.jsonl"), lines)
+        with atomic_file(unit_file(out, index, "parquet")) as temporary:
+            pq.write_table(pa.table(self.columns, schema=NOTES_SCHEMA), temporary, compression="zstd")
+
+
+def _refuse_changed_files(unit: Unit) -> None:
+    if unit.kind == "datasets":
+        return
+    for file in unit.files:
+        try:
+            status = Path(file.path).stat()
+        except OSError:
+            status = None
+        if status is None or (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.modified_ns):
+            raise UserError(
+                f"source={file.path}: changed while it was being prepared; run prepare again when it rests"
+            )
+
+
+def _describe_shard(path: Path, writer: ShardWriter) -> ShardInfo:
+    return ShardInfo(
+        name=path.name,
+        num_rows=writer.num_rows,
+        num_documents=writer.num_documents,
+        num_tokens=writer.num_tokens,
+        num_bytes=path.stat().st_size,
+        crc32=file_crc32(path),
+        tokens_crc32=writer.tokens_crc32,
+    )

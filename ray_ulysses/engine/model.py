@@ -1,0 +1,113 @@
+"""The decoder: drawn from a seed, or loaded from a directory or a hub without ever being whole on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ray_ulysses.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ray_ulysses.config import Config
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's dtype of ``model.dtype``."""
+    return _DTYPES[name]
+
+
+def build_model(config: Config, partition: Mapping[str, Any] | None = None) -> PreTrainedModel:
+    """Build the decoder of a run; with ``partition``, every rank of the world must call.
+
+    ``init: random`` draws the whole model on the host of every rank from ``run.seed`` in fp32, so that its weights do
+    not depend on the world. ``init: pretrained`` loads weights; with ``partition`` each parameter is partitioned as
+    it is loaded, so that no rank ever holds the whole model.
+
+    Args:
+        config: The run's configuration.
+        partition: DeepSpeed's configuration of ZeRO-3, or ``None`` to load whole.
+
+    Raises:
+        UserError: The model can't be found, or is not the one that ``model.config`` describes.
+    """
+    dtype = torch_dtype(config.model.dtype)
+    if config.model.init == "random":
+        model = _random_model(config, dtype)
+    else:
+        model = _pretrained_model(config, dtype, partition)
+    # The cache is for generation; under gradient checkpointing it would only warn.
+    model.config.use_cache = False
+    if config.memory.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def _random_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if config.model.config is not None:
+        fields = dict(config.model.config)
+        hf_config = _described(lambda: AutoConfig.for_model(fields.pop("model_type"), **fields), "model.config")
+    else:
+        hf_config = _described(lambda: AutoConfig.from_pretrained(config.model.path), f"model.path={config.model.path!r}")
+    torch.manual_seed(config.run.seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+    return model.to(dtype)
+
+
+def _pretrained_model(config: Config, dtype: torch.dtype, partition: Mapping[str, Any] | None) -> PreTrainedModel:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = config.model.path
+    hf_config = _described(lambda: AutoConfig.from_pretrained(path), f"model.path={path!r}")
+    check_described(config.model.config, hf_config.to_dict(), str(path))
+    keep_alive = None
+    if partition is not None:
+        from transformers.integrations import HfDeepSpeedConfig
+
+        # While this object lives, from_pretrained partitions each parameter as it is made.
+        keep_alive = HfDeepSpeedConfig(dict(partition))
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    except OSError as error:
+        raise UserError(
+            f"model.path={path!r}: no weights could be loaded ({error}); give a directory with config.json and "
+            "safetensors, or a hub id that this machine can reach"
+        ) from error
+    finally:
+        del keep_alive
+    return model
+
+
+def check_described(described: Mapping[str, Any] | None, loaded: Mapping[str, Any], path: str) -> None:
+    """Refuse a loaded model that differs from what ``model.config`` says of it, and from what was planned.
+
+    Raises:
+        UserError: Names every field that differs.
+    """
+    differing = [
+        f"{name} is {loaded.get(name)!r} there and {value!r} in model.config"
+        for name, value in (described or {}).items()
+        if name in loaded and loaded[name] != value
+    ]
+    if differing:
+        raise UserError(
+            f"model.path={path!r} is not the model that model.config describes: {'; '.join(differing)}. "
+            "Correct model.config, or leave it out"
+        )
+
+
+def _described(read: Any, setting: str) -> Any:
+    try:
+        return read()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{setting}: no model configuration could be read ({error}); give a directory with config.json, a hub id "
+            "that this machine can reach, or an inline model.config with a model_type"
+        ) from error

@@ -1,0 +1,121 @@
+"""DeepSpeed's ZeRO engine, set up so that its arithmetic is exact for ours."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from ray_ulysses.engine.optimizer import parameter_groups
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroSettings:
+    """What the engine needs to know of a run.
+
+    Attributes:
+        stage: ZeRO stage.
+        dtype: Precision of weights and activations; fp32 master weights are kept with bf16.
+        accumulation: Micro-batches of an optimizer step.
+        max_grad_norm: The global gradient norm is clipped to this; ``None`` clips nothing.
+        learning_rate: Base rate; the loop sets each step's own.
+        betas: AdamW's decay rates.
+        eps: AdamW's epsilon.
+        weight_decay: On matrices only, not on norms and biases.
+        offload_optimizer: Where optimizer state and its step live.
+        partition_everything: Keep nothing gathered between uses, whatever the size (tests of tiny models).
+    """
+
+    stage: Literal[1, 2, 3] = 3
+    dtype: Literal["bf16", "fp32"]
+    accumulation: int
+    max_grad_norm: float | None
+    learning_rate: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    offload_optimizer: Literal["none", "cpu"] = "none"
+    partition_everything: bool = False
+
+
+def prepare_process(local_rank: int, device_type: str) -> None:
+    """Set what DeepSpeed 0.19.8 reads from the process before it is imported or initialised.
+
+    On CPU it would build a C++ communication op at start (30 s, a compiler needed) unless told that none fits.
+    """
+    os.environ["LOCAL_RANK"] = str(local_rank)
+    if device_type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        import deepspeed.ops
+
+        deepspeed.ops.__compatible_ops__ = {}
+
+
+def zero_config(settings: ZeroSettings) -> dict[str, Any]:
+    """Return DeepSpeed's configuration.
+
+    No ``mesh_param`` and no ``sequence_parallel_size``: with either, DeepSpeed 0.19.8 saves half of the shards and
+    scales gradients differently by stage. Gradients are reduced and accumulated in fp32 whatever the model's dtype.
+    """
+    zero: dict[str, Any] = {"stage": settings.stage, "contiguous_gradients": True, "reduce_scatter": True}
+    if settings.offload_optimizer == "cpu":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if settings.stage == 3 and settings.partition_everything:
+        zero |= {
+            "stage3_max_live_parameters": 0,
+            "stage3_max_reuse_distance": 0,
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_param_persistence_threshold": 0,
+        }
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": settings.accumulation,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": settings.max_grad_norm or 0.0,
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "steps_per_print": 10**9,
+    }
+    if settings.dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    return config
+
+
+def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
+    """Wrap a model in a ZeRO engine; every rank of the world must call, after ``init_process_group``.
+
+    Args:
+        model: The decoder, ``apply_ulysses`` done.
+        settings: Engine settings.
+
+    Returns:
+        ``deepspeed.DeepSpeedEngine``; its ``backward`` divides by ``accumulation``.
+    """
+    import deepspeed
+
+    groups = parameter_groups(model, settings.weight_decay)
+    optimizer = _optimizer(groups, settings)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        config=zero_config(settings),
+        dist_init_required=False,
+    )
+    return engine
+
+
+def _optimizer(groups: list[dict[str, Any]], settings: ZeroSettings) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
+    if settings.offload_optimizer == "cpu" and torch.cuda.is_available():
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        offloaded: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
+        return offloaded
+    return torch.optim.AdamW(groups, **options)

@@ -1,0 +1,203 @@
+"""What a decoder's configuration says about its size: heads, layers and an exact parameter count, without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ray_ulysses.errors import UserError
+
+_REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+
+# Key-value heads where the configuration leaves them out, as each class of Transformers 5.23 declares them; a family
+# that is absent here falls back to the number of attention heads.
+_DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+_DEFAULT_HEAD_DIM = {"qwen3": 128}
+
+EXACT_FAMILIES: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose parameter count is exact; a test holds it against Transformers' own modules."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """The sizes of a causal decoder.
+
+    Attributes:
+        model_type: The Hugging Face model type, such as ``llama``.
+        num_layers: Decoder layers.
+        hidden_size: Width of the residual stream.
+        intermediate_size: Width inside the gated MLP.
+        num_heads: Query heads.
+        num_kv_heads: Key-value heads; divides ``num_heads``.
+        head_dim: Width of one head.
+        vocab_size: Rows of the token embedding.
+        tied_embeddings: Whether the output head shares the token embedding's weight.
+        layer_parameters: Parameters of one decoder layer.
+        is_exact: Whether the parameter counts are exact (see ``EXACT_FAMILIES``) or an estimate that takes the
+            model for a Llama-like one.
+    """
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied_embeddings: bool
+    layer_parameters: int
+    is_exact: bool
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the token embedding, which are also those of an untied output head."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Every parameter once: layers, final norm, embedding, and the output head unless it is tied."""
+        heads = 1 if self.tied_embeddings else 2
+        return self.num_layers * self.layer_parameters + self.hidden_size + heads * self.embedding_parameters
+
+    def valid_sp_sizes(self) -> tuple[int, ...]:
+        """Return the sp sizes that give each rank the same number of whole query heads, in ascending order."""
+        return tuple(size for size in range(1, self.num_heads + 1) if self.num_heads % size == 0)
+
+    @classmethod
+    def from_config_dict(cls, config: Mapping[str, Any], *, source: str = "model.config") -> ModelShape:
+        """Read the sizes from a Hugging Face configuration.
+
+        Args:
+            config: The mapping that a ``config.json`` holds, or an inline one with ``model_type``.
+            source: How an error names the configuration.
+
+        Returns:
+            The model's shape; sizes that were left out take the defaults of the family's class in Transformers.
+
+        Raises:
+            UserError: If a size is missing, is not a positive whole number, or does not go with another one.
+        """
+        model_type = config.get("model_type")
+        missing = [name for name in ("model_type", *_REQUIRED) if config.get(name) is None]
+        if missing:
+            raise UserError(
+                f"{source}: {', '.join(missing)} missing; a decoder's configuration must give "
+                f"{', '.join(('model_type', *_REQUIRED))}, as its config.json on the Hugging Face hub does"
+            )
+        if not isinstance(model_type, str):
+            raise UserError(f"{source}.model_type={model_type!r}: must be a text such as 'llama'")
+        sizes = {name: _positive_int(config, name, source) for name in _REQUIRED}
+        num_heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
+        num_kv_heads = _kv_heads(config, model_type, num_heads, source)
+        head_dim = _head_dim(config, model_type, num_heads, hidden, source)
+        return cls(
+            model_type=model_type,
+            num_layers=sizes["num_hidden_layers"],
+            hidden_size=hidden,
+            intermediate_size=sizes["intermediate_size"],
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            vocab_size=sizes["vocab_size"],
+            tied_embeddings=bool(config.get("tie_word_embeddings") or False),
+            layer_parameters=_layer_parameters(
+                config,
+                model_type,
+                hidden,
+                sizes["intermediate_size"],
+                num_heads * head_dim,
+                num_kv_heads * head_dim,
+                head_dim,
+            ),
+            is_exact=model_type in EXACT_FAMILIES,
+        )
+
+    @classmethod
+    def from_path(cls, path: Path | str) -> ModelShape:
+        """Read the sizes from ``config.json`` of a local model directory.
+
+        Args:
+            path: The directory, or the file itself.
+
+        Raises:
+            UserError: If there is no such file, it is no JSON object, or its sizes can't be used.
+        """
+        file = Path(path)
+        if file.is_dir():
+            file = file / "config.json"
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UserError(
+                f"model.path={str(path)!r}: there is no {file}; give the directory of a Hugging Face model, "
+                "which holds config.json, or a hub id"
+            ) from None
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise UserError(f"model.path={str(path)!r}: {file} can't be read as JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise UserError(
+                f"model.path={str(path)!r}: {file} must hold a JSON object, not {type(content).__name__}"
+            )
+        return cls.from_config_dict(content, source=str(file))
+
+
+def _positive_int(config: Mapping[str, Any], name: str, source: str) -> int:
+    value = config[name]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{source}.{name}={value!r}: must be a whole number of at least 1")
+    return value
+
+
+def _kv_heads(config: Mapping[str, Any], model_type: str, num_heads: int, source: str) -> int:
+    if config.get("num_key_value_heads") is not None:
+        kv_heads = _positive_int(config, "num_key_value_heads", source)
+    elif "num_key_value_heads" in config:
+        kv_heads = num_heads
+    else:
+        kv_heads = _DEFAULT_KV_HEADS.get(model_type, num_heads)
+    if num_heads % kv_heads:
+        raise UserError(
+            f"{source}.num_key_value_heads={kv_heads}: must divide num_attention_heads={num_heads}; "
+            "each key-value head serves a whole group of query heads"
+        )
+    return kv_heads
+
+
+def _head_dim(config: Mapping[str, Any], model_type: str, num_heads: int, hidden: int, source: str) -> int:
+    if config.get("head_dim") is not None:
+        return _positive_int(config, "head_dim", source)
+    if model_type in _DEFAULT_HEAD_DIM:
+        return _DEFAULT_HEAD_DIM[model_type]
+    if hidden % num_heads:
+        raise UserError(
+            f"{source}.hidden_size={hidden}: is no multiple of num_attention_heads={num_heads}; "
+            "give head_dim, or sizes that divide"
+        )
+    return hidden // num_heads
+
+
+def _layer_parameters(
+    config: Mapping[str, Any],
+    model_type: str,
+    hidden: int,
+    intermediate: int,
+    query_width: int,
+    kv_width: int,
+    head_dim: int,
+) -> int:
+    """Count one layer: q, k, v and o projections, a gated MLP and its norms.
+
+    Biases as in Transformers 5.23: Qwen2 always has them on q, k and v; Llama and Qwen3 on all four with
+    ``attention_bias``; Llama in the MLP with ``mlp_bias``. Qwen3 normalises queries and keys a head.
+    """
+    weights = 2 * hidden * query_width + 2 * hidden * kv_width + 3 * hidden * intermediate
+    norms = 2 * hidden + (2 * head_dim if model_type == "qwen3" else 0)
+    qkv_bias = model_type == "qwen2" or (model_type != "mistral" and bool(config.get("attention_bias")))
+    output_bias = model_type not in ("qwen2", "mistral") and bool(config.get("attention_bias"))
+    mlp_bias = model_type not in ("qwen2", "qwen3", "mistral") and bool(config.get("mlp_bias"))
+    biases = (query_width + 2 * kv_width if qkv_bias else 0) + (hidden if output_bias else 0)
+    return weights + norms + biases + (2 * intermediate + hidden if mlp_bias else 0)

@@ -1,0 +1,87 @@
+"""Floating-point operations of a step and the peak of known accelerators: what MFU is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ray_ulysses.model_shape import ModelShape
+
+# Dense bf16 TFLOP/s from the vendors' data sheets (NVIDIA's state twice as much, "with sparsity"). The first entry
+# whose words all occur in the device's name holds, so that variants stand before their family.
+_PEAK_TFLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
+    (("GB200",), 2500.0),
+    (("B200",), 2250.0),
+    (("GH200",), 989.4),
+    (("H200", "NVL"), 835.5),
+    (("H200",), 989.4),
+    (("H100", "NVL"), 835.5),
+    (("H100", "PCIe"), 756.0),
+    (("H100",), 989.4),
+    (("H800",), 989.4),
+    (("H20",), 148.0),
+    (("A100",), 312.0),
+    (("A800",), 312.0),
+    (("L40S",), 362.0),
+    (("L40",), 181.0),
+    (("L4",), 121.0),
+    (("A10G",), 70.0),
+    (("A10",), 125.0),
+    (("RTX 4090",), 165.2),
+    (("MI325X",), 1307.4),
+    (("MI300X",), 1307.4),
+    (("MI250X",), 191.5),  # torch sees one of its two dies
+)
+
+
+def peak_bf16_flops(device_name: str | None) -> float | None:
+    """Return the dense bf16 peak of one device, in FLOP/s.
+
+    Args:
+        device_name: As ``torch.cuda.get_device_name()`` gives it; None on CPU.
+
+    Returns:
+        None on CPU and for a device that the table does not have, for which no MFU is stated.
+    """
+    if device_name is None:
+        return None
+    words = device_name.replace("-", " ").replace("_", " ").upper().split()
+    text = " ".join(words)
+    for names, tflops in _PEAK_TFLOPS:
+        if all(_has_word(text, name.upper()) for name in names):
+            return tflops * 1e12
+    return None
+
+
+def step_flops(shape: ModelShape, *, tokens: int, sum_squared_lengths: int) -> float:
+    """Return the model's floating-point operations for forward and backward over some tokens.
+
+    ``6 N`` a token, where N are the parameters that multiply (all but an untied input embedding, which is a lookup),
+    and ``6 L d S^2`` a document of S tokens, where d is the width of all heads: forward, query times key and
+    probability times value take ``2 S^2 d`` each, halved by the causal mask, and backward twice that (PaLM, appendix
+    B, https://arxiv.org/abs/2204.02311, which does not halve it). Recomputed work is not counted.
+
+    Args:
+        shape: The model.
+        tokens: Tokens that went through it, padding excluded.
+        sum_squared_lengths: Sum over documents (their pieces in a row) of the squared length in tokens.
+    """
+    matrix_parameters = shape.num_parameters - (0 if shape.tied_embeddings else shape.embedding_parameters)
+    attention = 6 * shape.num_layers * shape.num_heads * shape.head_dim * sum_squared_lengths
+    return float(6 * matrix_parameters * tokens + attention)
+
+
+def sum_squared(lengths: Iterable[int]) -> int:
+    """Return the sum of the squared lengths, as ``step_flops`` takes it."""
+    return sum(length * length for length in lengths)
+
+
+def mfu(*, flops: float, seconds: float, world_size: int, peak_flops: float | None) -> float | None:
+    """Return the model FLOPs utilisation, a share of the peak of all devices; None where the peak is not known."""
+    if peak_flops is None or seconds <= 0:
+        return None
+    return flops / (seconds * world_size * peak_flops)
+
+
+def _has_word(text: str, name: str) -> bool:
+    """Tell whether a name stands in a text as a word of its own: ``L4`` is not in ``L40S``, nor ``H20`` in ``H200``."""
+    return f" {name} " in f" {text} "

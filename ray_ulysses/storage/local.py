@@ -1,0 +1,123 @@
+"""A `Store` on a mounted file system: temporary file, fsync, then a link (create) or a rename (replace)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+from ray_ulysses.errors import UserError
+from ray_ulysses.storage.store import AlreadyExistsError, Buffer, checked_key
+
+_TEMPORARY = ".writing-"
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+class LocalStore:
+    """Files under one directory, on a local disk or a network file system with hard links.
+
+    Attributes:
+        root: The directory; it need not exist before the first write.
+    """
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root).absolute()
+
+    def path(self, key: str) -> Path:
+        """Return where a key's file lies."""
+        return self.root / checked_key(key)
+
+    def open(self, key: str) -> BinaryIO:
+        """Return a seekable stream of the file's bytes; raises `FileNotFoundError` if there is none."""
+        return self.path(key).open("rb")
+
+    def create(self, key: str, chunks: Iterable[Buffer]) -> int:
+        """Write a new file durably and return its size in bytes; see `Store.create`."""
+        return self._write(self.path(key), chunks, _link_new)
+
+    def replace(self, key: str, chunks: Iterable[Buffer]) -> int:
+        """Write a file durably in place of the one there, if any; see `Store.replace`."""
+        return self._write(self.path(key), chunks, os.replace)
+
+    def list(self, prefix: str) -> list[str]:
+        """Return the keys of all files at or under a folder, sorted; files being written are left out."""
+        top = self.path(prefix)
+        if top.is_file():
+            return [prefix]
+        keys = []
+        for folder, _, names in os.walk(top):
+            for name in names:
+                if not name.startswith(_TEMPORARY):
+                    keys.append((Path(folder) / name).relative_to(self.root).as_posix())
+        return sorted(keys)
+
+    def delete(self, prefix: str) -> None:
+        """Delete a file, or a folder with all that is in it."""
+        top = self.path(prefix)
+        if top.is_dir() and not top.is_symlink():
+            shutil.rmtree(top)
+        else:
+            top.unlink(missing_ok=True)
+        if top.parent.is_dir():
+            _sync_folder(top.parent)
+
+    def _write(self, path: Path, chunks: Iterable[Buffer], publish: Callable[[Path, Path], None]) -> int:
+        """Write beside the target, make it durable, publish it under its name."""
+        _make_folders(path.parent)
+        temporary = path.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
+        try:
+            with temporary.open("xb") as stream:
+                size = sum(stream.write(chunk) for chunk in chunks)
+                stream.flush()
+                os.fsync(stream.fileno())
+            publish(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        # Without this a power cut can lose the name although the bytes are there.
+        _sync_folder(path.parent)
+        return size
+
+
+def _link_new(temporary: Path, path: Path) -> None:
+    """Give the written file its name unless the name is taken (a rename would overwrite silently)."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError as error:
+        raise AlreadyExistsError(f"{path} exists already; nothing was written over it") from error
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        raise UserError(
+            f"run.storage: the file system of {path.parent} has no hard links ({error.strerror}), so a "
+            f"checkpoint can't be committed atomically on it; use a local disk or NFS"
+        ) from error
+
+
+def _make_folders(folder: Path) -> None:
+    """Create a folder and its parents so that they outlive a power cut."""
+    missing = []
+    while not folder.is_dir():
+        if folder.exists():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+        missing.append(folder)
+        folder = folder.parent
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems refuse to sync a folder and sync its names with the file.
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+    finally:
+        os.close(descriptor)

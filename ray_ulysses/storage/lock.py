@@ -1,0 +1,148 @@
+"""One writer a run: an advisory lock that dies with its process, and a note that says who holds it."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import fcntl
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ray_ulysses.clock import Clock, SystemClock
+from ray_ulysses.errors import UserError
+
+LOCK_FILE = "run.lock"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LockOwner:
+    """Who holds a run.
+
+    Attributes:
+        host: Host name.
+        pid: Process id there.
+        since: When the run was taken, seconds since the Unix epoch.
+    """
+
+    host: str
+    pid: int
+    since: float
+
+    def __str__(self) -> str:
+        when = datetime.datetime.fromtimestamp(self.since, datetime.UTC)
+        return f"process {self.pid} on host {self.host} since {when:%Y-%m-%d %H:%M:%S} UTC"
+
+
+class RunLock:
+    """Holds a run directory for this process until it is released or the process ends.
+
+    The kernel's `flock` decides, never the note's age: a dead owner's lock is free at once, and a slow
+    owner's lock is never taken away.
+
+    Attributes:
+        run_dir: The run's directory.
+        taken_over_from: The owner that died without releasing, if the note told of one.
+    """
+
+    def __init__(self, run_dir: Path | str, clock: Clock | None = None) -> None:
+        self.run_dir = Path(run_dir)
+        self.taken_over_from: LockOwner | None = None
+        self._clock = clock if clock is not None else SystemClock()
+        self._descriptor: int | None = None
+
+    def acquire(self) -> None:
+        """Take the run.
+
+        Raises:
+            UserError: Another live process holds it (the text says who and since when), or the directory
+            can't be
+                written, or its file system has no locks.
+        """
+        assert self._descriptor is None, "the lock is held already"
+        path = self.run_dir / LOCK_FILE
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UserError(
+                f"run.storage: {self.run_dir} can't be written ({error.strerror}); make it writable or set "
+                f"another run.storage"
+            ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            raise self._refusal(path, error) from error
+        self._descriptor = descriptor
+        self.taken_over_from = _read_owner(path)
+        owner = LockOwner(host=socket.gethostname(), pid=os.getpid(), since=self._clock.now())
+        self._write_note(json.dumps(asdict(owner)))
+
+    def release(self) -> None:
+        """Give the run back; releasing twice does nothing."""
+        if self._descriptor is None:
+            return
+        # The file stays: unlinking it would let a waiting process lock a file that no longer has a name.
+        self._write_note("")
+        os.close(self._descriptor)
+        self._descriptor = None
+
+    def __enter__(self) -> Self:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _refusal(self, path: Path, error: OSError) -> UserError:
+        """Return the error for a lock that was not given."""
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            return UserError(
+                f"run.storage: the file system of {path.parent} gives no locks ({error.strerror}); mount it "
+                f"with locks or set another run.storage"
+            )
+        owner = _read_owner(path)
+        who = str(owner) if owner is not None else "another process that has not left its name yet"
+        return UserError(
+            f"run.name={self.run_dir.name!r} is already running in {self.run_dir.parent}: held by {who}; "
+            f"wait for it, stop it, or set another run.name"
+        )
+
+    def _write_note(self, text: str) -> None:
+        """Replace what the lock file says, through the descriptor that holds the lock."""
+        assert self._descriptor is not None
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, text.encode(), 0)
+        os.fsync(self._descriptor)
+
+
+def current_owner(run_dir: Path | str) -> LockOwner | None:
+    """Return who holds a run at the moment, or None if no live process does; takes nothing."""
+    path = Path(run_dir) / LOCK_FILE
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _read_owner(path) or LockOwner(host="unknown", pid=0, since=0.0)
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def _read_owner(path: Path) -> LockOwner | None:
+    """Return the owner that the note names; a torn or empty note names nobody."""
+    try:
+        fields = json.loads(path.read_text())
+        return LockOwner(host=str(fields["host"]), pid=int(fields["pid"]), since=float(fields["since"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,69 @@
+"""What a run asks of its storage, whatever stands behind it.
+
+Keys are relative POSIX paths such as ``checkpoints/step-00000200/manifest.json``. A file appears whole or
+not at all, and `Store.create` succeeds for exactly one of several writers: links and renames give that on
+files, conditional puts on object stores. A store that can do neither can't hold a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import PurePosixPath
+from typing import BinaryIO, Protocol
+
+from ray_ulysses.errors import RunError
+
+Buffer = bytes | bytearray | memoryview
+
+
+class AlreadyExistsError(RunError):
+    """A file that had to be new is there already."""
+
+
+class Store(Protocol):
+    """Files of one run, by key."""
+
+    def open(self, key: str) -> BinaryIO:
+        """Return a seekable stream of the file's bytes; raises `FileNotFoundError` if there is none."""
+        ...
+
+    def create(self, key: str, chunks: Iterable[Buffer]) -> int:
+        """Write a new file durably and return its size in bytes.
+
+        The file appears at once and whole, after its bytes are on the medium.
+
+        Raises:
+            AlreadyExistsError: The key is taken; of several writers exactly one succeeds.
+            OSError: It could not be written; then nothing appears under the key.
+        """
+        ...
+
+    def replace(self, key: str, chunks: Iterable[Buffer]) -> int:
+        """Write a file durably in place of the one there, if any; readers see the old or the new one."""
+        ...
+
+    def list(self, prefix: str) -> list[str]:
+        """Return the keys of all files at or under a folder, sorted; an absent folder is an empty one."""
+        ...
+
+    def delete(self, prefix: str) -> None:
+        """Delete a file, or a folder with all that is in it; what is not there is deleted already."""
+        ...
+
+
+def checked_key(key: str) -> str:
+    """Return the key if it is a relative POSIX path that stays inside the store.
+
+    Raises:
+        ValueError: The key is absolute, empty, or climbs out.
+    """
+    path = PurePosixPath(key)
+    if not key or path.is_absolute() or ".." in path.parts or str(path) != key:
+        raise ValueError(f"storage key {key!r} is not a plain relative path")
+    return key
+
+
+def read_bytes(store: Store, key: str) -> bytes:
+    """Return a whole file; for small ones such as manifests."""
+    with store.open(key) as stream:
+        return stream.read()

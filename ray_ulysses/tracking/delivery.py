@@ -1,0 +1,250 @@
+"""A tracker whose calls return at once: events go to a spool on disk, and a thread of its own delivers them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ray_ulysses.clock import Clock, SystemClock
+from ray_ulysses.logging import get_logger
+from ray_ulysses.tracking.spool import Entry, Spool
+from ray_ulysses.tracking.tracker import RunStatus
+
+_logger = get_logger(__name__)
+
+Event = Mapping[str, Any]
+
+CHECKPOINT_MARK = "checkpoint"
+"""The mark that holds the newest checkpoint's step; the others are ``metric:<name>``."""
+
+
+class RefusedEvent(Exception):
+    """The receiver will never take this event, however often it is sent."""
+
+
+class Sink(Protocol):
+    """Where events end up, such as a tracking server; used by one thread."""
+
+    def connect(self) -> None:
+        """Open or continue the run; raises when the receiver can't be reached."""
+        ...
+
+    def existing_marks(self, events: Sequence[Event]) -> dict[str, int]:
+        """Return the largest step that the receiver already has, for each mark that these events would raise."""
+        ...
+
+    def deliver(self, events: Sequence[Event]) -> None:
+        """Send events in order; raises ``RefusedEvent`` for what is never taken, anything else is tried again."""
+        ...
+
+
+class SpooledTracker:
+    """Implements ``Tracker`` on a ``Sink``: spooled before sent, sent once, tried again for ever, waited for briefly."""
+
+    def __init__(
+        self,
+        sink: Sink,
+        spool_dir: Path,
+        *,
+        clock: Clock | None = None,
+        retry_s: tuple[float, float] = (1.0, 30.0),
+        drain_s: float = 20.0,
+        batch_events: int = 200,
+        max_bytes: int = 64 << 20,
+    ) -> None:
+        """Prepare; nothing is opened before ``start``.
+
+        Args:
+            sink: The receiver.
+            spool_dir: Directory of the spool, in the run directory.
+            clock: Time of the events.
+            retry_s: First and longest pause after a failed delivery; each pause doubles the one before.
+            drain_s: Longest time that ``finish`` waits for the receiver.
+            batch_events: Most events sent together.
+            max_bytes: Bound of the spool.
+        """
+        self._sink, self._spool_dir, self._clock = sink, spool_dir, clock or SystemClock()
+        self._retry_s, self._drain_s, self._batch = retry_s, drain_s, batch_events
+        self._max_bytes = max_bytes
+        self._spool: Spool | None = None
+        self._wake, self._stop = threading.Event(), threading.Event()
+        self._drained, self._given_up = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._warned: set[str] = set()
+
+    def start(self, params: Mapping[str, object], tags: Mapping[str, object]) -> None:
+        """Open the spool and begin to deliver, an earlier process's undelivered events first."""
+        try:
+            self._spool = Spool(self._spool_dir, max_bytes=self._max_bytes)
+        except OSError as error:
+            self._warn_once(
+                "spool", f"{self._spool_dir} can't be written ({error}): this attempt is not tracked"
+            )
+            return
+        self._put({"kind": "start", "params": dict(params), "tags": dict(tags)})
+        self._thread = threading.Thread(target=self._run, name="tracker", daemon=True)
+        self._thread.start()
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Spool the numbers of a step."""
+        self._put(
+            {"kind": "step", "step": step, "metrics": {key: float(value) for key, value in metrics.items()}}
+        )
+
+    def log_checkpoint(
+        self,
+        step: int,
+        path: str,
+        topology: Mapping[str, object],
+        cursor: Mapping[str, object],
+        metrics: Mapping[str, float],
+    ) -> None:
+        """Spool a committed checkpoint."""
+        self._put(
+            {
+                "kind": "checkpoint",
+                "step": step,
+                "path": path,
+                "topology": dict(topology),
+                "cursor": dict(cursor),
+                "metrics": {key: float(value) for key, value in metrics.items()},
+            }
+        )
+
+    def finish(self, status: RunStatus) -> None:
+        """Spool the end, and wait at most ``drain_s`` until everything has been delivered."""
+        self._put({"kind": "finish", "status": status})
+        self._stop.set()
+        self._wake.set()
+        if self._thread is None or self._spool is None:
+            return
+        if not self._drained.wait(self._drain_s):
+            self._given_up.set()
+            self._warn_once(
+                "drain",
+                f"the tracker could not be reached within {self._drain_s:g} s; what is missing waits in "
+                f"{self._spool_dir} and is sent when the run is started again",
+            )
+
+    def _put(self, event: dict[str, Any]) -> None:
+        if self._spool is None:
+            return
+        event["time_ms"] = int(self._clock.now() * 1000)
+        try:
+            if not self._spool.append(event):
+                self._warn_once(
+                    "full", f"{self._spool_dir} is full: later events are left out of the tracker"
+                )
+        except (OSError, ValueError) as error:
+            self._warn_once(
+                "append", f"{self._spool_dir} can't be written ({error}): the tracker misses events"
+            )
+        self._wake.set()
+
+    def _run(self) -> None:
+        """Deliver until told to stop and nothing is left; the pause after a failure doubles up to a bound."""
+        assert self._spool is not None
+        pause, connected = self._retry_s[0], False
+        while True:
+            self._wake.clear()
+            stopping = self._stop.is_set()
+            try:
+                if not connected:
+                    self._sink.connect()
+                    self._forget_delivered(self._spool)
+                    connected = True
+                while self._deliver_batch(self._spool):
+                    pause = self._retry_s[0]
+            except Exception as error:  # noqa: BLE001  (an outage of the tracker never stops training)
+                self._warn_once("away", f"the tracker does not answer, events wait on disk ({_short(error)})")
+                connected = False
+                # Not `_wake`, which would turn every step of a busy run into an attempt.
+                if not stopping:
+                    self._stop.wait(pause)
+                elif self._given_up.wait(min(pause, 1.0)):
+                    return
+                pause = min(2 * pause, self._retry_s[1])
+                continue
+            if stopping and self._spool.is_empty:
+                self._spool.close()
+                self._drained.set()
+                return
+            self._wake.wait()
+
+    def _forget_delivered(self, spool: Spool) -> None:
+        """Ask the receiver what it has: an earlier process may have died between a delivery and its acknowledgement."""
+        waiting = [
+            entry.event
+            for entry in spool.peek(self._batch)
+            if entry.event.get("kind") in ("step", "checkpoint")
+        ]
+        if waiting:
+            for mark, step in self._sink.existing_marks(waiting).items():
+                spool.marks[mark] = max(step, spool.marks.get(mark, step))
+
+    def _deliver_batch(self, spool: Spool) -> bool:
+        entries = spool.peek(self._batch)
+        if not entries:
+            return False
+        events, marks = unsent([entry.event for entry in entries], spool.marks)
+        try:
+            if events:
+                self._sink.deliver(events)
+        except RefusedEvent:
+            self._deliver_singly(spool, entries)
+            return True
+        spool.acknowledge(entries[-1].end, marks)
+        return True
+
+    def _deliver_singly(self, spool: Spool, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            events, marks = unsent([entry.event], spool.marks)
+            try:
+                if events:
+                    self._sink.deliver(events)
+            except RefusedEvent as error:
+                self._warn_once(
+                    f"refused {_short(error)}", f"the tracker refuses an event, left out: {_short(error)}"
+                )
+            spool.acknowledge(entry.end, marks)
+
+    def _warn_once(self, key: str, text: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            _logger.warning("%s", text)
+
+
+def unsent(events: Sequence[Event], marks: Mapping[str, int]) -> tuple[list[Event], dict[str, int]]:
+    """Leave out what the receiver already has, so that a replayed step does not double its points.
+
+    Args:
+        events: In the order in which they happened; several attempts may have recorded the same steps.
+        marks: The largest step delivered for each mark.
+
+    Returns:
+        The events that are left, their metrics thinned to new points, and the marks after their delivery.
+    """
+    after = dict(marks)
+    left: list[Event] = []
+    for event in events:
+        kind = event.get("kind")
+        if kind == "step":
+            step = int(event["step"])
+            fresh = {k: v for k, v in event["metrics"].items() if step > after.get(f"metric:{k}", -1)}
+            after.update({f"metric:{key}": step for key in fresh})
+            if fresh:
+                left.append({**event, "metrics": fresh})
+        elif kind == "checkpoint":
+            step = int(event["step"])
+            if step > after.get(CHECKPOINT_MARK, -1):
+                after[CHECKPOINT_MARK] = step
+                left.append(event)
+        elif kind is not None:
+            left.append(event)
+    return left, after
+
+
+def _short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"

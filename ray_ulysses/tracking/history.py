@@ -1,0 +1,293 @@
+"""What happened in a run, read from its journal and its checkpoint folders."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ray_ulysses.storage import current_owner
+from ray_ulysses.tracking.journal import read_records
+
+Status = Literal["not_started", "running", "interrupted", "stopped", "failed", "finished"]
+
+STOP_REASONS = ("stopped", "finished")
+"""First words of the reasons of an attempt that ended because it was meant to."""
+
+_STEP_FOLDER = re.compile(r"^step-(\d{8,})$")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One optimizer step as it counts.
+
+    Attributes:
+        step: Completed optimizer steps, from 1.
+        loss: Mean loss over the step's supervised tokens, nats.
+        tokens: Supervised tokens.
+        rows: First row and the row after the last.
+        attempt: The attempt whose step is the one that counts.
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    rows: tuple[int, int]
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptRecord:
+    """One attempt, from its start to its end or death.
+
+    Attributes:
+        world_size: Ranks.
+        sp_size: Ranks that share a row.
+        dp_size: Rows in flight at once.
+        first_step: First step it completed; None if none.
+        last_step: Last step it completed; None if none.
+        reason: Why it ended; None while it runs or if it died without a word.
+        seconds_to_first_step: From its start to the end of its first step; None if there was none.
+    """
+
+    world_size: int
+    sp_size: int
+    dp_size: int
+    first_step: int | None
+    last_step: int | None
+    reason: str | None
+    seconds_to_first_step: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointRecord:
+    """One checkpoint folder that is there.
+
+    Attributes:
+        step: Completed steps that it holds.
+        path: Its folder, relative to the run's directory.
+        committed: Whether its manifest is there; a folder without one is never loaded.
+        world_size: Ranks that wrote it; None if it was not committed.
+    """
+
+    step: int
+    path: str
+    committed: bool
+    world_size: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunHistory:
+    """A run from its first attempt to now; `to_json` is the object of ``inspect --json``.
+
+    Attributes:
+        name: The run's name.
+        status: Where it stands.
+        step: Completed steps that count.
+        tokens: Supervised tokens of those steps.
+        steps: Those steps, ascending; a step that was replayed is there once, as it was done last.
+        attempts: Every attempt, in order.
+        checkpoints: Every checkpoint folder, ascending.
+        rows_consumed: Rows that those steps trained on.
+        data_digest: Sum of the steps' data digests modulo 2**64, 16 hexadecimal digits.
+        lost_steps: Steps that were trained and thrown away because an attempt resumed before them.
+        goodput: Seconds in steps that count over the seconds from start to end of every attempt, pauses
+        between
+            attempts of the same session included; None before the first step.
+        missing_steps: Steps below `step` of which the journal has no record; empty in a sound run.
+    """
+
+    name: str
+    status: Status
+    step: int
+    tokens: int
+    steps: tuple[StepRecord, ...]
+    attempts: tuple[AttemptRecord, ...]
+    checkpoints: tuple[CheckpointRecord, ...]
+    rows_consumed: int
+    data_digest: str
+    lost_steps: int
+    goodput: float | None
+    missing_steps: tuple[int, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that ``ray-ulysses inspect RUN --json`` prints."""
+        fields: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        del fields["missing_steps"]
+        for step in fields["steps"]:
+            # JSON has no number for these; a string keeps every reader working.
+            step["loss"] = step["loss"] if abs(step["loss"]) < float("inf") else str(step["loss"])
+        return fields
+
+
+def read_history(run_dir: Path | str) -> RunHistory:
+    """Read what happened in a run; also of one that is running or was torn off.
+
+    Args:
+        run_dir: ``<storage>/<name>``.
+    """
+    run_dir = Path(run_dir)
+    return build_history(
+        name=run_dir.absolute().name,
+        records=read_records(run_dir),
+        checkpoints=_read_checkpoints(run_dir),
+        is_held=current_owner(run_dir) is not None,
+    )
+
+
+def build_history(
+    *,
+    name: str,
+    records: Sequence[dict[str, Any]],
+    checkpoints: Sequence[CheckpointRecord] = (),
+    is_held: bool = False,
+) -> RunHistory:
+    """Fold a run's records, in order, into its history (pure).
+
+    Args:
+        name: The run's name.
+        records: As `read_records` gives them.
+        checkpoints: The checkpoint folders that are there.
+        is_held: Whether a live process holds the run.
+    """
+    kept, lost = _steps_that_count(records)
+    ordered = [kept[step] for step in sorted(kept)]
+    last = ordered[-1]["step"] if ordered else 0
+    attempts = _by_attempt(records)
+    digest = sum(int(record["digest"], 16) for record in ordered) % 2**64
+    return RunHistory(
+        name=name,
+        status=_status(attempts, is_held),
+        step=last,
+        tokens=sum(int(record["tokens"]) for record in ordered),
+        steps=tuple(_step_record(record) for record in ordered),
+        attempts=tuple(_attempt_record(attempt) for attempt in attempts),
+        checkpoints=tuple(checkpoints),
+        rows_consumed=sum(int(record["rows"][1]) - int(record["rows"][0]) for record in ordered),
+        data_digest=f"{digest:016x}",
+        lost_steps=lost,
+        goodput=_goodput(ordered, attempts),
+        missing_steps=tuple(step for step in range(1, last) if step not in kept),
+    )
+
+
+def _steps_that_count(records: Iterable[dict[str, Any]]) -> tuple[dict[int, dict[str, Any]], int]:
+    """Return the step records that count, by step, and how many were thrown away.
+
+    An attempt that resumed at step r starts from the state after r steps: whatever was recorded beyond is
+    not in it.
+    """
+    kept: dict[int, dict[str, Any]] = {}
+    lost = 0
+    for record in records:
+        if record["event"] == "attempt_started":
+            gone = [step for step in kept if step > record["resumed_step"]]
+            lost += len(gone)
+            for step in gone:
+                del kept[step]
+        elif record["event"] == "step":
+            kept[record["step"]] = record
+    return kept, lost
+
+
+def _by_attempt(records: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return the records of each attempt that started, in order."""
+    attempts: dict[int, list[dict[str, Any]]] = {}
+    for record in records:
+        attempts.setdefault(record["attempt"], []).append(record)
+    return [attempt for attempt in attempts.values() if _first(attempt, "attempt_started") is not None]
+
+
+def _first(attempt: Iterable[dict[str, Any]], kind: str) -> dict[str, Any] | None:
+    """Return an attempt's first event of a kind."""
+    return next((record for record in attempt if record["event"] == kind), None)
+
+
+def _step_record(record: dict[str, Any]) -> StepRecord:
+    return StepRecord(
+        step=int(record["step"]),
+        loss=float(record["loss"]),
+        tokens=int(record["tokens"]),
+        rows=(int(record["rows"][0]), int(record["rows"][1])),
+        attempt=int(record["attempt"]),
+    )
+
+
+def _attempt_record(attempt: Sequence[dict[str, Any]]) -> AttemptRecord:
+    started = _first(attempt, "attempt_started")
+    assert started is not None
+    steps = [record for record in attempt if record["event"] == "step"]
+    ended = _first(attempt, "attempt_ended")
+    return AttemptRecord(
+        world_size=int(started["world_size"]),
+        sp_size=int(started["sp_size"]),
+        dp_size=int(started["dp_size"]),
+        first_step=int(steps[0]["step"]) if steps else None,
+        last_step=int(steps[-1]["step"]) if steps else None,
+        reason=str(ended["reason"]) if ended is not None else None,
+        seconds_to_first_step=round(steps[0]["time"] - started["time"], 3) if steps else None,
+    )
+
+
+def _status(attempts: Sequence[Sequence[dict[str, Any]]], is_held: bool) -> Status:
+    """Return where the run stands after its last attempt."""
+    if not attempts:
+        return "running" if is_held else "not_started"
+    if _first(attempts[-1], "run_finished") is not None:
+        return "finished"
+    if is_held:
+        return "running"
+    ended = _first(attempts[-1], "attempt_ended")
+    if ended is None:
+        return "interrupted"
+    return "stopped" if str(ended["reason"]).startswith(STOP_REASONS) else "failed"
+
+
+def _goodput(ordered: Sequence[dict[str, Any]], attempts: Sequence[Sequence[dict[str, Any]]]) -> float | None:
+    """Return the share of the time that went into steps that count."""
+    if not ordered:
+        return None
+    elapsed = 0.0
+    for number, attempt in enumerate(attempts):
+        started = _first(attempt, "attempt_started")
+        assert started is not None
+        begin = started["time"]
+        if number > 0 and "session" in started:
+            before = attempts[number - 1]
+            previous = _first(before, "attempt_started")
+            if previous is not None and previous.get("session") == started["session"]:
+                # The same command recovered: the time in between is what the failure cost.
+                begin = max(record["time"] for record in before)
+        elapsed += max(record["time"] for record in attempt) - begin
+    useful = sum(float(record["seconds"]) for record in ordered)
+    return round(min(useful / elapsed, 1.0), 4) if elapsed > 0 else None
+
+
+def _read_checkpoints(run_dir: Path) -> list[CheckpointRecord]:
+    """Return what lies under ``checkpoints/``; whole or not is `checkpoint.choice`'s to say."""
+    folder = run_dir / "checkpoints"
+    found = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        match = _STEP_FOLDER.match(path.name)
+        if match:
+            manifest = path / "manifest.json"
+            found.append(
+                CheckpointRecord(
+                    step=int(match[1]),
+                    path=path.relative_to(run_dir).as_posix(),
+                    committed=manifest.is_file(),
+                    world_size=_world_size(manifest),
+                )
+            )
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def _world_size(manifest: Path) -> int | None:
+    """Return how many ranks wrote a checkpoint, if its manifest can be read."""
+    try:
+        return int(json.loads(manifest.read_bytes())["world_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

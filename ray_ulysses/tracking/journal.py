@@ -1,0 +1,194 @@
+"""The journal of a run: what happened, one JSON object a line, one file an attempt, written as it happens.
+
+``journal/attempt-0003.jsonl`` belongs to the third attempt; its number is claimed by creating the file, so
+that two attempts never share one. A process beside the first writer (the controller beside rank 0) appends
+to a segment of its own, ``attempt-0003.controller.jsonl``, because appending from two hosts to one file is
+not safe on NFS.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ray_ulysses.clock import Clock, SystemClock
+from ray_ulysses.errors import UserError
+
+JOURNAL_FOLDER = "journal"
+
+REQUIRED_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "attempt_started": ("world_size", "sp_size", "dp_size", "nodes", "resumed_step", "resumed_from"),
+    "step": ("step", "loss", "tokens", "rows", "digest", "seconds"),
+    "evaluation": ("step", "loss", "tokens"),
+    "checkpoint_committed": ("step", "path", "world_size"),
+    "checkpoint_set_aside": ("step", "reason"),
+    "preemption_notice": (),
+    "attempt_ended": ("reason",),
+    "run_finished": ("step",),
+}
+"""The kinds of event and the fields without which one can't be read back; any others may be added."""
+
+_SEGMENT = re.compile(r"^attempt-(\d{4,})(?:\.([A-Za-z0-9_-]+))?\.jsonl$")
+# After these the record must outlive a power cut: recovery reads them.
+_DURABLE = {"attempt_started", "checkpoint_committed", "attempt_ended", "run_finished"}
+
+
+class AttemptJournal:
+    """Appends events to one segment of an attempt; each is on its way to the disk when `append` returns.
+
+    Attributes:
+        attempt: The attempt's number, from 1.
+        path: The segment.
+    """
+
+    def __init__(self, path: Path, attempt: int, clock: Clock | None = None) -> None:
+        self.attempt = attempt
+        self.path = path
+        self._clock = clock if clock is not None else SystemClock()
+        self._stream = path.open("ab", buffering=0)
+        if _is_torn(path):
+            # A writer died in the middle of a line; its rest must not swallow the next record.
+            self._stream.write(b"\n")
+
+    @classmethod
+    def claim(cls, run_dir: Path | str, clock: Clock | None = None) -> AttemptJournal:
+        """Start the journal of a new attempt under the first free number.
+
+        Raises:
+            UserError: The journal's folder can't be written.
+        """
+        folder = Path(run_dir) / JOURNAL_FOLDER
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            attempt = max(attempt_numbers(run_dir), default=0)
+            while True:
+                attempt += 1
+                path = folder / f"attempt-{attempt:04d}.jsonl"
+                try:
+                    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+                except FileExistsError:
+                    continue
+                return cls(path, attempt, clock)
+        except OSError as error:
+            raise UserError(
+                f"run.storage: the journal {folder} can't be written ({error.strerror}); make it writable "
+                f"or set another run.storage"
+            ) from error
+
+    @classmethod
+    def open(
+        cls, run_dir: Path | str, attempt: int, *, writer: str | None = None, clock: Clock | None = None
+    ) -> AttemptJournal:
+        """Go on with the journal of an attempt that has been claimed, perhaps by another process.
+
+        Args:
+            run_dir: The run's directory.
+            attempt: The claimed number.
+            writer: A name for a segment of this writer's own; None is the attempt's first segment.
+            clock: Where the records' times come from.
+        """
+        suffix = f".{writer}" if writer is not None else ""
+        path = Path(run_dir) / JOURNAL_FOLDER / f"attempt-{attempt:04d}{suffix}.jsonl"
+        assert _SEGMENT.match(path.name), f"{writer!r} is no name for a journal segment"
+        return cls(path, attempt, clock)
+
+    def append(self, event: Mapping[str, Any]) -> None:
+        """Write one event; ``time`` (seconds since the epoch) and ``attempt`` are added.
+
+        Args:
+            event: ``event`` is its kind, the other fields are `REQUIRED_FIELDS` and more. A loss that is not
+            finite
+                is stored as a string ("nan", "inf"), which JSON has no number for.
+        """
+        kind = str(event.get("event"))
+        assert kind in REQUIRED_FIELDS, f"{kind!r} is no kind of journal event"
+        missing = [name for name in REQUIRED_FIELDS[kind] if name not in event]
+        assert not missing, f"journal event {kind!r} lacks {missing}"
+        record = {"time": self._clock.now(), "attempt": self.attempt, **event}
+        line = json.dumps(_finite(record), allow_nan=False)
+        # One write call: a reader sees the whole line, or a torn one at the end, never two mixed.
+        self._stream.write(line.encode() + b"\n")
+        if kind in _DURABLE:
+            self.sync()
+
+    def sync(self) -> None:
+        """Make everything written so far outlive a power cut; call it before a checkpoint is committed."""
+        os.fsync(self._stream.fileno())
+
+    def close(self) -> None:
+        """Close the segment; closing twice does nothing."""
+        if not self._stream.closed:
+            self.sync()
+            self._stream.close()
+
+
+def attempt_numbers(run_dir: Path | str) -> tuple[int, ...]:
+    """Return the numbers of all attempts of a run that have a journal, ascending."""
+    return tuple(sorted({attempt for attempt, _ in _segments(run_dir)}))
+
+
+def read_records(run_dir: Path | str) -> list[dict[str, Any]]:
+    """Return every whole record of a run: attempts in order, an attempt's first segment before its others.
+
+    A line torn by a death is left out. What a record lacks of `REQUIRED_FIELDS` makes it torn as well.
+    """
+    records = []
+    for attempt, path in _segments(run_dir):
+        for line in path.read_bytes().split(b"\n"):
+            record = _parse(line)
+            if record is not None:
+                records.append({**record, "attempt": attempt})
+    return records
+
+
+def _segments(run_dir: Path | str) -> Iterator[tuple[int, Path]]:
+    """Yield (attempt, path) of each segment in the order in which they are read."""
+    folder = Path(run_dir) / JOURNAL_FOLDER
+    if not folder.is_dir():
+        return
+    found = []
+    for path in folder.iterdir():
+        match = _SEGMENT.match(path.name)
+        if match:
+            found.append((int(match[1]), match[2] or "", path))
+    for attempt, _, path in sorted(found, key=lambda segment: segment[:2]):
+        yield attempt, path
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """Return the record of a line, or None if it is torn or of a kind that this version does not know."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("time"), int | float):
+        return None
+    required = REQUIRED_FIELDS.get(record.get("event", ""))
+    if required is None or any(name not in record for name in required):
+        return None
+    return record
+
+
+def _is_torn(path: Path) -> bool:
+    """Return whether a file ends in the middle of a line."""
+    with path.open("rb") as stream:
+        if stream.seek(0, os.SEEK_END) == 0:
+            return False
+        stream.seek(-1, os.SEEK_END)
+        return stream.read(1) != b"\n"
+
+
+def _finite(value: Any) -> Any:
+    """Return a JSON value with numbers that JSON can't write turned into their names."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

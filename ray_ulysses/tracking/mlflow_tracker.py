@@ -1,0 +1,334 @@
+"""MLflow, at home in this file alone: one MLflow run for the life of a run, whatever its attempts.
+
+Nothing of MLflow is imported before the tracker's own thread starts, so that neither the package nor the loop waits for
+it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ray_ulysses.clock import Clock
+from ray_ulysses.logging import get_logger
+from ray_ulysses.tracking.delivery import CHECKPOINT_MARK, Event, RefusedEvent, SpooledTracker
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import LoggedModel, Metric
+
+_logger = get_logger(__name__)
+
+IDENTITY_FILE = "tracking.json"
+SPOOL_DIR = "tracking"
+KEY_TAG = "ray_ulysses.key"
+
+_METRICS_A_BATCH = 1000
+_ENTITIES_A_BATCH = 100
+_TAG_CHARACTERS = 8000
+_PARAM_CHARACTERS = 6000
+
+# One attempt of 3 s instead of five over minutes: the spool keeps what failed, and the thread comes back to it.
+_BOUNDED_HTTP = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "3",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "0",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_JITTER": "0",
+}
+_REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_ALREADY_EXISTS")
+_MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackingIdentity:
+    """Which MLflow run belongs to a run directory.
+
+    Attributes:
+        uri: Tracking URI at which the run lives.
+        experiment: Experiment's name.
+        key: A tag of the run, written before the run is made: a death in between leaves no second run.
+        run_id: MLflow's id, None before the run is made.
+    """
+
+    uri: str
+    experiment: str
+    key: str
+    run_id: str | None = None
+
+    @classmethod
+    def load(cls, run_dir: Path) -> TrackingIdentity | None:
+        """Read it from a run directory; None if the run was never tracked."""
+        try:
+            content = json.loads((run_dir / IDENTITY_FILE).read_text(encoding="utf-8"))
+            return cls(**content)
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError) as error:
+            _logger.warning("%s is damaged (%s): a new MLflow run is made", run_dir / IDENTITY_FILE, error)
+            return None
+
+    def save(self, run_dir: Path) -> None:
+        """Write it into a run directory, atomically."""
+        temporary = run_dir / f"{IDENTITY_FILE}.tmp"
+        temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        os.replace(temporary, run_dir / IDENTITY_FILE)
+
+
+class MlflowTracker(SpooledTracker):
+    """Shows a run in MLflow: parameters once, a curve without repeated steps, and each committed checkpoint.
+
+    Checkpoints appear as models of type ``checkpoint`` with the tags ``step``, ``path``, ``topology`` and ``cursor``;
+    their metrics are named ``checkpoint_<name>``, since MLflow adds a model's metrics to its run's curves too.
+    """
+
+    def __init__(
+        self,
+        *,
+        uri: str,
+        experiment: str,
+        run_name: str,
+        run_dir: Path | str,
+        clock: Clock | None = None,
+        retry_s: tuple[float, float] = (1.0, 30.0),
+        drain_s: float = 20.0,
+    ) -> None:
+        """Prepare; nothing is imported or opened before ``start``.
+
+        Args:
+            uri: Tracking URI: ``sqlite:///...`` or the address of a server.
+            experiment: Made when absent.
+            run_name: How MLflow shows the run.
+            run_dir: The run's directory, which keeps the MLflow run's id and what has not been sent yet.
+            clock: Time of the points.
+            retry_s: First and longest pause after a failure.
+            drain_s: Longest time that ``finish`` waits.
+        """
+        directory = Path(run_dir)
+        sink = MlflowSink(uri=uri, experiment=experiment, run_name=run_name, run_dir=directory)
+        super().__init__(sink, directory / SPOOL_DIR, clock=clock, retry_s=retry_s, drain_s=drain_s)
+
+
+class MlflowSink:
+    """Delivers events to one MLflow run; used by the tracker's thread alone."""
+
+    def __init__(self, *, uri: str, experiment: str, run_name: str, run_dir: Path) -> None:
+        self._uri, self._experiment, self._run_name, self._run_dir = uri, experiment, run_name, run_dir
+        self._client: MlflowClient
+        self._run_id = ""
+        self._experiment_id = ""
+
+    def connect(self) -> None:
+        """Continue the run that the run directory names, or make one.
+
+        Raises:
+            Exception: Whatever MLflow raises when it can't be reached.
+        """
+        for name, value in _BOUNDED_HTTP.items():
+            os.environ.setdefault(name, value)
+        from mlflow import MlflowClient
+
+        self._client = MlflowClient(tracking_uri=self._uri)
+        self._experiment_id = self._find_experiment()
+        identity = TrackingIdentity.load(self._run_dir)
+        if identity is not None and (identity.uri, identity.experiment) != (self._uri, self._experiment):
+            _logger.warning(
+                "the run was tracked at %s, experiment %r; it goes on in a new MLflow run at %s, experiment %r",
+                *(identity.uri, identity.experiment, self._uri, self._experiment),
+            )
+            identity = None
+        if identity is None:
+            identity = TrackingIdentity(uri=self._uri, experiment=self._experiment, key=uuid.uuid4().hex)
+            identity.save(self._run_dir)
+        self._run_id = self._find_run(identity) or self._create_run(identity)
+        if identity.run_id != self._run_id:
+            replace(identity, run_id=self._run_id).save(self._run_dir)
+
+    def existing_marks(self, events: Sequence[Event]) -> dict[str, int]:
+        """Return the largest step of each metric, and of the checkpoints, that the run already has."""
+        marks: dict[str, int] = {}
+        for name in {key for event in events if event["kind"] == "step" for key in event["metrics"]}:
+            history = self._client.get_metric_history(self._run_id, name)
+            if history:
+                marks[f"metric:{name}"] = max(point.step for point in history)
+        if any(event["kind"] == "checkpoint" for event in events):
+            steps = [int(model.tags["step"]) for model in self._models("") if model.status == "READY"]
+            if steps:
+                marks[CHECKPOINT_MARK] = max(steps)
+        return marks
+
+    def deliver(self, events: Sequence[Event]) -> None:
+        """Send events in their order, the points of consecutive steps together.
+
+        Raises:
+            RefusedEvent: If MLflow calls what it was sent invalid.
+        """
+        from mlflow.exceptions import MlflowException
+
+        try:
+            for group in _grouped(events):
+                kind = group[0]["kind"]
+                if kind == "step":
+                    self._log_steps(group)
+                elif kind == "start":
+                    self._log_start(group[0])
+                elif kind == "checkpoint":
+                    self._log_checkpoint(group[0])
+                elif kind == "finish":
+                    self._client.set_terminated(self._run_id, status=_MLFLOW_STATUS[group[0]["status"]])
+        except MlflowException as error:
+            if error.error_code in _REFUSALS:
+                raise RefusedEvent(str(error)) from error
+            raise
+
+    def _find_experiment(self) -> str:
+        from mlflow.exceptions import MlflowException
+
+        found = self._client.get_experiment_by_name(self._experiment)
+        if found is None:
+            try:
+                return str(
+                    self._client.create_experiment(
+                        self._experiment, artifact_location=_artifact_root(self._uri)
+                    )
+                )
+            except MlflowException:  # another run made it in between
+                found = self._client.get_experiment_by_name(self._experiment)
+                if found is None:
+                    raise
+        return str(found.experiment_id)
+
+    def _find_run(self, identity: TrackingIdentity) -> str | None:
+        from mlflow.exceptions import MlflowException
+
+        if identity.run_id is not None:
+            try:
+                run = self._client.get_run(identity.run_id)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+                _logger.warning("MLflow no longer has the run %s: a new one is made", identity.run_id)
+                return None
+            if run.info.lifecycle_stage == "active":
+                return identity.run_id
+            _logger.warning("the MLflow run %s was deleted: a new one is made", identity.run_id)
+            return None
+        query = f"tags.`{KEY_TAG}` = '{identity.key}'"
+        runs = self._client.search_runs([self._experiment_id], filter_string=query, max_results=1)
+        return str(runs[0].info.run_id) if runs else None
+
+    def _create_run(self, identity: TrackingIdentity) -> str:
+        run = self._client.create_run(
+            self._experiment_id,
+            run_name=self._run_name,
+            tags={KEY_TAG: identity.key, "run_dir": str(self._run_dir)},
+        )
+        return str(run.info.run_id)
+
+    def _models(self, condition: str) -> Sequence[LoggedModel]:
+        query = f"source_run_id='{self._run_id}'{condition}"
+        return list(
+            self._client.search_logged_models([self._experiment_id], filter_string=query, max_results=1000)
+        )
+
+    def _log_start(self, event: Event) -> None:
+        """Set tags anew, log parameters once; a parameter that changed becomes a tag, since MLflow refuses to change it."""
+        from mlflow.entities import Param, RunTag
+
+        known = self._client.get_run(self._run_id).data.params
+        params = {key: str(value)[:_PARAM_CHARACTERS] for key, value in event["params"].items()}
+        changed = {
+            f"changed.{key}": value for key, value in params.items() if key in known and known[key] != value
+        }
+        tags = {key: str(value)[:_TAG_CHARACTERS] for key, value in {**event["tags"], **changed}.items()}
+        new = [Param(key, value) for key, value in params.items() if key not in known]
+        for part in _slices(new, _ENTITIES_A_BATCH):
+            self._client.log_batch(self._run_id, params=part, synchronous=True)
+        for part in _slices([RunTag(key, value) for key, value in tags.items()], _ENTITIES_A_BATCH):
+            self._client.log_batch(self._run_id, tags=part, synchronous=True)
+        self._client.update_run(self._run_id, status="RUNNING")
+
+    def _log_steps(self, events: Sequence[Event]) -> None:
+        from mlflow.entities import Metric
+
+        points: list[Metric] = [
+            # The time of the event, not of the delivery: MLflow's SQL store takes the very same point only once.
+            Metric(key=key, value=value, timestamp=event["time_ms"], step=event["step"])
+            for event in events
+            for key, value in event["metrics"].items()
+        ]
+        for part in _slices(points, _METRICS_A_BATCH):
+            self._client.log_batch(self._run_id, metrics=part, synchronous=True)
+
+    def _log_checkpoint(self, event: Event) -> None:
+        from mlflow.entities import LoggedModelOutput
+
+        step, path = int(event["step"]), str(event["path"])
+        tags = {
+            "step": str(step),
+            "path": path[:_TAG_CHARACTERS],
+            "topology": json.dumps(event["topology"])[:_TAG_CHARACTERS],
+            "cursor": json.dumps(event["cursor"])[:_TAG_CHARACTERS],
+        }
+        name = f"step-{step:08d}"
+        # One that an earlier process began and could not finish is taken up again.
+        begun = self._models(f" AND name='{name}'")
+        model = (
+            begun[0]
+            if begun
+            else self._client.create_logged_model(
+                self._experiment_id, name=name, source_run_id=self._run_id, tags=tags, model_type="checkpoint"
+            )
+        )
+        for key, value in event["metrics"].items():
+            self._client.log_metric(
+                self._run_id,
+                f"checkpoint_{key}",
+                value,
+                timestamp=event["time_ms"],
+                step=step,
+                synchronous=True,
+                model_id=model.model_id,
+            )
+        self._client.finalize_logged_model(model.model_id, "READY")
+        self._client.log_outputs(self._run_id, [LoggedModelOutput(model_id=model.model_id, step=step)])
+        self._client.set_tag(self._run_id, "checkpoint.step", str(step))
+        self._client.set_tag(self._run_id, "checkpoint.path", path[:_TAG_CHARACTERS])
+
+
+def _grouped(events: Sequence[Event]) -> Iterator[list[Event]]:
+    """Yield runs of consecutive steps together, and every other event on its own."""
+    steps: list[Event] = []
+    for event in events:
+        if event["kind"] == "step":
+            steps.append(event)
+            continue
+        if steps:
+            yield steps
+            steps = []
+        yield [event]
+    if steps:
+        yield steps
+
+
+def _artifact_root(uri: str) -> str | None:
+    """Return where an experiment of an SQLite file keeps artifacts; MLflow's own choice is the working directory."""
+    prefix = "sqlite:///"
+    if not uri.startswith(prefix):
+        return None
+    return (Path(uri.removeprefix(prefix)).absolute().parent / "mlartifacts").as_uri()
+
+
+def _slices(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+def run_link(identity: Mapping[str, Any] | TrackingIdentity) -> str:
+    """Return the exact command or address that shows a run in MLflow."""
+    uri = identity.uri if isinstance(identity, TrackingIdentity) else str(identity["uri"])
+    return uri if uri.startswith(("http://", "https://")) else f"mlflow ui --backend-store-uri {uri}"

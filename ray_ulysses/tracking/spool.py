@@ -1,0 +1,176 @@
+"""A queue on disk: events survive the process that wrote them, until their delivery has been acknowledged.
+
+Layout of the directory: ``00000001.jsonl``, one file for each opening (a late write of a dead process touches no other
+file), and ``state.json`` with the place up to which everything was delivered and the marks of the receiver.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ray_ulysses.logging import get_logger
+
+_logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """A place in the spool: the number of a file and a byte offset in it."""
+
+    file: int
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One event, and the position behind it, which acknowledges it and all before it."""
+
+    event: Mapping[str, Any]
+    end: Position
+
+
+class Spool:
+    """A bounded first-in, first-out queue of JSON objects in a directory, for one writer and one reader thread."""
+
+    def __init__(self, directory: Path, *, max_bytes: int = 64 << 20, file_bytes: int = 4 << 20) -> None:
+        """Open the directory; earlier files that were not delivered in full come first.
+
+        Args:
+            directory: Made when absent.
+            max_bytes: Bound of what may wait; later events are refused.
+            file_bytes: A new file is begun when the present one has reached this size.
+
+        Raises:
+            OSError: If the directory can't be written.
+        """
+        self._directory = directory
+        self._max_bytes = max_bytes
+        self._file_bytes = file_bytes
+        self._lock = threading.Lock()
+        directory.mkdir(parents=True, exist_ok=True)
+        self._done, self.marks = self._read_state()
+        self._out: BinaryIO
+        self._out_file = 0
+        self._open_next()
+        self._waiting = self._waiting_bytes()
+
+    def append(self, event: Mapping[str, Any]) -> bool:
+        """Write an event; it outlives this process as soon as this returns.
+
+        Returns:
+            False if the spool is full, in which case nothing was written.
+
+        Raises:
+            OSError: If the disk refuses.
+        """
+        line = json.dumps(event, separators=(",", ":"), default=str).encode() + b"\n"
+        with self._lock:
+            if self._waiting + len(line) > self._max_bytes:
+                return False
+            if self._out.tell() >= self._file_bytes:
+                self._out.close()
+                self._open_next()
+            self._out.write(line)
+            self._out.flush()
+            self._waiting += len(line)
+        return True
+
+    def peek(self, limit: int) -> tuple[Entry, ...]:
+        """Return up to ``limit`` of the oldest events that wait, and leave them there.
+
+        A line that is no JSON object, torn by a power cut, is passed over with a warning.
+        """
+        with self._lock:
+            done, last = self._done, self._out_file
+        entries: list[Entry] = []
+        for number in self._numbers():
+            if number < done.file:
+                continue
+            if number > last or len(entries) >= limit:
+                break
+            start = done.offset if number == done.file else 0
+            entries.extend(self._read_file(number, start, limit - len(entries), is_last=number == last))
+        return tuple(entries)
+
+    def acknowledge(self, end: Position, marks: Mapping[str, int]) -> None:
+        """Forget everything up to a position, and keep the receiver's marks for the next process.
+
+        Raises:
+            OSError: If the state can't be written; the events are then delivered again.
+        """
+        state = {"file": end.file, "offset": end.offset, "marks": dict(marks)}
+        temporary = self._directory / "state.json.tmp"
+        temporary.write_text(json.dumps(state), encoding="utf-8")
+        os.replace(temporary, self._directory / "state.json")
+        with self._lock:
+            self._done, self.marks = end, dict(marks)
+            for number in self._numbers():
+                if number < end.file:
+                    self._path(number).unlink(missing_ok=True)
+            self._waiting = self._waiting_bytes()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything that was written has been acknowledged."""
+        with self._lock:
+            return self._waiting == 0
+
+    def close(self) -> None:
+        """Close the file that is written; what waits stays on disk."""
+        with self._lock:
+            self._out.close()
+
+    def _waiting_bytes(self) -> int:
+        total = 0
+        for number in self._numbers():
+            if number >= self._done.file:
+                size = self._path(number).stat().st_size
+                total += size - (self._done.offset if number == self._done.file else 0)
+        return total
+
+    def _open_next(self) -> None:
+        number = max((*self._numbers(), self._out_file, self._done.file)) + 1
+        self._out = open(self._path(number), "xb")  # noqa: SIM115  (held open for the life of the spool)
+        self._out_file = number
+
+    def _numbers(self) -> list[int]:
+        return sorted(int(path.stem) for path in self._directory.glob("*.jsonl") if path.stem.isdigit())
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"{number:08d}.jsonl"
+
+    def _read_state(self) -> tuple[Position, dict[str, int]]:
+        try:
+            state = json.loads((self._directory / "state.json").read_text(encoding="utf-8"))
+            return Position(file=int(state["file"]), offset=int(state["offset"])), dict(state["marks"])
+        except FileNotFoundError:
+            pass
+        except (ValueError, KeyError, TypeError) as error:
+            _logger.warning(
+                "%s is damaged (%s): its events are delivered again", self._directory / "state.json", error
+            )
+        return Position(file=0, offset=0), {}
+
+    def _read_file(self, number: int, start: int, limit: int, *, is_last: bool) -> list[Entry]:
+        entries: list[Entry] = []
+        with open(self._path(number), "rb") as stream:
+            stream.seek(start)
+            for line in stream:
+                if len(entries) >= limit:
+                    break
+                if is_last and not line.endswith(b"\n"):
+                    break
+                start += len(line)
+                try:
+                    event = json.loads(line)
+                except ValueError:
+                    _logger.warning("%s: a torn line was passed over", self._path(number))
+                    event = {}
+                entries.append(Entry(event=event, end=Position(file=number, offset=start)))
+        return entries

@@ -1,0 +1,64 @@
+"""The seam between a training loop and whatever shows its curves: no method of a tracker may stop or slow a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+RunStatus = Literal["finished", "stopped", "failed"]
+"""How an attempt ended: every planned step done, stopped on request or at a stop step, or ended by an error."""
+
+
+class Tracker(Protocol):
+    """Receives what one attempt of a run does; called by rank 0 alone, and never raises into training."""
+
+    def start(self, params: Mapping[str, object], tags: Mapping[str, object]) -> None:
+        """Open the run, or continue it where an earlier attempt left it.
+
+        Args:
+            params: Settings that hold for the life of the run, by dotted path.
+            tags: What may differ between attempts, such as the world size and the versions of libraries.
+        """
+        ...
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record numbers of a completed optimizer step; a step that the run already has is not recorded again."""
+        ...
+
+    def log_checkpoint(
+        self,
+        step: int,
+        path: str,
+        topology: Mapping[str, object],
+        cursor: Mapping[str, object],
+        metrics: Mapping[str, float],
+    ) -> None:
+        """Record a committed checkpoint: where it is, who wrote it, its place in the data, and its numbers."""
+        ...
+
+    def finish(self, status: RunStatus) -> None:
+        """Say how the attempt ended, and wait a bounded time for what is still under way."""
+        ...
+
+
+class NullTracker:
+    """A tracker that records nothing, for ``tracking.enabled=false``."""
+
+    def start(self, params: Mapping[str, object], tags: Mapping[str, object]) -> None:
+        """Record nothing."""
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record nothing."""
+
+    def log_checkpoint(
+        self,
+        step: int,
+        path: str,
+        topology: Mapping[str, object],
+        cursor: Mapping[str, object],
+        metrics: Mapping[str, float],
+    ) -> None:
+        """Record nothing."""
+
+    def finish(self, status: RunStatus) -> None:
+        """Record nothing."""

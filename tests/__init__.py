@@ -1,0 +1,1 @@
+"""Tests of ray-ulysses; the unit tests mirror the package."""

@@ -1,0 +1,1 @@
+"""Tests on several processes: CPU, gloo, and a hang timeout on each."""

@@ -1,0 +1,274 @@
+"""Runs a function on several ranks, each a process forked from a server that holds the imports already.
+
+The server is clean (it never ran a backward pass, a collective or a thread of ours), so that forking is safe
+whatever the test process did before. The function and its arguments are pickled: use functions of a module,
+not closures.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+DEFAULT_TIMEOUT_S = 90.0
+GRACE_S = 5.0
+PRELOAD = ("torch", "torch.distributed", "deepspeed", "transformers", "safetensors.torch")
+ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
+class RankFailure(AssertionError):
+    """At least one rank raised, died or hung; the text holds what every rank said."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankOutcome:
+    """What became of one rank.
+
+    Attributes:
+        rank: Its rank.
+        value: What the function returned, if it did.
+        error: The traceback, if it raised.
+        exit_code: Its exit code (minus the signal's number if a signal killed it), if it ended without a
+        word.
+        stacks: Where its threads stood, if it was killed because it hung.
+    """
+
+    rank: int
+    value: Any = None
+    error: str | None = None
+    exit_code: int | None = None
+    stacks: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the function returned."""
+        return self.error is None and self.exit_code is None and self.stacks is None
+
+    def describe(self) -> str:
+        """Return what became of the rank in words."""
+        if self.error is not None:
+            return f"rank {self.rank} raised:\n{self.error}"
+        if self.stacks is not None:
+            return f"rank {self.rank} hung and was killed; its threads stood at:\n{self.stacks}"
+        if self.exit_code is not None:
+            return f"rank {self.rank} died with exit code {self.exit_code}"
+        return f"rank {self.rank} returned"
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    process_group: bool = True,
+    **kwargs: Any,
+) -> list[Any]:
+    """Run ``fn(rank, world_size, *args, **kwargs)`` on every rank and return what each returned, by rank.
+
+    Args:
+        fn: A function of a module (it is pickled by name).
+        world_size: The number of processes.
+        args: Passed on.
+        timeout_s: All of them together may take this long; then they are killed. Also the gloo timeout.
+        process_group: Whether a gloo group over all ranks is made before and destroyed after.
+        kwargs: Passed on.
+
+    Raises:
+        RankFailure: A rank raised, died or hung.
+    """
+    outcomes = run_ranks_to_outcomes(
+        fn, world_size, *args, timeout_s=timeout_s, process_group=process_group, **kwargs
+    )
+    if not all(outcome.ok for outcome in outcomes):
+        raise RankFailure("\n".join(outcome.describe() for outcome in outcomes))
+    return [outcome.value for outcome in outcomes]
+
+
+def run_ranks_to_outcomes(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    process_group: bool = True,
+    **kwargs: Any,
+) -> list[RankOutcome]:
+    """Run like `run_ranks`, but return what became of each rank; for tests in which a rank has to die."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _environment():
+        processes: list[Any] = []
+        connections: list[Connection] = []
+        port = free_port()
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            call = (sender, folder, rank, world_size, port, timeout_s, process_group, fn, args, kwargs)
+            process = context.Process(target=_rank_main, args=call, daemon=True)
+            process.start()
+            sender.close()
+            processes.append(process)
+            connections.append(receiver)
+        try:
+            return _collect(processes, connections, Path(folder), timeout_s)
+        finally:
+            for process, connection in zip(processes, connections, strict=True):
+                if process.is_alive():
+                    process.kill()
+                process.join()
+                connection.close()
+
+
+def free_port() -> int:
+    """Return a TCP port that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    """Set what the server must inherit when it starts; the test process gets its own values back."""
+    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _collect(
+    processes: list[Any], connections: list[Connection], folder: Path, timeout_s: float
+) -> list[RankOutcome]:
+    """Wait for every rank; after the first failure the others have a few seconds, then they are killed."""
+    outcomes: dict[int, RankOutcome] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(outcomes) < len(processes):
+        pending = [rank for rank in range(len(processes)) if rank not in outcomes]
+        left = deadline - time.monotonic()
+        ready = wait([connections[rank] for rank in pending], timeout=max(left, 0.0)) if left > 0 else []
+        if not ready:
+            for rank in pending:
+                outcomes[rank] = RankOutcome(rank=rank, stacks=_stacks_of(processes[rank], folder, rank))
+            break
+        for rank in pending:
+            if connections[rank] not in ready:
+                continue
+            outcomes[rank] = _receive(processes[rank], connections[rank], rank)
+            if not outcomes[rank].ok:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+    return [outcomes[rank] for rank in range(len(processes))]
+
+
+def _receive(process: Any, connection: Connection, rank: int) -> RankOutcome:
+    """Read what a rank sent; a pipe that closed without a word is a death."""
+    try:
+        kind, value = pickle.loads(connection.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        process.join(GRACE_S)
+        return RankOutcome(rank=rank, exit_code=process.exitcode if process.exitcode is not None else -1)
+    return RankOutcome(rank=rank, value=value) if kind == "value" else RankOutcome(rank=rank, error=value)
+
+
+def _stacks_of(process: Any, folder: Path, rank: int) -> str:
+    """Ask a hung process where its threads stand."""
+    path = folder / f"stacks-{rank}"
+    if process.pid is not None and process.is_alive() and path.exists():
+        os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.3)
+        return path.read_text() or "(no answer)"
+    return "(not started)"
+
+
+def _rank_main(
+    sender: Connection,
+    folder: str,
+    rank: int,
+    world_size: int,
+    port: int,
+    timeout_s: float,
+    process_group: bool,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Be one rank: environment, group, function, answer."""
+    with open(os.path.join(folder, f"stacks-{rank}"), "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        os.environ.update(ENVIRONMENT)
+        os.environ.update(
+            RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_RANK=str(rank),
+            LOCAL_WORLD_SIZE=str(world_size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+        try:
+            value = _call(folder, rank, world_size, timeout_s, process_group, fn, args, kwargs)
+            # Plain pickle: a Connection's own pickler would pass tensors as handles of a process about to
+            # end.
+            answer = pickle.dumps(("value", value))
+        except BaseException:  # noqa: BLE001 - whatever it is, the parent must hear of it
+            answer = pickle.dumps(("error", traceback.format_exc()))
+        sender.send_bytes(answer)
+        sender.close()
+    # The interpreter's shutdown would wait for threads of a group whose peers are gone.
+    os._exit(0)
+
+
+def _call(
+    folder: str,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    process_group: bool,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Make the group, call the function, destroy the group."""
+    import deepspeed.ops
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    # DeepSpeed 0.19.8 builds a C++ communication op at start (30 s) unless it believes that none is
+    # compatible.
+    deepspeed.ops.__compatible_ops__ = {}
+    if not process_group:
+        return fn(rank, world_size, *args, **kwargs)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    value = fn(rank, world_size, *args, **kwargs)
+    dist.barrier()
+    dist.destroy_process_group()
+    return value

@@ -1,0 +1,187 @@
+"""The history: the contract's object, a replayed step once, lost work counted, time that counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ray_ulysses.storage import RunLock
+from ray_ulysses.tracking.history import build_history, read_history
+from ray_ulysses.tracking.journal import AttemptJournal
+
+
+def _started(attempt: int, time: float, resumed: int = 0, **extra: Any) -> dict[str, Any]:
+    sizes = {"world_size": 4, "sp_size": 2, "dp_size": 2, "nodes": ["a"]}
+    fields = {"resumed_step": resumed, "resumed_from": None}
+    return {"event": "attempt_started", "attempt": attempt, "time": time, **sizes, **fields, **extra}
+
+
+def _step(attempt: int, step: int, time: float, *, loss: float = 2.0, seconds: float = 1.0) -> dict[str, Any]:
+    data = {"tokens": 100, "rows": [(step - 1) * 6, step * 6], "digest": f"{step * 2**60:016x}"[-16:]}
+    fields = {"step": step, "loss": loss, "seconds": seconds, "time": time, "attempt": attempt}
+    return {"event": "step", **fields, **data}
+
+
+def _ended(attempt: int, time: float, reason: str) -> dict[str, Any]:
+    return {"event": "attempt_ended", "attempt": attempt, "time": time, "reason": reason}
+
+
+def _write(run_dir: Path, records: list[dict[str, Any]]) -> None:
+    journals: dict[int, AttemptJournal] = {}
+    for record in records:
+        if record["attempt"] not in journals:
+            journals[record["attempt"]] = AttemptJournal.claim(run_dir)
+        journals[record["attempt"]].append(record)
+
+
+def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
+    run_dir = tmp_path / "demo"
+    _write(
+        run_dir,
+        [
+            _started(1, 100.0),
+            _step(1, 1, 102.0),
+            _step(1, 2, 103.0, loss=1.5),
+            {
+                "event": "checkpoint_committed",
+                "attempt": 1,
+                "time": 103.5,
+                "step": 2,
+                "path": "x",
+                "world_size": 4,
+            },
+            _step(1, 3, 104.0, loss=9.0),
+            _started(2, 110.0, resumed=2, world_size=2, dp_size=1),
+            _step(2, 3, 112.0, loss=1.25),
+            _ended(2, 112.5, "stopped: SIGTERM"),
+        ],
+    )
+    for step, text in ((2, '{"world_size": 4}'), (3, None)):
+        folder = run_dir / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        if text:
+            (folder / "manifest.json").write_text(text)
+    assert json.loads(json.dumps(read_history(run_dir).to_json())) == {
+        "name": "demo",
+        "status": "stopped",
+        "step": 3,
+        "tokens": 300,
+        "steps": [
+            {"step": 1, "loss": 2.0, "tokens": 100, "rows": [0, 6], "attempt": 1},
+            {"step": 2, "loss": 1.5, "tokens": 100, "rows": [6, 12], "attempt": 1},
+            {"step": 3, "loss": 1.25, "tokens": 100, "rows": [12, 18], "attempt": 2},
+        ],
+        "attempts": [
+            {
+                "world_size": 4,
+                "sp_size": 2,
+                "dp_size": 2,
+                "first_step": 1,
+                "last_step": 3,
+                "reason": None,
+                "seconds_to_first_step": 2.0,
+            },
+            {
+                "world_size": 2,
+                "sp_size": 2,
+                "dp_size": 1,
+                "first_step": 3,
+                "last_step": 3,
+                "reason": "stopped: SIGTERM",
+                "seconds_to_first_step": 2.0,
+            },
+        ],
+        "checkpoints": [
+            {"step": 2, "path": "checkpoints/step-00000002", "committed": True, "world_size": 4},
+            {"step": 3, "path": "checkpoints/step-00000003", "committed": False, "world_size": None},
+        ],
+        "rows_consumed": 18,
+        "data_digest": f"{(1 + 2 + 3) * 2**60:016x}",
+        "lost_steps": 1,
+        # 3 useful seconds; attempt 1 ran 100..104, attempt 2 ran 110..112.5, and the pause was nobody's run.
+        "goodput": round(3 / 6.5, 4),
+    }
+
+
+def test_a_pause_inside_one_session_costs_goodput() -> None:
+    records = [
+        _started(1, 0.0, session="s"),
+        _step(1, 1, 2.0),
+        _started(2, 7.0, resumed=1, session="s"),
+        _step(2, 2, 10.0),
+    ]
+    assert build_history(name="r", records=records).goodput == 0.2
+    other = [{**record, "session": f"s{record['attempt']}"} for record in records]
+    assert build_history(name="r", records=other).goodput == 0.4
+
+
+def test_the_digest_wraps_at_64_bits() -> None:
+    records = [_started(1, 0.0), _step(1, 1, 1.0), _step(1, 2, 2.0)]
+    records[1]["digest"] = "ffffffffffffffff"
+    records[2]["digest"] = "0000000000000003"
+    assert build_history(name="r", records=records).data_digest == "0000000000000002"
+
+
+@pytest.mark.parametrize(
+    ("tail", "held", "status"),
+    [
+        ([], True, "running"),
+        ([], False, "interrupted"),
+        ([_ended(1, 9.0, "stopped: SIGINT")], False, "stopped"),
+        ([_ended(1, 9.0, "stopped: SIGINT")], True, "running"),
+        ([_ended(1, 9.0, "failed: out of memory")], False, "failed"),
+        ([{"event": "run_finished", "attempt": 1, "time": 9.0, "step": 1}], False, "finished"),
+    ],
+)
+def test_the_status_says_where_the_run_stands(tail: list[dict[str, Any]], held: bool, status: str) -> None:
+    records = [_started(1, 0.0), _step(1, 1, 1.0), *tail]
+    assert build_history(name="r", records=records, is_held=held).status == status
+
+
+def test_a_live_lock_means_running(tmp_path: Path) -> None:
+    assert read_history(tmp_path / "none").status == "not_started"
+    with RunLock(tmp_path):
+        assert read_history(tmp_path).status == "running"
+
+
+def test_a_finished_run_that_goes_on_is_no_longer_finished() -> None:
+    finished = {"event": "run_finished", "attempt": 1, "time": 2.0, "step": 1}
+    records = [_started(1, 0.0), _step(1, 1, 1.0), finished, _started(2, 5.0, resumed=1)]
+    assert build_history(name="r", records=records).status == "interrupted"
+
+
+def test_a_missing_record_is_named() -> None:
+    records = [_started(1, 0.0), _step(1, 1, 1.0), _step(1, 3, 2.0)]
+    assert build_history(name="r", records=records).missing_steps == (2,)
+
+
+def test_a_loss_that_is_not_finite_survives_the_round_trip() -> None:
+    records = [_started(1, 0.0), _step(1, 1, 1.0, loss=float("nan"))]
+    printed = json.dumps(build_history(name="r", records=records).to_json(), allow_nan=False)
+    assert json.loads(printed)["steps"][0]["loss"] == "nan"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 100)), min_size=1, max_size=6))
+def test_whatever_attempts_do_every_kept_step_counts_once(attempts: list[tuple[int, int]]) -> None:
+    """Each attempt does some steps and the next resumes at any earlier step: trained = kept + lost."""
+    records: list[dict[str, Any]] = []
+    at = trained = 0
+    for number, (length, cut) in enumerate(attempts, start=1):
+        at = cut % (at + 1)
+        records.append(_started(number, 10.0 * number, resumed=at))
+        for _ in range(length):
+            at += 1
+            trained += 1
+            records.append(_step(number, at, 10.0 * number + 1))
+    history = build_history(name="r", records=records)
+    assert [step.step for step in history.steps] == list(range(1, at + 1))
+    assert [step.rows for step in history.steps] == [(i * 6, i * 6 + 6) for i in range(at)]
+    assert history.lost_steps == trained - at
+    assert history.rows_consumed == at * 6
+    assert history.missing_steps == ()
