@@ -139,9 +139,7 @@ class ModelShape:
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise UserError(f"model.path={str(path)!r}: {file} can't be read as JSON: {error}") from error
         if not isinstance(content, dict):
-            raise UserError(
-                f"model.path={str(path)!r}: {file} must hold a JSON object, not {type(content).__name__}"
-            )
+            raise UserError(f"model.path={str(path)!r}: {file} must hold a JSON object, not {type(content).__name__}")
         return cls.from_config_dict(content, source=str(file))
 
 
@@ -194,7 +192,11 @@ def _layer_parameters(
     Biases as in Transformers 5.23: Qwen2 always has them on q, k and v; Llama and Qwen3 on all four with
     ``attention_bias``; Llama in the MLP with ``mlp_bias``. Qwen3 normalises queries and keys a head.
     """
-    weights = 2 * hidden * query_width + 2 * hidden * kv_width + 3 * hidden * intermediate
+    # Families with experts are an estimate: each has a gated MLP, and a router chooses among them.
+    experts = int(config.get("num_local_experts") or config.get("num_experts") or 1)
+    expert_width = int(config.get("moe_intermediate_size") or intermediate) if experts > 1 else intermediate
+    mlp = experts * 3 * hidden * expert_width + (experts * hidden if experts > 1 else 0)
+    weights = 2 * hidden * query_width + 2 * hidden * kv_width + mlp
     norms = 2 * hidden + (2 * head_dim if model_type == "qwen3" else 0)
     qkv_bias = model_type == "qwen2" or (model_type != "mistral" and bool(config.get("attention_bias")))
     output_bias = model_type not in ("qwen2", "mistral") and bool(config.get("attention_bias"))

@@ -146,7 +146,8 @@ def _rows(tensor: torch.Tensor, name: str) -> torch.Tensor:
         tensor = tensor.unsqueeze(0)
     if tensor.dim() != 2 or tensor.is_floating_point() or tensor.numel() == 0:
         raise UserError(
-            f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; whole rows of integers, [B, S], are needed"
+            f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; "
+            "whole rows of integers, [B, S], are needed"
         )
     return tensor.long()
 

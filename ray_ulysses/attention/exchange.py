@@ -70,6 +70,7 @@ def scatter_heads(output_BShE: torch.Tensor, group: dist.ProcessGroup) -> torch.
 
     Args:
         output_BShE: ``[B, S, h, E]``.
+        group: Process group to exchange over.
 
     Returns:
         ``[B, L, H, E]``, contiguous.
@@ -84,5 +85,5 @@ def scatter_heads(output_BShE: torch.Tensor, group: dist.ProcessGroup) -> torch.
 
 def _for_ranks(heads_BHLD: torch.Tensor, ranks: int) -> torch.Tensor:
     # [B, H, L, D] -> [B, P, h, L, D] -> [P, B, L, h, D] -> [P, B, L, h * D]
-    split = heads_BHLD.unflatten(1, (ranks, -1)).permute(1, 0, 3, 2, 4)
+    split: torch.Tensor = heads_BHLD.unflatten(1, (ranks, -1)).permute(1, 0, 3, 2, 4)
     return split.flatten(3, 4)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -78,16 +78,18 @@ def sdpa(
     rows: list[list[torch.Tensor]] = [[] for _ in range(documents.num_rows)]
     for row, start, end in documents.spans:
         # [S, H, D] -> [1, H, T, D]
-        q, k, v = (
-            tensor[row, start:end].transpose(0, 1).unsqueeze(0) for tensor in (query_BSHD, key_BSKD, value_BSKE)
-        )
+        q, k, v = (tensor[row, start:end].transpose(0, 1).unsqueeze(0) for tensor in (query_BSHD, key_BSKD, value_BSKE))
         out = _one_document(q, k, v, scale, window)
         rows[row].append(out.squeeze(0).transpose(0, 1))
     return torch.stack([torch.cat(parts) for parts in rows])
 
 
 def _one_document(
-    query_1HTD: torch.Tensor, key_1KTD: torch.Tensor, value_1KTE: torch.Tensor, scale: float, window: int | None
+    query_1HTD: torch.Tensor,
+    key_1KTD: torch.Tensor,
+    value_1KTE: torch.Tensor,
+    scale: float,
+    window: int | None,
 ) -> torch.Tensor:
     tokens = query_1HTD.shape[2]
     grouped = query_1HTD.shape[1] != key_1KTD.shape[1]
@@ -141,7 +143,7 @@ def flash_attn(
         causal=True,
         window_size=(-1, -1) if window is None else (window - 1, 0),
     )
-    return out.unflatten(0, query_BSHD.shape[:2])
+    return out.view(*query_BSHD.shape[:2], *out.shape[1:])
 
 
 def varlen(
@@ -156,7 +158,7 @@ def varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     takes = inspect.signature(varlen_attn).parameters
-    options: dict[str, object] = {"scale": scale}
+    options: dict[str, Any] = {"scale": scale}
     if "enable_gqa" in takes:
         options["enable_gqa"] = query_BSHD.shape[2] != key_BSKD.shape[2]
     else:
@@ -183,7 +185,7 @@ def varlen(
         **options,
     )
     assert isinstance(out, torch.Tensor)
-    return out.unflatten(0, query_BSHD.shape[:2])
+    return out.view(*query_BSHD.shape[:2], *out.shape[1:])
 
 
 def reference(
@@ -220,7 +222,12 @@ def _has_varlen(device_type: str, dtype: torch.dtype) -> bool:
 
 
 KERNELS: tuple[KernelEntry, ...] = (
-    KernelEntry(name="flash_attn", needs="a CUDA device, bf16 and the flash-attn package", usable=_has_flash_attn, run=flash_attn),
+    KernelEntry(
+        name="flash_attn",
+        needs="a CUDA device, bf16 and the flash-attn package",
+        usable=_has_flash_attn,
+        run=flash_attn,
+    ),
     KernelEntry(name="varlen", needs="a CUDA device and bf16", usable=_has_varlen, run=varlen),
     KernelEntry(name="sdpa", needs="nothing", usable=lambda device_type, dtype: True, run=sdpa),
 )
@@ -239,5 +246,6 @@ def choose_kernel(name: KernelName, device_type: str, dtype: torch.dtype) -> Ker
     entry = next(entry for entry in KERNELS if entry.name == name)
     usable = ", ".join(other.name for other in KERNELS if other.usable(device_type, dtype))
     raise UserError(
-        f"model.attention={name!r} needs {entry.needs}; here the device is {device_type} with {dtype}: use auto or {usable}"
+        f"model.attention={name!r} needs {entry.needs}; here the device is {device_type} with "
+        f"{dtype}: use auto or {usable}"
     )

@@ -16,7 +16,16 @@ if TYPE_CHECKING:
     from ray_ulysses.parallel.mesh import SequenceMesh
 
 _EXACT_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-_RECURRENT_MARKS = ("ssm", "mamba", "rwkv", "recurrent", "linear_attention", "conv1d", "deltanet", "retention")
+_RECURRENT_MARKS = (
+    "ssm",
+    "mamba",
+    "rwkv",
+    "recurrent",
+    "linear_attention",
+    "conv1d",
+    "deltanet",
+    "retention",
+)
 _DROPOUT_SUFFIXES = ("dropout", "pdrop", "dropout_prob", "dropout_rate", "drop_path_rate")
 _UNSUPPORTED_SETTINGS = {
     "attn_logit_softcapping": "soft-capping of attention scores",
@@ -81,7 +90,9 @@ def _refuse_settings(config: Any, kind: str) -> None:
             )
     for name, what in _UNSUPPORTED_SETTINGS.items():
         if values.get(name):
-            raise UserError(f"{kind} sets {name}={values[name]!r}: {what} is not supported yet; no kernel here is exact for it")
+            raise UserError(
+                f"{kind} sets {name}={values[name]!r}: {what} is not supported yet; no kernel here is exact for it"
+            )
     if kind == "gpt_oss":
         raise UserError("gpt_oss uses attention sinks, which are not supported yet; no kernel here is exact for them")
     if values.get("output_router_logits"):

@@ -30,20 +30,19 @@ def follow_row_length(model: nn.Module, row_length: RowLength) -> None:
         row_length: Holds the largest position of the rows while a forward runs.
     """
     for module in model.modules():
-        if not hasattr(module, "rope_type") or not hasattr(module, "original_inv_freq"):
-            if not _layered_rope_types(module):
-                continue
-        types = _layered_rope_types(module) or [module.rope_type]
-        if any("dynamic" in str(kind) or kind == "longrope" for kind in types):
+        if any("dynamic" in kind or kind == "longrope" for kind in _rope_types(module)):
             _wrap(module, row_length)
 
 
-def _layered_rope_types(module: nn.Module) -> list[str]:
-    kinds = getattr(module, "rope_type", None)
-    return list(kinds.values()) if isinstance(kinds, dict) else []
+def _rope_types(module: nn.Module) -> list[str]:
+    """Return the kinds of RoPE of a rotary module: one, one a type of layer, or none for any other module."""
+    kinds: Any = getattr(module, "rope_type", None)
+    if isinstance(kinds, dict):
+        return [str(kind) for kind in kinds.values()]
+    return [str(kinds)] if kinds is not None and hasattr(module, "original_inv_freq") else []
 
 
-def _wrap(module: nn.Module, row_length: RowLength) -> None:
+def _wrap(module: Any, row_length: RowLength) -> None:
     forward: Any = module.forward
     fresh_length = getattr(module, "original_max_seq_len", None)
 
@@ -51,8 +50,8 @@ def _wrap(module: nn.Module, row_length: RowLength) -> None:
         # Dynamic scaling remembers the longest row it has seen, so that frequencies would depend on which rows came
         # before, and on the world size. Start from the original frequencies for every batch instead.
         if fresh_length is not None and getattr(module, "max_seq_len_cached", fresh_length) != fresh_length:
-            module.max_seq_len_cached = fresh_length  # type: ignore[assignment]
-            module.inv_freq = module.original_inv_freq.to(x.device)  # type: ignore[union-attr, operator]
+            module.max_seq_len_cached = fresh_length
+            module.inv_freq = module.original_inv_freq.to(x.device)
         last = position_ids.new_full((*position_ids.shape[:-1], 1), row_length.max_position)
         cos, sin = forward(x, torch.cat([position_ids, last], dim=-1), *args, **kwargs)
         return cos[..., :-1, :], sin[..., :-1, :]

@@ -1,4 +1,4 @@
-"""Checkpoints: intervals of flat tensors, committed by a manifest, loaded at any world size without unpickling."""
+"""Checkpoints: intervals of flat tensors, committed by a manifest, loadable at any world size."""
 
 from ray_ulysses.checkpoint.choice import Choice, Damage, newest_committed, set_aside
 from ray_ulysses.checkpoint.exchange import Exchange, TorchExchange

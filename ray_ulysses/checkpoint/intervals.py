@@ -1,8 +1,8 @@
-"""Arithmetic on intervals of flat tensors: who holds what, is it all there, and who reads what from where (pure).
+"""Arithmetic on intervals of flat tensors: who holds what, is it all there, and who reads what from where.
 
-A tensor is seen as its exact flat form, without padding. A rank holds the half-open interval [start, stop) of it, and
-a checkpoint is a set of such intervals that covers every tensor once. Loading at another world size is then nothing
-but an intersection of what is wanted with what is stored.
+Everything here is pure. A tensor is seen as its exact flat form, without padding. A rank holds the half-open
+interval [start, stop) of it, and a checkpoint is a set of such intervals that covers every tensor once.
+Loading at another world size is then nothing but an intersection of what is wanted with what is stored.
 """
 
 from __future__ import annotations

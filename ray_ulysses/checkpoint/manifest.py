@@ -88,9 +88,7 @@ class Manifest:
     def ref(self) -> CheckpointRef:
         """Return the checkpoint's name."""
         folder = step_folder(self.step)
-        return CheckpointRef(
-            step=self.step, attempt=self.attempt, world_size=self.world_size, folder=folder
-        )
+        return CheckpointRef(step=self.step, attempt=self.attempt, world_size=self.world_size, folder=folder)
 
     def to_bytes(self) -> bytes:
         """Return the file: JSON with a checksum of everything else in it."""
@@ -173,7 +171,7 @@ def _checksum(fields: Mapping[str, Any]) -> int:
 
 
 def _meta_to_json(meta: CheckpointMeta) -> dict[str, Any]:
-    return {
+    fields: dict[str, Any] = {
         "sp_size": meta.sp_size,
         "cursor": dict(meta.cursor),
         "digest": meta.digest,
@@ -182,6 +180,9 @@ def _meta_to_json(meta: CheckpointMeta) -> dict[str, Any]:
         "versions": dict(meta.versions),
         "extra": dict(meta.extra),
     }
+    # Through JSON once, so that the checksum is of what a reader will see (tuples become lists, for one).
+    normal: dict[str, Any] = json.loads(json.dumps(fields))
+    return normal
 
 
 def _meta_from_json(fields: Mapping[str, Any]) -> CheckpointMeta:
@@ -191,9 +192,7 @@ def _meta_from_json(fields: Mapping[str, Any]) -> CheckpointMeta:
 
 def _state_to_json(state: StateDescription) -> dict[str, Any]:
     return {
-        "tensors": {
-            key: {"shape": list(spec.shape), "dtype": spec.dtype} for key, spec in state.tensors.items()
-        },
+        "tensors": {key: {"shape": list(spec.shape), "dtype": spec.dtype} for key, spec in state.tensors.items()},
         "tied": dict(state.tied),
         "optimizer": {
             "step": state.optimizer_step,
@@ -208,8 +207,7 @@ def _state_from_json(fields: Mapping[str, Any]) -> StateDescription:
     optimizer = fields["optimizer"]
     return StateDescription(
         tensors={
-            key: TensorSpec(shape=tuple(spec["shape"]), dtype=spec["dtype"])
-            for key, spec in fields["tensors"].items()
+            key: TensorSpec(shape=tuple(spec["shape"]), dtype=spec["dtype"]) for key, spec in fields["tensors"].items()
         },
         tied=fields["tied"],
         optimizer_step=optimizer["step"],
@@ -222,7 +220,14 @@ def _state_from_json(fields: Mapping[str, Any]) -> StateDescription:
 def _shard_to_json(shard: ShardEntry) -> dict[str, Any]:
     # Rows instead of objects: a large world has hundreds of thousands of them.
     rows = [
-        [entry.interval.key, entry.interval.start, entry.interval.stop, entry.offset, entry.num_bytes, entry.crc32]
+        [
+            entry.interval.key,
+            entry.interval.start,
+            entry.interval.stop,
+            entry.offset,
+            entry.num_bytes,
+            entry.crc32,
+        ]
         for entry in shard.intervals
     ]
     return {

@@ -1,8 +1,8 @@
 """One rank's shard: a safetensors file of 1-D pieces, a checksum for its header and for each piece.
 
-Format: https://huggingface.co/docs/safetensors (8 bytes header length, JSON header, data). It is written here piece
-by piece, so that a piece leaves the accelerator only when its turn comes, and read by byte range, so that nothing but
-what is wanted is read. Nothing is pickled.
+Format: https://huggingface.co/docs/safetensors (8 bytes header length, JSON header, data). It is written
+here piece by piece, so that a piece leaves the accelerator only when its turn comes, and read by byte range,
+so that nothing but what is wanted is read. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -82,14 +82,10 @@ def write_shard(store: Store, folder: str, file: str, pieces: Sequence[Piece]) -
     offset = len(header)
     for piece, crc32 in zip(pieces, checksums, strict=True):
         size = piece.tensor.numel() * piece.tensor.element_size()
-        intervals.append(
-            StoredInterval(interval=piece.interval, offset=offset, num_bytes=size, crc32=crc32)
-        )
+        intervals.append(StoredInterval(interval=piece.interval, offset=offset, num_bytes=size, crc32=crc32))
         offset += size
     assert offset == num_bytes, f"{file}: {num_bytes} bytes written, {offset} expected"
-    return ShardEntry(
-        file=file, num_bytes=num_bytes, header_crc32=zlib.crc32(header), intervals=tuple(intervals)
-    )
+    return ShardEntry(file=file, num_bytes=num_bytes, header_crc32=zlib.crc32(header), intervals=tuple(intervals))
 
 
 def find_damage(store: Store, folder: str, entry: ShardEntry, *, read_content: bool) -> str | None:
@@ -130,7 +126,7 @@ def find_damage(store: Store, folder: str, entry: ShardEntry, *, read_content: b
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's bytes in host memory; a copy only if it lives elsewhere."""
     flat = tensor.detach().to("cpu").contiguous().view(torch.uint8)
-    return memoryview(flat.numpy())
+    return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy 2 arrays are buffers
 
 
 def _header(pieces: Sequence[Piece]) -> bytes:

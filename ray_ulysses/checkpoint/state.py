@@ -31,7 +31,8 @@ class Piece:
     """Consecutive elements of one tensor, held in memory.
 
     Attributes:
-        key: ``fp32/<parameter>``, ``exp_avg/<parameter>``, ``frozen/<parameter>``, ``buffer/<name>`` and so on.
+        key: ``fp32/<parameter>``, ``exp_avg/<parameter>``, ``frozen/<parameter>``, ``buffer/<name>`` and so
+        on.
         start: The first element's place in the exact flat tensor.
         tensor: The elements, 1-D; a view of the live state when it comes from an engine.
     """

@@ -64,9 +64,7 @@ def _validate(tree: Mapping[str, object]) -> tuple[Config | None, tuple[Problem,
     # A section that is missing, or whose settings are all commented out, is one with no settings: its
     # required ones are then reported one by one.
     sections: dict[str, object] = {name: {} for name in section_models()}
-    sections.update(
-        {name: value for name, value in tree.items() if value is not None or name not in sections}
-    )
+    sections.update({name: value for name, value in tree.items() if value is not None or name not in sections})
     try:
         config = Config.model_validate(sections)
     except ValidationError as error:

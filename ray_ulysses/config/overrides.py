@@ -27,9 +27,7 @@ def apply_overrides(
         path, separator, text = override.partition("=")
         names = path.strip().split(".")
         if not separator or len(names) < 2 or not all(names):
-            problems.append(
-                Problem(path="--set", value=override, rule="is not of the form a.b=c", way_out=_FORM)
-            )
+            problems.append(Problem(path="--set", value=override, rule="is not of the form a.b=c", way_out=_FORM))
             continue
         value, wrong = parse_yaml(text, f"--set {path}")
         problems.extend(wrong)

@@ -76,9 +76,7 @@ def _heads_allow_sp(config: Config) -> Iterator[Problem]:
     try:
         shape = ModelShape.from_config_dict(config.model.config)
     except UserError as error:
-        yield Problem(
-            path="model.config", value="...", rule=str(error), way_out="complete the model configuration"
-        )
+        yield Problem(path="model.config", value="...", rule=str(error), way_out="complete the model configuration")
         return
     valid = shape.valid_sp_sizes()
     choices = ", ".join(str(size) for size in valid)

@@ -29,9 +29,7 @@ class ParallelSection(Section):
     @classmethod
     def _has_no_ring(cls, value: int) -> int:
         if value != 1:
-            raise refusal(
-                "this version has no ring attention", "use ring_size=1 and at most as many sp ranks as heads"
-            )
+            raise refusal("this version has no ring attention", "use ring_size=1 and at most as many sp ranks as heads")
         return value
 
     @field_validator("allowed_sp")

@@ -79,9 +79,7 @@ class Config(Section):
 
 def setting_paths() -> tuple[str, ...]:
     """Return the dotted path of every setting, in the order of the schema."""
-    return tuple(
-        f"{name}.{field}" for name, model in section_models().items() for field in model.model_fields
-    )
+    return tuple(f"{name}.{field}" for name, model in section_models().items() for field in model.model_fields)
 
 
 def section_models() -> dict[str, type[Section]]:

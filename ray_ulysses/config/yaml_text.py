@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -37,22 +38,20 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self.duplicates: list[tuple[object, int, int]] = []
+        self.duplicates: list[tuple[str, int, int]] = []
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
-        seen: dict[object, int] = {}
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            line = key_node.start_mark.line + 1
-            if not isinstance(key, str | int | float | bool | None):
-                raise yaml.MarkedYAMLError(
-                    problem="a key must be plain text", problem_mark=key_node.start_mark
-                )
-            if key in seen:
-                self.duplicates.append((key, seen[key], line))
-            seen.setdefault(key, line)
-        mapping: dict[object, object] = super().construct_mapping(node, deep=deep)
-        return mapping
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Return the next mapping; its keys are looked at here, before merge keys put others among them."""
+        node = super().compose_mapping_node(anchor)
+        seen: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a key must be plain text", problem_mark=key.start_mark)
+            line = key.start_mark.line + 1
+            if key.value in seen:
+                self.duplicates.append((key.value, seen[key.value], line))
+            seen.setdefault(key.value, line)
+        return node
 
     def construct_int(self, node: yaml.ScalarNode) -> int:
         """Return a decimal number; a leading zero does not make it octal."""
@@ -105,9 +104,7 @@ def _syntax_problem(error: Exception, source: str) -> Problem:
     mark = getattr(error, "problem_mark", None)
     place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark is not None else source
     what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
-    return Problem(
-        path=place, value=None, rule=f"not valid YAML: {what}", way_out="correct the file's syntax"
-    )
+    return Problem(path=place, value=None, rule=f"not valid YAML: {what}", way_out="correct the file's syntax")
 
 
 def read_yaml(path: Path) -> tuple[object, tuple[Problem, ...]]:

@@ -1,4 +1,4 @@
-"""The data plane: corpus format and preparation, the packing plan, the cursor, and the rows a rank receives."""
+"""The data plane: corpus format and preparation, packing plan, cursor, and the rows a rank receives."""
 
 from ray_ulysses.data.corpus import Corpus
 from ray_ulysses.data.cursor import Cursor

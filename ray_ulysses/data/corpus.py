@@ -55,9 +55,7 @@ class Corpus:
         except READ_ERRORS as error:
             raise _unreadable(sidecar, error) from error
         if lengths.size == 0:
-            raise UserError(
-                f"data.path={directory}: the corpus is empty; prepare sources that hold documents"
-            )
+            raise UserError(f"data.path={directory}: the corpus is empty; prepare sources that hold documents")
         if (lengths.size, int(lengths.sum())) != (info.num_documents, info.num_tokens):
             raise _unreadable(sidecar, f"its lengths do not add up to {CORPUS_FILE}")
         lengths.setflags(write=False)
@@ -94,7 +92,7 @@ class Corpus:
         Raises:
             UserError: The shard can't be read.
         """
-        assert 0 <= start and start + length <= self.lengths[document], (document, start, length)
+        assert start >= 0 and start + length <= self.lengths[document], (document, start, length)
         shards, first_rows = self._document_places()
         shard = self.info.shards[int(shards[document])]
         return self._shards.read(shard.name, int(first_rows[document]), start, length)
@@ -144,7 +142,8 @@ def _read_info(directory: Path) -> CorpusInfo:
     if not path.is_file():
         if (directory / PREPARATION_FILE).is_file():
             raise UserError(
-                f"data.path={directory}: its preparation is not finished; run the same `ray-ulysses prepare` again, "
+                f"data.path={directory}: its preparation is not finished; run the same `ray-ulysses prepare` "
+                "again, "
                 "which goes on where it stopped"
             )
         raise UserError(

@@ -39,7 +39,5 @@ class Cursor:
         """
         types = {"segment": int, "plan_id": str, "epoch": int, "next_row": int, "step": int}
         if set(fields) != set(types) or any(type(fields[name]) is not kind for name, kind in types.items()):
-            raise UserError(
-                f"data cursor {fields!r}: must hold exactly {', '.join(types)}; resume from another step"
-            )
+            raise UserError(f"data cursor {fields!r}: must hold exactly {', '.join(types)}; resume from another step")
         return cls(**fields)

@@ -1,8 +1,8 @@
 """Proof of what the model received: a 64-bit sum that no order, restart or layout changes.
 
-A slice's checksum is a sum over its positions, so the checksums of a row's slices add up to the row's own, whatever
-their number. A row's digest binds that sum to the row's number; digests of rows add up to the run's. All sums are
-modulo 2**64: unlike XOR, a sum does not forget a row that was repeated twice.
+A slice's checksum is a sum over its positions, so the checksums of a row's slices add up to the row's own,
+whatever their number. A row's digest binds that sum to the row's number; digests of rows add up to the run's.
+All sums are modulo 2**64: unlike XOR, a sum does not forget a row that was repeated twice.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def checksum(
 
 
 def slice_checksum(row_slice: RowSlice) -> int:
-    """Return the checksum of a slice; those of all slices of a row add up to the row's, for any ``sp_size``."""
+    """Return the checksum of a slice; a row's slices add up to the same sum for any ``sp_size``."""
     first = row_slice.sp_rank * row_slice.input_ids.size
     return checksum(first, row_slice.input_ids, row_slice.labels, row_slice.position_ids)
 

@@ -91,13 +91,9 @@ def _read_jsonl(unit: Unit) -> Iterator[RawDocument | Rejected]:
                 num_parsed += 1
                 yield parsed
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(
-            f"source={path}: the JSONL file can't be read ({error}); restore or remove it"
-        ) from error
+        raise UserError(f"source={path}: the JSONL file can't be read ({error}); restore or remove it") from error
     if num_parsed and num_broken == num_parsed:
-        raise UserError(
-            f"source={path}: none of its {num_parsed} lines is a JSON object; is it a JSONL file?"
-        )
+        raise UserError(f"source={path}: none of its {num_parsed} lines is a JSON object; is it a JSONL file?")
 
 
 def _parse_line(line: bytes, path: str, number: int, text_field: str) -> RawDocument | Rejected:
@@ -128,9 +124,7 @@ def _read_parquet(unit: Unit) -> Iterator[RawDocument | Rejected]:
                     yield _document(value.as_py(), path, row)
                     row += 1
     except READ_ERRORS as error:
-        raise UserError(
-            f"source={path}: the Parquet file can't be read ({error}); restore or remove it"
-        ) from error
+        raise UserError(f"source={path}: the Parquet file can't be read ({error}); restore or remove it") from error
 
 
 def _read_dataset(unit: Unit) -> Iterator[RawDocument | Rejected]:

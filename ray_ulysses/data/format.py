@@ -7,8 +7,8 @@ A corpus directory holds::
     quarantine.jsonl     documents that were left out, each with its reason
     shards/shard-00000.parquet
 
-A shard's rows are chunks of at most 65,536 tokens: a document starts a row of its own and goes on in the next rows.
-Row groups hold about as many tokens, so that reading a piece of any document decodes little else.
+A shard's rows are chunks of at most 65,536 tokens: a document starts a row of its own and goes on in the next
+rows. Row groups hold about as many tokens, so that reading a piece of any document decodes little else.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class CorpusInfo:
         documents_crc32: CRC-32 of the length sidecar.
         lengths_crc32: CRC-32 of the document lengths as little-endian int64.
         byte_unigram_nats: Entropy of the raw bytes; None unless the byte tokenizer was used.
-        token_unigram_nats: Entropy of the token ids, end tokens included; None unless the byte tokenizer was used.
+        token_unigram_nats: Entropy of the token ids, end tokens included; None unless the byte tokenizer was
+            used.
         signature: Identifies sources and options, so that the same preparation is known again.
     """
 
@@ -144,7 +145,7 @@ class CorpusInfo:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> CorpusInfo:
-        """Return the value that ``to_json`` described; KeyError or TypeError when a field is missing or unknown."""
+        """Return what ``to_json`` described; KeyError or TypeError for a missing or unknown field."""
         known = {key: value for key, value in fields.items() if key not in ("format_version", "fingerprint")}
         known["tokenizer"] = TokenizerInfo.from_json(known["tokenizer"])
         known["shards"] = tuple(ShardInfo(**shard) for shard in known["shards"])

@@ -1,4 +1,4 @@
-"""The end of a preparation: the units' notes become the length sidecar, and ``corpus.json`` commits the corpus."""
+"""The end of a preparation: notes become the length sidecar, and ``corpus.json`` commits the corpus."""
 
 from __future__ import annotations
 
@@ -54,11 +54,7 @@ def merge(
     """
     with_shards = [result for result in results if result.shard is not None]
     notes = [pq.read_table(unit_file(out, result.index, "parquet")) for result in with_shards]
-    repeats = (
-        _repeats(notes)
-        if duplicates == "quarantine"
-        else [np.zeros(len(n), dtype=np.int64) - 1 for n in notes]
-    )
+    repeats = _repeats(notes) if duplicates == "quarantine" else [np.zeros(len(n), dtype=np.int64) - 1 for n in notes]
     rejected = [*rejected, *_repeated_documents(notes, repeats)]
     num_quarantined, reasons = _write_quarantine(out, results, rejected)
     documents = _documents(notes, repeats)
@@ -101,7 +97,7 @@ def entropy_nats(counts: NDArray[np.int64]) -> float:
 
 
 def _repeats(notes: Sequence[pa.Table]) -> list[NDArray[np.int64]]:
-    """Return for each unit's documents the number (over all units) of the first one with the same text, or -1."""
+    """Return for each document the number (over all units) of the first one with the same text, or -1."""
     if not notes:
         return []
     sizes = [len(table) for table in notes]
@@ -141,10 +137,7 @@ def _documents(notes: Sequence[pa.Table], repeats: Sequence[NDArray[np.int64]]) 
         columns = {
             "document": pa.array(numbers),
             "shard": pa.array(np.full(len(kept), shard, dtype=np.int32)),
-            **{
-                name: kept.column(name)
-                for name in ("length", "max_token_id", "first_row", "source", "offset")
-            },
+            **{name: kept.column(name) for name in ("length", "max_token_id", "first_row", "source", "offset")},
         }
         parts.append(pa.table({name: columns[name] for name in DOCUMENT_SCHEMA.names}).cast(DOCUMENT_SCHEMA))
         first += len(kept)
@@ -154,12 +147,10 @@ def _documents(notes: Sequence[pa.Table], repeats: Sequence[NDArray[np.int64]]) 
 def _write_quarantine(
     out: Path, results: Sequence[UnitResult], rejected: Sequence[Rejected]
 ) -> tuple[int, Counter[str]]:
-    """Write one file of everything that was left out; return how much it is, and how often each reason occurs."""
+    """Write everything that was left out into one file; return how much, and how often for each reason."""
     lines = [json.dumps(asdict(one)) for one in rejected]
     for result in results:
-        lines.extend(
-            unit_file(out, result.index, "quarantine.jsonl").read_text(encoding="utf-8").splitlines()
-        )
+        lines.extend(unit_file(out, result.index, "quarantine.jsonl").read_text(encoding="utf-8").splitlines())
     write_text(out / QUARANTINE_FILE, "".join(line + "\n" for line in lines))
     return len(lines), Counter(json.loads(line)["reason"].split(":")[0] for line in lines)
 
@@ -168,10 +159,11 @@ def _entropies(
     out: Path, results: Sequence[UnitResult], notes: Sequence[pa.Table], repeats: Sequence[NDArray[np.int64]]
 ) -> tuple[float | None, float | None]:
     """Return the entropy of the raw bytes and of the token ids over the documents that are kept."""
-    if any(result.token_counts is None for result in results):
+    known = [result.token_counts for result in results if result.token_counts is not None]
+    if len(known) < len(results):
         return None, None
     reader = ShardReader(out / SHARDS_DIRECTORY)
-    counts = np.sum([result.token_counts for result in results], axis=0, dtype=np.int64)
+    counts = np.asarray(known, dtype=np.int64).sum(axis=0)
     for result, table, repeated in zip(results, notes, repeats, strict=True):
         assert result.shard is not None
         for dropped in table.filter(pa.array(repeated >= 0)).select(["first_row", "length"]).to_pylist():

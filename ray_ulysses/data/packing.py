@@ -14,9 +14,9 @@ _ROW_BITS = 40
 def best_fit(lengths: NDArray[np.int64], capacity: int, num_open: int = NUM_OPEN_BINS) -> NDArray[np.int64]:
     """Assign each piece, in the order given, to the open row that it leaves fullest.
 
-    Where it fits into none, a new row is opened; beyond ``num_open`` open rows the fullest one is closed. Each piece
-    is placed when it is met, so the result depends on the order and the lengths alone. A piece of full length never
-    meets an open row.
+    Where it fits into none, a new row is opened; beyond ``num_open`` open rows the fullest one is closed.
+    Each piece is placed when it is met, so the result depends on the order and the lengths alone. A piece of
+    full length never meets an open row.
 
     Args:
         lengths: int64, each in ``[1, capacity]``.
@@ -28,10 +28,10 @@ def best_fit(lengths: NDArray[np.int64], capacity: int, num_open: int = NUM_OPEN
     """
     if lengths.size == 0:
         return np.empty(0, dtype=np.int64)
-    assert 1 <= int(lengths.min()) and int(lengths.max()) <= capacity, "every piece must fit into a row"
+    assert int(lengths.min()) >= 1 and int(lengths.max()) <= capacity, "every piece must fit into a row"
     rows = []
-    # Open rows as one sorted list of free << _ROW_BITS | row: best fit is a bisection, which on a list this short
-    # costs a fraction of what one numpy operation over 64 bins does.
+    # Open rows as one sorted list of free << _ROW_BITS | row: best fit is a bisection, which on a list this
+    # short costs a fraction of what one numpy operation over 64 bins does.
     open_rows: list[int] = []
     num_rows = 0
     mask = (1 << _ROW_BITS) - 1
@@ -54,11 +54,11 @@ def best_fit(lengths: NDArray[np.int64], capacity: int, num_open: int = NUM_OPEN
 def split_documents(
     documents: NDArray[np.int64], lengths: NDArray[np.int64], capacity: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """Cut documents into pieces of at most ``capacity`` tokens, so that every token but the first is a label once.
+    """Cut documents into pieces of at most ``capacity`` tokens; every token but the first is a label once.
 
-    A piece whose document goes on takes the next token as its last label, so pieces share no input token and lose no
-    target. Where a single token would remain, it has been a label already and has none of its own: it is no piece.
-    A document of one token has no target and gives no piece.
+    A piece whose document goes on takes the next token as its last label, so pieces share no input token and
+    lose no target. Where a single token would remain, it has been a label already and has none of its own: it
+    is no piece. A document of one token has no target and gives no piece.
 
     Args:
         documents: int64, numbers of the documents in the wanted order.

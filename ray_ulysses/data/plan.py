@@ -52,8 +52,9 @@ class PlanSettings:
 class Plan:
     """Every row of a run, and the evaluation's rows.
 
-    Steps count from 1: step ``s`` trains the global rows ``[(s - 1) * G, s * G)``; epochs follow one another in the
-    row numbers, so a step may hold the end of one epoch and the start of the next. The last step may be short.
+    Steps count from 1: step ``s`` trains the global rows ``[(s - 1) * G, s * G)``; epochs follow one another
+    in the row numbers, so a step may hold the end of one epoch and the start of the next. The last step may
+    be short.
 
     Attributes:
         plan_id: Hash of planner version, settings, corpus and the rows themselves.
@@ -102,7 +103,7 @@ class Plan:
         return self.train.num_tokens / (self.num_rows * self.settings.capacity)
 
     def imbalance(self, dp_size: int) -> float:
-        """Return how much longer training takes than with level data-parallel ranks, by attention cost (1 is level)."""
+        """Return the time of training over that with level data-parallel ranks, by attention cost."""
         return imbalance(self.train.cost, self.settings.rows_per_step, dp_size)
 
     def step_rows(self, step: int) -> range:
@@ -123,7 +124,7 @@ class Plan:
         return assign_rows(rows, self.train.cost[rows.start : rows.stop], dp_size)
 
     def evaluation_schedule(self, dp_size: int) -> MicroSteps:
-        """Return the evaluation row of each micro-step and data-parallel rank; None is a zero-weight filler."""
+        """Return the evaluation row of each micro-step and data-parallel rank; None is a filler."""
         return assign_rows(range(self.evaluation.num_rows), self.evaluation.cost, dp_size)
 
     def cursor(self, step: int) -> Cursor:
@@ -140,7 +141,8 @@ class Plan:
         """
         if cursor.plan_id != self.plan_id:
             raise UserError(
-                f"the checkpoint's data cursor is of plan {cursor.plan_id}, the run's plan is {self.plan_id}; "
+                f"the checkpoint's data cursor is of plan {cursor.plan_id}, the run's plan is "
+                f"{self.plan_id}; "
                 "data, seed and context may not change on resume: start a new run under another run.name"
             )
         if not 0 <= cursor.step <= self.num_steps or self.cursor(cursor.step) != cursor:
@@ -157,7 +159,8 @@ class Plan:
         if fingerprint != self.fingerprint:
             raise UserError(
                 f"data.path: the corpus was replaced since planning: plan {self.plan_id} was made for corpus "
-                f"{self.fingerprint}, found {fingerprint}; restore the corpus, or start a new run under another run.name"
+                f"{self.fingerprint}, found {fingerprint}; restore the corpus, or start a new run under "
+                "another run.name"
             )
 
 
@@ -218,7 +221,8 @@ def plan_id_of(settings: PlanSettings, fingerprint: str, train: RowTable, evalua
 def _check(settings: PlanSettings) -> None:
     if settings.capacity < 1:
         raise UserError(
-            f"data.context_tokens={settings.context_tokens}: is shorter than pad_multiple={settings.pad_multiple}, "
+            f"data.context_tokens={settings.context_tokens}: is shorter than "
+            f"pad_multiple={settings.pad_multiple}, "
             f"which a row's length must be a multiple of; use at least {settings.pad_multiple}"
         )
     lowest_values = {"data.rows_per_step": 1, "data.epochs": 1, "data.eval_rows": 0, "run.seed": 0}
@@ -231,7 +235,7 @@ def _check(settings: PlanSettings) -> None:
 
 
 def _held_out(documents: NDArray[np.int64], settings: PlanSettings) -> NDArray[np.bool_]:
-    """Choose by a hash of the document's number, so that documents added later move none between the splits."""
+    """Choose by a hash of the document's number: documents added later move none between the splits."""
     if settings.eval_fraction == 0.0:
         return np.zeros(documents.size, dtype=bool)
     hashes = mix(documents.astype(np.uint64) ^ np.uint64(mix_int(settings.seed)))
@@ -241,7 +245,8 @@ def _held_out(documents: NDArray[np.int64], settings: PlanSettings) -> NDArray[n
 def _refuse_empty_split(num_train: int, num_held: int, num_documents: int, settings: PlanSettings) -> None:
     if num_train == 0:
         raise UserError(
-            f"data.eval_fraction={settings.eval_fraction}: of {num_documents} documents, {num_held} are held out for "
+            f"data.eval_fraction={settings.eval_fraction}: of {num_documents} documents, {num_held} are held "
+            "out for "
             "evaluation and none is left to train on; use a smaller share, or a corpus with more documents"
         )
     if settings.eval_fraction > 0 and settings.eval_rows > 0 and num_held == 0:
@@ -252,7 +257,7 @@ def _refuse_empty_split(num_train: int, num_held: int, num_documents: int, setti
 
 
 def _permutation(size: int, settings: PlanSettings, epoch: int, stream: int) -> NDArray[np.int64]:
-    """Return a seeded order; from raw Philox words, since NumPy may change what `Generator.permutation` draws."""
+    """Return a seeded order, from raw Philox words: NumPy may change what `permutation` draws."""
     bits = np.random.Philox(key=[settings.seed, epoch << 8 | stream])
     return np.argsort(bits.random_raw(size), kind="stable").astype(np.int64)
 
@@ -268,7 +273,8 @@ def _pack(
     shuffled = documents[_permutation(documents.size, settings, epoch, document_stream)]
     document, start, length, has_next = split_documents(shuffled, lengths[shuffled], settings.capacity)
     rows = best_fit(length, settings.capacity)
-    # Rows close in an order that goes with their fill, and pieces of one document lie side by side: shuffle them too.
+    # Rows close in an order that goes with their fill, and pieces of one document lie side by side: shuffle
+    # them too.
     num_rows = int(rows.max()) + 1
     place = np.empty(num_rows, dtype=np.int64)
     place[_permutation(num_rows, settings, epoch, row_stream)] = np.arange(num_rows)

@@ -74,14 +74,13 @@ def load_plan(directory: Path) -> Plan:
     version = header.get("planner_version")
     if version != PLANNER_VERSION:
         raise UserError(
-            f"{directory}: the plan was made by planner version {version}, this is version {PLANNER_VERSION}; "
+            f"{directory}: the plan was made by planner version {version}, this is version "
+            f"{PLANNER_VERSION}; "
             "go on with the version that made it, or start a new run under another run.name"
         )
     try:
         settings = PlanSettings(**header["settings"])
-        counts = {
-            name: int(header[name]) for name in ("num_documents", "held_out_documents", "skipped_documents")
-        }
+        counts = {name: int(header[name]) for name in ("num_documents", "held_out_documents", "skipped_documents")}
         plan_id, fingerprint = str(header["plan_id"]), str(header["fingerprint"])
     except (KeyError, TypeError, ValueError) as error:
         raise _unreadable(directory / PLAN_FILE, error) from error
@@ -90,7 +89,8 @@ def load_plan(directory: Path) -> Plan:
     found = plan_id_of(settings, fingerprint, train, evaluation)
     if found != plan_id:
         raise UserError(
-            f"{directory}: {PLAN_FILE} names plan {plan_id}, but its files give {found}: they were changed since the "
+            f"{directory}: {PLAN_FILE} names plan {plan_id}, but its files give {found}: they were changed "
+            "since the "
             "plan was made; restore them, or start a new run under another run.name"
         )
     return Plan(

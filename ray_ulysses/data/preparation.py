@@ -1,13 +1,14 @@
 """From sources to a corpus: what is to be done, what is done already, and the merge that commits it.
 
-The units between may run anywhere: here one after another, or as Ray tasks (``ray_ulysses.cluster.prepare_job``).
+The units between may run anywhere: here one after another, or as Ray tasks
+(``ray_ulysses.cluster.prepare_job``).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ray_ulysses.data.atomic import write_text
@@ -15,7 +16,7 @@ from ray_ulysses.data.corpus import Corpus
 from ray_ulysses.data.format import CORPUS_FILE, PREPARATION_FILE, stable_hash
 from ray_ulysses.data.merge import Duplicates, merge
 from ray_ulysses.data.sources import DEFAULT_UNIT_BYTES, Rejected, SourceSpec, Unit, list_units
-from ray_ulysses.data.tokenizers import Tokenizer, load_tokenizer
+from ray_ulysses.data.tokenizers import BYTES, Tokenizer, load_tokenizer
 from ray_ulysses.data.unit_writer import UnitResult, finished_unit, unit_signature, write_unit
 from ray_ulysses.errors import UserError
 
@@ -92,9 +93,11 @@ def begin(request: PrepareRequest) -> Preparation:
     """List the sources and claim the directory; nothing that is already there is written over.
 
     Raises:
-        UserError: A source or the tokenizer is missing, there is nothing to read, or the directory holds another
+        UserError: A source or the tokenizer is missing, there is nothing to read, or the directory holds
+        another
             corpus, another unfinished preparation, or files that are not ours.
     """
+    request = _with_absolute_paths(request)
     tokenizer = load_tokenizer(request.tokenizer)
     units, rejected = list_units(request.sources, request.unit_bytes)
     if not units:
@@ -106,11 +109,7 @@ def begin(request: PrepareRequest) -> Preparation:
     options = _options_signature(request, tokenizer)
     signature = stable_hash([options, [unit_signature(unit, tokenizer) for unit in units]])
     is_complete = _claim(request.out, options, signature)
-    done = (
-        ()
-        if is_complete
-        else tuple(r for u in units if (r := finished_unit(request.out, u, tokenizer)) is not None)
-    )
+    done = () if is_complete else tuple(r for u in units if (r := finished_unit(request.out, u, tokenizer)) is not None)
     return Preparation(
         request=request,
         units=units,
@@ -132,9 +131,7 @@ def finish(preparation: Preparation, results: tuple[UnitResult, ...]) -> Corpus:
         UserError: No document is left.
     """
     ordered = tuple(sorted(results, key=lambda result: result.index))
-    assert [r.index for r in ordered] == [u.index for u in preparation.units], (
-        "every unit must have one result"
-    )
+    assert [r.index for r in ordered] == [u.index for u in preparation.units], "every unit must have one result"
     request = preparation.request
     merge(
         request.out,
@@ -154,6 +151,7 @@ def prepare_local(request: PrepareRequest, progress: ProgressCallback | None = N
         UserError: As ``begin`` and ``finish`` do, and for a file that can't be read.
     """
     preparation = begin(request)
+    request = preparation.request
     if preparation.is_complete:
         return Corpus.open(request.out)
     tokenizer = load_tokenizer(request.tokenizer)
@@ -174,6 +172,22 @@ def progress_of(results: list[UnitResult], num_units: int) -> PrepareProgress:
         tokens=sum(result.num_tokens for result in results),
         rejected=sum(result.num_rejected for result in results),
     )
+
+
+def _with_absolute_paths(request: PrepareRequest) -> PrepareRequest:
+    """Resolve what is on disk here: a worker has another current directory; hub names stay as they are."""
+    paths = tuple(_absolute(path) for path in request.sources.paths)
+    return replace(
+        request,
+        sources=replace(request.sources, paths=paths),
+        out=request.out.expanduser().absolute(),
+        tokenizer=_absolute(request.tokenizer) if request.tokenizer != BYTES else BYTES,
+    )
+
+
+def _absolute(path: str) -> str:
+    expanded = Path(path).expanduser()
+    return str(expanded.absolute()) if expanded.exists() else path
 
 
 def _options_signature(request: PrepareRequest, tokenizer: Tokenizer) -> str:
@@ -216,9 +230,7 @@ def _claim(out: Path, options: str, signature: str) -> bool:
             raise UserError(f"out={out}: is not empty and holds no corpus of ours; choose another directory")
         write_text(out / PREPARATION_FILE, json.dumps({"options": options}))
     except OSError as error:
-        raise UserError(
-            f"out={out}: can't be written ({error.strerror}); choose a directory you may write"
-        ) from error
+        raise UserError(f"out={out}: can't be written ({error.strerror}); choose a directory you may write") from error
     return False
 
 
@@ -226,6 +238,4 @@ def _field(path: Path, name: str) -> object:
     try:
         return json.loads(path.read_text(encoding="utf-8")).get(name)
     except (OSError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"out={path.parent}: {path.name} can't be read ({error}); delete the directory"
-        ) from error
+        raise UserError(f"out={path.parent}: {path.name} can't be read ({error}); delete the directory") from error

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Iterator
 from typing import Protocol
 
 from ray_ulysses.data.plan import Plan
+from ray_ulysses.data.read_ahead import ReadAhead
 from ray_ulysses.data.reader import RowReader, RowSlice
-
-_POLL_S = 0.1
 
 
 class RowSource(Protocol):
@@ -49,7 +46,7 @@ class DirectSource:
         self._sp_rank = sp_rank
         self._sp_size = sp_size
         self._prefetch_rows = prefetch_rows
-        self._ahead: _ReadAhead | None = None
+        self._ahead: ReadAhead[RowSlice] | None = None
         self._next_step = 0
 
     def step(self, step: int) -> Iterator[RowSlice]:
@@ -61,7 +58,7 @@ class DirectSource:
         schedule = self._plan.step_schedule(step, self._dp_size)
         if self._ahead is None or self._next_step != step:
             self.close()
-            self._ahead = _ReadAhead(self._slices_from(step), self._prefetch_rows)
+            self._ahead = ReadAhead(self._slices_from(step), self._prefetch_rows)
         # Until the last slice is out, the position is unknown: a step that is asked for again starts anew.
         self._next_step = 0
         for _ in schedule:
@@ -83,46 +80,3 @@ class DirectSource:
                     yield self._reader.filler(self._sp_rank, self._sp_size)
                 else:
                     yield self._reader.read("train", row, self._sp_rank, self._sp_size)
-
-
-class _ReadAhead:
-    """Runs an iterator in a thread, at most ``depth`` values ahead."""
-
-    def __init__(self, values: Iterator[RowSlice], depth: int) -> None:
-        self._values = values
-        self._queue: queue.Queue[RowSlice | BaseException] = queue.Queue(maxsize=max(1, depth))
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ray-ulysses-read-ahead", daemon=True)
-        self._thread.start()
-
-    def next(self) -> RowSlice:
-        """Return the next value, or raise what reading it raised."""
-        value = self._queue.get()
-        if isinstance(value, BaseException):
-            # It stays at hand: a caller that asks again gets the error, not a wait without end.
-            self._queue.put(value)
-            raise value
-        return value
-
-    def close(self) -> None:
-        """Stop the thread and wait until it no longer reads."""
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            for value in self._values:
-                if not self._put(value):
-                    return
-            self._put(EOFError("no step is left to read"))
-        except Exception as error:
-            self._put(error)
-
-    def _put(self, value: RowSlice | BaseException) -> bool:
-        while not self._stop.is_set():
-            try:
-                self._queue.put(value, timeout=_POLL_S)
-            except queue.Full:
-                continue
-            return True
-        return False

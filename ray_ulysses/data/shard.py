@@ -41,9 +41,7 @@ class ShardWriter:
     def add(self, ids: NDArray[np.integer[Any]]) -> int:
         """Append one document and return the row that it starts at."""
         tokens = ids.astype(self._dtype)
-        self.tokens_crc32 = zlib.crc32(
-            tokens.astype(tokens.dtype.newbyteorder("<")).tobytes(), self.tokens_crc32
-        )
+        self.tokens_crc32 = zlib.crc32(tokens.astype(tokens.dtype.newbyteorder("<")).tobytes(), self.tokens_crc32)
         first_row = self.num_rows
         for start in range(0, tokens.size, self._chunk_tokens):
             chunk = tokens[start : start + self._chunk_tokens]
@@ -92,9 +90,7 @@ class _OpenShard:
     def rows(self, first: int, last: int) -> pa.ListArray:
         """Return the chunk rows ``[first, last)``."""
         groups = np.searchsorted(self.group_starts, [first, last - 1], side="right") - 1
-        table = self.file.read_row_groups(
-            list(range(groups[0], groups[1] + 1)), columns=["tokens"], use_threads=False
-        )
+        table = self.file.read_row_groups(list(range(groups[0], groups[1] + 1)), columns=["tokens"], use_threads=False)
         column = table.column(0).slice(first - int(self.group_starts[groups[0]]), last - first)
         return column.combine_chunks()
 
@@ -127,11 +123,9 @@ class ShardReader:
             tokens = rows.flatten().to_numpy(zero_copy_only=False)
         except (*READ_ERRORS, IndexError) as error:
             raise unreadable_shard(self._directory / shard, error) from error
-        piece = tokens[inside : inside + length].astype(np.int64)
+        piece: NDArray[np.int64] = tokens[inside : inside + length].astype(np.int64)
         if piece.size != length:
-            raise unreadable_shard(
-                self._directory / shard, f"holds {piece.size} of {length} tokens at row {first}"
-            )
+            raise unreadable_shard(self._directory / shard, f"holds {piece.size} of {length} tokens at row {first}")
         return piece
 
     def _shard(self, name: str) -> _OpenShard:

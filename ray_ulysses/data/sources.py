@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import pyarrow.parquet as pq
 
@@ -29,9 +29,11 @@ class SourceSpec:
 
     Attributes:
         paths: Files, directories, or (``kind="datasets"``) a directory of ``save_to_disk`` or a hub name.
-        kind: How to read them; ``auto`` decides by suffix: ``.parquet``, ``.jsonl`` (also ``.gz``), else text.
+        kind: How to read them; ``auto`` decides by suffix: ``.parquet``, ``.jsonl`` (also ``.gz``), else
+            text.
         pattern: Only files of a directory whose path below it matches; ``*`` also crosses ``/``.
-        exclude: Patterns of files to leave out; a pattern without ``/`` also matches any one directory's name.
+        exclude: Patterns of files to leave out; a pattern without ``/`` also matches any one directory's
+            name.
         text_field: Column or key that holds the text, for JSONL, Parquet and data sets.
         split: Split of a data set that has several.
     """
@@ -105,9 +107,7 @@ class Unit:
         return cls(**{**fields, "files": tuple(FileStamp(**file) for file in fields["files"])})
 
 
-def list_units(
-    spec: SourceSpec, unit_bytes: int = DEFAULT_UNIT_BYTES
-) -> tuple[tuple[Unit, ...], tuple[Rejected, ...]]:
+def list_units(spec: SourceSpec, unit_bytes: int = DEFAULT_UNIT_BYTES) -> tuple[tuple[Unit, ...], tuple[Rejected, ...]]:
     """Cut the sources into units of about ``unit_bytes``, in an order that depends on the names alone.
 
     Returns:
@@ -135,9 +135,7 @@ def list_units(
             else:
                 by_kind[_kind_of(file, spec.kind)].append(stamp)
     units.extend(_text_units(by_kind["text"], unit_bytes))
-    units.extend(
-        Unit(index=0, kind="jsonl", files=(f,), text_field=spec.text_field) for f in by_kind["jsonl"]
-    )
+    units.extend(Unit(index=0, kind="jsonl", files=(f,), text_field=spec.text_field) for f in by_kind["jsonl"])
     for stamp in by_kind["parquet"]:
         units.extend(_parquet_units(stamp, spec.text_field, unit_bytes))
     numbered = (Unit.from_json({**unit.to_json(), "index": index}) for index, unit in enumerate(units))
@@ -153,14 +151,10 @@ def open_dataset(path: str, split: str | None) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise UserError(
-            "kind=datasets: needs the package `datasets`; install it, or give Parquet files"
-        ) from error
+        raise UserError("kind=datasets: needs the package `datasets`; install it, or give Parquet files") from error
     try:
-        if _is_saved_dataset(Path(path)):
-            loaded = datasets.load_from_disk(path)
-        else:
-            loaded = datasets.load_dataset(path)
+        load = datasets.load_from_disk if _is_saved_dataset(Path(path)) else datasets.load_dataset
+        loaded = load(path)
     except Exception as error:
         # The library raises a dozen unrelated types, those of its HTTP client among them.
         raise UserError(
@@ -172,9 +166,7 @@ def open_dataset(path: str, split: str | None) -> Any:
     names = sorted(loaded)
     chosen = split or (names[0] if len(names) == 1 else None)
     if chosen not in names:
-        raise UserError(
-            f"split={split}: the data set {path} has the splits {', '.join(names)}; choose one of them"
-        )
+        raise UserError(f"split={split}: the data set {path} has the splits {', '.join(names)}; choose one of them")
     return loaded[chosen]
 
 
@@ -198,9 +190,7 @@ def _list_files(path: Path, spec: SourceSpec) -> Iterator[Path]:
 
 
 def _refuse_directory(error: OSError) -> None:
-    raise UserError(
-        f"source={error.filename}: the directory can't be listed ({error.strerror}); check its permissions"
-    )
+    raise UserError(f"source={error.filename}: the directory can't be listed ({error.strerror}); check its permissions")
 
 
 def _matches(relative: str, pattern: str) -> bool:
@@ -211,8 +201,7 @@ def _matches(relative: str, pattern: str) -> bool:
 
 def _is_excluded(relative: Path, patterns: Sequence[str]) -> bool:
     return any(
-        _matches(relative.as_posix(), pattern)
-        or ("/" not in pattern and fnmatch.fnmatchcase(relative.name, pattern))
+        _matches(relative.as_posix(), pattern) or ("/" not in pattern and fnmatch.fnmatchcase(relative.name, pattern))
         for pattern in patterns
     )
 
@@ -234,7 +223,7 @@ def _stamp(path: Path, seen: dict[str, str]) -> FileStamp | Rejected:
 
 def _kind_of(path: Path, kind: SourceKind) -> UnitKind:
     if kind != "auto":
-        return cast(UnitKind, kind)
+        return kind
     if path.suffix == ".parquet":
         return "parquet"
     return "jsonl" if path.name.endswith(_JSONL_SUFFIXES) else "text"
@@ -272,9 +261,7 @@ def _parquet_units(file: FileStamp, text_field: str, unit_bytes: int) -> Iterato
             first, held = group, 0
         held += size
     if sizes:
-        yield Unit(
-            index=0, kind="parquet", files=(file,), first=first, last=len(sizes), text_field=text_field
-        )
+        yield Unit(index=0, kind="parquet", files=(file,), first=first, last=len(sizes), text_field=text_field)
 
 
 def _dataset_units(path: str, spec: SourceSpec, unit_bytes: int) -> Iterator[Unit]:

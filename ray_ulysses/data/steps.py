@@ -13,9 +13,9 @@ MicroSteps = tuple[tuple[int | None, ...], ...]
 def assign_rows(rows: Sequence[int], costs: Sequence[int] | NDArray[np.int64], dp_size: int) -> MicroSteps:
     """Deal the rows of one step to the data-parallel ranks.
 
-    Rows are sorted by cost, the dearest first (ties by row), and cut into micro-steps of ``dp_size``, so that ranks
-    that wait for one another in a micro-step hold rows of nearly equal cost. Every second micro-step is dealt in
-    reverse, so that no rank holds the dearest row of each.
+    Rows are sorted by cost, the dearest first (ties by row), and cut into micro-steps of ``dp_size``, so that
+    ranks that wait for one another in a micro-step hold rows of nearly equal cost. Every second micro-step is
+    dealt in reverse, so that no rank holds the dearest row of each.
 
     Args:
         rows: The rows of the step.
@@ -27,7 +27,7 @@ def assign_rows(rows: Sequence[int], costs: Sequence[int] | NDArray[np.int64], d
     """
     assert len(rows) == len(costs), "one cost a row"
     ordered = [row for _, row in sorted((-int(cost), row) for cost, row in zip(costs, rows, strict=True))]
-    micro_steps = []
+    micro_steps: list[tuple[int | None, ...]] = []
     for first in range(0, len(ordered), dp_size):
         dealt: list[int | None] = list(ordered[first : first + dp_size])
         dealt += [None] * (dp_size - len(dealt))
@@ -43,7 +43,8 @@ def num_micro_steps(num_rows: int, dp_size: int) -> int:
 def imbalance(costs: NDArray[np.int64], rows_per_step: int, dp_size: int) -> float:
     """Return how much longer the steps take than with perfectly level ranks, by attention cost alone.
 
-    A micro-step lasts as long as its dearest row; the ideal is the total cost shared by all ranks. 1.0 is level.
+    A micro-step lasts as long as its dearest row; the ideal is the total cost shared by all ranks. 1.0 is
+    level.
 
     Args:
         costs: Cost of every row, in the order of training.

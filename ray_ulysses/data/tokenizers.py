@@ -1,4 +1,4 @@
-"""Text to token ids: a byte tokenizer that needs no download, and any Hugging Face tokenizer from a directory."""
+"""Text to token ids: a byte tokenizer that needs no download, and Hugging Face tokenizers on disk."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class _SlowTokenizer:
         from transformers import AutoTokenizer
 
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)  # type: ignore[no-untyped-call]
+            self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise UserError(
                 f"tokenizer={directory}: can't be loaded ({error}); "
@@ -158,9 +158,7 @@ class _SlowTokenizer:
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Return the token ids of one document and the end token."""
-        ids = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)[
-            "input_ids"
-        ]
+        ids = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
         return np.asarray([*ids, self._info.eos_token_id], dtype=np.int64)
 
     def decode(self, ids: NDArray[np.integer[Any]]) -> str:
@@ -169,17 +167,19 @@ class _SlowTokenizer:
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
-    """Return the tokenizer that ``name`` means: ``bytes``, or a local directory with Hugging Face tokenizer files.
+    """Return the tokenizer that ``name`` means: ``bytes``, or a directory of Hugging Face tokenizer files.
 
     Raises:
-        UserError: The directory is missing, holds no tokenizer, or the tokenizer has no end-of-sequence token.
+        UserError: The directory is missing, holds no tokenizer, or the tokenizer has no end-of-sequence
+        token.
     """
     if str(name) == BYTES:
         return ByteTokenizer()
     directory = Path(name).expanduser()
     if not directory.is_dir():
         raise UserError(
-            f"tokenizer={name}: no such directory; use 'bytes', or the local directory of a Hugging Face tokenizer "
+            f"tokenizer={name}: no such directory; use 'bytes', or the local directory of a Hugging Face "
+            "tokenizer "
             "(a hub id must be downloaded first)"
         )
     if (directory / "tokenizer.json").is_file():

@@ -1,6 +1,7 @@
 """Preparing one unit: its documents become one shard and the notes that the merge needs.
 
-The unit's JSON file is written last, so that a unit counts as done only when everything else of it is in place.
+The unit's JSON file is written last, so that a unit counts as done only when everything else of it is in
+place.
 """
 
 from __future__ import annotations
@@ -89,9 +90,7 @@ def unit_signature(unit: Unit, tokenizer: Tokenizer) -> str:
 def finished_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult | None:
     """Return the result of a unit that an earlier run finished with the same content, else None."""
     try:
-        result = UnitResult.from_json(
-            json.loads(unit_file(out, unit.index, "json").read_text(encoding="utf-8"))
-        )
+        result = UnitResult.from_json(json.loads(unit_file(out, unit.index, "json").read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if result.signature != unit_signature(unit, tokenizer):
@@ -174,9 +173,7 @@ def _refuse_changed_files(unit: Unit) -> None:
         except OSError:
             status = None
         if status is None or (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.modified_ns):
-            raise UserError(
-                f"source={file.path}: changed while it was being prepared; run prepare again when it rests"
-            )
+            raise UserError(f"source={file.path}: changed while it was being prepared; run prepare again when it rests")
 
 
 def _describe_shard(path: Path, writer: ShardWriter) -> ShardInfo:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from ray_ulysses.parallel.mesh import SequenceMesh
 
 
-
 def causal_lm_loss(model: Callable[..., Any], batch: ShardedBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return this rank's summed cross-entropy and its number of supervised tokens; runs the forward.
 
@@ -40,7 +39,10 @@ def causal_lm_loss(model: Callable[..., Any], batch: ShardedBatch) -> tuple[torc
         )
     logits_BLV = outputs.logits
     loss_sum = torch.nn.functional.cross_entropy(
-        logits_BLV.flatten(0, 1).float(), batch.labels_BL.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        logits_BLV.flatten(0, 1).float(),
+        batch.labels_BL.flatten(),
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
     )
     return loss_sum, (batch.labels_BL != IGNORE_INDEX).sum()
 

@@ -51,25 +51,27 @@ def build_model(config: Config, partition: Mapping[str, Any] | None = None) -> P
 def _random_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    path = str(config.model.path)
     if config.model.config is not None:
         fields = dict(config.model.config)
         hf_config = _described(lambda: AutoConfig.for_model(fields.pop("model_type"), **fields), "model.config")
     else:
-        hf_config = _described(lambda: AutoConfig.from_pretrained(config.model.path), f"model.path={config.model.path!r}")
+        hf_config = _described(lambda: AutoConfig.from_pretrained(path), f"model.path={path!r}")
     torch.manual_seed(config.run.seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
-    return model.to(dtype)
+    model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+    drawn: PreTrainedModel = model.to(dtype)
+    return drawn
 
 
 def _pretrained_model(config: Config, dtype: torch.dtype, partition: Mapping[str, Any] | None) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    path = config.model.path
+    path = str(config.model.path)
     hf_config = _described(lambda: AutoConfig.from_pretrained(path), f"model.path={path!r}")
-    check_described(config.model.config, hf_config.to_dict(), str(path))
+    check_described(config.model.config, hf_config.to_dict(), path)
     keep_alive = None
     if partition is not None:
-        from transformers.integrations import HfDeepSpeedConfig
+        from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
         # While this object lives, from_pretrained partitions each parameter as it is made.
         keep_alive = HfDeepSpeedConfig(dict(partition))
@@ -83,6 +85,18 @@ def _pretrained_model(config: Config, dtype: torch.dtype, partition: Mapping[str
     finally:
         del keep_alive
     return model
+
+
+def hub_config(path: str) -> dict[str, Any]:
+    """Return the ``config.json`` of a model on a hub.
+
+    Raises:
+        UserError: It can't be reached.
+    """
+    from transformers import AutoConfig
+
+    fields: dict[str, Any] = _described(lambda: AutoConfig.from_pretrained(path), f"model.path={path!r}").to_dict()
+    return fields
 
 
 def check_described(described: Mapping[str, Any] | None, loaded: Mapping[str, Any], path: str) -> None:

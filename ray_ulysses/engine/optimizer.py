@@ -28,9 +28,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-def learning_rate(
-    step: int, *, base_rate: float, warmup_steps: int, horizon_steps: int, min_ratio: float
-) -> float:
+def learning_rate(step: int, *, base_rate: float, warmup_steps: int, horizon_steps: int, min_ratio: float) -> float:
     """Return the learning rate that a step is taken with.
 
     Linear warm-up to ``base_rate`` over ``warmup_steps``, then half a cosine down to ``min_ratio * base_rate`` at

@@ -17,11 +17,13 @@ _FP32 = 4
 
 # DeepSpeed 0.19's default of `stage3_max_live_parameters`: weights that may stay gathered for later use.
 _LIVE_PARAMETERS = 1_000_000_000
+# DeepSpeed 0.19's default of `reduce_bucket_size`: one buffer of so many gradients is made at the start.
+_REDUCE_BUCKET = 500_000_000
 _ACCELERATOR_RUNTIME_BYTES = 2 * GIB
 
-Phase = Literal["always", "loss", "layer", "load", "save"]
-"""When a term is alive: through a whole step, or only in the loss, in one layer's backward pass, while the model is
-loaded, or while a checkpoint is written; of the last four, no two come together."""
+Phase = Literal["always", "loss", "layer", "save", "load"]
+"""When a term is alive: through a whole step; beside that only in the loss, in one layer's backward pass or while a
+checkpoint is written, no two of which come together; or only while the model is loaded, before all others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +72,8 @@ def _peak(terms: tuple[MemoryTerm, ...]) -> int:
     total: dict[Phase, int] = {}
     for term in terms:
         total[term.phase] = total.get(term.phase, 0) + term.bytes
-    return total.pop("always", 0) + max(total.values(), default=0)
+    load, always = total.pop("load", 0), total.pop("always", 0)
+    return max(load, always + max(total.values(), default=0))
 
 
 def estimate(
@@ -82,6 +85,7 @@ def estimate(
     dtype: Literal["bf16", "fp32"] = "bf16",
     offload_optimizer: Literal["none", "cpu"] = "none",
     gradient_checkpointing: bool = True,
+    init: Literal["pretrained", "random"] = "pretrained",
     accelerator: bool = True,
 ) -> MemoryEstimate:
     """Estimate what one rank holds while it trains rows of a full context, one at a time.
@@ -94,6 +98,7 @@ def estimate(
         dtype: Type of compute.
         offload_optimizer: Where the optimizer's state lives.
         gradient_checkpointing: Whether layers are computed again in the backward pass.
+        init: Where the weights come from, which decides what loading takes.
         accelerator: Whether ranks have a device of their own, whose runtime takes memory too.
 
     Returns:
@@ -105,12 +110,13 @@ def estimate(
     device += _gathered(shape, value)
     device += _activations(shape, local_tokens, sp_size, value, checkpointed=gradient_checkpointing)
     device.append(_loss(shape, local_tokens, value))
+    on_host, on_device = _load(shape, init, value)
+    if on_device is not None:
+        device.append(on_device)
     if accelerator:
         text = "an assumption: the device's context, loaded kernels and NCCL's buffers; not yet measured"
-        device.append(
-            MemoryTerm(name="runtime", bytes=_ACCELERATOR_RUNTIME_BYTES, phase="always", source=text)
-        )
-    return MemoryEstimate(device=tuple(device), host=_host(shape, world_size, offload_optimizer == "cpu"))
+        device.append(MemoryTerm(name="runtime", bytes=_ACCELERATOR_RUNTIME_BYTES, phase="always", source=text))
+    return MemoryEstimate(device=tuple(device), host=(*_host(shape, world_size, offload_optimizer == "cpu"), on_host))
 
 
 def _sharded_state(shape: ModelShape, world_size: int, value: int, *, on_host: bool) -> list[MemoryTerm]:
@@ -142,7 +148,7 @@ def _optimizer_terms(shard: int, world_size: int) -> list[MemoryTerm]:
 
 
 def _gathered(shape: ModelShape, value: int) -> list[MemoryTerm]:
-    largest = max(shape.layer_parameters, shape.embedding_parameters)
+    bucket = _REDUCE_BUCKET + shape.embedding_parameters
     working = max(2 * shape.layer_parameters, shape.embedding_parameters)
     live = max(working, min(shape.num_parameters, _LIVE_PARAMETERS))
     return [
@@ -155,17 +161,15 @@ def _gathered(shape: ModelShape, value: int) -> list[MemoryTerm]:
         ),
         MemoryTerm(
             name="gradients, before reduction",
-            bytes=largest * value,
+            bytes=bucket * value,
             phase="always",
-            source=f"{largest:,} parameters x {value} bytes: a layer's (or the embedding's) gradient, whole, on every "
-            "rank until it is reduced",
+            source=f"({_REDUCE_BUCKET:,} + {shape.embedding_parameters:,}) x {value} bytes: DeepSpeed's bucket "
+            "(reduce_bucket_size), and the embedding's gradient, whole on every rank until it is reduced",
         ),
     ]
 
 
-def _activations(
-    shape: ModelShape, tokens: int, sp_size: int, value: int, *, checkpointed: bool
-) -> list[MemoryTerm]:
+def _activations(shape: ModelShape, tokens: int, sp_size: int, value: int, *, checkpointed: bool) -> list[MemoryTerm]:
     hidden, layers = shape.hidden_size, shape.num_layers
     one_layer = [_layer_values(shape, tokens, value), *_attention(shape, tokens, sp_size, value)]
     if checkpointed:
@@ -173,8 +177,8 @@ def _activations(
             name="layer inputs, kept",
             bytes=layers * tokens * hidden * value,
             phase="always",
-            source=f"{layers} layers x {tokens:,} tokens a rank x {hidden} x {value} bytes: what gradient checkpointing "
-            "keeps of each layer",
+            source=f"{layers} layers x {tokens:,} tokens a rank x {hidden} x {value} bytes: what gradient "
+            "checkpointing keeps of each layer",
         )
         return [saved, *one_layer]
     kept = sum(term.bytes for term in one_layer) * layers
@@ -247,20 +251,24 @@ def _loss(shape: ModelShape, tokens: int, value: int) -> MemoryTerm:
     )
 
 
+def _load(shape: ModelShape, init: Literal["pretrained", "random"], value: int) -> tuple[MemoryTerm, MemoryTerm | None]:
+    """Return what loading takes on the host and, where the model is not partitioned as it comes, on the device."""
+    count = shape.num_parameters
+    if init == "pretrained":
+        text = f"{count:,} parameters x {value} bytes: Transformers reads every weight on each rank, then partitions"
+        return MemoryTerm(name="the model, while it is loaded", bytes=count * value, phase="load", source=text), None
+    text = f"{count:,} parameters x 4 bytes: each rank draws the whole model from the seed, in fp32"
+    host = MemoryTerm(name="the model, while it is drawn", bytes=count * _FP32, phase="load", source=text)
+    text = f"{count:,} parameters x {value} bytes: DeepSpeed moves the whole model to the device, then partitions"
+    return host, MemoryTerm(name="the model, before it is sharded", bytes=count * value, phase="load", source=text)
+
+
 def _host(shape: ModelShape, world_size: int, offloaded: bool) -> tuple[MemoryTerm, ...]:
     shard = -(-shape.num_parameters // world_size)
-    terms = [
-        MemoryTerm(
-            name="the model while it is loaded",
-            bytes=shape.num_parameters * _FP32,
-            phase="load",
-            source=f"{shape.num_parameters:,} parameters x 4 bytes: each worker builds it whole before ZeRO-3 shards it",
-        ),
-        MemoryTerm(
-            name="a checkpoint while it is written",
-            bytes=3 * shard * _FP32,
-            phase="save",
-            source=f"{shard:,} parameters a rank x 3 x 4 bytes: weights and moments of this rank's shard",
-        ),
-    ]
-    return (*(_optimizer_terms(shard, world_size) if offloaded else ()), *terms)
+    saved = MemoryTerm(
+        name="a checkpoint, while it is written",
+        bytes=3 * shard * _FP32,
+        phase="save",
+        source=f"{shard:,} parameters a rank x 3 x 4 bytes: weights and moments of this rank's shard",
+    )
+    return (*(_optimizer_terms(shard, world_size) if offloaded else ()), saved)

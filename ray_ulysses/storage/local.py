@@ -101,7 +101,7 @@ def _make_folders(folder: Path) -> None:
     """Create a folder and its parents so that they outlive a power cut."""
     missing = []
     while not folder.is_dir():
-        if folder.exists():
+        if folder.exists() and not folder.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
         missing.append(folder)
         folder = folder.parent

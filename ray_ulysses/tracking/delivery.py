@@ -41,7 +41,7 @@ class Sink(Protocol):
 
 
 class SpooledTracker:
-    """Implements ``Tracker`` on a ``Sink``: spooled before sent, sent once, tried again for ever, waited for briefly."""
+    """Implements ``Tracker`` on a ``Sink``: spooled before sent, sent once, tried for ever, waited for briefly."""
 
     def __init__(
         self,
@@ -79,9 +79,7 @@ class SpooledTracker:
         try:
             self._spool = Spool(self._spool_dir, max_bytes=self._max_bytes)
         except OSError as error:
-            self._warn_once(
-                "spool", f"{self._spool_dir} can't be written ({error}): this attempt is not tracked"
-            )
+            self._warn_once("spool", f"{self._spool_dir} can't be written ({error}): this attempt is not tracked")
             return
         self._put({"kind": "start", "params": dict(params), "tags": dict(tags)})
         self._thread = threading.Thread(target=self._run, name="tracker", daemon=True)
@@ -89,9 +87,7 @@ class SpooledTracker:
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Spool the numbers of a step."""
-        self._put(
-            {"kind": "step", "step": step, "metrics": {key: float(value) for key, value in metrics.items()}}
-        )
+        self._put({"kind": "step", "step": step, "metrics": {key: float(value) for key, value in metrics.items()}})
 
     def log_checkpoint(
         self,
@@ -134,13 +130,9 @@ class SpooledTracker:
         event["time_ms"] = int(self._clock.now() * 1000)
         try:
             if not self._spool.append(event):
-                self._warn_once(
-                    "full", f"{self._spool_dir} is full: later events are left out of the tracker"
-                )
+                self._warn_once("full", f"{self._spool_dir} is full: later events are left out of the tracker")
         except (OSError, ValueError) as error:
-            self._warn_once(
-                "append", f"{self._spool_dir} can't be written ({error}): the tracker misses events"
-            )
+            self._warn_once("append", f"{self._spool_dir} can't be written ({error}): the tracker misses events")
         self._wake.set()
 
     def _run(self) -> None:
@@ -157,7 +149,7 @@ class SpooledTracker:
                     connected = True
                 while self._deliver_batch(self._spool):
                     pause = self._retry_s[0]
-            except Exception as error:  # noqa: BLE001  (an outage of the tracker never stops training)
+            except Exception as error:  # whatever it is, an outage of the tracker never stops training
                 self._warn_once("away", f"the tracker does not answer, events wait on disk ({_short(error)})")
                 connected = False
                 # Not `_wake`, which would turn every step of a busy run into an attempt.
@@ -176,9 +168,7 @@ class SpooledTracker:
     def _forget_delivered(self, spool: Spool) -> None:
         """Ask the receiver what it has: an earlier process may have died between a delivery and its acknowledgement."""
         waiting = [
-            entry.event
-            for entry in spool.peek(self._batch)
-            if entry.event.get("kind") in ("step", "checkpoint")
+            entry.event for entry in spool.peek(self._batch) if entry.event.get("kind") in ("step", "checkpoint")
         ]
         if waiting:
             for mark, step in self._sink.existing_marks(waiting).items():
@@ -205,9 +195,7 @@ class SpooledTracker:
                 if events:
                     self._sink.deliver(events)
             except RefusedEvent as error:
-                self._warn_once(
-                    f"refused {_short(error)}", f"the tracker refuses an event, left out: {_short(error)}"
-                )
+                self._warn_once(f"refused {_short(error)}", f"the tracker refuses an event, left out: {_short(error)}")
             spool.acknowledge(entry.end, marks)
 
     def _warn_once(self, key: str, text: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -192,9 +192,7 @@ class MlflowSink:
         if found is None:
             try:
                 return str(
-                    self._client.create_experiment(
-                        self._experiment, artifact_location=_artifact_root(self._uri)
-                    )
+                    self._client.create_experiment(self._experiment, artifact_location=_artifact_root(self._uri))
                 )
             except MlflowException:  # another run made it in between
                 found = self._client.get_experiment_by_name(self._experiment)
@@ -231,19 +229,15 @@ class MlflowSink:
 
     def _models(self, condition: str) -> Sequence[LoggedModel]:
         query = f"source_run_id='{self._run_id}'{condition}"
-        return list(
-            self._client.search_logged_models([self._experiment_id], filter_string=query, max_results=1000)
-        )
+        return list(self._client.search_logged_models([self._experiment_id], filter_string=query, max_results=1000))
 
     def _log_start(self, event: Event) -> None:
-        """Set tags anew, log parameters once; a parameter that changed becomes a tag, since MLflow refuses to change it."""
+        """Set tags anew, log parameters once; one that changed becomes a tag, since MLflow refuses to change it."""
         from mlflow.entities import Param, RunTag
 
         known = self._client.get_run(self._run_id).data.params
         params = {key: str(value)[:_PARAM_CHARACTERS] for key, value in event["params"].items()}
-        changed = {
-            f"changed.{key}": value for key, value in params.items() if key in known and known[key] != value
-        }
+        changed = {f"changed.{key}": value for key, value in params.items() if key in known and known[key] != value}
         tags = {key: str(value)[:_TAG_CHARACTERS] for key, value in {**event["tags"], **changed}.items()}
         new = [Param(key, value) for key, value in params.items() if key not in known]
         for part in _slices(new, _ENTITIES_A_BATCH):
@@ -326,9 +320,3 @@ def _artifact_root(uri: str) -> str | None:
 def _slices(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     for start in range(0, len(items), size):
         yield items[start : start + size]
-
-
-def run_link(identity: Mapping[str, Any] | TrackingIdentity) -> str:
-    """Return the exact command or address that shows a run in MLflow."""
-    uri = identity.uri if isinstance(identity, TrackingIdentity) else str(identity["uri"])
-    return uri if uri.startswith(("http://", "https://")) else f"mlflow ui --backend-store-uri {uri}"

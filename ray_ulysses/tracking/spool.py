@@ -152,9 +152,7 @@ class Spool:
         except FileNotFoundError:
             pass
         except (ValueError, KeyError, TypeError) as error:
-            _logger.warning(
-                "%s is damaged (%s): its events are delivered again", self._directory / "state.json", error
-            )
+            _logger.warning("%s is damaged (%s): its events are delivered again", self._directory / "state.json", error)
         return Position(file=0, offset=0), {}
 
     def _read_file(self, number: int, start: int, limit: int, *, is_last: bool) -> list[Entry]:

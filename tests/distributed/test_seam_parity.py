@@ -60,7 +60,9 @@ def test_a_step_equals_that_of_one_process(shape: tuple[int, int]) -> None:
 def test_the_whole_matrix_of_layouts_stages_and_accumulations(result_table: ResultTable) -> None:
     failures = []
     for shape in product((1, 2, 4), (1, 2)):
-        for result in run_ranks(run_cases, shape[0] * shape[1], cases(shape, (1, 2, 3), (1, 3)), timeout_s=600)[0]:
+        for result in run_ranks(
+            run_cases, shape[0] * shape[1], cases(shape, (1, 2, 3), (1, 3)), timeout_s=600
+        )[0]:
             result_table.add(
                 {
                     "case": result.case.label,

@@ -1,0 +1,8 @@
+"""`ray job submit -- python jobs/inspect.py ...`: the same as `ray-ulysses inspect ...`."""
+
+import sys
+
+from ray_ulysses.cli import main
+
+if __name__ == "__main__":
+    main(["inspect", *sys.argv[1:]])

@@ -1,0 +1,8 @@
+"""`ray job submit -- python jobs/prepare.py ...`: the same as `ray-ulysses prepare ...`."""
+
+import sys
+
+from ray_ulysses.cli import main
+
+if __name__ == "__main__":
+    main(["prepare", *sys.argv[1:]])

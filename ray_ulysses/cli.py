@@ -1,0 +1,169 @@
+"""The commands: parse, call, print, and turn errors into exit codes (0 done, 1 failed, 2 the user's input)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ray_ulysses.errors import RunError, UserError
+
+app = typer.Typer(
+    help="Train Hugging Face decoders at very long context, exactly, on clusters that may lose nodes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ConfigPath = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="YAML file; see configs/ and docs/configuration.md.")
+]
+Overrides = Annotated[
+    list[str], typer.Option("--set", metavar="A.B=C", help="Override a setting; may be given several times.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command(epilog="Example: ray-ulysses prepare docs/ --out corpus --tokenizer bytes")
+def prepare(
+    sources: Annotated[list[str], typer.Argument(help="Files, source trees, or a `datasets` directory or hub name.")],
+    out: Annotated[Path, typer.Option(help="Directory of the prepared corpus, seen by every node.")],
+    tokenizer: Annotated[str, typer.Option(help="`bytes`, or a local Hugging Face tokenizer directory.")],
+    kind: Annotated[str, typer.Option(help="auto, text, jsonl, parquet or datasets.")] = "auto",
+    pattern: Annotated[str, typer.Option(help="Only files of a directory whose path matches.")] = "*",
+    exclude: Annotated[list[str] | None, typer.Option(help="Patterns of files to leave out, beside .* .")] = None,
+    text_field: Annotated[str, typer.Option(help="Key or column of the text in JSONL, Parquet, datasets.")] = "text",
+    split: Annotated[str | None, typer.Option(help="Split of a data set that has several.")] = None,
+    duplicates: Annotated[str, typer.Option(help="quarantine or keep documents that occurred before.")] = "quarantine",
+    address: Annotated[str | None, typer.Option(help="Ray cluster; else RAY_ADDRESS, else this machine.")] = None,
+) -> None:
+    """Turn text, source trees, JSONL, Parquet or a `datasets` dataset into token shards. Resumable."""
+    from ray_ulysses.cluster.prepare_command import prepare_corpus
+
+    prepare_corpus(
+        sources=tuple(sources),
+        out=out,
+        tokenizer=tokenizer,
+        kind=kind,
+        pattern=pattern,
+        exclude=tuple(exclude or ()),
+        text_field=text_field,
+        split=split,
+        duplicates=duplicates,
+        address=address,
+        say=typer.echo,
+    )
+
+
+@app.command(epilog="Example: ray-ulysses plan configs/llama-tiny_cpu_sp2-dp2_8k.yaml --set cluster.workers=8")
+def plan(config: ConfigPath, overrides: Overrides = [], as_json: AsJson = False) -> None:  # noqa: B006
+    """Say what a run will do: layout, rows, padding and memory; exits 2 if it can't start. Takes nothing."""
+    from ray_ulysses.config import load_config
+    from ray_ulysses.trainer.preflight import check_resume, prepare_run
+    from ray_ulysses.views.plan import render_plan
+
+    prepared = prepare_run(load_config(config, overrides), Path.cwd())
+    typer.echo(json.dumps(prepared.report.to_json(), indent=2) if as_json else render_plan(prepared.report))
+    if prepared.report.problems:
+        raise typer.Exit(2)
+    check_resume(prepared)
+
+
+@app.command(epilog="Example: ray-ulysses train configs/llama-tiny_cpu_sp2-dp2_8k.yaml --set run.stop_step=20")
+def train(config: ConfigPath, overrides: Overrides = [], as_json: AsJson = False) -> None:  # noqa: B006
+    """Train; the same name and storage resume. On the cluster at hand (RAY_ADDRESS), else on this machine."""
+    from rich.console import Console
+
+    from ray_ulysses.cluster.train_job import train as run_training
+    from ray_ulysses.config import load_config
+    from ray_ulysses.trainer.preflight import prepare_run
+    from ray_ulysses.views.summary import build_summary, render_summary
+
+    prepared = prepare_run(load_config(config, overrides), Path.cwd())
+    prepared.report.raise_problems()
+    result = run_training(prepared, Console(stderr=as_json))
+    if as_json:
+        typer.echo(json.dumps(result.history.to_json(), indent=2))
+        return
+    if result.was_complete:
+        typer.echo(
+            f"run {result.history.name!r} is complete at step {result.history.step:,}; nothing was started. "
+            "Raise run.stop_step to go on, or choose another run.name for a new run"
+        )
+    summary = build_summary(
+        result.history,
+        run_dir=prepared.config.run_dir,
+        config_path=str(config),
+        overrides=tuple(overrides),
+        planned_steps=prepared.plan.num_steps,
+        elapsed_s=result.seconds,
+        tracking_uri=prepared.config.tracking_uri,
+        unigram_nats=prepared.corpus.info.byte_unigram_nats,
+    )
+    typer.echo(render_summary(summary))
+
+
+@app.command(epilog="Example: ray-ulysses inspect runs/llama-tiny --json")
+def inspect(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory: <run.storage>/<run.name>.")],
+    as_json: AsJson = False,
+) -> None:
+    """Say what happened in a run: attempts, checkpoints, data consumed, goodput."""
+    from ray_ulysses.tracking.history import read_history
+    from ray_ulysses.views.inspect import render_history
+
+    if not (run / "config.yaml").is_file() and not (run / "journal").is_dir():
+        raise UserError(
+            f"RUN={str(run)!r}: is no run directory; give <run.storage>/<run.name>, which holds config.yaml"
+        )
+    history = read_history(run)
+    typer.echo(json.dumps(history.to_json(), indent=2) if as_json else render_history(history))
+
+
+@app.command(epilog="Example: ray-ulysses doctor --storage /mnt/shared/runs")
+def doctor(
+    storage: Annotated[Path | None, typer.Option(help="Directory that runs are to be kept in.")] = None,
+    address: Annotated[str | None, typer.Option(help="Ray cluster to look at; else RAY_ADDRESS, if set.")] = None,
+) -> None:
+    """Say whether this machine, and the cluster at hand, are ready."""
+    from ray_ulysses.cluster.doctor_command import run_doctor
+
+    if not run_doctor(storage=storage, address=address, say=typer.echo):
+        raise typer.Exit(1)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command; errors that are meant for the user are printed without a traceback."""
+    sys.exit(run(app, arguments))
+
+
+def run(command: Callable[..., Any], arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    from ray_ulysses.logging import configure_logging
+
+    configure_logging()
+    try:
+        code = command(args=arguments, standalone_mode=False)
+    except UserError as error:
+        typer.echo(f"error: {error}", err=True)
+        return 2
+    except RunError as error:
+        typer.echo(f"error: {error}", err=True)
+        return 1
+    except KeyboardInterrupt:
+        typer.echo("interrupted; what is committed stays, the same command resumes", err=True)
+        return 130
+    except typer.Abort:
+        return 1
+    except Exception as error:
+        if hasattr(error, "show") and hasattr(error, "exit_code"):
+            error.show()
+            return int(error.exit_code)
+        raise
+    return code if isinstance(code, int) else 0

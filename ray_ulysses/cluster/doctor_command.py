@@ -1,0 +1,34 @@
+"""``doctor``: this machine's checks, and those of the cluster at hand."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from ray_ulysses.cluster.session import ray_session
+from ray_ulysses.doctor import Check, check_machine, exit_code, render_checks
+from ray_ulysses.errors import RunError
+
+
+def run_doctor(*, storage: Path | None, address: str | None, say: Callable[[str], Any]) -> bool:
+    """Look at machine and cluster and say what was found; returns whether a run can start."""
+    checks = [*check_machine(storage)]
+    if address is not None or os.environ.get("RAY_ADDRESS"):
+        checks.append(_check_cluster(address))
+    say(render_checks(checks))
+    return exit_code(checks) == 0
+
+
+def _check_cluster(address: str | None) -> Check:
+    try:
+        with ray_session(address, cpus=0):
+            nodes = [node for node in ray.nodes() if node["Alive"]]
+            total = ray.cluster_resources()
+    except RunError as error:
+        return Check(name="cluster", level="fail", detail=str(error))
+    cpus, gpus = total.get("CPU", 0.0), total.get("GPU", 0.0)
+    return Check(name="cluster", level="ok", detail=f"{len(nodes)} nodes, {cpus:g} CPUs, {gpus:g} GPUs")

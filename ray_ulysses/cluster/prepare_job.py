@@ -1,0 +1,93 @@
+"""``prepare`` on a cluster: Ray Data runs the units of a preparation, each a task that can be done again."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray.data
+
+from ray_ulysses.cluster.quiet import quiet
+from ray_ulysses.data.corpus import Corpus
+from ray_ulysses.data.preparation import (
+    PrepareRequest,
+    ProgressCallback,
+    begin,
+    finish,
+    progress_of,
+)
+from ray_ulysses.data.sources import Unit
+from ray_ulysses.data.tokenizers import Tokenizer, load_tokenizer
+from ray_ulysses.data.unit_writer import UnitResult, write_unit
+from ray_ulysses.errors import RunError, UserError
+
+DEFAULT_NUM_CPUS = 0.25
+
+
+def prepare(
+    request: PrepareRequest, *, num_cpus: float = DEFAULT_NUM_CPUS, progress: ProgressCallback | None = None
+) -> Corpus:
+    """Prepare a corpus with the Ray cluster that this process is connected to.
+
+    A unit that is done stays done: stopped and started again with the same request, it goes on where it was. The
+    result is the same as ``prepare_local`` gives. ``request.out`` must be reachable from every node.
+
+    Args:
+        request: What to prepare, and where.
+        num_cpus: CPUs that a unit's task reserves.
+        progress: Called after every unit that is finished.
+
+    Returns:
+        The corpus, complete.
+
+    Raises:
+        UserError: Sources, tokenizer or directory can't be used; files that can't be read are named, all at once.
+        RunError: A unit could not be written.
+    """
+    preparation = begin(request)
+    if preparation.is_complete:
+        return Corpus.open(preparation.request.out)
+    results = list(preparation.done)
+    failures: list[dict[str, Any]] = []
+    for answer in _run_units(preparation.pending, preparation.request, num_cpus):
+        if answer["error"]:
+            failures.append(answer)
+            continue
+        results.append(UnitResult.from_json(json.loads(answer["result"])))
+        if progress is not None:
+            progress(progress_of(results, len(preparation.units)))
+    if failures:
+        text = "\n".join(sorted({failure["error"] for failure in failures}))
+        raise UserError(text) if all(failure["is_users"] for failure in failures) else RunError(text)
+    return finish(preparation, tuple(results))
+
+
+def _run_units(units: tuple[Unit, ...], request: PrepareRequest, num_cpus: float) -> Iterator[dict[str, Any]]:
+    """Yield the answer of each unit as it comes."""
+    if not units:
+        return
+    items = [{"unit": json.dumps(unit.to_json())} for unit in units]
+    run = functools.partial(_run_unit, out=str(request.out), tokenizer=request.tokenizer)
+    dataset = quiet(ray.data.from_items(items, override_num_blocks=len(items)))
+    yield from quiet(dataset.map(run, num_cpus=num_cpus)).iter_rows()
+
+
+def _run_unit(item: dict[str, Any], *, out: str, tokenizer: str) -> dict[str, Any]:
+    """Do one unit in a Ray task; what went wrong is an answer, so that the others go on and all is said at once."""
+    unit = Unit.from_json(json.loads(item["unit"]))
+    try:
+        result = write_unit(Path(out), unit, _tokenizer(tokenizer))
+    except UserError as error:
+        return {"result": "", "error": str(error), "is_users": True}
+    except OSError as error:
+        return {"result": "", "error": f"unit {unit.index} of {out}: {error}", "is_users": False}
+    return {"result": json.dumps(result.to_json()), "error": "", "is_users": False}
+
+
+@functools.lru_cache(maxsize=2)
+def _tokenizer(name: str) -> Tokenizer:
+    """Keep the tokenizer between the tasks of one worker process: a large one takes a second to load."""
+    return load_tokenizer(name)

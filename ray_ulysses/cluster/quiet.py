@@ -1,0 +1,29 @@
+"""Ray Data without its progress bars and banners: a run has a view of its own."""
+
+from __future__ import annotations
+
+import logging
+
+import ray.data
+from ray.util.debug import log_once
+
+
+def quiet(dataset: ray.data.Dataset) -> ray.data.Dataset:
+    """Silence one data set, and what Ray Data tells this process's console about it."""
+    context = dataset.context
+    context.enable_progress_bars = False
+    context.enable_operator_progress_bars = False
+    context.enable_rich_progress_bars = False
+    context.print_on_execution_start = False
+    context.enable_auto_log_stats = False
+    quiet_process()
+    return dataset
+
+
+def quiet_process() -> None:
+    """Keep Ray Data's messages below a warning out of this process's console; its log file still gets all."""
+    for handler in logging.getLogger("ray.data").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setLevel(logging.WARNING)
+    # Ray 2.60 warns once a process that progress bars are off, which is what was asked for.
+    log_once("ray_data_progress_manager_disabled")

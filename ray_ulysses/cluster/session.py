@@ -1,0 +1,76 @@
+"""A connection to Ray: the cluster at hand, or an embedded one on this machine that ends with this process."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+from ray_ulysses.errors import RunError
+from ray_ulysses.logging import get_logger
+
+_SLACK_CPUS = 1.0
+_log = get_logger(__name__)
+
+
+@contextmanager
+def ray_session(address: str | None, *, cpus: float, environment: dict[str, str] | None = None) -> Iterator[bool]:
+    """Connect to Ray for the time of a block.
+
+    Args:
+        address: Address of a cluster; ``None`` takes ``RAY_ADDRESS``, else starts an embedded Ray.
+        cpus: CPUs that an embedded Ray must offer; they are logical, several may share a core.
+        environment: Variables for every process that Ray starts for this job.
+
+    Yields:
+        Whether the Ray is embedded.
+
+    Raises:
+        RunError: The cluster can't be reached.
+    """
+    target = address or os.environ.get("RAY_ADDRESS")
+    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    options: dict[str, object] = {
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+        "runtime_env": {"env_vars": environment or {}},
+    }
+    try:
+        if target is not None:
+            ray.init(address=target, **options)
+        else:
+            _start_embedded(cpus, options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = f"the Ray cluster at {target}" if target else "an embedded Ray"
+        raise RunError(
+            f"{where} can't be reached ({error}); start it with `ray start --head`, correct cluster.address or "
+            "RAY_ADDRESS, or unset both to run on this machine alone"
+        ) from error
+    try:
+        yield target is None
+    finally:
+        ray.shutdown()
+
+
+def _start_embedded(cpus: float, options: dict[str, object]) -> None:
+    # A plain ray.init() may create an authentication token that later `ray start --head` would insist on.
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    offered = max(os.cpu_count() or 1, math.ceil(cpus + _SLACK_CPUS))
+    ray.init(address="local", num_cpus=offered, include_dashboard=False, **options)
+
+
+def missing_resources(*, cpus: float, gpus: float) -> str | None:
+    """Return what the connected cluster lacks at the moment, in words, or ``None``; nodes may still be joining."""
+    total = ray.cluster_resources()
+    lacking = [
+        f"{needed:g} {name}s are asked for, {total.get(name, 0):g} are there"
+        for name, needed in (("CPU", cpus), ("GPU", gpus))
+        if total.get(name, 0.0) < needed
+    ]
+    return "; ".join(lacking) or None

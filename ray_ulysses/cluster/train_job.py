@@ -1,0 +1,211 @@
+"""``train``: claims the run, starts its workers through Ray Train, shows it, and says how it ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from ray_ulysses.cluster.session import missing_resources, ray_session
+from ray_ulysses.cluster.worker import refusal, train_worker
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.logging import get_logger
+from ray_ulysses.storage.lock import RunLock
+from ray_ulysses.tracking.history import read_history
+from ray_ulysses.trainer.preflight import check_resume, check_writable, claim_directory, completed
+from ray_ulysses.trainer.shared_storage import announce_session
+from ray_ulysses.trainer.stop import clear_stop, request_stop
+from ray_ulysses.views.progress import ProgressView
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ray_ulysses.config import Config
+    from ray_ulysses.tracking.history import RunHistory
+    from ray_ulysses.trainer.preflight import PreparedRun
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """How ``train`` ended.
+
+    Attributes:
+        history: The run as its journal has it.
+        was_complete: Whether nothing was left to do.
+        seconds: Duration of the command.
+    """
+
+    history: RunHistory
+    was_complete: bool
+    seconds: float
+
+
+def train(prepared: PreparedRun, console: Console) -> TrainResult:
+    """Train a prepared run to its end, to a request to stop (SIGINT or SIGTERM), or to a failure.
+
+    Args:
+        prepared: What ``prepare_run`` returned, without problems.
+        console: Where progress is shown.
+
+    Raises:
+        UserError: The run is held by another process, or contradicts what is stored.
+        RunError: Training failed; what is committed stays, and the same command resumes.
+    """
+    config = prepared.config
+    started = time.monotonic()
+    check_writable(config)
+    check_resume(prepared)
+    with RunLock(config.run_dir):
+        history = completed(prepared)
+        if history is not None:
+            return TrainResult(history=history, was_complete=True, seconds=time.monotonic() - started)
+        claim_directory(prepared)
+        session = uuid.uuid4().hex
+        announce_session(config.run_dir, session)
+        clear_stop(config.run_dir)
+        with ray_session(config.cluster.address, cpus=_cpus(config), environment=_worker_environment()) as embedded:
+            if not embedded:
+                _say_what_is_missing(config, console)
+            _run_workers(prepared, session, console)
+        clear_stop(config.run_dir)
+    history = read_history(config.run_dir)
+    return TrainResult(history=history, was_complete=False, seconds=time.monotonic() - started)
+
+
+def _run_workers(prepared: PreparedRun, session: str, console: Console) -> None:
+    config = prepared.config
+    trainer = _trainer(config, session)
+    failure: list[BaseException] = []
+
+    def fit() -> None:
+        try:
+            trainer.fit()
+        except BaseException as error:
+            failure.append(error)
+
+    # Not in the main thread: there Ray Train would install a SIGINT handler of its own, which loses the last steps.
+    thread = threading.Thread(target=fit, name="ray-train", daemon=True)
+    view = ProgressView(
+        config.run_dir,
+        name=config.run.name,
+        total_steps=prepared.last_step,
+        console=console,
+        log_every_steps=config.run.log_every_steps,
+    )
+    with _stopping_on_signals(config.run_dir, session, console), view:
+        thread.start()
+        while thread.is_alive():
+            thread.join(timeout=0.2)
+    if failure:
+        text = refusal(config.run_dir, session)
+        if text is not None:
+            raise UserError(text) from failure[0]
+        raise RunError(_failure_text(config, failure[0])) from failure[0]
+
+
+def _trainer(config: Config, session: str) -> TorchTrainer:
+    cluster = config.cluster
+    for name, value in _controller_environment(config).items():
+        os.environ.setdefault(name, value)
+    return TorchTrainer(
+        train_worker,
+        train_loop_config={"config": config.model_dump(mode="json"), "session": session},
+        torch_config=TorchConfig(
+            backend="nccl" if cluster.gpus_per_worker else "gloo",
+            timeout_s=max(1, round(config.elastic.collective_timeout_s)),
+        ),
+        scaling_config=ScalingConfig(
+            num_workers=cluster.workers,
+            use_gpu=cluster.gpus_per_worker > 0,
+            resources_per_worker={"CPU": cluster.cpus_per_worker, "GPU": float(cluster.gpus_per_worker)},
+            placement_strategy="PACK",
+        ),
+        run_config=RunConfig(
+            # Ray Train's own bookkeeping is never read again: recovery starts from our manifests.
+            name=session,
+            storage_path=str(config.run_dir / "ray"),
+            failure_config=FailureConfig(
+                max_failures=config.elastic.max_failures, controller_failure_limit=config.elastic.max_failures
+            ),
+        ),
+    )
+
+
+def _cpus(config: Config) -> float:
+    return config.cluster.workers * config.cluster.cpus_per_worker + 2 * config.cluster.data_cpus
+
+
+def _worker_environment() -> dict[str, str]:
+    names = ("HF_HOME", "HF_TOKEN", "HF_HUB_OFFLINE", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
+    return {name: os.environ[name] for name in names if name in os.environ} | {"TOKENIZERS_PARALLELISM": "false"}
+
+
+def _controller_environment(config: Config) -> dict[str, str]:
+    return {
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(config.elastic.worker_start_timeout_s),
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+        "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "3",
+        "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    }
+
+
+def _say_what_is_missing(config: Config, console: Console) -> None:
+    cluster = config.cluster
+    gpus = float(cluster.workers * cluster.gpus_per_worker)
+    missing = missing_resources(cpus=_cpus(config), gpus=gpus)
+    if missing is not None:
+        console.print(f"waiting up to {config.elastic.worker_start_timeout_s:g} s for nodes: {missing}", soft_wrap=True)
+
+
+@contextmanager
+def _stopping_on_signals(run_dir: Path, session: str, console: Console) -> Iterator[None]:
+    """Turn the first SIGINT or SIGTERM into a request to save and stop, and a second one into an interrupt.
+
+    Installed after ``ray.init``, which replaces handlers.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: Any) -> None:
+        request_stop(run_dir, session)
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.default_int_handler)
+        name = signal.Signals(number).name
+        console.print(f"{name}: saving after this step, then stopping; once more to stop at once", soft_wrap=True)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _failure_text(config: Config, error: BaseException) -> str:
+    workers = getattr(error, "worker_failures", None)
+    causes = sorted({f"{type(cause).__name__}: {cause}" for cause in workers.values()}) if workers else [str(error)]
+    shown = "\n".join(cause.strip() for cause in causes[:3])
+    logs = Path(ray._private.worker._global_node.get_logs_dir_path()) if _has_logs() else None
+    where = f"\nlogs of the workers: {logs}" if logs else ""
+    return (
+        f"run {config.run.name!r} failed:\n{shown}{where}\n"
+        f"what is committed in {config.run_dir} stays; the same command resumes from there"
+    )
+
+
+def _has_logs() -> bool:
+    return ray.is_initialized() and getattr(ray._private.worker, "_global_node", None) is not None

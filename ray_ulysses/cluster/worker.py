@@ -1,0 +1,105 @@
+"""What runs in each Ray Train worker: it finds out who it is, and hands over to the training loop."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray.train
+import ray.train.torch
+import torch
+
+from ray_ulysses.checkpoint.exchange import TorchExchange
+from ray_ulysses.cluster.stream import RaySource
+from ray_ulysses.config.loading import parse_config
+from ray_ulysses.data.row_source import DirectSource
+from ray_ulysses.errors import UserError
+from ray_ulysses.logging import configure_logging
+from ray_ulysses.trainer.loop import run_attempt
+from ray_ulysses.trainer.worker import Worker
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+    from ray_ulysses.data.plan import Plan
+    from ray_ulysses.data.reader import RowReader
+    from ray_ulysses.data.row_source import RowSource
+    from ray_ulysses.parallel.layout import ParallelLayout
+
+REFUSAL_FILE = "refusal"
+
+
+def train_worker(job: dict[str, Any]) -> None:
+    """Run one attempt on this worker.
+
+    Args:
+        job: ``config``, the resolved configuration as a mapping, and ``session``, the command's name.
+    """
+    configure_logging()
+    config = parse_config(job["config"])
+    session = str(job["session"])
+    _repeat_refusal(config.run_dir, session)
+    context = ray.train.get_context()
+    device = ray.train.torch.get_device()
+    if device.type == "cpu":
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // context.get_local_world_size()))
+    worker = Worker(
+        rank=context.get_world_rank(),
+        local_rank=context.get_local_rank(),
+        world_size=context.get_world_size(),
+        node=f"{socket.gethostname()}/{ray.util.get_node_ip_address()}",
+        device=device,
+        session=session,
+        make_source=_source_maker(config),
+    )
+    try:
+        run_attempt(config, worker)
+    except UserError as error:
+        # Trying again can't mend what the user gave: the next attempt of this session ends at once.
+        (config.run_dir / REFUSAL_FILE).write_text(f"{session}\n{error}")
+        raise
+
+
+def refusal(run_dir: Path, session: str) -> str | None:
+    """Return why a worker of this session refused the user's input, or ``None``."""
+    try:
+        owner, _, text = (run_dir / REFUSAL_FILE).read_text().partition("\n")
+    except OSError:
+        return None
+    return text if owner == session else None
+
+
+def _repeat_refusal(run_dir: Path, session: str) -> None:
+    text = refusal(run_dir, session)
+    if text is not None:
+        raise UserError(text)
+
+
+def _source_maker(config: Config) -> Any:
+    def make(plan: Plan, reader: RowReader, layout: ParallelLayout, rank: int) -> RowSource:
+        if config.data.engine == "local":
+            return DirectSource(
+                reader,
+                plan,
+                layout.dp_rank(rank),
+                layout.dp_size,
+                layout.sp_rank(rank),
+                layout.sp_size,
+                prefetch_rows=config.data.prefetch_rows,
+            )
+        group = torch.distributed.new_group(backend="gloo")
+        return RaySource(
+            config.data.path,
+            plan,
+            rank=rank,
+            world_size=layout.world_size,
+            sp_size=layout.sp_size,
+            share=TorchExchange(group).broadcast,
+            num_cpus=config.cluster.data_cpus,
+            prefetch_rows=config.data.prefetch_rows,
+            timeout_s=config.elastic.collective_timeout_s,
+        )
+
+    return make

@@ -1,0 +1,73 @@
+"""Reading ahead: an iterator that runs in a thread, a few values before they are needed."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+from ray_ulysses.errors import RunError
+
+T = TypeVar("T")
+_POLL_S = 0.1
+
+
+class ReadAhead(Generic[T]):
+    """Runs ``values`` in a thread of its own, at most ``depth`` values ahead (at least one)."""
+
+    def __init__(self, values: Iterator[T], depth: int) -> None:
+        self._values = values
+        self._queue: queue.Queue[T | _Failure] = queue.Queue(maxsize=max(1, depth))
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ray-ulysses-read-ahead", daemon=True)
+        self._thread.start()
+
+    def next(self, timeout_s: float | None = None) -> T:
+        """Return the next value, or raise what reading it raised.
+
+        Args:
+            timeout_s: How long to wait for it; None waits for ever, which is right where nothing remote is read.
+
+        Raises:
+            RunError: No value came in time, or none is left.
+        """
+        try:
+            value = self._queue.get(timeout=timeout_s)
+        except queue.Empty:
+            raise RunError(f"no row arrived for {timeout_s:.0f} s") from None
+        if isinstance(value, _Failure):
+            # It stays at hand: a caller that asks again gets the error, not a wait without end.
+            self._queue.put(value)
+            raise value.error
+        return value
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Stop the thread and wait (at most ``timeout_s``) until it no longer reads."""
+        self._stop.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            for value in self._values:
+                if not self._put(value):
+                    return
+            self._put(_Failure(RunError("the rows have come to an end")))
+        except Exception as error:
+            self._put(_Failure(error))
+
+    def _put(self, value: T | _Failure) -> bool:
+        while not self._stop.is_set():
+            try:
+                self._queue.put(value, timeout=_POLL_S)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+
+class _Failure:
+    """An error on its way to the reader's caller."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error

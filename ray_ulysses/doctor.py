@@ -1,0 +1,194 @@
+"""Whether this machine is ready for a run: checks that each end in ok, warn or fail, and say what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import io
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ray_ulysses.errors import UserError
+from ray_ulysses.storage import check_storage
+
+Level = Literal["ok", "warn", "fail"]
+
+_GIB = 1 << 30
+_SUPPORTED_PYTHON = ((3, 11), (3, 13))
+_REQUIRED = ("torch", "ray", "deepspeed", "transformers", "mlflow", "pyarrow", "safetensors")
+_LEAST_SHARED_MEMORY_GIB = 1.0
+_LEAST_DISK_GIB = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: What it is.
+        level: ``ok``, ``warn`` (a run may work, or be slow) or ``fail`` (a run can't start).
+        detail: What was found.
+        way_out: What to do about it; empty with ``ok``.
+    """
+
+    name: str
+    level: Level
+    detail: str
+    way_out: str = ""
+
+
+def check_machine(storage: Path | str | None = None) -> tuple[Check, ...]:
+    """Look at everything on this machine that needs no cluster; imports the heavy packages, one after another.
+
+    Args:
+        storage: Directory of runs to check too; made if absent.
+    """
+    checks: list[Check] = [check_python(sys.version_info[:2])]
+    checks += [check_import(name) for name in _REQUIRED]
+    checks += [*check_accelerator(), check_flash_attention()]
+    checks.append(check_shared_memory(Path("/dev/shm")))
+    if storage is not None:
+        checks += [check_run_storage(storage), check_free_disk(Path(storage))]
+    return tuple(checks)
+
+
+def exit_code(checks: Iterable[Check]) -> int:
+    """Return 1 if anything failed, else 0."""
+    return 1 if any(check.level == "fail" for check in checks) else 0
+
+
+def render_checks(checks: Iterable[Check]) -> str:
+    """Return a line for each check, its way out below it, and a closing line."""
+    found = list(checks)
+    width = max((len(check.name) for check in found), default=0)
+    lines = []
+    for check in found:
+        lines.append(f"{check.level:<4}  {check.name:<{width}}  {check.detail}")
+        if check.way_out:
+            lines.append(f"{'':<{width + 8}}-> {check.way_out}")
+    failed, warned = (sum(check.level == level for check in found) for level in ("fail", "warn"))
+    state = "not ready" if failed else "ready"
+    return "\n".join([*lines, f"{state}: {failed} failed, {warned} warned, {len(found)} looked at"])
+
+
+def check_python(version: tuple[int, ...]) -> Check:
+    """Check the version of Python.
+
+    Args:
+        version: Major and minor number.
+    """
+    lowest, highest = _SUPPORTED_PYTHON
+    detail = f"{'.'.join(str(part) for part in version)} on {platform.system()} {platform.machine()}"
+    if lowest <= version <= highest:
+        return Check(name="python", level="ok", detail=detail)
+    return Check(name="python", level="fail", detail=detail, way_out="use Python 3.11, 3.12 or 3.13")
+
+
+def check_import(name: str, load: Callable[[str], object] | None = None) -> Check:
+    """Check that a package can be imported; what it prints on import is not shown.
+
+    Args:
+        name: Name of the package.
+        load: Imports it; the interpreter's own import by default.
+    """
+    load = load or importlib.import_module
+    noise = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(noise), contextlib.redirect_stderr(noise):
+            load(name)
+    except ModuleNotFoundError as error:
+        way_out = "install ray-ulysses with its dependencies: pip install ray-ulysses"
+        return Check(name=name, level="fail", detail=f"not installed ({error})", way_out=way_out)
+    except Exception as error:  # a broken package may raise anything, and is what this looks for
+        detail = f"can't be imported: {type(error).__name__}: {error}"
+        return Check(name=name, level="fail", detail=detail, way_out=f"reinstall {name} for this Python and CUDA")
+    return Check(name=name, level="ok", detail=_version(name))
+
+
+def check_accelerator() -> list[Check]:
+    """Check the devices and the collective backend that fits them."""
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError as error:
+        return [
+            Check(name="accelerator", level="fail", detail=f"torch can't be imported: {error}", way_out="see torch")
+        ]
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        gib = torch.cuda.get_device_properties(0).total_memory / _GIB
+        devices = Check(name="accelerator", level="ok", detail=f"{len(names)} x {names[0]}, {gib:.0f} GiB each")
+        return [devices, _backend("nccl", dist.is_nccl_available())]
+    devices = Check(
+        name="accelerator",
+        level="warn",
+        detail="no GPU: training runs on CPU",
+        way_out="fine for a trial; for real runs use a machine with CUDA GPUs and cluster.gpus_per_worker=1",
+    )
+    return [devices, _backend("gloo", dist.is_gloo_available())]
+
+
+def check_flash_attention() -> Check:
+    """Check for the fastest attention kernel; without it torch's own are used."""
+    if importlib.util.find_spec("flash_attn") is not None:
+        return Check(name="flash-attn", level="ok", detail=_version("flash-attn"))
+    import torch
+
+    if not torch.cuda.is_available():
+        return Check(name="flash-attn", level="ok", detail="not installed, and not needed on CPU")
+    way_out = "pip install 'ray-ulysses[gpu]'"
+    return Check(name="flash-attn", level="warn", detail="not installed: torch's kernels are used", way_out=way_out)
+
+
+def check_shared_memory(path: Path) -> Check:
+    """Check the shared memory that Ray's object store and NCCL use."""
+    if not path.is_dir():
+        return Check(name="shared memory", level="warn", detail=f"there is no {path}", way_out="Ray will use /tmp")
+    free = shutil.disk_usage(path).free / _GIB
+    detail = f"{free:.1f} GiB free in {path}"
+    if free >= _LEAST_SHARED_MEMORY_GIB:
+        return Check(name="shared memory", level="ok", detail=detail)
+    way_out = f"give the container at least {_LEAST_SHARED_MEMORY_GIB:g} GiB (docker run --shm-size=8g)"
+    return Check(name="shared memory", level="warn", detail=detail, way_out=way_out)
+
+
+def check_run_storage(storage: Path | str) -> Check:
+    """Check that a directory can hold runs: writable, and creates files atomically."""
+    try:
+        check_storage(storage)
+    except UserError as error:
+        return Check(name="storage", level="fail", detail=str(error), way_out="see above")
+    return Check(name="storage", level="ok", detail=f"{Path(storage).absolute()} can be written, atomically")
+
+
+def check_free_disk(path: Path) -> Check:
+    """Check the space for checkpoints: 12 bytes a parameter each, and weights that do not train."""
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free / _GIB
+    detail = f"{free:.1f} GiB free at {existing}"
+    if free >= _LEAST_DISK_GIB and os.access(existing, os.W_OK):
+        return Check(name="disk", level="ok", detail=detail)
+    way_out = "a checkpoint takes 12 bytes a parameter, and checkpoint.keep_last + 1 of them exist at a time"
+    return Check(name="disk", level="warn", detail=detail, way_out=way_out)
+
+
+def _backend(name: str, is_there: bool) -> Check:
+    if is_there:
+        return Check(name="collectives", level="ok", detail=name)
+    way_out = f"install a build of torch with {name}"
+    return Check(name="collectives", level="fail", detail=f"torch has no {name}", way_out=way_out)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"

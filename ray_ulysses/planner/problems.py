@@ -1,0 +1,168 @@
+"""Why a run can't start, found before a worker does: each check is pure and names a way out that works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ray_ulysses.config import Config
+from ray_ulysses.data import Plan
+from ray_ulysses.errors import Problem
+from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.planner.memory import GIB, MemoryEstimate, MemoryTerm, estimate
+
+_MOST_WORKERS = 1024
+_MOST_CHOICES = 3
+
+
+def configured_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
+    """Return the estimate for a configuration as it stands."""
+    return _memory_with(config, shape, _Change())
+
+
+def heads_problems(config: Config, shape: ModelShape) -> Iterator[Problem]:
+    """Refuse an sp size that does not give each rank the same number of whole heads."""
+    valid = shape.valid_sp_sizes()
+    if config.parallel.sp_size not in valid:
+        yield Problem(
+            path="parallel.sp_size",
+            value=config.parallel.sp_size,
+            rule=f"does not divide the model's {shape.num_heads} attention heads",
+            way_out=f"use {', '.join(str(size) for size in valid)}",
+        )
+
+
+def vocabulary_problems(max_token_id: int, vocab_size: int, corpus_path: str) -> Iterator[Problem]:
+    """Refuse a corpus with a token id that the model's embedding does not have."""
+    if max_token_id >= vocab_size:
+        yield Problem(
+            path="data.path",
+            value=corpus_path,
+            rule=f"holds token id {max_token_id}, and the model's vocab_size={vocab_size} ends at {vocab_size - 1}",
+            way_out="prepare the corpus with the model's own tokenizer, or use a model whose vocab_size is at "
+            f"least {max_token_id + 1}",
+        )
+
+
+def plan_problems(config: Config, plan: Plan) -> Iterator[Problem]:
+    """Refuse a stop beyond the planned data, and an evaluation without rows."""
+    stop = config.run.stop_step
+    if stop is not None and stop > plan.num_steps:
+        rows_an_epoch = plan.num_rows // plan.settings.epochs
+        epochs = -(-stop * plan.settings.rows_per_step // max(1, rows_an_epoch))
+        yield Problem(
+            path="run.stop_step",
+            value=stop,
+            rule=f"is beyond the planned data, which ends after {plan.num_steps} steps "
+            f"({plan.num_rows} rows, {plan.settings.rows_per_step} a step)",
+            way_out=f"use at most {plan.num_steps}, or start a new run with data.epochs={epochs}",
+        )
+    if config.run.eval_every_steps is not None and plan.evaluation.num_rows == 0:
+        yield Problem(
+            path="data.eval_fraction",
+            value=config.data.eval_fraction,
+            rule="holds out no document with a target, and run.eval_every_steps asks for an evaluation",
+            way_out="use a larger share, or set run.eval_every_steps=null",
+        )
+
+
+def memory_problems(config: Config, shape: ModelShape, memory: MemoryEstimate) -> Iterator[Problem]:
+    """Refuse what does not fit into the memory that the configuration names."""
+    limits = (
+        ("memory.device_gib", config.memory.device_gib, memory.device_bytes, memory.device),
+        ("memory.host_gib", config.memory.host_gib, memory.host_bytes, memory.host),
+    )
+    for path, limit_gib, needed, terms in limits:
+        if limit_gib is None or needed <= limit_gib * GIB:
+            continue
+        yield Problem(
+            path=path,
+            value=limit_gib,
+            rule=f"a rank is estimated to take {needed / GIB:.1f} GiB ({memory.note}), most of it {_largest(terms)}",
+            way_out=_way_out(config, shape),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Change:
+    """What is tried instead of a configuration's own settings; None keeps one."""
+
+    workers: int | None = None
+    sp_size: int | None = None
+    offload: bool = False
+    checkpointing: bool = False
+
+    def describe(self) -> str:
+        """Return the change as settings."""
+        parts = []
+        if self.workers is not None:
+            parts.append(f"cluster.workers={self.workers}")
+        if self.sp_size is not None:
+            parts.append(f"parallel.sp_size={self.sp_size}")
+        if self.offload:
+            parts.append("memory.offload_optimizer=cpu")
+        if self.checkpointing:
+            parts.append("memory.gradient_checkpointing=true")
+        return " with ".join(parts)
+
+
+def _memory_with(config: Config, shape: ModelShape, change: _Change) -> MemoryEstimate:
+    return estimate(
+        shape,
+        world_size=change.workers or config.cluster.workers,
+        sp_size=change.sp_size or config.parallel.sp_size,
+        context_tokens=config.data.context_tokens,
+        dtype=config.model.dtype,
+        offload_optimizer="cpu" if change.offload else config.memory.offload_optimizer,
+        gradient_checkpointing=change.checkpointing or config.memory.gradient_checkpointing,
+        init=config.model.init,
+        accelerator=config.cluster.gpus_per_worker > 0,
+    )
+
+
+def _way_out(config: Config, shape: ModelShape) -> str:
+    """Return up to three changes that fit by the same estimate, the smallest first."""
+    fitting: list[str] = []
+    for change in _changes(config, shape):
+        if len(fitting) == _MOST_CHOICES:
+            break
+        if _fits(config, _memory_with(config, shape, change)):
+            fitting.append(change.describe())
+    shorter = "a smaller data.context_tokens"
+    if fitting:
+        return f"by this estimate these fit: {'; '.join(fitting)}; or use {shorter}"
+    return f"more workers, a larger parallel.sp_size and offload do not suffice; use {shorter} or a smaller model"
+
+
+def _changes(config: Config, shape: ModelShape) -> Iterator[_Change]:
+    workers, sp_size = config.cluster.workers, config.parallel.sp_size
+    allowed = config.parallel.allowed_sp or shape.valid_sp_sizes()
+    larger = [n for n in shape.valid_sp_sizes() if n > sp_size and n in allowed]
+    can_offload = config.memory.offload_optimizer == "none"
+    if not config.memory.gradient_checkpointing:
+        yield _Change(checkpointing=True)
+    for size in larger:
+        if workers % size == 0:
+            yield _Change(sp_size=size)
+    if can_offload:
+        yield _Change(offload=True)
+        for size in larger:
+            if workers % size == 0:
+                yield _Change(sp_size=size, offload=True)
+    more = 2 * workers
+    while more <= _MOST_WORKERS:
+        yield _Change(workers=more)
+        for size in larger:
+            if more % size == 0:
+                yield _Change(workers=more, sp_size=size)
+        more *= 2
+
+
+def _fits(config: Config, memory: MemoryEstimate) -> bool:
+    device, host = config.memory.device_gib, config.memory.host_gib
+    return (device is None or memory.device_bytes <= device * GIB) and (host is None or memory.host_bytes <= host * GIB)
+
+
+def _largest(terms: tuple[MemoryTerm, ...]) -> str:
+    ordered = sorted(terms, key=lambda term: term.bytes, reverse=True)
+    return " and ".join(f"{term.name} ({term.bytes / GIB:.1f} GiB)" for term in ordered[:2])

@@ -1,0 +1,233 @@
+"""What ``ray-ulysses plan`` tells: layout, corpus, data plan and memory, as one frozen value."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ray_ulysses.config import Config
+from ray_ulysses.data import Corpus, Plan
+from ray_ulysses.errors import ConfigError, Problem
+from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.planner.flops import step_flops
+from ray_ulysses.planner.memory import MemoryEstimate
+from ray_ulysses.planner.problems import (
+    configured_memory,
+    heads_problems,
+    memory_problems,
+    plan_problems,
+    vocabulary_problems,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutFacts:
+    """How the workers share the rows.
+
+    Attributes:
+        world_size: Workers.
+        sp_size: Ranks that share one row.
+        dp_size: Rows that are worked on at once.
+        valid_sp_sizes: What the model's heads and ``parallel.allowed_sp`` allow on a resume.
+        level_world_sizes: Worker counts, with this sp size, at which no rank idles in any full step.
+        largest_world_size: Worker count beyond which some ranks would never have a row.
+    """
+
+    world_size: int
+    sp_size: int
+    dp_size: int
+    valid_sp_sizes: tuple[int, ...]
+    level_world_sizes: tuple[int, ...]
+    largest_world_size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorpusFacts:
+    """What the prepared corpus holds; ``unigram_nats`` is the entropy of its bytes, where they are its tokens."""
+
+    path: str
+    num_documents: int
+    num_tokens: int
+    longest_document: int
+    max_token_id: int
+    unigram_nats: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataFacts:
+    """What the data plan holds.
+
+    Attributes:
+        plan_id: Identity of the plan; it stands in every checkpoint's cursor.
+        row_tokens: Most tokens of a row: the context, floored to ``pad_multiple``.
+        pad_multiple: Every row's length is a multiple of it.
+        rows_per_step: Rows of a global batch.
+        num_rows: Training rows of all epochs.
+        num_steps: Steps that train each row once.
+        stop_step: Step at which this run stops.
+        padding_tokens: Padding in the training rows, in tokens.
+        fill: Share of the rows' capacity that documents take.
+        split_documents: Documents longer than a row.
+        skipped_documents: Documents without a target.
+        held_out_documents: Documents kept for evaluation.
+        evaluation_rows: Rows of one evaluation.
+        imbalance: Time of a step over that with level ranks, by attention cost.
+        flops_per_step: Mean model FLOPs of a step, forward and backward.
+    """
+
+    plan_id: str
+    row_tokens: int
+    pad_multiple: int
+    rows_per_step: int
+    num_rows: int
+    num_steps: int
+    stop_step: int
+    padding_tokens: int
+    fill: float
+    split_documents: int
+    skipped_documents: int
+    held_out_documents: int
+    evaluation_rows: int
+    imbalance: float
+    flops_per_step: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanReport:
+    """Everything that is said before a worker starts.
+
+    Attributes:
+        name: The run's name.
+        shape: The model.
+        layout: How workers share rows.
+        corpus: What was prepared.
+        data: What is trained, step by step.
+        memory: What a rank takes, term by term.
+        device_gib: What the device has, if the configuration says so.
+        problems: Why the run can't start; empty if it can.
+        notes: What a person may want to change, though the run can start.
+    """
+
+    name: str
+    shape: ModelShape
+    layout: LayoutFacts
+    corpus: CorpusFacts
+    data: DataFacts
+    memory: MemoryEstimate
+    device_gib: float | None
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+
+    def raise_problems(self) -> None:
+        """Raise all problems as one error, if there are any.
+
+        Raises:
+            ConfigError: With every problem.
+        """
+        if self.problems:
+            raise ConfigError(self.problems, source="plan")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain values, the sums of memory included."""
+        fields = asdict(self)
+        fields["shape"]["num_parameters"] = self.shape.num_parameters
+        fields["memory"]["device_bytes"] = self.memory.device_bytes
+        fields["memory"]["host_bytes"] = self.memory.host_bytes
+        fields["problems"] = [str(problem) for problem in self.problems]
+        return fields
+
+
+def build_report(config: Config, shape: ModelShape, corpus: Corpus, plan: Plan) -> PlanReport:
+    """Put together what a run will do, and everything that speaks against it.
+
+    Args:
+        config: The run's configuration.
+        shape: The model's shape.
+        corpus: The prepared corpus.
+        plan: The data plan made from them.
+    """
+    memory = configured_memory(config, shape)
+    problems = (
+        *heads_problems(config, shape),
+        *vocabulary_problems(corpus.max_token_id, shape.vocab_size, str(corpus.path)),
+        *plan_problems(config, plan),
+        *memory_problems(config, shape, memory),
+    )
+    return PlanReport(
+        name=config.run.name,
+        shape=shape,
+        layout=_layout(config, shape),
+        corpus=_corpus(corpus),
+        data=_data(config, shape, plan),
+        memory=memory,
+        device_gib=config.memory.device_gib,
+        problems=problems,
+        notes=_notes(config, shape, plan),
+    )
+
+
+def _layout(config: Config, shape: ModelShape) -> LayoutFacts:
+    sp_size, rows = config.parallel.sp_size, config.data.rows_per_step
+    allowed = config.parallel.allowed_sp
+    return LayoutFacts(
+        world_size=config.cluster.workers,
+        sp_size=sp_size,
+        dp_size=config.dp_size,
+        valid_sp_sizes=tuple(n for n in shape.valid_sp_sizes() if allowed is None or n in allowed),
+        level_world_sizes=tuple(sp_size * dp for dp in range(1, rows + 1) if rows % dp == 0),
+        largest_world_size=sp_size * rows,
+    )
+
+
+def _corpus(corpus: Corpus) -> CorpusFacts:
+    return CorpusFacts(
+        path=str(corpus.path),
+        num_documents=corpus.num_documents,
+        num_tokens=corpus.num_tokens,
+        longest_document=int(corpus.lengths.max()),
+        max_token_id=corpus.max_token_id,
+        unigram_nats=corpus.info.byte_unigram_nats,
+    )
+
+
+def _data(config: Config, shape: ModelShape, plan: Plan) -> DataFacts:
+    stop = min(config.run.stop_step or plan.num_steps, plan.num_steps)
+    # `cost` is the sum of squared piece lengths of a row, which is what attention's work follows.
+    total = step_flops(shape, tokens=plan.train.num_tokens, sum_squared_lengths=int(plan.train.cost.sum()))
+    return DataFacts(
+        plan_id=plan.plan_id,
+        row_tokens=plan.settings.capacity,
+        pad_multiple=plan.settings.pad_multiple,
+        rows_per_step=plan.settings.rows_per_step,
+        num_rows=plan.num_rows,
+        num_steps=plan.num_steps,
+        stop_step=stop,
+        padding_tokens=plan.padding_tokens,
+        fill=plan.fill,
+        split_documents=plan.split_documents,
+        skipped_documents=plan.skipped_documents,
+        held_out_documents=plan.held_out_documents,
+        evaluation_rows=plan.evaluation.num_rows,
+        imbalance=plan.imbalance(config.dp_size),
+        flops_per_step=total / plan.num_steps,
+    )
+
+
+def _notes(config: Config, shape: ModelShape, plan: Plan) -> tuple[str, ...]:
+    notes = []
+    rows, dp_size = config.data.rows_per_step, config.dp_size
+    if rows % dp_size:
+        slots = -(-rows // dp_size) * dp_size
+        notes.append(
+            f"{dp_size} data-parallel groups do not divide data.rows_per_step={rows}: {slots - rows} of "
+            f"{slots} turns of a step are idle; the loss is the same"
+        )
+    horizon = config.schedule.horizon_steps or plan.num_steps
+    if config.schedule.warmup_steps >= horizon:
+        notes.append(
+            f"schedule.warmup_steps={config.schedule.warmup_steps} reaches the horizon of {horizon} steps: "
+            "the learning rate never comes down from its warm-up"
+        )
+    if not shape.is_exact:
+        notes.append(f"the parameter count of model_type {shape.model_type!r} is an estimate")
+    return tuple(notes)

@@ -1,0 +1,1 @@
+"""The training loop and what stands around it, without Ray: usable under any launcher."""

@@ -1,0 +1,43 @@
+"""From a row slice of the data plane to a batch of the attention engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ray_ulysses.attention.batch import ShardedBatch
+from ray_ulysses.attention.documents import pack_documents
+from ray_ulysses.data.digest import checksum
+from ray_ulysses.errors import RunError
+
+if TYPE_CHECKING:
+    from ray_ulysses.data.reader import RowSlice
+    from ray_ulysses.parallel.mesh import SequenceMesh
+
+
+def batch_of(row: RowSlice, mesh: SequenceMesh, device: torch.device) -> ShardedBatch:
+    """Return a row slice as a batch of one row on a device.
+
+    Raises:
+        RunError: The slice is not the one that this rank holds: the data plane has gone wrong.
+    """
+    if (row.sp_rank, row.sp_size) != (mesh.sp_rank, mesh.sp_size):
+        raise RunError(
+            f"row {row.row} came as slice {row.sp_rank} of {row.sp_size}, but this rank holds slice {mesh.sp_rank} of "
+            f"{mesh.sp_size}; the data stream is out of order. Resume the run; if it comes back, use data.engine: local"
+        )
+    return ShardedBatch(
+        input_ids_BL=torch.from_numpy(row.input_ids).unsqueeze(0).to(device),
+        labels_BL=torch.from_numpy(row.labels).unsqueeze(0).to(device),
+        position_ids_BL=torch.from_numpy(row.position_ids).unsqueeze(0).to(device),
+        documents=pack_documents([row.document_lengths], row.row_tokens, device),
+        mesh=mesh,
+    )
+
+
+def batch_checksum(batch: ShardedBatch) -> int:
+    """Return the checksum of what the model is given: the batch's own tensors, read back from their device."""
+    arrays = (tensor[0].cpu().numpy() for tensor in (batch.input_ids_BL, batch.labels_BL, batch.position_ids_BL))
+    first = batch.mesh.sp_rank * batch.input_ids_BL.shape[1]
+    return checksum(first, *arrays)

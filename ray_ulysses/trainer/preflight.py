@@ -1,0 +1,138 @@
+"""Everything that can be refused before a worker starts, and the run directory that is then claimed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ray_ulysses.config import Config, load_config
+from ray_ulysses.config.resume import resume_conflicts
+from ray_ulysses.data.corpus import Corpus
+from ray_ulysses.data.plan import Plan, build_plan
+from ray_ulysses.data.plan_files import has_plan, load_plan, save_plan
+from ray_ulysses.engine.model import check_described
+from ray_ulysses.errors import ConfigError, UserError
+from ray_ulysses.planner.report import PlanReport, build_report
+from ray_ulysses.planner.settings import plan_settings
+from ray_ulysses.storage.local import LocalStore
+from ray_ulysses.storage.probe import check_storage
+from ray_ulysses.tracking.history import read_history
+from ray_ulysses.trainer.settings import CONFIG_FILE, PLAN_FOLDER, last_step_of, local_model_config, model_shape
+
+if TYPE_CHECKING:
+    from ray_ulysses.tracking.history import RunHistory
+
+_HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedRun:
+    """A run that nothing speaks against.
+
+    Attributes:
+        config: Its configuration, paths absolute.
+        corpus: What it trains on.
+        plan: Its rows.
+        report: What ``plan`` prints of it.
+    """
+
+    config: Config
+    corpus: Corpus
+    plan: Plan
+    report: PlanReport
+
+    @property
+    def last_step(self) -> int:
+        """Step after which it stops."""
+        return last_step_of(self.config, self.plan)
+
+
+def prepare_run(config: Config, base: Path) -> PreparedRun:
+    """Check a configuration against model and corpus, and plan its rows; writes nothing.
+
+    Problems that can still be found are in ``report.problems``.
+
+    Args:
+        config: As it was loaded.
+        base: Directory that its relative paths start from.
+
+    Raises:
+        UserError: The model's configuration or the corpus can't be read, or no row can be made of it.
+    """
+    config = config.with_absolute_paths(base)
+    _check_model_path(config)
+    shape = model_shape(config)
+    corpus = Corpus.open(config.data.path)
+    corpus.check_files()
+    plan = build_plan(corpus.lengths, corpus.fingerprint, plan_settings(config, shape))
+    return PreparedRun(config=config, corpus=corpus, plan=plan, report=build_report(config, shape, corpus, plan))
+
+
+def check_resume(prepared: PreparedRun) -> None:
+    """Refuse a resume whose configuration or corpus contradicts the run's; writes nothing.
+
+    Raises:
+        ConfigError: Names each setting that differs, and how to start a new run instead.
+        UserError: The stored configuration or plan can't be read, or the corpus is another one.
+    """
+    config = prepared.config
+    stored = config.run_dir / CONFIG_FILE
+    if stored.is_file():
+        problems = resume_conflicts(load_config(stored), config)
+        if problems:
+            raise ConfigError(problems, source=f"resume of run {config.run.name!r} in {config.run.storage}")
+    if has_plan(config.run_dir / PLAN_FOLDER):
+        plan = load_plan(config.run_dir / PLAN_FOLDER)
+        plan.check_corpus(prepared.corpus.fingerprint)
+        if plan.plan_id != prepared.plan.plan_id:
+            raise UserError(
+                f"{config.run_dir / PLAN_FOLDER} holds plan {plan.plan_id}, these settings make plan "
+                f"{prepared.plan.plan_id}; restore the settings, or start a new run under another run.name"
+            )
+
+
+def claim_directory(prepared: PreparedRun) -> None:
+    """Write configuration and plan into the run's directory; the caller holds the run's lock."""
+    config = prepared.config
+    save_plan(prepared.plan, config.run_dir / PLAN_FOLDER)
+    LocalStore(config.run_dir).replace(CONFIG_FILE, [config.to_yaml().encode()])
+
+
+def completed(prepared: PreparedRun) -> RunHistory | None:
+    """Return the run's history if there is nothing left to do up to its last step, else ``None``."""
+    history = read_history(prepared.config.run_dir)
+    done = history.step >= prepared.last_step and history.status in ("finished", "running")
+    return history if done else None
+
+
+def check_writable(config: Config) -> None:
+    """Refuse a storage that can't be written or has no atomic create; leaves nothing behind.
+
+    Raises:
+        UserError: Says what is missing.
+    """
+    check_storage(config.run.storage)
+
+
+def _check_model_path(config: Config) -> None:
+    path = config.model.path
+    if path is None:
+        return
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        if not _HUB_ID.match(path):
+            raise UserError(
+                f"model.path={path!r}: no such directory; give a directory with config.json and safetensors, or the "
+                "id of a model on the hub (owner/name)"
+            )
+        return
+    if not (directory / "config.json").is_file():
+        raise UserError(f"model.path={path!r}: holds no config.json; give a Hugging Face model directory")
+    if config.model.init == "pretrained" and not any(directory.glob("*.safetensors")):
+        raise UserError(
+            f"model.path={path!r}: holds no *.safetensors weights; convert the model with save_pretrained, or set "
+            "model.init: random"
+        )
+    check_described(config.model.config, local_model_config(directory), path)

@@ -1,0 +1,237 @@
+"""What an attempt leaves behind for people and for the next attempt: journal and tracker, both on rank 0."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from ray_ulysses.checkpoint.exchange import TorchExchange
+from ray_ulysses.planner.flops import mfu, peak_bf16_flops, step_flops
+from ray_ulysses.storage.local import LocalStore
+from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.mlflow_tracker import MlflowTracker
+from ray_ulysses.tracking.tracker import NullTracker
+from ray_ulysses.trainer.settings import model_shape, versions
+from ray_ulysses.trainer.shared_storage import probe_storage
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+    from ray_ulysses.data.cursor import Cursor
+    from ray_ulysses.parallel.layout import ParallelLayout
+    from ray_ulysses.tracking.tracker import Tracker
+    from ray_ulysses.trainer.resume import Progress
+    from ray_ulysses.trainer.step import StepResult
+    from ray_ulysses.trainer.worker import Worker
+
+
+class Recorder:
+    """The journal and the tracker of one attempt; on ranks other than 0 it records nothing.
+
+    Attributes:
+        store: The run's store.
+        exchange: Small values between ranks, over a group apart from training's.
+        attempt: The attempt's number, on every rank.
+        rank: This rank.
+        nodes: Name of each rank's node, by rank.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        worker: Worker,
+        layout: ParallelLayout,
+        exchange: TorchExchange,
+        journal: AttemptJournal | None,
+        tracker: Tracker,
+        attempt: int,
+        nodes: list[str],
+    ) -> None:
+        self.store = LocalStore(config.run_dir)
+        self.exchange = exchange
+        self.attempt = attempt
+        self.rank = worker.rank
+        self.nodes = nodes
+        self._config = config
+        self._worker = worker
+        self._layout = layout
+        self._journal = journal
+        self._tracker = tracker
+        self._shape = model_shape(config)
+        name = torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else None
+        self._peak_flops = peak_bf16_flops(name)
+
+    @classmethod
+    def open(cls, config: Config, worker: Worker, layout: ParallelLayout) -> Recorder:
+        """Probe the storage and claim the next attempt; every rank must call.
+
+        Raises:
+            UserError: The storage is not shared by every node, or can't be written.
+        """
+        exchange = TorchExchange(dist.new_group(backend="gloo"))
+        probe_storage(config.run_dir, worker, exchange)
+        journal = AttemptJournal.claim(config.run_dir, worker.clock) if worker.rank == 0 else None
+        attempt = exchange.broadcast(journal.attempt if journal else None)
+        nodes = exchange.broadcast(exchange.gather(worker.node))
+        tracker: Tracker = NullTracker()
+        if worker.rank == 0 and config.tracking_uri is not None:
+            tracker = MlflowTracker(
+                uri=config.tracking_uri,
+                experiment=config.tracking.experiment,
+                run_name=config.run.name,
+                run_dir=config.run_dir,
+            )
+        return cls(
+            config=config,
+            worker=worker,
+            layout=layout,
+            exchange=exchange,
+            journal=journal,
+            tracker=tracker,
+            attempt=attempt,
+            nodes=nodes,
+        )
+
+    def attempt_started(self, progress: Progress, last_step: int) -> None:
+        """Record who trains, and from where."""
+        config, layout = self._config, self._layout
+        self._append(
+            "attempt_started",
+            session=self._worker.session,
+            world_size=layout.world_size,
+            sp_size=layout.sp_size,
+            dp_size=layout.dp_size,
+            nodes=sorted(set(self.nodes)),
+            resumed_step=progress.step,
+            resumed_from=progress.resumed_from,
+            last_step=last_step,
+            versions=versions(),
+        )
+        self._tracker.start(
+            params=_flat(config.model_dump(mode="json", include={"model", "data", "optimizer", "schedule"})),
+            tags={
+                **config.tracking.tags,
+                "run_dir": str(config.run_dir),
+                "attempt": self.attempt,
+                "world_size": layout.world_size,
+                "sp_size": layout.sp_size,
+                "dp_size": layout.dp_size,
+                **{f"version.{name}": number for name, number in versions().items()},
+            },
+        )
+
+    def step_done(
+        self,
+        step: int,
+        result: StepResult,
+        *,
+        rows: range,
+        seconds: float,
+        row_tokens: int,
+        cost: int,
+        learning_rate: float,
+        grad_norm: float,
+    ) -> dict[str, float]:
+        """Record a step; returns its metrics.
+
+        Args:
+            step: Completed steps.
+            result: What the step did.
+            rows: Its global rows.
+            seconds: Its duration.
+            row_tokens: Tokens of its rows, padding included.
+            cost: Sum of its documents' squared lengths.
+            learning_rate: Its rate.
+            grad_norm: Norm of its gradient before clipping.
+        """
+        flops = step_flops(self._shape, tokens=row_tokens, sum_squared_lengths=cost)
+        world_size = self._layout.world_size
+        utilisation = mfu(flops=flops, seconds=seconds, world_size=world_size, peak_flops=self._peak_flops)
+        metrics = {
+            "loss": result.loss,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "seconds": seconds,
+            "tokens_per_s": result.tokens / seconds,
+            "peak_memory_gib": peak_memory_gib(self._worker.device),
+            "world_size": float(world_size),
+        }
+        if utilisation is not None:
+            metrics["mfu"] = utilisation
+        self._append(
+            "step",
+            **metrics,
+            mfu=utilisation,
+            step=step,
+            tokens=result.tokens,
+            rows=[rows.start, rows.stop],
+            digest=f"{result.digest:016x}",
+        )
+        if step % self._config.run.log_every_steps == 0:
+            self._tracker.log_step(step, metrics)
+        return metrics
+
+    def evaluated(self, step: int, loss: float, tokens: int) -> None:
+        """Record an evaluation."""
+        self._append("evaluation", step=step, loss=loss, tokens=tokens)
+        self._tracker.log_step(step, {"eval_loss": loss})
+
+    def checkpoint_committed(self, step: int, folder: str, cursor: Cursor, metrics: Mapping[str, float]) -> None:
+        """Record a committed checkpoint."""
+        topology = {name: getattr(self._layout, name) for name in ("world_size", "sp_size", "dp_size")}
+        self._append("checkpoint_committed", step=step, path=folder, world_size=self._layout.world_size)
+        path = str(self._config.run_dir / folder)
+        self._tracker.log_checkpoint(step, path, topology, cursor.to_json(), {"loss": metrics["loss"]})
+
+    def checkpoint_set_aside(self, step: int, reason: str) -> None:
+        """Record a damaged checkpoint that was passed over."""
+        self._append("checkpoint_set_aside", step=step, reason=reason)
+
+    def ended(self, status: Literal["finished", "stopped"], step: int) -> None:
+        """Record that the attempt ended as it was meant to."""
+        self._append("attempt_ended", reason=status)
+        if status == "finished":
+            self._append("run_finished", step=step)
+        self._close(status)
+
+    def failed(self, error: BaseException) -> None:
+        """Record what ended the attempt; never raises, since the error itself is on its way."""
+        try:
+            self._append("attempt_ended", reason=f"failed: {type(error).__name__}: {error}")
+            self._close("failed")
+        except OSError:
+            # The disk that failed the attempt may well be the journal's.
+            return
+
+    def _append(self, event: str, **fields: Any) -> None:
+        if self._journal is not None:
+            self._journal.append({"event": event, **fields})
+
+    def _close(self, status: Literal["finished", "stopped", "failed"]) -> None:
+        self._tracker.finish(status)
+        if self._journal is not None:
+            self._journal.close()
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Return the most memory this process has held, in GiB: allocated on a GPU, resident on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux counts in KiB, macOS in bytes.
+    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

@@ -1,0 +1,82 @@
+"""What follows from the configuration for the loop: engine settings, the last step, the model's shape."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ray_ulysses.engine.zero import ZeroSettings
+from ray_ulysses.errors import UserError
+from ray_ulysses.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+    from ray_ulysses.data.plan import Plan
+
+PLAN_FOLDER = "plan"
+CONFIG_FILE = "config.yaml"
+_LIBRARIES = ("ray-ulysses", "torch", "deepspeed", "transformers", "ray")
+
+
+def model_shape(config: Config) -> ModelShape:
+    """Return the shape of the configured model: inline, from a local directory, or from the hub.
+
+    Raises:
+        UserError: No model configuration can be read, or it lacks what a decoder has.
+    """
+    if config.model.config is not None:
+        return ModelShape.from_config_dict(config.model.config)
+    assert config.model.path is not None
+    if Path(config.model.path).expanduser().is_dir():
+        return ModelShape.from_path(Path(config.model.path).expanduser())
+    from ray_ulysses.engine.model import hub_config
+
+    return ModelShape.from_config_dict(hub_config(config.model.path), source=f"model.path={config.model.path!r}")
+
+
+def local_model_config(directory: Path) -> dict[str, Any]:
+    """Return the ``config.json`` of a model directory.
+
+    Raises:
+        UserError: It is no JSON object.
+    """
+    path = directory / "config.json"
+    try:
+        fields = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: can't be read ({error}); restore it from the model's source") from error
+    if not isinstance(fields, dict):
+        raise UserError(f"{path}: is not a JSON object; restore it from the model's source")
+    return fields
+
+
+def zero_settings(config: Config, accumulation: int) -> ZeroSettings:
+    """Return the settings of the ZeRO-3 engine."""
+    return ZeroSettings(
+        dtype=config.model.dtype,
+        accumulation=accumulation,
+        max_grad_norm=config.optimizer.max_grad_norm,
+        learning_rate=config.optimizer.lr,
+        betas=config.optimizer.betas,
+        eps=config.optimizer.eps,
+        weight_decay=config.optimizer.weight_decay,
+        offload_optimizer=config.memory.offload_optimizer,
+    )
+
+
+def last_step_of(config: Config, plan: Plan) -> int:
+    """Return the step after which the run stops: ``run.stop_step``, else the end of the planned data."""
+    return plan.num_steps if config.run.stop_step is None else min(config.run.stop_step, plan.num_steps)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries that decide the numbers."""
+    found = {}
+    for name in _LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

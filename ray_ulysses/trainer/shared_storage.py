@@ -1,0 +1,55 @@
+"""Proof that every node sees the same storage, before anything is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ray_ulysses.checkpoint.exchange import agree
+from ray_ulysses.errors import UserError
+from ray_ulysses.storage.local import LocalStore
+from ray_ulysses.storage.store import read_bytes
+
+if TYPE_CHECKING:
+    from ray_ulysses.checkpoint.exchange import Exchange
+    from ray_ulysses.trainer.worker import Worker
+
+_SESSION_KEY = "session"
+_PROBE_FOLDER = "probe"
+
+
+def announce_session(run_dir: Path, session: str) -> None:
+    """Leave the session's name where every worker will look for it; the driver calls it."""
+    LocalStore(run_dir).replace(_SESSION_KEY, [session.encode()])
+
+
+def probe_storage(run_dir: Path, worker: Worker, exchange: Exchange) -> None:
+    """Check that each node sees what the driver wrote and that rank 0 sees what each node writes.
+
+    Every rank must call.
+
+    Raises:
+        UserError: Some nodes have another directory at that path; the text names them.
+    """
+    store = LocalStore(run_dir)
+    mark = f"{_PROBE_FOLDER}/{worker.session}/rank-{worker.rank:05d}"
+    problem = None
+    try:
+        if read_bytes(store, _SESSION_KEY).decode() != worker.session:
+            problem = f"node {worker.node} sees another run directory than the driver"
+        store.replace(mark, [worker.node.encode()])
+    except OSError as error:
+        problem = f"node {worker.node} can't use it ({error.strerror or error})"
+    nodes = exchange.gather((worker.rank, worker.node, problem))
+    if nodes is not None:
+        seen = {Path(key).name for key in store.list(f"{_PROBE_FOLDER}/{worker.session}")}
+        unseen = [node for rank, node, said in nodes if said is None and f"rank-{rank:05d}" not in seen]
+        if unseen:
+            problem = f"what node {', '.join(sorted(set(unseen)))} writes is not seen on node {worker.node}"
+        store.delete(_PROBE_FOLDER)
+    problem = agree(exchange, problem)
+    if problem is not None:
+        raise UserError(
+            f"run.storage: {run_dir} is not one shared directory on every node: {problem}. Mount the same file system "
+            "at that path on every node"
+        )

@@ -1,0 +1,135 @@
+"""One optimizer step: micro-batches forward and backward, and what all ranks agree on afterwards."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ray_ulysses.data.digest import add_digests, from_int64, row_digest, to_int64
+from ray_ulysses.data.mixing import mix_int
+from ray_ulysses.engine.loss import causal_lm_loss, loss_scale
+from ray_ulysses.errors import RunError
+from ray_ulysses.trainer.batches import batch_checksum, batch_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ray_ulysses.attention.batch import ShardedBatch
+    from ray_ulysses.data.reader import RowSlice
+    from ray_ulysses.parallel.mesh import SequenceMesh
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What a step did, equal on every rank.
+
+    Attributes:
+        loss: Mean loss over the step's supervised tokens, nats.
+        tokens: Supervised tokens that the model received.
+        digest: Sum of the digests of the rows that the model received, modulo 2**64.
+        stop: Whether rank 0 had been asked to stop.
+    """
+
+    loss: float
+    tokens: int
+    digest: int
+    stop: bool
+
+
+def train_step(
+    engine: Any,
+    slices: Iterable[RowSlice],
+    *,
+    rows: range,
+    tokens: int,
+    mesh: SequenceMesh,
+    device: torch.device,
+    accumulation: int,
+    seed: int,
+    stop: bool,
+) -> StepResult:
+    """Take one optimizer step; every rank must call.
+
+    Args:
+        engine: The ZeRO engine; its accumulation steps are ``accumulation``.
+        slices: This rank's slices, one a micro-step. A last step of fewer rows is filled up with fillers, so that
+            every step has ``accumulation`` of them.
+        rows: Global rows of the step.
+        tokens: Supervised tokens of the step as planned: the loss's denominator on every layout.
+        mesh: The mesh.
+        device: Where batches go.
+        accumulation: Micro-steps.
+        seed: Base of the random state; each row has its own, whatever rank trains it.
+        stop: Whether this rank was asked to stop.
+
+    Raises:
+        RunError: The model received other tokens than planned, or the loss is not finite.
+    """
+    scale = loss_scale(tokens, mesh, zero_stage=3, accumulation=accumulation)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    checksums = [0] * len(rows)
+    received, steps = 0, 0
+    for row in slices:
+        batch = batch_of(row, mesh, device)
+        torch.manual_seed(mix_int(mix_int(seed) ^ (row.row % 2**64)) >> 1)
+        row_loss, _ = causal_lm_loss(engine, batch)
+        engine.backward(row_loss * scale)
+        engine.step()
+        loss_sum += row_loss.detach().double()
+        if not row.is_filler:
+            checksums[row.row - rows.start] = batch_checksum(batch)
+            received += row.num_supervised
+        steps += 1
+    assert steps == accumulation, f"{steps} micro-steps instead of {accumulation}"
+    return _agree(loss_sum, checksums, received, rows, tokens, stop, mesh)
+
+
+def evaluate(engine: Any, slices: Iterable[RowSlice], mesh: SequenceMesh, device: torch.device) -> tuple[float, int]:
+    """Return the mean loss over evaluation rows and their supervised tokens; every rank must call, equally often."""
+    engine.eval()
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    try:
+        with torch.no_grad():
+            for row in slices:
+                batch: ShardedBatch = batch_of(row, mesh, device)
+                row_loss, num_tokens = causal_lm_loss(engine, batch)
+                totals[0] += row_loss.double()
+                totals[1] += num_tokens
+    finally:
+        engine.train()
+    dist.all_reduce(totals, group=mesh.group("loss"))
+    loss_sum, num_tokens = totals.tolist()
+    return (loss_sum / num_tokens if num_tokens else math.nan), int(num_tokens)
+
+
+def _agree(
+    loss_sum: torch.Tensor,
+    checksums: list[int],
+    received: int,
+    rows: range,
+    tokens: int,
+    stop: bool,
+    mesh: SequenceMesh,
+) -> StepResult:
+    dist.all_reduce(loss_sum, group=mesh.group("loss"))
+    # Checksums of a row's slices add up to the row's, modulo 2**64, which is what int64 does when it wraps.
+    counts = torch.tensor([received, int(stop), *map(to_int64, checksums)], dtype=torch.int64, device=loss_sum.device)
+    dist.all_reduce(counts, group=mesh.group("loss"))
+    total, stops, *sums = counts.tolist()
+    if total != tokens:
+        raise RunError(
+            f"rows {rows.start} to {rows.stop - 1} brought {total} supervised tokens, the plan says {tokens}; "
+            "the corpus was changed under the run. Restore data.path and resume"
+        )
+    loss = float(loss_sum) / tokens if tokens else math.nan
+    if tokens and not math.isfinite(loss):
+        raise RunError(
+            f"the loss of rows {rows.start} to {rows.stop - 1} is {loss}; nothing after the last checkpoint is kept. "
+            "Lower optimizer.lr or raise schedule.warmup_steps in a new run, or look at those rows"
+        )
+    digest = add_digests(*(row_digest(row, from_int64(value)) for row, value in zip(rows, sums, strict=True)))
+    return StepResult(loss=loss, tokens=tokens, digest=digest, stop=stops > 0)

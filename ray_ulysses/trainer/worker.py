@@ -1,0 +1,47 @@
+"""What a launcher hands to each worker: who it is, and the few effects that it may have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ray_ulysses.clock import Clock, SystemClock
+
+if TYPE_CHECKING:
+    import torch
+
+    from ray_ulysses.data.plan import Plan
+    from ray_ulysses.data.reader import RowReader
+    from ray_ulysses.data.row_source import RowSource
+    from ray_ulysses.parallel.layout import ParallelLayout
+
+SourceMaker = Callable[["Plan", "RowReader", "ParallelLayout", int], "RowSource"]
+"""Makes a rank's source of rows: ``(plan, reader, layout, rank)``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Worker:
+    """One worker of an attempt; the default process group exists already.
+
+    Attributes:
+        rank: Global rank.
+        local_rank: Rank on its node.
+        world_size: Number of workers.
+        node: Name of the node it runs on.
+        device: Where it computes.
+        session: Names the command that runs; attempts of one command share it.
+        make_source: Makes its source of rows.
+        clock: Time.
+        on_event: Called on rank 0 with the name of each event of the loop; a seam for fault tests.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    node: str
+    device: torch.device
+    session: str
+    make_source: SourceMaker
+    clock: Clock = field(default_factory=SystemClock)
+    on_event: Callable[[str, int], Any] = lambda name, step: None

@@ -1,0 +1,69 @@
+"""The text of ``ray-ulysses inspect``: what happened in a run."""
+
+from __future__ import annotations
+
+from ray_ulysses.tracking.history import AttemptRecord, RunHistory
+from ray_ulysses.views.words import count, duration, facts, percent, table
+
+_LAST_STEPS = 10
+_LAST_CHECKPOINTS = 8
+
+
+def render_history(history: RunHistory) -> str:
+    """Return a run's state, its attempts, its checkpoints and its last steps."""
+    lines = [f"run {history.name!r}: {history.status} at step {history.step:,}", *facts(_totals(history))]
+    if history.missing_steps:
+        lines += ["", f"  MISSING: the journal has no record of steps {_ranges(history.missing_steps)}"]
+    if history.attempts:
+        header = ("attempt", "workers", "sp", "dp", "steps", "to first step", "ended")
+        rows = [_attempt(number, attempt) for number, attempt in enumerate(history.attempts, start=1)]
+        lines += ["", "attempts", *table(header, rows)]
+    if history.checkpoints:
+        shown = history.checkpoints[-_LAST_CHECKPOINTS:]
+        checkpoints = [
+            (str(c.step), str(c.world_size or "-"), "committed" if c.committed else "not committed", c.path)
+            for c in shown
+        ]
+        lines += ["", _titled("checkpoints", len(shown), len(history.checkpoints))]
+        lines += table(("step", "workers", "state", "path"), checkpoints)
+    if history.steps:
+        last = history.steps[-_LAST_STEPS:]
+        steps = [
+            (str(s.step), f"{s.loss:.4f}", f"{s.tokens:,}", f"[{s.rows[0]}, {s.rows[1]})", str(s.attempt)) for s in last
+        ]
+        lines += ["", _titled("steps", len(last), len(history.steps))]
+        lines += table(("step", "loss", "tokens", "rows", "attempt"), steps)
+    return "\n".join(lines)
+
+
+def _totals(history: RunHistory) -> list[tuple[str, str]]:
+    goodput = "-" if history.goodput is None else percent(history.goodput)
+    return [
+        ("tokens", f"{count(history.tokens)} ({history.tokens:,})"),
+        ("rows consumed", f"{history.rows_consumed:,}"),
+        ("data digest", history.data_digest),
+        ("lost steps", f"{history.lost_steps:,} (trained, then trained again after a failure)"),
+        ("goodput", f"{goodput} of the time went into steps that count"),
+    ]
+
+
+def _attempt(number: int, attempt: AttemptRecord) -> tuple[str, ...]:
+    steps = "-" if attempt.first_step is None else f"{attempt.first_step}-{attempt.last_step}"
+    first = "-" if attempt.seconds_to_first_step is None else duration(attempt.seconds_to_first_step)
+    sizes = (str(attempt.world_size), str(attempt.sp_size), str(attempt.dp_size))
+    return (str(number), *sizes, steps, first, (attempt.reason or "no word of its end").partition("\n")[0])
+
+
+def _titled(name: str, shown: int, total: int) -> str:
+    return name if shown == total else f"{name} (the last {shown} of {total:,})"
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """Return ascending numbers with neighbours joined: ``3, 7-9``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

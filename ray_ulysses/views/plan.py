@@ -1,0 +1,108 @@
+"""The text of ``ray-ulysses plan``."""
+
+from __future__ import annotations
+
+import textwrap
+
+from ray_ulysses.planner.memory import MemoryTerm
+from ray_ulysses.planner.report import PlanReport
+from ray_ulysses.views.words import count, facts, percent, size
+
+_PHASES = {"always": "", "loss": "in the loss", "layer": "in a layer", "save": "at a save", "load": "at the start"}
+_MOST_SIZES = 8
+
+
+def render_plan(report: PlanReport) -> str:
+    """Return what a run will do, section by section, and at its end what speaks against it."""
+    lines = [f"plan of run {report.name!r}", "", *_model(report), "", *_layout(report), "", *_data(report), ""]
+    lines += _memory(report)
+    for note in report.notes:
+        lines += ["", *textwrap.wrap(f"note: {note}", 100, subsequent_indent="      ")]
+    lines.append("")
+    if report.problems:
+        lines.append("this run can't start:")
+        for problem in report.problems:
+            lines += textwrap.wrap(f"- {problem}", 100, initial_indent="  ", subsequent_indent="    ")
+    else:
+        lines.append("nothing speaks against starting it")
+    return "\n".join(lines)
+
+
+def _model(report: PlanReport) -> list[str]:
+    shape = report.shape
+    exact = "" if shape.is_exact else " (an estimate)"
+    tied = "tied" if shape.tied_embeddings else "untied"
+    return [
+        "model",
+        *facts(
+            [
+                ("parameters", f"{count(shape.num_parameters)} ({shape.num_parameters:,}){exact}, {shape.model_type}"),
+                ("layers", f"{shape.num_layers} of width {shape.hidden_size}, MLP {shape.intermediate_size}"),
+                ("heads", f"{shape.num_heads} of {shape.head_dim}, {shape.num_kv_heads} key-value heads"),
+                ("vocabulary", f"{shape.vocab_size:,}, {tied} embeddings"),
+            ]
+        ),
+    ]
+
+
+def _layout(report: PlanReport) -> list[str]:
+    layout = report.layout
+    sizes = layout.level_world_sizes
+    shown = ", ".join(str(size) for size in sizes[:_MOST_SIZES]) + (", ..." if len(sizes) > _MOST_SIZES else "")
+    return [
+        "layout",
+        *facts(
+            [
+                ("workers", f"{layout.world_size} = dp {layout.dp_size} x sp {layout.sp_size}"),
+                ("other sp sizes", ", ".join(str(size) for size in layout.valid_sp_sizes)),
+                ("other worker counts", f"multiples of {layout.sp_size} up to {layout.largest_world_size}"),
+                ("without idle turns", shown),
+            ]
+        ),
+    ]
+
+
+def _data(report: PlanReport) -> list[str]:
+    corpus, data = report.corpus, report.data
+    rows = [
+        ("corpus", f"{corpus.num_documents:,} documents, {count(corpus.num_tokens)} tokens"),
+        ("longest document", f"{corpus.longest_document:,} tokens; largest token id {corpus.max_token_id}"),
+        ("rows", f"{data.num_rows:,} of up to {data.row_tokens:,} tokens (multiples of {data.pad_multiple})"),
+        ("fill", f"{percent(data.fill)} of the rows' capacity; {data.padding_tokens:,} tokens of padding"),
+        ("split documents", f"{data.split_documents:,} longer than a row; every target is kept"),
+        ("steps", f"{data.num_steps:,} of {data.rows_per_step} rows; stops at step {data.stop_step:,}"),
+        ("dp imbalance", f"{data.imbalance:.3f}x the time of level ranks, by attention cost"),
+        ("work", f"{data.flops_per_step / 1e15:.3g} PFLOP a step (mean), causal attention, no recomputation counted"),
+        ("step time", "not predicted in this version"),
+        ("plan", data.plan_id),
+    ]
+    if data.held_out_documents:
+        held_out = f"{data.held_out_documents:,} documents held out, {data.evaluation_rows} rows an evaluation"
+        rows.insert(5, ("evaluation", held_out))
+    if data.skipped_documents:
+        rows.insert(5, ("skipped documents", f"{data.skipped_documents:,} of a single token"))
+    if corpus.unigram_nats is not None:
+        rows.insert(2, ("byte entropy", f"{corpus.unigram_nats:.3f} nats (unigram): a model must get below it"))
+    return ["data", *facts(rows)]
+
+
+def _memory(report: PlanReport) -> list[str]:
+    memory = report.memory
+    limit = "" if report.device_gib is None else f"; memory.device_gib is {report.device_gib:g}"
+    width = max(len(_title(term)) for term in (*memory.device, *memory.host))
+    return [
+        f"memory of a rank: {memory.note}",
+        f"  device: {size(memory.device_bytes)} at its peak{limit}",
+        *[line for term in memory.device for line in _term(term, width)],
+        f"  host: {size(memory.host_bytes)} at its peak",
+        *[line for term in memory.host for line in _term(term, width)],
+    ]
+
+
+def _title(term: MemoryTerm) -> str:
+    return f"{term.name} ({_PHASES[term.phase]})" if _PHASES[term.phase] else term.name
+
+
+def _term(term: MemoryTerm, width: int) -> list[str]:
+    first = f"  {size(term.bytes):>10}  {_title(term):<{width}}  "
+    return textwrap.wrap(term.source, 140, initial_indent=first, subsequent_indent=" " * len(first))

@@ -1,0 +1,123 @@
+"""The closing words of a run: what came out, where it is, and how to look at it or go on."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from ray_ulysses.tracking.history import RunHistory
+from ray_ulysses.views.words import count, duration, facts
+
+_LAST_LOSSES = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """What is said when ``train`` ends.
+
+    Attributes:
+        name: The run's name.
+        status: Where the run stands.
+        step: Completed steps.
+        planned_steps: Steps of the data plan.
+        final_loss: Loss of the last step, in nats; None before the first.
+        mean_last_losses: Mean loss of the last steps, in nats.
+        num_last: How many steps that mean is over.
+        unigram_nats: Entropy of the corpus's bytes, which a model that learned anything is below.
+        tokens: Supervised tokens trained on.
+        elapsed_s: Seconds of this command.
+        checkpoint: Newest committed checkpoint.
+        mlflow: Command or address that shows the curves; None if the run is not tracked.
+        resume: Command that goes on.
+    """
+
+    name: str
+    status: str
+    step: int
+    planned_steps: int
+    final_loss: float | None
+    mean_last_losses: float | None
+    num_last: int
+    unigram_nats: float | None
+    tokens: int
+    elapsed_s: float
+    checkpoint: str | None
+    mlflow: str | None
+    resume: str
+
+
+def build_summary(
+    history: RunHistory,
+    *,
+    run_dir: Path,
+    config_path: str,
+    overrides: tuple[str, ...] = (),
+    planned_steps: int,
+    elapsed_s: float,
+    tracking_uri: str | None = None,
+    unigram_nats: float | None = None,
+) -> Summary:
+    """Sum up a run from its history.
+
+    Args:
+        history: As the journal has it.
+        run_dir: The run's directory.
+        config_path: The configuration that was given, for the command that resumes.
+        overrides: What was given with ``--set``.
+        planned_steps: Steps of the data plan.
+        elapsed_s: Seconds of this command.
+        tracking_uri: MLflow's URI; None if the run is not tracked.
+        unigram_nats: Entropy of the corpus's bytes, if known.
+    """
+    last = [step.loss for step in history.steps[-_LAST_LOSSES:]]
+    committed = [checkpoint for checkpoint in history.checkpoints if checkpoint.committed]
+    options = "".join(f" --set {shlex.quote(override)}" for override in overrides)
+    return Summary(
+        name=history.name,
+        status=history.status,
+        step=history.step,
+        planned_steps=planned_steps,
+        final_loss=last[-1] if last else None,
+        mean_last_losses=fmean(last) if last else None,
+        num_last=len(last),
+        unigram_nats=unigram_nats,
+        tokens=history.tokens,
+        elapsed_s=elapsed_s,
+        checkpoint=str(run_dir / committed[-1].path) if committed else None,
+        mlflow=None if tracking_uri is None else mlflow_command(tracking_uri),
+        resume=f"ray-ulysses train {shlex.quote(config_path)}{options}",
+    )
+
+
+def mlflow_command(uri: str) -> str:
+    """Return the command that shows a tracking database, or the address of a server."""
+    if uri.startswith(("http://", "https://")):
+        return uri
+    return f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
+
+
+def render_summary(summary: Summary) -> str:
+    """Return the summary as aligned lines."""
+    rows = [("steps", f"{summary.step:,} of {summary.planned_steps:,} planned")]
+    if summary.final_loss is not None and summary.mean_last_losses is not None:
+        rows.append(("final loss", f"{summary.final_loss:.4f} nats"))
+        rows.append((f"mean of last {summary.num_last}", f"{summary.mean_last_losses:.4f} nats"))
+    if summary.unigram_nats is not None:
+        rows.append(("byte entropy", f"{summary.unigram_nats:.4f} nats (unigram, of the corpus)"))
+    rows.append(("tokens", f"{count(summary.tokens)} ({summary.tokens:,})"))
+    rows.append(("time", duration(summary.elapsed_s)))
+    rows.append(("checkpoint", summary.checkpoint or "none committed"))
+    if summary.mlflow is not None:
+        rows.append(("see the curves", summary.mlflow))
+    rows.append(_next_step(summary))
+    return "\n".join([f"run {summary.name!r}: {summary.status}", *facts(rows)])
+
+
+def _next_step(summary: Summary) -> tuple[str, str]:
+    if summary.step < summary.planned_steps:
+        if summary.status == "finished":
+            return ("go on", f"{summary.resume} --set run.stop_step={summary.planned_steps}")
+        return ("resume", summary.resume)
+    return ("go on", "every planned row is trained; a new run.name with more data or data.epochs trains further")

@@ -1,0 +1,66 @@
+"""How numbers are written for a person: counts, sizes, times and columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_COUNT_UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+_GIB = 1 << 30
+
+
+def count(number: float) -> str:
+    """Return a count in three digits with its unit: ``950``, ``12.3k``, ``8.03B``."""
+    for scale, unit in _COUNT_UNITS:
+        # Rounding must not leave "1000k" where "1.00M" is meant.
+        if abs(number) >= scale * 0.9995:
+            value = number / scale
+            digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+            return f"{value:.{digits}f}{unit}"
+    return f"{number:.0f}"
+
+
+def size(num_bytes: float) -> str:
+    """Return a size in three digits: GiB, or MiB below a tenth of one."""
+    value, unit = num_bytes / _GIB, "GiB"
+    if value < 0.0995:
+        value, unit = value * 1024, "MiB"
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time in its two largest units: ``45s``, ``4m12s``, ``3h05m``, ``2d04h``."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours}h{minutes:02d}m"
+    days, hours = divmod(hours, 24)
+    return f"{days}d{hours:02d}h"
+
+
+def percent(share: float) -> str:
+    """Return a share in per cent, with two digits, so that 99.99% is not shown as 100%."""
+    return f"{100 * share:.2f}%"
+
+
+def facts(rows: Sequence[tuple[str, str]], indent: str = "  ") -> list[str]:
+    """Return lines of a name and its value, the values aligned."""
+    width = max((len(name) for name, _ in rows), default=0)
+    return [f"{indent}{name:<{width}}  {value}".rstrip() for name, value in rows]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
+    """Return lines of aligned columns; the last column is flush left, the others flush right."""
+    lines = [list(header), *[list(row) for row in rows]]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    last = len(header) - 1
+    return [
+        indent
+        + "  ".join(cell if column == last else cell.rjust(widths[column]) for column, cell in enumerate(line)).rstrip()
+        for line in lines
+    ]

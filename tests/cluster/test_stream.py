@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from ray_ulysses.cluster.stream import RaySource, segment_slots, segment_steps
+from ray_ulysses.data.corpus import Corpus
+from ray_ulysses.data.plan import Plan, PlanSettings, build_plan
+from ray_ulysses.data.reader import RowReader, RowSlice
+from ray_ulysses.data.row_source import DirectSource
+from ray_ulysses.errors import RunError, UserError
+from tests.cluster.local_ray import local_ray
+from tests.unit.data.corpora import text_corpus, varied_texts
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with local_ray():
+        yield
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    # Documents from 1 to 3,000 tokens: rows, and so blocks, of very uneven size.
+    return text_corpus(tmp_path_factory.mktemp("stream"), varied_texts(60, longest=3000), unit_bytes=20_000)
+
+
+def plan_of(corpus: Corpus, rows_per_step: int = 5, context_tokens: int = 2048) -> Plan:
+    settings = PlanSettings(
+        seed=1, context_tokens=context_tokens, pad_multiple=8, rows_per_step=rows_per_step
+    )
+    return build_plan(corpus.lengths, corpus.fingerprint, settings)
+
+
+class ThreadShare:
+    """What rank 0 passes in, given to all ranks of one process; pickled, as a broadcast would."""
+
+    def __init__(self, world_size: int) -> None:
+        self._barrier = threading.Barrier(world_size, timeout=WAIT_S)
+        self._data = b""
+
+    def of_rank(self, rank: int) -> Callable[[Any], Any]:
+        def share(value: Any) -> Any:
+            if rank == 0:
+                self._data = pickle.dumps(value)
+            self._barrier.wait()
+            received = pickle.loads(self._data)
+            self._barrier.wait()
+            return received
+
+        return share
+
+
+def sources_of(
+    corpus: Corpus, plan: Plan, world_size: int, sp_size: int, **options: Any
+) -> list[RaySource]:
+    shared = ThreadShare(world_size)
+    return [
+        RaySource(
+            corpus.path,
+            plan,
+            rank=rank,
+            world_size=world_size,
+            sp_size=sp_size,
+            share=shared.of_rank(rank),
+            timeout_s=WAIT_S,
+            **options,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def take(sources: list[RaySource], steps: range) -> list[list[RowSlice]]:
+    """Every rank's slices of the steps, each rank in a thread of its own."""
+    with ThreadPoolExecutor(len(sources)) as pool:
+        jobs = [pool.submit(lambda s=source: [r for step in steps for r in s.step(step)]) for source in sources]
+        return [job.result(timeout=2 * WAIT_S) for job in jobs]
+
+
+def direct(corpus: Corpus, plan: Plan, rank: int, world_size: int, sp_size: int, steps: range) -> list[RowSlice]:
+    source = DirectSource(
+        RowReader(corpus, plan), plan, rank // sp_size, world_size // sp_size, rank % sp_size, sp_size
+    )
+    rows = [received for step in steps for received in source.step(step)]
+    source.close()
+    return rows
+
+
+def assert_same(ours: list[RowSlice], theirs: list[RowSlice]) -> None:
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        for name in RowSlice.__slots__:
+            first, second = getattr(one, name), getattr(other, name)
+            assert np.array_equal(first, second), name
+            assert not isinstance(first, np.ndarray) or first.dtype == second.dtype
+
+
+@pytest.mark.parametrize(("world_size", "sp_size"), [(1, 1), (4, 2), (3, 1)])
+def test_the_stream_is_the_direct_reader_byte_for_byte(
+    cluster: None, corpus: Corpus, world_size: int, sp_size: int
+) -> None:
+    plan = plan_of(corpus)
+    assert len({int(tokens) for tokens in plan.train.tokens}) > 3, "rows must differ in size"
+    sources = sources_of(corpus, plan, world_size, sp_size)
+    steps = range(1, plan.num_steps + 1)
+    for rank, received in enumerate(take(sources, steps)):
+        assert_same(received, direct(corpus, plan, rank, world_size, sp_size, steps))
+    for source in sources:
+        source.close()
+
+
+def test_segments_follow_one_another_and_a_source_starts_at_any_step(cluster: None, corpus: Corpus) -> None:
+    plan = plan_of(corpus, rows_per_step=3)
+    assert plan.num_steps >= 8
+    sources = sources_of(corpus, plan, 2, 1, max_blocks=10)
+    for first in (4, 1):
+        steps = range(first, plan.num_steps + 1 if first == 4 else 4)
+        for rank, received in enumerate(take(sources, steps)):
+            assert_same(received, direct(corpus, plan, rank, 2, 1, steps))
+    for source in sources:
+        source.close()
+
+
+def test_slots_keep_their_order_however_uneven_the_blocks(cluster: None, corpus: Corpus) -> None:
+    """A canary of Ray Data: one-row blocks of very different size are dealt round-robin."""
+    settings = PlanSettings(seed=0, context_tokens=200_000, pad_multiple=8, rows_per_step=24)
+    lengths = np.asarray([100_000, 8] * 24)
+    plan = build_plan(lengths, "sizes", settings)
+    slots = segment_slots(replace(plan, settings=settings), range(1, 2), 4, 2)
+    rows = [(slot.row, slot.sp_rank) for slot in slots]
+    sizes = [200_000 if number % 5 == 0 else 8 for number in range(len(rows))]
+
+    def block(item: dict[str, Any]) -> dict[str, Any]:
+        return {"number": item["number"], "payload": np.zeros(item["size"], dtype=np.int64)}
+
+    dataset = ray.data.from_items(
+        [{"number": number, "size": size} for number, size in enumerate(sizes)], override_num_blocks=len(sizes)
+    ).map(block, num_cpus=0.25)
+    dataset.context.execution_options.preserve_order = True
+    dataset.context.enable_progress_bars = False
+    iterators = dataset.streaming_split(4, equal=False)
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(lambda it=it: [int(row["number"]) for row in it.iter_rows()]) for it in iterators]
+        received = [job.result(timeout=WAIT_S) for job in jobs]
+    assert received == [list(range(rank, len(sizes), 4)) for rank in range(4)]
+
+
+@ray.remote(num_cpus=0)
+class Mailbox:
+    """Keeps what rank 0 shared, for ranks in other processes."""
+
+    def __init__(self) -> None:
+        self._values: list[bytes] = []
+
+    def put(self, value: bytes) -> None:
+        self._values.append(value)
+
+    def get(self, number: int) -> bytes | None:
+        return self._values[number] if number < len(self._values) else None
+
+
+@ray.remote(num_cpus=0)
+class Rank:
+    """A worker process with its own source."""
+
+    def __init__(self, mailbox: Any, corpus_path: str, plan: Plan, rank: int) -> None:
+        self._mailbox = mailbox
+        self._rank = rank
+        self._count = 0
+        self._source = RaySource(
+            corpus_path, plan, rank=rank, world_size=4, sp_size=2, share=self._share, max_blocks=12, timeout_s=WAIT_S
+        )
+
+    def take(self, first: int, last: int) -> list[RowSlice]:
+        return [received for step in range(first, last) for received in self._source.step(step)]
+
+    def close(self) -> None:
+        self._source.close()
+
+    def _share(self, value: Any) -> Any:
+        if self._rank == 0:
+            ray.get(self._mailbox.put.remote(pickle.dumps(value)))
+        data = None
+        while data is None:
+            data = ray.get(self._mailbox.get.remote(self._count), timeout=WAIT_S)
+        self._count += 1
+        return pickle.loads(data)
+
+
+def test_ranks_in_processes_of_their_own_receive_their_slices(cluster: None, corpus: Corpus) -> None:
+    plan = plan_of(corpus)
+    mailbox = Mailbox.remote()
+    ranks = [Rank.remote(mailbox, str(corpus.path), plan, rank) for rank in range(4)]
+    steps = range(2, plan.num_steps + 1)
+    received = ray.get([rank.take.remote(steps.start, steps.stop) for rank in ranks], timeout=2 * WAIT_S)
+    for rank in range(4):
+        assert_same(received[rank], direct(corpus, plan, rank, 4, 2, steps))
+    assert len(steps) > 3, "several segments"
+    ray.get([rank.close.remote() for rank in ranks], timeout=WAIT_S)
+
+
+def test_a_broken_shard_is_named_where_the_row_is_asked_for(cluster: None, tmp_path: Path) -> None:
+    corpus = text_corpus(tmp_path, varied_texts(20))
+    plan = plan_of(corpus, context_tokens=256)
+    path = corpus.path / "shards" / "shard-00000.parquet"
+    path.write_bytes(path.read_bytes()[:-10])
+    (source,) = sources_of(corpus, plan, 1, 1)
+    with pytest.raises(UserError, match=r"the shard .*shard-00000\.parquet can't be read"):
+        list(source.step(1))
+    source.close()
+
+
+def test_a_replaced_corpus_is_refused(cluster: None, tmp_path: Path) -> None:
+    corpus = text_corpus(tmp_path, varied_texts(20))
+    plan = replace(plan_of(corpus, context_tokens=256), fingerprint="another")
+    (source,) = sources_of(corpus, plan, 1, 1)
+    with pytest.raises(UserError, match=r"the corpus was replaced while the run was going on"):
+        list(source.step(1))
+    source.close()
+
+
+def test_a_cluster_without_free_cpus_is_an_error_and_no_hang(cluster: None, corpus: Corpus) -> None:
+    plan = plan_of(corpus)
+    (source,) = sources_of(corpus, plan, 1, 1, num_cpus=64.0)
+    source._timeout_s = 3.0
+    with pytest.raises(RunError, match=r"no row arrived for 3 s; Ray Data needs 64.0 free CPUs a task"):
+        list(source.step(1))
+    source.close()
+
+
+def test_the_streams_of_finished_segments_are_ended(cluster: None, corpus: Corpus) -> None:
+    plan = plan_of(corpus, rows_per_step=2)
+    sources = sources_of(corpus, plan, 1, 1, max_blocks=4)
+    take(sources, range(1, plan.num_steps + 1))
+    assert len(sources[0]._coordinators) <= 2
+    coordinators = list(sources[0]._coordinators)
+    sources[0].close()
+    for coordinator in coordinators:
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(coordinator.stats.remote(), timeout=WAIT_S)
+
+
+def test_segments_are_whole_steps_and_bounded(corpus: Corpus) -> None:
+    plan = plan_of(corpus, rows_per_step=5)
+    # dp=2: 3 micro-steps of 4 ranks make 12 blocks a step.
+    assert segment_steps(1, plan, 4, 2, 30) == range(1, 3)
+    assert segment_steps(1, plan, 4, 2, 5) == range(1, 2)
+    assert segment_steps(plan.num_steps, plan, 4, 2, 1000) == range(plan.num_steps, plan.num_steps + 1)
+    assert not segment_steps(plan.num_steps + 1, plan, 4, 2, 1000)
+    slots = segment_slots(plan, range(1, 3), 4, 2)
+    assert len(slots) == 24
+    assert [slot.sp_rank for slot in slots[:4]] == [0, 1, 0, 1]
+    assert sum(slot.row == -1 for slot in slots) == 2 * 2

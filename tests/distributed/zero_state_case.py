@@ -1,0 +1,208 @@
+"""A tiny tied Llama with a frozen matrix, a frozen norm and a buffer, trained by ZeRO-3 and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ray_ulysses.checkpoint import (
+    CheckpointMeta,
+    CheckpointRef,
+    ShardedState,
+    StateDescription,
+    TorchExchange,
+    load_pieces,
+    newest_committed,
+    save_checkpoint,
+)
+from ray_ulysses.engine.zero import ZeroSettings, build_engine
+from ray_ulysses.engine.zero_state import export_state, import_state
+from ray_ulysses.storage import LocalStore
+
+ROWS, TOKENS, VOCAB = 12, 16, 61
+FROZEN = ("model.layers.0.mlp.gate_proj.weight", "model.layers.1.input_layernorm.weight")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leg:
+    """What one group of ranks does.
+
+    Attributes:
+        load_from: Run directory to resume from; None starts anew.
+        save_to: Run directory to save to; None does not save.
+        save_at: Step to save at, the one that was loaded included.
+        until: Step to train to.
+        dtype: Model precision.
+        offload: Where the optimizer's state lives.
+        partition_everything: Keep nothing gathered; otherwise every parameter of this tiny model stays whole.
+        num_layers: Another number makes another model.
+        group_settings: Put into the optimizer's second group before anything is loaded.
+    """
+
+    load_from: str | None = None
+    save_to: str | None = None
+    save_at: int = 0
+    until: int = 0
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    offload: Literal["none", "cpu"] = "none"
+    partition_everything: bool = True
+    num_layers: int = 2
+    group_settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LegResult:
+    """What one rank saw.
+
+    Attributes:
+        losses: Loss of each step.
+        start: State right after the start or the load.
+        saved: State when it was saved; the start's if it was not.
+        end: State after the last step.
+        micro_steps: The engine's counter at the end.
+        gathered: The model's weights as the forward pass sees them after the start, by name.
+    """
+
+    losses: tuple[float, ...]
+    start: ShardedState
+    saved: ShardedState
+    end: ShardedState
+    micro_steps: int
+    gathered: Mapping[str, torch.Tensor]
+
+
+def run_leg(rank: int, world_size: int, leg: Leg) -> LegResult:
+    """Build the engine, resume if asked, train, save; every rank runs this."""
+    engine = _engine(leg)
+    step = 0
+    if leg.load_from is not None:
+        store = LocalStore(leg.load_from)
+        manifest = newest_committed(store).manifest
+        assert manifest is not None
+        step = manifest.step
+        exchange = TorchExchange()
+        import_state(engine, manifest.state, lambda pieces: load_pieces(store, manifest, pieces, exchange))
+    start, gathered = _copy(export_state(engine)), _gathered(engine)
+    saved, losses = start, []
+    while True:
+        if leg.save_to is not None and step == leg.save_at:
+            saved = _copy(export_state(engine))
+            _save(engine, leg.save_to, step, rank, world_size)
+        if step >= leg.until:
+            break
+        step += 1
+        losses.append(_train_step(engine, step, rank, world_size))
+    return LegResult(
+        losses=tuple(losses),
+        start=start,
+        saved=saved,
+        end=_copy(export_state(engine)),
+        micro_steps=engine.micro_steps,
+        gathered=gathered,
+    )
+
+
+def canonical(states: list[ShardedState]) -> dict[str, torch.Tensor]:
+    """Put the ranks' pieces together: each tensor flat and whole."""
+    parts: dict[str, list[tuple[int, torch.Tensor]]] = {key: [] for key in states[0].description.tensors}
+    for state in states:
+        for piece in state.pieces:
+            parts[piece.key].append((piece.start, piece.tensor))
+    return {
+        key: torch.cat([tensor for _, tensor in sorted(held, key=lambda part: part[0]) if tensor.numel()])
+        for key, held in parts.items()
+    }
+
+
+def description_of(results: list[LegResult]) -> StateDescription:
+    """Return what the ranks say about the state when it was saved (or loaded), the same on all."""
+    descriptions = [result.saved.description for result in results]
+    assert all(description == descriptions[0] for description in descriptions)
+    return descriptions[0]
+
+
+def _engine(leg: Leg) -> Any:
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=28,
+        intermediate_size=33,
+        num_hidden_layers=leg.num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=6,
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    model.register_buffer("seen", torch.arange(3, dtype=torch.float32))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in FROZEN)
+    if leg.load_from is not None:
+        # Whatever is not restored must show.
+        for tensor in (*model.parameters(), model.seen):
+            torch.nn.init.constant_(tensor, 0.5)
+    model.to(torch.float32 if leg.dtype == "fp32" else torch.bfloat16)
+    model.seen = model.seen.to(torch.float32)
+    settings = ZeroSettings(
+        dtype=leg.dtype,
+        accumulation=1,
+        max_grad_norm=1.0,
+        learning_rate=1e-2,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=0.1,
+        offload_optimizer=leg.offload,
+        partition_everything=leg.partition_everything,
+    )
+    engine = build_engine(model, settings)
+    engine.optimizer.optimizer.param_groups[1].update(leg.group_settings)
+    return engine
+
+
+def _train_step(engine: Any, step: int, rank: int, world_size: int) -> float:
+    """Train on this rank's share of the step's rows; return the loss over all of them."""
+    generator = torch.Generator().manual_seed(step)
+    rows = torch.randint(0, VOCAB, (ROWS, TOKENS), generator=generator)[rank::world_size]
+    logits = engine(input_ids=rows, use_cache=False).logits.float()
+    loss = cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
+    num_tokens = ROWS * (TOKENS - 1)
+    # The engine averages gradients over the world.
+    engine.backward(loss * world_size / num_tokens)
+    engine.step()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return float(total / num_tokens)
+
+
+def _save(engine: Any, run_dir: str, step: int, rank: int, world_size: int) -> CheckpointRef:
+    meta = CheckpointMeta(sp_size=1, cursor={"next_row": step * ROWS}, digest="0", tokens=step)
+    return save_checkpoint(
+        LocalStore(run_dir),
+        step=step,
+        attempt=1,
+        rank=rank,
+        world_size=world_size,
+        state=export_state(engine),
+        meta=meta,
+        exchange=TorchExchange(),
+    )
+
+
+def _copy(state: ShardedState) -> ShardedState:
+    """Copy the live views, which the next step overwrites."""
+    pieces = tuple(type(p)(key=p.key, start=p.start, tensor=p.tensor.clone()) for p in state.pieces)
+    return ShardedState(pieces=pieces, description=state.description)
+
+
+def _gathered(engine: Any) -> dict[str, torch.Tensor]:
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        return {name: p.detach().clone() for name, p in engine.module.named_parameters()}

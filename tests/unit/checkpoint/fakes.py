@@ -1,0 +1,127 @@
+"""Ranks as threads, and states and stores to plant faults in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ray_ulysses.checkpoint import (
+    CheckpointMeta,
+    CheckpointRef,
+    Piece,
+    ShardedState,
+    StateDescription,
+    TensorSpec,
+    save_checkpoint,
+)
+from ray_ulysses.checkpoint.intervals import partition
+from ray_ulysses.checkpoint.state import dtype_name
+from ray_ulysses.storage import Buffer, LocalStore, Store
+
+TENSORS = {
+    "fp32/a": torch.arange(10, dtype=torch.float32),
+    "fp32/b": torch.arange(7, dtype=torch.float32) * 3,
+    "frozen/c": torch.arange(5, dtype=torch.bfloat16),
+    "fp32/one": torch.ones(1),
+}
+META = CheckpointMeta(
+    sp_size=2, cursor={"next_row": 12}, digest="00000000000000ff", tokens=1200, config_fingerprint="f00d"
+)
+
+
+class ThreadExchange:
+    """An exchange between threads; one object a rank, made by `thread_exchanges`."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, slots: list[Any]) -> None:
+        self._rank, self._barrier, self._slots = rank, barrier, slots
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Return every rank's value on rank 0."""
+        self._slots[self._rank] = value
+        self._barrier.wait()
+        values = list(self._slots) if self._rank == 0 else None
+        self._barrier.wait()
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value."""
+        if self._rank == 0:
+            self._slots[0] = value
+        self._barrier.wait()
+        value = self._slots[0]
+        self._barrier.wait()
+        return value
+
+
+class FailingStore(LocalStore):
+    """A local store of which creating some keys fails."""
+
+    def __init__(self, root: Path, fails: Callable[[str], bool], error: OSError) -> None:
+        super().__init__(root)
+        self._fails, self._error = fails, error
+
+    def create(self, key: str, chunks: Iterable[Buffer]) -> int:
+        """Write the first bytes, then fail."""
+        return super().create(key, self._cut(chunks) if self._fails(key) else chunks)
+
+    def _cut(self, chunks: Iterable[Buffer]) -> Iterable[Buffer]:
+        yield next(iter(chunks))
+        raise self._error
+
+
+def on_ranks(world_size: int, call: Callable[[int, ThreadExchange], Any]) -> list[Any]:
+    """Run a call on every rank, each in a thread; return values or the exceptions they raised."""
+    barrier, slots = threading.Barrier(world_size, timeout=20), [None] * world_size
+
+    def guarded(rank: int) -> Any:
+        try:
+            return call(rank, ThreadExchange(rank, barrier, slots))
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(guarded, range(world_size)))
+
+
+def shard_of(tensors: dict[str, torch.Tensor], rank: int, world_size: int) -> ShardedState:
+    """Return what ZeRO-3 would give a rank of these tensors."""
+    pieces = []
+    for key, tensor in tensors.items():
+        start, stop = partition(tensor.numel(), world_size, rank)
+        pieces.append(Piece(key=key, start=start, tensor=tensor.reshape(-1)[start:stop].clone()))
+    specs = {
+        key: TensorSpec(shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype))
+        for key, tensor in tensors.items()
+    }
+    return ShardedState(pieces=tuple(pieces), description=StateDescription(tensors=specs))
+
+
+def save(
+    store: Store,
+    step: int,
+    *,
+    world_size: int = 2,
+    attempt: int = 1,
+    tensors: dict[str, torch.Tensor] | None = None,
+    stores: dict[int, Store] | None = None,
+) -> list[Any]:
+    """Save these tensors from `world_size` ranks; return each rank's ref or error."""
+
+    def call(rank: int, exchange: ThreadExchange) -> CheckpointRef:
+        return save_checkpoint(
+            (stores or {}).get(rank, store),
+            step=step,
+            attempt=attempt,
+            rank=rank,
+            world_size=world_size,
+            state=shard_of(tensors if tensors is not None else TENSORS, rank, world_size),
+            meta=META,
+            exchange=exchange,
+        )
+
+    return on_ranks(world_size, call)

@@ -1,0 +1,128 @@
+"""The choice: newest, committed and whole; a damaged checkpoint is set aside with a reason."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ray_ulysses.checkpoint import newest_committed, set_aside
+from ray_ulysses.checkpoint.choice import Damage, committed_steps
+from ray_ulysses.storage import LocalStore
+from tests.unit.checkpoint.fakes import save
+
+
+def _flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def _shard(run_dir: Path) -> Path:
+    return run_dir / "checkpoints/step-00000030/attempt-0001/rank-00001-of-00002.safetensors"
+
+
+def _manifest(run_dir: Path) -> Path:
+    return run_dir / "checkpoints/step-00000030/manifest.json"
+
+
+def _cut(path: Path, num_bytes: int) -> None:
+    path.write_bytes(path.read_bytes()[:-num_bytes])
+
+
+def _alter(path: Path) -> None:
+    path.write_text(path.read_text().replace('"tokens":1200', '"tokens":1201'))
+
+
+def _copy_of_step_20(path: Path) -> None:
+    path.write_bytes((path.parents[1] / "step-00000020/manifest.json").read_bytes())
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a flipped byte in a shard": (lambda run: _flip(_shard(run), -1), "checksum of .* is wrong"),
+    "a flipped byte in a header": (lambda run: _flip(_shard(run), 20), "header's checksum is wrong"),
+    "a truncated shard": (lambda run: _cut(_shard(run), 7), "bytes instead of"),
+    "a missing shard": (lambda run: _shard(run).unlink(), "is missing"),
+    "a torn manifest": (lambda run: _cut(_manifest(run), 99), "torn or no JSON"),
+    "an empty manifest": (lambda run: _manifest(run).write_bytes(b""), "torn or no JSON"),
+    "an altered manifest": (lambda run: _alter(_manifest(run)), "the manifest's checksum is wrong"),
+    "a manifest of another step": (lambda run: _copy_of_step_20(_manifest(run)), "step 30 is of step 20"),
+    "a manifest that is no object": (lambda run: _manifest(run).write_text("[]"), "checksum is wrong"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES, ids=lambda name: name.replace(" ", "-"))
+def test_damage_is_named_and_the_checkpoint_before_is_taken(tmp_path: Path, name: str) -> None:
+    store = LocalStore(tmp_path)
+    for step in (10, 20, 30):
+        save(store, step)
+    plant, reason = DAMAGES[name]
+    plant(tmp_path)
+    choice = newest_committed(store)
+    assert choice.manifest is not None and choice.manifest.step == 20
+    (damage,) = choice.damaged
+    assert damage.step == 30
+    assert re.search(reason, damage.reason), damage.reason
+    assert str(damage).startswith("the checkpoint of step 30 is damaged and not used: ")
+
+
+def test_nothing_saved_means_nothing_to_resume_from(tmp_path: Path) -> None:
+    assert newest_committed(LocalStore(tmp_path)).manifest is None
+
+
+def test_shards_without_a_manifest_are_never_loaded(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    save(store, 20)
+    save(store, 30)
+    _manifest(tmp_path).unlink()
+    choice = newest_committed(store)
+    assert choice.manifest is not None and choice.manifest.step == 20
+    assert choice.damaged == ()
+
+
+def test_sizes_alone_do_not_find_a_flipped_byte_and_content_does(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    save(store, 30)
+    _flip(_shard(tmp_path), -1)
+    assert newest_committed(store, depth="sizes").manifest is not None
+    assert newest_committed(store, depth="content").manifest is None
+
+
+def test_all_damaged_means_nothing_and_says_why_of_each(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    for step in (10, 20):
+        save(store, step)
+        store.path(f"checkpoints/step-000000{step}/manifest.json").write_bytes(b"{")
+    choice = newest_committed(store)
+    assert choice.manifest is None
+    assert [damage.step for damage in choice.damaged] == [20, 10]
+
+
+def test_a_step_set_aside_can_be_committed_anew(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    save(store, 30)
+    _flip(_shard(tmp_path), -1)
+    (damage,) = newest_committed(store).damaged
+    text = _manifest(tmp_path).read_text()
+    set_aside(store, damage, attempt=2)
+    assert committed_steps(store) == ()
+    note = json.loads((tmp_path / "checkpoints/step-00000030/set-aside-0002.json").read_text())
+    assert note == {"reason": damage.reason, "manifest": text}
+    save(store, 30, attempt=2)
+    choice = newest_committed(store)
+    assert choice.manifest is not None and choice.manifest.attempt == 2
+
+
+def test_setting_aside_twice_by_one_attempt_does_not_fail(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    damage = Damage(step=30, reason="planted")
+    save(store, 30)
+    content = _manifest(tmp_path).read_bytes()
+    set_aside(store, damage, attempt=2)
+    _manifest(tmp_path).write_bytes(content)
+    set_aside(store, damage, attempt=2)
+    set_aside(store, damage, attempt=3)
+    assert committed_steps(store) == ()

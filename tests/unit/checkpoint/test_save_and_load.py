@@ -1,0 +1,208 @@
+"""Save and load: the same state at any world size, committed or absent, the same error on every rank."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from ray_ulysses.checkpoint import (
+    CheckpointError,
+    CheckpointRef,
+    Piece,
+    load_pieces,
+    newest_committed,
+    read_manifest,
+    save_checkpoint,
+)
+from ray_ulysses.checkpoint.choice import committed_steps
+from ray_ulysses.checkpoint.manifest import Manifest, ManifestError
+from ray_ulysses.storage import LocalStore
+from tests.unit.checkpoint.fakes import META, TENSORS, FailingStore, ThreadExchange, on_ranks, save, shard_of
+
+
+def _loaded(store: LocalStore, step: int, world_size: int) -> dict[str, torch.Tensor]:
+    """Load at a world size and put the ranks' parts together again."""
+    manifest = read_manifest(store, step)
+    parts: dict[str, list[torch.Tensor]] = {key: [] for key in TENSORS}
+    for rank in range(world_size):
+        pieces = [
+            Piece(key=piece.key, start=piece.start, tensor=torch.full_like(piece.tensor, 99))
+            for piece in shard_of(TENSORS, rank, world_size).pieces
+        ]
+        num_bytes = load_pieces(store, manifest, pieces)
+        assert num_bytes == sum(piece.tensor.numel() * piece.tensor.element_size() for piece in pieces)
+        for piece in pieces:
+            parts[piece.key].append(piece.tensor)
+    return {key: torch.cat(tensors) for key, tensors in parts.items()}
+
+
+@pytest.mark.parametrize("loaded", [1, 2, 3, 4, 7, 12])
+@pytest.mark.parametrize("saved", [1, 2, 3, 4, 7, 12])
+def test_what_was_saved_is_loaded_bitwise_at_any_world_size(tmp_path: Path, saved: int, loaded: int) -> None:
+    store = LocalStore(tmp_path)
+    refs = save(store, 20, world_size=saved)
+    folder = "checkpoints/step-00000020"
+    assert refs == [CheckpointRef(step=20, attempt=1, world_size=saved, folder=folder)] * saved
+    for key, tensor in _loaded(store, 20, loaded).items():
+        assert torch.equal(tensor, TENSORS[key]), key
+
+
+def test_the_manifest_gives_back_what_the_loop_put_in(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    save(store, 20, attempt=3)
+    manifest = read_manifest(store, 20)
+    assert manifest.meta == META
+    assert (manifest.step, manifest.attempt, manifest.world_size) == (20, 3, 2)
+    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+    assert [shard.file for shard in manifest.shards] == [
+        "attempt-0003/rank-00000-of-00002.safetensors",
+        "attempt-0003/rank-00001-of-00002.safetensors",
+    ]
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_full_disk_on_one_rank_is_the_same_error_on_every_rank(tmp_path: Path, failing: int) -> None:
+    store = LocalStore(tmp_path)
+    save(store, 10, world_size=3)
+    full = FailingStore(
+        tmp_path, lambda key: "rank-" in key, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    )
+    errors = save(store, 20, world_size=3, stores={failing: full})
+    assert all(isinstance(error, CheckpointError) for error in errors)
+    assert len({str(error) for error in errors}) == 1
+    assert str(errors[0]) == (
+        f"the checkpoint of step 20 could not be saved: rank {failing}: "
+        f"attempt-0001/rank-0000{failing}-of-00003.safetensors could not be written ([Errno 28] No space "
+        f"left on device); the checkpoint before it is untouched. Make room or repair run.storage, then "
+        f"start the same command again: it resumes there"
+    )
+    assert committed_steps(store) == (10,)
+    # What the others had written makes room again.
+    assert not [key for key in store.list("checkpoints") if "step-00000020" in key]
+
+
+def test_a_manifest_that_can_not_be_written_is_the_same_error_on_every_rank(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    denied = FailingStore(tmp_path, lambda key: "manifest" in key, PermissionError(13, "Permission denied"))
+    errors = save(store, 20, stores={0: denied})
+    assert len({str(error) for error in errors}) == 1
+    assert "the manifest could not be written ([Errno 13] Permission denied)" in str(errors[0])
+    assert committed_steps(store) == ()
+
+
+def test_a_step_is_committed_once(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    save(store, 20, attempt=1)
+    before = {key: store.path(key).read_bytes() for key in store.list("checkpoints")}
+    for attempt in (1, 2):
+        errors = save(store, 20, attempt=attempt, tensors={k: v + 1 for k, v in TENSORS.items()})
+        assert all(isinstance(error, CheckpointError) for error in errors)
+    assert "step 20 is committed already" in str(errors[0])
+    assert {key: store.path(key).read_bytes() for key in store.list("checkpoints")} == before
+
+
+def test_shards_that_do_not_hold_the_whole_state_are_never_committed(tmp_path: Path) -> None:
+    """A rank that lost a piece on the way must not leave a checkpoint that looks whole."""
+    store = LocalStore(tmp_path)
+
+    def call(rank: int, exchange: ThreadExchange) -> CheckpointRef:
+        state = shard_of(TENSORS, 0, 2)
+        return save_checkpoint(
+            store,
+            step=5,
+            attempt=1,
+            rank=rank,
+            world_size=2,
+            state=state,
+            meta=META,
+            exchange=exchange,
+        )
+
+    errors = on_ranks(2, call)
+    assert "the shards do not hold the whole state (elements [0, 5) of fp32/a are stored twice)" in str(
+        errors[0]
+    )
+    assert committed_steps(store) == ()
+
+
+def test_an_altered_shard_is_found_while_it_is_read(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    save(store, 20)
+    manifest = read_manifest(store, 20)
+    path = store.path(f"checkpoints/step-00000020/{manifest.shards[0].file}")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(
+        CheckpointError, match=r"step 20 could not be loaded: rank 0: .* the checksum of .* is wrong"
+    ):
+        load_pieces(store, manifest, shard_of(TENSORS, 0, 1).pieces)
+
+
+def test_a_rank_that_can_not_read_stops_every_rank(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    save(store, 20)
+    manifest = read_manifest(store, 20)
+
+    def call(rank: int, exchange: ThreadExchange) -> int:
+        root = tmp_path if rank != 1 else tmp_path / "not mounted"
+        return load_pieces(LocalStore(root), manifest, shard_of(TENSORS, rank, 3).pieces, exchange)
+
+    errors = on_ranks(3, call)
+    assert len({str(error) for error in errors}) == 1
+    assert "rank 1: [Errno 2] No such file or directory" in str(errors[0])
+
+
+def test_another_dtype_than_the_stored_one_is_refused(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    save(store, 20)
+    piece = Piece(key="frozen/c", start=0, tensor=torch.zeros(5))
+    with pytest.raises(
+        CheckpointError, match=r"frozen/c is stored as BF16, but F32 is wanted; resume with the model"
+    ):
+        load_pieces(store, read_manifest(store, 20), [piece])
+
+
+class _Trap:
+    def __reduce__(self) -> tuple[object, ...]:
+        return (os.mkdir, ("sprung",))
+
+
+@pytest.mark.parametrize("which", ["manifest", "shard", "beside"])
+def test_a_planted_pickle_is_never_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = LocalStore(tmp_path / "run")
+    save(store, 20)
+    folder = tmp_path / "run" / "checkpoints" / "step-00000020"
+    shard = folder / read_manifest(store, 20).shards[0].file
+    targets = {"manifest": folder / "manifest.json", "shard": shard, "beside": folder / ".metadata"}
+    targets[which].write_bytes(pickle.dumps(_Trap()))
+    choice = newest_committed(store)
+    if choice.manifest is not None:
+        load_pieces(store, choice.manifest, shard_of(TENSORS, 0, 1).pieces)
+    assert (choice.manifest is None) == (which != "beside")
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_a_manifest_of_a_newer_version_says_so(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    save(store, 20)
+    path = store.path("checkpoints/step-00000020/manifest.json")
+    fields = json.loads(path.read_text())
+    del fields["crc32"]
+    fields["schema_version"] = 9
+    crc32 = zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
+    path.write_text(json.dumps({"crc32": crc32, **fields}))
+    with pytest.raises(
+        ManifestError, match="schema version 9, but this version of ray-ulysses reads 1; load it"
+    ):
+        read_manifest(store, 20)

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ray_ulysses.config import Config, load_config, parse_config
+from ray_ulysses.config.schema import section_models, setting_paths
+from ray_ulysses.errors import ConfigError, UserError
+from tests.unit.config.trees import small_tree
+
+
+def errors_of(tree: object, overrides: tuple[str, ...] = ()) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(tree, overrides)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_the_smallest_tree_is_valid_and_defaults_are_filled_in() -> None:
+    config = parse_config(small_tree())
+    assert config.optimizer.betas == (0.9, 0.95)
+    assert config.run_dir == Path("runs/first")
+    assert config.dp_size == 6
+    assert config.tracking_uri == "sqlite:///runs/mlflow.db"
+
+
+def test_the_stored_configuration_loads_into_an_equal_one(tmp_path: Path) -> None:
+    config = parse_config(
+        small_tree(
+            tracking__tags={"owner": "no", "when": "2026-01-31"},
+            optimizer__lr=3e-4,
+            parallel__allowed_sp=[1, 2],
+        )
+    )
+    stored = tmp_path / "config.yaml"
+    stored.write_text(config.to_yaml(), encoding="utf-8")
+    assert load_config(stored) == config
+
+
+def test_every_setting_is_written_into_the_stored_configuration() -> None:
+    stored = parse_config(small_tree()).model_dump(mode="json")
+    assert {f"{section}.{name}" for section, values in stored.items() for name in values} == set(
+        setting_paths()
+    )
+
+
+def test_every_setting_is_documented_and_a_default_says_why() -> None:
+    for section, model in section_models().items():
+        assert model.__doc__
+        for name, info in model.model_fields.items():
+            assert info.description, f"{section}.{name} has no docstring"
+            assert (
+                info.is_required()
+                or name == "ring_size"
+                or "Default" in info.description
+                or "null" in (info.description)
+            ), f"{section}.{name} does not say its default's reason"
+
+
+def test_a_configuration_can_not_be_changed() -> None:
+    config = parse_config(small_tree())
+    with pytest.raises(ValueError, match="frozen"):
+        config.run.seed = 3  # type: ignore[misc]
+
+
+def test_relative_paths_become_absolute_and_absolute_ones_stay() -> None:
+    config = parse_config(small_tree(data__path="/corpora/a")).with_absolute_paths(Path("/home/me"))
+    assert (config.run.storage, config.data.path) == ("/home/me/runs", "/corpora/a")
+
+
+def test_all_errors_of_a_file_come_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(
+        "run: {name: first, nmae: again, seed: yes}\n"
+        "model: {init: randm}\n"
+        "data: {path: c, context_tokens: 0, rows_per_step: 2}\n"
+        "data: {path: c, context_tokens: 0, rows_per_step: 2}\n"
+        "parallel: {sp_size: 3}\n"
+        "optimiser: {}\n"
+        "cluster: {workers: 4}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, ["run.stop_step=soon", "nonsense"])
+    paths = [problem.path for problem in caught.value.problems]
+    assert paths == [
+        "bad.yaml:4",
+        "--set",
+        "run.storage",
+        "run.seed",
+        "run.stop_step",
+        "run.nmae",
+        "model.init",
+        "data.context_tokens",
+        "optimiser",
+        "parallel.sp_size",
+    ]
+    assert str(caught.value).startswith(f"{file}: 10 problems\n  - bad.yaml:4='data': the key is given twice")
+
+
+@pytest.mark.parametrize(
+    ("path", "nearest"),
+    [
+        ("run.stop_stpe", "run.stop_step"),
+        ("run.stop-step", "run.stop_step"),
+        ("parallel.workers", "cluster.workers"),
+        ("optimizer.warmup_steps", "schedule.warmup_steps"),
+        ("paralel.sp_size", "parallel"),
+        ("zzz.zzz", None),
+        ("run.zzz", None),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_name(path: str, nearest: str | None) -> None:
+    (error,) = errors_of(small_tree(), (f"{path}=1",))
+    assert "there is no such setting" in error
+    assert (f"(did you mean '{nearest}'?)" in error) == (nearest is not None)
+    assert ("did you mean" in error) == (nearest is not None)
+
+
+@pytest.mark.parametrize(
+    ("override", "error"),
+    [
+        ("run.name=a/b", "run.name='a/b': may have only letters, digits"),
+        ("run.name=..", "run.name='..': may have only letters, digits"),
+        ("run.name=12", "run.name=12: must be text; write it in quotes"),
+        ("run.storage=", "run.storage=None: must be text"),
+        (
+            "run.storage=s3://bucket/runs",
+            "run.storage='s3://bucket/runs': object stores and other URIs are not supported",
+        ),
+        ("run.seed=-1", "run.seed=-1: must be at least 0; use 0 or more"),
+        ("run.stop_step=1.5", "run.stop_step=1.5: must be a whole number"),
+        ("model.dtype=fp16", "model.dtype='fp16': must be 'bf16' or 'fp32'; use one of these"),
+        (
+            "model.config={a: 1}",
+            "model.config={'a': 1}: an inline model configuration must have a model_type",
+        ),
+        ("data.eval_fraction=0.6", "data.eval_fraction=0.6: must be at most 0.5"),
+        ("data.context_tokens=true", "data.context_tokens=True: must be a whole number"),
+        ("data.rows_per_step='4'", "data.rows_per_step='4': must be a whole number; write a number without"),
+        ("parallel.sp_size=0", "parallel.sp_size=0: must be at least 1"),
+        ("parallel.ring_size=2", "parallel.ring_size=2: this version has no ring attention"),
+        (
+            "parallel.allowed_sp=[2, 1]",
+            "parallel.allowed_sp=[2, 1]: must be different numbers in ascending order",
+        ),
+        ("parallel.allowed_sp=[]", "parallel.allowed_sp=[]: must be different numbers"),
+        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas.1=1.0: must be below 1.0"),
+        ("optimizer.lr=.inf", "optimizer.lr=inf: must be a finite number"),
+        ("memory.gradient_checkpointing=no", "memory.gradient_checkpointing='no': must be true or false"),
+        ("tracking.uri=mlflow", "tracking.uri='mlflow': must be the URI of an MLflow server"),
+        ("tracking.tags={a: 1}", "tracking.tags.a=1: must be text; write it in quotes"),
+        ("cluster.gpus_per_worker=2", "cluster.gpus_per_worker=2: must be at most 1"),
+        ("cluster.workers=", "cluster.workers=None: must be a whole number"),
+    ],
+)
+def test_a_bad_value_is_refused_by_path_value_rule_and_way_out(override: str, error: str) -> None:
+    (found,) = errors_of(small_tree(), (override,))
+    assert found.startswith(error)
+    assert "; " in found
+
+
+def test_betas_of_the_wrong_length_are_refused() -> None:
+    assert any(
+        error.startswith("optimizer.betas") for error in errors_of(small_tree(), ("optimizer.betas=[0.9]",))
+    )
+    assert errors_of(small_tree(), ("optimizer.betas=[0.9, 0.9, 0.9]",))[0].startswith("optimizer.betas")
+
+
+@pytest.mark.parametrize("tree", [[], 3, "run"])
+def test_a_file_without_sections_is_refused(tree: object) -> None:
+    (error,) = errors_of(tree)
+    assert "the file must hold sections such as run, model and data" in error
+
+
+@pytest.mark.parametrize("tree", [None, {}, {"run": None, "model": None}])
+def test_an_empty_file_is_told_each_setting_that_it_needs(tree: object) -> None:
+    paths = [error.partition("=")[0] for error in errors_of(tree)]
+    assert paths == [
+        "run.name",
+        "run.storage",
+        "data.path",
+        "data.context_tokens",
+        "data.rows_per_step",
+        "cluster.workers",
+        "model.path",
+    ]
+
+
+def test_a_missing_file_is_the_users_error_and_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.yaml'?: the file does not exist"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_config_needs_its_sections_even_without_the_loader() -> None:
+    with pytest.raises(ValueError, match="run"):
+        Config.model_validate({})

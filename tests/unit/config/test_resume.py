@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from ray_ulysses.config import parse_config, resume_conflicts, resume_fingerprint
+from ray_ulysses.config.resume import FIXED, FREE
+from ray_ulysses.config.schema import setting_paths
+from tests.unit.config.trees import small_tree
+
+
+def test_every_setting_is_either_fixed_or_free() -> None:
+    assert sorted([*FIXED, *FREE]) == sorted(setting_paths())
+
+
+def test_the_same_configuration_has_no_conflict() -> None:
+    assert resume_conflicts(parse_config(small_tree()), parse_config(small_tree())) == ()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cluster__workers": 3, "parallel__sp_size": 3},
+        {"run__stop_step": 50, "run__log_every_steps": 10},
+        {"run__storage": "/elsewhere", "tracking__tags": {"a": "b"}},
+        {"data__engine": "local", "memory__offload_optimizer": "cpu", "checkpoint__every_steps": None},
+    ],
+)
+def test_workers_stop_step_and_logging_may_change(changes: dict[str, Any]) -> None:
+    old, new = parse_config(small_tree()), parse_config(small_tree(**changes))
+    assert resume_conflicts(old, new) == ()
+    assert resume_fingerprint(old) == resume_fingerprint(new)
+
+
+def test_a_conflict_names_the_field_the_runs_value_and_how_to_start_a_new_run() -> None:
+    old, new = parse_config(small_tree()), parse_config(small_tree(run__seed=7))
+    (problem,) = resume_conflicts(old, new)
+    assert str(problem) == (
+        "run.seed=7: run 'first' was started with 0, and it decides the weights and the order of the data; "
+        "put run.seed back to resume, or choose another run.name to start a new run"
+    )
+    assert resume_fingerprint(old) != resume_fingerprint(new)
+
+
+def test_all_conflicts_come_at_once_with_model_data_and_seed_among_them() -> None:
+    overrides = ["run.seed=1", "model.config.num_hidden_layers=1", "data.path=other", "optimizer.lr=1e-3"]
+    conflicts = resume_conflicts(parse_config(small_tree()), parse_config(small_tree(), overrides))
+    assert [problem.path for problem in conflicts] == [
+        "run.seed",
+        "model.config",
+        "data.path",
+        "optimizer.lr",
+    ]
+
+
+_OTHER: dict[str, Any] = {
+    "run.name": "second",
+    "run.seed": 1,
+    "model.path": "other",
+    "model.init": "pretrained",
+    "model.config": None,
+    "model.dtype": "bf16",
+    "data.path": "other",
+    "data.context_tokens": 2048,
+    "data.rows_per_step": 8,
+    "data.epochs": 2,
+    "data.eval_fraction": 0.1,
+    "data.eval_rows": 4,
+    "parallel.allowed_sp": [1, 2],
+    "optimizer.lr": 1e-3,
+    "optimizer.betas": [0.9, 0.99],
+    "optimizer.eps": 1e-6,
+    "optimizer.weight_decay": 0.0,
+    "optimizer.max_grad_norm": None,
+    "schedule.warmup_steps": 10,
+    "schedule.horizon_steps": 1000,
+    "schedule.min_lr_ratio": 0.0,
+    "tracking.experiment": "other",
+}
+
+
+@pytest.mark.parametrize("path", FIXED)
+def test_each_fixed_setting_conflicts_by_itself(path: str) -> None:
+    old = parse_config(small_tree(model__path="m"))
+    changed = small_tree(model__path="m")
+    section, _, name = path.partition(".")
+    changed.setdefault(section, {})[name] = _OTHER[path]
+    assert [problem.path for problem in resume_conflicts(old, parse_config(changed))] == [path]
+
+
+def test_the_fingerprint_tells_fixed_settings_apart() -> None:
+    seeds = [resume_fingerprint(parse_config(small_tree(run__seed=seed))) for seed in range(3)]
+    assert all(one != other for one, other in itertools.combinations(seeds, 2))

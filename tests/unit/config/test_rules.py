@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ray_ulysses.config import parse_config
+from ray_ulysses.errors import ConfigError
+from tests.unit.config.trees import small_tree
+
+_NO_MODEL: dict[str, Any] = {"model__config": None}
+
+_BROKEN: list[tuple[dict[str, Any], str]] = [
+    (
+        {"model__init": "pretrained"},
+        "model.path=None: model.init=pretrained needs the weights of a model; "
+        "give a local directory or a hub id, or set model.init=random",
+    ),
+    (
+        _NO_MODEL,
+        "model.config=None: model.init=random needs a model configuration; "
+        "write it in line under model.config, or give a model.path that has a config.json",
+    ),
+    (
+        {"parallel__sp_size": 4, "cluster__workers": 6, "model__config": None, "model__path": "m"},
+        "parallel.sp_size=4: does not divide cluster.workers=6; "
+        "use an sp_size of 1, 2, 3, 6, or 4 or 8 workers (a multiple of 4)",
+    ),
+    (
+        {"parallel__sp_size": 6, "cluster__workers": 4},
+        "parallel.sp_size=6: does not divide cluster.workers=4; "
+        "use an sp_size of 1, 2, 4, or 6 workers (a multiple of 6)",
+    ),
+    (
+        {"parallel__sp_size": 4, "cluster__workers": 8},
+        "parallel.sp_size=4: does not divide the model's 6 attention heads; use 1, 2, 3, 6",
+    ),
+    (
+        {"parallel__allowed_sp": [1, 4]},
+        "parallel.allowed_sp=4: does not divide the model's 6 attention heads; use 1, 2, 3, 6",
+    ),
+    (
+        {"parallel__sp_size": 3, "parallel__allowed_sp": [1, 2]},
+        "parallel.sp_size=3: is not in parallel.allowed_sp (1, 2); "
+        "use one of these, or add it to allowed_sp of a new run",
+    ),
+    (
+        {"parallel__allowed_sp": [1, 2, 3], "data__context_tokens": 5},
+        "data.context_tokens=5: is below 6, the multiple that rows are padded to; use 6 or more",
+    ),
+    (
+        {"schedule__horizon_steps": 100},
+        "schedule.warmup_steps=100: must be below schedule.horizon_steps=100; use at most 99, or a longer horizon",
+    ),
+    (
+        {"run__eval_every_steps": 5},
+        "run.eval_every_steps=5: needs documents that are held out, and data.eval_fraction is 0; "
+        "set data.eval_fraction to a share such as 0.01, or remove eval_every_steps",
+    ),
+    (
+        {"model__attention": "flash_attn"},
+        "model.attention='flash_attn': the kernel needs a GPU, and cluster.gpus_per_worker is 0; use auto or sdpa",
+    ),
+    (
+        {"model__attention": "varlen", "cluster__gpus_per_worker": 1},
+        "model.attention='varlen': the kernel has no fp32, and model.dtype is fp32; use auto or sdpa",
+    ),
+    (
+        {"run__storage_kind": "nfs"},
+        "tracking.uri=None: run.storage_kind=nfs needs an MLflow server, since SQLite is not safe there; "
+        "give the server's http:// or https:// address, or set tracking.enabled=false",
+    ),
+    (
+        {"run__storage_kind": "nfs", "tracking__uri": "sqlite:///runs/mlflow.db"},
+        "tracking.uri='sqlite:///runs/mlflow.db': run.storage_kind=nfs needs an MLflow server, since SQLite is not "
+        "safe there; give the server's http:// or https:// address, or set tracking.enabled=false",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "error"), _BROKEN, ids=[error.partition(":")[0] for _, error in _BROKEN])
+def test_a_broken_rule_says_the_setting_the_rule_and_the_way_out(changes: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(small_tree(**changes))
+    assert [str(problem) for problem in caught.value.problems] == [error]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model__config": None, "model__path": "org/model"},
+        {"model__init": "pretrained", "model__path": "org/model"},
+        {"parallel__sp_size": 6, "parallel__allowed_sp": [1, 6]},
+        {"schedule__warmup_steps": 0, "schedule__horizon_steps": 1},
+        {"run__eval_every_steps": 5, "data__eval_fraction": 0.01},
+        {"model__attention": "flash_attn", "model__dtype": "bf16", "cluster__gpus_per_worker": 1},
+        {"run__storage_kind": "nfs", "tracking__uri": "http://mlflow:5000"},
+        {"run__storage_kind": "nfs", "tracking__enabled": False},
+        {"run__stop_step": 5, "schedule__horizon_steps": 1000},
+    ],
+)
+def test_what_keeps_the_rules_is_accepted(changes: dict[str, Any]) -> None:
+    parse_config(small_tree(**changes))
+
+
+def test_a_model_configuration_without_sizes_is_refused_by_what_is_missing() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(small_tree(model__config={"model_type": "llama"}))
+    (problem,) = caught.value.problems
+    assert problem.path == "model.config"
+    assert "num_attention_heads" in problem.rule
+
+
+def test_a_rule_that_needs_a_bad_setting_does_not_report_it_again() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(small_tree(cluster__workers="6", parallel__sp_size=4))
+    assert [(problem.path, problem.value) for problem in caught.value.problems] == [
+        ("cluster.workers", "6"),
+        ("parallel.sp_size", 4),
+    ]
+    assert "attention heads" in caught.value.problems[1].rule

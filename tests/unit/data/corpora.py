@@ -1,0 +1,55 @@
+"""Corpora for tests: one in memory, and one on disk made through the real preparation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ray_ulysses.data.corpus import Corpus
+from ray_ulysses.data.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.sources import SourceSpec
+
+
+class MemoryStore:
+    """Documents whose every token names its document and place, so that a misplaced one is known."""
+
+    fingerprint = "memory"
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.num_tokens_read = 0
+
+    def token(self, document: int, at: int) -> int:
+        return document * 100_000 + at
+
+    def read(self, document: int, start: int, length: int) -> NDArray[np.int64]:
+        assert start >= 0 and start + length <= self.lengths[document], "read past the end of a document"
+        self.num_tokens_read += length
+        return np.arange(start, start + length, dtype=np.int64) + document * 100_000
+
+
+def write_texts(directory: Path, texts: Sequence[str]) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    for number, text in enumerate(texts):
+        (directory / f"text-{number:04d}.txt").write_text(text, encoding="utf-8")
+    return directory
+
+
+def text_corpus(directory: Path, texts: Sequence[str], unit_bytes: int = 1 << 20) -> Corpus:
+    """Prepare a byte corpus of one document a text."""
+    sources = write_texts(directory / "texts", texts)
+    return prepare_local(
+        PrepareRequest(sources=SourceSpec(paths=(str(sources),)), out=directory / "corpus", unit_bytes=unit_bytes)
+    )
+
+
+def varied_texts(count: int, seed: int = 0, longest: int = 400) -> list[str]:
+    """Texts of uneven length, no two alike."""
+    rng = np.random.default_rng(seed)
+    return [
+        f"{number}:" + "".join(chr(97 + value) for value in rng.integers(0, 26, int(rng.integers(1, longest))))
+        for number in range(count)
+    ]

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ray_ulysses.data.extraction import RawDocument, read_unit
+from ray_ulysses.data.sources import Rejected, SourceSpec, Unit, list_units
+from ray_ulysses.errors import UserError
+from tests.unit.data.corpora import write_texts
+
+
+def read_all(units: tuple[Unit, ...]) -> tuple[list[RawDocument], list[Rejected]]:
+    found = [one for unit in units for one in read_unit(unit)]
+    return [d for d in found if isinstance(d, RawDocument)], [r for r in found if isinstance(r, Rejected)]
+
+
+def texts_of(spec: SourceSpec, unit_bytes: int = 1 << 20) -> list[str]:
+    return [document.text for document in read_all(list_units(spec, unit_bytes)[0])[0]]
+
+
+def test_a_tree_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
+    for name in ("b/two.py", "a/one.py", "three.py", "b/skip.txt", ".git/x.py", "__pycache__/y.py", "b/gen/z.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    spec = SourceSpec(paths=(str(tmp_path),), pattern="*.py", exclude=(".*", "__pycache__", "gen"))
+    assert texts_of(spec) == ["three.py", "a/one.py", "b/two.py"]
+    assert texts_of(SourceSpec(paths=(str(tmp_path),), pattern="**/*.py", exclude=spec.exclude)) == texts_of(spec)
+    assert texts_of(SourceSpec(paths=(str(tmp_path),), pattern="b/*.py")) == ["b/two.py", "b/gen/z.py"]
+
+
+def test_units_are_about_as_large_as_asked_and_never_empty(tmp_path: Path) -> None:
+    write_texts(tmp_path, ["x" * size for size in (400, 400, 400, 2000, 10)])
+    units, _ = list_units(SourceSpec(paths=(str(tmp_path),)), 1000)
+    assert [len(unit.files) for unit in units] == [2, 1, 1, 1]
+    assert [unit.index for unit in units] == [0, 1, 2, 3]
+    assert [Unit.from_json(json.loads(json.dumps(unit.to_json()))) for unit in units] == list(units)
+
+
+def test_a_units_signature_changes_with_its_files(tmp_path: Path) -> None:
+    write_texts(tmp_path, ["one", "two"])
+    spec = SourceSpec(paths=(str(tmp_path),))
+    before = list_units(spec)[0][0].signature
+    assert list_units(spec)[0][0].signature == before
+    (tmp_path / "text-0001.txt").write_text("changed")
+    assert list_units(spec)[0][0].signature != before
+
+
+def test_links_and_repeated_files_are_told_apart(tmp_path: Path) -> None:
+    write_texts(tmp_path / "tree", ["one"])
+    (tmp_path / "tree" / "zz-link.txt").symlink_to("text-0000.txt")
+    (tmp_path / "tree" / "zz-broken.txt").symlink_to("nowhere")
+    (tmp_path / "elsewhere.txt").write_text("from elsewhere")
+    (tmp_path / "tree" / "zz-out.txt").symlink_to(tmp_path / "elsewhere.txt")
+    spec = SourceSpec(paths=(str(tmp_path / "tree"), str(tmp_path / "elsewhere.txt")))
+    units, rejected = list_units(spec)
+    assert [document.text for document in read_all(units)[0]] == ["one", "from elsewhere"]
+    assert [(Path(one.source).name, one.reason.split("/")[0]) for one in rejected] == [
+        ("zz-broken.txt", "a broken symbolic link"),
+        ("zz-link.txt", "the same file as "),
+        ("elsewhere.txt", "the same file as "),
+    ]
+
+
+def test_text_that_is_no_text_is_left_out_with_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"good")
+    (tmp_path / "b").write_bytes(b"latin \xe9")
+    (tmp_path / "c").write_bytes(b"")
+    units, _ = list_units(SourceSpec(paths=(str(tmp_path),)))
+    documents, rejected = read_all(units)
+    assert [document.text for document in documents] == ["good"]
+    assert [one.reason for one in rejected] == ["not UTF-8: byte 0xe9 at offset 6", "empty"]
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.jsonl.gz"])
+def test_json_lines_are_read_and_bad_ones_left_out(tmp_path: Path, name: str) -> None:
+    lines = [
+        b'{"text": "one"}',
+        b"",
+        b"{broken",
+        b'{"other": 1}',
+        b'{"text": 5}',
+        b'{"text": ""}',
+        b'{"text": "\\ud800"}',
+        b"[1]",
+        b'{"text": "\xff"}',
+        '{"text": "zwölf"}'.encode(),
+    ]
+    data = b"\n".join(lines) + b"\n"
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    documents, rejected = read_all(list_units(SourceSpec(paths=(str(tmp_path / name),)))[0])
+    assert [(document.text, document.offset) for document in documents] == [("one", 1), ("zwölf", 10)]
+    assert [(one.offset, one.reason.split(":")[0]) for one in rejected] == [
+        (3, "not JSON"),
+        (4, "no field 'text'"),
+        (5, "the text is of type int, not a string"),
+        (6, "empty"),
+        (7, "a lone surrogate at character 0"),
+        (8, "not JSON object"),
+        (9, "not UTF-8"),
+    ]
+
+
+def test_a_truncated_gzip_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "one"}\n' * 1000)[:-20])
+    with pytest.raises(UserError, match=r"data\.jsonl\.gz: the JSONL file can't be read"):
+        read_all(list_units(SourceSpec(paths=(str(path),)))[0])
+
+
+def test_a_file_without_one_json_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("this is\nplain text\n")
+    with pytest.raises(UserError, match=r"data\.jsonl: none of its 2 lines is a JSON object; is it a JSONL file\?"):
+        read_all(list_units(SourceSpec(paths=(str(path),)))[0])
+
+
+def parquet(path: Path, texts: list[str | None], row_group_size: int = 2) -> Path:
+    pq.write_table(pa.table({"body": texts, "id": list(range(len(texts)))}), path, row_group_size=row_group_size)
+    return path
+
+
+def test_parquet_is_read_in_ranges_of_row_groups(tmp_path: Path) -> None:
+    texts = [f"document {number}" for number in range(7)]
+    path = parquet(tmp_path / "data.parquet", texts)
+    spec = SourceSpec(paths=(str(path),), text_field="body")
+    units, _ = list_units(spec, 1)
+    assert [(unit.first, unit.last) for unit in units] == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    documents, _ = read_all(units)
+    assert [(document.text, document.offset) for document in documents] == list(zip(texts, range(7), strict=True))
+    assert texts_of(spec) == texts
+
+
+def test_rows_without_text_are_left_out(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "data.parquet", ["one", None, ""])
+    _, rejected = read_all(list_units(SourceSpec(paths=(str(path),), text_field="body"))[0])
+    assert [(one.offset, one.reason) for one in rejected] == [
+        (1, "the text is missing, not a string"),
+        (2, "empty"),
+    ]
+
+
+def test_a_missing_column_is_refused_with_those_that_exist(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "data.parquet", ["one"])
+    with pytest.raises(UserError, match=r"text_field=text: .*data\.parquet has no such column; it has body, id"):
+        list_units(SourceSpec(paths=(str(path),)))
+
+
+def test_an_unreadable_parquet_file_is_refused_before_any_work(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "data.parquet", ["one"])
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(UserError, match=r"data\.parquet: the Parquet file can't be read"):
+        list_units(SourceSpec(paths=(str(path),), text_field="body"))
+
+
+def test_parquet_that_is_damaged_inside_is_named_when_it_is_read(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "data.parquet", [f"{n} " * 500 for n in range(100)], row_group_size=100)
+    data = bytearray(path.read_bytes())
+    data[4:400] = b"\xff" * 396
+    path.write_bytes(data)
+    units, _ = list_units(SourceSpec(paths=(str(path),), text_field="body"))
+    with pytest.raises(UserError, match=r"data\.parquet: the Parquet file can't be read"):
+        read_all(units)
+
+
+def test_a_missing_source_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere: no such file or directory"):
+        list_units(SourceSpec(paths=(str(tmp_path / "nowhere"),)))
+
+
+def test_a_saved_dataset_is_read_in_ranges_of_rows(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    texts = [f"document {number}" for number in range(10)]
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(str(tmp_path / "set"))
+    spec = SourceSpec(paths=(str(tmp_path / "set"),))
+    units, _ = list_units(spec, 60)
+    assert len(units) > 1
+    documents, _ = read_all(units)
+    assert [(document.text, document.offset) for document in documents] == list(zip(texts, range(10), strict=True))
+    with pytest.raises(UserError, match=r"text_field=body: .* has no such column; it has text"):
+        list_units(SourceSpec(paths=(str(tmp_path / "set"),), text_field="body"))
+
+
+def test_a_dataset_of_several_splits_needs_a_choice(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    one = datasets.Dataset.from_dict({"text": ["one"]})
+    two = datasets.Dataset.from_dict({"text": ["two"]})
+    datasets.DatasetDict({"train": one, "test": two}).save_to_disk(str(tmp_path / "set"))
+    with pytest.raises(UserError, match=r"has the splits test, train; choose one of them"):
+        list_units(SourceSpec(paths=(str(tmp_path / "set"),)))
+    assert texts_of(SourceSpec(paths=(str(tmp_path / "set"),), split="test")) == ["two"]

@@ -1,0 +1,85 @@
+"""A configuration, a corpus of given lengths and their data plan, without a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ray_ulysses.config import Config
+from ray_ulysses.data import Corpus, Plan, PlanSettings, build_plan
+from ray_ulysses.data.format import CorpusInfo
+from ray_ulysses.data.tokenizers import TokenizerInfo
+from ray_ulysses.model_shape import ModelShape
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 257,
+}
+LLAMA_3_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+}
+
+
+def make_config(model_config: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"name": "demo", "storage": "/runs"},
+        "model": {"init": "random", "config": model_config or MODEL},
+        "data": {"path": "/corpus", "context_tokens": 64, "rows_per_step": 4},
+        "schedule": {"warmup_steps": 1},
+        "parallel": {"sp_size": 2},
+        "cluster": {"workers": 4},
+    }
+    for name, values in sections.items():
+        tree.setdefault(name, {}).update(values)
+    return Config.model_validate(tree)
+
+
+def make_shape(config: Config) -> ModelShape:
+    assert config.model.config is not None
+    return ModelShape.from_config_dict(config.model.config)
+
+
+def make_corpus(lengths: list[int], max_token_id: int = 256) -> Corpus:
+    tokenizer = TokenizerInfo(kind="bytes", name="bytes", vocab_size=257, eos_token_id=256, fingerprint="f")
+    info = CorpusInfo(
+        tokenizer=tokenizer,
+        dtype="uint16",
+        num_documents=len(lengths),
+        num_tokens=sum(lengths),
+        max_token_id=max_token_id,
+        num_quarantined=0,
+        shards=(),
+        documents_bytes=0,
+        documents_crc32=0,
+        lengths_crc32=0,
+        byte_unigram_nats=3.25,
+        token_unigram_nats=3.26,
+        signature="s",
+    )
+    return Corpus(Path("/corpus"), info, np.array(lengths, dtype=np.int64))
+
+
+def make_plan(config: Config, corpus: Corpus) -> Plan:
+    settings = PlanSettings(
+        seed=config.run.seed,
+        context_tokens=config.data.context_tokens,
+        pad_multiple=4,
+        rows_per_step=config.data.rows_per_step,
+        epochs=config.data.epochs,
+        eval_fraction=config.data.eval_fraction,
+        eval_rows=config.data.eval_rows,
+    )
+    return build_plan(corpus.lengths, corpus.fingerprint, settings)

@@ -1,0 +1,112 @@
+"""The estimate is arithmetic: every term is held against one that is done by hand here."""
+
+import pytest
+
+from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.planner.memory import GIB, MemoryEstimate, MemoryTerm, estimate
+
+LLAMA_3_8B = ModelShape.from_config_dict(
+    {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 32,
+        "vocab_size": 128256,
+    }
+)
+N = 8_030_261_248
+
+
+def by_name(terms: tuple[MemoryTerm, ...]) -> dict[str, MemoryTerm]:
+    assert len({term.name for term in terms}) == len(terms)
+    return {term.name: term for term in terms}
+
+
+def test_sharded_state_takes_18_bytes_a_parameter_over_all_ranks():
+    terms = by_name(estimate(LLAMA_3_8B, world_size=8, sp_size=8, context_tokens=131072).device)
+    state = ["weights, sharded", "master weights, fp32", "AdamW moments, fp32", "gradients, fp32"]
+    assert sum(terms[name].bytes for name in state) == N // 8 * (2 + 4 + 8 + 4)
+
+
+def test_offload_moves_the_optimizer_to_the_host():
+    on_device = estimate(LLAMA_3_8B, world_size=8, sp_size=8, context_tokens=131072)
+    offloaded = estimate(LLAMA_3_8B, world_size=8, sp_size=8, context_tokens=131072, offload_optimizer="cpu")
+    moved = N // 8 * (4 + 8 + 4)
+    assert on_device.device_bytes - offloaded.device_bytes == moved
+    assert by_name(offloaded.host).keys() - by_name(on_device.host).keys() == {
+        "master weights, fp32",
+        "AdamW moments, fp32",
+        "gradients, fp32",
+    }
+    assert offloaded.host_bytes == moved + by_name(offloaded.host)["a checkpoint, while it is written"].bytes
+
+
+def test_activations_follow_the_tokens_of_a_rank():
+    terms = by_name(estimate(LLAMA_3_8B, world_size=8, sp_size=8, context_tokens=131072).device)
+    tokens = 131072 // 8
+    assert terms["layer inputs, kept"].bytes == 32 * tokens * 4096 * 2
+    assert terms["logits"].bytes == tokens * 128256 * (2 + 12)
+    assert terms["attention log-sum-exp"].bytes == tokens * 32 * 4
+    # q, k, v in one payload, twice; with 8 key-value heads on 8 ranks none is copied.
+    assert terms["all-to-all buffers"].bytes == 2 * tokens * (32 + 8 + 8) * 128 * 2
+
+
+def test_key_value_heads_are_copied_beyond_their_number():
+    terms = by_name(estimate(LLAMA_3_8B, world_size=32, sp_size=32, context_tokens=131072).device)
+    assert terms["all-to-all buffers"].bytes == 2 * (131072 // 32) * (32 + 32 + 32) * 128 * 2
+
+
+def test_one_rank_exchanges_nothing():
+    terms = by_name(estimate(LLAMA_3_8B, world_size=8, sp_size=1, context_tokens=8192).device)
+    assert "all-to-all buffers" not in terms
+
+
+def test_without_checkpointing_every_layer_is_kept():
+    kept = by_name(
+        estimate(LLAMA_3_8B, world_size=8, sp_size=8, context_tokens=8192, gradient_checkpointing=False).device
+    )
+    recomputed = by_name(estimate(LLAMA_3_8B, world_size=8, sp_size=8, context_tokens=8192).device)
+    one_layer = sum(term.bytes for term in recomputed.values() if term.phase == "layer")
+    assert kept["activations of all layers"].bytes == 32 * one_layer
+
+
+def test_random_weights_are_drawn_whole_and_pretrained_ones_are_not_moved_whole():
+    drawn = estimate(LLAMA_3_8B, world_size=8, sp_size=8, context_tokens=8192, init="random")
+    loaded = estimate(LLAMA_3_8B, world_size=8, sp_size=8, context_tokens=8192, init="pretrained")
+    assert drawn.host_bytes == N * 4
+    assert loaded.host_bytes == N * 2
+    assert by_name(drawn.device).keys() - by_name(loaded.device).keys() == {"the model, before it is sharded"}
+
+
+def test_peak_is_the_largest_sum_alive_together():
+    def term(phase, size):
+        return MemoryTerm(name=phase, bytes=size, phase=phase, source="")
+
+    together = (term("always", 10), term("loss", 5), term("layer", 7))
+    assert MemoryEstimate(device=(*together, term("load", 3)), host=()).device_bytes == 17
+    assert MemoryEstimate(device=(*together, term("load", 30)), host=()).device_bytes == 30
+    assert MemoryEstimate(device=(), host=()).host_bytes == 0
+
+
+def test_fp32_on_cpu_has_no_runtime_and_four_bytes_a_weight():
+    terms = by_name(
+        estimate(LLAMA_3_8B, world_size=2, sp_size=2, context_tokens=8192, dtype="fp32", accelerator=False).device
+    )
+    assert terms["weights, sharded"].bytes == N // 2 * 4
+    assert "runtime" not in terms
+
+
+def test_every_term_says_where_it_comes_from_and_the_whole_what_it_is():
+    memory = estimate(LLAMA_3_8B, world_size=8, sp_size=8, context_tokens=131072, offload_optimizer="cpu")
+    assert all(len(term.source) > 20 and term.bytes > 0 for term in (*memory.device, *memory.host))
+    assert memory.note == "a first estimate by formula, not a measurement"
+    assert "untiled in this version" in by_name(memory.device)["logits"].source
+
+
+@pytest.mark.parametrize("world_size", [8, 16, 64])
+def test_more_workers_never_take_more(world_size):
+    fewer = estimate(LLAMA_3_8B, world_size=world_size, sp_size=8, context_tokens=131072)
+    more = estimate(LLAMA_3_8B, world_size=2 * world_size, sp_size=8, context_tokens=131072)
+    assert more.device_bytes < fewer.device_bytes < 100 * GIB

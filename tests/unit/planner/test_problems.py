@@ -1,0 +1,123 @@
+"""Everything that can be refused is refused before a worker starts, by a text that names the way out."""
+
+import re
+
+import pytest
+
+from ray_ulysses.planner.problems import (
+    configured_memory,
+    heads_problems,
+    memory_problems,
+    plan_problems,
+    vocabulary_problems,
+)
+from tests.unit.planner.runs import LLAMA_3_8B, make_config, make_corpus, make_plan, make_shape
+
+
+def memory_texts(config) -> list[str]:
+    shape = make_shape(config)
+    return [str(problem) for problem in memory_problems(config, shape, configured_memory(config, shape))]
+
+
+def llama_config(**memory):
+    return make_config(
+        LLAMA_3_8B,
+        model={"config": LLAMA_3_8B, "init": "pretrained", "path": "/model"},
+        data={"path": "/corpus", "context_tokens": 131072, "rows_per_step": 8},
+        parallel={"sp_size": 8},
+        cluster={"workers": 8, "gpus_per_worker": 1},
+        memory=memory,
+    )
+
+
+def test_an_sp_size_that_splits_heads_is_refused_with_those_that_do_not():
+    config = make_config(parallel={"sp_size": 3}, cluster={"workers": 3})
+    (problem,) = heads_problems(config, make_shape(config))
+    assert str(problem) == "parallel.sp_size=3: does not divide the model's 4 attention heads; use 1, 2, 4"
+
+
+def test_a_token_beyond_the_vocabulary_is_refused():
+    (problem,) = vocabulary_problems(300, 257, "/corpus")
+    assert str(problem) == (
+        "data.path='/corpus': holds token id 300, and the model's vocab_size=257 ends at 256; prepare the corpus with "
+        "the model's own tokenizer, or use a model whose vocab_size is at least 301"
+    )
+
+
+def test_the_last_token_of_the_vocabulary_is_allowed():
+    assert not list(vocabulary_problems(256, 257, "/corpus"))
+
+
+def test_a_stop_beyond_the_data_is_refused_with_epochs_that_suffice():
+    corpus = make_corpus([64] * 10)
+    config = make_config(run={"stop_step": 8})
+    (problem,) = plan_problems(config, make_plan(config, corpus))
+    assert str(problem) == (
+        "run.stop_step=8: is beyond the planned data, which ends after 3 steps (10 rows, 4 a step); use at most 3, "
+        "or start a new run with data.epochs=4"
+    )
+    enough = make_config(run={"stop_step": 8}, data={"path": "/c", "context_tokens": 64, "rows_per_step": 4, "epochs": 4})
+    assert not list(plan_problems(enough, make_plan(enough, corpus)))
+
+
+def test_the_last_planned_step_is_allowed():
+    config = make_config(run={"stop_step": 3})
+    assert not list(plan_problems(config, make_plan(config, make_corpus([64] * 10))))
+
+
+def test_an_evaluation_without_rows_is_refused():
+    config = make_config(run={"eval_every_steps": 2})
+    (problem,) = plan_problems(config, make_plan(config, make_corpus([64] * 10)))
+    assert str(problem).startswith("data.eval_fraction=0.0: holds out no document with a target")
+
+
+def test_memory_is_not_judged_without_a_limit():
+    assert memory_texts(llama_config()) == []
+
+
+def test_memory_that_fits_is_not_refused():
+    assert memory_texts(llama_config(device_gib=79.0, host_gib=64.0)) == []
+
+
+def test_memory_that_does_not_fit_is_refused_with_what_does():
+    (text,) = memory_texts(llama_config(device_gib=40.0))
+    assert re.match(
+        r"memory\.device_gib=40\.0: a rank is estimated to take 5\d\.\d GiB \(a first estimate by formula, "
+        r"not a measurement\), most of it logits \(27\.4 GiB\) and AdamW moments, fp32 \(7\.5 GiB\); ",
+        text,
+    )
+    assert "by this estimate these fit: " in text
+
+
+def test_every_way_out_of_a_memory_problem_fits():
+    config = llama_config(device_gib=40.0)
+    (text,) = memory_texts(config)
+    choices = text.partition("these fit: ")[2].rpartition("; or use")[0].split("; ")
+    assert choices
+    for choice in choices:
+        tree = config.model_dump()
+        for setting in choice.split(" with "):
+            path, _, value = setting.partition("=")
+            section, _, field = path.partition(".")
+            tree[section][field] = int(value) if value.isdigit() else value
+        assert memory_texts(type(config).model_validate(tree)) == [], choice
+
+
+def test_what_nothing_helps_says_so():
+    (text,) = memory_texts(llama_config(device_gib=2.0))
+    assert text.endswith(
+        "more workers, a larger parallel.sp_size and offload do not suffice; use a smaller data.context_tokens or a "
+        "smaller model"
+    )
+
+
+def test_host_memory_is_judged_too():
+    (text,) = memory_texts(llama_config(host_gib=10.0))
+    assert text.startswith("memory.host_gib=10.0: a rank is estimated to take 15.0 GiB")
+
+
+@pytest.mark.parametrize("device_gib", [16.0, 24.0, 40.0, 48.0])
+def test_no_way_out_is_the_configuration_itself(device_gib):
+    for text in memory_texts(llama_config(device_gib=device_gib)):
+        assert "cluster.workers=8 " not in text
+        assert "parallel.sp_size=8;" not in text

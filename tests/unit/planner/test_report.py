@@ -1,0 +1,71 @@
+"""The report of `plan` holds what the run will do, and every problem at once."""
+
+import json
+
+import pytest
+
+from ray_ulysses.errors import ConfigError
+from ray_ulysses.planner.report import PlanReport, build_report
+from tests.unit.planner.runs import MODEL, make_config, make_corpus, make_plan, make_shape
+
+
+def report_of(config, corpus) -> PlanReport:
+    return build_report(config, make_shape(config), corpus, make_plan(config, corpus))
+
+
+def test_a_sound_run_has_its_numbers_and_no_problem():
+    report = report_of(make_config(), make_corpus([64, 64, 100, 1, 30]))
+    assert report.problems == ()
+    report.raise_problems()
+    assert (report.layout.world_size, report.layout.sp_size, report.layout.dp_size) == (4, 2, 2)
+    assert report.layout.valid_sp_sizes == (1, 2, 4)
+    assert report.layout.level_world_sizes == (2, 4, 8)
+    assert report.layout.largest_world_size == 8
+    assert report.corpus.longest_document == 100
+    assert report.data.skipped_documents == 1
+    assert report.data.split_documents == 1
+    assert report.data.num_steps == -(-report.data.num_rows // 4)
+    assert report.data.stop_step == report.data.num_steps
+    assert 0 < report.data.fill <= 1
+    assert report.data.flops_per_step > 0
+
+
+def test_all_problems_come_at_once():
+    config = make_config({**MODEL, "vocab_size": 200}, run={"stop_step": 1000}, memory={"device_gib": 0.001})
+    report = report_of(config, make_corpus([64] * 9))
+    assert [problem.path for problem in report.problems] == ["data.path", "run.stop_step", "memory.device_gib"]
+    with pytest.raises(ConfigError, match="plan: 3 problems"):
+        report.raise_problems()
+
+
+def test_only_allowed_sp_sizes_are_offered():
+    config = make_config(parallel={"sp_size": 2, "allowed_sp": [1, 2]})
+    assert report_of(config, make_corpus([64] * 9)).layout.valid_sp_sizes == (1, 2)
+
+
+def test_idle_turns_are_noted():
+    config = make_config(cluster={"workers": 6})
+    (note,) = report_of(config, make_corpus([64] * 9)).notes
+    assert note == (
+        "3 data-parallel groups do not divide data.rows_per_step=4: 2 of 6 turns of a step are idle; "
+        "the loss is the same"
+    )
+
+
+def test_a_warm_up_that_never_ends_is_noted():
+    config = make_config(schedule={"warmup_steps": 100})
+    (note,) = report_of(config, make_corpus([64] * 9)).notes
+    assert note.startswith("schedule.warmup_steps=100 reaches the horizon of 3 steps")
+
+
+def test_an_estimated_model_is_noted():
+    config = make_config({**MODEL, "model_type": "olmo2"})
+    (note,) = report_of(config, make_corpus([64] * 9)).notes
+    assert note == "the parameter count of model_type 'olmo2' is an estimate"
+
+
+def test_the_report_is_json():
+    fields = json.loads(json.dumps(report_of(make_config(), make_corpus([64] * 9)).to_json()))
+    assert fields["shape"]["num_parameters"] > 0
+    assert fields["memory"]["device_bytes"] > 0
+    assert fields["problems"] == []

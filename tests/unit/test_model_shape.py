@@ -1,0 +1,138 @@
+"""The parameter count must be the one of Transformers' own modules: memory and MFU rest on it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ray_ulysses.errors import UserError
+from ray_ulysses.model_shape import EXACT_FAMILIES, ModelShape
+
+LLAMA_3_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+}
+SMALL = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "vocab_size": 97,
+}
+
+
+def counted_by_transformers(config: dict) -> int:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = dict(config)
+    hf_config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("head_dim", [None, 16], ids=["head_dim_left_out", "head_dim_given"])
+@pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "attention_bias"])
+@pytest.mark.parametrize("family", EXACT_FAMILIES)
+def test_parameters_are_those_of_transformers(family, bias, head_dim, tied):
+    config = {**SMALL, "model_type": family, "tie_word_embeddings": tied, "attention_bias": bias}
+    if head_dim is not None:
+        config["head_dim"] = head_dim
+    shape = ModelShape.from_config_dict(config)
+    assert shape.is_exact
+    assert shape.num_parameters == counted_by_transformers(config)
+
+
+@pytest.mark.parametrize("family", EXACT_FAMILIES)
+def test_parameters_are_those_of_transformers_with_kv_heads_left_out(family):
+    config = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
+    config |= {"model_type": family, "num_attention_heads": 32, "hidden_size": 64}
+    shape = ModelShape.from_config_dict(config)
+    assert shape.num_parameters == counted_by_transformers(config)
+    assert shape.num_kv_heads == (8 if family == "mistral" else 32)
+
+
+def test_llama_counts_the_bias_of_its_mlp():
+    config = {**SMALL, "model_type": "llama", "mlp_bias": True}
+    assert ModelShape.from_config_dict(config).num_parameters == counted_by_transformers(config)
+
+
+def test_llama_3_8b_has_its_published_parameters():
+    assert ModelShape.from_config_dict(LLAMA_3_8B).num_parameters == 8_030_261_248
+
+
+def test_another_family_is_said_to_be_an_estimate():
+    shape = ModelShape.from_config_dict({**SMALL, "model_type": "olmo2"})
+    assert not shape.is_exact
+    assert shape.num_parameters > 0
+
+
+def test_experts_are_counted_in_an_estimate():
+    plain = ModelShape.from_config_dict({**SMALL, "model_type": "mixtral"})
+    experts = ModelShape.from_config_dict({**SMALL, "model_type": "mixtral", "num_local_experts": 8})
+    assert experts.layer_parameters - plain.layer_parameters == 7 * 3 * 48 * 80 + 8 * 48
+
+
+def test_sp_sizes_are_the_divisors_of_the_query_heads():
+    assert ModelShape.from_config_dict({**SMALL, "model_type": "llama"}).valid_sp_sizes() == (1, 2, 3, 6)
+
+
+def test_missing_sizes_are_all_named():
+    with pytest.raises(UserError) as caught:
+        ModelShape.from_config_dict({"model_type": "llama", "hidden_size": 48, "num_attention_heads": 6})
+    assert str(caught.value).startswith("model.config: intermediate_size, num_hidden_layers, vocab_size missing; ")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"vocab_size": 0}, "model.config.vocab_size=0: must be a whole number of at least 1"),
+        ({"num_hidden_layers": "3"}, "model.config.num_hidden_layers='3': must be a whole number of at least 1"),
+        (
+            {"num_key_value_heads": 4},
+            "model.config.num_key_value_heads=4: must divide num_attention_heads=6; "
+            "each key-value head serves a whole group of query heads",
+        ),
+        (
+            {"hidden_size": 50},
+            "model.config.hidden_size=50: is no multiple of num_attention_heads=6; "
+            "give head_dim, or sizes that divide",
+        ),
+    ],
+    ids=["zero", "text", "kv_heads", "hidden_size"],
+)
+def test_sizes_that_can_not_be_are_refused(change, text):
+    with pytest.raises(UserError) as caught:
+        ModelShape.from_config_dict({**SMALL, "model_type": "llama", **change})
+    assert str(caught.value) == text
+
+
+def test_a_model_directory_is_read(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_3_8B, "architectures": ["LlamaForCausalLM"]}))
+    assert ModelShape.from_path(tmp_path) == ModelShape.from_config_dict(LLAMA_3_8B)
+
+
+def test_a_directory_without_config_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"there is no .*config\.json; give the directory of a Hugging Face model"):
+        ModelShape.from_path(tmp_path)
+
+
+@pytest.mark.parametrize(("content", "text"), [("{", "can't be read as JSON"), ("[]", "must hold a JSON object")])
+def test_a_broken_config_is_named(tmp_path, content, text):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=text):
+        ModelShape.from_path(tmp_path)
+
+
+def test_torch_is_not_imported():
+    code = "import sys, ray_ulysses.model_shape; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

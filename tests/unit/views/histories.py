@@ -1,0 +1,51 @@
+"""Histories made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray_ulysses.tracking.history import AttemptRecord, CheckpointRecord, RunHistory, StepRecord
+
+
+def make_history(num_steps: int = 12, **changes: Any) -> RunHistory:
+    steps = tuple(
+        StepRecord(step=n, loss=5 - n / 10, tokens=1000, rows=(4 * (n - 1), 4 * n), attempt=1 if n <= 5 else 2)
+        for n in range(1, num_steps + 1)
+    )
+    fields: dict[str, Any] = {
+        "name": "demo",
+        "status": "finished",
+        "step": num_steps,
+        "tokens": 1000 * num_steps,
+        "steps": steps,
+        "attempts": (
+            AttemptRecord(
+                world_size=4,
+                sp_size=2,
+                dp_size=2,
+                first_step=1,
+                last_step=7,
+                reason=None,
+                seconds_to_first_step=12.5,
+            ),
+            AttemptRecord(
+                world_size=2,
+                sp_size=2,
+                dp_size=1,
+                first_step=6,
+                last_step=num_steps,
+                reason="finished",
+                seconds_to_first_step=75.0,
+            ),
+        ),
+        "checkpoints": (
+            CheckpointRecord(step=5, path="checkpoints/step-00000005", committed=True, world_size=4),
+            CheckpointRecord(step=10, path="checkpoints/step-00000010", committed=True, world_size=2),
+            CheckpointRecord(step=12, path="checkpoints/step-00000012", committed=False, world_size=None),
+        ),
+        "rows_consumed": 4 * num_steps,
+        "data_digest": "00000000deadbeef",
+        "lost_steps": 2,
+        "goodput": 0.8125,
+    }
+    return RunHistory(**{**fields, **changes})

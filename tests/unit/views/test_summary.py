@@ -1,0 +1,67 @@
+from pathlib import Path
+
+import pytest
+
+from ray_ulysses.views.summary import build_summary, mlflow_command, render_summary
+from tests.unit.views.histories import make_history
+
+
+def summary_of(history, **changes):
+    given = {
+        "run_dir": Path("/runs/demo"),
+        "config_path": "configs/demo.yaml",
+        "planned_steps": 12,
+        "elapsed_s": 300.0,
+        "tracking_uri": "sqlite:////runs/mlflow.db",
+        "unigram_nats": 3.25,
+    }
+    return build_summary(history, **{**given, **changes})
+
+
+def test_the_summary_says_what_came_out_and_where_it_is():
+    assert render_summary(summary_of(make_history())).splitlines() == [
+        "run 'demo': finished",
+        "  steps            12 of 12 planned",
+        "  final loss       3.8000 nats",
+        "  mean of last 10  4.2500 nats",
+        "  byte entropy     3.2500 nats (unigram, of the corpus)",
+        "  tokens           12.0k (12,000)",
+        "  time             5m00s",
+        "  checkpoint       /runs/demo/checkpoints/step-00000010",
+        "  see the curves   mlflow ui --backend-store-uri sqlite:////runs/mlflow.db",
+        "  go on            every planned row is trained; a new run.name with more data or data.epochs trains further",
+    ]
+
+
+def test_the_mean_is_over_the_last_ten_losses():
+    summary = summary_of(make_history(12))
+    assert summary.mean_last_losses == pytest.approx(sum(5 - n / 10 for n in range(3, 13)) / 10)
+    assert summary_of(make_history(3)).num_last == 3
+
+
+def test_an_interrupted_run_is_resumed_by_the_same_command():
+    summary = summary_of(
+        make_history(status="interrupted"), planned_steps=40, overrides=("run.storage=/a b", "cluster.workers=2")
+    )
+    assert render_summary(summary).splitlines()[-1].split("  ")[-1].strip() == (
+        "ray-ulysses train configs/demo.yaml --set 'run.storage=/a b' --set cluster.workers=2"
+    )
+
+
+def test_a_run_that_reached_its_stop_step_is_told_how_to_go_on():
+    last = render_summary(summary_of(make_history(), planned_steps=40)).splitlines()[-1]
+    assert last.endswith("ray-ulysses train configs/demo.yaml --set run.stop_step=40")
+    assert last.split()[0:2] == ["go", "on"]
+
+
+def test_a_run_without_steps_or_tracking_says_so():
+    history = make_history(0, status="failed", checkpoints=())
+    text = render_summary(summary_of(history, tracking_uri=None, unigram_nats=None))
+    assert "loss" not in text
+    assert "mlflow" not in text
+    assert "none committed" in text
+
+
+def test_a_server_is_opened_by_its_address():
+    assert mlflow_command("http://mlflow:5000") == "http://mlflow:5000"
+    assert mlflow_command("sqlite:////a b/m.db") == "mlflow ui --backend-store-uri 'sqlite:////a b/m.db'"
