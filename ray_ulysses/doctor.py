@@ -140,9 +140,13 @@ def check_flash_attention() -> Check:
     """Check for the fastest attention kernel; without it torch's own are used."""
     if importlib.util.find_spec("flash_attn") is not None:
         return Check(name="flash-attn", level="ok", detail=_version("flash-attn"))
-    import torch
+    try:
+        import torch
 
-    if not torch.cuda.is_available():
+        has_gpu = torch.cuda.is_available()
+    except ImportError:
+        has_gpu = False
+    if not has_gpu:
         return Check(name="flash-attn", level="ok", detail="not installed, and not needed on CPU")
     way_out = "pip install 'ray-ulysses[gpu]'"
     return Check(name="flash-attn", level="warn", detail="not installed: torch's kernels are used", way_out=way_out)

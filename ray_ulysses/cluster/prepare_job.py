@@ -24,7 +24,7 @@ from ray_ulysses.data.tokenizers import Tokenizer, load_tokenizer
 from ray_ulysses.data.unit_writer import UnitResult, write_unit
 from ray_ulysses.errors import RunError, UserError
 
-DEFAULT_NUM_CPUS = 0.25
+DEFAULT_NUM_CPUS = 1.0
 
 
 def prepare(
@@ -37,7 +37,7 @@ def prepare(
 
     Args:
         request: What to prepare, and where.
-        num_cpus: CPUs that a unit's task reserves.
+        num_cpus: CPUs that a unit's task reserves; tokenizing keeps one busy.
         progress: Called after every unit that is finished.
 
     Returns:

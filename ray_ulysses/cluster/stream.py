@@ -199,12 +199,18 @@ class RaySource:
     def _build(self, steps: range) -> list[DataIterator]:
         slots = segment_slots(self._plan, steps, self._world_size, self._sp_size)
         source = _SlotSource(self._corpus_path, self._plan.fingerprint, slots)
-        dataset = quiet(ray.data.read_datasource(source, num_cpus=self._num_cpus, override_num_blocks=len(slots)))
+        dataset = ray.data.read_datasource(
+            source,
+            num_cpus=self._num_cpus,
+            override_num_blocks=len(slots),
+            concurrency=_num_tasks(self._world_size),
+        )
+        quiet(dataset)
         dataset.context.execution_options.preserve_order = True
         # A row is one block, however long: a block that was cut would shift every later slot.
         dataset.context.target_max_block_size = None
         iterators = dataset.streaming_split(self._world_size, equal=False)
-        self._coordinators.append(iterators[0]._coord_actor)  # type: ignore[attr-defined]
+        self._coordinators.append(iterators[0]._coord_actor)
         return list(iterators)
 
     def _drop_coordinators(self, keep: int) -> None:

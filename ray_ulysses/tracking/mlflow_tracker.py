@@ -34,11 +34,14 @@ _TAG_CHARACTERS = 8000
 _PARAM_CHARACTERS = 6000
 
 # One attempt of 3 s instead of five over minutes: the spool keeps what failed, and the thread comes back to it.
-_BOUNDED_HTTP = {
+_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "3",
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "0",
     "MLFLOW_HTTP_REQUEST_BACKOFF_JITTER": "0",
+    # Or MLflow 3 prints links between the lines of the progress view, and the making of its tables.
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
 }
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_ALREADY_EXISTS")
 _MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
@@ -128,7 +131,7 @@ class MlflowSink:
         Raises:
             Exception: Whatever MLflow raises when it can't be reached.
         """
-        for name, value in _BOUNDED_HTTP.items():
+        for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         from mlflow import MlflowClient
 
@@ -289,7 +292,10 @@ class MlflowSink:
                 model_id=model.model_id,
             )
         self._client.finalize_logged_model(model.model_id, "READY")
-        self._client.log_outputs(self._run_id, [LoggedModelOutput(model_id=model.model_id, step=step)])
+        # MLflow refuses an output that it has, as after a delivery whose answer was lost.
+        outputs = self._client.get_run(self._run_id).outputs
+        if outputs is None or model.model_id not in {output.model_id for output in outputs.model_outputs}:
+            self._client.log_outputs(self._run_id, [LoggedModelOutput(model_id=model.model_id, step=step)])
         self._client.set_tag(self._run_id, "checkpoint.step", str(step))
         self._client.set_tag(self._run_id, "checkpoint.path", path[:_TAG_CHARACTERS])
 

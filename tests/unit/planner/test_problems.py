@@ -46,6 +46,7 @@ def test_a_token_beyond_the_vocabulary_is_refused():
 
 def test_the_last_token_of_the_vocabulary_is_allowed():
     assert not list(vocabulary_problems(256, 257, "/corpus"))
+    assert len(list(vocabulary_problems(257, 257, "/corpus"))) == 1
 
 
 def test_a_stop_beyond_the_data_is_refused_with_epochs_that_suffice():
@@ -56,7 +57,9 @@ def test_a_stop_beyond_the_data_is_refused_with_epochs_that_suffice():
         "run.stop_step=8: is beyond the planned data, which ends after 3 steps (10 rows, 4 a step); use at most 3, "
         "or start a new run with data.epochs=4"
     )
-    enough = make_config(run={"stop_step": 8}, data={"path": "/c", "context_tokens": 64, "rows_per_step": 4, "epochs": 4})
+    enough = make_config(
+        run={"stop_step": 8}, data={"path": "/c", "context_tokens": 64, "rows_per_step": 4, "epochs": 4}
+    )
     assert not list(plan_problems(enough, make_plan(enough, corpus)))
 
 

@@ -1,0 +1,135 @@
+"""A small run of the real training loop on gloo ranks, without Ray: what the tests of recovery drive."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ray_ulysses.clock import SystemClock
+from ray_ulysses.config import Config
+from ray_ulysses.config.loading import parse_config
+from ray_ulysses.data.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.row_source import DirectSource
+from ray_ulysses.data.sources import SourceSpec
+from ray_ulysses.trainer.loop import run_attempt
+from ray_ulysses.trainer.preflight import check_resume, claim_directory, prepare_run
+from ray_ulysses.trainer.shared_storage import announce_session
+from ray_ulysses.trainer.stop import clear_stop, request_stop
+from ray_ulysses.trainer.worker import Worker
+
+STDLIB_FILES = ("ast.py", "argparse.py", "bisect.py", "calendar.py", "cmd.py", "copy.py", "csv.py", "dis.py")
+
+
+def make_corpus(folder: Path) -> Path:
+    """Prepare a few files of the standard library as bytes."""
+    stdlib = Path(os.__file__).parent
+    request = PrepareRequest(
+        sources=SourceSpec(paths=tuple(str(stdlib / name) for name in STDLIB_FILES)), out=folder / "corpus"
+    )
+    prepare_local(request)
+    return folder / "corpus"
+
+
+def make_config(storage: Path, corpus: Path, **overrides: Any) -> Config:
+    """Return a configuration of a tiny model; ``overrides`` are dotted paths with ``__`` for the dot."""
+    tree: dict[str, Any] = {
+        "run": {"name": "run", "storage": str(storage), "stop_step": 44},
+        "model": {
+            "init": "random",
+            "dtype": "fp32",
+            "config": {
+                "model_type": "llama",
+                "vocab_size": 264,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "tie_word_embeddings": True,
+            },
+        },
+        "data": {"path": str(corpus), "context_tokens": 256, "rows_per_step": 6, "engine": "local"},
+        "parallel": {"sp_size": 2},
+        "optimizer": {"lr": 3e-4},
+        "schedule": {"warmup_steps": 4, "horizon_steps": 60},
+        "checkpoint": {"every_steps": 5},
+        "tracking": {"enabled": False},
+        "memory": {"gradient_checkpointing": False},
+        "cluster": {"workers": 4},
+    }
+    for path, value in overrides.items():
+        section, name = path.split("__")
+        tree[section][name] = value
+    return parse_config(tree)
+
+
+def prepare_attempt(config: Config, session: str) -> None:
+    """Do what the driver does before its workers start."""
+    prepared = prepare_run(config, Path("/"))
+    prepared.report.raise_problems()
+    check_resume(prepared)
+    claim_directory(prepared)
+    announce_session(config.run_dir, session)
+    clear_stop(config.run_dir)
+
+
+def run_worker(
+    rank: int,
+    world_size: int,
+    config: Config,
+    session: str,
+    kill: tuple[int, str, int] | None = None,
+    stop_at: int | None = None,
+    reverse: bool = False,
+) -> tuple[str, int]:
+    """Be one worker of an attempt.
+
+    Args:
+        rank: This rank.
+        world_size: All ranks.
+        config: The run's configuration.
+        session: The command's name.
+        kill: ``(rank, event, step)``: that rank is killed with SIGKILL at that event of the loop.
+        stop_at: Rank 0 asks for a stop after this step.
+        reverse: Train the micro-batches of each step in reverse order: law 2's yardstick for drift.
+    """
+
+    def on_event(name: str, step: int) -> None:
+        if kill == (rank, name, step):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 0 and name == "step" and step == stop_at:
+            request_stop(config.run_dir, session)
+
+    def make_source(plan: Any, reader: Any, layout: Any, rank: int) -> Any:
+        place = (layout.dp_rank(rank), layout.dp_size, layout.sp_rank(rank), layout.sp_size)
+        source = DirectSource(reader, plan, *place)
+        return _Reversed(source) if reverse else source
+
+    worker = Worker(
+        rank=rank,
+        local_rank=rank,
+        world_size=world_size,
+        node="node",
+        device=torch.device("cpu"),
+        session=session,
+        make_source=make_source,
+        clock=SystemClock(),
+        on_event=on_event,
+    )
+    end = run_attempt(config, worker)
+    return end.status, end.step
+
+
+class _Reversed:
+    def __init__(self, source: DirectSource) -> None:
+        self._source = source
+
+    def step(self, step: int) -> Any:
+        return reversed(list(self._source.step(step)))
+
+    def close(self) -> None:
+        self._source.close()

@@ -1,0 +1,113 @@
+"""Law 2 and law 3 over kills, stops and resizes: the same rows, the same digest, the same losses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_ulysses.config import Config
+from ray_ulysses.tracking.history import RunHistory, read_history
+from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
+from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+TIMEOUT_S = 200.0
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def unbroken(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, RunHistory]:
+    """A run of 44 steps on 4 workers that nothing disturbs, every checkpoint kept."""
+    config = make_config(tmp_path_factory.mktemp("unbroken"), corpus, checkpoint__keep_last=100)
+    run(config, "unbroken")
+    return config, read_history(config.run_dir)
+
+
+def run(config: Config, session: str, **options: Any) -> tuple[str, int]:
+    prepare_attempt(config, session)
+    workers = config.cluster.workers
+    ends = run_ranks(run_worker, workers, config, session, timeout_s=TIMEOUT_S, **options)
+    assert len(set(ends)) == 1
+    end: tuple[str, int] = ends[0]
+    return end
+
+
+def worst_difference(ours: RunHistory, wanted: RunHistory) -> float:
+    assert [step.step for step in ours.steps] == [step.step for step in wanted.steps]
+    return max(abs(a.loss - b.loss) / b.loss for a, b in zip(ours.steps, wanted.steps, strict=True))
+
+
+def test_a_run_that_was_killed_stopped_and_resized_is_the_run_that_was_not(
+    corpus: Path, unbroken: tuple[Config, RunHistory], tmp_path: Path
+) -> None:
+    wanted = unbroken[1]
+    config = make_config(tmp_path, corpus)
+
+    # 4 workers, sp=2: rank 2 is killed in the middle of the save of step 15, when others have written their shards.
+    prepare_attempt(config, "first")
+    outcomes = run_ranks_to_outcomes(run_worker, 4, config, "first", kill=(2, "save", 15), timeout_s=TIMEOUT_S)
+    assert outcomes[2].exit_code == -9
+    assert not any(outcome.ok for outcome in outcomes)
+    assert not (config.run_dir / "checkpoints/step-00000015/manifest.json").exists()
+
+    # 2 workers, sp=2, stopped by a request; 4 with sp=4; 4 with sp=1.
+    two = make_config(tmp_path, corpus, cluster__workers=2)
+    assert run(two, "second", stop_at=23) == ("stopped", 24)
+    four = make_config(tmp_path, corpus, parallel__sp_size=4, run__stop_step=33)
+    assert run(four, "third") == ("finished", 33)
+    one = make_config(tmp_path, corpus, parallel__sp_size=1)
+    assert run(one, "fourth") == ("finished", 44)
+
+    ours = read_history(config.run_dir)
+    reversed_config = make_config(tmp_path / "reversed", corpus)
+    run(reversed_config, "reversed", reverse=True)
+    drift = worst_difference(read_history(reversed_config.run_dir), wanted)
+    difference = worst_difference(ours, wanted)
+    print(f"difference {difference:.2e}, drift of the same world with micro-batches reversed {drift:.2e}")
+    assert difference <= max(1e-5, 3 * drift)
+    assert [step.rows for step in ours.steps] == [step.rows for step in wanted.steps]
+    assert [step.tokens for step in ours.steps] == [step.tokens for step in wanted.steps]
+    assert [step.rows[0] for step in ours.steps] == [6 * index for index in range(44)]
+    assert ours.data_digest == wanted.data_digest
+    assert ours.lost_steps == 5
+    assert [(a.world_size, a.sp_size, a.dp_size) for a in ours.attempts] == [(4, 2, 2), (2, 2, 1), (4, 4, 1), (4, 1, 4)]
+    assert [(a.first_step, a.last_step) for a in ours.attempts] == [(1, 15), (11, 24), (25, 33), (34, 44)]
+
+
+@pytest.mark.parametrize(("workers", "sp_size"), [(1, 1), (2, 1), (3, 1), (4, 4)], ids=lambda value: str(value))
+def test_one_step_from_the_same_state_has_the_same_loss_at_another_layout(
+    corpus: Path, unbroken: tuple[Config, RunHistory], tmp_path: Path, workers: int, sp_size: int
+) -> None:
+    source, wanted = unbroken
+    losses = {step.step: step.loss for step in wanted.steps}
+    for saved in (5, 20, 40):
+        config = make_config(
+            tmp_path / str(saved), corpus, cluster__workers=workers, parallel__sp_size=sp_size, run__stop_step=saved + 2
+        )
+        shutil.copytree(source.run_dir, config.run_dir)
+        for folder in (config.run_dir / "checkpoints").iterdir():
+            if int(folder.name.removeprefix("step-")) > saved:
+                shutil.rmtree(folder)
+        run(config, "resumed")
+        ours = {step.step: step.loss for step in read_history(config.run_dir).steps}
+        for step in (saved + 1, saved + 2):
+            assert abs(ours[step] - losses[step]) / losses[step] <= 1e-5
+
+
+def test_the_last_step_may_be_short_and_every_row_is_trained_on_once(corpus: Path, tmp_path: Path) -> None:
+    config = make_config(tmp_path, corpus, data__rows_per_step=400, run__stop_step=None, checkpoint__every_steps=None)
+    assert run(config, "all")[0] == "finished"
+    history = read_history(config.run_dir)
+    plan = json.loads((config.run_dir / "plan/plan.json").read_text())
+    assert history.rows_consumed == plan["num_rows"]
+    sizes = [step.rows[1] - step.rows[0] for step in history.steps]
+    assert sizes[:-1] == [400] * (len(sizes) - 1)
+    assert 0 < sizes[-1] < 400

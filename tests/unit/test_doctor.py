@@ -1,0 +1,87 @@
+"""The doctor names what is wrong and what to do; it never stops at the first finding."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ray_ulysses import doctor
+from ray_ulysses.doctor import Check, check_import, check_python, exit_code, render_checks
+
+
+@pytest.mark.parametrize(("version", "level"), [((3, 10), "fail"), ((3, 11), "ok"), ((3, 13), "ok"), ((3, 14), "fail")])
+def test_only_supported_versions_of_python_pass(version, level):
+    assert check_python(version).level == level
+
+
+def test_a_package_that_is_there_gives_its_version():
+    check = check_import("pytest")
+    assert (check.level, check.detail) == ("ok", pytest.__version__)
+
+
+def test_a_package_that_is_absent_fails_with_a_way_out():
+    check = check_import("no_such_package_at_all")
+    assert check.level == "fail"
+    assert check.detail.startswith("not installed")
+    assert check.way_out
+
+
+def test_a_broken_package_fails_and_what_it_prints_is_not_shown(capsys):
+    def load(name):
+        print("noise")
+        raise OSError("libcudart.so: cannot open")
+
+    check = check_import("deepspeed", load)
+    assert check.detail == "can't be imported: OSError: libcudart.so: cannot open"
+    assert capsys.readouterr().out == ""
+
+
+def test_storage_that_can_not_be_written_fails(tmp_path):
+    (tmp_path / "file").write_text("")
+    check = doctor.check_run_storage(tmp_path / "file" / "runs")
+    assert check.level == "fail"
+    assert "run.storage" in check.detail
+    assert doctor.check_run_storage(tmp_path / "runs").level == "ok"
+
+
+def test_free_disk_of_a_directory_that_is_not_there_yet_is_its_parents(tmp_path):
+    check = doctor.check_free_disk(tmp_path / "a" / "b")
+    assert check.detail.endswith(f"free at {tmp_path}")
+
+
+def test_absent_shared_memory_is_a_warning(tmp_path):
+    assert doctor.check_shared_memory(Path("/nonexistent")).level == "warn"
+
+
+def test_a_machine_without_a_gpu_can_run_on_cpu(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    levels = {check.name: check.level for check in doctor.check_accelerator()}
+    assert levels == {"accelerator": "warn", "collectives": "ok"}
+    assert doctor.check_flash_attention().level == "ok"
+
+
+def test_without_torch_the_accelerator_can_not_be_judged(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    (check,) = doctor.check_accelerator()
+    assert check.level == "fail"
+    assert doctor.check_flash_attention().level == "ok"
+
+
+def test_one_failure_decides_the_exit_code():
+    ok, warn, fail = (Check(name=level, level=level, detail="d") for level in ("ok", "warn", "fail"))
+    assert exit_code([ok, warn]) == 0
+    assert exit_code([ok, fail, warn]) == 1
+
+
+def test_checks_are_lines_that_end_with_the_sum():
+    checks = [
+        Check(name="python", level="ok", detail="3.11"),
+        Check(name="flash-attn", level="fail", detail="broken", way_out="reinstall it"),
+    ]
+    assert render_checks(checks).splitlines() == [
+        "ok    python      3.11",
+        "fail  flash-attn  broken",
+        "                  -> reinstall it",
+        "not ready: 1 failed, 0 warned, 2 looked at",
+    ]

@@ -1,0 +1,246 @@
+"""No tracker stops a run: an outage waits on disk, and no step is ever sent twice."""
+
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ray_ulysses.tracking.delivery import CHECKPOINT_MARK, RefusedEvent, SpooledTracker, unsent
+
+
+class FakeSink:
+    """Keeps what it is sent; can be away, lose its answer, refuse, or be slow."""
+
+    def __init__(self):
+        self.events = []
+        self.is_away = False
+        self.loses_answers = 0
+        self.refused_step = None
+        self.slow = threading.Event()
+        self.slow.set()
+        self.calls = 0
+
+    def connect(self):
+        self.calls += 1
+        if self.is_away:
+            raise ConnectionError("no route to host")
+
+    def existing_marks(self, events):
+        marks = {}
+        for event in self.events:
+            if event["kind"] == "step":
+                for name in event["metrics"]:
+                    mark = f"metric:{name}"
+                    marks[mark] = max(event["step"], marks.get(mark, -1))
+            elif event["kind"] == "checkpoint":
+                marks[CHECKPOINT_MARK] = max(event["step"], marks.get(CHECKPOINT_MARK, -1))
+        return marks
+
+    def deliver(self, events):
+        self.slow.wait(30)
+        self.calls += 1
+        if self.is_away:
+            raise ConnectionError("no route to host")
+        if any(event.get("step") == self.refused_step for event in events if event["kind"] == "step"):
+            raise RefusedEvent("a bad name")
+        self.events += events
+        if self.loses_answers:
+            self.loses_answers -= 1
+            raise TimeoutError("the answer was lost")
+
+    def points(self, name="loss"):
+        return [e["step"] for e in self.events if e["kind"] == "step" and name in e["metrics"]]
+
+    def kinds(self):
+        return [event["kind"] for event in self.events]
+
+
+def make_tracker(sink, path, **changes):
+    return SpooledTracker(sink, path / "tracking", **{"retry_s": (0.01, 0.02), "drain_s": 5.0, **changes})
+
+
+def log_steps(tracker, steps):
+    for step in steps:
+        tracker.log_step(step, {"loss": 5.0 - step / 10})
+
+
+def test_everything_arrives_in_order(tmp_path):
+    sink = FakeSink()
+    tracker = make_tracker(sink, tmp_path)
+    tracker.start({"lr": 0.1}, {"world_size": 4})
+    log_steps(tracker, range(1, 6))
+    tracker.log_checkpoint(5, "/c/5", {"world_size": 4}, {"next_row": 5}, {"loss": 4.5})
+    tracker.finish("finished")
+    assert sink.kinds() == ["start", *["step"] * 5, "checkpoint", "finish"]
+    assert sink.points() == [1, 2, 3, 4, 5]
+
+
+def test_an_outage_costs_the_loop_nothing_and_loses_nothing(tmp_path):
+    sink = FakeSink()
+    sink.is_away = True
+    tracker = make_tracker(sink, tmp_path)
+    begin = time.monotonic()
+    tracker.start({}, {})
+    log_steps(tracker, range(1, 201))
+    assert time.monotonic() - begin < 2.0
+    sink.is_away = False
+    tracker.finish("finished")
+    assert sink.points() == list(range(1, 201))
+
+
+def test_finish_waits_a_bounded_time_and_the_next_start_delivers_the_rest(tmp_path):
+    away = FakeSink()
+    away.is_away = True
+    tracker = make_tracker(away, tmp_path, drain_s=0.2)
+    tracker.start({}, {"attempt": 1})
+    log_steps(tracker, range(1, 4))
+    begin = time.monotonic()
+    tracker.finish("failed")
+    assert time.monotonic() - begin < 2.0
+    sink = FakeSink()
+    resumed = make_tracker(sink, tmp_path)
+    resumed.start({}, {"attempt": 2})
+    log_steps(resumed, range(3, 6))
+    resumed.finish("finished")
+    assert sink.kinds() == ["start", "step", "step", "step", "finish", "start", "step", "step", "finish"]
+    assert sink.points() == [1, 2, 3, 4, 5]
+
+
+def test_a_sink_that_hangs_does_not_hang_the_run(tmp_path):
+    sink = FakeSink()
+    sink.slow.clear()
+    tracker = make_tracker(sink, tmp_path, drain_s=0.2)
+    tracker.start({}, {})
+    log_steps(tracker, range(1, 4))
+    begin = time.monotonic()
+    tracker.finish("finished")
+    assert time.monotonic() - begin < 2.0
+    sink.slow.set()
+
+
+def test_a_replayed_step_is_not_sent_again(tmp_path):
+    sink = FakeSink()
+    for attempt in (range(1, 8), range(5, 11), range(3, 12)):
+        tracker = make_tracker(sink, tmp_path)
+        tracker.start({}, {})
+        log_steps(tracker, attempt)
+        tracker.log_checkpoint(4, "/c/4", {}, {}, {})
+        tracker.finish("failed")
+    assert sink.points() == list(range(1, 12))
+    assert sink.kinds().count("checkpoint") == 1
+
+
+def test_a_delivery_whose_answer_was_lost_is_not_repeated(tmp_path):
+    sink = FakeSink()
+    sink.loses_answers = 3
+    tracker = make_tracker(sink, tmp_path)
+    tracker.start({}, {})
+    log_steps(tracker, range(1, 30))
+    tracker.log_checkpoint(29, "/c/29", {}, {}, {})
+    tracker.finish("finished")
+    assert sink.points() == list(range(1, 30))
+    assert sink.kinds().count("checkpoint") == 1
+
+
+def test_a_death_between_delivery_and_acknowledgement_repeats_nothing(tmp_path):
+    sink = FakeSink()
+    first = make_tracker(sink, tmp_path)
+    first.start({}, {})
+    log_steps(first, range(1, 6))
+    first.finish("failed")
+    (tmp_path / "tracking" / "state.json").unlink()
+    second = make_tracker(sink, tmp_path)
+    second.start({}, {})
+    log_steps(second, range(4, 8))
+    second.finish("finished")
+    assert sink.points() == list(range(1, 8))
+
+
+def test_an_event_that_is_never_taken_does_not_block_the_others(tmp_path, caplog):
+    sink = FakeSink()
+    sink.refused_step = 3
+    tracker = make_tracker(sink, tmp_path)
+    with caplog.at_level("WARNING", logger="ray_ulysses"):
+        tracker.start({}, {})
+        log_steps(tracker, range(1, 6))
+        tracker.finish("finished")
+    assert sink.points() == [1, 2, 4, 5]
+    assert "the tracker refuses an event, left out: RefusedEvent: a bad name" in caplog.text
+
+
+def test_an_outage_is_said_once(tmp_path, caplog):
+    sink = FakeSink()
+    sink.is_away = True
+    tracker = make_tracker(sink, tmp_path, drain_s=0.2)
+    with caplog.at_level("WARNING", logger="ray_ulysses"):
+        tracker.start({}, {})
+        log_steps(tracker, range(1, 6))
+        tracker.finish("failed")
+    assert sink.calls > 2
+    assert caplog.text.count("does not answer") == 1
+    assert "is sent when the run is started again" in caplog.text
+
+
+def test_an_outage_is_not_met_with_a_busy_loop(tmp_path):
+    sink = FakeSink()
+    sink.is_away = True
+    tracker = make_tracker(sink, tmp_path, retry_s=(0.1, 0.1), drain_s=0.3)
+    tracker.start({}, {})
+    log_steps(tracker, range(1, 100))
+    tracker.finish("failed")
+    assert sink.calls < 10
+
+
+def test_a_spool_that_can_not_be_made_leaves_the_run_alone(tmp_path, caplog):
+    (tmp_path / "tracking").write_text("a file where the directory should be")
+    tracker = make_tracker(FakeSink(), tmp_path)
+    with caplog.at_level("WARNING", logger="ray_ulysses"):
+        tracker.start({}, {})
+        log_steps(tracker, range(1, 3))
+        tracker.finish("finished")
+    assert "this attempt is not tracked" in caplog.text
+
+
+def test_a_full_spool_drops_and_says_so(tmp_path, caplog):
+    sink = FakeSink()
+    sink.is_away = True
+    tracker = make_tracker(sink, tmp_path, drain_s=0.05, max_bytes=1000)
+    with caplog.at_level("WARNING", logger="ray_ulysses"):
+        tracker.start({}, {})
+        log_steps(tracker, range(1, 100))
+        tracker.finish("failed")
+    assert "is full: later events are left out of the tracker" in caplog.text
+
+
+def test_two_metrics_of_one_step_may_come_apart(tmp_path):
+    sink = FakeSink()
+    tracker = make_tracker(sink, tmp_path)
+    tracker.start({}, {})
+    log_steps(tracker, range(1, 4))
+    tracker.log_step(2, {"eval_loss": 4.0})
+    tracker.finish("finished")
+    assert sink.points() == [1, 2, 3]
+    assert sink.points("eval_loss") == [2]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 10)), max_size=8), st.integers(1, 7))
+def test_any_attempts_cut_anywhere_give_each_step_once_in_order(attempts, batch):
+    events = [
+        {"kind": "step", "step": step, "metrics": {"loss": 0.0}, "time_ms": 0}
+        for first, length in attempts
+        for step in range(first, first + length)
+    ]
+    marks, sent = {}, []
+    for start in range(0, len(events), batch):
+        left, marks = unsent(events[start : start + batch], marks)
+        sent += [event["step"] for event in left]
+    assert sent == sorted(set(sent))
+    assert max(sent, default=-1) == max((event["step"] for event in events), default=-1)
+
+
+@pytest.mark.parametrize("event", [{}, {"kind": None}])
+def test_a_torn_event_is_nothing_to_send(event):
+    assert unsent([event], {"metric:loss": 3}) == ([], {"metric:loss": 3})

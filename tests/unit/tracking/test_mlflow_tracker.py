@@ -1,0 +1,253 @@
+"""One MLflow run for the life of a run: a curve without repeated steps, whatever died in between."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from ray_ulysses.tracking.mlflow_tracker import MlflowSink, MlflowTracker, TrackingIdentity
+
+REPOSITORY = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory):
+    """Return one SQLite database for all tests here: making its tables takes seconds."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    patch.setenv("DO_NOT_TRACK", "true")
+    yield f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
+    patch.undo()
+
+
+@pytest.fixture
+def client(uri):
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri=uri)
+
+
+def make_tracker(uri, run_dir, **changes):
+    given = {"uri": uri, "experiment": "tests", "run_name": "demo", "run_dir": run_dir, "retry_s": (0.05, 0.2)}
+    return MlflowTracker(**{**given, "drain_s": 60.0, **changes})
+
+
+def log_steps(tracker, steps):
+    for step in steps:
+        tracker.log_step(step, {"loss": 5.0 - step / 10, "tokens_per_s": 1000.0})
+
+
+def run_attempt(uri, run_dir, steps, *, params=None, tags=None, status="failed", **changes):
+    tracker = make_tracker(uri, run_dir, **changes)
+    tracker.start(params or {"optimizer.lr": 0.1}, tags or {"world_size": 4})
+    log_steps(tracker, steps)
+    tracker.finish(status)
+    return TrackingIdentity.load(run_dir)
+
+
+def curve(client, run_id, name="loss"):
+    return [(point.step, point.value) for point in client.get_metric_history(run_id, name)]
+
+
+def expected(steps):
+    return [(step, 5.0 - step / 10) for step in steps]
+
+
+def test_three_attempts_make_one_run_with_one_curve(uri, client, tmp_path):
+    ids = {
+        run_attempt(uri, tmp_path, range(1, 8)).run_id,
+        run_attempt(uri, tmp_path, range(5, 11), tags={"world_size": 2}).run_id,
+        run_attempt(uri, tmp_path, range(11, 13), status="finished").run_id,
+    }
+    (run_id,) = ids
+    assert curve(client, run_id) == expected(range(1, 13))
+    run = client.get_run(run_id)
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == "demo"
+    assert run.data.params == {"optimizer.lr": "0.1"}
+    assert run.data.tags["world_size"] == "4"
+    experiment = client.get_experiment_by_name("tests")
+    assert len(client.search_runs([experiment.experiment_id], filter_string=f"tags.run_dir='{tmp_path}'")) == 1
+
+
+def test_a_resumed_run_runs_and_a_stopped_one_was_killed(uri, client, tmp_path):
+    run_id = run_attempt(uri, tmp_path, range(1, 3), status="stopped").run_id
+    assert client.get_run(run_id).info.status == "KILLED"
+    tracker = make_tracker(uri, tmp_path)
+    tracker.start({}, {})
+    deadline = time.monotonic() + 20
+    while client.get_run(run_id).info.status != "RUNNING":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    tracker.finish("failed")
+    assert client.get_run(run_id).info.status == "FAILED"
+
+
+def test_a_changed_parameter_becomes_a_tag_and_stops_nothing(uri, client, tmp_path):
+    run_attempt(uri, tmp_path, [1], params={"a": 1, "b": 2})
+    run_id = run_attempt(uri, tmp_path, [2], params={"a": 1, "b": 3, "c": 4}).run_id
+    run = client.get_run(run_id)
+    assert run.data.params == {"a": "1", "b": "2", "c": "4"}
+    assert run.data.tags["changed.b"] == "3"
+    assert curve(client, run_id) == expected([1, 2])
+
+
+def test_more_parameters_than_a_batch_takes_and_long_values_are_kept(uri, client, tmp_path):
+    params = {f"section.name_{n}": n for n in range(230)} | {"long": "x" * 10_000}
+    run_id = run_attempt(uri, tmp_path, [1], params=params, tags={f"t{n}": n for n in range(130)}).run_id
+    run = client.get_run(run_id)
+    assert len(run.data.params) == 231
+    assert run.data.params["long"] == "x" * 6000
+    assert run.data.tags["t129"] == "129"
+
+
+def test_a_committed_checkpoint_can_be_found_by_its_loss(uri, client, tmp_path):
+    tracker = make_tracker(uri, tmp_path)
+    tracker.start({}, {})
+    for step in (5, 10):
+        log_steps(tracker, range(step - 4, step + 1))
+        tracker.log_checkpoint(
+            step, f"/runs/c/{step}", {"world_size": 4, "sp_size": 2}, {"next_row": 6 * step}, {"loss": 5.0 - step / 10}
+        )
+    tracker.finish("finished")
+    run_id = TrackingIdentity.load(tmp_path).run_id
+    run = client.get_run(run_id)
+    found = client.search_logged_models(
+        [run.info.experiment_id], filter_string=f"source_run_id='{run_id}' AND metrics.checkpoint_loss < 4.2"
+    )
+    assert [model.name for model in found] == ["step-00000010"]
+    assert found[0].model_type == "checkpoint"
+    assert found[0].tags["path"] == "/runs/c/10"
+    assert json.loads(found[0].tags["topology"]) == {"world_size": 4, "sp_size": 2}
+    assert json.loads(found[0].tags["cursor"]) == {"next_row": 60}
+    assert len(run.outputs.model_outputs) == 2
+    assert run.data.tags["checkpoint.path"] == "/runs/c/10"
+    assert curve(client, run_id) == expected(range(1, 11))
+
+
+def test_a_checkpoint_that_was_begun_is_completed_and_not_doubled(uri, client, tmp_path):
+    run_id = run_attempt(uri, tmp_path, [1]).run_id
+    experiment = client.get_run(run_id).info.experiment_id
+    client.create_logged_model(experiment, name="step-00000001", source_run_id=run_id, tags={"step": "1"})
+    tracker = make_tracker(uri, tmp_path)
+    tracker.start({}, {})
+    tracker.log_checkpoint(1, "/runs/c/1", {}, {}, {"loss": 4.9})
+    tracker.finish("finished")
+    (model,) = client.search_logged_models([experiment], filter_string=f"source_run_id='{run_id}'")
+    assert model.status == "READY"
+    assert [metric.value for metric in model.metrics] == [4.9]
+
+
+def test_a_killed_process_leaves_a_spool_that_the_next_start_replays(uri, client, tmp_path):
+    code = f"""
+        import os, sys
+        sys.path.insert(0, {REPOSITORY!r})
+        from ray_ulysses.tracking.mlflow_tracker import MlflowTracker
+        tracker = MlflowTracker(uri={uri!r}, experiment="tests", run_name="demo", run_dir={str(tmp_path)!r})
+        tracker.start({{"optimizer.lr": 0.1}}, {{}})
+        for step in range(1, 51):
+            tracker.log_step(step, {{"loss": 5.0 - step / 10, "tokens_per_s": 1000.0}})
+        os.kill(os.getpid(), 9)
+    """
+    died = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=60, check=False)
+    assert died.returncode == -9
+    run_id = run_attempt(uri, tmp_path, range(41, 61), status="finished").run_id
+    assert curve(client, run_id) == expected(range(1, 61))
+
+
+def test_a_lost_acknowledgement_does_not_double_a_point(uri, client, tmp_path):
+    run_attempt(uri, tmp_path, range(1, 6))
+    (tmp_path / "tracking" / "state.json").unlink()
+    run_id = run_attempt(uri, tmp_path, range(1, 8)).run_id
+    assert curve(client, run_id) == expected(range(1, 8))
+
+
+def test_what_the_run_already_has_is_asked_of_mlflow(uri, client, tmp_path):
+    tracker = make_tracker(uri, tmp_path)
+    tracker.start({}, {})
+    log_steps(tracker, range(1, 6))
+    tracker.log_checkpoint(4, "/runs/c/4", {}, {}, {})
+    tracker.finish("failed")
+    sink = MlflowSink(uri=uri, experiment="tests", run_name="demo", run_dir=tmp_path)
+    sink.connect()
+    events = [{"kind": "step", "step": 6, "metrics": {"loss": 1.0, "new": 1.0}}, {"kind": "checkpoint", "step": 6}]
+    assert sink.existing_marks(events) == {"metric:loss": 5, "checkpoint": 4}
+
+
+def test_a_death_before_the_id_was_written_makes_no_second_run(uri, client, tmp_path):
+    first = run_attempt(uri, tmp_path, [1])
+    TrackingIdentity(uri=first.uri, experiment=first.experiment, key=first.key).save(tmp_path)
+    assert run_attempt(uri, tmp_path, [2]).run_id == first.run_id
+
+
+def test_a_run_that_was_deleted_is_followed_by_a_new_one(uri, client, tmp_path, caplog):
+    first = run_attempt(uri, tmp_path, [1])
+    client.delete_run(first.run_id)
+    with caplog.at_level("WARNING", logger="ray_ulysses"):
+        second = run_attempt(uri, tmp_path, [2])
+    assert second.run_id != first.run_id
+    assert f"the MLflow run {first.run_id} was deleted: a new one is made" in caplog.text
+    assert curve(client, second.run_id) == expected([2])
+
+
+def test_a_metric_that_mlflow_refuses_costs_only_itself(uri, client, tmp_path, caplog):
+    tracker = make_tracker(uri, tmp_path)
+    with caplog.at_level("WARNING", logger="ray_ulysses"):
+        tracker.start({}, {})
+        tracker.log_step(1, {"loss": 4.9})
+        tracker.log_checkpoint(1, "/runs/c/1", {}, {}, {"loss": 4.9})
+        tracker.log_step(1, {"a bad name \n?": 1.0})
+        tracker.log_step(2, {"loss": 4.8})
+        tracker.finish("finished")
+    # Its batch is sent again one by one: what had arrived is neither doubled nor refused.
+    assert caplog.text.count("refuses an event") == 1
+    assert curve(client, TrackingIdentity.load(tmp_path).run_id) == expected([1, 2])
+
+
+def test_a_loss_that_is_no_number_is_shown_as_such(uri, client, tmp_path):
+    tracker = make_tracker(uri, tmp_path)
+    tracker.start({}, {})
+    tracker.log_step(1, {"loss": float("nan")})
+    tracker.log_step(2, {"loss": float("inf")})
+    tracker.log_step(3, {"loss": 1.0})
+    tracker.finish("failed")
+    points = curve(client, TrackingIdentity.load(tmp_path).run_id)
+    assert [step for step, _ in points] == [1, 2, 3]
+    assert points[0][1] != points[0][1]
+
+
+def test_a_server_that_is_away_is_waited_for_briefly_and_its_points_come_later(uri, client, tmp_path):
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        away = f"http://127.0.0.1:{reserved.getsockname()[1]}"
+        tracker = make_tracker(away, tmp_path, drain_s=1.0)
+        begin = time.monotonic()
+        tracker.start({}, {})
+        log_steps(tracker, range(1, 4))
+        assert time.monotonic() - begin < 1.0
+        tracker.finish("failed")
+        assert time.monotonic() - begin < 5.0
+    run_id = run_attempt(uri, tmp_path, range(4, 6)).run_id
+    assert curve(client, run_id) == expected(range(1, 6))
+
+
+def test_artifacts_stay_beside_the_database(uri, client, tmp_path):
+    run_id = run_attempt(uri, tmp_path, [1]).run_id
+    directory = os.path.dirname(uri.removeprefix("sqlite:///"))
+    assert client.get_run(run_id).info.artifact_uri.startswith(f"file://{directory}/mlartifacts/")
+
+
+def test_neither_the_package_nor_its_construction_imports_mlflow():
+    code = """
+        import sys
+        import ray_ulysses.tracking, ray_ulysses.tracking.tracker
+        from ray_ulysses.tracking.mlflow_tracker import MlflowTracker
+        MlflowTracker(uri="sqlite:///x.db", experiment="e", run_name="r", run_dir="/nonexistent")
+        sys.exit(any(name in sys.modules for name in ("mlflow", "ray", "torch")))
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60, cwd=REPOSITORY)
