@@ -24,7 +24,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)  ## Prepare, plan and train a small model on this machine's CPU, in a few minutes
-	$(BIN)/ray-ulysses prepare "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" --out $(CORPUS) --tokenizer bytes
+	$(BIN)/ray-ulysses prepare "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" \
+		--pattern '*.py' --exclude site-packages --tokenizer bytes --out $(CORPUS)
 	$(BIN)/ray-ulysses plan $(CONFIG)
 	$(BIN)/ray-ulysses train $(CONFIG)
 

@@ -7,24 +7,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.layout import valid_sp_sizes
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from ray_ulysses.parallel.mesh import SequenceMesh
 
 _EXACT_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+# Parts of CamelCase class names: in lower case, "ssm" would be found in GptOssModel as well.
 _RECURRENT_MARKS = (
-    "ssm",
-    "mamba",
-    "rwkv",
-    "recurrent",
-    "linear_attention",
-    "conv1d",
-    "deltanet",
-    "retention",
+    "SSM",
+    "Mamba",
+    "Rwkv",
+    "Recurrent",
+    "LinearAttention",
+    "LightningAttention",
+    "DeltaNet",
+    "Retention",
 )
 _DROPOUT_SUFFIXES = ("dropout", "pdrop", "dropout_prob", "dropout_rate", "drop_path_rate")
 _UNSUPPORTED_SETTINGS = {
@@ -65,7 +66,8 @@ def _refuse_architecture(model: nn.Module, config: Any, kind: str) -> None:
         {
             type(module).__name__
             for module in model.modules()
-            if any(mark in type(module).__name__.lower() for mark in _RECURRENT_MARKS)
+            # A convolution mixes neighbouring tokens; Transformers' Conv1D is a linear layer of GPT-2.
+            if isinstance(module, nn.Conv1d) or any(mark in type(module).__name__ for mark in _RECURRENT_MARKS)
         }
     )
     if odd or recurrent:

@@ -14,6 +14,9 @@ import torch
 if TYPE_CHECKING:
     from torch import nn
 
+_LONGEST_SEEN = "max_seq_len_cached"
+_PLAIN_FORWARD = "_ray_ulysses_plain_forward"
+
 
 @dataclass(slots=True)
 class RowLength:
@@ -43,17 +46,30 @@ def _rope_types(module: nn.Module) -> list[str]:
 
 
 def _wrap(module: Any, row_length: RowLength) -> None:
-    forward: Any = module.forward
-    fresh_length = getattr(module, "original_max_seq_len", None)
+    # Applied again, the row length is that of the new mesh; a wrapper around a wrapper would still show the old one.
+    forward: Any = getattr(module, _PLAIN_FORWARD, module.forward)
+    setattr(module, _PLAIN_FORWARD, forward)
 
     def forward_with_row_length(x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Dynamic scaling remembers the longest row it has seen, so that frequencies would depend on which rows came
-        # before, and on the world size. Start from the original frequencies for every batch instead.
-        if fresh_length is not None and getattr(module, "max_seq_len_cached", fresh_length) != fresh_length:
-            module.max_seq_len_cached = fresh_length
-            module.inv_freq = module.original_inv_freq.to(x.device)
+        _forget_longest_row(module, x.device)
+        # Positions of padding count on their own and could be the largest: no token of a document depends on them.
+        position_ids = position_ids.clamp(max=row_length.max_position)
         last = position_ids.new_full((*position_ids.shape[:-1], 1), row_length.max_position)
         cos, sin = forward(x, torch.cat([position_ids, last], dim=-1), *args, **kwargs)
         return cos[..., :-1, :], sin[..., :-1, :]
 
     module.forward = forward_with_row_length
+
+
+def _forget_longest_row(module: Any, device: torch.device) -> None:
+    """Put dynamic scaling back to its original frequencies.
+
+    It remembers the longest row it has seen (one length a type of layer in some models), so that frequencies would
+    depend on which rows came before, and on the world size.
+    """
+    fresh_length = getattr(module, "original_max_seq_len", None)
+    for name in [name for name in vars(module) if name.endswith(_LONGEST_SEEN)]:
+        if fresh_length is not None and getattr(module, name) != fresh_length:
+            prefix = name.removesuffix(_LONGEST_SEEN)
+            setattr(module, name, fresh_length)
+            setattr(module, f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq").to(device))

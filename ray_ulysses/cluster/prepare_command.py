@@ -69,9 +69,8 @@ def _say_result(out: Path, say: Callable[[str], Any]) -> None:
 
     corpus = Corpus.open(out)
     info = corpus.info
-    say(
-        f"corpus {out}: {corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens, longest {corpus.lengths.max():,}"
-    )
+    size = f"{corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens, longest {corpus.lengths.max():,}"
+    say(f"corpus {out}: {size}")
     if info.byte_unigram_nats is not None:
         say(f"entropy of its bytes: {info.byte_unigram_nats:.4f} nats (unigram)")
     if info.num_quarantined:

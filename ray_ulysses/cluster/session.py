@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 
@@ -35,7 +36,7 @@ def ray_session(address: str | None, *, cpus: float, environment: dict[str, str]
     target = address or os.environ.get("RAY_ADDRESS")
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    options: dict[str, object] = {
+    options: dict[str, Any] = {
         "log_to_driver": False,
         "logging_level": logging.ERROR,
         "runtime_env": {"env_vars": environment or {}},
@@ -57,12 +58,32 @@ def ray_session(address: str | None, *, cpus: float, environment: dict[str, str]
         ray.shutdown()
 
 
-def _start_embedded(cpus: float, options: dict[str, object]) -> None:
+def _start_embedded(cpus: float, options: dict[str, Any]) -> None:
     # A plain ray.init() may create an authentication token that later `ray start --head` would insist on.
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     offered = max(os.cpu_count() or 1, math.ceil(cpus + _SLACK_CPUS))
-    ray.init(address="local", num_cpus=offered, include_dashboard=False, **options)
+    with _children_in_own_group():
+        ray.init(address="local", num_cpus=offered, include_dashboard=False, **options)
+
+
+@contextmanager
+def _children_in_own_group() -> Iterator[None]:
+    """Start children in a process group apart from ours.
+
+    A SIGTERM to our group, as ``timeout`` and schedulers send it, would otherwise end Ray's processes while the run
+    saves. They still end with us: Ray ties their life to this process.
+    """
+    own, group = os.getpid(), os.getpgrp()
+    if own in (group, os.getsid(0)):
+        # A leader can't leave its group and come back; its children stay in it.
+        yield
+        return
+    os.setpgid(0, 0)
+    try:
+        yield
+    finally:
+        os.setpgid(0, group)
 
 
 def missing_resources(*, cpus: float, gpus: float) -> str | None:
@@ -74,3 +95,9 @@ def missing_resources(*, cpus: float, gpus: float) -> str | None:
         if total.get(name, 0.0) < needed
     ]
     return "; ".join(lacking) or None
+
+
+def session_logs() -> str | None:
+    """Return the directory of this session's logs on this node, where Ray says it."""
+    node = getattr(ray._private.worker, "_global_node", None)
+    return None if node is None else str(node.get_logs_dir_path())

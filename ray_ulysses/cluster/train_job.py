@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ray
-from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.v2.api.config import FailureConfig
 
-from ray_ulysses.cluster.session import missing_resources, ray_session
+from ray_ulysses.cluster.session import missing_resources, ray_session, session_logs
 from ray_ulysses.cluster.worker import refusal, train_worker
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.logging import get_logger
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from ray_ulysses.tracking.history import RunHistory
     from ray_ulysses.trainer.preflight import PreparedRun
 
+_SAME_REQUEST_S = 2.0
+"""`timeout` and some schedulers send a signal to the process and to its group: two that close together are one."""
 _log = get_logger(__name__)
 
 
@@ -89,6 +91,7 @@ def _run_workers(prepared: PreparedRun, session: str, console: Console) -> None:
     config = prepared.config
     trainer = _trainer(config, session)
     failure: list[BaseException] = []
+    logs = session_logs()
 
     def fit() -> None:
         try:
@@ -113,7 +116,7 @@ def _run_workers(prepared: PreparedRun, session: str, console: Console) -> None:
         text = refusal(config.run_dir, session)
         if text is not None:
             raise UserError(text) from failure[0]
-        raise RunError(_failure_text(config, failure[0])) from failure[0]
+        raise RunError(_failure_text(config, failure[0], logs)) from failure[0]
 
 
 def _trainer(config: Config, session: str) -> TorchTrainer:
@@ -180,10 +183,16 @@ def _stopping_on_signals(run_dir: Path, session: str, console: Console) -> Itera
         yield
         return
 
+    asked_at: list[float] = []
+
     def handle(number: int, frame: Any) -> None:
+        now = time.monotonic()
+        if asked_at and now - asked_at[0] > _SAME_REQUEST_S:
+            raise KeyboardInterrupt
+        asked_at.append(now)
+        if len(asked_at) > 1:
+            return
         request_stop(run_dir, session)
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.default_int_handler)
         name = signal.Signals(number).name
         console.print(f"{name}: saving after this step, then stopping; once more to stop at once", soft_wrap=True)
 
@@ -195,17 +204,12 @@ def _stopping_on_signals(run_dir: Path, session: str, console: Console) -> Itera
             signal.signal(number, handler)
 
 
-def _failure_text(config: Config, error: BaseException) -> str:
+def _failure_text(config: Config, error: BaseException, logs: str | None) -> str:
     workers = getattr(error, "worker_failures", None)
     causes = sorted({f"{type(cause).__name__}: {cause}" for cause in workers.values()}) if workers else [str(error)]
     shown = "\n".join(cause.strip() for cause in causes[:3])
-    logs = Path(ray._private.worker._global_node.get_logs_dir_path()) if _has_logs() else None
     where = f"\nlogs of the workers: {logs}" if logs else ""
     return (
         f"run {config.run.name!r} failed:\n{shown}{where}\n"
         f"what is committed in {config.run_dir} stays; the same command resumes from there"
     )
-
-
-def _has_logs() -> bool:
-    return ray.is_initialized() and getattr(ray._private.worker, "_global_node", None) is not None

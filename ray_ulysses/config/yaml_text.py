@@ -132,4 +132,4 @@ def _file_problem(path: Path, rule: str, way_out: str) -> Problem:
 
 def dump_yaml(value: object) -> str:
     """Return a value of mappings, lists and scalars as YAML text that `parse_yaml` reads back."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=110)

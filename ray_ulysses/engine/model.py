@@ -1,4 +1,4 @@
-"""The decoder: drawn from a seed, or loaded from a directory or a hub without ever being whole on one rank."""
+"""The decoder: drawn from a seed, or loaded from a directory or a hub into parameters that are partitioned at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def build_model(config: Config, partition: Mapping[str, Any] | None = None) -> P
 
     ``init: random`` draws the whole model on the host of every rank from ``run.seed`` in fp32, so that its weights do
     not depend on the world. ``init: pretrained`` loads weights; with ``partition`` each parameter is partitioned as
-    it is loaded, so that no rank ever holds the whole model.
+    it is loaded, so that no device ever holds the whole model (the host of each rank reads all weights once).
 
     Args:
         config: The run's configuration.

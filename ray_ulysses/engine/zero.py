@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+REDUCE_BUCKET_ELEMENTS = 50_000_000
+"""Gradients reduced at once, in elements: DeepSpeed allocates the buffer whole, 2 GiB in fp32 at its default of 5e8."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroSettings:
     """What the engine needs to know of a run.
@@ -62,7 +66,12 @@ def zero_config(settings: ZeroSettings) -> dict[str, Any]:
     No ``mesh_param`` and no ``sequence_parallel_size``: with either, DeepSpeed 0.19.8 saves half of the shards and
     scales gradients differently by stage. Gradients are reduced and accumulated in fp32 whatever the model's dtype.
     """
-    zero: dict[str, Any] = {"stage": settings.stage, "contiguous_gradients": True, "reduce_scatter": True}
+    zero: dict[str, Any] = {
+        "stage": settings.stage,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
+    }
     if settings.offload_optimizer == "cpu":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     if settings.stage == 3 and settings.partition_everything:

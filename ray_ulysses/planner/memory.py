@@ -17,8 +17,8 @@ _FP32 = 4
 
 # DeepSpeed 0.19's default of `stage3_max_live_parameters`: weights that may stay gathered for later use.
 _LIVE_PARAMETERS = 1_000_000_000
-# DeepSpeed 0.19's default of `reduce_bucket_size`: one buffer of so many gradients is made at the start.
-_REDUCE_BUCKET = 500_000_000
+# What engine/zero.py sets as `reduce_bucket_size`: one buffer of so many gradients is made at the start.
+_REDUCE_BUCKET = 50_000_000
 _ACCELERATOR_RUNTIME_BYTES = 2 * GIB
 
 Phase = Literal["always", "loss", "layer", "save", "load"]

@@ -187,6 +187,7 @@ def _save(attempt: _Attempt, progress: Progress, metrics: dict[str, float]) -> N
     """Commit the state, then let go of what it replaces."""
     worker, recorder, step = attempt.worker, attempt.recorder, progress.step
     cursor = attempt.plan.cursor(step)
+    recorder.sync()
     worker.on_event("save", step)
     ref = save_checkpoint(
         recorder.store,

@@ -188,6 +188,11 @@ class Recorder:
         path = str(self._config.run_dir / folder)
         self._tracker.log_checkpoint(step, path, topology, cursor.to_json(), {"loss": metrics["loss"]})
 
+    def sync(self) -> None:
+        """Make the steps so far outlive a power cut, since the checkpoint that counts on them will."""
+        if self._journal is not None:
+            self._journal.sync()
+
     def checkpoint_set_aside(self, step: int, reason: str) -> None:
         """Record a damaged checkpoint that was passed over."""
         self._append("checkpoint_set_aside", step=step, reason=reason)

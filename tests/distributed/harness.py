@@ -97,9 +97,7 @@ def run_ranks(
     Raises:
         RankFailure: A rank raised, died or hung.
     """
-    outcomes = run_ranks_to_outcomes(
-        fn, world_size, *args, timeout_s=timeout_s, process_group=process_group, **kwargs
-    )
+    outcomes = run_ranks_to_outcomes(fn, world_size, *args, timeout_s=timeout_s, process_group=process_group, **kwargs)
     if not all(outcome.ok for outcome in outcomes):
         raise RankFailure("\n".join(outcome.describe() for outcome in outcomes))
     return [outcome.value for outcome in outcomes]
@@ -160,9 +158,7 @@ def _environment() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _collect(
-    processes: list[Any], connections: list[Connection], folder: Path, timeout_s: float
-) -> list[RankOutcome]:
+def _collect(processes: list[Any], connections: list[Connection], folder: Path, timeout_s: float) -> list[RankOutcome]:
     """Wait for every rank; after the first failure the others have a few seconds, then they are killed."""
     outcomes: dict[int, RankOutcome] = {}
     deadline = time.monotonic() + timeout_s
@@ -229,10 +225,9 @@ def _rank_main(
         )
         try:
             value = _call(folder, rank, world_size, timeout_s, process_group, fn, args, kwargs)
-            # Plain pickle: a Connection's own pickler would pass tensors as handles of a process about to
-            # end.
+            # Plain pickle: a Connection's own would pass tensors as handles of a process about to end.
             answer = pickle.dumps(("value", value))
-        except BaseException:  # noqa: BLE001 - whatever it is, the parent must hear of it
+        except BaseException:
             answer = pickle.dumps(("error", traceback.format_exc()))
         sender.send_bytes(answer)
         sender.close()

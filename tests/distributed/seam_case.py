@@ -178,9 +178,7 @@ def _run_case(rank: int, case: SeamCase) -> Iterator[SeamResult]:
             # An engine steps on the boundary only; before it, step() advances the micro-step.
             if index != mine[-1]:
                 engine.step()
-    gathers = sum(
-        event.count for event in profiler.key_averages() if "allgather" in event.key.replace("_", "")
-    )
+    gathers = sum(event.count for event in profiler.key_averages() if "allgather" in event.key.replace("_", ""))
     gradients = {
         name: deepspeed.utils.safe_get_full_grad(parameter).clone()
         for name, parameter in engine.module.named_parameters()

@@ -35,6 +35,7 @@ class Leg:
 
     Attributes:
         load_from: Run directory to resume from; None starts anew.
+        warm: Train a step before the load, so that moments and gathered weights of another state are there.
         save_to: Run directory to save to; None does not save.
         save_at: Step to save at, the one that was loaded included.
         until: Step to train to.
@@ -46,6 +47,7 @@ class Leg:
     """
 
     load_from: str | None = None
+    warm: bool = False
     save_to: str | None = None
     save_at: int = 0
     until: int = 0
@@ -66,7 +68,7 @@ class LegResult:
         saved: State when it was saved; the start's if it was not.
         end: State after the last step.
         micro_steps: The engine's counter at the end.
-        gathered: The model's weights as the forward pass sees them after the start, by name.
+        gathered: The model's weights as the forward pass sees them after the last step, by name.
     """
 
     losses: tuple[float, ...]
@@ -81,6 +83,8 @@ def run_leg(rank: int, world_size: int, leg: Leg) -> LegResult:
     """Build the engine, resume if asked, train, save; every rank runs this."""
     engine = _engine(leg)
     step = 0
+    if leg.warm:
+        _train_step(engine, 99, rank, world_size)
     if leg.load_from is not None:
         store = LocalStore(leg.load_from)
         manifest = newest_committed(store).manifest
@@ -88,8 +92,8 @@ def run_leg(rank: int, world_size: int, leg: Leg) -> LegResult:
         step = manifest.step
         exchange = TorchExchange()
         import_state(engine, manifest.state, lambda pieces: load_pieces(store, manifest, pieces, exchange))
-    start, gathered = _copy(export_state(engine)), _gathered(engine)
-    saved, losses = start, []
+    start = saved = _copy(export_state(engine))
+    losses = []
     while True:
         if leg.save_to is not None and step == leg.save_at:
             saved = _copy(export_state(engine))
@@ -104,7 +108,8 @@ def run_leg(rank: int, world_size: int, leg: Leg) -> LegResult:
         saved=saved,
         end=_copy(export_state(engine)),
         micro_steps=engine.micro_steps,
-        gathered=gathered,
+        # Last, since gathering would hide a stale copy of a weight from the steps.
+        gathered=_gathered(engine),
     )
 
 
@@ -137,19 +142,18 @@ def _engine(leg: Leg) -> Any:
         num_key_value_heads=2,
         head_dim=6,
         tie_word_embeddings=True,
-        attn_implementation="sdpa",
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    model.register_buffer("seen", torch.arange(3, dtype=torch.float32))
+    model: torch.nn.Module = LlamaForCausalLM(config)
+    seen = torch.arange(3, dtype=torch.float32)
+    model.register_buffer("seen", seen)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in FROZEN)
     if leg.load_from is not None:
         # Whatever is not restored must show.
-        for tensor in (*model.parameters(), model.seen):
+        for tensor in (*model.parameters(), seen):
             torch.nn.init.constant_(tensor, 0.5)
     model.to(torch.float32 if leg.dtype == "fp32" else torch.bfloat16)
-    model.seen = model.seen.to(torch.float32)
     settings = ZeroSettings(
         dtype=leg.dtype,
         accumulation=1,

@@ -95,8 +95,7 @@ def shard_of(tensors: dict[str, torch.Tensor], rank: int, world_size: int) -> Sh
         start, stop = partition(tensor.numel(), world_size, rank)
         pieces.append(Piece(key=key, start=start, tensor=tensor.reshape(-1)[start:stop].clone()))
     specs = {
-        key: TensorSpec(shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype))
-        for key, tensor in tensors.items()
+        key: TensorSpec(shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype)) for key, tensor in tensors.items()
     }
     return ShardedState(pieces=tuple(pieces), description=StateDescription(tensors=specs))
 

@@ -68,9 +68,7 @@ def test_any_cut_is_read_back_element_by_element(data: st.DataObject) -> None:
 
 def test_reads_go_through_each_file_from_front_to_back() -> None:
     reads = plan_reads(_stored(3, SIZES), _stored(4, SIZES))
-    assert [(read.stored, read.start) for read in reads] == sorted(
-        (read.stored, read.start) for read in reads
-    )
+    assert [(read.stored, read.start) for read in reads] == sorted((read.stored, read.start) for read in reads)
 
 
 @pytest.mark.parametrize(

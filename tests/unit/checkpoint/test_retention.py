@@ -30,9 +30,7 @@ def test_the_newest_and_the_last_k_always_stay(steps: set[int], keep_last: int, 
 
 
 def test_keeping_nothing_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"checkpoint\.keep_last=0 would delete the only state there is; use 1"
-    ):
+    with pytest.raises(ValueError, match=r"checkpoint\.keep_last=0 would delete the only state there is; use 1"):
         steps_to_delete([1], newest=1, keep_last=0)
 
 
@@ -43,9 +41,7 @@ def test_nothing_is_deleted_in_favour_of_a_step_that_is_not_committed() -> None:
 
 def test_leftovers_are_what_no_manifest_names() -> None:
     def keys(step: int, *attempts: int) -> list[str]:
-        return [
-            f"checkpoints/step-{step:08d}/attempt-{a:04d}/rank-00000-of-00001.safetensors" for a in attempts
-        ]
+        return [f"checkpoints/step-{step:08d}/attempt-{a:04d}/rank-00000-of-00001.safetensors" for a in attempts]
 
     listing = [*keys(10, 1, 2), *keys(20, 2), *keys(30, 2, 3), *keys(40, 3, 5), *keys(50, 1)]
     found = leftovers(listing, {10: 2, 30: 3, 50: None}, attempt=3, in_flight=frozenset({40}))

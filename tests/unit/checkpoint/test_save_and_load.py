@@ -71,9 +71,7 @@ def test_the_manifest_gives_back_what_the_loop_put_in(tmp_path: Path) -> None:
 def test_a_full_disk_on_one_rank_is_the_same_error_on_every_rank(tmp_path: Path, failing: int) -> None:
     store = LocalStore(tmp_path)
     save(store, 10, world_size=3)
-    full = FailingStore(
-        tmp_path, lambda key: "rank-" in key, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    )
+    full = FailingStore(tmp_path, lambda key: "rank-" in key, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     errors = save(store, 20, world_size=3, stores={failing: full})
     assert all(isinstance(error, CheckpointError) for error in errors)
     assert len({str(error) for error in errors}) == 1
@@ -126,9 +124,7 @@ def test_shards_that_do_not_hold_the_whole_state_are_never_committed(tmp_path: P
         )
 
     errors = on_ranks(2, call)
-    assert "the shards do not hold the whole state (elements [0, 5) of fp32/a are stored twice)" in str(
-        errors[0]
-    )
+    assert "the shards do not hold the whole state (elements [0, 5) of fp32/a are stored twice)" in str(errors[0])
     assert committed_steps(store) == ()
 
 
@@ -140,9 +136,7 @@ def test_an_altered_shard_is_found_while_it_is_read(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(
-        CheckpointError, match=r"step 20 could not be loaded: rank 0: .* the checksum of .* is wrong"
-    ):
+    with pytest.raises(CheckpointError, match=r"step 20 could not be loaded: rank 0: .* the checksum of .* is wrong"):
         load_pieces(store, manifest, shard_of(TENSORS, 0, 1).pieces)
 
 
@@ -164,9 +158,7 @@ def test_another_dtype_than_the_stored_one_is_refused(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     save(store, 20)
     piece = Piece(key="frozen/c", start=0, tensor=torch.zeros(5))
-    with pytest.raises(
-        CheckpointError, match=r"frozen/c is stored as BF16, but F32 is wanted; resume with the model"
-    ):
+    with pytest.raises(CheckpointError, match=r"frozen/c is stored as BF16, but F32 is wanted; resume with the model"):
         load_pieces(store, read_manifest(store, 20), [piece])
 
 
@@ -176,9 +168,7 @@ class _Trap:
 
 
 @pytest.mark.parametrize("which", ["manifest", "shard", "beside"])
-def test_a_planted_pickle_is_never_executed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
-) -> None:
+def test_a_planted_pickle_is_never_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str) -> None:
     monkeypatch.chdir(tmp_path)
     store = LocalStore(tmp_path / "run")
     save(store, 20)
@@ -202,7 +192,5 @@ def test_a_manifest_of_a_newer_version_says_so(tmp_path: Path) -> None:
     fields["schema_version"] = 9
     crc32 = zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
     path.write_text(json.dumps({"crc32": crc32, **fields}))
-    with pytest.raises(
-        ManifestError, match="schema version 9, but this version of ray-ulysses reads 1; load it"
-    ):
+    with pytest.raises(ManifestError, match="schema version 9, but this version of ray-ulysses reads 1; load it"):
         read_manifest(store, 20)

@@ -39,9 +39,7 @@ def test_the_stored_configuration_loads_into_an_equal_one(tmp_path: Path) -> Non
 
 def test_every_setting_is_written_into_the_stored_configuration() -> None:
     stored = parse_config(small_tree()).model_dump(mode="json")
-    assert {f"{section}.{name}" for section, values in stored.items() for name in values} == set(
-        setting_paths()
-    )
+    assert {f"{section}.{name}" for section, values in stored.items() for name in values} == set(setting_paths())
 
 
 def test_every_setting_is_documented_and_a_default_says_why() -> None:
@@ -71,7 +69,7 @@ def test_relative_paths_become_absolute_and_absolute_ones_stay() -> None:
 def test_all_errors_of_a_file_come_at_once(tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text(
-        "run: {name: first, nmae: again, seed: yes}\n"
+        "run: {name: first, namee: again, seed: yes}\n"
         "model: {init: randm}\n"
         "data: {path: c, context_tokens: 0, rows_per_step: 2}\n"
         "data: {path: c, context_tokens: 0, rows_per_step: 2}\n"
@@ -88,7 +86,7 @@ def test_all_errors_of_a_file_come_at_once(tmp_path: Path) -> None:
         "run.storage",
         "run.seed",
         "run.stop_step",
-        "run.nmae",
+        "run.namee",
         "model.init",
         "data.context_tokens",
         "optimiser",
@@ -104,7 +102,7 @@ def test_all_errors_of_a_file_come_at_once(tmp_path: Path) -> None:
         ("run.stop-step", "run.stop_step"),
         ("parallel.workers", "cluster.workers"),
         ("optimizer.warmup_steps", "schedule.warmup_steps"),
-        ("paralel.sp_size", "parallel"),
+        ("paralll.sp_size", "parallel"),
         ("zzz.zzz", None),
         ("run.zzz", None),
     ],
@@ -160,9 +158,7 @@ def test_a_bad_value_is_refused_by_path_value_rule_and_way_out(override: str, er
 
 
 def test_betas_of_the_wrong_length_are_refused() -> None:
-    assert any(
-        error.startswith("optimizer.betas") for error in errors_of(small_tree(), ("optimizer.betas=[0.9]",))
-    )
+    assert any(error.startswith("optimizer.betas") for error in errors_of(small_tree(), ("optimizer.betas=[0.9]",)))
     assert errors_of(small_tree(), ("optimizer.betas=[0.9, 0.9, 0.9]",))[0].startswith("optimizer.betas")
 
 

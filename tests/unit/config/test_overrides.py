@@ -31,7 +31,7 @@ def test_a_value_inside_the_model_configuration_can_be_set() -> None:
     config = parse_config(small_tree(), ["model.config.num_hidden_layers=1"])
     assert config.model.config is not None
     assert config.model.config["num_hidden_layers"] == 1
-    assert config.model.config["hidden_size"] == 64
+    assert config.model.config["hidden_size"] == 96
 
 
 def test_a_section_that_is_not_in_the_file_is_made() -> None:
@@ -47,10 +47,7 @@ def test_what_is_not_of_the_form_is_refused_with_an_example(override: str) -> No
 
 def test_a_path_through_a_value_is_refused() -> None:
     _, (problem,) = apply_overrides(small_tree(), ["run.name.first=1"])
-    assert (
-        str(problem)
-        == "--set='run.name.first': run.name is a value, not a group of settings; set run.name itself"
-    )
+    assert str(problem) == "--set='run.name.first': run.name is a value, not a group of settings; set run.name itself"
 
 
 def test_an_override_that_is_not_yaml_is_refused_by_its_path() -> None:

@@ -72,8 +72,8 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"run__storage_kind": "nfs", "tracking__uri": "sqlite:///runs/mlflow.db"},
-        "tracking.uri='sqlite:///runs/mlflow.db': run.storage_kind=nfs needs an MLflow server, since SQLite is not "
-        "safe there; give the server's http:// or https:// address, or set tracking.enabled=false",
+        "tracking.uri='sqlite:///runs/mlflow.db': run.storage_kind=nfs needs an MLflow server, "
+        "since SQLite is not safe there; give the server's http:// or https:// address, or set tracking.enabled=false",
     ),
 ]
 

@@ -12,7 +12,7 @@ _TREE: dict[str, dict[str, Any]] = {
         "dtype": "fp32",
         "config": {
             "model_type": "llama",
-            "hidden_size": 64,
+            "hidden_size": 96,
             "intermediate_size": 128,
             "num_attention_heads": 6,
             "num_key_value_heads": 2,

@@ -39,9 +39,7 @@ def test_racing_attempts_never_share_a_number(tmp_path: Path) -> None:
 def test_a_record_is_readable_before_the_journal_is_closed(tmp_path: Path) -> None:
     journal = AttemptJournal.claim(tmp_path, _StillClock())
     journal.append(_ended())
-    assert read_records(tmp_path) == [
-        {"time": 1000.0, "attempt": 1, "event": "attempt_ended", "reason": "stopped"}
-    ]
+    assert read_records(tmp_path) == [{"time": 1000.0, "attempt": 1, "event": "attempt_ended", "reason": "stopped"}]
 
 
 def test_a_loss_that_is_not_finite_is_still_json(tmp_path: Path) -> None:

@@ -1,0 +1,212 @@
+"""A death at any point of a save: the checkpoint before stays, the new one is committed and whole, or absent."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ray_ulysses.storage.local as local_module
+from ray_ulysses.checkpoint import (
+    CheckpointError,
+    CheckpointMeta,
+    CheckpointRef,
+    Piece,
+    ShardedState,
+    StateDescription,
+    TensorSpec,
+    TorchExchange,
+    apply_retention,
+    load_pieces,
+    newest_committed,
+    save_checkpoint,
+)
+from ray_ulysses.checkpoint.choice import committed_steps
+from ray_ulysses.checkpoint.exchange import Exchange, SingleExchange
+from ray_ulysses.checkpoint.intervals import partition
+from ray_ulysses.storage import LocalStore
+from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
+
+pytestmark = pytest.mark.distributed
+
+SIZE = 5000
+BEFORE, AFTER = 10, 20
+
+
+class _Countdown:
+    """Kills its process at the n-th call that changes the disk."""
+
+    def __init__(self, calls: int) -> None:
+        self._left = calls
+
+    def __call__(self) -> None:
+        """Count one call."""
+        self._left -= 1
+        if self._left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _DeadlyOs:
+    """The `os` module with a countdown at each call that changes names or makes bytes durable."""
+
+    def __init__(self, countdown: _Countdown) -> None:
+        self._countdown = countdown
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name not in {"fsync", "link", "replace"}:
+            return real
+
+        def counted(*args: Any) -> Any:
+            self._countdown()
+            return real(*args)
+
+        return counted
+
+
+class _DeadlyStore(LocalStore):
+    """A local store with a countdown before each chunk as well."""
+
+    def __init__(self, root: Path, calls: int) -> None:
+        super().__init__(root)
+        self.countdown = _Countdown(calls)
+        local_module.os = _DeadlyOs(self.countdown)  # type: ignore[attr-defined, assignment]
+
+    def create(self, key: str, chunks: Any) -> int:
+        """Write chunk by chunk in small pieces."""
+        return super().create(key, self._counted(chunks))
+
+    def _counted(self, chunks: Any) -> Any:
+        for chunk in chunks:
+            self.countdown()
+            yield chunk
+
+
+def _state(rank: int, world_size: int, step: int) -> ShardedState:
+    whole = torch.arange(SIZE, dtype=torch.float32) + step
+    pieces = []
+    for key in ("fp32/a", "exp_avg/a"):
+        start, stop = partition(SIZE, world_size, rank)
+        pieces.append(Piece(key=key, start=start, tensor=whole[start:stop].clone()))
+    spec = TensorSpec(shape=(SIZE,), dtype="F32")
+    description = StateDescription(tensors={"fp32/a": spec, "exp_avg/a": spec})
+    return ShardedState(pieces=tuple(pieces), description=description)
+
+
+def _save(store: LocalStore, rank: int, world_size: int, step: int, attempt: int, exchange: Exchange) -> CheckpointRef:
+    return save_checkpoint(
+        store,
+        step=step,
+        attempt=attempt,
+        rank=rank,
+        world_size=world_size,
+        state=_state(rank, world_size, step),
+        meta=CheckpointMeta(sp_size=1, cursor={"step": step}, digest="0", tokens=0),
+        exchange=exchange,
+    )
+
+
+def _die_in_single_save(rank: int, world_size: int, run_dir: str, calls: int) -> str:
+    _save(_DeadlyStore(Path(run_dir), calls), rank, world_size, AFTER, 2, SingleExchange())
+    return "survived"
+
+
+def _die_in_joint_save(rank: int, world_size: int, run_dir: str, calls: dict[int, int]) -> str:
+    store = _DeadlyStore(Path(run_dir), calls.get(rank, -1))
+    try:
+        _save(store, rank, world_size, AFTER, 2, TorchExchange())
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "survived"
+
+
+def _fill_the_disk(rank: int, world_size: int, run_dir: str, limits: dict[int, int]) -> str:
+    """The kernel itself refuses this rank's bytes beyond a file size, as a full disk or a quota does."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limit = limits.get(rank, resource.RLIM_INFINITY)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        _save(LocalStore(run_dir), rank, world_size, AFTER, 2, TorchExchange())
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def _check_loadable(run_dir: Path, world_size: int = 3) -> int:
+    """Load the newest checkpoint at another world size and return its step."""
+    store = LocalStore(run_dir)
+    choice = newest_committed(store)
+    assert choice.damaged == ()
+    assert choice.manifest is not None
+    for rank in range(world_size):
+        state = _state(rank, world_size, choice.manifest.step)
+        blank = [Piece(key=p.key, start=p.start, tensor=torch.zeros_like(p.tensor)) for p in state.pieces]
+        load_pieces(store, choice.manifest, blank)
+        for loaded, expected in zip(blank, state.pieces, strict=True):
+            assert torch.equal(loaded.tensor, expected.tensor)
+    return choice.manifest.step
+
+
+def test_sigkill_at_every_call_of_a_save_leaves_the_checkpoint_before_or_the_whole_new_one(
+    tmp_path: Path,
+) -> None:
+    committed = []
+    for calls in range(1, 100):
+        run_dir = tmp_path / str(calls)
+        store = LocalStore(run_dir)
+        _save(store, 0, 1, BEFORE, 1, SingleExchange())
+        (outcome,) = run_ranks_to_outcomes(
+            _die_in_single_save, 1, str(run_dir), calls, process_group=False, timeout_s=60
+        )
+        newest = _check_loadable(run_dir)
+        assert newest == max(committed_steps(store))
+        if outcome.ok:
+            break
+        assert outcome.exit_code == -signal.SIGKILL
+        committed.append(newest == AFTER)
+        # The next attempt is not in the way of what the dead one left, and clears it.
+        if newest == BEFORE:
+            ref = _save(store, 0, 1, AFTER, 3, SingleExchange())
+            assert _check_loadable(run_dir) == AFTER
+            apply_retention(store, newest=ref, keep_last=1)
+            assert [key.split("/")[1:3] for key in store.list("checkpoints")] == [
+                ["step-00000020", "attempt-0003"],
+                ["step-00000020", "manifest.json"],
+            ]
+    else:
+        pytest.fail("the save never came to its end")
+    # Absent at every call up to the manifest's link, there at every call after it.
+    assert len(committed) >= 12
+    assert committed == sorted(committed)
+    assert committed[-1] and not committed[-4]
+
+
+@pytest.mark.parametrize(
+    ("dying", "calls"),
+    [(0, 1), (1, 1), (1, 4), (0, 6)],
+    ids=["rank-0-at-once", "rank-1-at-once", "rank-1-in-its-shard", "rank-0-in-its-shard"],
+)
+def test_a_rank_killed_in_a_save_ends_the_others_and_commits_nothing(tmp_path: Path, dying: int, calls: int) -> None:
+    _save(LocalStore(tmp_path), 0, 1, BEFORE, 1, SingleExchange())
+    outcomes = run_ranks_to_outcomes(_die_in_joint_save, 2, str(tmp_path), {dying: calls}, timeout_s=60)
+    assert outcomes[dying].exit_code == -signal.SIGKILL
+    # The other hears of it from gloo and is not left hanging.
+    assert outcomes[1 - dying].value is None or "survived" not in outcomes[1 - dying].value
+    assert outcomes[1 - dying].stacks is None
+    assert committed_steps(LocalStore(tmp_path)) == (BEFORE,)
+    assert _check_loadable(tmp_path) == BEFORE
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_disk_that_is_full_for_one_rank_is_the_same_error_on_every_rank(tmp_path: Path, failing: int) -> None:
+    _save(LocalStore(tmp_path), 0, 1, BEFORE, 1, SingleExchange())
+    errors = run_ranks(_fill_the_disk, 2, str(tmp_path), {failing: 4096}, timeout_s=60)
+    assert errors[0] == errors[1]
+    assert f"rank {failing}: attempt-0002/rank-0000{failing}-of-00002.safetensors could not be written" in errors[0]
+    assert "File too large" in errors[0]
+    assert _check_loadable(tmp_path) == BEFORE

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ray_ulysses import shard_batch, unshard
+from ray_ulysses.attention.batch import IGNORE_INDEX, MODEL_INPUT, ShardedBatch
+from ray_ulysses.errors import UserError
+from tests.unit.attention.meshes import ALONE, place
+
+
+def sharded(
+    input_ids: torch.Tensor, labels: torch.Tensor | None, lengths: Any, sp_size: int
+) -> tuple[list[ShardedBatch], dict[str, torch.Tensor]]:
+    """Return every rank's batch and the rows that they make together."""
+    batches = [shard_batch(input_ids, labels, lengths, place(rank, sp_size)) for rank in range(sp_size)]
+    names = ("input_ids_BL", "labels_BL", "position_ids_BL")
+    return batches, {name: torch.cat([getattr(batch, name) for batch in batches], dim=1) for name in names}
+
+
+@pytest.mark.parametrize("sp_size", [1, 2, 3, 4, 5, 8])
+def test_a_label_is_the_next_token_of_the_same_document_even_across_a_shard_border(sp_size: int) -> None:
+    lengths = (5, 1, 7, 3)
+    input_ids = torch.arange(100, 116)
+    wanted, start = [], 0
+    for length in lengths:
+        wanted += [*range(100 + start + 1, 100 + start + length), IGNORE_INDEX]
+        start += length
+    _, whole = sharded(input_ids, None, lengths, sp_size)
+    assert whole["labels_BL"][0, :16].tolist() == wanted
+    assert (whole["labels_BL"][0, 16:] == IGNORE_INDEX).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=3),
+    padding=st.integers(0, 5),
+    sp_size=st.integers(1, 6),
+)
+def test_what_all_ranks_hold_together_does_not_depend_on_their_number(
+    rows: list[list[int]], padding: int, sp_size: int
+) -> None:
+    tokens = max(sum(row) for row in rows) + padding
+    input_ids = torch.arange(1, 1 + len(rows) * tokens).view(len(rows), tokens)
+    labels = torch.where(input_ids % 4 == 0, IGNORE_INDEX, input_ids)
+    batches, whole = sharded(input_ids, labels, rows, sp_size)
+    _, alone = sharded(input_ids, labels, rows, 1)
+    for name, tensor in whole.items():
+        assert torch.equal(tensor[:, :tokens], alone[name])
+    assert batches[0].documents.row_tokens % sp_size == 0
+    assert {batch.input_ids_BL.shape for batch in batches} == {(len(rows), batches[0].documents.row_tokens // sp_size)}
+    supervised = sum(int((labels[row, : sum(own)] != IGNORE_INDEX).sum()) for row, own in enumerate(rows))
+    firsts = [
+        labels[row, sum(own[:index])] != IGNORE_INDEX for row, own in enumerate(rows) for index in range(len(own))
+    ]
+    assert int((whole["labels_BL"] != IGNORE_INDEX).sum()) == supervised - sum(map(int, firsts))
+
+
+def test_positions_are_global_and_restart_in_each_document() -> None:
+    _, whole = sharded(torch.zeros(2, 10, dtype=torch.long), None, [[4, 3], [9]], 4)
+    assert whole["position_ids_BL"][0].tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 0, 0, 0, 0]
+    assert whole["position_ids_BL"][1].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0]
+
+
+def test_labels_that_are_masked_stay_masked() -> None:
+    input_ids = torch.arange(10, 16)
+    labels = input_ids.clone()
+    labels[:3] = IGNORE_INDEX
+    _, whole = sharded(input_ids, labels, [6], 2)
+    assert whole["labels_BL"][0].tolist() == [IGNORE_INDEX, IGNORE_INDEX, 13, 14, 15, IGNORE_INDEX]
+
+
+@pytest.mark.parametrize(
+    "lengths", [[4, 2], (4, 2), [[4, 2]], torch.tensor([4, 2]), torch.tensor([[4, 2]]), [torch.tensor([4, 2])]]
+)
+def test_lengths_may_come_as_sequences_or_tensors(lengths: Any) -> None:
+    assert shard_batch(torch.zeros(1, 8, dtype=torch.int32), None, lengths, ALONE).documents.lengths == ((4, 2),)
+
+
+def test_without_lengths_each_row_is_one_document() -> None:
+    batch = shard_batch(torch.zeros(2, 6, dtype=torch.long), None, None, ALONE)
+    assert batch.documents.lengths == ((6,), (6,))
+
+
+def test_unshard_cuts_the_padding_of_the_fullest_row() -> None:
+    batch = shard_batch(torch.zeros(2, 10, dtype=torch.long), None, [[4, 3], [2]], ALONE)
+    logits = torch.randn(2, 10, 5)
+    assert torch.equal(unshard(logits, batch), logits[:, :7])
+
+
+def test_unshard_refuses_what_is_not_the_batches_slice() -> None:
+    batch = shard_batch(torch.zeros(1, 8, dtype=torch.long), None, None, place(1, 2))
+    with pytest.raises(UserError, match=r"unshard got a tensor of shape \(1, 8, 5\); its first two dims .* \(1, 4\)"):
+        unshard(torch.zeros(1, 8, 5), batch)
+
+
+def test_the_models_inputs_hold_no_labels_and_no_mask() -> None:
+    batch = shard_batch(torch.zeros(1, 8, dtype=torch.long), None, None, ALONE)
+    inputs = batch.model_inputs()
+    assert set(inputs) == {"input_ids", "position_ids", "use_cache", MODEL_INPUT}
+    assert inputs["use_cache"] is False and inputs[MODEL_INPUT] is batch
+
+
+IDS = torch.zeros(1, 8, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("input_ids", "labels", "lengths", "text"),
+    [
+        (torch.zeros(1, 8), None, None, r"input_ids has shape \(1, 8\) and dtype torch.float32; whole rows of integers"),
+        (torch.zeros(1, 2, 8).long(), None, None, r"input_ids has shape \(1, 2, 8\) and dtype torch.int64; whole rows"),
+        (torch.zeros(1, 0).long(), None, None, r"input_ids has shape \(1, 0\)"),
+        (IDS, torch.zeros(1, 7).long(), None, r"labels have shape \(1, 7\), input_ids \(1, 8\); they must be equal"),
+        (IDS, torch.zeros(1, 8), None, r"labels has shape \(1, 8\) and dtype torch.float32"),
+        (IDS, None, [[4], [4]], r"document_lengths is for 2 rows, input_ids has 1; give one sequence a row"),
+        (IDS.expand(2, 8), None, [4, 4], r"document_lengths is for 1 rows, input_ids has 2; give one sequence a row"),
+        (IDS, None, [4, 5], r"document_lengths\[0\] sums to 9, more than the row's 8 tokens"),
+        (IDS, None, [4, 0], r"document_lengths\[0\] holds 0; every document has at least 1 token"),
+    ],
+)
+def test_rows_that_do_not_fit_together_are_refused(
+    input_ids: torch.Tensor, labels: torch.Tensor | None, lengths: Any, text: str
+) -> None:
+    with pytest.raises(UserError, match=text):
+        shard_batch(input_ids, labels, lengths, ALONE)

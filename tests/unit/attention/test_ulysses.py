@@ -1,0 +1,133 @@
+"""Ulysses attention inside a decoder, in one process; tests/distributed holds it to law 1 over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface
+
+from ray_ulysses import apply_ulysses, causal_lm_loss, shard_batch
+from ray_ulysses.attention.batch import IGNORE_INDEX
+from ray_ulysses.attention.ulysses import ATTENTION_NAME, ulysses_attention
+from tests.unit.attention.meshes import ALONE
+from tests.unit.attention.models import VOCAB, magnified, tiny_model
+
+LENGTHS = (9, 1, 6, 12)
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
+    "mistral": {"sliding_window": 4},
+    "gpt2": dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_dropout"), 0.0)
+    | {"bos_token_id": 0, "eos_token_id": 0},
+}
+# fp32 against fp32 in another order of summation, norm-wise a tensor: law 1's floor.
+BOUND = 1e-5
+
+
+def row(seed: int = 0) -> torch.Tensor:
+    """Return a row of the documents in LENGTHS and 4 tokens of padding."""
+    return torch.randint(0, VOCAB, (1, sum(LENGTHS) + 4), generator=torch.Generator().manual_seed(seed))
+
+
+def model_of(kind: str) -> Any:
+    return magnified(tiny_model(kind, **ARCHITECTURES[kind]))
+
+
+def loss_and_gradients(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    loss_sum, num_tokens = causal_lm_loss(model, shard_batch(row(), None, LENGTHS, ALONE))
+    assert int(num_tokens) == sum(LENGTHS) - len(LENGTHS)
+    loss_sum.backward()
+    return float(loss_sum.detach()), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_one_process_equals_eager_attention_over_each_document_alone(kind: str) -> None:
+    eager = model_of(kind)
+    sums, start, input_ids = [], 0, row()
+    for length in LENGTHS:
+        document = input_ids[:, start : start + length]
+        logits = eager(input_ids=document, use_cache=False).logits
+        sums.append(torch.nn.functional.cross_entropy(logits[0, :-1], document[0, 1:], reduction="sum"))
+        start += length
+    wanted_loss = torch.stack(sums).sum()
+    wanted_loss.backward()
+    loss, gradients = loss_and_gradients(apply_ulysses(model_of(kind), ALONE))
+    assert loss == pytest.approx(float(wanted_loss.detach()), rel=BOUND)
+    whole = torch.stack([parameter.grad.norm() for parameter in eager.parameters()]).norm()
+    for name, parameter in eager.named_parameters():
+        # A true gradient of zero (a key's bias) is held against the whole.
+        scale = parameter.grad.norm() if parameter.grad.norm() > 1e-7 * whole else whole
+        assert (gradients[name] - parameter.grad).norm() <= BOUND * scale, name
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_no_token_attends_across_documents(kind: str) -> None:
+    """Bitwise: another document's tokens do not enter any sum of this one."""
+    model = apply_ulysses(model_of(kind), ALONE)
+    before, changed = row(), row()
+    changed[:, 10:16] = (changed[:, 10:16] + 1) % VOCAB
+    with torch.no_grad():
+        ours, theirs = (model(**shard_batch(ids, None, LENGTHS, ALONE).model_inputs()).logits for ids in (before, changed))
+    kept = torch.ones(before.shape[1], dtype=torch.bool)
+    kept[10:16] = False
+    assert torch.equal(ours[:, kept], theirs[:, kept])
+    assert not torch.equal(ours[:, ~kept], theirs[:, ~kept])
+
+
+def test_no_token_sees_a_later_one_or_padding() -> None:
+    model = apply_ulysses(model_of("llama"), ALONE)
+    before, changed = row(), row()
+    changed[:, 20:] = (changed[:, 20:] + 1) % VOCAB
+    with torch.no_grad():
+        ours, theirs = (model(**shard_batch(ids, None, LENGTHS, ALONE).model_inputs()).logits for ids in (before, changed))
+    assert torch.equal(ours[:, :20], theirs[:, :20])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_gives_the_same_gradients(reentrant: bool) -> None:
+    """Bitwise: the recomputed forward sees the same tables and runs the same operations."""
+    loss, gradients = loss_and_gradients(apply_ulysses(model_of("mistral"), ALONE).train())
+    model: Any = apply_ulysses(model_of("mistral"), ALONE).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    again, recomputed = loss_and_gradients(model)
+    assert again == loss
+    for name, gradient in gradients.items():
+        assert torch.equal(recomputed[name], gradient), name
+
+
+def test_rows_of_a_batch_are_computed_as_they_are_alone() -> None:
+    model = apply_ulysses(model_of("llama"), ALONE)
+    first, second = row(1), row(2)
+    with torch.no_grad():
+        both = model(**shard_batch(torch.cat([first, second]), None, [LENGTHS, (20,)], ALONE).model_inputs()).logits
+        alone = [
+            model(**shard_batch(ids, None, lengths, ALONE).model_inputs()).logits
+            for ids, lengths in ((first, LENGTHS), (second, (20,)))
+        ]
+    torch.testing.assert_close(both[0, : sum(LENGTHS)], alone[0][0, : sum(LENGTHS)], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(both[1, :20], alone[1][0, :20], rtol=1e-5, atol=1e-5)
+
+
+def test_it_is_registered_under_its_own_name_and_touches_no_other_backend() -> None:
+    interface = AttentionInterface()
+    others = {name: interface[name] for name in interface.valid_keys() if name != ATTENTION_NAME}
+    untouched = model_of("llama")
+    wanted = untouched(input_ids=row()).logits
+    model: Any = apply_ulysses(model_of("llama"), ALONE)
+    after = AttentionInterface()
+    assert after[ATTENTION_NAME] is ulysses_attention
+    assert {name: after[name] for name in after.valid_keys() if name != ATTENTION_NAME} == others
+    assert model.config._attn_implementation == ATTENTION_NAME
+    assert untouched.config._attn_implementation == "eager"
+    assert torch.equal(untouched(input_ids=row()).logits, wanted)
+
+
+def test_a_rank_without_labels_still_takes_part_in_the_backward() -> None:
+    model: Any = apply_ulysses(model_of("llama"), ALONE)
+    labels = torch.full_like(row(), IGNORE_INDEX)
+    loss_sum, num_tokens = causal_lm_loss(model, shard_batch(row(), labels, LENGTHS, ALONE))
+    assert (loss_sum.item(), int(num_tokens)) == (0.0, 0)
+    loss_sum.backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())

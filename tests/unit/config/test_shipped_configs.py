@@ -1,0 +1,78 @@
+"""Every configuration that is shipped loads, is what its name says, and fits the GPUs that it names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ray_ulysses.config import load_config
+from ray_ulysses.data.tokenizers import ByteTokenizer
+from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.planner.memory import GIB, estimate
+
+_CONFIGS = tuple(sorted((Path(__file__).parents[3] / "configs").glob("*.yaml")))
+_BY_NAME = pytest.mark.parametrize("path", _CONFIGS, ids=[path.stem for path in _CONFIGS])
+_NAME = re.compile(r"^(?P<model>[a-z0-9.-]+)_(?:cpu|(?P<gpus>\d+)xh100)_sp(?P<sp>\d+)-dp(?P<dp>\d+)_(?P<context>\d+)k$")
+# Parameters as the models' own pages state them.
+_PARAMETERS = {"llama3-8b": 8_030_261_248, "qwen3-4b": 4_022_468_096}
+
+
+def _shape(path: Path) -> ModelShape:
+    config = load_config(path)
+    assert config.model.config is not None, "a shipped configuration is planned without a network"
+    return ModelShape.from_config_dict(config.model.config)
+
+
+def test_there_are_configurations_for_the_demo_and_for_both_models_at_three_contexts() -> None:
+    contexts = {
+        (match["model"], int(match["context"])) for match in map(_NAME.match, [p.stem for p in _CONFIGS]) if match
+    }
+    assert contexts == {("llama-tiny", 8)} | {(model, k) for model in _PARAMETERS for k in (32, 128, 512)}
+
+
+@_BY_NAME
+def test_a_configuration_is_what_its_name_says(path: Path) -> None:
+    config, match = load_config(path), _NAME.match(path.stem)
+    assert match is not None
+    assert config.parallel.sp_size == int(match["sp"])
+    assert config.dp_size == int(match["dp"])
+    assert config.data.context_tokens == int(match["context"]) * 1024
+    assert config.cluster.gpus_per_worker == (1 if match["gpus"] else 0)
+    assert not match["gpus"] or config.cluster.workers == int(match["gpus"])
+
+
+@_BY_NAME
+def test_a_configuration_fits_what_it_names_by_the_estimate(path: Path) -> None:
+    config = load_config(path)
+    taken = estimate(
+        _shape(path),
+        world_size=config.cluster.workers,
+        sp_size=config.parallel.sp_size,
+        context_tokens=config.data.context_tokens,
+        dtype=config.model.dtype,
+        offload_optimizer=config.memory.offload_optimizer,
+        gradient_checkpointing=config.memory.gradient_checkpointing,
+    )
+    if config.cluster.gpus_per_worker:
+        assert config.memory.device_gib is not None
+        assert config.memory.host_gib is not None
+        assert taken.device_bytes <= config.memory.device_gib * GIB
+        assert taken.host_bytes <= config.memory.host_gib * GIB
+
+
+@_BY_NAME
+def test_the_inline_model_is_the_model(path: Path) -> None:
+    shape = _shape(path)
+    assert shape.is_exact
+    expected = _PARAMETERS.get(path.stem.partition("_")[0])
+    assert expected is None or shape.num_parameters == expected
+
+
+def test_the_demo_is_small_and_holds_every_byte_token() -> None:
+    (demo,) = [path for path in _CONFIGS if "_cpu_" in path.stem]
+    shape = _shape(demo)
+    assert shape.vocab_size >= ByteTokenizer().info.vocab_size
+    assert 1_500_000 <= shape.num_parameters <= 2_000_000
+    assert load_config(demo).data.context_tokens >= 8192

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ray_ulysses.config import Config
+from ray_ulysses.config.loading import parse_config
+from ray_ulysses.engine.model import build_model, check_described
+from ray_ulysses.errors import UserError
+from tests.unit.config.trees import small_tree
+
+INLINE = small_tree()["model"]["config"]
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def config_of(**changes: Any) -> Config:
+    return parse_config(small_tree(**changes))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model saved on disk, drawn from seed 5."""
+    path = tmp_path_factory.mktemp("model")
+    build_model(config_of(run__seed=5)).save_pretrained(path)
+    return path
+
+
+def pretrained(directory: Path | str, **changes: Any) -> Config:
+    return config_of(**{"model__init": "pretrained", "model__path": str(directory), "model__config": None, **changes})
+
+
+def weights(config: Config) -> dict[str, torch.Tensor]:
+    return dict(build_model(config).state_dict())
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_random_model_depends_on_the_seed_alone() -> None:
+    wanted = weights(config_of())
+    torch.manual_seed(99)
+    torch.rand(3)
+    other_world = config_of(cluster__workers=2, parallel__sp_size=2, memory__gradient_checkpointing=False)
+    assert same(weights(other_world), wanted)
+    assert not same(weights(config_of(run__seed=1)), wanted)
+
+
+def test_a_random_model_in_bf16_is_the_fp32_one_rounded() -> None:
+    wanted = {name: tensor.bfloat16() for name, tensor in weights(config_of()).items()}
+    assert same(weights(config_of(model__dtype="bf16")), wanted)
+
+
+def test_a_random_model_may_take_its_shape_from_a_directory(directory: Path) -> None:
+    wanted = weights(config_of(run__seed=3))
+    assert same(weights(config_of(run__seed=3, model__path=str(directory), model__config=None)), wanted)
+
+
+def test_weights_are_loaded_from_a_local_directory(directory: Path) -> None:
+    wanted = weights(config_of(run__seed=5))
+    assert same(weights(pretrained(directory)), wanted)
+    assert same(weights(pretrained(directory, model__config=INLINE, run__seed=8)), wanted)
+
+
+def test_the_cache_is_off_and_checkpointing_as_configured(directory: Path) -> None:
+    for wanted in (True, False):
+        for config in (config_of, lambda **changes: pretrained(directory, **changes)):
+            model = build_model(config(memory__gradient_checkpointing=wanted))
+            assert model.config.use_cache is False
+            assert model.is_gradient_checkpointing is wanted
+
+
+def test_a_model_that_is_not_the_described_one_is_refused_with_every_field(directory: Path) -> None:
+    described = {**INLINE, "vocab_size": 400, "num_hidden_layers": 3}
+    with pytest.raises(UserError, match=r"is not the model that model\.config describes: .* Correct model\.config") as e:
+        build_model(pretrained(directory, model__config=described))
+    assert "vocab_size is 320 there and 400 in model.config" in str(e.value)
+    assert "num_hidden_layers is 2 there and 3 in model.config" in str(e.value)
+
+
+def test_fields_that_the_loaded_model_does_not_name_are_no_contradiction() -> None:
+    check_described({"vocab_size": 5, "of_my_own": 1}, {"vocab_size": 5}, "there")
+    check_described(None, {"vocab_size": 5}, "there")
+
+
+def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(INLINE))
+    with pytest.raises(UserError, match=r"model\.path='.*': no weights could be loaded .* config\.json and safetensors"):
+        build_model(pretrained(tmp_path))
+
+
+def test_a_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.path='.*': no model configuration could be read .* inline model\.config"):
+        build_model(pretrained(tmp_path))
+
+
+def test_an_unknown_architecture_is_refused() -> None:
+    described = {**INLINE, "model_type": "no_such_model"}
+    with pytest.raises(UserError, match=r"model\.config: no model configuration could be read .*no_such_model"):
+        build_model(config_of(model__config=described))

@@ -1,0 +1,87 @@
+"""The mesh of one process; worlds of several ranks are played by torch's fake process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ray_ulysses.errors import UserError
+from ray_ulysses.parallel import ParallelLayout, SequenceMesh
+
+WorldMaker = Callable[[int, int], None]
+
+
+@pytest.fixture
+def world() -> Iterator[WorldMaker]:
+    """Be one rank of a world whose other ranks do not exist."""
+
+    def start(rank: int, world_size: int) -> None:
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+
+    yield start
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_a_process_alone_is_a_mesh_of_one() -> None:
+    mesh = SequenceMesh.from_group(None)
+    assert (mesh.sp_size, mesh.sp_rank, mesh.ulysses_size, mesh.ring_size, mesh.world_size) == (1, 0, 1, 1, 1)
+
+
+def test_a_group_without_torch_distributed_is_refused() -> None:
+    with pytest.raises(UserError, match=r"sp_group was given but torch\.distributed is not initialised; initialise"):
+        SequenceMesh.from_group(object())  # type: ignore[arg-type]
+
+
+def test_a_ring_is_refused_for_now() -> None:
+    with pytest.raises(UserError, match=r"parallel\.ring_size=2: this version has no ring attention; use 1 and an sp_"):
+        SequenceMesh.from_group(None, ring_size=2)
+
+
+def test_no_group_in_a_world_of_one_is_the_world(world: WorldMaker) -> None:
+    world(0, 1)
+    mesh = SequenceMesh.from_group(None)
+    assert (mesh.sp_size, mesh.world_size) == (1, 1)
+    assert mesh.group("sp") is dist.group.WORLD
+
+
+def test_no_group_in_a_world_of_several_is_ambiguous(world: WorldMaker) -> None:
+    world(1, 4)
+    with pytest.raises(UserError, match=r"sp_group=None in a world of 4 ranks is ambiguous; pass .*WORLD .* or dist\."):
+        SequenceMesh.from_group(None)
+
+
+def test_the_group_of_other_ranks_is_refused(world: WorldMaker) -> None:
+    world(1, 4)
+    with pytest.raises(UserError, match=r"does not hold rank 1; each rank must pass the group it is in"):
+        SequenceMesh.from_group(dist.new_group([2, 3]))
+
+
+@pytest.mark.parametrize("rank", range(6))
+def test_each_rank_of_a_layout_gets_its_own_groups(world: WorldMaker, rank: int) -> None:
+    world(rank, 6)
+    layout = ParallelLayout(world_size=6, sp_size=3)
+    mesh = SequenceMesh.from_layout(layout)
+    assert (mesh.sp_size, mesh.sp_rank, mesh.world_size, mesh.ulysses_size) == (3, rank % 3, 6, 3)
+    assert tuple(dist.get_process_group_ranks(mesh.group("sp"))) == layout.sp_groups()[rank // 3]
+    assert tuple(dist.get_process_group_ranks(mesh.group("dp"))) == layout.dp_groups()[rank % 3]
+    assert mesh.group("loss") is dist.group.WORLD
+    assert mesh.group("shard") is dist.group.WORLD
+    # The seam builds the same mesh from a group that a loop of one's own has made.
+    assert SequenceMesh.from_group(mesh.group("sp")) == mesh
+
+
+def test_a_layout_of_another_world_is_refused(world: WorldMaker) -> None:
+    world(0, 4)
+    with pytest.raises(UserError, match=r"a layout of 6 ranks does not fit a process group of 4"):
+        SequenceMesh.from_layout(ParallelLayout(world_size=6, sp_size=3))
+
+
+def test_a_role_that_the_mesh_does_not_have_is_refused(world: WorldMaker) -> None:
+    world(0, 2)
+    mesh = SequenceMesh.from_group(dist.group.WORLD)
+    with pytest.raises(UserError, match=r"this mesh has no group for role 'dp'; it has \['loss', 'shard', 'sp'\]"):
+        mesh.group("dp")

@@ -1,0 +1,36 @@
+"""The sizes that the house style asks for: small files, small functions, and an `__init__` that only re-exports."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[2]
+_FILES = tuple(sorted((_ROOT / "ray_ulysses").rglob("*.py")))
+_IDS = [str(file.relative_to(_ROOT)) for file in _FILES]
+_MAX_FILE_LINES, _MAX_FUNCTION_LINES, _MAX_INIT_LINES = 400, 60, 30
+
+
+def test_no_file_is_a_drawer_for_everything() -> None:
+    drawers = {"utils.py", "common.py", "helpers.py", "util.py", "misc.py"}
+    assert [name for name, file in zip(_IDS, _FILES, strict=True) if file.name in drawers] == []
+
+
+@pytest.mark.parametrize("file", _FILES, ids=_IDS)
+def test_a_file_and_its_functions_are_short(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    limit = _MAX_INIT_LINES if file.name == "__init__.py" else _MAX_FILE_LINES
+    assert len(text.splitlines()) <= limit
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    lengths = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions}
+    assert {name: length for name, length in lengths.items() if length > _MAX_FUNCTION_LINES} == {}
+
+
+def test_no_job_hides_a_module_of_the_standard_library() -> None:
+    # `python jobs/train.py` puts jobs/ first on the path: a jobs/inspect.py would be everybody's `import inspect`.
+    names = {file.stem for file in (_ROOT / "jobs").glob("*.py")}
+    assert names
+    assert names & sys.stdlib_module_names == set()

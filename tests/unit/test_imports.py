@@ -1,0 +1,100 @@
+"""What may be imported where, what an import costs, and that the core needs no Ray."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_PACKAGE = Path(__file__).parents[2] / "ray_ulysses"
+_FILES = tuple(sorted(_PACKAGE.rglob("*.py")))
+# The parts of the package that exist to start Ray; everything else is the core.
+_RAY_PARTS = ("ray_ulysses.cluster", "ray_ulysses.cli", "ray_ulysses.__main__")
+# One foreign dependency, one home.
+_HOMES = {
+    "ray": ("cluster/",),
+    "mlflow": ("tracking/mlflow_tracker.py",),
+    "deepspeed": ("engine/",),
+}
+
+
+def _module(file: Path) -> str:
+    parts = file.relative_to(_PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+_CORE = tuple(name for name in map(_module, _FILES) if not f"{name}.".startswith(tuple(f"{p}." for p in _RAY_PARTS)))
+
+
+def _foreign_imports(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def _run(code: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *options, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=_PACKAGE.parent, check=False)
+
+
+@pytest.mark.parametrize("library", _HOMES)
+def test_a_foreign_dependency_is_imported_in_its_home_only(library: str) -> None:
+    homes = _HOMES[library]
+    strangers = [
+        str(file.relative_to(_PACKAGE))
+        for file in _FILES
+        if library in _foreign_imports(file) and not str(file.relative_to(_PACKAGE)).startswith(homes)
+    ]
+    assert strangers == []
+
+
+def test_the_core_imports_with_ray_absent() -> None:
+    # None in sys.modules makes `import ray` raise ModuleNotFoundError, as where it isn't installed.
+    done = _run(
+        "import importlib, sys\n"
+        "sys.modules['ray'] = None\n"
+        f"for name in {_CORE!r}:\n"
+        "    importlib.import_module(name)\n"
+        "import ray_ulysses\n"
+        "for name in ray_ulysses.__all__:\n"
+        "    getattr(ray_ulysses, name)\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("ray_ulysses", ("numpy", "pydantic", "torch", "ray", "transformers", "mlflow", "deepspeed", "rich")),
+        ("ray_ulysses.config", ("numpy", "torch", "ray", "transformers", "mlflow", "deepspeed", "rich")),
+    ],
+)
+def test_an_import_brings_nothing_heavy_along(module: str, heavy: tuple[str, ...]) -> None:
+    done = _run(f"import {module}, sys; print([name for name in {heavy!r} if name in sys.modules])")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+# CPU seconds of this process, so that a busy machine does not fail the test. About four times what a quiet
+# machine takes; torch alone is above either.
+@pytest.mark.parametrize(("module", "budget_s"), [("ray_ulysses", 0.1), ("ray_ulysses.config", 0.6)])
+def test_import_time_stays_in_its_budget(module: str, budget_s: float) -> None:
+    code = f"import time; start = time.process_time(); import {module}; print(time.process_time() - start)"
+    taken_s = min(float(_run(code).stdout) for _ in range(3))
+    assert taken_s < budget_s
+
+
+def test_an_import_has_no_effect() -> None:
+    done = _run(
+        "import os, sys\n"
+        "before = dict(os.environ)\n"
+        "import ray_ulysses, ray_ulysses.config\n"
+        "assert dict(os.environ) == before\n"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -1,0 +1,237 @@
+"""Manifests are valid by their schemas where one can be had, and agree with the package and with one another."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from ray_ulysses.config import Config, load_config
+
+_ROOT = Path(__file__).parents[2]
+_INFRA = _ROOT / "infra"
+_CONFIGS = tuple(sorted((_ROOT / "configs").glob("*xh100*.yaml")))
+_KUBERNETES = "1.34"
+_IN_IMAGE = "/opt/ray-ulysses/"
+
+# The fields of KubeRay's RayJob that are used here, with the types of ray-operator/apis/ray/v1 (KubeRay 1.4); its
+# whole schema is in no Python package. Pod templates are checked by the schema of Kubernetes.
+_GROUP = {
+    "rayStartParams": {"type": "object", "additionalProperties": {"type": "string"}},
+    "template": {"type": "object"},
+}
+_COUNT = {"type": "integer", "minimum": 0}
+_RAY_JOB: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "properties": {
+        "apiVersion": {"const": "ray.io/v1"},
+        "kind": {"const": "RayJob"},
+        "metadata": {"type": "object", "required": ["name"]},
+        "spec": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["entrypoint", "rayClusterSpec"],
+            "properties": {
+                "entrypoint": {"type": "string"},
+                "runtimeEnvYAML": {"type": "string"},
+                "submissionMode": {"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode"]},
+                "backoffLimit": _COUNT,
+                "shutdownAfterJobFinishes": {"type": "boolean"},
+                "ttlSecondsAfterFinished": _COUNT,
+                "rayClusterSpec": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "required": ["headGroupSpec"],
+                    "properties": {
+                        "rayVersion": {"type": "string"},
+                        "headGroupSpec": {
+                            "type": "object",
+                            "additionalProperties": False,
+                            "required": ["rayStartParams", "template"],
+                            "properties": _GROUP,
+                        },
+                        "workerGroupSpecs": {
+                            "type": "array",
+                            "items": {
+                                "type": "object",
+                                "additionalProperties": False,
+                                "required": ["groupName", "minReplicas", "maxReplicas", "rayStartParams", "template"],
+                                "properties": _GROUP
+                                | {
+                                    "groupName": {"type": "string"},
+                                    "replicas": _COUNT,
+                                    "minReplicas": _COUNT,
+                                    "maxReplicas": _COUNT,
+                                },
+                            },
+                        },
+                    },
+                },
+            },
+        },
+    },
+}
+
+
+def _documents(path: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((_INFRA / path).read_text(encoding="utf-8")))
+
+
+def _constraint(name: str) -> str:
+    (version,) = re.findall(rf"(?m)^{name}==(.+)$", (_ROOT / "constraints.txt").read_text(encoding="utf-8"))
+    return str(version)
+
+
+@pytest.fixture
+def ray_job() -> dict[str, Any]:
+    (document,) = _documents("kuberay/rayjob.yaml")
+    return document
+
+
+@pytest.fixture
+def ray_cluster() -> dict[str, Any]:
+    (document,) = _documents("ray-cluster.yaml")
+    return document
+
+
+def _groups(ray_job: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    cluster = ray_job["spec"]["rayClusterSpec"]
+    yield "head", cluster["headGroupSpec"]
+    yield from ((group["groupName"], group) for group in cluster["workerGroupSpecs"])
+
+
+def _trained_config(command: str) -> Config:
+    """Return the configuration that a command of the image trains; its script and file exist in the repository."""
+    python, script, file = shlex.split(command)
+    assert python == "python"
+    assert script.startswith(_IN_IMAGE)
+    assert (_ROOT / script.removeprefix(_IN_IMAGE)).is_file()
+    return load_config(_ROOT / file.removeprefix(_IN_IMAGE))
+
+
+@pytest.mark.parametrize("path", ["kuberay/shared-storage.yaml", "mlflow/kubernetes.yaml"])
+def test_a_kubernetes_manifest_is_valid_by_the_schema_of_kubernetes(path: str) -> None:
+    for document in _documents(path):
+        kubernetes_validate.validate(document, _KUBERNETES, strict=True)
+
+
+def test_the_ray_job_has_known_fields_and_valid_pods(ray_job: dict[str, Any]) -> None:
+    jsonschema.validate(ray_job, _RAY_JOB)
+    for name, group in _groups(ray_job):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, **group["template"]}
+        kubernetes_validate.validate(pod, _KUBERNETES, strict=True)
+
+
+def test_the_head_is_on_demand_and_the_workers_are_spot(ray_job: dict[str, Any]) -> None:
+    capacity = {
+        name: group["template"]["spec"]["nodeSelector"]["karpenter.sh/capacity-type"]
+        for name, group in _groups(ray_job)
+    }
+    assert capacity == {"head": "on-demand", "h100-spot": "spot"}
+
+
+def test_the_ray_job_has_the_workers_that_its_configuration_asks_for(ray_job: dict[str, Any]) -> None:
+    config = _trained_config(ray_job["spec"]["entrypoint"])
+    gpus = cpus = 0
+    for _, group in _groups(ray_job):
+        for container in group["template"]["spec"]["containers"]:
+            gpus += int(container["resources"]["limits"].get("nvidia.com/gpu", 0)) * group.get("replicas", 0)
+            cpus += int(container["resources"]["limits"]["cpu"]) * group.get("replicas", 0)
+    assert gpus == config.cluster.workers * config.cluster.gpus_per_worker
+    assert cpus > config.cluster.workers * config.cluster.cpus_per_worker, "the data stream needs CPUs too"
+
+
+def test_every_pod_mounts_the_shared_path_of_the_configurations(ray_job: dict[str, Any]) -> None:
+    (claim,) = _documents("kuberay/shared-storage.yaml")
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    paths = {Path(path) for config in map(load_config, _CONFIGS) for path in (config.run.storage, config.data.path)}
+    for _, group in _groups(ray_job):
+        spec = group["template"]["spec"]
+        volumes = {v["name"]: v for v in spec["volumes"]}
+        for container in spec["containers"]:
+            mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+            assert mounts["/mnt/shared"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+            assert all(path.is_relative_to("/mnt/shared") for path in paths)
+
+
+def test_the_ray_cluster_is_valid_by_rays_own_schema(ray_cluster: dict[str, Any]) -> None:
+    spec = importlib.util.find_spec("ray")
+    assert spec is not None
+    assert spec.origin is not None
+    schema = json.loads((Path(spec.origin).parent / "autoscaler" / "ray-schema.json").read_text(encoding="utf-8"))
+    jsonschema.validate(ray_cluster, schema)
+
+
+def test_the_ray_clusters_head_is_on_demand_and_its_workers_are_spot(ray_cluster: dict[str, Any]) -> None:
+    spot = {
+        name: kind["node_config"].get("InstanceMarketOptions", {}).get("MarketType") == "spot"
+        for name, kind in ray_cluster["available_node_types"].items()
+    }
+    assert spot == {ray_cluster["head_node_type"]: False, "h100-spot": True}
+    assert (
+        sum(kind["max_workers"] for kind in ray_cluster["available_node_types"].values()) == ray_cluster["max_workers"]
+    )
+
+
+def test_versions_are_those_of_the_constraints(ray_job: dict[str, Any]) -> None:
+    assert ray_job["spec"]["rayClusterSpec"]["rayVersion"] == _constraint("ray")
+    image = f"ghcr.io/mlflow/mlflow:v{_constraint('mlflow')}"
+    (compose,) = _documents("mlflow/compose.yaml")
+    deployment = next(d for d in _documents("mlflow/kubernetes.yaml") if d["kind"] == "Deployment")
+    assert compose["services"]["mlflow"]["image"] == image
+    assert [c["image"] for c in deployment["spec"]["template"]["spec"]["containers"]] == [image]
+
+
+def test_the_mlflow_service_answers_by_the_name_that_the_configurations_use() -> None:
+    documents = {document["kind"]: document for document in _documents("mlflow/kubernetes.yaml")}
+    service, deployment = documents["Service"], documents["Deployment"]
+    (port,) = service["spec"]["ports"]
+    address = f"{service['metadata']['name']}:{port['port']}"
+    assert {load_config(path).tracking.uri for path in _CONFIGS} == {f"http://{address}"}
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    (allowed,) = [argument for argument in container["args"] if argument.startswith("--allowed-hosts=")]
+    assert address in allowed.partition("=")[2].split(",")
+    assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
+
+
+def test_both_mlflow_servers_are_started_alike() -> None:
+    deployment = next(d for d in _documents("mlflow/kubernetes.yaml") if d["kind"] == "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    (compose,) = _documents("mlflow/compose.yaml")
+    started = [[*container["command"], *container["args"]], compose["services"]["mlflow"]["command"]]
+    ours, theirs = ([part for part in command if not part.startswith("--allowed-hosts")] for command in started)
+    assert ours == theirs
+
+
+def test_lost_nodes_are_noticed_soon_wherever_a_head_is_started(
+    ray_job: dict[str, Any], ray_cluster: dict[str, Any]
+) -> None:
+    container = ray_job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    in_pod = {variable["name"]: variable["value"] for variable in container["env"]}
+    command = " ".join(ray_cluster["head_start_ray_commands"])
+    on_machine = dict(re.findall(r"(RAY_health_check_\w+)=(\d+)", command))
+    assert on_machine == {name: value for name, value in in_pod.items() if name.startswith("RAY_health_check_")}
+    assert len(on_machine) == 4
+
+
+def test_the_image_copies_what_exists_and_holds_the_kernels() -> None:
+    text = (_INFRA / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    copied = [source for line in re.findall(r"(?m)^COPY (.+)$", text) for source in line.split()[:-1]]
+    assert {"ray_ulysses", "configs", "jobs", "constraints.txt"} <= set(copied)
+    assert [source for source in copied if not (_ROOT / source).exists()] == []
+    kept = (_INFRA / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
+    assert {line[1:] for line in kept if line.startswith("!")} == set(copied)
+    assert "flash-attn" in text
+    assert "liger-kernel" in text
+    assert f"WORKDIR {_IN_IMAGE.rstrip('/')}\n" in text
