@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from ray_ulysses.errors import UserError
 
@@ -34,7 +35,7 @@ def build_model(config: Config, partition: Mapping[str, Any] | None = None) -> P
         partition: DeepSpeed's configuration of ZeRO-3, or ``None`` to load whole.
 
     Raises:
-        UserError: The model can't be found, or is not the one that ``model.config`` describes.
+        UserError: The model can't be found, lacks weights, or is not the one that ``model.config`` describes.
     """
     dtype = torch_dtype(config.model.dtype)
     if config.model.init == "random":
@@ -76,15 +77,27 @@ def _pretrained_model(config: Config, dtype: torch.dtype, partition: Mapping[str
         # While this object lives, from_pretrained partitions each parameter as it is made.
         keep_alive = HfDeepSpeedConfig(dict(partition))
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    except OSError as error:
+        model, report = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise UserError(
             f"model.path={path!r}: no weights could be loaded ({error}); give a directory with config.json and "
             "safetensors, or a hub id that this machine can reach"
         ) from error
     finally:
         del keep_alive
-    return model
+    _refuse_missing(report["missing_keys"], path)
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _refuse_missing(names: Collection[str], path: str) -> None:
+    """Refuse weights that are not whole: Transformers draws what is missing, and only warns."""
+    if names:
+        shown = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        raise UserError(
+            f"model.path={path!r}: {len(names)} of the model's tensors are not in its weights ({shown}); give the whole "
+            "causal language model, or use init: random"
+        )
 
 
 def hub_config(path: str) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
@@ -95,6 +97,36 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(INLINE))
     with pytest.raises(UserError, match=r"model\.path='.*': no weights could be loaded .* config\.json and safetensors"):
         build_model(pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("damage", ["half", "other-shape"])
+def test_weights_that_are_damaged_or_of_another_shape_are_refused(directory: Path, tmp_path: Path, damage: str) -> None:
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    weights_file = tmp_path / "model.safetensors"
+    if damage == "half":
+        weights_file.write_bytes(weights_file.read_bytes()[: weights_file.stat().st_size // 2])
+    else:
+        save_file(load_file(weights_file) | {"model.norm.weight": torch.zeros(5)}, weights_file, {"format": "pt"})
+    with pytest.raises(UserError, match=r"model\.path='.*': no weights could be loaded"):
+        build_model(pretrained(tmp_path))
+
+
+def test_weights_that_lack_a_tensor_are_refused_and_not_drawn(directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.weight"], tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        UserError, match=r"2 of the model's tensors are not in its weights \(lm_head\.weight, model\.layers\.1\.mlp\.do"
+    ):
+        build_model(pretrained(tmp_path))
+
+
+def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
+    tied = {**INLINE, "tie_word_embeddings": True}
+    build_model(config_of(model__config=tied)).save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    assert same(weights(pretrained(tmp_path)), weights(config_of(model__config=tied)))
 
 
 def test_a_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:

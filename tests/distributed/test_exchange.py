@@ -1,0 +1,69 @@
+"""The Ulysses exchange over ranks: what arrives where, its gradients, and how many collectives it takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ray_ulysses.attention.exchange import kv_copies
+from tests.distributed.exchange_case import exchange_equals_slicing, gathered_sequence, layer_collectives, rope_error
+from tests.distributed.harness import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+# (ranks, query heads, KV heads): the three branches of kv_copies.
+GROUPS = {
+    "kv-heads-divide": (2, 4, 2),
+    "one-kv-head-a-rank": (4, 8, 4),
+    "ranks-share-a-kv-head": (4, 8, 2),
+    "one-kv-head-for-all": (2, 4, 1),
+    "a-copy-a-query-head": (2, 6, 3),
+    "a-copy-a-query-head-on-4": (4, 12, 6),
+}
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks", "copies"),
+    [(8, 8, 4, 1), (8, 4, 4, 1), (8, 2, 4, 2), (8, 1, 8, 8), (6, 3, 2, 2), (12, 6, 4, 2), (24, 8, 12, 3)],
+)
+def test_kv_heads_are_copied_until_every_rank_has_equal_groups(
+    heads: int, kv_heads: int, ranks: int, copies: int
+) -> None:
+    assert kv_copies(heads, kv_heads, ranks) == copies
+    assert kv_heads * copies % ranks == 0
+    assert heads % (kv_heads * copies) == 0
+
+
+@pytest.mark.parametrize(("ranks", "heads", "kv_heads"), GROUPS.values(), ids=GROUPS.keys())
+def test_the_exchange_is_plain_slicing_forward_and_backward(ranks: int, heads: int, kv_heads: int) -> None:
+    for report in run_ranks(exchange_equals_slicing, ranks, heads, kv_heads, 2):
+        assert report.wrong == ()
+        # One all-to-all there and one back, and nothing else; the backward is the same two.
+        assert report.forward_collectives == {"c10d::alltoall_base_": 2}
+        assert report.backward_collectives == {"c10d::alltoall_base_": 2}
+
+
+def test_one_row_is_exchanged_as_two_are() -> None:
+    assert [report.wrong for report in run_ranks(exchange_equals_slicing, 2, 4, 2, 1)] == [(), ()]
+
+
+def test_a_layer_takes_two_collectives_forward_and_two_backward() -> None:
+    for forward, backward in run_ranks(layer_collectives, 2):
+        assert forward == {"c10d::alltoall_base_": 4}
+        assert backward == {"c10d::alltoall_base_": 4}
+
+
+def test_a_gathered_sequence_is_in_order_and_its_gradient_is_summed_over_ranks() -> None:
+    results = run_ranks(gathered_sequence, 2)
+    for rank, (whole, gradient) in enumerate(results):
+        assert whole.tolist() == [[0, 1, 2, 10, 11, 12], [3, 4, 5, 13, 14, 15]]
+        assert torch.equal(gradient, 3 * torch.arange(12.0).view(2, 6)[:, 3 * rank : 3 * rank + 3])
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+@pytest.mark.parametrize("tokens", [12, 40])
+def test_length_dependent_rope_on_two_ranks_equals_one_process(kind: str, tokens: int) -> None:
+    """A row below and one beyond the original length, after rows of other lengths. fp32, law 1's floor."""
+    for logits_error, gradient_error in run_ranks(rope_error, 2, kind, tokens):
+        assert logits_error <= 1e-5
+        assert gradient_error <= 1e-5

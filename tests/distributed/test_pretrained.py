@@ -1,0 +1,71 @@
+"""Weights loaded from a directory under ZeRO-3: partitioned as they come, whole, and equal to those on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ray_ulysses.config.loading import parse_config
+from ray_ulysses.engine.model import build_model
+from ray_ulysses.engine.zero import ZeroSettings, build_engine, zero_config
+from ray_ulysses.errors import UserError
+from tests.distributed.harness import run_ranks
+from tests.unit.config.trees import small_tree
+
+pytestmark = pytest.mark.distributed
+SETTINGS = ZeroSettings(
+    dtype="fp32",
+    accumulation=1,
+    max_grad_norm=None,
+    learning_rate=1e-3,
+    betas=(0.9, 0.95),
+    eps=1e-8,
+    weight_decay=0.1,
+    partition_everything=True,
+)
+
+
+def loaded(rank: int, world_size: int, path: str) -> tuple[dict[str, torch.Tensor], int, str]:
+    """Return the gathered weights, the most elements of a parameter that this rank held, and what was refused."""
+    import deepspeed
+
+    tree = small_tree(model__init="pretrained", model__path=path, model__config=None)
+    try:
+        model: Any = build_model(parse_config(tree), partition=zero_config(SETTINGS))
+    except UserError as error:
+        return {}, 0, str(error)
+    held = max(parameter.numel() for parameter in model.parameters())
+    engine = build_engine(model, SETTINGS)
+    weights = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            weights[name] = parameter.detach().clone()
+    engine.destroy()
+    return weights, held, ""
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_weights_are_partitioned_while_they_are_loaded(tmp_path: Path, tied: bool) -> None:
+    tree = small_tree()
+    tree["model"]["config"]["tie_word_embeddings"] = tied
+    model = build_model(parse_config(tree))
+    model.save_pretrained(tmp_path)
+    wanted = dict(model.named_parameters())
+    for weights, held, refused in run_ranks(loaded, 2, str(tmp_path)):
+        assert refused == ""
+        assert held == 0, "a parameter was whole on a rank"
+        assert weights.keys() == wanted.keys()
+        assert all(torch.equal(weights[name], wanted[name].detach()) for name in wanted)
+
+
+def test_a_missing_tensor_is_refused_on_every_rank(tmp_path: Path) -> None:
+    build_model(parse_config(small_tree())).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    for _, _, refused in run_ranks(loaded, 2, str(tmp_path)):
+        assert "1 of the model's tensors are not in its weights (model.layers.1.mlp.down_proj.weight)" in refused

@@ -1,0 +1,77 @@
+"""The probe of shared storage, with ranks as threads and other directories in the place of other nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ray_ulysses.errors import UserError
+from ray_ulysses.trainer.shared_storage import announce_session, probe_storage
+from ray_ulysses.trainer.worker import Worker
+from tests.unit.checkpoint.fakes import ThreadExchange, on_ranks
+
+
+def worker_of(rank: int, world_size: int, session: str = "now") -> Worker:
+    def no_source(*args: Any) -> Any:
+        raise AssertionError("the probe reads no rows")
+
+    return Worker(
+        rank=rank,
+        local_rank=0,
+        world_size=world_size,
+        node=f"node-{rank}",
+        device=torch.device("cpu"),
+        session=session,
+        make_source=no_source,
+    )
+
+
+def probe(directories: list[Path]) -> list[Any]:
+    """Probe from one rank a directory; return None or the error of each."""
+
+    def call(rank: int, exchange: ThreadExchange) -> None:
+        probe_storage(directories[rank], worker_of(rank, len(directories)), exchange)
+
+    return on_ranks(len(directories), call)
+
+
+def test_storage_that_all_nodes_share_passes_and_is_left_clean(tmp_path: Path) -> None:
+    announce_session(tmp_path, "now")
+    assert probe([tmp_path] * 3) == [None] * 3
+    assert [path.name for path in tmp_path.iterdir()] == ["session"]
+
+
+def test_a_node_that_does_not_see_what_the_driver_wrote_is_named_on_every_rank(tmp_path: Path) -> None:
+    shared, other = tmp_path / "shared", tmp_path / "other"
+    for directory in (shared, other):
+        directory.mkdir()
+    announce_session(shared, "now")
+    announce_session(other, "earlier")
+    errors = probe([shared, other, shared])
+    assert {type(error) for error in errors} == {UserError}
+    assert len({str(error).replace(str(other), str(shared)) for error in errors}) == 1
+    text = str(errors[0])
+    assert text.startswith(f"run.storage: {shared} is not one shared directory on every node: ")
+    assert "node node-1 sees another run directory than the driver" in text
+    assert text.endswith("Mount the same file system at that path on every node")
+
+
+def test_a_node_that_finds_nothing_there_says_so(tmp_path: Path) -> None:
+    shared, empty = tmp_path / "shared", tmp_path / "empty"
+    for directory in (shared, empty):
+        directory.mkdir()
+    announce_session(shared, "now")
+    errors = probe([shared, empty])
+    assert all("node node-1 can't use it (No such file or directory)" in str(error) for error in errors)
+
+
+def test_a_copy_that_is_not_shared_is_found_by_rank_0(tmp_path: Path) -> None:
+    """Such as a directory that was copied to each node: every node reads the session, none sees the others' writes."""
+    shared, copy = tmp_path / "shared", tmp_path / "copy"
+    for directory in (shared, copy):
+        directory.mkdir()
+        announce_session(directory, "now")
+    errors = probe([shared, copy, copy])
+    assert all("what node node-1, node-2 writes is not seen on node node-0" in str(error) for error in errors)

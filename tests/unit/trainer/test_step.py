@@ -1,0 +1,202 @@
+"""One optimizer step on one process: what it brings together, what it refuses, and that no layout enters it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from ray_ulysses.data.digest import add_digests, row_digest, slice_checksum
+from ray_ulysses.data.plan import Plan, PlanSettings, build_plan
+from ray_ulysses.data.reader import RowReader, RowSlice
+from ray_ulysses.data.row_source import DirectSource
+from ray_ulysses.errors import RunError
+from ray_ulysses.parallel.mesh import SequenceMesh
+from ray_ulysses.trainer.batches import batch_checksum, batch_of
+from ray_ulysses.trainer.loop import _due
+from ray_ulysses.trainer.step import StepResult, evaluate, train_step
+from tests.unit.attention.meshes import place
+from tests.unit.data.corpora import MemoryStore
+
+DEVICE = torch.device("cpu")
+VOCAB = 8
+
+
+class SmallStore(MemoryStore):
+    """Documents of a few token values."""
+
+    def read(self, document: int, start: int, length: int) -> Any:
+        return (super().read(document, start, length) * 7 + document) % VOCAB
+
+
+STORE = SmallStore([30, 12, 9, 41, 22, 17])
+PLAN: Plan = build_plan(
+    STORE.lengths,
+    STORE.fingerprint,
+    PlanSettings(seed=1, context_tokens=24, pad_multiple=8, rows_per_step=3),
+)
+READER = RowReader(STORE, PLAN)
+
+
+class FakeEngine:
+    """A table of logits as the model; sums gradients as an engine of one rank does."""
+
+    def __init__(self, accumulation: int) -> None:
+        torch.manual_seed(0)
+        self.table = torch.randn(VOCAB, VOCAB, requires_grad=True)
+        self.accumulation = accumulation
+        self.micro_steps = 0
+        self.training = True
+        self.draws: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, **inputs: Any) -> Any:
+        self.draws.append(float(torch.rand(())))
+        return SimpleNamespace(logits=self.table[input_ids])
+
+    def backward(self, loss: torch.Tensor) -> None:
+        (loss / self.accumulation).backward()
+
+    def step(self) -> None:
+        self.micro_steps += 1
+
+    def train(self) -> None:
+        self.training = True
+
+    def eval(self) -> None:
+        self.training = False
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SequenceMesh]:
+    store = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield SequenceMesh.from_group(None)
+    dist.destroy_process_group()
+
+
+def slices_of(step: int) -> list[RowSlice]:
+    source = DirectSource(READER, PLAN, 0, 1, 0, 1, prefetch_rows=0)
+    slices = list(source.step(step))
+    source.close()
+    return slices
+
+
+def take(engine: FakeEngine, mesh: SequenceMesh, slices: list[RowSlice], **changes: Any) -> StepResult:
+    arguments: dict[str, Any] = {
+        "rows": PLAN.step_rows(1),
+        "tokens": PLAN.step_tokens(1),
+        "mesh": mesh,
+        "device": DEVICE,
+        "accumulation": len(slices),
+        "seed": 5,
+        "stop": False,
+    }
+    return train_step(engine, slices, **{**arguments, **changes})
+
+
+def test_the_loss_is_a_mean_over_all_tokens_of_the_step_and_its_gradient_that_of_the_mean(mesh: SequenceMesh) -> None:
+    engine = FakeEngine(3)
+    result = take(engine, mesh, slices_of(1))
+    table = engine.table.detach().clone().requires_grad_()
+    tokens = np.concatenate([one.input_ids for one in slices_of(1)])
+    labels = np.concatenate([one.labels for one in slices_of(1)])
+    wanted = torch.nn.functional.cross_entropy(table[torch.from_numpy(tokens)], torch.from_numpy(labels))
+    wanted.backward()
+    assert result.loss == pytest.approx(float(wanted.detach()), rel=1e-6)
+    assert result.tokens == PLAN.step_tokens(1)
+    assert engine.micro_steps == 3
+    assert table.grad is not None and engine.table.grad is not None
+    assert (engine.table.grad - table.grad).norm() <= 1e-5 * table.grad.norm()
+
+
+def test_the_digest_is_that_of_the_rows_whatever_their_order_and_fillers_add_nothing(mesh: SequenceMesh) -> None:
+    slices = slices_of(1)
+    wanted = add_digests(*(row_digest(one.row, slice_checksum(one)) for one in slices))
+    filled = [*slices[::-1], READER.filler(0, 1)]
+    assert take(FakeEngine(3), mesh, slices).digest == wanted
+    assert take(FakeEngine(4), mesh, filled).digest == wanted
+    assert take(FakeEngine(4), mesh, filled).loss == pytest.approx(take(FakeEngine(3), mesh, slices).loss, rel=1e-12)
+
+
+def test_random_draws_belong_to_the_row_and_not_to_its_place(mesh: SequenceMesh) -> None:
+    slices = slices_of(1)
+    forward, backward = FakeEngine(3), FakeEngine(3)
+    take(forward, mesh, slices)
+    torch.manual_seed(77)
+    take(backward, mesh, slices[::-1])
+    assert forward.draws == backward.draws[::-1]
+    assert len(set(forward.draws)) == 3
+    other_seed = FakeEngine(3)
+    take(other_seed, mesh, slices, seed=6)
+    assert other_seed.draws != forward.draws
+
+
+def test_rows_that_bring_other_tokens_than_planned_end_the_run(mesh: SequenceMesh) -> None:
+    slices = slices_of(1)
+    planned = PLAN.step_tokens(1)
+    with pytest.raises(RunError, match=rf"rows 0 to 2 brought {planned} supervised tokens, the plan says {planned + 1}"):
+        take(FakeEngine(3), mesh, slices, tokens=planned + 1)
+
+
+def test_a_repeated_row_ends_the_run_or_changes_its_digest(mesh: SequenceMesh) -> None:
+    slices = slices_of(1)
+    repeated = [slices[0], slices[0], slices[2]]
+    received = sum(one.num_supervised for one in repeated)
+    if received != PLAN.step_tokens(1):
+        with pytest.raises(RunError, match=r"the corpus was changed under the run\. Restore data\.path and resume"):
+            take(FakeEngine(3), mesh, repeated)
+    right = take(FakeEngine(3), mesh, slices).digest
+    assert take(FakeEngine(3), mesh, repeated, tokens=received).digest != right
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(mesh: SequenceMesh) -> None:
+    engine = FakeEngine(3)
+    engine.table.data.fill_(float("nan"))
+    with pytest.raises(RunError, match=r"the loss of rows 0 to 2 is nan; .* Lower optimizer\.lr or raise schedule\."):
+        take(engine, mesh, slices_of(1))
+
+
+def test_a_request_to_stop_reaches_the_result(mesh: SequenceMesh) -> None:
+    assert take(FakeEngine(3), mesh, slices_of(1), stop=True).stop is True
+    assert take(FakeEngine(3), mesh, slices_of(1)).stop is False
+
+
+def test_too_few_micro_steps_are_our_own_mistake(mesh: SequenceMesh) -> None:
+    with pytest.raises(AssertionError, match=r"2 micro-steps instead of 3"):
+        take(FakeEngine(3), mesh, slices_of(1)[:2], accumulation=3)
+
+
+def test_evaluation_trains_nothing_and_leaves_the_engine_in_training(mesh: SequenceMesh) -> None:
+    engine = FakeEngine(1)
+    loss, tokens = evaluate(engine, [*slices_of(1), READER.filler(0, 1)], mesh, DEVICE)
+    assert loss == pytest.approx(take(FakeEngine(3), mesh, slices_of(1)).loss, rel=1e-6)
+    assert tokens == PLAN.step_tokens(1)
+    assert engine.training and engine.table.grad is None and engine.micro_steps == 0
+    assert np.isnan(evaluate(engine, [READER.filler(0, 1)], mesh, DEVICE)[0])
+
+
+@pytest.mark.parametrize("sp_size", [1, 2, 4, 8])
+def test_the_checksum_is_of_the_tensors_that_the_model_is_given(sp_size: int) -> None:
+    for rank in range(sp_size):
+        one = READER.read("train", 0, rank, sp_size)
+        batch = batch_of(one, place(rank, sp_size), DEVICE)
+        assert batch_checksum(batch) == slice_checksum(one)
+        batch.input_ids_BL[0, -1] += 1
+        assert batch_checksum(batch) != slice_checksum(READER.read("train", 0, rank, sp_size))
+
+
+def test_the_slice_of_another_rank_is_refused() -> None:
+    one = READER.read("train", 0, 1, 2)
+    with pytest.raises(RunError, match=r"row 0 came as slice 1 of 2, but this rank holds slice 0 of 2; the data stream"):
+        batch_of(one, place(0, 2), DEVICE)
+
+
+def test_what_is_done_every_so_many_steps_is_done_at_their_multiples() -> None:
+    assert [step for step in range(1, 13) if _due(5, step)] == [5, 10]
+    assert [step for step in range(1, 13) if _due(5, step, is_last=step == 12)] == [5, 10, 12]
+    assert not any(_due(None, step, is_last=True) for step in range(1, 13))
