@@ -45,8 +45,17 @@ def build_model(config: Config, partition: Mapping[str, Any] | None = None) -> P
     # The cache is for generation; under gradient checkpointing it would only warn.
     model.config.use_cache = False
     if config.memory.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _checkpoint_layers(model)
     return model
+
+
+def _checkpoint_layers(model: PreTrainedModel) -> None:
+    options = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:
+        # Transformers before 5.23 has the older name only.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 def _random_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:
@@ -77,7 +86,7 @@ def _pretrained_model(config: Config, dtype: torch.dtype, partition: Mapping[str
         # While this object lives, from_pretrained partitions each parameter as it is made.
         keep_alive = HfDeepSpeedConfig(dict(partition))
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise UserError(
             f"model.path={path!r}: no weights could be loaded ({error}); give a directory with config.json and "
@@ -85,9 +94,9 @@ def _pretrained_model(config: Config, dtype: torch.dtype, partition: Mapping[str
         ) from error
     finally:
         del keep_alive
-    _refuse_missing(report["missing_keys"], path)
-    loaded: PreTrainedModel = model
-    return loaded
+    model: PreTrainedModel = loaded[0]
+    _refuse_missing(loaded[1]["missing_keys"], path)
+    return model
 
 
 def _refuse_missing(names: Collection[str], path: str) -> None:
@@ -95,8 +104,8 @@ def _refuse_missing(names: Collection[str], path: str) -> None:
     if names:
         shown = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         raise UserError(
-            f"model.path={path!r}: {len(names)} of the model's tensors are not in its weights ({shown}); give the whole "
-            "causal language model, or use init: random"
+            f"model.path={path!r}: {len(names)} of the model's tensors are not in its weights ({shown}); give the "
+            "whole causal language model, or use init: random"
         )
 
 

@@ -111,7 +111,12 @@ IDS = torch.zeros(1, 8, dtype=torch.long)
 @pytest.mark.parametrize(
     ("input_ids", "labels", "lengths", "text"),
     [
-        (torch.zeros(1, 8), None, None, r"input_ids has shape \(1, 8\) and dtype torch.float32; whole rows of integers"),
+        (
+            torch.zeros(1, 8),
+            None,
+            None,
+            r"input_ids has shape \(1, 8\) and dtype torch.float32; whole rows of integers",
+        ),
         (torch.zeros(1, 2, 8).long(), None, None, r"input_ids has shape \(1, 2, 8\) and dtype torch.int64; whole rows"),
         (torch.zeros(1, 0).long(), None, None, r"input_ids has shape \(1, 0\)"),
         (IDS, torch.zeros(1, 7).long(), None, r"labels have shape \(1, 7\), input_ids \(1, 8\); they must be equal"),

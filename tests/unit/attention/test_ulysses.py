@@ -69,7 +69,9 @@ def test_no_token_attends_across_documents(kind: str) -> None:
     before, changed = row(), row()
     changed[:, 10:16] = (changed[:, 10:16] + 1) % VOCAB
     with torch.no_grad():
-        ours, theirs = (model(**shard_batch(ids, None, LENGTHS, ALONE).model_inputs()).logits for ids in (before, changed))
+        ours, theirs = (
+            model(**shard_batch(ids, None, LENGTHS, ALONE).model_inputs()).logits for ids in (before, changed)
+        )
     kept = torch.ones(before.shape[1], dtype=torch.bool)
     kept[10:16] = False
     assert torch.equal(ours[:, kept], theirs[:, kept])
@@ -81,7 +83,9 @@ def test_no_token_sees_a_later_one_or_padding() -> None:
     before, changed = row(), row()
     changed[:, 20:] = (changed[:, 20:] + 1) % VOCAB
     with torch.no_grad():
-        ours, theirs = (model(**shard_batch(ids, None, LENGTHS, ALONE).model_inputs()).logits for ids in (before, changed))
+        ours, theirs = (
+            model(**shard_batch(ids, None, LENGTHS, ALONE).model_inputs()).logits for ids in (before, changed)
+        )
     assert torch.equal(ours[:, :20], theirs[:, :20])
 
 

@@ -74,5 +74,5 @@ def test_the_demo_is_small_and_holds_every_byte_token() -> None:
     (demo,) = [path for path in _CONFIGS if "_cpu_" in path.stem]
     shape = _shape(demo)
     assert shape.vocab_size >= ByteTokenizer().info.vocab_size
-    assert 1_500_000 <= shape.num_parameters <= 2_000_000
+    assert shape.num_parameters <= 2_000_000
     assert load_config(demo).data.context_tokens >= 8192

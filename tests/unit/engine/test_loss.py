@@ -22,7 +22,7 @@ def model_of(logits: torch.Tensor, **outputs: Any) -> Any:
 def test_the_scale_undoes_the_engines_mean_over_ranks_and_micro_batches(
     zero_stage: int, world_size: int, sp_size: int, accumulation: int
 ) -> None:
-    """Simulated: every rank's loss sum enters one parameter's gradient, the engine averages, one process is the truth."""
+    """Simulated: every rank's loss sum enters one gradient, the engine averages, one process is the truth."""
     sums = torch.arange(1.0, 1 + world_size * accumulation).view(accumulation, world_size)
     mesh = place(0, sp_size, world_size)
     scale = loss_scale(50, mesh, zero_stage=zero_stage, accumulation=accumulation)

@@ -82,7 +82,9 @@ def test_the_cache_is_off_and_checkpointing_as_configured(directory: Path) -> No
 
 def test_a_model_that_is_not_the_described_one_is_refused_with_every_field(directory: Path) -> None:
     described = {**INLINE, "vocab_size": 400, "num_hidden_layers": 3}
-    with pytest.raises(UserError, match=r"is not the model that model\.config describes: .* Correct model\.config") as e:
+    with pytest.raises(
+        UserError, match=r"is not the model that model\.config describes: .* Correct model\.config"
+    ) as e:
         build_model(pretrained(directory, model__config=described))
     assert "vocab_size is 320 there and 400 in model.config" in str(e.value)
     assert "num_hidden_layers is 2 there and 3 in model.config" in str(e.value)
@@ -95,7 +97,9 @@ def test_fields_that_the_loaded_model_does_not_name_are_no_contradiction() -> No
 
 def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(INLINE))
-    with pytest.raises(UserError, match=r"model\.path='.*': no weights could be loaded .* config\.json and safetensors"):
+    with pytest.raises(
+        UserError, match=r"model\.path='.*': no weights could be loaded .* config\.json and safetensors"
+    ):
         build_model(pretrained(tmp_path))
 
 
@@ -130,7 +134,9 @@ def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"model\.path='.*': no model configuration could be read .* inline model\.config"):
+    with pytest.raises(
+        UserError, match=r"model\.path='.*': no model configuration could be read .* inline model\.config"
+    ):
         build_model(pretrained(tmp_path))
 
 

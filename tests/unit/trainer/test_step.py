@@ -139,7 +139,9 @@ def test_random_draws_belong_to_the_row_and_not_to_its_place(mesh: SequenceMesh)
 def test_rows_that_bring_other_tokens_than_planned_end_the_run(mesh: SequenceMesh) -> None:
     slices = slices_of(1)
     planned = PLAN.step_tokens(1)
-    with pytest.raises(RunError, match=rf"rows 0 to 2 brought {planned} supervised tokens, the plan says {planned + 1}"):
+    with pytest.raises(
+        RunError, match=rf"rows 0 to 2 brought {planned} supervised tokens, the plan says {planned + 1}"
+    ):
         take(FakeEngine(3), mesh, slices, tokens=planned + 1)
 
 
@@ -192,7 +194,9 @@ def test_the_checksum_is_of_the_tensors_that_the_model_is_given(sp_size: int) ->
 
 def test_the_slice_of_another_rank_is_refused() -> None:
     one = READER.read("train", 0, 1, 2)
-    with pytest.raises(RunError, match=r"row 0 came as slice 1 of 2, but this rank holds slice 0 of 2; the data stream"):
+    with pytest.raises(
+        RunError, match=r"row 0 came as slice 1 of 2, but this rank holds slice 0 of 2; the data stream"
+    ):
         batch_of(one, place(0, 2), DEVICE)
 
 

@@ -1,0 +1,375 @@
+"""Plants the bugs that this field is known for, one at a time, and sees that each turns its test red.
+
+``python -m tests.mutants`` (``make mutants``) works on a copy of the tree, prints a table and exits with 1 if a bug
+goes unnoticed. ``--only WORD`` takes the mutants whose name holds a word, ``--show`` prints how each test failed,
+``--list`` runs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+ROOT = Path(__file__).resolve().parents[1]
+PARTS = ("ray_ulysses", "tests", "pyproject.toml")
+TIMEOUT_S = 240.0
+_TESTS_FAILED = 1  # pytest's exit code; 0 is green, everything above 1 means that the tests did not run
+
+Verdict = Literal["killed", "SURVIVED", "BROKEN"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mutant:
+    """A bug to plant.
+
+    Attributes:
+        name: What goes wrong, in the field's words.
+        file: File to change, from the root of the repository.
+        old: Text that stands in it exactly once.
+        new: Text that takes its place.
+        killer: Id of the test that must turn red.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    killer: str
+
+    def planted(self, text: str) -> str:
+        """Return the file's text with the bug in it."""
+        count = text.count(self.old)
+        if count != 1:
+            raise ValueError(f"mutant {self.name!r}: its text occurs {count} times in {self.file}; it must occur once")
+        return text.replace(self.old, self.new)
+
+
+MUTANTS = (
+    Mutant(
+        name="gradient x sp",
+        file="ray_ulysses/engine/loss.py",
+        old="factor = float(mesh.world_size * accumulation)",
+        new="factor = float(mesh.world_size * mesh.sp_size * accumulation)",
+        killer="tests/distributed/test_seam_parity.py::test_a_step_equals_that_of_one_process[sp2-dp2]",
+    ),
+    Mutant(
+        name="gradient x sp, pure",
+        file="ray_ulysses/engine/loss.py",
+        old="factor = float(mesh.world_size * accumulation)",
+        new="factor = float(mesh.world_size * mesh.sp_size * accumulation)",
+        killer="tests/unit/engine/test_loss.py::test_the_scale_undoes_the_engines_mean_over_ranks_and_micro_batches",
+    ),
+    Mutant(
+        name="KV-copy gradients not summed",
+        file="ray_ulysses/attention/exchange.py",
+        old="        key_BKLD = key_BKLD.repeat_interleave(copies, dim=1)\n",
+        new="        detached = key_BKLD.detach().unsqueeze(2).expand(-1, -1, copies - 1, -1, -1)\n"
+        "        key_BKLD = torch.cat([key_BKLD.unsqueeze(2), detached], dim=2).flatten(1, 2)\n",
+        killer="tests/distributed/test_exchange.py::"
+        "test_the_exchange_is_plain_slicing_forward_and_backward[one-kv-head-for-all]",
+    ),
+    Mutant(
+        name="heads of the ranks interleaved",
+        file="ray_ulysses/attention/exchange.py",
+        old="received_PBLhE.permute(1, 2, 0, 3, 4)",
+        new="received_PBLhE.permute(1, 2, 3, 0, 4)",
+        killer="tests/distributed/test_exchange.py::"
+        "test_the_exchange_is_plain_slicing_forward_and_backward[kv-heads-divide]",
+    ),
+    Mutant(
+        name="gathered logits' gradient not summed over ranks",
+        file="ray_ulysses/parallel/collectives.py",
+        old="        dist.all_reduce(grad, group=ctx.group)\n",
+        new="",
+        killer="tests/distributed/test_exchange.py::"
+        "test_a_gathered_sequence_is_in_order_and_its_gradient_is_summed_over_ranks",
+    ),
+    Mutant(
+        name="local positions, seam",
+        file="ray_ulysses/attention/batch.py",
+        old="position_ids_BL=position_ids_BS[:, local].contiguous()",
+        new="position_ids_BL=position_ids_BS[:, : local.stop - local.start].contiguous()",
+        killer="tests/unit/attention/test_batch.py::test_positions_are_global_and_restart_in_each_document",
+    ),
+    Mutant(
+        name="local positions, reader",
+        file="ray_ulysses/data/reader.py",
+        old="position_ids[target] = np.arange(inside, inside + count)",
+        new="position_ids[target] = np.arange(count)",
+        killer="tests/unit/data/test_digest.py::test_the_digest_of_a_row_is_the_same_for_every_sp_size",
+    ),
+    Mutant(
+        name="length-dependent RoPE sees its slice only",
+        file="ray_ulysses/attention/rope.py",
+        old="last = position_ids.new_full((*position_ids.shape[:-1], 1), row_length.max_position)",
+        new="last = position_ids[..., -1:]",
+        killer="tests/unit/attention/test_rope.py::test_every_slice_gets_the_frequencies_of_the_whole_row",
+    ),
+    Mutant(
+        name="dynamic RoPE remembers longer rows",
+        file="ray_ulysses/attention/rope.py",
+        old="        _forget_longest_row(module, x.device)\n",
+        new="",
+        killer="tests/unit/attention/test_rope.py::test_frequencies_do_not_depend_on_the_rows_that_came_before",
+    ),
+    Mutant(
+        name="a label lost at a shard border, seam",
+        file="ray_ulysses/attention/batch.py",
+        old="labels_BL=shifted_BS[:, local].contiguous()",
+        new="labels_BL=torch.nn.functional.pad(shifted_BS[:, local][:, :-1], (0, 1), value=IGNORE_INDEX)",
+        killer="tests/unit/attention/test_batch.py::"
+        "test_a_label_is_the_next_token_of_the_same_document_even_across_a_shard_border",
+    ),
+    Mutant(
+        name="a label lost at a shard border, reader",
+        file="ray_ulysses/data/reader.py",
+        old="num_labels = min(count, piece.supervised - inside)",
+        new="num_labels = min(count - 1, piece.supervised - inside)",
+        killer="tests/unit/data/test_exactly_once.py::"
+        "test_every_planned_token_is_received_exactly_once_at_any_sequence_of_worlds",
+    ),
+    Mutant(
+        name="a label of the next document",
+        file="ray_ulysses/attention/batch.py",
+        old="shifted_BS[row, start : end - 1] = labels_BS[row, start + 1 : end]",
+        new="shifted_BS[row, start:end][: num_tokens - start - 1] = labels_BS[row, start + 1 : end + 1]",
+        killer="tests/unit/attention/test_batch.py::"
+        "test_a_label_is_the_next_token_of_the_same_document_even_across_a_shard_border",
+    ),
+    Mutant(
+        name="ignored document spans",
+        file="ray_ulysses/attention/documents.py",
+        old="        start = 0\n        for length in row_lengths:\n",
+        new="        start = 0\n        for length in [sum(row_lengths)] * bool(row_lengths):\n",
+        killer="tests/unit/attention/test_ulysses.py::test_no_token_attends_across_documents[llama]",
+    ),
+    Mutant(
+        name="ignored cu_seqlens",
+        file="ray_ulysses/attention/documents.py",
+        old="borders = [0, *accumulate(end - start for _, start, end in spans)]",
+        new="borders = [0, *(row_tokens * (row + 1) for row in range(len(lengths)))]",
+        killer="tests/unit/attention/test_documents.py::test_cu_seqlens_are_the_borders_of_the_spans_laid_end_to_end",
+    ),
+    Mutant(
+        name="a sliding window one token too wide",
+        file="ray_ulysses/attention/kernels.py",
+        old="visible = (key_at <= query_at) & (key_at > query_at - window)",
+        new="visible = (key_at <= query_at) & (key_at >= query_at - window)",
+        killer="tests/unit/attention/test_kernels.py::test_sdpa_equals_the_definition_forward_and_backward[window]",
+    ),
+    Mutant(
+        name="a mean of means",
+        file="ray_ulysses/engine/loss.py",
+        old='reduction="sum"',
+        new='reduction="mean"',
+        killer="tests/unit/trainer/test_step.py::"
+        "test_the_loss_is_a_mean_over_all_tokens_of_the_step_and_its_gradient_that_of_the_mean",
+    ),
+    Mutant(
+        name="random state by place and not by row",
+        file="ray_ulysses/trainer/step.py",
+        old="(row.row % 2**64)",
+        new="steps",
+        killer="tests/unit/trainer/test_step.py::test_random_draws_belong_to_the_row_and_not_to_its_place",
+    ),
+    Mutant(
+        name="a repeated row, dealing",
+        file="ray_ulysses/data/steps.py",
+        old="list(ordered[first : first + dp_size])",
+        new="list(ordered[max(first - 1, 0) :][: min(dp_size, len(ordered) - first)])",
+        killer="tests/unit/data/test_exactly_once.py::"
+        "test_every_planned_token_is_received_exactly_once_at_any_sequence_of_worlds",
+    ),
+    Mutant(
+        name="a repeated row, steps that overlap",
+        file="ray_ulysses/data/plan.py",
+        old="return range((step - 1) * size, min(step * size, self.num_rows))",
+        new="return range(max(0, (step - 1) * size - 1), min(step * size, self.num_rows))",
+        killer="tests/unit/data/test_exactly_once.py::"
+        "test_every_planned_token_is_received_exactly_once_at_any_sequence_of_worlds",
+    ),
+    Mutant(
+        name="digest by XOR",
+        file="ray_ulysses/data/digest.py",
+        old="return sum(digests) % MODULUS",
+        new='return int(np.bitwise_xor.reduce(np.array(digests, dtype="uint64")))',
+        killer="tests/unit/data/test_digest.py::test_rows_that_swap_contents_a_repeated_row_and_a_lost_one_are_noticed",
+    ),
+    Mutant(
+        name="digest of the plan and not of what the model received",
+        file="ray_ulysses/trainer/batches.py",
+        old="(batch.input_ids_BL, batch.labels_BL, batch.position_ids_BL)",
+        new="(batch.input_ids_BL * 0, batch.labels_BL, batch.position_ids_BL)",
+        killer="tests/unit/trainer/test_step.py::test_the_checksum_is_of_the_tensors_that_the_model_is_given",
+    ),
+    Mutant(
+        name="evaluation rows trained on",
+        file="ray_ulysses/data/plan.py",
+        old="train_documents = documents[~held_out & usable]",
+        new="train_documents = documents[usable]",
+        killer="tests/unit/data/test_plan.py::test_evaluation_documents_are_never_trained_on",
+    ),
+    Mutant(
+        name="checkpoint interval off by one",
+        file="ray_ulysses/trainer/loop.py",
+        old="return every is not None and (step % every == 0 or is_last)",
+        new="return every is not None and ((step - 1) % every == 0 or is_last)",
+        killer="tests/unit/trainer/test_step.py::test_what_is_done_every_so_many_steps_is_done_at_their_multiples",
+    ),
+    Mutant(
+        name="resume at the wrong row, cursor",
+        file="ray_ulysses/data/plan.py",
+        old="next_row = self.step_rows(step).stop if step else 0",
+        new="next_row = self.step_rows(step).start if step else 0",
+        killer="tests/unit/data/test_plan.py::test_cursors_name_the_next_row_and_are_recognised",
+    ),
+    Mutant(
+        name="resume at the wrong row, a stream that restarts at row 0",
+        file="ray_ulysses/data/row_source.py",
+        old="ReadAhead(self._slices_from(step), self._prefetch_rows)",
+        new="ReadAhead(self._slices_from(1), self._prefetch_rows)",
+        killer="tests/unit/data/test_row_source.py::test_a_source_starts_at_every_step",
+    ),
+    Mutant(
+        name="a schedule that follows where the run stops",
+        file="ray_ulysses/engine/optimizer.py",
+        old="span = max(1, horizon_steps - warmup_steps)",
+        new="span = max(1, min(horizon_steps, 6) - warmup_steps)",
+        killer="tests/unit/engine/test_optimizer.py::test_the_rate_warms_up_linearly_and_falls_along_half_a_cosine",
+    ),
+    Mutant(
+        name="missing weights drawn at random",
+        file="ray_ulysses/engine/model.py",
+        old='    _refuse_missing(loaded[1]["missing_keys"], path)\n',
+        new="",
+        killer="tests/unit/engine/test_model.py::test_weights_that_lack_a_tensor_are_refused_and_not_drawn",
+    ),
+)
+
+
+class Workshop:
+    """A copy of the tree in which bugs are planted; the original is never touched.
+
+    Args:
+        folder: An empty folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "tree"
+        self.root.mkdir()
+        for part in PARTS:
+            source = ROOT / part
+            if source.is_dir():
+                shutil.copytree(source, self.root / part, ignore=shutil.ignore_patterns("__pycache__", ".*_cache"))
+            else:
+                shutil.copy2(source, self.root / part)
+        # An edit within the same second and of the same length must not meet an older compiled file.
+        self._environment = {**os.environ, "PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
+        self._environment.setdefault("OMP_NUM_THREADS", "1")
+
+    def check_import(self) -> None:
+        """Refuse to go on if Python would import the installed package and not the copy."""
+        code = "import ray_ulysses, tests.mutants; print(ray_ulysses.__file__); print(tests.mutants.__file__)"
+        answer = self._run(["-c", code])
+        paths = [Path(line) for line in answer.stdout.split()]
+        if len(paths) != 2 or not all(path.resolve().is_relative_to(self.root.resolve()) for path in paths):
+            raise SystemExit(f"the copy is not what Python imports:\n{answer.stdout}{answer.stderr}")
+
+    def tests_exit(self, ids: Iterable[str]) -> tuple[int, str]:
+        """Run tests in the copy; return pytest's exit code and what it said last."""
+        command = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", "--tb=line", *ids]
+        try:
+            answer = self._run(command)
+        except subprocess.TimeoutExpired:
+            return -1, f"no answer within {TIMEOUT_S:.0f} s"
+        return answer.returncode, (answer.stdout + answer.stderr)[-3000:]
+
+    def judge(self, mutant: Mutant) -> tuple[Verdict, str]:
+        """Plant a bug, run its test, take the bug out again."""
+        path = self.root / mutant.file
+        text = path.read_text(encoding="utf-8")
+        path.write_text(mutant.planted(text), encoding="utf-8")
+        try:
+            code, said = self.tests_exit([mutant.killer])
+        finally:
+            path.write_text(text, encoding="utf-8")
+        return verdict_of(code), said
+
+    def _run(self, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *arguments]
+        return subprocess.run(
+            command,
+            cwd=self.root,
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+
+
+def verdict_of(exit_code: int) -> Verdict:
+    """Return what pytest's exit code says of a mutant: only a test that ran and failed has killed it."""
+    if exit_code == _TESTS_FAILED:
+        return "killed"
+    return "SURVIVED" if exit_code == 0 else "BROKEN"
+
+
+def killer_file(mutant: Mutant) -> Path:
+    """Return the file of the test that must turn red."""
+    return ROOT / mutant.killer.split("::")[0]
+
+
+def killer_function(mutant: Mutant) -> str:
+    """Return the name of the test that must turn red, without its parameters."""
+    return re.sub(r"\[.*", "", mutant.killer.split("::")[1])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Judge every mutant; return 1 if one survived or could not be judged."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("--only", default="", help="judge the mutants whose name holds this word")
+    parser.add_argument("--show", action="store_true", help="print how each test failed")
+    parser.add_argument("--list", action="store_true", help="list the mutants and their tests, run nothing")
+    options = parser.parse_args(arguments)
+    chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
+    width = max((len(mutant.name) for mutant in chosen), default=0)
+    if options.list or not chosen:
+        for mutant in chosen:
+            print(f"{mutant.name:<{width}}  {mutant.killer}")
+        return 0 if chosen else 2
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        workshop = Workshop(Path(folder))
+        workshop.check_import()
+        code, said = workshop.tests_exit(sorted({mutant.killer for mutant in chosen}))
+        if code != 0:
+            print(f"the tests must be green before a bug is planted:\n{said}")
+            return 1
+        print(f"{'verdict':<9} {'seconds':>7}  {'bug':<{width}}  turned red")
+        failed = 0
+        for mutant in chosen:
+            start = time.monotonic()
+            verdict, said = workshop.judge(mutant)
+            print(
+                f"{verdict:<9} {time.monotonic() - start:>7.1f}  {mutant.name:<{width}}  {killer_function(mutant)}",
+                flush=True,
+            )
+            failed += verdict != "killed"
+            if options.show or verdict != "killed":
+                print(said)
+    print(f"{len(chosen) - failed} of {len(chosen)} planted bugs were noticed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""The bookkeeping of ``tests.mutants``: every bug can still be planted, and its test exists."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests import mutants
+from tests.mutants import MUTANTS, ROOT, Mutant
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_bug_can_be_planted_once_and_leaves_a_file_that_compiles(mutant: Mutant) -> None:
+    text = (ROOT / mutant.file).read_text(encoding="utf-8")
+    planted = mutant.planted(text)
+    assert planted != text
+    ast.parse(planted)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_test_that_must_turn_red_exists(mutant: Mutant) -> None:
+    tree = ast.parse(mutants.killer_file(mutant).read_text(encoding="utf-8"))
+    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    assert mutants.killer_function(mutant) in names
+
+
+def test_the_bugs_have_names_of_their_own() -> None:
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+
+
+@pytest.mark.parametrize("text", ["nothing", "x = 1\nx = 1\n"])
+def test_a_bug_whose_text_is_gone_or_not_alone_is_refused(text: str) -> None:
+    mutant = Mutant(name="odd", file="a.py", old="x = 1", new="x = 2", killer="t.py::test")
+    with pytest.raises(ValueError, match=r"mutant 'odd': its text occurs [02] times in a\.py; it must occur once"):
+        mutant.planted(text)
+
+
+def test_only_a_test_that_ran_and_failed_has_killed_a_bug() -> None:
+    assert [mutants.verdict_of(code) for code in (0, 1, 2, 4, 5, -1)] == ["SURVIVED", "killed", *["BROKEN"] * 4]
+
+
+def test_bugs_are_planted_in_a_copy_and_taken_out_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workshop = mutants.Workshop(tmp_path)
+    mutant = MUTANTS[0]
+    original, copy = (root / mutant.file for root in (ROOT, workshop.root))
+    before = original.read_text()
+    seen: list[str] = []
+
+    def instead_of_pytest(ids: list[str]) -> tuple[int, str]:
+        seen.append(copy.read_text())
+        assert ids == [mutant.killer]
+        return 1, ""
+
+    monkeypatch.setattr(workshop, "tests_exit", instead_of_pytest)
+    assert workshop.judge(mutant) == ("killed", "")
+    assert seen == [mutant.planted(before)]
+    assert copy.read_text() == original.read_text() == before
