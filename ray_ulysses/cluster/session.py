@@ -63,6 +63,10 @@ def _start_embedded(cpus: float, options: dict[str, Any]) -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     offered = max(os.cpu_count() or 1, math.ceil(cpus + _SLACK_CPUS))
+    # Workers that share cores are more processes than cores: Ray would warn of them, end idle ones and start new ones.
+    os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "16")
+    os.environ.setdefault("RAY_num_workers_soft_limit", "16")
+    os.environ.setdefault("RAY_idle_worker_killing_time_threshold_ms", "600000")
     with _children_in_own_group():
         ray.init(address="local", num_cpus=offered, include_dashboard=False, **options)
 
