@@ -157,10 +157,19 @@ def _lengths(
 ) -> tuple[tuple[int, ...], ...]:
     if given is None:
         return ((num_tokens,),) * num_rows
-    values: Any = given.tolist() if isinstance(given, torch.Tensor) else list(given)
+    values: Any = given.tolist() if hasattr(given, "tolist") else list(given)
     if not values or not isinstance(values[0], Sequence | torch.Tensor):
         values = [values]
     rows = tuple(tuple(int(length) for length in row) for row in values)
+    if len(rows) > 1:
+        rows = tuple(_without_tail(list(row)) for row in rows)
     if len(rows) != num_rows:
         raise UserError(f"document_lengths is for {len(rows)} rows, input_ids has {num_rows}; give one sequence a row")
     return rows
+
+
+def _without_tail(lengths: list[int]) -> tuple[int, ...]:
+    """Cut the zeros that fill a row of a rectangular table of lengths."""
+    while lengths and lengths[-1] == 0:
+        lengths.pop()
+    return tuple(lengths)

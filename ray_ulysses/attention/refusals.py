@@ -27,7 +27,9 @@ _RECURRENT_MARKS = (
     "DeltaNet",
     "Retention",
 )
-_DROPOUT_SUFFIXES = ("dropout", "pdrop", "dropout_prob", "dropout_rate", "drop_path_rate")
+_RANDOM_WORDS = ("dropout", "pdrop", "layerdrop", "drop_path", "jitter")
+# Of heads that a causal language model does not have.
+_OTHER_HEADS = ("classifier_", "summary_")
 _UNSUPPORTED_SETTINGS = {
     "attn_logit_softcapping": "soft-capping of attention scores",
     "attention_chunk_size": "chunked local attention",
@@ -44,6 +46,7 @@ def refuse_inexact(model: nn.Module, config: Any, mesh: SequenceMesh) -> None:
     kind = getattr(config, "model_type", type(model).__name__)
     _refuse_architecture(model, config, kind)
     _refuse_settings(config, kind)
+    _refuse_dropout_modules(model, kind)
     num_heads = int(config.num_attention_heads)
     if num_heads % mesh.ulysses_size:
         allowed = ", ".join(str(size) for size in valid_sp_sizes(num_heads))
@@ -81,14 +84,26 @@ def _refuse_architecture(model: nn.Module, config: Any, kind: str) -> None:
         raise UserError(f"{kind} is set to attend in both directions; only causal attention is supported")
 
 
+def _refuse_dropout_modules(model: nn.Module, kind: str) -> None:
+    """Refuse what the configuration does not show, such as the dropout of an adapter."""
+    for name, module in model.named_modules():
+        rate = getattr(module, "p", 0.0) if "Dropout" in type(module).__name__ else 0.0
+        if rate:
+            raise UserError(
+                f"{kind} has a dropout of {rate} at {name}: dropout above 0 draws other masks on other layouts, so a "
+                "run would depend on its world size; build it with dropout 0.0"
+            )
+
+
 def _refuse_settings(config: Any, kind: str) -> None:
     values: dict[str, Any] = config.to_dict()
     for name, value in values.items():
-        is_dropout = name.endswith(_DROPOUT_SUFFIXES) and isinstance(value, int | float) and not isinstance(value, bool)
-        if is_dropout and value > 0:
+        is_random = any(word in name for word in _RANDOM_WORDS) and not name.startswith(_OTHER_HEADS)
+        if is_random and isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
             raise UserError(
                 f"model.config.{name}={value}: dropout above 0 draws other masks on other layouts, so a run would "
-                f"depend on its world size; set {name}: 0.0"
+                f"depend on its world size (and so does any other noise); set {name}: 0.0, for pretrained weights in "
+                "the config.json of model.path"
             )
     for name, what in _UNSUPPORTED_SETTINGS.items():
         if values.get(name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -33,7 +34,7 @@ def ray_session(address: str | None, *, cpus: float, environment: dict[str, str]
     Raises:
         RunError: The cluster can't be reached.
     """
-    target = address or os.environ.get("RAY_ADDRESS")
+    target = address or os.environ.get("RAY_ADDRESS") or None
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     options: dict[str, Any] = {
@@ -87,7 +88,9 @@ def _children_in_own_group() -> Iterator[None]:
     try:
         yield
     finally:
-        os.setpgid(0, group)
+        # The group is gone if we were the last in it; then the one made here will do.
+        with contextlib.suppress(PermissionError, ProcessLookupError):
+            os.setpgid(0, group)
 
 
 def missing_resources(*, cpus: float, gpus: float) -> str | None:

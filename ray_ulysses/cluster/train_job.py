@@ -192,7 +192,13 @@ def _stopping_on_signals(run_dir: Path, session: str, console: Console) -> Itera
         asked_at.append(now)
         if len(asked_at) > 1:
             return
-        request_stop(run_dir, session)
+        try:
+            request_stop(run_dir, session)
+        except OSError as error:
+            console.print(
+                f"the request to stop could not be written ({error}); once more stops at once", soft_wrap=True
+            )
+            return
         name = signal.Signals(number).name
         console.print(f"{name}: saving after this step, then stopping; once more to stop at once", soft_wrap=True)
 

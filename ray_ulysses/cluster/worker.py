@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,8 @@ from ray_ulysses.config.loading import parse_config
 from ray_ulysses.data.row_source import DirectSource
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import configure_logging
+from ray_ulysses.storage.local import LocalStore
+from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
 from ray_ulysses.trainer.loop import run_attempt
 from ray_ulysses.trainer.worker import Worker
 
@@ -27,7 +31,7 @@ if TYPE_CHECKING:
     from ray_ulysses.data.row_source import RowSource
     from ray_ulysses.parallel.layout import ParallelLayout
 
-REFUSAL_FILE = "refusal"
+REFUSAL_FOLDER = "refused"
 
 
 def train_worker(job: dict[str, Any]) -> None:
@@ -42,6 +46,8 @@ def train_worker(job: dict[str, Any]) -> None:
     _repeat_refusal(config.run_dir, session)
     context = ray.train.get_context()
     device = ray.train.torch.get_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if device.type == "cpu":
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // context.get_local_world_size()))
@@ -58,17 +64,22 @@ def train_worker(job: dict[str, Any]) -> None:
         run_attempt(config, worker)
     except UserError as error:
         # Trying again can't mend what the user gave: the next attempt of this session ends at once.
-        (config.run_dir / REFUSAL_FILE).write_text(f"{session}\n{error}")
+        _leave_refusal(config.run_dir, session, error)
         raise
+
+
+def _leave_refusal(run_dir: Path, session: str, error: UserError) -> None:
+    """Say why, for the driver and for the next attempt; the first rank's word stands."""
+    with contextlib.suppress(AlreadyExistsError, OSError):
+        LocalStore(run_dir).create(f"{REFUSAL_FOLDER}/{session}", [str(error).encode()])
 
 
 def refusal(run_dir: Path, session: str) -> str | None:
     """Return why a worker of this session refused the user's input, or ``None``."""
     try:
-        owner, _, text = (run_dir / REFUSAL_FILE).read_text().partition("\n")
+        return read_bytes(LocalStore(run_dir), f"{REFUSAL_FOLDER}/{session}").decode()
     except OSError:
         return None
-    return text if owner == session else None
 
 
 def _repeat_refusal(run_dir: Path, session: str) -> None:
@@ -89,7 +100,8 @@ def _source_maker(config: Config) -> Any:
                 layout.sp_size,
                 prefetch_rows=config.data.prefetch_rows,
             )
-        group = torch.distributed.new_group(backend="gloo")
+        timeout = timedelta(seconds=config.elastic.collective_timeout_s)
+        group = torch.distributed.new_group(backend="gloo", timeout=timeout)
         return RaySource(
             config.data.path,
             plan,

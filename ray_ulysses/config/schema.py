@@ -70,7 +70,11 @@ class Config(Section):
         """
         run = self.run.model_copy(update={"storage": str(base / Path(self.run.storage).expanduser())})
         data = self.data.model_copy(update={"path": str(base / Path(self.data.path).expanduser())})
-        return self.model_copy(update={"run": run, "data": data})
+        model = self.model
+        if model.path is not None and (base / Path(model.path).expanduser()).is_dir():
+            # Else it is a hub id, which is no path.
+            model = model.model_copy(update={"path": str(base / Path(model.path).expanduser())})
+        return self.model_copy(update={"run": run, "data": data, "model": model})
 
     def to_yaml(self) -> str:
         """Return the configuration, defaults filled in, as YAML that loads into an equal one."""

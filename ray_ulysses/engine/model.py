@@ -69,7 +69,10 @@ def _random_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:
         hf_config = _described(lambda: AutoConfig.from_pretrained(path), f"model.path={path!r}")
     torch.manual_seed(config.run.seed)
     model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
-    drawn: PreTrainedModel = model.to(dtype)
+    for parameter in model.parameters():
+        # Parameters only: rotary frequencies are buffers, and rounded ones would turn far positions wrongly.
+        parameter.data = parameter.data.to(dtype)
+    drawn: PreTrainedModel = model
     return drawn
 
 

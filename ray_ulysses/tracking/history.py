@@ -123,18 +123,19 @@ class RunHistory:
         return fields
 
 
-def read_history(run_dir: Path | str) -> RunHistory:
+def read_history(run_dir: Path | str, *, is_held: bool | None = None) -> RunHistory:
     """Read what happened in a run; also of one that is running or was torn off.
 
     Args:
         run_dir: ``<storage>/<name>``.
+        is_held: Whether a live process trains it; ``None`` asks the run's lock.
     """
     run_dir = Path(run_dir)
     return build_history(
         name=run_dir.absolute().name,
         records=read_records(run_dir),
         checkpoints=_read_checkpoints(run_dir),
-        is_held=current_owner(run_dir) is not None,
+        is_held=current_owner(run_dir) is not None if is_held is None else is_held,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import chain, islice, repeat
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from ray_ulysses.attention.ulysses import apply_ulysses
@@ -16,6 +16,7 @@ from ray_ulysses.engine.model import build_model
 from ray_ulysses.engine.optimizer import learning_rate
 from ray_ulysses.engine.zero import build_engine, prepare_process, zero_config
 from ray_ulysses.engine.zero_state import export_state
+from ray_ulysses.logging import get_logger
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.trainer.data import open_data
@@ -28,11 +29,14 @@ from ray_ulysses.trainer.stop import stop_requested
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ray_ulysses.checkpoint import CheckpointRef
     from ray_ulysses.config import Config
     from ray_ulysses.data.plan import Plan
     from ray_ulysses.data.reader import RowReader, RowSlice
     from ray_ulysses.data.row_source import RowSource
     from ray_ulysses.trainer.worker import Worker
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +83,7 @@ def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
     # The mesh: who shares rows with whom. The recorder: one attempt number for all, on storage that all share.
     prepare_process(worker.local_rank, worker.device.type)
     layout = ParallelLayout(world_size=worker.world_size, sp_size=config.parallel.sp_size)
-    mesh = SequenceMesh.from_layout(layout)
+    mesh = SequenceMesh.from_layout(layout, timeout=timedelta(seconds=config.elastic.collective_timeout_s))
     recorder = Recorder.open(config, worker, layout)
     try:
         # The data: the plan that the driver has stored. The model: under ZeRO-3, with our attention.
@@ -168,7 +172,7 @@ def _take_step(attempt: _Attempt, source: RowSource, progress: Progress) -> tupl
         result,
         rows=rows,
         seconds=worker.clock.monotonic() - started,
-        row_tokens=int(plan.train.tokens[rows.start : rows.stop].sum()),
+        document_tokens=int(plan.train.length[plan.train.offsets[rows.start] : plan.train.offsets[rows.stop]].sum()),
         cost=int(plan.train.cost[rows.start : rows.stop].sum()),
         learning_rate=rate,
         grad_norm=float(engine.get_global_grad_norm()),
@@ -208,15 +212,29 @@ def _save(attempt: _Attempt, progress: Progress, metrics: dict[str, float]) -> N
     )
     recorder.checkpoint_committed(step, ref.folder, cursor, metrics)
     if worker.rank == 0:
-        apply_retention(recorder.store, newest=ref, keep_last=attempt.config.checkpoint.keep_last)
+        _let_go(attempt, ref)
     worker.on_event("saved", step)
+
+
+def _let_go(attempt: _Attempt, newest: CheckpointRef) -> None:
+    """Delete what a commit has replaced; what can't be deleted now is tried again after the next commit."""
+    try:
+        apply_retention(attempt.recorder.store, newest=newest, keep_last=attempt.config.checkpoint.keep_last)
+    except OSError as error:
+        _log.warning("old checkpoints could not be deleted (%s); trying again after the next commit", error)
 
 
 def _padded(attempt: _Attempt, slices: Iterator[RowSlice]) -> Iterator[RowSlice]:
     """Fill a short last step up with rows of weight zero: the engine counts micro-steps."""
     layout = attempt.layout
     filler = attempt.reader.filler(layout.sp_rank(attempt.worker.rank), layout.sp_size)
-    return islice(chain(slices, repeat(filler)), attempt.accumulation)
+    num_rows = 0
+    # To its very end: a source moves on to the next step only when it has been asked for more than its last slice.
+    for row in slices:
+        num_rows += 1
+        yield row
+    for _ in range(attempt.accumulation - num_rows):
+        yield filler
 
 
 def _evaluation_slices(attempt: _Attempt) -> Iterator[RowSlice]:

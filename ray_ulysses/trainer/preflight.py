@@ -102,9 +102,12 @@ def claim_directory(prepared: PreparedRun) -> None:
 
 def completed(prepared: PreparedRun) -> RunHistory | None:
     """Return the run's history if there is nothing left to do up to its last step, else ``None``."""
-    history = read_history(prepared.config.run_dir)
-    done = history.step >= prepared.last_step and history.status in ("finished", "running")
-    return history if done else None
+    # The caller holds the run's lock, so nobody is training it now, whatever the lock says.
+    history = read_history(prepared.config.run_dir, is_held=False)
+    last_step = prepared.last_step
+    is_saved = any(checkpoint.committed and checkpoint.step >= last_step for checkpoint in history.checkpoints)
+    was_finished = history.status == "finished" and history.step >= last_step
+    return history if is_saved or was_finished else None
 
 
 def check_writable(config: Config) -> None:

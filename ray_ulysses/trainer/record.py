@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -73,7 +74,8 @@ class Recorder:
         Raises:
             UserError: The storage is not shared by every node, or can't be written.
         """
-        exchange = TorchExchange(dist.new_group(backend="gloo"))
+        timeout = timedelta(seconds=config.elastic.collective_timeout_s)
+        exchange = TorchExchange(dist.new_group(backend="gloo", timeout=timeout))
         probe_storage(config.run_dir, worker, exchange)
         journal = AttemptJournal.claim(config.run_dir, worker.clock) if worker.rank == 0 else None
         attempt = exchange.broadcast(journal.attempt if journal else None)
@@ -132,7 +134,7 @@ class Recorder:
         *,
         rows: range,
         seconds: float,
-        row_tokens: int,
+        document_tokens: int,
         cost: int,
         learning_rate: float,
         grad_norm: float,
@@ -144,12 +146,12 @@ class Recorder:
             result: What the step did.
             rows: Its global rows.
             seconds: Its duration.
-            row_tokens: Tokens of its rows, padding included.
+            document_tokens: Tokens of its documents, padding excluded.
             cost: Sum of its documents' squared lengths.
             learning_rate: Its rate.
             grad_norm: Norm of its gradient before clipping.
         """
-        flops = step_flops(self._shape, tokens=row_tokens, sum_squared_lengths=cost)
+        flops = step_flops(self._shape, tokens=document_tokens, sum_squared_lengths=cost)
         world_size = self._layout.world_size
         utilisation = mfu(flops=flops, seconds=seconds, world_size=world_size, peak_flops=self._peak_flops)
         metrics = {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ray_ulysses.data.digest import add_digests, from_int64, row_digest, to_int64
+from ray_ulysses.data.digest import MODULUS, add_digests, from_int64, row_digest, to_int64
 from ray_ulysses.data.mixing import mix_int
 from ray_ulysses.engine.loss import causal_lm_loss, loss_scale
 from ray_ulysses.errors import RunError
@@ -81,7 +81,9 @@ def train_step(
         engine.step()
         loss_sum += row_loss.detach().double()
         if not row.is_filler:
-            checksums[row.row - rows.start] = batch_checksum(batch)
+            if row.row not in rows:
+                raise RunError(f"row {row.row} came in a step of rows {rows.start} to {rows.stop - 1}; resume the run")
+            checksums[row.row - rows.start] += batch_checksum(batch)
             received += row.num_supervised
         steps += 1
     assert steps == accumulation, f"{steps} micro-steps instead of {accumulation}"
@@ -117,7 +119,11 @@ def _agree(
 ) -> StepResult:
     dist.all_reduce(loss_sum, group=mesh.group("loss"))
     # Checksums of a row's slices add up to the row's, modulo 2**64, which is what int64 does when it wraps.
-    counts = torch.tensor([received, int(stop), *map(to_int64, checksums)], dtype=torch.int64, device=loss_sum.device)
+    counts = torch.tensor(
+        [received, int(stop), *(to_int64(value % MODULUS) for value in checksums)],
+        dtype=torch.int64,
+        device=loss_sum.device,
+    )
     dist.all_reduce(counts, group=mesh.group("loss"))
     total, stops, *sums = counts.tolist()
     if total != tokens:

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig
 
 from ray_ulysses import apply_ulysses, causal_lm_loss, shard_batch
+from ray_ulysses.attention.refusals import _refuse_dropout_modules, _refuse_settings
 from ray_ulysses.errors import UserError
 from tests.unit.attention.meshes import ALONE, place
 from tests.unit.attention.models import tiny_model
@@ -141,3 +143,21 @@ def test_an_attention_layer_called_past_the_model_says_what_is_missing() -> None
     model: Any = apply_ulysses(tiny_model(), ALONE)
     with pytest.raises(UserError, match=r"LlamaAttention was called without the batch's tables; either the model was"):
         model.model(input_ids=torch.zeros(1, 8).long(), use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "text"),
+    [
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+        ("opt", {"layerdrop": 0.5, "dropout": 0.0}, "layerdrop=0.5"),
+    ],
+)
+def test_noise_by_another_name_than_dropout_is_refused(model_type: str, settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        _refuse_settings(AutoConfig.for_model(model_type, **settings), model_type)
+
+
+def test_a_dropout_module_that_the_configuration_does_not_show_is_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))
+    with pytest.raises(UserError, match=r"dropout of 0\.5 at 1"):
+        _refuse_dropout_modules(model, "adapter")

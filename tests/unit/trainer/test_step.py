@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +17,14 @@ from ray_ulysses.data.plan import Plan, PlanSettings, build_plan
 from ray_ulysses.data.reader import RowReader, RowSlice
 from ray_ulysses.data.row_source import DirectSource
 from ray_ulysses.errors import RunError
+from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.trainer.batches import batch_checksum, batch_of
-from ray_ulysses.trainer.loop import _due
+from ray_ulysses.trainer.data import open_data
+from ray_ulysses.trainer.loop import _due, _padded
+from ray_ulysses.trainer.preflight import claim_directory, prepare_run
 from ray_ulysses.trainer.step import StepResult, evaluate, train_step
+from tests.distributed.run_case import make_config, make_corpus
 from tests.unit.attention.meshes import place
 from tests.unit.data.corpora import MemoryStore
 
@@ -204,3 +209,19 @@ def test_what_is_done_every_so_many_steps_is_done_at_their_multiples() -> None:
     assert [step for step in range(1, 13) if _due(5, step)] == [5, 10]
     assert [step for step in range(1, 13) if _due(5, step, is_last=step == 12)] == [5, 10, 12]
     assert not any(_due(None, step, is_last=True) for step in range(1, 13))
+
+
+def test_a_source_is_read_to_the_end_of_a_step_so_that_it_goes_on_to_the_next(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "runs", make_corpus(tmp_path))
+    claim_directory(prepare_run(config, Path("/")))
+    plan, reader = open_data(config)
+    source = DirectSource(reader, plan, 0, 1, 0, 1)
+    attempt: Any = SimpleNamespace(
+        layout=ParallelLayout(world_size=1, sp_size=1), worker=SimpleNamespace(rank=0), reader=reader, accumulation=6
+    )
+    aheads = set()
+    for step in (1, 2, 3):
+        assert len(list(_padded(attempt, source.step(step)))) == 6
+        aheads.add(id(source._ahead))
+    source.close()
+    assert len(aheads) == 1

@@ -1,0 +1,187 @@
+"""``ray-ulysses train`` on an embedded Ray, as a user runs it: finish, resubmit, stop, kill, resume elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ray_ulysses.config import Config
+from ray_ulysses.tracking.history import RunHistory, read_history
+from tests.distributed.run_case import make_config, make_corpus
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+TIMEOUT_S = 240.0
+CONTRACT = {
+    "name", "status", "step", "tokens", "steps", "attempts", "checkpoints", "rows_consumed", "data_digest",
+    "lost_steps", "goodput",
+}  # fmt: skip
+
+
+class Command:
+    """One ``ray-ulysses`` process in a session of its own, ended whatever happens."""
+
+    def __init__(self, *arguments: object, log: Path) -> None:
+        self.log = log
+        with log.open("w") as stream:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "ray_ulysses", *map(str, arguments)],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "RAY_ADDRESS": ""} if "RAY_ADDRESS" in os.environ else None,
+            )
+
+    def wait(self) -> int:
+        try:
+            return self.process.wait(TIMEOUT_S)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL the command; Ray ties the life of its own processes to it."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()
+
+
+def train(config: Config, folder: Path) -> tuple[int, str]:
+    command = start(config, folder)
+    return command.wait(), command.text
+
+
+def start(config: Config, folder: Path) -> Command:
+    folder.mkdir(exist_ok=True)
+    path = folder / "config.yaml"
+    path.write_text(config.to_yaml())
+    return Command("train", path, log=folder / "log.txt")
+
+
+def wait_for_step(config: Config, step: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while read_history(config.run_dir).step < step:
+        assert time.monotonic() < deadline, f"step {step} was not reached in {TIMEOUT_S} s"
+        time.sleep(0.2)
+
+
+def worker_processes(config: Config) -> list[psutil.Process]:
+    """Return the training workers of this test's own Ray: descendants of this process."""
+    found = psutil.Process().children(recursive=True)
+    return [process for process in found if "RayTrainWorker" in " ".join(_cmdline(process))]
+
+
+def _cmdline(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("data"))
+
+
+def test_a_run_goes_on_over_completion_stop_kill_and_resize(corpus: Path, tmp_path: Path) -> None:
+    def config_for(workers: int, sp_size: int, stop_step: int, name: str = "run") -> Config:
+        return make_config(
+            tmp_path / "runs", corpus, run__name=name, run__stop_step=stop_step, parallel__sp_size=sp_size,
+            cluster__workers=workers, cluster__cpus_per_worker=0.25, data__engine="ray", tracking__enabled=True,
+            checkpoint__every_steps=4,
+        )  # fmt: skip
+
+    # To the end; again: complete; nothing is started.
+    config = config_for(2, 2, 6)
+    code, text = train(config, tmp_path / "first")
+    assert code == 0, text
+    assert "step=6/6 loss=" in text
+    assert "mlflow ui" in text and "mean of last" in text
+    assert "raylet" not in text and "Dataset" not in text and "Progress bars" not in text
+    code, text = train(config, tmp_path / "again")
+    assert code == 0, text
+    assert "complete at step 6" in text
+
+    # On, at another layout; one worker is killed and the run recovers by itself; then a signal stops it.
+    command = start(config_for(2, 1, 160), tmp_path / "second")
+    try:
+        wait_for_step(config, 9)
+        worker_processes(config)[0].kill()
+        wait_for_step(config, 14)
+        command.process.send_signal(signal.SIGTERM)
+        assert command.wait() == 0, command.text
+    finally:
+        command.kill()
+    stopped = read_history(config.run_dir)
+    assert stopped.status == "stopped"
+    assert stopped.checkpoints[-1].step == stopped.step and stopped.checkpoints[-1].committed
+    assert [attempt.world_size for attempt in stopped.attempts] == [2, 2, 2]
+
+    # The whole command is killed in the middle of the run, and resumed with sp=4 on 4 workers.
+    command = start(config_for(4, 2, 160), tmp_path / "third")
+    try:
+        wait_for_step(config, stopped.step + 6)
+    finally:
+        command.kill()
+    deadline = time.monotonic() + 30
+    while worker_processes(config):
+        assert time.monotonic() < deadline, "workers outlive the command that started them"
+        time.sleep(0.2)
+    last = read_history(config.run_dir).step + 3
+    code, text = train(config_for(4, 4, last), tmp_path / "fourth")
+    assert code == 0, text
+
+    ours = read_history(config.run_dir)
+    check_against_unbroken(ours, config_for(1, 1, last, name="unbroken").model_copy(), tmp_path)
+    check_inspect(config, tmp_path)
+    check_mlflow(config, ours)
+
+
+def check_against_unbroken(ours: RunHistory, config: Config, folder: Path) -> None:
+    """Hold rows, digest and losses to a run that nothing disturbed, through the direct reader."""
+    data = config.data.model_copy(update={"engine": "local"})
+    code, text = train(config.model_copy(update={"data": data}), folder / "unbroken")
+    assert code == 0, text
+    wanted = read_history(config.run_dir)
+    assert [step.rows for step in ours.steps] == [step.rows for step in wanted.steps]
+    assert ours.data_digest == wanted.data_digest
+    worst = max(abs(a.loss - b.loss) / b.loss for a, b in zip(ours.steps, wanted.steps, strict=True))
+    print(f"worst relative difference of a loss over {ours.step} steps: {worst:.2e}")
+    assert worst <= 1e-5
+
+
+def check_inspect(config: Config, folder: Path) -> None:
+    """``inspect --json`` prints the contract's object, its rows contiguous."""
+    command = Command("inspect", config.run_dir, "--json", log=folder / "inspect.json")
+    assert command.wait() == 0
+    printed = json.loads(command.text)
+    assert set(printed) == CONTRACT
+    rows = [step["rows"] for step in printed["steps"]]
+    assert all(before[1] == after[0] for before, after in pairwise(rows))
+    assert rows[0][0] == 0 and rows[-1][1] == printed["rows_consumed"]
+    assert printed["status"] == "finished"
+
+
+def check_mlflow(config: Config, ours: RunHistory) -> None:
+    """MLflow shows one run, each step once."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(config.tracking_uri)
+    experiment = client.get_experiment_by_name(config.tracking.experiment)
+    runs = client.search_runs([experiment.experiment_id], filter_string="tags.mlflow.runName = 'run'")
+    assert len(runs) == 1
+    points = client.get_metric_history(runs[0].info.run_id, "loss")
+    assert sorted(point.step for point in points) == [step.step for step in ours.steps]
+    models = client.search_logged_models([experiment.experiment_id])
+    assert {int(model.tags["step"]) for model in models if model.source_run_id == runs[0].info.run_id}
