@@ -71,6 +71,8 @@ def train(prepared: PreparedRun, console: Console) -> TrainResult:
     check_writable(config)
     check_resume(prepared)
     with RunLock(config.run_dir):
+        # Once more: another command may have started the run between the check and the lock.
+        check_resume(prepared)
         history = completed(prepared)
         if history is not None:
             return TrainResult(history=history, was_complete=True, seconds=time.monotonic() - started)

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,7 @@ from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.errors import UserError
 
 LOCK_FILE = "run.lock"
+_RETRY_PAUSES_S = (0.05, 0.1, 0.2, 0.4)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +76,7 @@ class RunLock:
                 f"another run.storage"
             ) from error
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(descriptor)
         except OSError as error:
             os.close(descriptor)
             raise self._refusal(path, error) from error
@@ -121,6 +123,16 @@ class RunLock:
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, text.encode(), 0)
         os.fsync(self._descriptor)
+
+
+def _take(descriptor: int) -> None:
+    """Take the lock; ``current_owner`` of somebody who is just looking holds it for an instant, so try again."""
+    for pause_s in _RETRY_PAUSES_S:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(pause_s)
+    return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def current_owner(run_dir: Path | str) -> LockOwner | None:
