@@ -64,7 +64,8 @@ def test_a_setting_that_is_not_exact_is_refused_with_the_way_out(kind: str, chan
 def test_the_architectures_that_can_be_done_exactly_are_taken(kind: str) -> None:
     changes: dict[str, Any] = {"pad_token_id": 0} if kind == "phi3" else {}
     changes |= {"num_local_experts": 2} if kind == "mixtral" else {}
-    apply_ulysses(tiny_model(kind, meta=True, **changes), ALONE)
+    model = apply_ulysses(tiny_model(kind, meta=True, **changes), ALONE)
+    assert model.config._attn_implementation == "ray_ulysses"
 
 
 def test_an_encoder_decoder_is_refused() -> None:

@@ -100,7 +100,10 @@ def test_a_broken_rule_says_the_setting_the_rule_and_the_way_out(changes: dict[s
     ],
 )
 def test_what_keeps_the_rules_is_accepted(changes: dict[str, Any]) -> None:
-    parse_config(small_tree(**changes))
+    config = parse_config(small_tree(**changes)).model_dump(mode="json")
+    for path, value in changes.items():
+        section, name = path.split("__")
+        assert config[section][name] == value
 
 
 def test_a_model_configuration_without_sizes_is_refused_by_what_is_missing() -> None:
