@@ -55,6 +55,9 @@ def check_machine(storage: Path | str | None = None) -> tuple[Check, ...]:
     checks += [check_import(name) for name in _REQUIRED]
     checks += [*check_accelerator(), check_flash_attention()]
     checks.append(check_shared_memory(Path("/dev/shm")))
+    if all(check.level != "fail" for check in checks):
+        # Without its packages it can't start, and what is missing has been said.
+        checks.append(check_exactness())
     if storage is not None:
         checks += [check_run_storage(storage), check_free_disk(Path(storage))]
     return tuple(checks)
@@ -150,6 +153,14 @@ def check_flash_attention() -> Check:
         return Check(name="flash-attn", level="ok", detail="not installed, and not needed on CPU")
     way_out = "pip install 'ray-ulysses[gpu]'"
     return Check(name="flash-attn", level="warn", detail="not installed: torch's kernels are used", way_out=way_out)
+
+
+def check_exactness() -> Check:
+    """Check that attention and gradients over processes of this machine equal one process's."""
+    from ray_ulysses.engine.self_test_local import run_local_self_test
+
+    result = run_local_self_test()
+    return Check(name="self-test", level="ok" if result.ok else "fail", detail=result.text, way_out=result.way_out)
 
 
 def check_shared_memory(path: Path) -> Check:

@@ -63,8 +63,8 @@ class ModelShape:
         heads = 1 if self.tied_embeddings else 2
         return self.num_layers * self.layer_parameters + self.hidden_size + heads * self.embedding_parameters
 
-    def valid_sp_sizes(self) -> tuple[int, ...]:
-        """Return the sp sizes that give each rank the same number of whole query heads, in ascending order."""
+    def level_sp_sizes(self) -> tuple[int, ...]:
+        """Return the sp sizes that give each rank the same number of query heads without a ring, ascending."""
         return tuple(size for size in range(1, self.num_heads + 1) if self.num_heads % size == 0)
 
     @classmethod

@@ -72,19 +72,71 @@ MUTANTS = (
     Mutant(
         name="KV-copy gradients not summed",
         file="ray_ulysses/attention/exchange.py",
-        old="        key_BKLD = key_BKLD.repeat_interleave(copies, dim=1)\n",
-        new="        detached = key_BKLD.detach().unsqueeze(2).expand(-1, -1, copies - 1, -1, -1)\n"
-        "        key_BKLD = torch.cat([key_BKLD.unsqueeze(2), detached], dim=2).flatten(1, 2)\n",
+        old="                own.add_(part)\n",
+        new="                own.copy_(part)\n",
         killer="tests/distributed/test_exchange.py::"
         "test_the_exchange_is_plain_slicing_forward_and_backward[one-kv-head-for-all]",
     ),
     Mutant(
         name="heads of the ranks interleaved",
         file="ray_ulysses/attention/exchange.py",
-        old="received_PBLhE.permute(1, 2, 0, 3, 4)",
-        new="received_PBLhE.permute(1, 2, 3, 0, 4)",
+        old='    return slice(heads.first, heads.stop) if kind == "query" else slice(heads.first_kv, heads.stop_kv)\n',
+        new='    return slice(heads.first % 2, None, 2) if kind == "query" else slice(heads.first_kv, heads.stop_kv)\n',
         killer="tests/distributed/test_exchange.py::"
         "test_the_exchange_is_plain_slicing_forward_and_backward[kv-heads-divide]",
+    ),
+    Mutant(
+        name="a scrambled uneven split",
+        file="ray_ulysses/attention/exchange.py",
+        old="    for heads, width, block in zip(plan.ranks, widths, received.split(sizes), strict=True):\n",
+        new="    for heads, width, block in zip(\n"
+        "        plan.ranks[::-1], widths[::-1], received.split(sizes[::-1]), strict=True\n    ):\n",
+        killer="tests/distributed/test_exchange.py::"
+        "test_the_exchange_is_plain_slicing_forward_and_backward[heads-do-not-divide]",
+    ),
+    Mutant(
+        name="a ring step that skips the merge",
+        file="ray_ulysses/attention/ring.py",
+        old="    out_THE.mul_(kept).add_(part_THE.to(out_THE.dtype) * added)\n",
+        new="    out_THE.add_(part_THE.to(out_THE.dtype))\n",
+        killer="tests/distributed/test_seam_parity.py::test_a_ring_equals_one_process[u1-r2]",
+    ),
+    Mutant(
+        name="a ring that forgets gradients of keys that went round",
+        file="ray_ulysses/attention/ring.py",
+        old="                grad_kv += incoming.wait()\n",
+        new="                incoming.wait()\n",
+        killer="tests/distributed/test_seam_parity.py::test_a_ring_equals_one_process[u1-r2]",
+    ),
+    Mutant(
+        name="a ring's window measured in chunks laid end to end",
+        file="ray_ulysses/attention/documents.py",
+        old="if len(parts) == 2 and not (windowed and has_gap):",
+        new="if len(parts) == 2:",
+        killer="tests/unit/attention/test_documents.py::test_the_kernel_calls_of_a_ring_see_each_visible_pair_once",
+    ),
+    Mutant(
+        name="a sink that is not sliced by head",
+        file="ray_ulysses/attention/ulysses.py",
+        old="        sinks_H = sinks_H[heads.first : heads.stop]\n",
+        new="        sinks_H = sinks_H[: heads.num_heads]\n",
+        killer="tests/distributed/test_seam_parity.py::test_sinks_are_those_of_the_ranks_heads",
+    ),
+    Mutant(
+        name="a soft-cap without its slope",
+        file="ray_ulysses/attention/kernels/math.py",
+        old="                score_grads_KGtu = score_grads_KGtu.mul_(slope_KGtu)\n",
+        new="                pass\n",
+        killer="tests/unit/attention/test_kernels.py::"
+        "test_a_kernel_equals_the_definition_forward_and_backward[math-packed-None-softcap]",
+    ),
+    Mutant(
+        name="attention computed again under checkpointing",
+        file="ray_ulysses/attention/recompute.py",
+        old="return CheckpointPolicy.MUST_SAVE if operator in kept else",
+        new="return CheckpointPolicy.MUST_RECOMPUTE if operator in kept else",
+        killer="tests/distributed/test_recompute.py::"
+        "test_collectives_bytes_and_attention_forwards_of_a_layer[both-5-5-1]",
     ),
     Mutant(
         name="gathered logits' gradient not summed over ranks",
@@ -97,8 +149,8 @@ MUTANTS = (
     Mutant(
         name="local positions, seam",
         file="ray_ulysses/attention/batch.py",
-        old="position_ids_BL=position_ids_BS[:, local].contiguous()",
-        new="position_ids_BL=position_ids_BS[:, : local.stop - local.start].contiguous()",
+        old="position_ids_BL=held_tokens(position_ids_BS, mesh)",
+        new="position_ids_BL=position_ids_BS[:, : position_ids_BS.shape[1] // mesh.sp_size].contiguous()",
         killer="tests/unit/attention/test_batch.py::test_positions_are_global_and_restart_in_each_document",
     ),
     Mutant(
@@ -125,8 +177,8 @@ MUTANTS = (
     Mutant(
         name="a label lost at a shard border, seam",
         file="ray_ulysses/attention/batch.py",
-        old="labels_BL=shifted_BS[:, local].contiguous()",
-        new="labels_BL=torch.nn.functional.pad(shifted_BS[:, local][:, :-1], (0, 1), value=IGNORE_INDEX)",
+        old="labels_BL=held_tokens(shifted_BS, mesh)",
+        new="labels_BL=torch.nn.functional.pad(held_tokens(shifted_BS, mesh)[:, :-1], (0, 1), value=IGNORE_INDEX)",
         killer="tests/unit/attention/test_batch.py::"
         "test_a_label_is_the_next_token_of_the_same_document_even_across_a_shard_border",
     ),
@@ -156,16 +208,25 @@ MUTANTS = (
     Mutant(
         name="ignored cu_seqlens",
         file="ray_ulysses/attention/documents.py",
-        old="borders = [0, *accumulate(end - start for _, start, end in spans)]",
-        new="borders = [0, *(row_tokens * (row + 1) for row in range(len(lengths)))]",
-        killer="tests/unit/attention/test_documents.py::test_cu_seqlens_are_the_borders_of_the_spans_laid_end_to_end",
+        old="    borders = (0, *accumulate(stop - first for first, stop in local))\n"
+        "    assert borders[1:] == tuple(stop for _, stop in local)\n",
+        new="    borders = (0, local[-1][1])\n",
+        killer="tests/unit/attention/test_documents.py::test_without_a_ring_spans_are_documents_and_tails_of_padding",
     ),
     Mutant(
         name="a sliding window one token too wide",
-        file="ray_ulysses/attention/kernels.py",
-        old="visible = (key_at <= query_at) & (key_at > query_at - window)",
-        new="visible = (key_at <= query_at) & (key_at >= query_at - window)",
-        killer="tests/unit/attention/test_kernels.py::test_sdpa_equals_the_definition_forward_and_backward[window]",
+        file="ray_ulysses/attention/kernels/sdpa.py",
+        old="    visible = key_at >= query_at - call.left\n",
+        new="    visible = key_at >= query_at - call.left - 1\n",
+        killer="tests/unit/attention/test_kernels.py::"
+        "test_a_kernel_equals_the_definition_forward_and_backward[sdpa-packed-3-plain]",
+    ),
+    Mutant(
+        name="a sliding window one token too wide, seam",
+        file="ray_ulysses/attention/ring.py",
+        old="    left = layer.window - 1 if layer.window is not None and hides else None\n",
+        new="    left = layer.window if layer.window is not None and hides else None\n",
+        killer="tests/unit/attention/test_documents.py::test_the_kernel_calls_of_a_ring_see_each_visible_pair_once",
     ),
     Mutant(
         name="a mean of means",

@@ -1,6 +1,7 @@
 """A row of packed documents, cut into the part that this rank holds.
 
-Legend: B rows, S tokens of a whole row, L = S / sp_size tokens of this rank's slice.
+Legend: B rows, S tokens of a whole row, L = S / sp_size tokens of this rank's slice (two ranges of
+the row with a ring).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from ray_ulysses.attention.documents import PackedDocuments, pack_documents
 from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.collectives import gather_sequence
+from ray_ulysses.parallel.layout import held_ranges, row_multiple
 
 if TYPE_CHECKING:
     from ray_ulysses.parallel.mesh import SequenceMesh
@@ -34,7 +36,7 @@ class ShardedBatch:
         labels_BL: int64 labels, already shifted inside documents: position ``t`` holds the token after it, or
             ``IGNORE_INDEX``.
         position_ids_BL: int64 global positions; they restart at 0 in each document and are 0 in padding.
-        documents: Tables of the whole rows.
+        documents: Tables of the rows, as this rank's part of the ring sees them.
         mesh: The mesh that the rows were cut over.
     """
 
@@ -70,7 +72,7 @@ def shard_batch(
             token itself or ``IGNORE_INDEX``. ``None`` trains on every token of every document.
         document_lengths: Lengths in tokens of the documents packed into each row, in order: one sequence for a
             single row, else one a row. What they leave of a row is padding. ``None``: each row is one document.
-        mesh: The mesh to cut over. A row is padded up to a multiple of ``mesh.sp_size``.
+        mesh: The mesh to cut over. A row is padded up to a multiple of ``mesh.sp_size``, of twice that with a ring.
 
     Returns:
         This rank's slice, with labels shifted inside documents: the last token of a document has no target.
@@ -88,8 +90,10 @@ def shard_batch(
         raise UserError(f"labels are on {labels_BS.device}, input_ids on {input_ids_BS.device}; move them together")
     num_rows, num_tokens = input_ids_BS.shape
     lengths = _lengths(document_lengths, num_rows, num_tokens)
-    padding = -num_tokens % mesh.sp_size
-    documents = pack_documents(lengths, num_tokens + padding, input_ids_BS.device)
+    padding = -num_tokens % row_multiple(mesh.sp_size, mesh.ring_size)
+    documents = pack_documents(
+        lengths, num_tokens + padding, input_ids_BS.device, ring_size=mesh.ring_size, ring_rank=mesh.ring_rank
+    )
 
     # [B, S] -> [B, S + padding]
     input_ids_BS = torch.nn.functional.pad(input_ids_BS, (0, padding), value=0)
@@ -103,21 +107,19 @@ def shard_batch(
             shifted_BS[row, start : end - 1] = labels_BS[row, start + 1 : end]
             position_ids_BS[row, start:end] = torch.arange(length, device=input_ids_BS.device)
             start = end
-    local = slice_bounds(documents.row_tokens, mesh)
     return ShardedBatch(
-        input_ids_BL=input_ids_BS[:, local].contiguous(),
-        labels_BL=shifted_BS[:, local].contiguous(),
-        position_ids_BL=position_ids_BS[:, local].contiguous(),
+        input_ids_BL=held_tokens(input_ids_BS, mesh),
+        labels_BL=held_tokens(shifted_BS, mesh),
+        position_ids_BL=held_tokens(position_ids_BS, mesh),
         documents=documents,
         mesh=mesh,
     )
 
 
-def slice_bounds(row_tokens: int, mesh: SequenceMesh) -> slice:
-    """Return the part of a row that this rank holds; ``row_tokens`` is a multiple of ``sp_size``."""
-    assert row_tokens % mesh.sp_size == 0
-    local = row_tokens // mesh.sp_size
-    return slice(mesh.sp_rank * local, (mesh.sp_rank + 1) * local)
+def held_tokens(rows_BS: torch.Tensor, mesh: SequenceMesh) -> torch.Tensor:
+    """Return ``[B, L]``: the part of whole rows that this rank holds, contiguous; two ranges of a row with a ring."""
+    ranges = held_ranges(rows_BS.shape[1], mesh.sp_rank, mesh.sp_size, mesh.ring_size)
+    return torch.cat([rows_BS[:, start:stop] for start, stop in ranges], dim=1)
 
 
 def unshard(local: torch.Tensor, batch: ShardedBatch) -> torch.Tensor:
@@ -137,8 +139,21 @@ def unshard(local: torch.Tensor, batch: ShardedBatch) -> torch.Tensor:
             f"unshard got a tensor of shape {tuple(local.shape)}; its first two dims must be this batch's slice "
             f"{tuple(batch.input_ids_BL.shape)}"
         )
-    whole = local if batch.mesh.sp_size == 1 else gather_sequence(local, batch.mesh.group("sp"))
+    mesh, row_tokens = batch.mesh, batch.documents.row_tokens
+    whole = local if mesh.sp_size == 1 else gather_sequence(local, mesh.group("sp"))
+    if mesh.ring_size > 1:
+        whole = _in_row_order(whole, row_tokens, mesh)
     return whole[:, : batch.documents.num_document_tokens]
+
+
+def _in_row_order(whole_BS: torch.Tensor, row_tokens: int, mesh: SequenceMesh) -> torch.Tensor:
+    """Put the ranges that the ranks hold, end to end, back into the order of the row."""
+    pieces, place = [], 0
+    for rank in range(mesh.sp_size):
+        for start, stop in held_ranges(row_tokens, rank, mesh.sp_size, mesh.ring_size):
+            pieces.append((start, whole_BS[:, place : place + stop - start]))
+            place += stop - start
+    return torch.cat([piece for _, piece in sorted(pieces, key=lambda item: item[0])], dim=1)
 
 
 def _rows(tensor: torch.Tensor, name: str) -> torch.Tensor:

@@ -1,89 +1,288 @@
 """The Ulysses exchange: sequence slices of all heads become whole sequences of some heads, and back.
 
 One all-to-all carries Q, K and V as a flat payload, a second one the output (DeepSpeed-Ulysses,
-https://arxiv.org/abs/2309.14509, sends three and one). The backward of each is the same exchange.
+https://arxiv.org/abs/2309.14509, sends three and one). The backward of each is one all-to-all the other way. Heads need
+not divide: each rank is sent its query heads and the key-value heads that these need
+(:mod:`ray_ulysses.parallel.heads`).
+Both are operators of ``torch.library``, so that a checkpointing policy can save what they return.
 
-Legend: B rows, L tokens of a slice, S = L * sp tokens of a row, H query heads, K KV heads, D head size of Q and K,
-E head size of V, P ranks of the group, h and k heads a rank after the exchange, F features a rank.
+Legend: B rows, L tokens of a slice, S = L * U tokens of a row (of this ring rank's part of it), H query heads, K KV
+heads, D head size of Q and K, E head size of V, U ranks of the group, h and k heads of this rank, F = h D + k (D + E)
+features of this rank.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
-from ray_ulysses.parallel.collectives import all_to_all
+from ray_ulysses.parallel.collectives import all_to_all_flat, group_named
+from ray_ulysses.parallel.heads import HeadPlan, RankHeads, assign_heads
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-
-def kv_copies(num_heads: int, num_kv_heads: int, ulysses_size: int) -> int:
-    """Return how often each KV head is repeated before the exchange.
-
-    1 where KV heads divide over the ranks; ``ulysses_size / num_kv_heads`` where whole groups of ranks share one
-    KV head; else one copy a query head, which is exact at a higher cost.
-    """
-    if num_kv_heads % ulysses_size == 0:
-        return 1
-    if ulysses_size % num_kv_heads == 0:
-        return ulysses_size // num_kv_heads
-    return num_heads // num_kv_heads
+HeadKind = Literal["query", "kv"]
+QKV: tuple[HeadKind, ...] = ("query", "kv", "kv")
+"""What queries, keys and values have."""
 
 
 def gather_heads(
-    query_BHLD: torch.Tensor, key_BKLD: torch.Tensor, value_BKLE: torch.Tensor, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Exchange slices of every head for whole sequences of this rank's heads, in one all-to-all.
-
-    Every rank of the group must call.
-
-    Returns:
-        ``[B, S, h, D]``, ``[B, S, k, D]`` and ``[B, S, k, E]``: strided views of one buffer.
-    """
-    ranks = group.size()
-    copies = kv_copies(query_BHLD.shape[1], key_BKLD.shape[1], ranks)
-    if copies > 1:
-        # The copies' gradients are summed by repeat_interleave's own backward.
-        key_BKLD = key_BKLD.repeat_interleave(copies, dim=1)
-        value_BKLE = value_BKLE.repeat_interleave(copies, dim=1)
-    parts = [_for_ranks(part, ranks) for part in (query_BHLD, key_BKLD, value_BKLE)]
-    sent_PBLF = torch.cat(parts, dim=-1)
-    received_PBLF = all_to_all(sent_PBLF, group)
-    num_rows, local_tokens = received_PBLF.shape[1:3]
-    # [P, B, L, F] -> [B, P, L, F] -> [B, S, F]; a view for one row, since then P and L are adjacent.
-    received_BSF = received_PBLF.transpose(0, 1).reshape(num_rows, ranks * local_tokens, -1)
-    widths = [part.shape[-1] for part in parts]
-    head_sizes = [query_BHLD.shape[-1], key_BKLD.shape[-1], value_BKLE.shape[-1]]
-    q, k, v = (
-        part.unflatten(-1, (-1, head_size))
-        for part, head_size in zip(received_BSF.split(widths, dim=-1), head_sizes, strict=True)
-    )
-    return q, k, v
-
-
-def scatter_heads(output_BShE: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Exchange whole sequences of this rank's heads for its slice of every head, in one all-to-all.
+    query_BHLD: torch.Tensor, key_BKLD: torch.Tensor, value_BKLE: torch.Tensor, group: str
+) -> torch.Tensor:
+    """Exchange slices of every head for whole sequences of this rank's heads, in one all-to-all; differentiable.
 
     Every rank of the group must call.
 
     Args:
-        output_BShE: ``[B, S, h, E]``.
-        group: Process group to exchange over.
+        query_BHLD: Queries of this rank's slice; any strides.
+        key_BKLD: Keys.
+        value_BKLE: Values.
+        group: Name of the process group.
+
+    Returns:
+        The payload ``[U, B, L, F]``: features of a token are its queries, keys and values, each head by head.
+    """
+    payload: torch.Tensor = torch.ops.ray_ulysses.gather_heads(query_BHLD, key_BKLD, value_BKLE, group)
+    return payload
+
+
+def scatter_heads(out_BShE: torch.Tensor, num_heads: int, num_kv_heads: int, group: str) -> torch.Tensor:
+    """Exchange whole sequences of this rank's heads for its slice of every head, in one all-to-all; differentiable.
+
+    Every rank of the group must call.
+
+    Args:
+        out_BShE: This rank's heads' output.
+        num_heads: Query heads of the layer.
+        num_kv_heads: Key-value heads of the layer.
+        group: Name of the process group.
 
     Returns:
         ``[B, L, H, E]``, contiguous.
     """
-    ranks = group.size()
-    # [B, S, h, E] -> [B, P, L, h, E] -> [P, B, L, h, E]
-    sent = output_BShE.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
-    received_PBLhE = all_to_all(sent, group)
-    # [P, B, L, h, E] -> [B, L, P, h, E] -> [B, L, H, E]
-    return received_PBLhE.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    out: torch.Tensor = torch.ops.ray_ulysses.scatter_heads(out_BShE, num_heads, num_kv_heads, group)
+    return out
 
 
-def _for_ranks(heads_BHLD: torch.Tensor, ranks: int) -> torch.Tensor:
-    # [B, H, L, D] -> [B, P, h, L, D] -> [P, B, L, h, D] -> [P, B, L, h * D]
-    split: torch.Tensor = heads_BHLD.unflatten(1, (ranks, -1)).permute(1, 0, 3, 2, 4)
-    return split.flatten(3, 4)
+def send_heads(
+    tensors_BHLD: Sequence[torch.Tensor], kinds: Sequence[HeadKind], plan: HeadPlan, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Send each rank its heads of this rank's slice, of several tensors in one all-to-all; not differentiable.
+
+    Every rank of the group must call.
+
+    Args:
+        tensors_BHLD: ``[B, H or K, L, any]``, any strides.
+        kinds: Whether a tensor has query heads or KV heads.
+        plan: Which heads go where.
+        group: The Ulysses group.
+
+    Returns:
+        The payload ``[U, B, L, F]``; :func:`split_heads` takes it apart.
+    """
+    num_rows, _, tokens, _ = tensors_BHLD[0].shape
+    widths = [sum(_widths(heads, kinds, tensors_BHLD)) for heads in plan.ranks]
+    sizes = [num_rows * tokens * width for width in widths]
+    sent = tensors_BHLD[0].new_empty(sum(sizes))
+    for heads, width, block in zip(plan.ranks, widths, sent.split(sizes), strict=True):
+        parts = split_heads(block.view(num_rows, tokens, width), heads, kinds, _head_sizes(tensors_BHLD))
+        for part_BLhD, kind, whole in zip(parts, kinds, tensors_BHLD, strict=True):
+            # [B, h, L, D] -> [B, L, h, D]
+            part_BLhD.copy_(whole[:, _own(heads, kind)].transpose(1, 2))
+    width = widths[dist.get_rank(group)]
+    received = all_to_all_flat(sent, sizes, [num_rows * tokens * width] * len(sizes), group)
+    return received.view(len(sizes), num_rows, tokens, width)
+
+
+def return_heads(
+    payload_UBLF: torch.Tensor,
+    into_BHLD: Sequence[torch.Tensor],
+    kinds: Sequence[HeadKind],
+    plan: HeadPlan,
+    group: dist.ProcessGroup,
+) -> None:
+    """Send each rank its slice of this rank's heads, the way back of :func:`send_heads`; not differentiable.
+
+    Every rank of the group must call.
+
+    Args:
+        payload_UBLF: Contiguous; block ``u`` is the slice of rank ``u``.
+        into_BHLD: Where this rank's slice of every head goes: query heads are written, KV heads are added up, since
+            several ranks may have the same.
+        kinds: Whether a tensor has query heads or KV heads.
+        plan: Which heads are where.
+        group: The Ulysses group.
+    """
+    num_rows, tokens = payload_UBLF.shape[1:3]
+    widths = [sum(_widths(heads, kinds, into_BHLD)) for heads in plan.ranks]
+    sizes = [num_rows * tokens * width for width in widths]
+    block_size = payload_UBLF[0].numel()
+    received = all_to_all_flat(payload_UBLF.flatten(), [block_size] * len(sizes), sizes, group)
+    for heads, width, block in zip(plan.ranks, widths, received.split(sizes), strict=True):
+        parts = split_heads(block.view(num_rows, tokens, width), heads, kinds, _head_sizes(into_BHLD))
+        for part_BLhD, kind, whole in zip(parts, kinds, into_BHLD, strict=True):
+            own, part = whole[:, _own(heads, kind)], part_BLhD.transpose(1, 2)
+            if kind == "kv":
+                own.add_(part)
+            else:
+                own.copy_(part)
+
+
+def split_heads(
+    features_F: torch.Tensor, heads: RankHeads, kinds: Sequence[HeadKind], head_sizes: Sequence[int]
+) -> list[torch.Tensor]:
+    """Return views ``[..., heads, D]`` of features ``[..., F]``, one a tensor of :func:`send_heads`."""
+    counts = [heads.num_heads if kind == "query" else heads.num_kv_heads for kind in kinds]
+    parts = features_F.split([count * size for count, size in zip(counts, head_sizes, strict=True)], dim=-1)
+    return [part.unflatten(-1, (count, size)) for part, count, size in zip(parts, counts, head_sizes, strict=True)]
+
+
+def tokens_first(payload_UBLF: torch.Tensor) -> torch.Tensor:
+    """Return ``[T, F]``, rows end to end; a view for one row, where U and L are adjacent."""
+    return payload_UBLF.transpose(0, 1).flatten(0, 2)
+
+
+def ranks_first(features_TF: torch.Tensor, ranks: int, num_rows: int) -> torch.Tensor:
+    """Return the payload ``[U, B, L, F]``, contiguous, the way back of :func:`tokens_first`."""
+    tokens = features_TF.shape[0] // (num_rows * ranks)
+    return features_TF.view(num_rows, ranks, tokens, features_TF.shape[1]).transpose(0, 1).contiguous()
+
+
+def _own(heads: RankHeads, kind: HeadKind) -> slice:
+    return slice(heads.first, heads.stop) if kind == "query" else slice(heads.first_kv, heads.stop_kv)
+
+
+def _head_sizes(tensors_BHLD: Sequence[torch.Tensor]) -> list[int]:
+    return [tensor.shape[3] for tensor in tensors_BHLD]
+
+
+def _widths(heads: RankHeads, kinds: Sequence[HeadKind], tensors_BHLD: Sequence[torch.Tensor]) -> list[int]:
+    counts = (heads.num_heads if kind == "query" else heads.num_kv_heads for kind in kinds)
+    return [count * size for count, size in zip(counts, _head_sizes(tensors_BHLD), strict=True)]
+
+
+def kv_buffer(like: torch.Tensor, plan: HeadPlan, num_rows: int, tokens: int, head_size: int) -> torch.Tensor:
+    """Return zeros ``[B, K, L, D]`` for gradients of KV heads; in fp32 at least where copies are added up."""
+    dtype = like.dtype if plan.kv_copies == 1 else torch.promote_types(like.dtype, torch.float32)
+    # The model's own layout: [B, L, K, D] -> [B, K, L, D]
+    return like.new_zeros(num_rows, tokens, plan.num_kv_heads, head_size, dtype=dtype).transpose(1, 2)
+
+
+def _plan(num_heads: int, num_kv_heads: int, group: str) -> tuple[HeadPlan, RankHeads]:
+    process_group = group_named(group)
+    plan = assign_heads(num_heads, num_kv_heads, process_group.size())
+    return plan, plan.ranks[process_group.rank()]
+
+
+@torch.library.custom_op(
+    "ray_ulysses::gather_heads", mutates_args=(), schema="(Tensor query, Tensor key, Tensor value, str group) -> Tensor"
+)
+def _gather(query_BHLD: torch.Tensor, key_BKLD: torch.Tensor, value_BKLE: torch.Tensor, group: str) -> torch.Tensor:
+    plan, _ = _plan(query_BHLD.shape[1], key_BKLD.shape[1], group)
+    return send_heads((query_BHLD, key_BKLD, value_BKLE), QKV, plan, group_named(group))
+
+
+@_gather.register_fake
+def _gather_shape(
+    query_BHLD: torch.Tensor, key_BKLD: torch.Tensor, value_BKLE: torch.Tensor, group: str
+) -> torch.Tensor:
+    plan, mine = _plan(query_BHLD.shape[1], key_BKLD.shape[1], group)
+    width = sum(_widths(mine, QKV, (query_BHLD, key_BKLD, value_BKLE)))
+    return query_BHLD.new_empty(len(plan.ranks), query_BHLD.shape[0], query_BHLD.shape[2], width)
+
+
+@torch.library.custom_op(
+    "ray_ulysses::gather_heads_backward",
+    mutates_args=(),
+    schema="(Tensor grad, int num_heads, int num_kv_heads, int head_size, int value_size, str group) "
+    "-> (Tensor, Tensor, Tensor)",
+)
+def _gather_backward(
+    grad_UBLF: torch.Tensor, num_heads: int, num_kv_heads: int, head_size: int, value_size: int, group: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    plan, _ = _plan(num_heads, num_kv_heads, group)
+    grads = _gradient_buffers(grad_UBLF, plan, head_size, value_size)
+    return_heads(grad_UBLF.contiguous(), grads, QKV, plan, group_named(group))
+    grad_q, grad_k, grad_v = (grad.to(grad_UBLF.dtype) for grad in grads)
+    return grad_q, grad_k, grad_v
+
+
+@_gather_backward.register_fake
+def _gather_backward_shape(
+    grad_UBLF: torch.Tensor, num_heads: int, num_kv_heads: int, head_size: int, value_size: int, group: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    plan, _ = _plan(num_heads, num_kv_heads, group)
+    grads = _gradient_buffers(grad_UBLF, plan, head_size, value_size)
+    grad_q, grad_k, grad_v = (grad.to(grad_UBLF.dtype) for grad in grads)
+    return grad_q, grad_k, grad_v
+
+
+def _gradient_buffers(
+    grad_UBLF: torch.Tensor, plan: HeadPlan, head_size: int, value_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    num_rows, tokens = grad_UBLF.shape[1:3]
+    # The model's own layout: [B, L, H, D] -> [B, H, L, D]
+    query = grad_UBLF.new_empty(num_rows, tokens, plan.num_heads, head_size).transpose(1, 2)
+    key, value = (kv_buffer(grad_UBLF, plan, num_rows, tokens, size) for size in (head_size, value_size))
+    return query, key, value
+
+
+@torch.library.custom_op(
+    "ray_ulysses::scatter_heads",
+    mutates_args=(),
+    schema="(Tensor out, int num_heads, int num_kv_heads, str group) -> Tensor",
+)
+def _scatter(out_BShE: torch.Tensor, num_heads: int, num_kv_heads: int, group: str) -> torch.Tensor:
+    plan, _ = _plan(num_heads, num_kv_heads, group)
+    payload_UBLF = ranks_first(out_BShE.flatten(0, 1).flatten(1, 2), len(plan.ranks), out_BShE.shape[0])
+    out_BLHE = out_BShE.new_empty(out_BShE.shape[0], payload_UBLF.shape[2], num_heads, out_BShE.shape[3])
+    return_heads(payload_UBLF, [out_BLHE.transpose(1, 2)], ["query"], plan, group_named(group))
+    return out_BLHE
+
+
+@_scatter.register_fake
+def _scatter_shape(out_BShE: torch.Tensor, num_heads: int, num_kv_heads: int, group: str) -> torch.Tensor:
+    num_rows, ring_tokens, _, value_size = out_BShE.shape
+    return out_BShE.new_empty(num_rows, ring_tokens // group_named(group).size(), num_heads, value_size)
+
+
+@torch.library.custom_op(
+    "ray_ulysses::scatter_heads_backward",
+    mutates_args=(),
+    schema="(Tensor grad, int num_kv_heads, str group) -> Tensor",
+)
+def _scatter_backward(grad_BLHE: torch.Tensor, num_kv_heads: int, group: str) -> torch.Tensor:
+    num_rows, _, num_heads, value_size = grad_BLHE.shape
+    plan, mine = _plan(num_heads, num_kv_heads, group)
+    payload_UBLF = send_heads([grad_BLHE.transpose(1, 2)], ["query"], plan, group_named(group))
+    # [T, h * E] -> [B, S, h, E]
+    return tokens_first(payload_UBLF).view(num_rows, -1, mine.num_heads, value_size)
+
+
+@_scatter_backward.register_fake
+def _scatter_backward_shape(grad_BLHE: torch.Tensor, num_kv_heads: int, group: str) -> torch.Tensor:
+    num_rows, tokens, num_heads, value_size = grad_BLHE.shape
+    plan, mine = _plan(num_heads, num_kv_heads, group)
+    return grad_BLHE.new_empty(num_rows, tokens * len(plan.ranks), mine.num_heads, value_size)
+
+
+def _keep_gather(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    query, key, value, ctx.group = inputs
+    ctx.sizes = (query.shape[1], key.shape[1], query.shape[3], value.shape[3])
+
+
+def _gather_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return (*torch.ops.ray_ulysses.gather_heads_backward(grad, *ctx.sizes, ctx.group), None)
+
+
+def _keep_scatter(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, _, ctx.num_kv_heads, ctx.group = inputs
+
+
+def _scatter_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return torch.ops.ray_ulysses.scatter_heads_backward(grad, ctx.num_kv_heads, ctx.group), None, None, None
+
+
+_gather.register_autograd(_gather_gradient, setup_context=_keep_gather)
+_scatter.register_autograd(_scatter_gradient, setup_context=_keep_scatter)

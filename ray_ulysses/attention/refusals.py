@@ -1,6 +1,7 @@
-"""What Ulysses attention can't do exactly, found before a step is taken and refused by name.
+"""What Ulysses attention can't do exactly, found before weights are read and refused by name.
 
-Law 1: what can't be done exactly is refused. Everything here reads the model's config and modules; nothing runs.
+Law 1: what can't be done exactly is refused. ``refuse_config`` reads a configuration, ``refuse_inexact`` also looks
+at the modules, and at every operation of a forward on the meta device, where nothing is computed or allocated.
 """
 
 from __future__ import annotations
@@ -9,13 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ray_ulysses.attention.probe import Sight, look_through
 from ray_ulysses.errors import UserError
-from ray_ulysses.parallel.layout import valid_sp_sizes
+from ray_ulysses.logging import get_logger
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ray_ulysses.parallel.mesh import SequenceMesh
 
-_EXACT_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_log = get_logger(__name__)
+
+# "attention" is the older name of full attention; the others have no attention at all.
+_EXACT_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention", "mlp", "moe"})
 # Parts of CamelCase class names: in lower case, "ssm" would be found in GptOssModel as well.
 _RECURRENT_MARKS = (
     "SSM",
@@ -27,76 +34,104 @@ _RECURRENT_MARKS = (
     "DeltaNet",
     "Retention",
 )
+_MIXING_MODULES = (nn.Conv1d, nn.RNNBase)
 _RANDOM_WORDS = ("dropout", "pdrop", "layerdrop", "drop_path", "jitter")
 # Of heads that a causal language model does not have.
 _OTHER_HEADS = ("classifier_", "summary_")
 _UNSUPPORTED_SETTINGS = {
-    "attn_logit_softcapping": "soft-capping of attention scores",
     "attention_chunk_size": "chunked local attention",
     "alibi": "ALiBi position biases",
+    "index_topk": "attention to the tokens that an indexer chooses",
+    "add_cross_attention": "cross attention",
+    "cross_attention_layers": "cross attention",
 }
 
 
-def refuse_inexact(model: nn.Module, config: Any, mesh: SequenceMesh) -> None:
-    """Raise if the model, on this mesh, would not train exactly as on one process.
+def refuse_config(config: Any) -> None:
+    """Raise if a configuration alone shows that its decoder can't be trained exactly; builds nothing.
+
+    Args:
+        config: A ``PreTrainedConfig``; of a model of several parts, that of its text decoder is looked at.
 
     Raises:
         UserError: Names the architecture or setting, why it can't be exact, and the way out.
     """
-    kind = getattr(config, "model_type", type(model).__name__)
-    _refuse_architecture(model, config, kind)
-    _refuse_settings(config, kind)
-    _refuse_dropout_modules(model, kind)
-    num_heads = int(config.num_attention_heads)
-    if num_heads % mesh.ulysses_size:
-        allowed = ", ".join(str(size) for size in valid_sp_sizes(num_heads))
-        raise UserError(
-            f"parallel.sp_size={mesh.sp_size} does not divide the {num_heads} attention heads of {kind}; "
-            f"the sizes that do are {allowed}"
-        )
-
-
-def _refuse_architecture(model: nn.Module, config: Any, kind: str) -> None:
+    config = config.get_text_config(decoder=True)
+    kind = str(config.model_type)
+    values: dict[str, Any] = config.to_dict()
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"{kind} has an encoder; only decoders with causal self-attention can be trained exactly")
-    if not getattr(model, "_supports_attention_backend", False):
+    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", False):
+        raise UserError(f"{kind} is set to attend in both directions; only causal attention is supported")
+    _refuse_layers(kind, sorted(set(getattr(config, "layer_types", None) or ()) - _EXACT_LAYER_TYPES))
+    _refuse_noise(values)
+    _refuse_unsupported(kind, values)
+
+
+def refuse_inexact(model: nn.Module, config: Any, mesh: SequenceMesh | None) -> None:
+    """Raise if the model, on this mesh, would not train exactly as on one process.
+
+    Args:
+        model: A decoder on any device, its weights drawn or not; it is left as it is.
+        config: Its text configuration.
+        mesh: The mesh, or ``None`` where it is not known yet.
+
+    Raises:
+        UserError: Names the architecture or setting, why it can't be exact, and the way out.
+    """
+    kind = str(getattr(config, "model_type", type(model).__name__))
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    # A model's own configuration says what the one of its text decoder does not, such as that there is an encoder.
+    if getattr(base.config, "is_encoder_decoder", False):
+        raise UserError(f"{kind} has an encoder; only decoders with causal self-attention can be trained exactly")
+    if not getattr(base, "_supports_attention_backend", False):
         raise UserError(
             f"{kind} does not take its attention from Transformers' attention interface, so its attention can't be "
             "replaced; use an architecture that supports attention backends (Llama, Qwen, Mistral and most others do)"
         )
-    odd = sorted(set(getattr(config, "layer_types", None) or ()) - _EXACT_LAYER_TYPES)
-    recurrent = sorted(
-        {
-            type(module).__name__
-            for module in model.modules()
-            # A convolution mixes neighbouring tokens; Transformers' Conv1D is a linear layer of GPT-2.
-            if isinstance(module, nn.Conv1d) or any(mark in type(module).__name__ for mark in _RECURRENT_MARKS)
-        }
-    )
-    if odd or recurrent:
-        found = ", ".join(odd + recurrent)
+    refuse_config(config)
+    _refuse_modules(model, kind)
+    sight = look_through(base)
+    if sight.unseen:
+        _log.warning(
+            "%s: a forward on the meta device could not be looked through (%s); what it does between tokens outside "
+            "its attention is judged by its modules alone",
+            kind,
+            sight.unseen,
+        )
+    elif sight.problems:
+        raise UserError(f"{kind} can't be trained exactly over slices of a row: {'; '.join(sight.problems)}")
+    if mesh is not None:
+        _refuse_heads(kind, config, sight, mesh)
+
+
+def refuse_mixed_devices(model: nn.Module) -> None:
+    """Raise if the model's parameters are on several devices: a row's slices would be too.
+
+    Raises:
+        UserError: Names a parameter on each device.
+    """
+    first: dict[str, str] = {}
+    for name, parameter in model.named_parameters():
+        first.setdefault(str(parameter.device), name)
+    if len(first) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in sorted(first.items()))
         raise UserError(
-            f"{kind} has layers that carry state along the sequence or attend otherwise ({found}); sharding the "
-            "sequence would give wrong gradients that the loss does not show. Use a decoder with full or "
+            f"the model's parameters are on several devices ({places}); one rank needs the whole model on one device: "
+            "load it without device_map, and shard it with parallel.sp_size and ZeRO instead"
+        )
+
+
+def _refuse_layers(kind: str, found: list[str]) -> None:
+    if found:
+        raise UserError(
+            f"{kind} has layers that carry state along the sequence or attend otherwise ({', '.join(found)}); sharding "
+            "the sequence would give wrong gradients that the loss does not show. Use a decoder with full or "
             "sliding-window attention only"
         )
-    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", False):
-        raise UserError(f"{kind} is set to attend in both directions; only causal attention is supported")
 
 
-def _refuse_dropout_modules(model: nn.Module, kind: str) -> None:
-    """Refuse what the configuration does not show, such as the dropout of an adapter."""
-    for name, module in model.named_modules():
-        rate = getattr(module, "p", 0.0) if "Dropout" in type(module).__name__ else 0.0
-        if rate:
-            raise UserError(
-                f"{kind} has a dropout of {rate} at {name}: dropout above 0 draws other masks on other layouts, so a "
-                "run would depend on its world size; build it with dropout 0.0"
-            )
-
-
-def _refuse_settings(config: Any, kind: str) -> None:
-    values: dict[str, Any] = config.to_dict()
+def _refuse_noise(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         is_random = any(word in name for word in _RANDOM_WORDS) and not name.startswith(_OTHER_HEADS)
         if is_random and isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
@@ -105,15 +140,60 @@ def _refuse_settings(config: Any, kind: str) -> None:
                 f"depend on its world size (and so does any other noise); set {name}: 0.0, for pretrained weights in "
                 "the config.json of model.path"
             )
+
+
+def _refuse_unsupported(kind: str, values: Mapping[str, Any]) -> None:
     for name, what in _UNSUPPORTED_SETTINGS.items():
         if values.get(name):
             raise UserError(
-                f"{kind} sets {name}={values[name]!r}: {what} is not supported yet; no kernel here is exact for it"
+                f"{kind} sets {name}={values[name]!r}: {what} can't be done exactly over slices of a row; use a "
+                "decoder with full or sliding-window attention"
             )
-    if kind == "gpt_oss":
-        raise UserError("gpt_oss uses attention sinks, which are not supported yet; no kernel here is exact for them")
     if values.get("output_router_logits"):
         raise UserError(
             f"{kind} sets output_router_logits=True: its auxiliary loss is not a sum over tokens, so it can't be "
             "added up exactly over slices of a row; set output_router_logits: false"
         )
+
+
+def _refuse_modules(model: nn.Module, kind: str) -> None:
+    # A convolution mixes neighbouring tokens; Transformers' Conv1D is a linear layer of GPT-2.
+    recurrent = {
+        type(module).__name__
+        for module in model.modules()
+        if isinstance(module, _MIXING_MODULES) or any(mark in type(module).__name__ for mark in _RECURRENT_MARKS)
+    }
+    _refuse_layers(kind, sorted(recurrent))
+    for name, module in model.named_modules():
+        if getattr(module, "is_causal", True) is False:
+            raise UserError(
+                f"{kind} attends in both directions at {name}; only causal attention is supported (train the text "
+                "decoder of a model of several parts alone; a BERT that is a decoder says is_decoder: true in its "
+                "config.json)"
+            )
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            raise UserError(
+                f"{kind} counts positions from its padding token on ({name}), so packed documents would be placed "
+                "otherwise than alone; use a decoder whose positions start at 0"
+            )
+        # What the configuration does not show, such as the dropout of an adapter.
+        rate = getattr(module, "p", 0.0) if "Dropout" in type(module).__name__ else 0.0
+        if rate:
+            raise UserError(
+                f"{kind} has a dropout of {rate} at {name}: dropout above 0 draws other masks on other layouts, so a "
+                "run would depend on its world size; build it with dropout 0.0"
+            )
+
+
+def _refuse_heads(kind: str, config: Any, sight: Sight, mesh: SequenceMesh) -> None:
+    heads = sight.num_heads or getattr(config, "num_attention_heads", None)
+    num_heads = min(heads) if isinstance(heads, list | tuple) else int(heads or 1)
+    if mesh.ulysses_size <= num_heads:
+        return
+    rings = (size for size in range(1, mesh.sp_size + 1) if mesh.sp_size % size == 0)
+    ring = next(size for size in rings if mesh.sp_size // size <= num_heads)
+    raise UserError(
+        f"parallel.sp_size={mesh.sp_size} with ring_size={mesh.ring_size} spreads the {num_heads} attention heads of "
+        f"{kind} over {mesh.ulysses_size} ranks, and each needs one at least (sp_size / ring_size <= {num_heads}); set "
+        f"parallel.ring_size: {ring}, or parallel.sp_size to at most {num_heads * mesh.ring_size}"
+    )

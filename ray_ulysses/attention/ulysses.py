@@ -13,42 +13,61 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ray_ulysses.attention.batch import MODEL_INPUT, ShardedBatch
+from ray_ulysses.attention.chunked import attend_in_chunks
 from ray_ulysses.attention.exchange import gather_heads, scatter_heads
-from ray_ulysses.attention.kernels import AttentionKernel, KernelName, choose_kernel
-from ray_ulysses.attention.refusals import refuse_inexact
+from ray_ulysses.attention.kernels import Demand, KernelName, choose_kernel
+from ray_ulysses.attention.operators import LayerSettings, attend_heads, attend_payload
+from ray_ulysses.attention.probe import HARMLESS_KEYWORDS
+from ray_ulysses.attention.refusals import refuse_inexact, refuse_mixed_devices
 from ray_ulysses.attention.rope import RowLength, follow_row_length
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
+from ray_ulysses.parallel.heads import assign_heads
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
 
     from ray_ulysses.attention.documents import PackedDocuments
-    from ray_ulysses.parallel.mesh import SequenceMesh
+    from ray_ulysses.parallel.mesh import Role, SequenceMesh
 
 ATTENTION_NAME = "ray_ulysses"
 """The name that the attention function is registered under with Transformers."""
 
-_HARMLESS_KEYWORDS = frozenset(
-    {
-        "position_ids", "position_embeddings", "cache_position", "use_cache", "past_key_values", "output_attentions",
-        "output_hidden_states", "return_dict", "layer_idx", "is_causal", "num_items_in_batch", "output_router_logits",
-        "logits_to_keep",
-    }
-)  # fmt: skip
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionContext:
-    """What every attention layer of one forward is handed: the mesh, the rows' tables and the kernel."""
+    """What every attention layer of one forward is handed.
 
-    mesh: SequenceMesh
+    Attributes:
+        documents: The rows' tables.
+        kernel: Name of the kernel, or ``auto``.
+        local_tokens: Tokens of a row that this rank holds.
+        ulysses: Name of the group that heads are exchanged over; empty where one rank has all heads.
+        ulysses_rank: This process's place in it.
+        ulysses_size: Its size.
+        ring: Name of the ring's group; empty without a ring.
+        chunks: Shares of the KV heads that are exchanged and attended one after the other.
+        announce: Is told once of each kind of layer.
+    """
+
     documents: PackedDocuments
-    kernel: AttentionKernel
+    kernel: str
+    local_tokens: int
+    ulysses: str
+    ulysses_rank: int
+    ulysses_size: int
+    ring: str
+    chunks: int
+    announce: Callable[[Demand], None]
 
 
-def apply_ulysses(model: nn.Module, mesh: SequenceMesh, attention: KernelName = "auto") -> nn.Module:
+def apply_ulysses(
+    model: nn.Module, mesh: SequenceMesh, attention: KernelName = "auto", *, chunks: int = 1
+) -> nn.Module:
     """Make a Hugging Face decoder attend over whole rows while it holds a slice of each.
 
     Call it after the model is built and before an engine wraps it; then call the model with
@@ -57,7 +76,8 @@ def apply_ulysses(model: nn.Module, mesh: SequenceMesh, attention: KernelName = 
     Args:
         model: A ``PreTrainedModel`` with causal self-attention.
         mesh: The mesh whose ``sp`` ranks share a row.
-        attention: Kernel to use; ``auto`` takes the fastest that can run on the model's device.
+        attention: Kernel to use; ``auto`` takes the fastest that can do what a layer asks for on the batch's device.
+        chunks: Exchange and attend this many shares of the KV heads one after the other, for less memory.
 
     Returns:
         The same model.
@@ -66,33 +86,71 @@ def apply_ulysses(model: nn.Module, mesh: SequenceMesh, attention: KernelName = 
         UserError: The architecture, one of its settings or the mesh can't be done exactly; the text says why.
     """
     config = _text_config(model)
+    if chunks < 1:
+        raise UserError(f"chunks={chunks} must be at least 1: the number of shares that the KV heads are exchanged in")
+    refuse_mixed_devices(model)
     refuse_inexact(model, config, mesh)
-    parameter = next(model.parameters())
-    choose_kernel(attention, parameter.device.type, parameter.dtype)
+    _refuse_kernel(model, config, attention)
     _register()
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
     _remove_earlier(model)
     row_length = RowLength()
     follow_row_length(model, row_length)
-    announced: set[str] = set()
+    announce = _announcer(attention)
+    ulysses, ring = (mesh.group(role).group_name if size > 1 else "" for role, size in _axes(mesh))
 
     def hand_down(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         batch = kwargs.get(MODEL_INPUT)
         _check_inputs(batch, kwargs, mesh)
         assert isinstance(batch, ShardedBatch)
         row_length.max_position = batch.documents.max_position
-        # The engine may have moved the model since apply_ulysses: choose where the batch lives.
-        dtype = next(module.parameters()).dtype
-        entry = choose_kernel(attention, batch.input_ids_BL.device.type, dtype)
-        if entry.name not in announced:
-            announced.add(entry.name)
-            _log.info("attention kernel: %s (%s; model.attention=%s)", entry.name, entry.needs, attention)
-        context = AttentionContext(mesh=mesh, documents=batch.documents, kernel=entry.run)
+        context = AttentionContext(
+            documents=batch.documents,
+            kernel=attention,
+            local_tokens=batch.documents.row_tokens // mesh.sp_size,
+            ulysses=ulysses,
+            ulysses_rank=mesh.ulysses_rank,
+            ulysses_size=mesh.ulysses_size,
+            ring=ring,
+            chunks=chunks,
+            announce=announce,
+        )
         return args, {**kwargs, MODEL_INPUT: context}
 
     handle = model.register_forward_pre_hook(hand_down, with_kwargs=True)
     model._ray_ulysses_hook = handle  # type: ignore[assignment]
     return model
+
+
+def _refuse_kernel(model: nn.Module, config: Any, attention: KernelName) -> None:
+    """Refuse at once a kernel that is not here; what single layers ask for is known when they do."""
+    parameter = next(model.parameters())
+    if parameter.device.type == "cpu" and torch.cuda.is_available():
+        # The engine moves the model later.
+        return
+    head_size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    dtype = parameter.dtype
+    choose_kernel(
+        attention,
+        Demand(device_type=parameter.device.type, dtype=dtype, head_size=head_size, value_size=head_size),
+    )
+
+
+def _axes(mesh: SequenceMesh) -> tuple[tuple[Role, int], tuple[Role, int]]:
+    return ("ulysses", mesh.ulysses_size), ("ring", mesh.ring_size)
+
+
+def _announcer(attention: KernelName) -> Callable[[Demand], None]:
+    """Return a function that logs each choice of a kernel once, with its reason."""
+    seen: set[Demand] = set()
+
+    def announce(demand: Demand) -> None:
+        if demand not in seen:
+            seen.add(demand)
+            entry, reason = choose_kernel(attention, demand)
+            _log.info("attention kernel of %s: %s (%s)", demand.in_words(), entry.name, reason)
+
+    return announce
 
 
 def ulysses_attention(
@@ -104,6 +162,8 @@ def ulysses_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend over whole rows; the function that Transformers calls in every layer.
@@ -119,6 +179,8 @@ def ulysses_attention(
         scaling: Factor on the scores; ``D ** -0.5`` if ``None``.
         dropout: Must be 0.
         sliding_window: A token sees this many last tokens of its document, itself included.
+        softcap: ``c`` of ``c * tanh(score / c)``.
+        s_aux: ``[H]``: attention sinks, a score a head that takes its share of the softmax and brings no value.
         **kwargs: Must hold the :class:`AttentionContext`; anything that would change attention is refused.
 
     Returns:
@@ -127,14 +189,49 @@ def ulysses_attention(
     context = kwargs.pop(MODEL_INPUT, None)
     _check_call(module, context, attention_mask, dropout, sliding_window, kwargs)
     assert isinstance(context, AttentionContext)
-    scale = query_BHLD.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    if context.mesh.sp_size == 1:
-        q, k, v = (tensor.transpose(1, 2) for tensor in (query_BHLD, key_BKLD, value_BKLE))
-        return context.kernel(q, k, v, context.documents, scale, sliding_window), None
-    group = context.mesh.group("sp")
-    q, k, v = gather_heads(query_BHLD, key_BKLD, value_BKLE, group)
-    out_BShE = context.kernel(q, k, v, context.documents, scale, sliding_window)
-    return scatter_heads(out_BShE, group), None
+    _check_tensors(module, context, query_BHLD, key_BKLD, value_BKLE)
+    head_size = query_BHLD.shape[3]
+    settings = LayerSettings(
+        num_heads=query_BHLD.shape[1],
+        num_kv_heads=key_BKLD.shape[1],
+        head_size=head_size,
+        value_size=value_BKLE.shape[3],
+        scale=head_size**-0.5 if scaling is None else float(scaling),
+        window=sliding_window,
+        softcap=softcap,
+        kernel=context.kernel,
+        ulysses=context.ulysses,
+        ring=context.ring,
+    )
+    if not torch.compiler.is_compiling():
+        context.announce(settings.demand(query_BHLD))
+    return _attended((query_BHLD, key_BKLD, value_BKLE), s_aux, settings, context), None
+
+
+def _attended(
+    qkv_BHLD: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    sinks_H: torch.Tensor | None,
+    settings: LayerSettings,
+    context: AttentionContext,
+) -> torch.Tensor:
+    """Return ``[B, L, H, E]``, by the way that the mesh and the number of chunks ask for."""
+    num_rows, _, tokens, _ = qkv_BHLD[0].shape
+    tables = context.documents.full if settings.window is None else context.documents.windowed
+    if not context.ulysses:
+        # [B, H, L, D] -> [B, L, H, D] -> [T, H, D]
+        q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in qkv_BHLD)
+        out_BLHE: torch.Tensor = attend_heads(q, k, v, sinks_H, tables, settings).unflatten(0, (num_rows, tokens))
+        return out_BLHE
+    if sinks_H is not None:
+        plan = assign_heads(settings.num_heads, settings.num_kv_heads, context.ulysses_size)
+        heads = plan.ranks[context.ulysses_rank]
+        sinks_H = sinks_H[heads.first : heads.stop]
+    if context.chunks > 1:
+        return attend_in_chunks(*qkv_BHLD, sinks_H, tables, settings, context.chunks)
+    payload = gather_heads(*qkv_BHLD, context.ulysses)
+    out_ThE = attend_payload(payload, sinks_H, tables, settings)
+    out_BShE: torch.Tensor = out_ThE.unflatten(0, (num_rows, context.ulysses_size * tokens))
+    return scatter_heads(out_BShE, settings.num_heads, settings.num_kv_heads, context.ulysses)
 
 
 def _check_call(
@@ -161,9 +258,30 @@ def _check_call(
     layer = getattr(module, "layer_idx", None)
     if layer_types and layer is not None and sliding_window is None and layer_types[layer] == "sliding_attention":
         raise UserError(f"{name} is a sliding-window layer but does not say its window to the attention function")
-    odd = [key for key, value in kwargs.items() if key not in _HARMLESS_KEYWORDS and value is not None]
+    odd = [key for key, value in kwargs.items() if key not in HARMLESS_KEYWORDS and value is not None]
     if odd:
         raise UserError(f"{name} asks its attention for {', '.join(sorted(odd))}, which no kernel here does exactly")
+
+
+def _check_tensors(
+    module: nn.Module, context: AttentionContext, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> None:
+    name, tokens = type(module).__name__, query.shape[2]
+    if not query.shape[2] == key.shape[2] == value.shape[2] == context.local_tokens:
+        raise UserError(
+            f"{name} got {tokens} queries, {key.shape[2]} keys and {value.shape[2]} values a row; each rank of sp must "
+            f"hold the same {context.local_tokens} tokens of a row: pass **batch.model_inputs() as shard_batch made it"
+        )
+    if not query.dtype == key.dtype == value.dtype:
+        raise UserError(
+            f"{name} has queries in {query.dtype}, keys in {key.dtype} and values in {value.dtype}; the exchange "
+            "carries them together: load the model in one dtype"
+        )
+    if query.device != context.documents.full.spans.cu_seqlens.device:
+        raise UserError(
+            f"{name} runs on {query.device} and the batch is on {context.documents.full.spans.cu_seqlens.device}; "
+            "move input_ids to the model's device before shard_batch"
+        )
 
 
 def _check_inputs(batch: object, kwargs: dict[str, Any], mesh: SequenceMesh) -> None:

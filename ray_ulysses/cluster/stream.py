@@ -49,6 +49,7 @@ class Slot:
         pieces: Its pieces; none for a filler.
         sp_rank: Which slice.
         sp_size: How many slices.
+        ring_size: Ring degree within ``sp_size``.
     """
 
     row: int
@@ -56,6 +57,7 @@ class Slot:
     pieces: tuple[Piece, ...]
     sp_rank: int
     sp_size: int
+    ring_size: int = 1
 
 
 def segment_steps(first_step: int, plan: Plan, world_size: int, sp_size: int, max_blocks: int) -> range:
@@ -66,7 +68,7 @@ def segment_steps(first_step: int, plan: Plan, world_size: int, sp_size: int, ma
     return range(first_step, last_step + 1)
 
 
-def segment_slots(plan: Plan, steps: range, world_size: int, sp_size: int) -> list[Slot]:
+def segment_slots(plan: Plan, steps: range, world_size: int, sp_size: int, ring_size: int = 1) -> list[Slot]:
     """Return the slots of the steps, in the order (step, micro-step, rank)."""
     slots = []
     for step in steps:
@@ -77,7 +79,14 @@ def segment_slots(plan: Plan, steps: range, world_size: int, sp_size: int) -> li
                 tokens = plan.settings.pad_multiple if is_filler else int(plan.train.tokens[number])
                 pieces = () if is_filler else plan.train.pieces(number)
                 slots += [
-                    Slot(row=number, row_tokens=tokens, pieces=pieces, sp_rank=sp_rank, sp_size=sp_size)
+                    Slot(
+                        row=number,
+                        row_tokens=tokens,
+                        pieces=pieces,
+                        sp_rank=sp_rank,
+                        sp_size=sp_size,
+                        ring_size=ring_size,
+                    )
                     for sp_rank in range(sp_size)
                 ]
     return slots
@@ -95,6 +104,7 @@ class RaySource:
         rank: This rank; data-parallel group ``rank // sp_size``, slice ``rank % sp_size``.
         world_size: All ranks, a multiple of ``sp_size``.
         sp_size: Slices a row.
+        ring_size: Ring degree within ``sp_size``.
         share: Returns on every rank what rank 0 passed in (the others pass None); a collective.
         num_cpus: CPUs that a read task reserves.
         max_blocks: Most blocks of a segment, unless one step has more.
@@ -111,6 +121,7 @@ class RaySource:
         world_size: int,
         sp_size: int,
         share: Share,
+        ring_size: int = 1,
         num_cpus: float = DEFAULT_NUM_CPUS,
         max_blocks: int = MAX_BLOCKS,
         prefetch_rows: int = 2,
@@ -123,6 +134,7 @@ class RaySource:
         self._rank = rank
         self._world_size = world_size
         self._sp_size = sp_size
+        self._ring_size = ring_size
         self._share = share
         self._num_cpus = num_cpus
         self._max_blocks = max_blocks
@@ -151,12 +163,13 @@ class RaySource:
         for micro_step in schedule:
             row = micro_step[dp_rank]
             received = self._receive(step)
-            expected = (FILLER_ROW if row is None else row, sp_rank, self._sp_size)
-            found = (received.row, received.sp_rank, received.sp_size)
+            expected = (FILLER_ROW if row is None else row, sp_rank, self._sp_size, self._ring_size)
+            found = (received.row, received.sp_rank, received.sp_size, received.ring_size)
             if found != expected:
                 raise RunError(
-                    f"step {step}: rank {self._rank} received the slice {found} of (row, sp_rank, sp_size) in place of "
-                    f"{expected}; set data.engine=local and report it: Ray Data did not keep the order of its blocks"
+                    f"step {step}: rank {self._rank} received the slice {found} of (row, sp_rank, sp_size, ring_size) "
+                    f"in place of {expected}; set data.engine=local and report it: Ray Data did not keep the order of "
+                    "its blocks"
                 )
             yield received
         self._next_step = step + 1
@@ -197,7 +210,7 @@ class RaySource:
         self._incoming.put(iterators[self._rank])
 
     def _build(self, steps: range) -> list[DataIterator]:
-        slots = segment_slots(self._plan, steps, self._world_size, self._sp_size)
+        slots = segment_slots(self._plan, steps, self._world_size, self._sp_size, self._ring_size)
         source = _SlotSource(self._corpus_path, self._plan.fingerprint, slots)
         dataset = ray.data.read_datasource(
             source,
@@ -293,7 +306,7 @@ def _read_slot(corpus_path: str, fingerprint: str, slot: Slot) -> list[pa.Table]
         corpus = _corpus(corpus_path)
         if corpus.fingerprint != fingerprint:
             raise UserError(f"data.path={corpus_path}: the corpus was replaced while the run was going on")
-        read = slice_row(corpus, slot.row, slot.row_tokens, slot.pieces, slot.sp_rank, slot.sp_size)
+        read = slice_row(corpus, slot.row, slot.row_tokens, slot.pieces, slot.sp_rank, slot.sp_size, slot.ring_size)
     except UserError as error:
         return [_pack(None, str(error))]
     return [_pack(read, "")]
@@ -307,12 +320,14 @@ def _corpus(path: str) -> Corpus:
 
 def _pack(read: RowSlice | None, error: str) -> pa.Table:
     """Turn a slice into a block; ids fit 32 bits, which halves what travels."""
-    numbers = (-1, 0, 1, 0) if read is None else (read.row, read.sp_rank, read.sp_size, read.row_tokens)
+    numbers = (-1, 0, 1, 1, 0)
+    if read is not None:
+        numbers = (read.row, read.sp_rank, read.sp_size, read.ring_size, read.row_tokens)
     none = np.empty(0, dtype=np.int64)
     arrays = [none] * 3 if read is None else [read.input_ids, read.labels, read.position_ids]
     columns: dict[str, pa.Array] = {
         name: pa.array([number], pa.int64())
-        for name, number in zip(("row", "sp_rank", "sp_size", "row_tokens"), numbers, strict=True)
+        for name, number in zip(("row", "sp_rank", "sp_size", "ring_size", "row_tokens"), numbers, strict=True)
     }
     lengths = [] if read is None else list(read.document_lengths)
     columns["document_lengths"] = pa.array([lengths], pa.list_(pa.int64()))
@@ -337,6 +352,7 @@ def _unpack(block: pa.Table) -> RowSlice:
         row=number("row"),
         sp_rank=number("sp_rank"),
         sp_size=number("sp_size"),
+        ring_size=number("ring_size"),
         row_tokens=number("row_tokens"),
         document_lengths=tuple(block.column("document_lengths")[0].as_py()),
         input_ids=values("input_ids"),

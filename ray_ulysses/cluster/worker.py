@@ -98,6 +98,7 @@ def _source_maker(config: Config) -> Any:
                 layout.dp_size,
                 layout.sp_rank(rank),
                 layout.sp_size,
+                ring_size=layout.ring_size,
                 prefetch_rows=config.data.prefetch_rows,
             )
         timeout = timedelta(seconds=config.elastic.collective_timeout_s)
@@ -108,6 +109,7 @@ def _source_maker(config: Config) -> Any:
             rank=rank,
             world_size=layout.world_size,
             sp_size=layout.sp_size,
+            ring_size=layout.ring_size,
             share=TorchExchange(group).broadcast,
             num_cpus=config.cluster.data_cpus,
             prefetch_rows=config.data.prefetch_rows,

@@ -39,6 +39,11 @@ class RunSection(Section):
     """Steps between two progress lines and tracked points, in steps; the journal has every step anyway.
     Default 1, since a long-context step takes seconds."""
 
+    self_test: bool = True
+    """Whether each attempt first holds attention and gradients of its live process groups to one process, in
+    about a second, and ends with what differs if they don't. Default true: a broken link or kernel shows at once,
+    not after a week."""
+
     eval_every_steps: int | None = Field(default=None, ge=1)
     """Steps between two evaluations, in steps; needs `data.eval_fraction` above 0. Default null: none."""
 
@@ -73,9 +78,9 @@ class ModelSection(Section):
     """Type of weights and activations in compute; the optimizer keeps fp32 masters of bf16 weights. Default
     `bf16`, the fast type of every GPU that this is meant for; use `fp32` on CPU."""
 
-    attention: Literal["auto", "flash_attn", "varlen", "sdpa"] = "auto"
-    """Attention kernel of a rank's heads: `flash_attn` (the flash-attn package), `varlen` (torch's own) or
-    `sdpa` (a call for each document; the one for CPU). Default `auto`: the fastest that is installed."""
+    attention: Literal["auto", "flash_attn_3", "flash_attn", "cudnn", "varlen", "sdpa", "math"] = "auto"
+    """Attention kernel of a rank's heads; `docs/attention.md` has the table of what each needs and does. Default
+    `auto`: the fastest that is there and does exactly what a layer asks for."""
 
     @field_validator("config")
     @classmethod

@@ -78,17 +78,35 @@ def _heads_allow_sp(config: Config) -> Iterator[Problem]:
     except UserError as error:
         yield Problem(path="model.config", value="...", rule=str(error), way_out="complete the model configuration")
         return
-    valid = shape.valid_sp_sizes()
-    choices = ", ".join(str(size) for size in valid)
-    asked = {
-        "parallel.sp_size": (config.parallel.sp_size,),
-        "parallel.allowed_sp": config.parallel.allowed_sp or (),
-    }
-    for path, sizes in asked.items():
-        for size in sizes:
-            if size not in valid:
-                rule = f"does not divide the model's {shape.num_heads} attention heads"
-                yield Problem(path=path, value=size, rule=rule, way_out=f"use {choices}")
+    sp_size, ring_size = config.parallel.sp_size, config.parallel.ring_size
+    if ring_size is None or sp_size % ring_size:
+        return
+    if sp_size // ring_size > shape.num_heads:
+        yield ring_problem(sp_size, ring_size, shape)
+
+
+def ring_problem(sp_size: int, ring_size: int, shape: ModelShape) -> Problem:
+    """Return what is wrong with a ring that leaves more ranks than the model has query heads."""
+    rings = [ring for ring in range(1, sp_size + 1) if sp_size % ring == 0 and sp_size // ring <= shape.num_heads]
+    return Problem(
+        path="parallel.ring_size",
+        value=ring_size,
+        rule=f"leaves {sp_size // ring_size} of parallel.sp_size={sp_size} ranks to share the model's "
+        f"{shape.num_heads} attention heads",
+        way_out=f"use {', '.join(str(ring) for ring in rings)}, or null to have it chosen",
+    )
+
+
+def _ring_divides_sp(config: Config) -> Iterator[Problem]:
+    sp_size, ring_size = config.parallel.sp_size, config.parallel.ring_size
+    if ring_size is not None and sp_size % ring_size:
+        choices = ", ".join(str(size) for size in range(1, sp_size + 1) if sp_size % size == 0)
+        yield Problem(
+            path="parallel.ring_size",
+            value=ring_size,
+            rule=f"does not divide parallel.sp_size={sp_size}",
+            way_out=f"use {choices}, or null to have it chosen",
+        )
 
 
 def _sp_divides_workers(config: Config) -> Iterator[Problem]:
@@ -120,7 +138,8 @@ def _sp_is_allowed(config: Config) -> Iterator[Problem]:
 
 
 def _context_holds_the_padding(config: Config) -> Iterator[Problem]:
-    multiple = math.lcm(*(config.parallel.allowed_sp or (config.parallel.sp_size,)))
+    sizes = config.parallel.allowed_sp or (config.parallel.sp_size,)
+    multiple = math.lcm(*(_least_multiple(config, size) for size in sizes))
     if config.data.context_tokens < multiple:
         yield Problem(
             path="data.context_tokens",
@@ -128,6 +147,14 @@ def _context_holds_the_padding(config: Config) -> Iterator[Problem]:
             rule=f"is below {multiple}, the multiple that rows are padded to",
             way_out=f"use {multiple} or more",
         )
+
+
+def _least_multiple(config: Config, sp_size: int) -> int:
+    """Return what rows of an sp size are a multiple of, as far as the file tells: on a ring twice as much."""
+    ring_size = config.parallel.ring_size if sp_size == config.parallel.sp_size else None
+    num_heads = (config.model.config or {}).get("num_attention_heads")
+    takes_ring = isinstance(num_heads, int) and sp_size > num_heads if ring_size is None else ring_size > 1
+    return 2 * sp_size if takes_ring else sp_size
 
 
 def _warmup_ends_before_the_horizon(config: Config) -> Iterator[Problem]:
@@ -181,6 +208,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _weights_have_a_source,
     _sp_divides_workers,
     _heads_allow_sp,
+    _ring_divides_sp,
     _sp_is_allowed,
     _context_holds_the_padding,
     _warmup_ends_before_the_horizon,

@@ -16,21 +16,18 @@ class ParallelSection(Section):
 
     sp_size: int = Field(default=1, ge=1)
     """Ranks that share one row, each with a slice of its tokens (the `sp` axis). It must divide
-    `cluster.workers` and the model's attention heads. Default 1: rows are not shared."""
+    `cluster.workers`; ranks are level where it divides the model's attention heads. Default 1: rows are not
+    shared."""
 
-    ring_size: int = Field(default=1, ge=1)
-    """Ring part of `sp_size`, for more ranks than heads. This version accepts only 1."""
+    ring_size: int | None = Field(default=None, ge=1)
+    """Ring part of `sp_size`: keys and values go round this many ranks, and heads are exchanged over
+    `sp_size / ring_size`, which may not exceed the model's attention heads. Default null: 1 up to as many ranks as
+    heads, beyond that the smallest that leaves a divisor of the heads."""
 
     allowed_sp: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(default=None, strict=False)
     """Values of `sp_size` that the run may ever use, in ascending order. Rows are padded to their least
-    common multiple, for the whole run. Default null: every divisor of the model's attention heads."""
-
-    @field_validator("ring_size")
-    @classmethod
-    def _has_no_ring(cls, value: int) -> int:
-        if value != 1:
-            raise refusal("this version has no ring attention", "use ring_size=1 and at most as many sp ranks as heads")
-        return value
+    common multiple (twice a size that takes a ring), for the whole run. Default null: every divisor of the model's
+    attention heads, and `sp_size`."""
 
     @field_validator("allowed_sp")
     @classmethod
@@ -46,6 +43,15 @@ class MemorySection(Section):
     gradient_checkpointing: bool = True
     """Whether a layer's activations are computed again in the backward pass instead of kept. Default true:
     at long context they don't fit otherwise."""
+
+    attention_output: Literal["both", "kernel", "none"] = "both"
+    """What gradient checkpointing keeps of attention: its output in the layouts of the kernel and of the model
+    (`both`: 5 collectives a layer), in the kernel's alone (`kernel`: 6 collectives, one output less), or nothing
+    (`none`: attention runs twice). Default `both`, the fastest."""
+
+    attention_chunks: int = Field(default=1, ge=1)
+    """Shares of the key-value heads that are exchanged and attended one after the other: with more, the
+    exchange's buffers shrink and collectives multiply. Default 1: all at once."""
 
     offload_optimizer: Literal["none", "cpu"] = "none"
     """Where the optimizer's state lives: `none` leaves it on the GPU, `cpu` moves it to host memory. Default

@@ -7,6 +7,8 @@ All sums are modulo 2**64: unlike XOR, a sum does not forget a row that was repe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -43,9 +45,23 @@ def checksum(
 
 
 def slice_checksum(row_slice: RowSlice) -> int:
-    """Return the checksum of a slice; a row's slices add up to the same sum for any ``sp_size``."""
-    first = row_slice.sp_rank * row_slice.input_ids.size
-    return checksum(first, row_slice.input_ids, row_slice.labels, row_slice.position_ids)
+    """Return the checksum of a slice; a row's slices add up to the same sum for any split."""
+    return ranges_checksum(row_slice.ranges, row_slice.input_ids, row_slice.labels, row_slice.position_ids)
+
+
+def ranges_checksum(
+    ranges: Sequence[tuple[int, int]],
+    input_ids: NDArray[np.int64],
+    labels: NDArray[np.int64],
+    position_ids: NDArray[np.int64],
+) -> int:
+    """Return the checksum of the tokens ``(start, stop)`` of a row, which stand in the arrays end to end."""
+    total, place = 0, 0
+    for start, stop in ranges:
+        part = slice(place, place + stop - start)
+        total += checksum(start, input_ids[part], labels[part], position_ids[part])
+        place = part.stop
+    return total % MODULUS
 
 
 def row_digest(row: int, row_checksum: int) -> int:

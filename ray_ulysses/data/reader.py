@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ray_ulysses.data.plan import Plan
 from ray_ulysses.data.rows import Piece, RowTable
+from ray_ulysses.parallel.layout import held_ranges, row_multiple
 
 IGNORE_INDEX = -100
 FILLER_ROW = -1
@@ -33,12 +34,13 @@ class TokenStore(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RowSlice:
-    """One rank's contiguous slice of one row.
+    """What one rank holds of one row: one range of its tokens, or two on a ring.
 
     Attributes:
         row: Global number of the row; -1 for a zero-weight filler.
         sp_rank: Which slice of the row it is.
         sp_size: Slices of the row.
+        ring_size: Ring degree within ``sp_size``.
         row_tokens: Length of the whole row, padding included.
         document_lengths: Lengths of the whole row's pieces, in order, padding left out.
         input_ids: int64 [row_tokens // sp_size]; padding is token 0.
@@ -49,6 +51,7 @@ class RowSlice:
     row: int
     sp_rank: int
     sp_size: int
+    ring_size: int = 1
     row_tokens: int
     document_lengths: tuple[int, ...]
     input_ids: NDArray[np.int64]
@@ -61,31 +64,76 @@ class RowSlice:
         return self.row == FILLER_ROW
 
     @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """Return the tokens ``(start, stop)`` of the row that the slice holds, in its order."""
+        return held_ranges(self.row_tokens, self.sp_rank, self.sp_size, self.ring_size)
+
+    @property
     def num_supervised(self) -> int:
         """Return the labels in this slice."""
         return int((self.labels != IGNORE_INDEX).sum())
 
 
 def slice_row(
-    store: TokenStore, row: int, row_tokens: int, pieces: Sequence[Piece], sp_rank: int, sp_size: int
+    store: TokenStore,
+    row: int,
+    row_tokens: int,
+    pieces: Sequence[Piece],
+    sp_rank: int,
+    sp_size: int,
+    ring_size: int = 1,
 ) -> RowSlice:
     """Read the slice ``sp_rank`` of ``sp_size`` of a row, and no token that it does not need.
 
     Args:
         store: Where the tokens are.
         row: Number that the slice carries.
-        row_tokens: Padded length of the row, a multiple of ``sp_size``.
+        row_tokens: Padded length of the row, a multiple of what the split needs.
         pieces: The row's pieces in order.
         sp_rank: Which slice.
         sp_size: How many slices.
+        ring_size: Ring degree within ``sp_size``.
     """
-    if row_tokens % sp_size:
-        raise ValueError(f"parallel.sp_size={sp_size} does not divide the {row_tokens} tokens of row {row}")
+    multiple = row_multiple(sp_size, ring_size)
+    if row_tokens % multiple:
+        ring = f" with parallel.ring_size={ring_size}" if ring_size > 1 else ""
+        raise ValueError(
+            f"row {row} has {row_tokens} tokens, which are no multiple of the {multiple} that "
+            f"parallel.sp_size={sp_size}{ring} needs"
+        )
+    length = sum(piece.length for piece in pieces)
+    assert length <= row_tokens, f"row {row} holds {length} tokens, more than its {row_tokens}"
     size = row_tokens // sp_size
-    first, last = sp_rank * size, (sp_rank + 1) * size
     input_ids = np.full(size, PADDING_TOKEN, dtype=np.int64)
     labels = np.full(size, IGNORE_INDEX, dtype=np.int64)
     position_ids = np.empty(size, dtype=np.int64)
+    place = 0
+    for first, last in held_ranges(row_tokens, sp_rank, sp_size, ring_size):
+        part = slice(place, place + last - first)
+        _read_range(store, pieces, first, last, (input_ids[part], labels[part], position_ids[part]))
+        place = part.stop
+    return RowSlice(
+        row=row,
+        sp_rank=sp_rank,
+        sp_size=sp_size,
+        ring_size=ring_size,
+        row_tokens=row_tokens,
+        document_lengths=tuple(piece.length for piece in pieces),
+        input_ids=input_ids,
+        labels=labels,
+        position_ids=position_ids,
+    )
+
+
+def _read_range(
+    store: TokenStore,
+    pieces: Sequence[Piece],
+    first: int,
+    last: int,
+    into: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
+) -> None:
+    """Fill token ids, labels and positions of the tokens ``[first, last)`` of a row."""
+    input_ids, labels, position_ids = into
     begin = 0
     for piece in pieces:
         low, high = max(first, begin), min(last, begin + piece.length)
@@ -99,25 +147,14 @@ def slice_row(
             labels[low - first : low - first + num_labels] = tokens[1 : num_labels + 1]
             position_ids[target] = np.arange(inside, inside + count)
         begin += piece.length
-    assert begin <= row_tokens, f"row {row} holds {begin} tokens, more than its {row_tokens}"
     padding = max(first, begin)
     if padding < last:
         position_ids[padding - first :] = np.arange(padding - begin, last - begin)
-    return RowSlice(
-        row=row,
-        sp_rank=sp_rank,
-        sp_size=sp_size,
-        row_tokens=row_tokens,
-        document_lengths=tuple(piece.length for piece in pieces),
-        input_ids=input_ids,
-        labels=labels,
-        position_ids=position_ids,
-    )
 
 
-def filler_slice(store: TokenStore, pad_multiple: int, sp_rank: int, sp_size: int) -> RowSlice:
+def filler_slice(store: TokenStore, pad_multiple: int, sp_rank: int, sp_size: int, ring_size: int = 1) -> RowSlice:
     """Return a slice of the shortest row, all padding, which weighs nothing in any sum."""
-    return slice_row(store, FILLER_ROW, pad_multiple, (), sp_rank, sp_size)
+    return slice_row(store, FILLER_ROW, pad_multiple, (), sp_rank, sp_size, ring_size)
 
 
 class RowReader:
@@ -133,7 +170,7 @@ class RowReader:
         self._store = store
         self._plan = plan
 
-    def read(self, split: Split, row: int, sp_rank: int, sp_size: int) -> RowSlice:
+    def read(self, split: Split, row: int, sp_rank: int, sp_size: int, ring_size: int = 1) -> RowSlice:
         """Return one slice of one row.
 
         Raises:
@@ -141,8 +178,8 @@ class RowReader:
         """
         table: RowTable = self._plan.train if split == "train" else self._plan.evaluation
         pieces = table.pieces(row)
-        return slice_row(self._store, row, int(table.tokens[row]), pieces, sp_rank, sp_size)
+        return slice_row(self._store, row, int(table.tokens[row]), pieces, sp_rank, sp_size, ring_size)
 
-    def filler(self, sp_rank: int, sp_size: int) -> RowSlice:
+    def filler(self, sp_rank: int, sp_size: int, ring_size: int = 1) -> RowSlice:
         """Return a slice of the zero-weight row that stands in where no row is left in a micro-step."""
-        return filler_slice(self._store, self._plan.settings.pad_multiple, sp_rank, sp_size)
+        return filler_slice(self._store, self._plan.settings.pad_multiple, sp_rank, sp_size, ring_size)

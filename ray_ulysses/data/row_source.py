@@ -37,6 +37,7 @@ class DirectSource:
         sp_rank: int,
         sp_size: int,
         *,
+        ring_size: int = 1,
         prefetch_rows: int = 2,
     ) -> None:
         self._reader = reader
@@ -45,6 +46,7 @@ class DirectSource:
         self._dp_size = dp_size
         self._sp_rank = sp_rank
         self._sp_size = sp_size
+        self._ring_size = ring_size
         self._prefetch_rows = prefetch_rows
         self._ahead: ReadAhead[RowSlice] | None = None
         self._next_step = 0
@@ -77,6 +79,6 @@ class DirectSource:
             for micro_step in self._plan.step_schedule(step, self._dp_size):
                 row = micro_step[self._dp_rank]
                 if row is None:
-                    yield self._reader.filler(self._sp_rank, self._sp_size)
+                    yield self._reader.filler(self._sp_rank, self._sp_size, self._ring_size)
                 else:
-                    yield self._reader.read("train", row, self._sp_rank, self._sp_size)
+                    yield self._reader.read("train", row, self._sp_rank, self._sp_size, self._ring_size)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 
+from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
+from ray_ulysses.attention.refusals import refuse_config, refuse_inexact
 from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,12 +48,15 @@ def build_model(config: Config, partition: Mapping[str, Any] | None = None) -> P
     # The cache is for generation; under gradient checkpointing it would only warn.
     model.config.use_cache = False
     if config.memory.gradient_checkpointing:
-        _checkpoint_layers(model)
+        _checkpoint_layers(model, config.memory.attention_output)
     return model
 
 
-def _checkpoint_layers(model: PreTrainedModel) -> None:
-    options = {"use_reentrant": False}
+def _checkpoint_layers(model: PreTrainedModel, kept: KeptOutput) -> None:
+    options: dict[str, Any] = {"use_reentrant": False}
+    contexts = checkpoint_contexts(kept)
+    if contexts is not None:
+        options["context_fn"] = contexts
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:
@@ -58,15 +64,56 @@ def _checkpoint_layers(model: PreTrainedModel) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
-def _random_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:
-    from transformers import AutoConfig, AutoModelForCausalLM
+def check_architecture(config: Config) -> None:
+    """Refuse a run whose decoder can't be trained exactly; reads no weights and needs no GPU.
+
+    Raises:
+        UserError: The configuration can't be read, or says which layer or setting can't be exact, and why.
+    """
+    # What is written in line needs no hub; that it is what the path holds is checked when that is loaded.
+    described = config.model.config
+    refuse_architecture(_hf_config(config) if described is None else _inline_config(described))
+
+
+def refuse_architecture(hf_config: Any) -> None:
+    """Build a decoder on the meta device, where it takes no memory, and refuse what can't be trained exactly.
+
+    Args:
+        hf_config: A ``PreTrainedConfig``; left as it is.
+
+    Raises:
+        UserError: Names the architecture or setting, why it can't be exact, and the way out.
+    """
+    from transformers import AutoModelForCausalLM
+
+    # The architectures that can't even be built as a decoder are named by what they are first.
+    refuse_config(hf_config)
+    with torch.device("meta"):
+        model: Any = _described(lambda: AutoModelForCausalLM.from_config(deepcopy(hf_config)), "model.config")
+    refuse_inexact(model, model.config.get_text_config(decoder=True), None)
+
+
+def _inline_config(described: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    fields = dict(described)
+    return _described(lambda: AutoConfig.for_model(fields.pop("model_type"), **fields), "model.config")
+
+
+def _hf_config(config: Config) -> Any:
+    from transformers import AutoConfig
 
     path = str(config.model.path)
-    if config.model.config is not None:
-        fields = dict(config.model.config)
-        hf_config = _described(lambda: AutoConfig.for_model(fields.pop("model_type"), **fields), "model.config")
-    else:
-        hf_config = _described(lambda: AutoConfig.from_pretrained(path), f"model.path={path!r}")
+    if config.model.config is not None and config.model.init == "random":
+        return _inline_config(config.model.config)
+    return _described(lambda: AutoConfig.from_pretrained(path), f"model.path={path!r}")
+
+
+def _random_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    hf_config = _hf_config(config)
+    refuse_architecture(hf_config)
     torch.manual_seed(config.run.seed)
     model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
     for parameter in model.parameters():
@@ -77,11 +124,12 @@ def _random_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _pretrained_model(config: Config, dtype: torch.dtype, partition: Mapping[str, Any] | None) -> PreTrainedModel:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     path = str(config.model.path)
-    hf_config = _described(lambda: AutoConfig.from_pretrained(path), f"model.path={path!r}")
+    hf_config = _hf_config(config)
     check_described(config.model.config, hf_config.to_dict(), path)
+    refuse_architecture(hf_config)
     keep_alive = None
     if partition is not None:
         from transformers.integrations.deepspeed import HfDeepSpeedConfig

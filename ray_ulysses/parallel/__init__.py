@@ -1,6 +1,21 @@
 """Layout arithmetic, the sequence-parallel mesh and the collectives that run on it."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from ray_ulysses.parallel.layout import ParallelLayout
-from ray_ulysses.parallel.mesh import SequenceMesh
+
+if TYPE_CHECKING:
+    from ray_ulysses.parallel.mesh import SequenceMesh
 
 __all__ = ["ParallelLayout", "SequenceMesh"]
+
+
+def __getattr__(name: str) -> object:
+    """Load the mesh on first use: the arithmetic, which the data plane needs as well, costs no torch."""
+    if name == "SequenceMesh":
+        from ray_ulysses.parallel.mesh import SequenceMesh
+
+        return SequenceMesh
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,45 +6,72 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 
-class _AllToAll(torch.autograd.Function):
-    """Equal-split all-to-all over dim 0; its own transpose, so the backward is the same exchange."""
-
-    @staticmethod
-    def forward(ctx: Any, send: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _exchange(send, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _exchange(grads[0].contiguous(), ctx.group), None
+def group_named(name: str) -> dist.ProcessGroup:
+    """Return the process group of a name; custom operators are handed names, as torch's own collectives are."""
+    # torch's own functional collectives resolve names by this private function; a canary test stands beside it.
+    group: dist.ProcessGroup = _resolve_process_group(name)  # type: ignore[arg-type]
+    return group
 
 
-def _exchange(send: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    # gloo silently writes wrong data into a non-contiguous output, and empty_like of a permuted tensor keeps the
-    # permutation: allocate by shape, and hold both sides to it.
-    receive = torch.empty(send.shape, dtype=send.dtype, device=send.device)
-    assert send.is_contiguous() and receive.is_contiguous()
-    dist.all_to_all_single(receive, send, group=group)
-    return receive
+def all_to_all_flat(
+    send: torch.Tensor, send_sizes: list[int], receive_sizes: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Send a block to each rank of the group and receive one from each; not differentiable.
 
-
-def all_to_all(send: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Send block ``i`` of dim 0 to rank ``i`` of the group and receive one from each; differentiable.
-
-    Every rank of the group must call with the same shape.
+    Every rank of the group must call; what one sends another is what that one expects.
 
     Args:
-        send: Contiguous tensor whose dim 0 is the group's size.
+        send: Flat and contiguous: the blocks for rank 0, 1, ... end to end.
+        send_sizes: Elements of each.
+        receive_sizes: Elements of the block that each rank sends here.
         group: Process group to exchange over.
 
     Returns:
-        A contiguous tensor of the same shape: block ``i`` is what rank ``i`` sent here.
+        The received blocks end to end.
     """
-    assert send.shape[0] == dist.get_world_size(group)
-    received: torch.Tensor = _AllToAll.apply(send, group)  # type: ignore[no-untyped-call]
-    return received
+    assert len(send_sizes) == len(receive_sizes) == dist.get_world_size(group)
+    # gloo silently writes wrong data into a non-contiguous output, and empty_like of a permuted tensor keeps the
+    # permutation: allocate by shape, and hold both sides to it.
+    receive = torch.empty(sum(receive_sizes), dtype=send.dtype, device=send.device)
+    assert send.dim() == 1 and send.is_contiguous() and send.numel() == sum(send_sizes)
+    if len(set(send_sizes)) == len(set(receive_sizes)) == 1:
+        dist.all_to_all_single(receive, send, group=group)
+    else:
+        dist.all_to_all_single(receive, send, receive_sizes, send_sizes, group=group)
+    return receive
+
+
+class Circulation:
+    """A tensor on its way round a ring: sent to the next rank while the one from the rank before comes in."""
+
+    def __init__(self, send: torch.Tensor, group: dist.ProcessGroup, tag: int) -> None:
+        """Start; every rank of the ring must, with tensors of the same shape.
+
+        Args:
+            send: Contiguous.
+            group: The ring.
+            tag: Keeps two circulations that are under way together apart.
+        """
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        assert send.is_contiguous()
+        self._sent = send  # Alive until it has left.
+        self._received = torch.empty(send.shape, dtype=send.dtype, device=send.device)
+        to, source = (dist.get_global_rank(group, (rank + shift) % size) for shift in (1, -1))
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, send, to, group, tag),
+                dist.P2POp(dist.irecv, self._received, source, group, tag),
+            ]
+        )
+
+    def wait(self) -> torch.Tensor:
+        """Return what the rank before has sent."""
+        for work in self._works:
+            work.wait()
+        return self._received
 
 
 class _GatherSequence(torch.autograd.Function):

@@ -1,7 +1,8 @@
 """Which rank holds which data-parallel row and which part of the sequence: pure arithmetic.
 
 Ranks of one sequence-parallel (``sp``) group are contiguous, so that a group lies within a node where the node
-is large enough: ``rank = dp_rank * sp_size + sp_rank``.
+is large enough: ``rank = dp_rank * sp_size + sp_rank``, and inside it ``sp_rank = ring_rank * ulysses_size +
+ulysses_rank``: the exchange of heads, which sends most, is among neighbours.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ class ParallelLayout:
 
     Attributes:
         world_size: Number of ranks.
-        sp_size: Ranks that share one row of tokens.
+        sp_size: Ranks that share one row of tokens: ``ulysses_size * ring_size``.
+        ring_size: Ranks that keys and values go round; 1 for none.
     """
 
     world_size: int
     sp_size: int
+    ring_size: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse a world that is not a whole number of ``sp`` groups."""
+        """Refuse a world that is not a whole number of ``sp`` groups, and one of these not of rings."""
         if self.sp_size < 1:
             raise UserError(f"parallel.sp_size={self.sp_size} must be at least 1")
         if self.world_size < 1 or self.world_size % self.sp_size:
@@ -34,6 +37,12 @@ class ParallelLayout:
                 f"cluster.workers={self.world_size} is not a multiple of parallel.sp_size={self.sp_size}; "
                 f"use {' or '.join(choices)} workers, or an sp_size that divides {self.world_size}"
             )
+        check_ring_size(self.sp_size, self.ring_size)
+
+    @property
+    def ulysses_size(self) -> int:
+        """Ranks that attention heads are exchanged over."""
+        return self.sp_size // self.ring_size
 
     @property
     def dp_size(self) -> int:
@@ -48,6 +57,14 @@ class ParallelLayout:
         """Return the index on the axis ``sp`` of a rank."""
         return self._checked(rank) % self.sp_size
 
+    def ulysses_rank(self, rank: int) -> int:
+        """Return the index of a rank within its Ulysses group."""
+        return self.sp_rank(rank) % self.ulysses_size
+
+    def ring_rank(self, rank: int) -> int:
+        """Return the index of a rank on its ring."""
+        return self.sp_rank(rank) // self.ulysses_size
+
     def rank_of(self, dp_rank: int, sp_rank: int) -> int:
         """Return the rank at a place of the mesh."""
         assert 0 <= dp_rank < self.dp_size and 0 <= sp_rank < self.sp_size
@@ -61,14 +78,83 @@ class ParallelLayout:
         """Return the ranks of every ``dp`` group, in the order of ``sp``."""
         return tuple(tuple(self.rank_of(d, s) for d in range(self.dp_size)) for s in range(self.sp_size))
 
+    def ulysses_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of every Ulysses group."""
+        size = self.ulysses_size
+        return tuple(tuple(range(first, first + size)) for first in range(0, self.world_size, size))
+
+    def ring_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of every ring, in the order of the ring."""
+        return tuple(
+            group[place :: self.ulysses_size] for group in self.sp_groups() for place in range(self.ulysses_size)
+        )
+
     def _checked(self, rank: int) -> int:
         assert 0 <= rank < self.world_size, f"rank {rank} outside a world of {self.world_size}"
         return rank
 
 
-def valid_sp_sizes(num_heads: int) -> tuple[int, ...]:
-    """Return the Ulysses sizes that a model's query heads allow: the divisors of ``num_heads``."""
-    return tuple(size for size in range(1, num_heads + 1) if num_heads % size == 0)
+def check_ring_size(sp_size: int, ring_size: int) -> None:
+    """Raise unless a ring is a whole part of an ``sp`` group.
+
+    Raises:
+        UserError: Names both sizes and the ring sizes that there can be.
+    """
+    if ring_size < 1 or sp_size % ring_size:
+        choices = ", ".join(str(size) for size in range(1, sp_size + 1) if sp_size % size == 0)
+        raise UserError(
+            f"parallel.ring_size={ring_size} does not divide parallel.sp_size={sp_size}; use {choices}, "
+            "or leave it out to have it chosen"
+        )
+
+
+def automatic_ring_size(sp_size: int, num_heads: int) -> int:
+    """Return the ring that a split takes where none is set.
+
+    1 as long as each rank can have a query head; beyond that the smallest that leaves a Ulysses size which divides the
+    heads, so that ranks have equal numbers of them.
+    """
+    if sp_size <= num_heads:
+        return 1
+    return next(ring for ring in range(2, sp_size + 1) if sp_size % ring == 0 and num_heads % (sp_size // ring) == 0)
+
+
+def row_multiple(sp_size: int, ring_size: int) -> int:
+    """Return what a row's length must be a multiple of: equal slices, and on a ring two equal chunks a ring rank."""
+    return sp_size if ring_size == 1 else 2 * sp_size
+
+
+def held_ranges(row_tokens: int, sp_rank: int, sp_size: int, ring_size: int = 1) -> tuple[tuple[int, int], ...]:
+    """Return the tokens ``(start, stop)`` of a row that a rank of ``sp`` holds, in the order in which it holds them.
+
+    Without a ring that is one slice. On a ring of R a row is cut into 2 R chunks, and ring rank ``r`` has chunk ``r``
+    and chunk ``2 R - 1 - r``, so that all have the same work under a causal mask; its Ulysses ranks share these tokens,
+    laid end to end, in equal parts.
+
+    Args:
+        row_tokens: Length of the row, a multiple of :func:`row_multiple`.
+        sp_rank: Which rank.
+        sp_size: Ranks that share the row.
+        ring_size: Ring degree.
+    """
+    assert row_tokens % row_multiple(sp_size, ring_size) == 0
+    local_tokens = row_tokens // sp_size
+    if ring_size == 1:
+        return ((sp_rank * local_tokens, (sp_rank + 1) * local_tokens),)
+    ring_rank, ulysses_rank = divmod(sp_rank, sp_size // ring_size)
+    low, high = ulysses_rank * local_tokens, (ulysses_rank + 1) * local_tokens
+    chunk_tokens = row_tokens // (2 * ring_size)
+    ranges: list[tuple[int, int]] = []
+    for place, chunk in enumerate((ring_rank, 2 * ring_size - 1 - ring_rank)):
+        # From the ring rank's own tokens to those of the row.
+        shift = (chunk - place) * chunk_tokens
+        start = max(low, place * chunk_tokens) + shift
+        stop = min(high, (place + 1) * chunk_tokens) + shift
+        if start < stop and ranges and ranges[-1][1] == start:
+            ranges[-1] = (ranges[-1][0], stop)
+        elif start < stop:
+            ranges.append((start, stop))
+    return tuple(ranges)
 
 
 def valid_world_sizes(sp_size: int, most: int) -> tuple[int, ...]:

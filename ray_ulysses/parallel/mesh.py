@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Literal
 import torch.distributed as dist
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.parallel.layout import ParallelLayout
+from ray_ulysses.parallel.layout import ParallelLayout, check_ring_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Role = Literal["sp", "dp", "loss", "shard"]
+Role = Literal["sp", "dp", "loss", "shard", "ulysses", "ring"]
+_Parts = tuple[Role, tuple[tuple[int, ...], ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class SequenceMesh:
     Attributes:
         sp_size: Ranks that share one row: ``ulysses_size * ring_size``.
         sp_rank: This process's part of the row.
-        ring_size: Ring degree; 1 in this version.
+        ring_size: Ranks of ``sp`` that keys and values go round; 1 for none.
         world_size: Ranks that the loss is averaged over by an engine (the default process group).
     """
 
@@ -43,26 +44,32 @@ class SequenceMesh:
         """Ranks that the attention heads are exchanged over."""
         return self.sp_size // self.ring_size
 
+    @property
+    def ulysses_rank(self) -> int:
+        """This process's place in its Ulysses group."""
+        return self.sp_rank % self.ulysses_size
+
+    @property
+    def ring_rank(self) -> int:
+        """This process's place on its ring."""
+        return self.sp_rank // self.ulysses_size
+
     @classmethod
     def from_group(cls, sp_group: dist.ProcessGroup | None, ring_size: int = 1) -> SequenceMesh:
-        """Wrap an existing sequence-parallel process group.
+        """Wrap an existing sequence-parallel process group; with a ring, every rank of the group must call.
 
         Args:
             sp_group: The group whose ranks share a row, this process among them. ``None`` stands for a
                 process that trains alone and is refused in a world of several ranks.
-            ring_size: Ring degree within the group; only 1 in this version.
+            ring_size: Ring degree within the group, a divisor of its size.
 
         Raises:
             UserError: The group is not this process's, or the ring degree can't be had.
         """
-        if ring_size != 1:
-            raise UserError(
-                f"parallel.ring_size={ring_size}: this version has no ring attention; use 1 and an sp_size that "
-                "divides the model's attention heads"
-            )
         if not dist.is_initialized():
             if sp_group is not None:
                 raise UserError("sp_group was given but torch.distributed is not initialised; initialise it first")
+            check_ring_size(1, ring_size)
             return cls(sp_size=1, sp_rank=0, ring_size=1, world_size=1)
         world_size = dist.get_world_size()
         if sp_group is None:
@@ -76,15 +83,28 @@ class SequenceMesh:
             raise UserError(
                 f"sp_group={sp_group!r} does not hold rank {dist.get_rank()}; each rank must pass the group it is in"
             )
+        sp_size, sp_rank = dist.get_world_size(sp_group), dist.get_rank(sp_group)
+        check_ring_size(sp_size, ring_size)
         groups: dict[Role, dist.ProcessGroup | None] = {
             "sp": sp_group,
             "loss": dist.group.WORLD,
             "shard": dist.group.WORLD,
         }
+        layout = ParallelLayout(world_size=sp_size, sp_size=sp_size, ring_size=ring_size)
+        if ring_size == 1:
+            groups["ulysses"] = sp_group
+        elif ring_size == sp_size:
+            groups["ring"] = sp_group
+        else:
+            # Only the members meet, so that sp groups can do this each at its own time; Ulysses first, on every rank.
+            members = dist.get_process_group_ranks(sp_group)
+            for role, parts in _parts_of_sp(layout):
+                part = next(part for part in parts if sp_rank in part)
+                groups[role] = dist.new_group([members[place] for place in part], use_local_synchronization=True)
         return cls(
-            sp_size=dist.get_world_size(sp_group),
-            sp_rank=dist.get_rank(sp_group),
-            ring_size=1,
+            sp_size=sp_size,
+            sp_rank=sp_rank,
+            ring_size=ring_size,
             world_size=world_size,
             groups=MappingProxyType(groups),
         )
@@ -103,18 +123,19 @@ class SequenceMesh:
                 f"a layout of {layout.world_size} ranks does not fit a process group of {dist.get_world_size()}"
             )
         groups: dict[Role, dist.ProcessGroup | None] = {"loss": dist.group.WORLD, "shard": dist.group.WORLD}
-        for ranks in layout.sp_groups():
-            group = dist.new_group(list(ranks), timeout=timeout)
-            if rank in ranks:
-                groups["sp"] = group
-        for ranks in layout.dp_groups():
-            group = dist.new_group(list(ranks), timeout=timeout)
-            if rank in ranks:
-                groups["dp"] = group
+        for role, parts in _parts(layout):
+            for ranks in parts:
+                group = dist.new_group(list(ranks), timeout=timeout)
+                if rank in ranks:
+                    groups[role] = group
+        if layout.ring_size == 1:
+            groups["ulysses"] = groups["sp"]
+        elif layout.ulysses_size == 1:
+            groups["ring"] = groups["sp"]
         return cls(
             sp_size=layout.sp_size,
             sp_rank=layout.sp_rank(rank),
-            ring_size=1,
+            ring_size=layout.ring_size,
             world_size=layout.world_size,
             groups=MappingProxyType(groups),
         )
@@ -123,9 +144,21 @@ class SequenceMesh:
         """Return the process group of a role.
 
         ``sp`` shares a row, ``dp`` holds the same part of different rows, ``loss`` is what token counts are
-        summed over, ``shard`` is what ZeRO partitions over.
+        summed over, ``shard`` is what ZeRO partitions over. Within ``sp``, ``ulysses`` exchanges heads and ``ring``
+        passes keys and values round; a mesh without a ring has no ``ring``, one that is all ring no ``ulysses``.
         """
         found = self.groups.get(role)
         if found is None:
             raise UserError(f"this mesh has no group for role {role!r}; it has {sorted(self.groups)}")
         return found
+
+
+def _parts(layout: ParallelLayout) -> tuple[_Parts, ...]:
+    """Return the groups to make, in the order in which every rank makes them."""
+    parts: tuple[_Parts, ...] = (("sp", layout.sp_groups()), ("dp", layout.dp_groups()))
+    # Of one kind only, the group of that kind is the one of sp.
+    return (*parts, *_parts_of_sp(layout)) if layout.ring_size > 1 and layout.ulysses_size > 1 else parts
+
+
+def _parts_of_sp(layout: ParallelLayout) -> tuple[_Parts, ...]:
+    return (("ulysses", layout.ulysses_groups()), ("ring", layout.ring_groups()))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.parallel.heads import HeadPlan, assign_heads
 
 GIB = 1 << 30
 BYTES_PER_VALUE: dict[str, int] = {"bf16": 2, "fp32": 4}
@@ -68,6 +69,20 @@ class MemoryEstimate:
         return _peak(self.host)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _AttentionSplit:
+    """How attention is shared among ranks, and what of it is kept."""
+
+    ulysses_size: int
+    ring_size: int
+    chunks: int
+    kept: Literal["both", "kernel", "none"]
+
+    def heads(self, shape: ModelShape) -> HeadPlan:
+        """Return the heads of each rank; what there can't be is refused elsewhere."""
+        return assign_heads(shape.num_heads, shape.num_kv_heads, min(self.ulysses_size, shape.num_heads))
+
+
 def _peak(terms: tuple[MemoryTerm, ...]) -> int:
     total: dict[Phase, int] = {}
     for term in terms:
@@ -82,9 +97,12 @@ def estimate(
     world_size: int,
     sp_size: int,
     context_tokens: int,
+    ring_size: int = 1,
     dtype: Literal["bf16", "fp32"] = "bf16",
     offload_optimizer: Literal["none", "cpu"] = "none",
     gradient_checkpointing: bool = True,
+    attention_output: Literal["both", "kernel", "none"] = "both",
+    attention_chunks: int = 1,
     init: Literal["pretrained", "random"] = "pretrained",
     accelerator: bool = True,
 ) -> MemoryEstimate:
@@ -95,9 +113,12 @@ def estimate(
         world_size: Workers; ZeRO-3 shards over all of them.
         sp_size: Ranks that share a row.
         context_tokens: Longest row, in tokens.
+        ring_size: Ring degree within ``sp_size``.
         dtype: Type of compute.
         offload_optimizer: Where the optimizer's state lives.
         gradient_checkpointing: Whether layers are computed again in the backward pass.
+        attention_output: What gradient checkpointing keeps of attention's output.
+        attention_chunks: Shares in which heads are exchanged and attended.
         init: Where the weights come from, which decides what loading takes.
         accelerator: Whether ranks have a device of their own, whose runtime takes memory too.
 
@@ -108,7 +129,10 @@ def estimate(
     value = BYTES_PER_VALUE[dtype]
     device = [*_sharded_state(shape, world_size, value, on_host=offload_optimizer == "cpu")]
     device += _gathered(shape, value)
-    device += _activations(shape, local_tokens, sp_size, value, checkpointed=gradient_checkpointing)
+    attention = _AttentionSplit(
+        ulysses_size=sp_size // ring_size, ring_size=ring_size, chunks=attention_chunks, kept=attention_output
+    )
+    device += _activations(shape, local_tokens, attention, value, checkpointed=gradient_checkpointing)
     device.append(_loss(shape, local_tokens, value))
     on_host, on_device = _load(shape, init, value)
     if on_device is not None:
@@ -169,9 +193,11 @@ def _gathered(shape: ModelShape, value: int) -> list[MemoryTerm]:
     ]
 
 
-def _activations(shape: ModelShape, tokens: int, sp_size: int, value: int, *, checkpointed: bool) -> list[MemoryTerm]:
+def _activations(
+    shape: ModelShape, tokens: int, split: _AttentionSplit, value: int, *, checkpointed: bool
+) -> list[MemoryTerm]:
     hidden, layers = shape.hidden_size, shape.num_layers
-    one_layer = [_layer_values(shape, tokens, value), *_attention(shape, tokens, sp_size, value)]
+    one_layer = [_layer_values(shape, tokens, value), *_attention(shape, tokens, split, value)]
     if checkpointed:
         saved = MemoryTerm(
             name="layer inputs, kept",
@@ -180,7 +206,7 @@ def _activations(shape: ModelShape, tokens: int, sp_size: int, value: int, *, ch
             source=f"{layers} layers x {tokens:,} tokens a rank x {hidden} x {value} bytes: what gradient "
             "checkpointing keeps of each layer",
         )
-        return [saved, *one_layer]
+        return [saved, *_kept_attention(shape, tokens, split, value), *one_layer]
     kept = sum(term.bytes for term in one_layer) * layers
     return [
         MemoryTerm(
@@ -206,15 +232,38 @@ def _layer_values(shape: ModelShape, tokens: int, value: int) -> MemoryTerm:
     )
 
 
-def _attention(shape: ModelShape, tokens: int, sp_size: int, value: int) -> list[MemoryTerm]:
+def _kept_attention(shape: ModelShape, tokens: int, split: _AttentionSplit, value: int) -> list[MemoryTerm]:
+    """Return what gradient checkpointing keeps of attention in every layer, so that it is not computed again."""
+    if split.kept == "none":
+        return []
+    is_both = split.kept == "both" and split.ulysses_size > 1 and split.chunks == 1
+    share = split.heads(shape).imbalance
+    # The kernel's layout has the fullest rank's heads; the model's has all heads of this rank's slice.
+    width = shape.num_heads * shape.head_dim * (share + 1 if is_both else share)
+    each = round(width * value + shape.num_heads * share * _FP32)
+    layouts = "in the layouts of kernel and model" if is_both else "in one layout"
+    return [
+        MemoryTerm(
+            name="attention outputs, kept",
+            bytes=shape.num_layers * tokens * each,
+            phase="always",
+            source=f"{shape.num_layers} layers x {tokens:,} tokens a rank x {each:,} bytes: output {layouts} and "
+            f"log-sum-exp (memory.attention_output={split.kept})",
+        )
+    ]
+
+
+def _attention(shape: ModelShape, tokens: int, split: _AttentionSplit, value: int) -> list[MemoryTerm]:
+    heads = split.heads(shape)
     query = shape.num_heads * shape.head_dim
-    # A rank holds at least one key-value head of the whole context: below one a rank they are replicated.
-    kv_after = max(shape.num_kv_heads, sp_size) * shape.head_dim
+    # After the exchange the fullest rank has this many features of the tokens of its part of the row.
+    query_after = heads.max_heads * split.ulysses_size * shape.head_dim / split.chunks
+    kv_after = heads.max_kv_heads * split.ulysses_size * shape.head_dim / split.chunks
     kept = 2 * query + shape.num_kv_heads * 2 * shape.head_dim
     terms = [
         MemoryTerm(
             name="attention q, k, v and output",
-            bytes=tokens * value * (kept + 2 * query + 2 * kv_after),
+            bytes=round(tokens * value * (kept + 2 * query_after + 2 * kv_after)),
             phase="layer",
             source=f"{tokens:,} tokens a rank x {value} bytes x the widths of q, k, v and output, and their gradients "
             "in the kernel's layout",
@@ -226,8 +275,8 @@ def _attention(shape: ModelShape, tokens: int, sp_size: int, value: int) -> list
             source=f"{tokens:,} tokens a rank x {shape.num_heads} heads x 4 bytes: kept for the softmax's backward",
         ),
     ]
-    if sp_size > 1:
-        exchange = 2 * (query + 2 * kv_after)
+    if split.ulysses_size > 1:
+        exchange = round(2 * (query_after + 2 * kv_after))
         terms.append(
             MemoryTerm(
                 name="all-to-all buffers",
@@ -235,6 +284,17 @@ def _attention(shape: ModelShape, tokens: int, sp_size: int, value: int) -> list
                 phase="layer",
                 source=f"{tokens:,} tokens a rank x {value} bytes x {exchange}: q, k and v in one payload, sent and "
                 "received (the output's, and the gradients', are no larger)",
+            )
+        )
+    if split.ring_size > 1:
+        each = round(2 * kv_after * (2 * value + 3 * _FP32) + query_after * _FP32)
+        terms.append(
+            MemoryTerm(
+                name="ring buffers",
+                bytes=tokens * each,
+                phase="layer",
+                source=f"{tokens:,} tokens a rank x {each} bytes: keys and values held and on their way, their "
+                "gradients in fp32 made, sent and received, and the queries' in fp32",
             )
         )
     return terms

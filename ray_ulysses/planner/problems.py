@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ray_ulysses.config import Config
+from ray_ulysses.config.rules import ring_problem
 from ray_ulysses.data import Plan
 from ray_ulysses.errors import Problem
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.memory import GIB, MemoryEstimate, MemoryTerm, estimate
+from ray_ulysses.planner.settings import allowed_sp, ring_size
 
 _MOST_WORKERS = 1024
 _MOST_CHOICES = 3
@@ -21,15 +23,10 @@ def configured_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
 
 
 def heads_problems(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    """Refuse an sp size that does not give each rank the same number of whole heads."""
-    valid = shape.valid_sp_sizes()
-    if config.parallel.sp_size not in valid:
-        yield Problem(
-            path="parallel.sp_size",
-            value=config.parallel.sp_size,
-            rule=f"does not divide the model's {shape.num_heads} attention heads",
-            way_out=f"use {', '.join(str(size) for size in valid)}",
-        )
+    """Refuse a ring that leaves more ranks than the model has query heads."""
+    sp_size, ring = config.parallel.sp_size, config.parallel.ring_size
+    if ring is not None and sp_size // ring > shape.num_heads:
+        yield ring_problem(sp_size, ring, shape)
 
 
 def vocabulary_problems(max_token_id: int, vocab_size: int, corpus_path: str) -> Iterator[Problem]:
@@ -89,6 +86,7 @@ class _Change:
 
     workers: int | None = None
     sp_size: int | None = None
+    ring_size: int | None = None
     offload: bool = False
     checkpointing: bool = False
 
@@ -99,6 +97,8 @@ class _Change:
             parts.append(f"cluster.workers={self.workers}")
         if self.sp_size is not None:
             parts.append(f"parallel.sp_size={self.sp_size}")
+        if self.ring_size is not None:
+            parts.append(f"parallel.ring_size={self.ring_size}")
         if self.offload:
             parts.append("memory.offload_optimizer=cpu")
         if self.checkpointing:
@@ -111,10 +111,13 @@ def _memory_with(config: Config, shape: ModelShape, change: _Change) -> MemoryEs
         shape,
         world_size=change.workers or config.cluster.workers,
         sp_size=change.sp_size or config.parallel.sp_size,
+        ring_size=ring_size(config, shape, change.sp_size),
         context_tokens=config.data.context_tokens,
         dtype=config.model.dtype,
         offload_optimizer="cpu" if change.offload else config.memory.offload_optimizer,
         gradient_checkpointing=change.checkpointing or config.memory.gradient_checkpointing,
+        attention_output=config.memory.attention_output,
+        attention_chunks=config.memory.attention_chunks,
         init=config.model.init,
         accelerator=config.cluster.gpus_per_worker > 0,
     )
@@ -136,25 +139,26 @@ def _way_out(config: Config, shape: ModelShape) -> str:
 
 def _changes(config: Config, shape: ModelShape) -> Iterator[_Change]:
     workers, sp_size = config.cluster.workers, config.parallel.sp_size
-    allowed = config.parallel.allowed_sp or shape.valid_sp_sizes()
-    larger = [n for n in shape.valid_sp_sizes() if n > sp_size and n in allowed]
+    # A ring that is set was set for another sp size: one that is chosen for the larger one is named beside it.
+    is_set = config.parallel.ring_size is not None
+    larger = [(n, ring_size(config, shape, n) if is_set else None) for n in allowed_sp(config, shape) if n > sp_size]
     can_offload = config.memory.offload_optimizer == "none"
     if not config.memory.gradient_checkpointing:
         yield _Change(checkpointing=True)
-    for size in larger:
+    for size, ring in larger:
         if workers % size == 0:
-            yield _Change(sp_size=size)
+            yield _Change(sp_size=size, ring_size=ring)
     if can_offload:
         yield _Change(offload=True)
-        for size in larger:
+        for size, ring in larger:
             if workers % size == 0:
-                yield _Change(sp_size=size, offload=True)
+                yield _Change(sp_size=size, ring_size=ring, offload=True)
     more = 2 * workers
     while more <= _MOST_WORKERS:
         yield _Change(workers=more)
-        for size in larger:
+        for size, ring in larger:
             if more % size == 0:
-                yield _Change(workers=more, sp_size=size)
+                yield _Change(workers=more, sp_size=size, ring_size=ring)
         more *= 2
 
 

@@ -9,6 +9,7 @@ from ray_ulysses.config import Config
 from ray_ulysses.data import Corpus, Plan
 from ray_ulysses.errors import ConfigError, Problem
 from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.parallel.heads import HeadPlan, assign_heads
 from ray_ulysses.planner.flops import step_flops
 from ray_ulysses.planner.memory import MemoryEstimate
 from ray_ulysses.planner.problems import (
@@ -18,6 +19,7 @@ from ray_ulysses.planner.problems import (
     plan_problems,
     vocabulary_problems,
 )
+from ray_ulysses.planner.settings import allowed_sp, run_layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,14 +29,22 @@ class LayoutFacts:
     Attributes:
         world_size: Workers.
         sp_size: Ranks that share one row.
+        ulysses_size: Ranks that heads are exchanged over.
+        ring_size: Ranks that keys and values go round.
+        ring_is_chosen: Whether the split was chosen here, and not set.
+        heads: Which heads each rank has.
         dp_size: Rows that are worked on at once.
-        valid_sp_sizes: What the model's heads and ``parallel.allowed_sp`` allow on a resume.
+        valid_sp_sizes: The sp sizes that rows are padded for, so that a resume may use them.
         level_world_sizes: Worker counts, with this sp size, at which no rank idles in any full step.
         largest_world_size: Worker count beyond which some ranks would never have a row.
     """
 
     world_size: int
     sp_size: int
+    ulysses_size: int
+    ring_size: int
+    ring_is_chosen: bool
+    heads: HeadPlan
     dp_size: int
     valid_sp_sizes: tuple[int, ...]
     level_world_sizes: tuple[int, ...]
@@ -168,12 +178,18 @@ def build_report(config: Config, shape: ModelShape, corpus: Corpus, plan: Plan) 
 
 def _layout(config: Config, shape: ModelShape) -> LayoutFacts:
     sp_size, rows = config.parallel.sp_size, config.data.rows_per_step
-    allowed = config.parallel.allowed_sp
+    layout = run_layout(config, shape)
+    # What can't be had is a problem of its own; the rest of the report is still made.
+    ulysses_size = min(layout.ulysses_size, shape.num_heads)
     return LayoutFacts(
         world_size=config.cluster.workers,
         sp_size=sp_size,
+        ulysses_size=layout.ulysses_size,
+        ring_size=layout.ring_size,
+        ring_is_chosen=config.parallel.ring_size is None,
+        heads=assign_heads(shape.num_heads, shape.num_kv_heads, ulysses_size),
         dp_size=config.dp_size,
-        valid_sp_sizes=tuple(n for n in shape.valid_sp_sizes() if allowed is None or n in allowed),
+        valid_sp_sizes=allowed_sp(config, shape),
         level_world_sizes=tuple(sp_size * dp for dp in range(1, rows + 1) if rows % dp == 0),
         largest_world_size=sp_size * rows,
     )

@@ -1,4 +1,4 @@
-"""From a run's configuration and its model's shape to the settings of the data plan."""
+"""From a run's configuration and its model's shape to its layout and the settings of its data plan."""
 
 from __future__ import annotations
 
@@ -7,23 +7,59 @@ import math
 from ray_ulysses.config import Config
 from ray_ulysses.data import PlanSettings
 from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.parallel.layout import ParallelLayout, automatic_ring_size, row_multiple
+
+
+def ring_size(config: Config, shape: ModelShape, sp_size: int | None = None) -> int:
+    """Return the ring of an sp size: the one that is set, for ``parallel.sp_size``, else the one that is chosen."""
+    size = sp_size or config.parallel.sp_size
+    if config.parallel.ring_size is not None and size == config.parallel.sp_size:
+        return config.parallel.ring_size
+    return automatic_ring_size(size, shape.num_heads)
+
+
+def run_layout(config: Config, shape: ModelShape, world_size: int | None = None) -> ParallelLayout:
+    """Return the layout of a run.
+
+    Args:
+        config: The run's configuration.
+        shape: The model.
+        world_size: Workers; ``None``: as configured.
+    """
+    return ParallelLayout(
+        world_size=world_size or config.cluster.workers,
+        sp_size=config.parallel.sp_size,
+        ring_size=ring_size(config, shape),
+    )
+
+
+def allowed_sp(config: Config, shape: ModelShape) -> tuple[int, ...]:
+    """Return the sp sizes that a run may ever use, ascending."""
+    return config.parallel.allowed_sp or tuple(sorted({*shape.level_sp_sizes(), config.parallel.sp_size}))
 
 
 def pad_multiple(config: Config, shape: ModelShape) -> int:
-    """Return what every row's length is a multiple of, for the whole run.
+    """Return what every row's length is a multiple of, for the whole run: what each allowed sp size needs."""
+    return math.lcm(*(row_multiple(size, ring_size(config, shape, size)) for size in allowed_sp(config, shape)))
 
-    The least common multiple of ``parallel.allowed_sp``; without it, of every sp size that the heads allow, so that
-    a run may be resumed with any of them.
+
+def fits_rows(config: Config, shape: ModelShape, multiple: int) -> bool:
+    """Tell whether rows of multiples of ``multiple`` tokens can be split as configured."""
+    return multiple % row_multiple(config.parallel.sp_size, ring_size(config, shape)) == 0
+
+
+def plan_settings(config: Config, shape: ModelShape, multiple: int | None = None) -> PlanSettings:
+    """Return what the data plan of a run is made with.
+
+    Args:
+        config: The run's configuration.
+        shape: The model.
+        multiple: What rows are padded to a multiple of, where a run has settled it already; ``None``: as configured.
     """
-    return math.lcm(*(config.parallel.allowed_sp or shape.valid_sp_sizes()))
-
-
-def plan_settings(config: Config, shape: ModelShape) -> PlanSettings:
-    """Return what the data plan of a run is made with."""
     return PlanSettings(
         seed=config.run.seed,
         context_tokens=config.data.context_tokens,
-        pad_multiple=pad_multiple(config, shape),
+        pad_multiple=multiple or pad_multiple(config, shape),
         rows_per_step=config.data.rows_per_step,
         epochs=config.data.epochs,
         eval_fraction=config.data.eval_fraction,

@@ -47,6 +47,7 @@ class AttemptRecord:
         world_size: Ranks.
         sp_size: Ranks that share a row.
         dp_size: Rows in flight at once.
+        ring_size: Ring part of ``sp_size``; 1 in the journal of a version that had no ring.
         first_step: First step it completed; None if none.
         last_step: Last step it completed; None if none.
         reason: Why it ended; None while it runs or if it died without a word.
@@ -56,6 +57,7 @@ class AttemptRecord:
     world_size: int
     sp_size: int
     dp_size: int
+    ring_size: int = 1
     first_step: int | None
     last_step: int | None
     reason: str | None
@@ -226,6 +228,7 @@ def _attempt_record(attempt: Sequence[dict[str, Any]]) -> AttemptRecord:
         world_size=int(started["world_size"]),
         sp_size=int(started["sp_size"]),
         dp_size=int(started["dp_size"]),
+        ring_size=int(started.get("ring_size", 1)),
         first_step=int(steps[0]["step"]) if steps else None,
         last_step=int(steps[-1]["step"]) if steps else None,
         reason=str(ended["reason"]) if ended is not None else None,

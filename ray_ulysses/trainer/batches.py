@@ -8,8 +8,9 @@ import torch
 
 from ray_ulysses.attention.batch import ShardedBatch
 from ray_ulysses.attention.documents import pack_documents
-from ray_ulysses.data.digest import checksum
+from ray_ulysses.data.digest import ranges_checksum
 from ray_ulysses.errors import RunError
+from ray_ulysses.parallel.layout import held_ranges
 
 if TYPE_CHECKING:
     from ray_ulysses.data.reader import RowSlice
@@ -22,22 +23,28 @@ def batch_of(row: RowSlice, mesh: SequenceMesh, device: torch.device) -> Sharded
     Raises:
         RunError: The slice is not the one that this rank holds: the data plane has gone wrong.
     """
-    if (row.sp_rank, row.sp_size) != (mesh.sp_rank, mesh.sp_size):
+    if (row.sp_rank, row.sp_size, row.ring_size) != (mesh.sp_rank, mesh.sp_size, mesh.ring_size):
         raise RunError(
-            f"row {row.row} came as slice {row.sp_rank} of {row.sp_size}, but this rank holds slice {mesh.sp_rank} of "
-            f"{mesh.sp_size}; the data stream is out of order. Resume the run; if it comes back, use data.engine: local"
+            f"row {row.row} came as slice {row.sp_rank} of {row.sp_size} (ring {row.ring_size}), but this rank holds "
+            f"slice {mesh.sp_rank} of {mesh.sp_size} (ring {mesh.ring_size}); the data stream is out of order. Resume "
+            "the run; if it comes back, use data.engine: local"
         )
     return ShardedBatch(
         input_ids_BL=torch.from_numpy(row.input_ids).unsqueeze(0).to(device),
         labels_BL=torch.from_numpy(row.labels).unsqueeze(0).to(device),
         position_ids_BL=torch.from_numpy(row.position_ids).unsqueeze(0).to(device),
-        documents=pack_documents([row.document_lengths], row.row_tokens, device),
+        documents=pack_documents(
+            [row.document_lengths], row.row_tokens, device, ring_size=mesh.ring_size, ring_rank=mesh.ring_rank
+        ),
         mesh=mesh,
     )
 
 
 def batch_checksum(batch: ShardedBatch) -> int:
     """Return the checksum of what the model is given: the batch's own tensors, read back from their device."""
-    arrays = (tensor[0].cpu().numpy() for tensor in (batch.input_ids_BL, batch.labels_BL, batch.position_ids_BL))
-    first = batch.mesh.sp_rank * batch.input_ids_BL.shape[1]
-    return checksum(first, *arrays)
+    input_ids, labels, position_ids = (
+        tensor[0].cpu().numpy() for tensor in (batch.input_ids_BL, batch.labels_BL, batch.position_ids_BL)
+    )
+    mesh = batch.mesh
+    ranges = held_ranges(batch.documents.row_tokens, mesh.sp_rank, mesh.sp_size, mesh.ring_size)
+    return ranges_checksum(ranges, input_ids, labels, position_ids)

@@ -17,12 +17,13 @@ from ray_ulysses.engine.optimizer import learning_rate
 from ray_ulysses.engine.zero import build_engine, prepare_process, zero_config
 from ray_ulysses.engine.zero_state import export_state
 from ray_ulysses.logging import get_logger
-from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.parallel.mesh import SequenceMesh
+from ray_ulysses.planner.settings import run_layout
 from ray_ulysses.trainer.data import open_data
 from ray_ulysses.trainer.record import Recorder
 from ray_ulysses.trainer.resume import Progress, resume
-from ray_ulysses.trainer.settings import last_step_of, versions, zero_settings
+from ray_ulysses.trainer.self_test import check_start
+from ray_ulysses.trainer.settings import last_step_of, model_shape, versions, zero_settings
 from ray_ulysses.trainer.step import evaluate, train_step
 from ray_ulysses.trainer.stop import stop_requested
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from ray_ulysses.data.plan import Plan
     from ray_ulysses.data.reader import RowReader, RowSlice
     from ray_ulysses.data.row_source import RowSource
+    from ray_ulysses.parallel.layout import ParallelLayout
     from ray_ulysses.trainer.worker import Worker
 
 _log = get_logger(__name__)
@@ -82,15 +84,17 @@ def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
     """
     # The mesh: who shares rows with whom. The recorder: one attempt number for all, on storage that all share.
     prepare_process(worker.local_rank, worker.device.type)
-    layout = ParallelLayout(world_size=worker.world_size, sp_size=config.parallel.sp_size)
+    layout = run_layout(config, model_shape(config), worker.world_size)
     mesh = SequenceMesh.from_layout(layout, timeout=timedelta(seconds=config.elastic.collective_timeout_s))
     recorder = Recorder.open(config, worker, layout)
     try:
         # The data: the plan that the driver has stored. The model: under ZeRO-3, with our attention.
         plan, reader = open_data(config)
         settings = zero_settings(config, num_micro_steps(config.data.rows_per_step, layout.dp_size))
+        if config.run.self_test:
+            check_start(config, worker, mesh, model_shape(config), settings)
         model = build_model(config, partition=zero_config(settings))
-        apply_ulysses(model, mesh, attention=config.model.attention)
+        apply_ulysses(model, mesh, attention=config.model.attention, chunks=config.memory.attention_chunks)
         engine = build_engine(model, settings)
         engine.train()
         attempt = _Attempt(
@@ -227,7 +231,7 @@ def _let_go(attempt: _Attempt, newest: CheckpointRef) -> None:
 def _padded(attempt: _Attempt, slices: Iterator[RowSlice]) -> Iterator[RowSlice]:
     """Fill a short last step up with rows of weight zero: the engine counts micro-steps."""
     layout = attempt.layout
-    filler = attempt.reader.filler(layout.sp_rank(attempt.worker.rank), layout.sp_size)
+    filler = attempt.reader.filler(layout.sp_rank(attempt.worker.rank), layout.sp_size, layout.ring_size)
     num_rows = 0
     # To its very end: a source moves on to the next step only when it has been asked for more than its last slice.
     for row in slices:
@@ -243,9 +247,9 @@ def _evaluation_slices(attempt: _Attempt) -> Iterator[RowSlice]:
     for micro_step in attempt.plan.evaluation_schedule(layout.dp_size):
         row = micro_step[dp_rank]
         if row is None:
-            yield attempt.reader.filler(sp_rank, layout.sp_size)
+            yield attempt.reader.filler(sp_rank, layout.sp_size, layout.ring_size)
         else:
-            yield attempt.reader.read("evaluation", row, sp_rank, layout.sp_size)
+            yield attempt.reader.read("evaluation", row, sp_rank, layout.sp_size, layout.ring_size)
 
 
 def _due(every: int | None, step: int, is_last: bool = False) -> bool:

@@ -12,16 +12,18 @@ from ray_ulysses.config.resume import resume_conflicts
 from ray_ulysses.data.corpus import Corpus
 from ray_ulysses.data.plan import Plan, build_plan
 from ray_ulysses.data.plan_files import has_plan, load_plan, save_plan
-from ray_ulysses.engine.model import check_described
-from ray_ulysses.errors import ConfigError, UserError
+from ray_ulysses.engine.model import check_architecture, check_described
+from ray_ulysses.errors import ConfigError, Problem, UserError
+from ray_ulysses.parallel.layout import automatic_ring_size, row_multiple
 from ray_ulysses.planner.report import PlanReport, build_report
-from ray_ulysses.planner.settings import plan_settings
+from ray_ulysses.planner.settings import fits_rows, plan_settings
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.trainer.settings import CONFIG_FILE, PLAN_FOLDER, last_step_of, local_model_config, model_shape
 
 if TYPE_CHECKING:
+    from ray_ulysses.model_shape import ModelShape
     from ray_ulysses.tracking.history import RunHistory
 
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
@@ -64,10 +66,44 @@ def prepare_run(config: Config, base: Path) -> PreparedRun:
     config = config.with_absolute_paths(base)
     _check_model_path(config)
     shape = model_shape(config)
+    check_architecture(config)
     corpus = Corpus.open(config.data.path)
     corpus.check_files()
-    plan = build_plan(corpus.lengths, corpus.fingerprint, plan_settings(config, shape))
+    settings = plan_settings(config, shape, _settled_multiple(config, shape))
+    plan = build_plan(corpus.lengths, corpus.fingerprint, settings)
     return PreparedRun(config=config, corpus=corpus, plan=plan, report=build_report(config, shape, corpus, plan))
+
+
+def _settled_multiple(config: Config, shape: ModelShape) -> int | None:
+    """Return what the rows of a run that exists are padded to a multiple of: they stay as they are for its life.
+
+    Raises:
+        ConfigError: The split that is asked for needs other rows.
+    """
+    if not has_plan(config.run_dir / PLAN_FOLDER):
+        return None
+    multiple = load_plan(config.run_dir / PLAN_FOLDER).settings.pad_multiple
+    if not fits_rows(config, shape, multiple):
+        problem = _misfit(config, shape, multiple)
+        raise ConfigError([problem], source=f"resume of run {config.run.name!r} in {config.run.storage}")
+    return multiple
+
+
+def _misfit(config: Config, shape: ModelShape, multiple: int) -> Problem:
+    """Return why the split that is asked for can't have a run's rows, and which can."""
+    rule = f"does not fit the rows of run '{config.run.name}', whose lengths are multiples of {multiple}"
+    fitting = [
+        size
+        for size in config.parallel.allowed_sp or range(1, multiple + 1)
+        if multiple % row_multiple(size, automatic_ring_size(size, shape.num_heads)) == 0
+    ]
+    choices = ", ".join(str(size) for size in fitting)
+    new_run = "name the size in parallel.allowed_sp of a new run"
+    if config.parallel.ring_size is None:
+        way_out = f"use {choices} to resume, or {new_run}"
+        return Problem(path="parallel.sp_size", value=config.parallel.sp_size, rule=rule, way_out=way_out)
+    way_out = f"use null with a parallel.sp_size of {choices} to resume, or {new_run}"
+    return Problem(path="parallel.ring_size", value=config.parallel.ring_size, rule=rule, way_out=way_out)
 
 
 def check_resume(prepared: PreparedRun) -> None:

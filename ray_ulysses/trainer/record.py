@@ -107,6 +107,7 @@ class Recorder:
             session=self._worker.session,
             world_size=layout.world_size,
             sp_size=layout.sp_size,
+            ring_size=layout.ring_size,
             dp_size=layout.dp_size,
             nodes=sorted(set(self.nodes)),
             resumed_step=progress.step,
@@ -122,6 +123,7 @@ class Recorder:
                 "attempt": self.attempt,
                 "world_size": layout.world_size,
                 "sp_size": layout.sp_size,
+                "ring_size": layout.ring_size,
                 "dp_size": layout.dp_size,
                 **{f"version.{name}": number for name, number in versions().items()},
             },
@@ -185,7 +187,7 @@ class Recorder:
 
     def checkpoint_committed(self, step: int, folder: str, cursor: Cursor, metrics: Mapping[str, float]) -> None:
         """Record a committed checkpoint."""
-        topology = {name: getattr(self._layout, name) for name in ("world_size", "sp_size", "dp_size")}
+        topology = {name: getattr(self._layout, name) for name in ("world_size", "sp_size", "ring_size", "dp_size")}
         self._append("checkpoint_committed", step=step, path=folder, world_size=self._layout.world_size)
         path = str(self._config.run_dir / folder)
         self._tracker.log_checkpoint(step, path, topology, cursor.to_json(), {"loss": metrics["loss"]})

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import textwrap
 
+from ray_ulysses.parallel.heads import HeadPlan
 from ray_ulysses.planner.memory import MemoryTerm
-from ray_ulysses.planner.report import PlanReport
+from ray_ulysses.planner.report import LayoutFacts, PlanReport
 from ray_ulysses.views.words import count, facts, percent, size
 
 _PHASES = {"always": "", "loss": "in the loss", "layer": "in a layer", "save": "at a save", "load": "at the start"}
@@ -54,12 +55,34 @@ def _layout(report: PlanReport) -> list[str]:
         *facts(
             [
                 ("workers", f"{layout.world_size} = dp {layout.dp_size} x sp {layout.sp_size}"),
+                ("split of a row", _split(layout)),
+                ("heads a rank", _heads(layout.heads)),
                 ("other sp sizes", ", ".join(str(size) for size in layout.valid_sp_sizes)),
                 ("other worker counts", f"multiples of {layout.sp_size} up to {layout.largest_world_size}"),
                 ("without idle turns", shown),
             ]
         ),
     ]
+
+
+def _split(layout: LayoutFacts) -> str:
+    said = f"sp {layout.sp_size} = ulysses {layout.ulysses_size} x ring {layout.ring_size}"
+    if layout.ring_size > 1 and layout.ring_is_chosen:
+        said += f", chosen since {layout.sp_size} ranks can't share {layout.heads.num_heads} heads"
+    return said
+
+
+def _heads(heads: HeadPlan) -> str:
+    least = min(rank.num_heads for rank in heads.ranks)
+    query = f"{heads.max_heads}" if least == heads.max_heads else f"{least} or {heads.max_heads}"
+    said = f"{query} query, {heads.max_kv_heads} key-value"
+    if heads.imbalance > 1:
+        said += f"; uneven: the fullest has {heads.imbalance:.2f}x the mean, and attention takes as much longer"
+    if heads.kv_copies > 1:
+        said += f"; key-value heads are sent {heads.kv_copies:g} times"
+    if heads.kernel_calls > 1:
+        said += f"; up to {heads.kernel_calls} kernel calls a layer, since groups are cut"
+    return said
 
 
 def _data(report: PlanReport) -> list[str]:

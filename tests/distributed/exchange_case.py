@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from ray_ulysses import SequenceMesh, apply_ulysses, shard_batch, unshard
-from ray_ulysses.attention.exchange import gather_heads, kv_copies, scatter_heads
-from ray_ulysses.parallel.collectives import gather_sequence
+from ray_ulysses.attention.exchange import QKV, gather_heads, scatter_heads, split_heads
+from ray_ulysses.parallel.collectives import Circulation, gather_sequence
+from ray_ulysses.parallel.heads import RankHeads, assign_heads
 
-ROWS, TOKENS, HEAD_SIZE, VALUE_SIZE = 2, 8, 4, 6
+TOKENS, HEAD_SIZE, VALUE_SIZE = 24, 4, 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,21 +47,22 @@ def exchange_equals_slicing(
 
     group = dist.group.WORLD
     assert group is not None
+    heads = assign_heads(num_heads, num_kv_heads, world_size).ranks[rank]
     with profile(activities=[ProfilerActivity.CPU]) as forward:
-        gathered = gather_heads(*local, group)
-        out = scatter_heads(_stand_in(*gathered), group)
+        payload_PBLF = gather_heads(*local, group.group_name)
+        features_BSF = payload_PBLF.transpose(0, 1).flatten(1, 2)
+        gathered = split_heads(features_BSF, heads, QKV, (HEAD_SIZE, HEAD_SIZE, VALUE_SIZE))
+        out = scatter_heads(_stand_in(*gathered, heads), num_heads, num_kv_heads, group.group_name)
     with profile(activities=[ProfilerActivity.CPU]) as backward:
         out.backward(upstream[:, mine])
 
-    wanted_out = _stand_in(*(tensor.transpose(1, 2) for tensor in whole))
+    all_heads = assign_heads(num_heads, num_kv_heads, 1).ranks[0]
+    wanted_out = _stand_in(*(tensor.transpose(1, 2) for tensor in whole), all_heads)
     wanted_out.backward(upstream)
-    copies = kv_copies(num_heads, num_kv_heads, world_size)
-    expected = [whole[0], *(tensor.repeat_interleave(copies, dim=1) for tensor in whole[1:])]
     wrong = []
-    for name, ours, full in zip("qkv", gathered, expected, strict=True):
-        heads = full.shape[1] // world_size
-        mine_of_heads = full.detach()[:, rank * heads : (rank + 1) * heads].transpose(1, 2)
-        if not torch.equal(ours.detach(), mine_of_heads):
+    kv = slice(heads.first_kv, heads.stop_kv)
+    for name, ours, full, own in zip("qkv", gathered, whole, (slice(heads.first, heads.stop), kv, kv), strict=True):
+        if not torch.equal(ours.detach(), full.detach()[:, own].transpose(1, 2)):
             wrong.append(f"{name} is not the whole sequence of this rank's heads")
     if not torch.equal(out.detach(), wanted_out.detach()[:, mine]):
         wrong.append("output is not this rank's slice of every head")
@@ -75,12 +77,27 @@ def exchange_equals_slicing(
     )
 
 
-def _stand_in(query_BSHD: torch.Tensor, key_BSKD: torch.Tensor, value_BSKE: torch.Tensor) -> torch.Tensor:
+def _stand_in(
+    query_BShD: torch.Tensor, key_BSkD: torch.Tensor, value_BSkE: torch.Tensor, heads: RankHeads
+) -> torch.Tensor:
     """Mix tokens and heads as attention does, without its cost: each query head with its KV head."""
-    copies = query_BSHD.shape[2] // key_BSKD.shape[2]
-    key_BSHD, value_BSHE = (tensor.repeat_interleave(copies, dim=2) for tensor in (key_BSKD, value_BSKE))
-    weights_BSH = (query_BSHD * key_BSHD.cumsum(dim=1)).sum(dim=-1).tanh()
-    return weights_BSH.unsqueeze(-1) * value_BSHE.cumsum(dim=1)
+    places = torch.tensor([place for place, (_, count) in enumerate(heads.groups) for _ in range(count)])
+    key_BShD, value_BShE = key_BSkD[:, :, places], value_BSkE[:, :, places]
+    weights_BSh = (query_BShD * key_BShD.cumsum(dim=1)).sum(dim=-1).tanh()
+    return weights_BSh.unsqueeze(-1) * value_BShE.cumsum(dim=1)
+
+
+def circulated(rank: int, world_size: int) -> list[list[float]]:
+    """Send two tensors round a ring at once, all the way; return what came at each step."""
+    group = dist.group.WORLD
+    assert group is not None
+    held = [torch.full((3,), float(rank)), torch.full((5,), 100.0 + rank)]
+    seen = []
+    for _ in range(world_size):
+        under_way = [Circulation(tensor, group, tag) for tag, tensor in enumerate(held)]
+        held = [circulation.wait() for circulation in reversed(under_way)][::-1]
+        seen.append([float(tensor.unique()) for tensor in held])
+    return seen
 
 
 def _collectives(profiler: Any) -> dict[str, int]:

@@ -26,7 +26,17 @@ from typing import Any
 
 DEFAULT_TIMEOUT_S = 90.0
 GRACE_S = 5.0
-PRELOAD = ("torch", "torch.distributed", "deepspeed", "transformers", "safetensors.torch")
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch._inductor.compile_fx",
+    "deepspeed",
+    "transformers",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mistral.modeling_mistral",
+    "transformers.models.gpt_oss.modeling_gpt_oss",
+    "safetensors.torch",
+)
 ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",

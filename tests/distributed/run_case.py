@@ -106,7 +106,7 @@ def run_worker(
 
     def make_source(plan: Any, reader: Any, layout: Any, rank: int) -> Any:
         place = (layout.dp_rank(rank), layout.dp_size, layout.sp_rank(rank), layout.sp_size)
-        source = DirectSource(reader, plan, *place)
+        source = DirectSource(reader, plan, *place, ring_size=layout.ring_size)
         return _Reversed(source) if reverse else source
 
     worker = Worker(

@@ -4,38 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, loss_scale, shard_batch, unshard
-from ray_ulysses.attention.batch import IGNORE_INDEX
+from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch
 from ray_ulysses.engine.zero import ZeroSettings, build_engine
 from ray_ulysses.parallel.layout import ParallelLayout
+from tests.unit.attention.models import VOCAB, zoo_model
 
-VOCAB = 61
-ARCHITECTURES = ("llama", "qwen3", "mistral")
 ROWS: tuple[tuple[int, tuple[int, ...]], ...] = (
     # (tokens of the row, lengths of its documents; the rest is padding)
+    # A document ends on a border of slices at every sp_size of 1 to 8 (6 is the shortest slice, 16 and 24 are borders).
+    (48, (16, 8, 24)),
     (32, (17, 1, 9, 5)),
-    (30, (8, 8, 14)),
-    (33, (20, 4)),
-    (32, (32,)),
-    (24, (5, 6, 13)),
     (40, (1, 1, 30)),
+    (33, (33,)),
+    (24, (1, 1, 1, 8, 13)),
+    (30, (8, 8, 14)),
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeamCase:
-    """A point of law 1's matrix."""
+    """A point of law 1's matrix.
+
+    Attributes:
+        architecture: A name of the zoo.
+        ulysses_size: Ranks that heads are exchanged over.
+        ring_size: Ring degree.
+        dp_size: Groups of ranks with rows of their own.
+        zero_stage: 0 uses no engine: the ranks' gradients are added up as they are.
+        accumulation: Micro-batches of a step.
+    """
 
     architecture: str
-    sp_size: int
-    dp_size: int
-    zero_stage: int
-    accumulation: int
+    ulysses_size: int = 1
+    ring_size: int = 1
+    dp_size: int = 1
+    zero_stage: int = 0
+    accumulation: int = len(ROWS)
+
+    @property
+    def sp_size(self) -> int:
+        """Ranks that share a row."""
+        return self.ulysses_size * self.ring_size
 
     @property
     def world_size(self) -> int:
@@ -45,7 +61,8 @@ class SeamCase:
     @property
     def label(self) -> str:
         """A readable id."""
-        return f"{self.architecture}-sp{self.sp_size}-dp{self.dp_size}-zero{self.zero_stage}-acc{self.accumulation}"
+        sizes = f"u{self.ulysses_size}-r{self.ring_size}-dp{self.dp_size}"
+        return f"{self.architecture}-{sizes}-zero{self.zero_stage}-acc{self.accumulation}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,34 +90,8 @@ class SeamResult:
     parameters: int
 
 
-def build_model(architecture: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a tiny decoder, the same on every rank: tied in Qwen3, 2 KV heads for 4 query heads in all."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
-
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-    }
-    configs = {
-        "llama": lambda: LlamaConfig(**sizes),
-        "qwen3": lambda: Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=True),
-        "mistral": lambda: MistralConfig(**sizes, sliding_window=6),
-    }
-    torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(configs[architecture](), attn_implementation="eager")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3.0)
-    return model.to(dtype)
-
-
-def make_row(index: int, sp_size: int) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
-    """Return token ids, labels and document lengths of a row; row 0 masks all labels of one rank's slice."""
+def make_row(index: int) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+    """Return token ids, labels and document lengths of a row; row 0 masks all labels of the first rank's slice."""
     tokens, lengths = ROWS[index % len(ROWS)]
     generator = torch.Generator().manual_seed(100 + index)
     input_ids = torch.randint(0, VOCAB, (1, tokens), generator=generator)
@@ -108,18 +99,32 @@ def make_row(index: int, sp_size: int) -> tuple[torch.Tensor, torch.Tensor, tupl
     labels[:, sum(lengths) :] = IGNORE_INDEX
     labels[:, 2:5] = IGNORE_INDEX
     if index == 0:
-        labels[:, : -(-tokens // sp_size) + 1 if sp_size > 1 else 1] = IGNORE_INDEX
+        labels[:, : tokens // 2 + 1] = IGNORE_INDEX
     return input_ids, labels, lengths
 
 
-def reference_step(
-    architecture: str, num_rows: int, sp_size: int, dtype: torch.dtype
-) -> tuple[float, list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Train one step on one process: every document alone, loss = sum / count. Returns loss, logits, gradients."""
-    model = build_model(architecture, dtype)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reference:
+    """One process's step: every document alone with eager attention, loss = sum / count.
+
+    Attributes:
+        loss: Its loss.
+        logits: Logits of each row.
+        gradients: Gradient of each parameter.
+    """
+
+    loss: float
+    logits: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+
+
+@cache
+def reference_step(architecture: str, num_rows: int, dtype: torch.dtype) -> Reference:
+    """Train one step on one process."""
+    model = zoo_model(architecture, dtype)
     sums, count, logits_of_rows = [], 0, []
     for index in range(num_rows):
-        input_ids, labels, lengths = make_row(index, sp_size)
+        input_ids, labels, lengths = make_row(index)
         parts, start = [], 0
         for length in lengths:
             logits = model(input_ids=input_ids[:, start : start + length], use_cache=False).logits
@@ -132,23 +137,89 @@ def reference_step(
     loss = torch.stack(sums).sum() / count
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return float(loss), logits_of_rows, gradients
+    return Reference(loss=float(loss.detach()), logits=logits_of_rows, gradients=gradients)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """What a step of ours gave: loss, whole gradients, their global norm, and its all-gathers."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    norm: float
+    gathers: int
 
 
 def run_cases(rank: int, world_size: int, cases: list[SeamCase], device: str = "cpu") -> list[SeamResult]:
-    """Run every case of one (sp, dp) shape on this rank."""
-    return [result for case in cases for result in _run_case(rank, case)]
+    """Run every case of one world on this rank; the first rank measures."""
+    groups: dict[tuple[int, int], SequenceMesh] = {}
+    results = []
+    for case in cases:
+        layout = ParallelLayout(world_size=case.world_size, sp_size=case.sp_size)
+        key = (case.sp_size, case.ring_size)
+        if key not in groups:
+            made = [dist.new_group(list(ranks)) for ranks in layout.sp_groups()]
+            groups[key] = SequenceMesh.from_group(made[layout.dp_rank(rank)], ring_size=case.ring_size)
+        results += list(_run_case(case, groups[key], layout.dp_rank(rank), is_measuring=rank == 0))
+    return results
 
 
-def _run_case(rank: int, case: SeamCase) -> Iterator[SeamResult]:
+def _run_case(case: SeamCase, mesh: SequenceMesh, dp_rank: int, *, is_measuring: bool) -> Iterator[SeamResult]:
+    mine = [m * case.dp_size + dp_rank for m in range(case.accumulation)]
+    batches = [shard_batch(*make_row(index), mesh) for index in mine]
+    tokens = torch.stack([(batch.labels_BL != IGNORE_INDEX).sum() for batch in batches]).sum()
+    dist.all_reduce(tokens)
+    model = apply_ulysses(zoo_model(case.architecture), mesh)
+    train = _step_with_an_engine if case.zero_stage else _step_by_hand
+    step = train(case, model, mesh, batches, int(tokens))
+    fresh = apply_ulysses(zoo_model(case.architecture), mesh)
+    with torch.no_grad():
+        logits = [unshard(fresh(**batch.model_inputs()).logits, batch) for batch in batches]
+    if not is_measuring:
+        return
+    num_rows = case.dp_size * case.accumulation
+    wanted = reference_step(case.architecture, num_rows, torch.float64)
+    own = reference_step(case.architecture, num_rows, torch.float32)
+    error, worst = gradient_error(step.gradients, own.gradients, wanted.gradients)
+    whole_norm = torch.stack([gradient.norm() for gradient in own.gradients.values()]).norm()
+    yield SeamResult(
+        case=case,
+        loss_error=abs(step.loss - wanted.loss) / abs(wanted.loss),
+        logits_error=max(
+            relative_error(ours.double(), wanted.logits[index]) for index, ours in zip(mine, logits, strict=True)
+        ),
+        gradient_error=error,
+        worst_tensor=worst,
+        norm_ratio=step.norm / float(whole_norm),
+        gathers=step.gathers,
+        parameters=len(step.gradients),
+    )
+
+
+def _step_by_hand(case: SeamCase, model: Any, mesh: SequenceMesh, batches: list[ShardedBatch], tokens: int) -> _Step:
+    """Add up what each rank's slices give: the definition that an engine's scale is held against."""
+    loss = torch.zeros(())
+    for batch in batches:
+        loss_sum, _ = causal_lm_loss(model, batch)
+        (loss_sum / tokens).backward()
+        loss += loss_sum.detach()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(gradients[name])
+    dist.all_reduce(loss)
+    norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
+    return _Step(loss=float(loss) / tokens, gradients=gradients, norm=norm, gathers=0)
+
+
+def _step_with_an_engine(
+    case: SeamCase, model: Any, mesh: SequenceMesh, batches: list[ShardedBatch], tokens: int
+) -> _Step:
     import deepspeed
     from torch.profiler import ProfilerActivity, profile
 
-    layout = ParallelLayout(world_size=case.world_size, sp_size=case.sp_size)
-    groups = [dist.new_group(list(ranks)) for ranks in layout.sp_groups()]
-    mesh = SequenceMesh.from_group(groups[layout.dp_rank(rank)])
     engine = build_engine(
-        apply_ulysses(build_model(case.architecture), mesh),
+        model,
         ZeroSettings(
             stage=case.zero_stage,  # type: ignore[arg-type]
             dtype="fp32",
@@ -161,22 +232,16 @@ def _run_case(rank: int, case: SeamCase) -> Iterator[SeamResult]:
             partition_everything=True,
         ),
     )
-    num_rows = case.dp_size * case.accumulation
-    mine = [m * case.dp_size + layout.dp_rank(rank) for m in range(case.accumulation)]
-    batches = [shard_batch(*make_row(index, case.sp_size), mesh) for index in mine]
-    tokens = torch.stack([(batch.labels_BL != IGNORE_INDEX).sum() for batch in batches]).sum()
-    dist.all_reduce(tokens)
-    scale = loss_scale(int(tokens), mesh, zero_stage=case.zero_stage, accumulation=case.accumulation)
+    scale = loss_scale(tokens, mesh, zero_stage=case.zero_stage, accumulation=case.accumulation)
     loss = torch.zeros(())
-    logits: dict[int, torch.Tensor] = {}
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        for index, batch in zip(mine, batches, strict=True):
+        for number, batch in enumerate(batches):
             loss_sum, num_tokens = causal_lm_loss(engine, batch)
             assert int(num_tokens) == int((batch.labels_BL != IGNORE_INDEX).sum())
             loss += loss_sum.detach()
             engine.backward(loss_sum * scale)
             # An engine steps on the boundary only; before it, step() advances the micro-step.
-            if index != mine[-1]:
+            if number + 1 < len(batches):
                 engine.step()
     gathers = sum(event.count for event in profiler.key_averages() if "allgather" in event.key.replace("_", ""))
     gradients = {
@@ -187,28 +252,10 @@ def _run_case(rank: int, case: SeamCase) -> Iterator[SeamResult]:
     norm = float(engine.get_global_grad_norm())
     engine.destroy()
     dist.all_reduce(loss)
-    fresh = apply_ulysses(build_model(case.architecture), mesh)
-    with torch.no_grad():
-        for index, batch in zip(mine, batches, strict=True):
-            logits[index] = unshard(fresh(**batch.model_inputs()).logits, batch)
-    _, wanted_logits, wanted = reference_step(case.architecture, num_rows, case.sp_size, torch.float64)
-    wanted_loss, _, own = reference_step(case.architecture, num_rows, case.sp_size, torch.float32)
-    error, worst = _gradient_error(gradients, own, wanted)
-    whole_norm = torch.stack([gradient.norm() for gradient in own.values()]).norm()
-    logits_error = max(_relative(logits[index].double(), wanted_logits[index]) for index in mine)
-    yield SeamResult(
-        case=case,
-        loss_error=abs(float(loss) / int(tokens) - wanted_loss) / abs(wanted_loss),
-        logits_error=logits_error,
-        gradient_error=error,
-        worst_tensor=worst,
-        norm_ratio=norm / float(whole_norm),
-        gathers=gathers,
-        parameters=len(gradients),
-    )
+    return _Step(loss=float(loss) / tokens, gradients=gradients, norm=norm, gathers=gathers)
 
 
-def _gradient_error(
+def gradient_error(
     ours: dict[str, torch.Tensor], own: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 ) -> tuple[float, str]:
     """Return the worst ratio of a tensor's error to law 1's bound, and the tensor."""
@@ -226,6 +273,7 @@ def _gradient_error(
     return worst
 
 
-def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the norm-wise error of ``a`` against ``b``."""
     assert a.shape == b.shape, (a.shape, b.shape)
     return float((a - b).norm() / b.norm())

@@ -5,33 +5,28 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ray_ulysses.attention.exchange import kv_copies
-from tests.distributed.exchange_case import exchange_equals_slicing, gathered_sequence, layer_collectives, rope_error
+from tests.distributed.exchange_case import (
+    circulated,
+    exchange_equals_slicing,
+    gathered_sequence,
+    layer_collectives,
+    rope_error,
+)
 from tests.distributed.harness import run_ranks
 
 pytestmark = pytest.mark.distributed
 
-# (ranks, query heads, KV heads): the three branches of kv_copies.
+# (ranks, query heads, KV heads)
 GROUPS = {
     "kv-heads-divide": (2, 4, 2),
     "one-kv-head-a-rank": (4, 8, 4),
     "ranks-share-a-kv-head": (4, 8, 2),
     "one-kv-head-for-all": (2, 4, 1),
-    "a-copy-a-query-head": (2, 6, 3),
-    "a-copy-a-query-head-on-4": (4, 12, 6),
+    "a-group-cut-in-two": (2, 6, 3),
+    "heads-do-not-divide": (3, 4, 2),
+    "14-and-2-on-4": (4, 14, 2),
+    "40-and-8-on-3": (3, 40, 8),
 }
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "ranks", "copies"),
-    [(8, 8, 4, 1), (8, 4, 4, 1), (8, 2, 4, 2), (8, 1, 8, 8), (6, 3, 2, 2), (12, 6, 4, 2), (24, 8, 12, 3)],
-)
-def test_kv_heads_are_copied_until_every_rank_has_equal_groups(
-    heads: int, kv_heads: int, ranks: int, copies: int
-) -> None:
-    assert kv_copies(heads, kv_heads, ranks) == copies
-    assert kv_heads * copies % ranks == 0
-    assert heads % (kv_heads * copies) == 0
 
 
 @pytest.mark.parametrize(("ranks", "heads", "kv_heads"), GROUPS.values(), ids=GROUPS.keys())
@@ -45,6 +40,11 @@ def test_the_exchange_is_plain_slicing_forward_and_backward(ranks: int, heads: i
 
 def test_one_row_is_exchanged_as_two_are() -> None:
     assert [report.wrong for report in run_ranks(exchange_equals_slicing, 2, 4, 2, 1)] == [(), ()]
+
+
+def test_what_goes_round_a_ring_comes_from_the_rank_before() -> None:
+    for rank, seen in enumerate(run_ranks(circulated, 3)):
+        assert seen == [[(rank - step) % 3, 100 + (rank - step) % 3] for step in (1, 2, 3)]
 
 
 def test_a_layer_takes_two_collectives_forward_and_two_backward() -> None:

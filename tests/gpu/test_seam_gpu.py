@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, loss_scale, shard_batch
-from ray_ulysses.attention.kernels import KERNELS
+from ray_ulysses.attention.kernels import KERNELS, Demand
 from tests.unit.attention.models import VOCAB, tiny_model
 
 pytestmark = [
@@ -17,14 +17,19 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 LENGTHS = (300, 1, 150, 61)
+# A model of full layers, one of window layers, and one of both with soft-capping.
+EXTRAS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 64},
+    "gemma2": {"sliding_window": 64, "head_dim": 64, "query_pre_attn_scalar": 64, "attn_logit_softcapping": 5.0},
+}
 # bf16 weights and activations through two layers against fp32: rounding of 2**-8 an operation, norm-wise a tensor.
 LOSS_BOUND, GRADIENT_BOUND = 1e-2, 5e-2
 
 
 def model_of(kind: str, dtype: torch.dtype, device: str) -> Any:
     sizes = {"hidden_size": 256, "intermediate_size": 384, "max_position_embeddings": 1024}
-    window = {"sliding_window": 64} if kind == "mistral" else {}
-    model = tiny_model(kind, **sizes, **window)
+    model = tiny_model(kind, **sizes, **EXTRAS[kind])
     # The oracle holds the weights that bf16 rounds to.
     return model.to(torch.bfloat16).to(dtype).to(device)
 
@@ -44,14 +49,37 @@ def step(model: Any, device: str, attention: Any) -> tuple[float, dict[str, torc
     return float(loss_sum.detach() * scale), gradients
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def skip_if_it_cannot(attention: str, kind: str, head_size: int) -> None:
+    entry = next((entry for entry in KERNELS if entry.name == attention), None)
+    if entry is None:
+        return
+    if not entry.runs_on("cuda"):
+        pytest.skip(f"{attention} needs {entry.needs}")
+    torch.cuda.init()
+    for has_window in {"llama": (False,), "mistral": (True,), "gemma2": (False, True)}[kind]:
+        refusal = entry.refuses(
+            Demand(
+                device_type="cuda",
+                dtype=torch.bfloat16,
+                head_size=head_size,
+                value_size=head_size,
+                has_window=has_window,
+                has_softcap=kind == "gemma2",
+            )
+        )
+        if refusal is not None:
+            pytest.skip(f"{attention}: {refusal}")
+
+
+@pytest.mark.parametrize("kind", EXTRAS)
 @pytest.mark.parametrize("attention", ["auto", *(entry.name for entry in KERNELS)])
 def test_a_step_in_bf16_is_that_of_fp32(kind: str, attention: str) -> None:
-    entry = next((entry for entry in KERNELS if entry.name == attention), None)
-    if entry is not None and not entry.usable("cuda", torch.bfloat16):
-        pytest.skip(f"{attention} needs {entry.needs}")
-    wanted_loss, wanted = step(model_of(kind, torch.float32, "cpu"), "cpu", "sdpa")
-    loss, gradients = step(model_of(kind, torch.bfloat16, "cuda"), "cuda", attention)
+    model = model_of(kind, torch.bfloat16, "cuda")
+    config = model.config
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    skip_if_it_cannot(attention, kind, head_size)
+    wanted_loss, wanted = step(model_of(kind, torch.float32, "cpu"), "cpu", "auto")
+    loss, gradients = step(model, "cuda", attention)
     assert loss == pytest.approx(wanted_loss, rel=LOSS_BOUND)
     whole = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
     for name, truth in wanted.items():
@@ -66,7 +94,7 @@ def test_a_step_in_fp32_on_the_gpu_is_that_of_the_cpu() -> None:
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        wanted_loss, wanted = step(model_of("llama", torch.float32, "cpu"), "cpu", "sdpa")
+        wanted_loss, wanted = step(model_of("llama", torch.float32, "cpu"), "cpu", "auto")
         loss, gradients = step(model_of("llama", torch.float32, "cuda"), "cuda", "auto")
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before

@@ -77,12 +77,30 @@ def test_a_worker_count_that_is_no_multiple_of_sp_size(refused: Refused, corpus:
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
-def test_an_sp_size_that_the_heads_do_not_allow(refused: Refused, corpus: Path, tmp_path: Path, command: str) -> None:
+def test_a_ring_that_leaves_more_ranks_than_heads(refused: Refused, corpus: Path, tmp_path: Path, command: str) -> None:
     path = write(tmp_path, make_config(tmp_path / "runs", corpus))
-    said = refused(command, path, "--set", "cluster.workers=6", "--set", "parallel.sp_size=3")
-    assert "parallel.sp_size=3" in said and "4 attention heads" in said
-    assert "1, 2, 4" in said or "1, 2 or 4" in said
+    eight = ("--set", "cluster.workers=8", "--set", "parallel.sp_size=8")
+    said = refused(command, path, *eight, "--set", "parallel.ring_size=1")
+    assert "parallel.ring_size=1" in said and "4 attention heads" in said and "use 2, 4, 8, or null" in said
+    said = refused(command, path, *eight, "--set", "parallel.ring_size=3")
+    assert "parallel.ring_size=3: does not divide parallel.sp_size=8; use 1, 2, 4, 8" in said
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+@pytest.mark.parametrize("sp_size", [3, 8])
+def test_a_resume_whose_slices_do_not_fit_the_runs_rows(
+    refused: Refused, corpus: Path, tmp_path: Path, command: str, sp_size: int
+) -> None:
+    config = make_config(tmp_path / "runs", corpus)
+    started_run(config)
+    before = files(config.run_dir)
+    change = ("--set", f"parallel.sp_size={sp_size}", "--set", f"cluster.workers={sp_size}")
+    said = refused(command, write(tmp_path, config), *change)
+    assert f"parallel.sp_size={sp_size}" in said and "multiples of 4" in said
+    assert "use 1, 2, 4 to resume" in said
+    assert "parallel.allowed_sp" in said and "new run" in said
+    assert files(config.run_dir) == before
 
 
 def test_a_missing_tokenizer_source_or_an_empty_corpus(refused: Refused, tmp_path: Path) -> None:

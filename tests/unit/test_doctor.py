@@ -85,3 +85,30 @@ def test_checks_are_lines_that_end_with_the_sum():
         "                  -> reinstall it",
         "not ready: 1 failed, 0 warned, 2 looked at",
     ]
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_the_self_test_is_one_of_the_checks(ok, monkeypatch):
+    from ray_ulysses.engine import self_test_local
+
+    result = self_test_local.LocalSelfTest(ok=ok, text="what it said", way_out="" if ok else "what to do")
+    monkeypatch.setattr(self_test_local, "run_local_self_test", lambda: result)
+    check = doctor.check_exactness()
+    assert (check.name, check.level, check.detail) == ("self-test", "ok" if ok else "fail", "what it said")
+    assert check.way_out == result.way_out
+    assert exit_code([check]) == (0 if ok else 1)
+
+
+def test_the_self_test_is_left_out_where_a_package_is_missing(monkeypatch):
+    monkeypatch.setattr(doctor, "_REQUIRED", ("torch", "no_such_package_at_all"))
+    monkeypatch.setattr(doctor, "check_exactness", lambda: pytest.fail("it can't start"))
+    names = [check.name for check in doctor.check_machine()]
+    assert "no_such_package_at_all" in names
+    assert "self-test" not in names
+
+
+@pytest.mark.distributed
+def test_this_machine_passes_the_self_test():
+    check = doctor.check_exactness()
+    assert check.level == "ok", check
+    assert "norm ratio 1.000" in check.detail

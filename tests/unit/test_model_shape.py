@@ -82,8 +82,8 @@ def test_experts_are_counted_in_an_estimate():
     assert experts.layer_parameters - plain.layer_parameters == 7 * 3 * 48 * 80 + 8 * 48
 
 
-def test_sp_sizes_are_the_divisors_of_the_query_heads():
-    assert ModelShape.from_config_dict({**SMALL, "model_type": "llama"}).valid_sp_sizes() == (1, 2, 3, 6)
+def test_level_sp_sizes_are_the_divisors_of_the_query_heads():
+    assert ModelShape.from_config_dict({**SMALL, "model_type": "llama"}).level_sp_sizes() == (1, 2, 3, 6)
 
 
 def test_missing_sizes_are_all_named():

@@ -1,11 +1,13 @@
-"""Tiny decoders for tests of what happens inside a model."""
+"""Tiny decoders for tests of what happens inside a model: a zoo of architectures, each drawn from a seed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 VOCAB = 61
 SIZES: dict[str, Any] = {
@@ -17,6 +19,84 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
+_ALTERNATING = ["sliding_attention", "full_attention"]
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "output_router_logits": False}
+# Of every kind that some checkpoint sets above 0.
+_NO_DROPOUT = {"attention_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def _config(model_type: str, own: dict[str, Any], **changes: Any) -> PreTrainedConfig:
+    return AutoConfig.for_model(model_type, **{**SIZES, **_NO_DROPOUT, **own, **changes})
+
+
+def _kind(model_type: str, **own: Any) -> Callable[..., PreTrainedConfig]:
+    return partial(_config, model_type, own)
+
+
+ARCHITECTURES: dict[str, Callable[..., PreTrainedConfig]] = {
+    "llama": _kind("llama"),
+    # Six query heads, with biases on Q, K and V.
+    "qwen2": _kind("qwen2", hidden_size=48, num_attention_heads=6),
+    # QK-norm a head, tied embeddings.
+    "qwen3": _kind("qwen3", head_dim=16, tie_word_embeddings=True),
+    "mistral": _kind("mistral", sliding_window=6),
+    # Soft-capped scores and logits, alternating windows, a scale of its own.
+    "gemma2": _kind(
+        "gemma2",
+        head_dim=8,
+        sliding_window=6,
+        layer_types=_ALTERNATING,
+        query_pre_attn_scalar=5,
+        attn_logit_softcapping=0.5,
+        final_logit_softcapping=5.0,
+    ),
+    # Local and global layers with two kinds of RoPE, QK-norm.
+    "gemma3_text": _kind(
+        "gemma3_text", head_dim=8, sliding_window=6, layer_types=_ALTERNATING, query_pre_attn_scalar=5
+    ),
+    # Attention sinks, alternating windows, experts with biases.
+    "gpt_oss": _kind(
+        "gpt_oss", head_dim=8, sliding_window=6, layer_types=_ALTERNATING, num_local_experts=4, **_EXPERTS
+    ),
+    "mixtral": _kind("mixtral", num_local_experts=4, **_EXPERTS),
+    "qwen3_moe": _kind("qwen3_moe", head_dim=8, num_experts=4, moe_intermediate_size=24, **_EXPERTS),
+    # One matrix for Q, K and V.
+    "phi3": _kind("phi3", pad_token_id=0),
+    # One matrix for Q, K and V, interleaved a head; RoPE on a quarter of it; every query head has a KV head.
+    "gpt_neox": _kind("gpt_neox"),
+    # Norms over all heads of Q and K.
+    "olmo2": _kind("olmo2"),
+    # MLA: heads of Q and K are wider than those of V; experts chosen by group.
+    "deepseek_v3": _kind(
+        "deepseek_v3",
+        num_key_value_heads=4,
+        q_lora_rank=12,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+        first_k_dense_replace=1,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=24,
+        num_experts_per_tok=2,
+    ),
+    "granite": _kind(
+        "granite", attention_multiplier=0.2, residual_multiplier=0.7, embedding_multiplier=2.0, logits_scaling=1.5
+    ),
+    # One KV head for all, biases everywhere, a window.
+    "starcoder2": _kind(
+        "starcoder2", num_key_value_heads=1, sliding_window=6, residual_dropout=0.0, embedding_dropout=0.0
+    ),
+    # Parallel blocks; global layers know no positions.
+    "cohere2": _kind("cohere2", sliding_window=6, layer_types=_ALTERNATING, pad_token_id=0),
+    "smollm3": _kind("smollm3", no_rope_layers=[1, 0], pad_token_id=0),
+    # Learned absolute positions.
+    "gpt2": _kind("gpt2", n_inner=48),
+}
+"""Architectures that are done exactly, each with what sets it apart."""
 
 
 def tiny_model(model_type: str = "llama", *, meta: bool = False, **changes: Any) -> Any:
@@ -25,6 +105,24 @@ def tiny_model(model_type: str = "llama", *, meta: bool = False, **changes: Any)
     with torch.device("meta" if meta else "cpu"):
         torch.manual_seed(7)
         return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+def zoo_model(architecture: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """Return a model of the zoo, the same in every process, in which a mistake of attention shows.
+
+    Weights are large, so that attention is far from uniform; biases, sinks and norms are far from their first values.
+    """
+    config = ARCHITECTURES[architecture](**changes)
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3.0)
+            else:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model.to(dtype)
 
 
 def magnified(model: Any) -> Any:

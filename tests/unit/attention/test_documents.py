@@ -1,42 +1,113 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_ulysses.attention.documents import pack_documents
+from ray_ulysses.attention.documents import PackedDocuments, Tables, pack_documents
+from ray_ulysses.attention.kernels.reference import visible_tokens
+from ray_ulysses.attention.ring import RingLayer, _blocks
 from ray_ulysses.errors import UserError
+from ray_ulysses.parallel.layout import held_ranges
 
 rows_of_lengths = st.lists(st.lists(st.integers(1, 9), max_size=5), min_size=1, max_size=4)
 
 
 @settings(max_examples=30, deadline=None)
 @given(lengths=rows_of_lengths, extra=st.integers(0, 7))
-def test_spans_cover_every_token_of_every_row_once(lengths: list[list[int]], extra: int) -> None:
+def test_without_a_ring_spans_are_documents_and_tails_of_padding(lengths: list[list[int]], extra: int) -> None:
     row_tokens = max(1, max(sum(row) for row in lengths) + extra)
     documents = pack_documents(lengths, row_tokens)
-    covered = [(row, token) for row, start, end in documents.spans for token in range(start, end)]
-    assert covered == [(row, token) for row in range(len(lengths)) for token in range(row_tokens)]
+    sizes = [size for row in lengths for size in (*row, row_tokens - sum(row)) if size]
+    spans = documents.full.spans
+    assert spans.cu_seqlens.dtype == torch.int32
+    assert spans.cu_seqlens.diff().tolist() == sizes
+    assert spans.cu_seqlens.tolist() == list(spans.borders) == documents.full.borders.tolist()
+    assert spans.borders[0] == 0 and spans.borders[-1] == len(lengths) * row_tokens
+    assert spans.max_seqlen == max(sizes)
+    assert documents.windowed is documents.full
+    assert documents.full.rectangles.numel() == 0
     assert documents.num_rows == len(lengths)
     assert documents.num_document_tokens == max(sum(row) for row in lengths)
 
 
-@settings(max_examples=30, deadline=None)
-@given(lengths=rows_of_lengths, extra=st.integers(0, 7))
-def test_cu_seqlens_are_the_borders_of_the_spans_laid_end_to_end(lengths: list[list[int]], extra: int) -> None:
-    row_tokens = max(1, max(sum(row) for row in lengths) + extra)
-    documents = pack_documents(lengths, row_tokens)
-    sizes = [end - start for _, start, end in documents.spans]
-    assert documents.cu_seqlens.dtype == torch.int32
-    assert documents.cu_seqlens.diff().tolist() == sizes
-    assert documents.cu_seqlens[0] == 0 and documents.cu_seqlens[-1] == len(lengths) * row_tokens
-    assert documents.max_seqlen == max(sizes)
+def layer_of(tables: Tables, window: int | None) -> RingLayer:
+    rectangles = tuple(map(tuple, tables.rectangles.tolist()))
+    from ray_ulysses.attention.documents import Rectangle
+
+    return RingLayer(
+        kernel="auto",
+        scale=1.0,
+        window=window,
+        softcap=None,
+        spans=tables.spans,
+        rectangles=tuple(Rectangle(*fields) for fields in rectangles),
+        calls=((slice(0, 1), slice(0, 1)),),
+        ring=None,
+    )
+
+
+def seen_through_the_ring(documents: list[PackedDocuments], window: int | None) -> torch.Tensor:
+    """Return how often each query of the rows sees each key, by the kernel calls of all ring ranks."""
+    ring_size, rows, tokens = len(documents), documents[0].num_rows, documents[0].row_tokens
+    places = []
+    for rank in range(ring_size):
+        held = [t for start, stop in held_ranges(tokens, rank, ring_size, ring_size) for t in range(start, stop)]
+        places.append([row * tokens + token for row in range(rows) for token in held])
+    seen = torch.zeros(rows * tokens, rows * tokens, dtype=torch.int64)
+    for rank, packed in enumerate(documents):
+        tables = packed.full if window is None else packed.windowed
+        layer = layer_of(tables, window)
+        for step in range(ring_size):
+            theirs = places[(rank - step) % ring_size]
+            for block in _blocks(layer, step):
+                queries, keys = places[rank][block.query], theirs[block.key]
+                borders = (0, len(queries)) if block.spans is None else block.spans.borders
+                for start, stop in pairwise(borders):
+                    own = keys if block.spans is None else keys[start:stop]
+                    shift = len(own) - (stop - start)
+                    for i, query in enumerate(queries[start:stop]):
+                        for j, key in enumerate(own):
+                            late = block.spans is not None and j > i + shift
+                            early = block.left is not None and j < i + shift - block.left
+                            seen[query, key] += not (late or early)
+    return seen
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ring_size=st.integers(1, 4),
+    rows=st.lists(st.lists(st.integers(1, 14), max_size=4), min_size=1, max_size=2),
+    extra=st.integers(0, 9),
+    window=st.none() | st.integers(1, 20),
+)
+def test_the_kernel_calls_of_a_ring_see_each_visible_pair_once(
+    ring_size: int, rows: list[list[int]], extra: int, window: int | None
+) -> None:
+    multiple = 2 * ring_size if ring_size > 1 else 1
+    row_tokens = max(multiple, -(-(max(sum(row) for row in rows) + extra) // multiple) * multiple)
+    documents = [pack_documents(rows, row_tokens, ring_size=ring_size, ring_rank=rank) for rank in range(ring_size)]
+    wanted = torch.block_diag(*(visible_tokens(row, row_tokens, window).long() for row in rows))
+    assert torch.equal(seen_through_the_ring(documents, window), wanted)
+
+
+def test_every_ring_rank_has_the_same_work_on_one_long_document() -> None:
+    for ring_size in (2, 4, 8):
+        work = []
+        for rank in range(ring_size):
+            tables = pack_documents([[64 * ring_size]], 64 * ring_size, ring_size=ring_size, ring_rank=rank).full
+            squares = sum(n * (n + 1) // 2 for n in tables.spans.cu_seqlens.diff().tolist())
+            work.append(squares + sum((b - a) * (d - c) for _, a, b, c, d, _ in tables.rectangles.tolist()))
+        assert len(set(work)) == 1
+        assert sum(work) == 64 * ring_size * (64 * ring_size + 1) // 2
 
 
 def test_padding_is_a_span_of_its_own_and_no_document() -> None:
     documents = pack_documents([[3, 2], [4]], 8)
-    assert documents.spans == ((0, 0, 3), (0, 3, 5), (0, 5, 8), (1, 0, 4), (1, 4, 8))
+    assert documents.full.spans.borders == (0, 3, 5, 8, 12, 16)
     assert documents.lengths == ((3, 2), (4,))
     assert documents.max_position == 3
     assert documents.num_document_tokens == 5
@@ -44,7 +115,7 @@ def test_padding_is_a_span_of_its_own_and_no_document() -> None:
 
 def test_a_row_of_padding_alone_has_no_position() -> None:
     documents = pack_documents([()], 4)
-    assert documents.spans == ((0, 0, 4),)
+    assert documents.full.spans.borders == (0, 4)
     assert (documents.max_position, documents.num_document_tokens) == (0, 0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,14 @@ from torch import nn
 from transformers import AutoConfig
 
 from ray_ulysses import apply_ulysses, causal_lm_loss, shard_batch
-from ray_ulysses.attention.refusals import _refuse_dropout_modules, _refuse_settings
+from ray_ulysses.attention.probe import look_through
+from ray_ulysses.attention.refusals import refuse_config, refuse_inexact, refuse_mixed_devices
+from ray_ulysses.config.loading import parse_config
+from ray_ulysses.engine.model import build_model, refuse_architecture
 from ray_ulysses.errors import UserError
 from tests.unit.attention.meshes import ALONE, place
-from tests.unit.attention.models import tiny_model
+from tests.unit.attention.models import ARCHITECTURES, tiny_model
+from tests.unit.config.trees import small_tree
 
 RECURRENT: dict[str, dict[str, Any]] = {
     "qwen3_next": {"num_hidden_layers": 4, "num_experts": 2, "head_dim": 8},
@@ -22,6 +27,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "llama4_text": {"num_hidden_layers": 4, "head_dim": 8, "num_local_experts": 2},
 }
+STATEFUL = "has layers that carry state along the sequence or attend otherwise"
 
 
 @pytest.mark.parametrize("kind", RECURRENT)
@@ -29,10 +35,95 @@ def test_layers_that_carry_state_or_attend_otherwise_are_refused(kind: str) -> N
     model = tiny_model(kind, meta=True, **RECURRENT[kind])
     with pytest.raises(UserError, match=rf"^{kind} ") as refused:
         apply_ulysses(model, ALONE)
-    assert any(
-        words in str(refused.value)
-        for words in ("carry state along the sequence or attend otherwise", "does not take its attention from")
-    )
+    assert any(words in str(refused.value) for words in (STATEFUL, "does not take its attention from"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (
+            "jamba",
+            rf"^jamba {STATEFUL} \(linear_attention\); sharding the sequence would give wrong gradients that the",
+        ),
+        ("qwen3_next", rf"^qwen3_next {STATEFUL} \(linear_attention\)"),
+        ("falcon_h1", rf"^falcon_h1 {STATEFUL} \(hybrid\)"),
+        ("mamba", rf"^mamba {STATEFUL} \(linear_attention\)"),
+        ("llama4_text", rf"^llama4_text {STATEFUL} \(chunked_attention\)"),
+        ("deepseek_v32", rf"^deepseek_v32 {STATEFUL} \(indexed_attention\)"),
+        ("t5", r"^t5 has an encoder; only decoders with causal self-attention can be trained exactly"),
+        ("mllama", r"^mllama_text_model sets cross_attention_layers=\[3, .*: cross attention can't be done exactly"),
+        ("stablelm", r"^stablelm does not take its attention from Transformers' attention interface, so its attention"),
+        (
+            "doge",
+            r"^doge can't be trained exactly over slices of a row: DogeAttention makes an attention mask of its own",
+        ),
+    ],
+)
+def test_an_architecture_is_refused_from_its_configuration_alone(kind: str, text: str) -> None:
+    # A configuration has no weights: nothing but the class's own sizes is known here, and nothing is drawn or read.
+    changes = {"dropout_rate": 0.0} if kind == "t5" else {}
+    with pytest.raises(UserError, match=text):
+        refuse_architecture(AutoConfig.for_model(kind, **changes))
+
+
+def test_a_hybrid_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    AutoConfig.for_model("qwen3_next").save_pretrained(tmp_path)
+    # Reading this would fail, and say so.
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    tree = small_tree(model__init="pretrained", model__path=str(tmp_path), model__config=None)
+    with pytest.raises(UserError, match=rf"^qwen3_next {STATEFUL}"):
+        build_model(parse_config(tree))
+
+
+def test_a_bidirectional_model_is_refused_and_says_how_a_bert_becomes_a_decoder() -> None:
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    with pytest.raises(
+        UserError, match=r"^bert attends in both directions at bert\.encoder\.layer\.0.* is_decoder: true"
+    ):
+        refuse_architecture(AutoConfig.for_model("bert", **no_dropout))
+    refuse_architecture(AutoConfig.for_model("bert", is_decoder=True, **no_dropout))
+
+
+def test_positions_that_start_behind_a_padding_token_are_refused() -> None:
+    config = AutoConfig.for_model("roberta", is_decoder=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    with pytest.raises(UserError, match=r"^roberta counts positions from its padding token on"):
+        refuse_architecture(config)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "lfm2", "recurrent_gemma"])
+def test_an_operation_between_tokens_is_seen_in_a_model_that_nobody_named(kind: str) -> None:
+    problems = look_through(tiny_model(kind, meta=True, **RECURRENT[kind])).problems
+    assert "an operation outside its attention puts tokens together (convolution)" in problems
+
+
+class _Shifted(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.kind == "roll":
+            return hidden + hidden.roll(1, dims=1)
+        if self.kind == "cumsum":
+            return hidden + hidden.cumsum(-2)
+        if self.kind == "slice":
+            return hidden + nn.functional.pad(hidden[:, :-1], (0, 0, 1, 0))
+        return torch.ones(hidden.shape[1], hidden.shape[1], device=hidden.device) @ hidden
+
+
+@pytest.mark.parametrize("kind", ["roll", "cumsum", "slice", "product"])
+def test_a_layer_of_somebody_elses_that_puts_tokens_together_is_refused(kind: str) -> None:
+    from transformers import LlamaForCausalLM
+
+    class ShiftedLlama(LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model.layers[0].mlp = _Shifted(kind)
+
+    with torch.device("meta"):
+        model = ShiftedLlama(ARCHITECTURES["llama"]())
+    with pytest.raises(UserError, match=r"^llama can't be trained exactly over .*: an operation outside its attention"):
+        refuse_inexact(model, model.config, None)
 
 
 def test_a_pure_state_space_model_is_refused() -> None:
@@ -45,8 +136,6 @@ def test_a_pure_state_space_model_is_refused() -> None:
     [
         ("llama", {"attention_dropout": 0.1}, r"attention_dropout=0\.1: dropout above 0 draws other masks .* set att"),
         ("gpt2", {"resid_pdrop": 0.2, "attn_pdrop": 0, "embd_pdrop": 0}, r"model\.config\.resid_pdrop=0\.2: dropout"),
-        ("gemma2", {"head_dim": 8}, r"gemma2 sets attn_logit_softcapping=50\.0: soft-capping of attention scores is"),
-        ("gpt_oss", {"num_local_experts": 2, "head_dim": 8}, r"gpt_oss uses attention sinks, which are not supported"),
         (
             "mixtral",
             {"output_router_logits": True, "num_local_experts": 2},
@@ -60,12 +149,14 @@ def test_a_setting_that_is_not_exact_is_refused_with_the_way_out(kind: str, chan
         apply_ulysses(tiny_model(kind, meta=True, **changes), ALONE)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "mixtral", "phi3", "gemma3_text", "olmo2"])
-def test_the_architectures_that_can_be_done_exactly_are_taken(kind: str) -> None:
-    changes: dict[str, Any] = {"pad_token_id": 0} if kind == "phi3" else {}
-    changes |= {"num_local_experts": 2} if kind == "mixtral" else {}
-    model = apply_ulysses(tiny_model(kind, meta=True, **changes), ALONE)
-    assert model.config._attn_implementation == "ray_ulysses"
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_architectures_that_can_be_done_exactly_are_taken(
+    architecture: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = ARCHITECTURES[architecture]()
+    refuse_architecture(config)
+    assert "could not be looked through" not in caplog.text
+    assert config._attn_implementation != "ray_ulysses_probe"
 
 
 def test_an_encoder_decoder_is_refused() -> None:
@@ -92,17 +183,33 @@ def test_what_is_no_hugging_face_model_is_refused() -> None:
         apply_ulysses(nn.Linear(2, 2), ALONE)
 
 
-@pytest.mark.parametrize("sp_size", [3, 5, 8])
-def test_a_size_that_does_not_divide_the_heads_is_refused_with_the_sizes_that_do(sp_size: int) -> None:
-    with pytest.raises(
-        UserError, match=rf"parallel\.sp_size={sp_size} does not divide the 4 attention heads of llama"
-    ) as e:
-        apply_ulysses(tiny_model(meta=True), place(0, sp_size))
-    assert str(e.value).endswith("the sizes that do are 1, 2, 4")
+@pytest.mark.parametrize(("sp_size", "ring"), [(5, 5), (6, 2), (8, 2), (64, 16)])
+def test_more_ranks_than_heads_are_refused_with_the_ring_that_would_fit(sp_size: int, ring: int) -> None:
+    model = tiny_model(meta=True)
+    with pytest.raises(UserError) as e:
+        refuse_inexact(model, model.config, place(0, sp_size))
+    assert str(e.value) == (
+        f"parallel.sp_size={sp_size} with ring_size=1 spreads the 4 attention heads of llama over {sp_size} ranks, and "
+        f"each needs one at least (sp_size / ring_size <= 4); set parallel.ring_size: {ring}, or parallel.sp_size to "
+        "at most 4"
+    )
+
+
+@pytest.mark.parametrize("sp_size", [1, 2, 3, 4])
+def test_heads_need_not_divide(sp_size: int) -> None:
+    model = tiny_model(meta=True)
+    refuse_inexact(model, model.config, place(0, sp_size))
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(UserError, match=r"on several devices \(0\.weight on cpu, 1\.weight on meta\); .* device_map"):
+        refuse_mixed_devices(model)
+    refuse_mixed_devices(tiny_model())
 
 
 def test_a_kernel_that_cannot_run_is_refused_when_it_is_asked_for() -> None:
-    with pytest.raises(UserError, match=r"model\.attention='varlen' needs a CUDA device and bf16"):
+    with pytest.raises(UserError, match=r"model\.attention='varlen' can't be used: needs .* use auto or sdpa, math"):
         apply_ulysses(tiny_model(), ALONE, attention="varlen")
 
 
@@ -155,10 +262,11 @@ def test_an_attention_layer_called_past_the_model_says_what_is_missing() -> None
 )
 def test_noise_by_another_name_than_dropout_is_refused(model_type: str, settings: dict[str, Any], text: str) -> None:
     with pytest.raises(UserError, match=text):
-        _refuse_settings(AutoConfig.for_model(model_type, **settings), model_type)
+        refuse_config(AutoConfig.for_model(model_type, **settings))
 
 
 def test_a_dropout_module_that_the_configuration_does_not_show_is_refused() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))
-    with pytest.raises(UserError, match=r"dropout of 0\.5 at 1"):
-        _refuse_dropout_modules(model, "adapter")
+    model = tiny_model(meta=True)
+    model.model.layers[1].mlp.add_module("noise", nn.Dropout(0.5))
+    with pytest.raises(UserError, match=r"^llama has a dropout of 0\.5 at model\.layers\.1\.mlp\.noise"):
+        refuse_inexact(model, model.config, None)

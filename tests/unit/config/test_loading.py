@@ -136,7 +136,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(path: str, nearest: str
         ("data.context_tokens=true", "data.context_tokens=True: must be a whole number"),
         ("data.rows_per_step='4'", "data.rows_per_step='4': must be a whole number; write a number without"),
         ("parallel.sp_size=0", "parallel.sp_size=0: must be at least 1"),
-        ("parallel.ring_size=2", "parallel.ring_size=2: this version has no ring attention"),
+        ("parallel.ring_size=0", "parallel.ring_size=0: must be at least 1"),
         (
             "parallel.allowed_sp=[2, 1]",
             "parallel.allowed_sp=[2, 1]: must be different numbers in ascending order",

@@ -32,12 +32,13 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
         "use an sp_size of 1, 2, 4, or 6 workers (a multiple of 6)",
     ),
     (
-        {"parallel__sp_size": 4, "cluster__workers": 8},
-        "parallel.sp_size=4: does not divide the model's 6 attention heads; use 1, 2, 3, 6",
+        {"parallel__sp_size": 6, "parallel__ring_size": 4},
+        "parallel.ring_size=4: does not divide parallel.sp_size=6; use 1, 2, 3, 6, or null to have it chosen",
     ),
     (
-        {"parallel__allowed_sp": [1, 4]},
-        "parallel.allowed_sp=4: does not divide the model's 6 attention heads; use 1, 2, 3, 6",
+        {"parallel__sp_size": 24, "cluster__workers": 24, "parallel__ring_size": 2},
+        "parallel.ring_size=2: leaves 12 of parallel.sp_size=24 ranks to share the model's 6 attention heads; "
+        "use 4, 6, 8, 12, 24, or null to have it chosen",
     ),
     (
         {"parallel__sp_size": 3, "parallel__allowed_sp": [1, 2]},
@@ -47,6 +48,14 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
     (
         {"parallel__allowed_sp": [1, 2, 3], "data__context_tokens": 5},
         "data.context_tokens=5: is below 6, the multiple that rows are padded to; use 6 or more",
+    ),
+    (
+        {"parallel__sp_size": 12, "cluster__workers": 12, "data__context_tokens": 20},
+        "data.context_tokens=20: is below 24, the multiple that rows are padded to; use 24 or more",
+    ),
+    (
+        {"parallel__sp_size": 6, "parallel__ring_size": 3, "data__context_tokens": 8},
+        "data.context_tokens=8: is below 12, the multiple that rows are padded to; use 12 or more",
     ),
     (
         {"schedule__horizon_steps": 100},
@@ -91,6 +100,11 @@ def test_a_broken_rule_says_the_setting_the_rule_and_the_way_out(changes: dict[s
         {"model__config": None, "model__path": "org/model"},
         {"model__init": "pretrained", "model__path": "org/model"},
         {"parallel__sp_size": 6, "parallel__allowed_sp": [1, 6]},
+        # Heads that do not divide, a ring that is chosen, and rings that are set.
+        {"parallel__sp_size": 4, "cluster__workers": 8},
+        {"parallel__sp_size": 12, "cluster__workers": 12, "parallel__allowed_sp": [1, 5, 12]},
+        {"parallel__sp_size": 6, "parallel__ring_size": 1},
+        {"parallel__sp_size": 6, "parallel__ring_size": 6},
         {"schedule__warmup_steps": 0, "schedule__horizon_steps": 1},
         {"run__eval_every_steps": 5, "data__eval_fraction": 0.01},
         {"model__attention": "flash_attn", "model__dtype": "bf16", "cluster__gpus_per_worker": 1},
@@ -116,9 +130,9 @@ def test_a_model_configuration_without_sizes_is_refused_by_what_is_missing() -> 
 
 def test_a_rule_that_needs_a_bad_setting_does_not_report_it_again() -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_config(small_tree(cluster__workers="6", parallel__sp_size=4))
+        parse_config(small_tree(cluster__workers="6", parallel__sp_size=8, parallel__ring_size=1))
     assert [(problem.path, problem.value) for problem in caught.value.problems] == [
         ("cluster.workers", "6"),
-        ("parallel.sp_size", 4),
+        ("parallel.ring_size", 1),
     ]
     assert "attention heads" in caught.value.problems[1].rule

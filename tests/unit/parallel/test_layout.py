@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.parallel.layout import ParallelLayout, valid_sp_sizes, valid_world_sizes
+from ray_ulysses.parallel.layout import ParallelLayout, valid_world_sizes
 
 
 @settings(max_examples=50, deadline=None)
@@ -58,8 +58,6 @@ def test_a_rank_outside_the_world_is_our_own_mistake(rank: int) -> None:
         ParallelLayout(world_size=6, sp_size=3).sp_rank(rank)
 
 
-def test_valid_sizes_are_the_divisors_of_the_heads_and_the_multiples_of_sp() -> None:
-    assert valid_sp_sizes(12) == (1, 2, 3, 4, 6, 12)
-    assert valid_sp_sizes(7) == (1, 7)
+def test_valid_world_sizes_are_the_multiples_of_sp() -> None:
     assert valid_world_sizes(4, 17) == (4, 8, 12, 16)
     assert valid_world_sizes(4, 3) == ()

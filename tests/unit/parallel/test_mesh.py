@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.parallel import ParallelLayout, SequenceMesh
+from ray_ulysses.parallel.layout import ParallelLayout
+from ray_ulysses.parallel.mesh import Role, SequenceMesh
 
 WorldMaker = Callable[[int, int], None]
 
@@ -36,9 +37,16 @@ def test_a_group_without_torch_distributed_is_refused() -> None:
         SequenceMesh.from_group(object())  # type: ignore[arg-type]
 
 
-def test_a_ring_is_refused_for_now() -> None:
-    with pytest.raises(UserError, match=r"parallel\.ring_size=2: this version has no ring attention; use 1 and an sp_"):
+def test_a_ring_that_does_not_divide_the_group_is_refused(world: WorldMaker) -> None:
+    with pytest.raises(
+        UserError, match=r"parallel\.ring_size=2 does not divide parallel\.sp_size=1; use 1, or leave it"
+    ):
         SequenceMesh.from_group(None, ring_size=2)
+    world(1, 6)
+    with pytest.raises(
+        UserError, match=r"ring_size=4 does not divide parallel\.sp_size=6; use 1, 2, 3, 6, or leave it"
+    ):
+        SequenceMesh.from_group(dist.group.WORLD, ring_size=4)
 
 
 def test_no_group_in_a_world_of_one_is_the_world(world: WorldMaker) -> None:
@@ -74,6 +82,31 @@ def test_each_rank_of_a_layout_gets_its_own_groups(world: WorldMaker, rank: int)
     assert SequenceMesh.from_group(mesh.group("sp")) == mesh
 
 
+@pytest.mark.parametrize("rank", range(12))
+def test_each_rank_of_a_layout_with_a_ring_gets_its_own_groups(world: WorldMaker, rank: int) -> None:
+    world(rank, 12)
+    layout = ParallelLayout(world_size=12, sp_size=6, ring_size=2)
+    mesh = SequenceMesh.from_layout(layout)
+    assert (mesh.sp_rank, mesh.ulysses_rank, mesh.ring_rank) == (rank % 6, rank % 3, rank % 6 // 3)
+    assert (mesh.ulysses_size, mesh.ring_size) == (3, 2)
+    assert tuple(dist.get_process_group_ranks(mesh.group("ulysses"))) == layout.ulysses_groups()[rank // 3]
+    (ring,) = (group for group in layout.ring_groups() if rank in group)
+    assert tuple(dist.get_process_group_ranks(mesh.group("ring"))) == ring
+
+
+@pytest.mark.parametrize(("ring_size", "only", "other"), [(1, "ulysses", "ring"), (3, "ring", "ulysses")])
+def test_a_mesh_of_one_kind_makes_no_group_of_its_own(
+    world: WorldMaker, ring_size: int, only: Role, other: Role
+) -> None:
+    world(1, 3)
+    of_layout = SequenceMesh.from_layout(ParallelLayout(world_size=3, sp_size=3, ring_size=ring_size))
+    of_group = SequenceMesh.from_group(dist.group.WORLD, ring_size=ring_size)
+    for mesh in (of_layout, of_group):
+        assert mesh.group(only) is mesh.group("sp")
+        with pytest.raises(UserError, match=f"no group for role '{other}'"):
+            mesh.group(other)
+
+
 def test_a_layout_of_another_world_is_refused(world: WorldMaker) -> None:
     world(0, 4)
     with pytest.raises(UserError, match=r"a layout of 6 ranks does not fit a process group of 4"):
@@ -83,5 +116,5 @@ def test_a_layout_of_another_world_is_refused(world: WorldMaker) -> None:
 def test_a_role_that_the_mesh_does_not_have_is_refused(world: WorldMaker) -> None:
     world(0, 2)
     mesh = SequenceMesh.from_group(dist.group.WORLD)
-    with pytest.raises(UserError, match=r"this mesh has no group for role 'dp'; it has \['loss', 'shard', 'sp'\]"):
+    with pytest.raises(UserError, match=r"this mesh has no group for role 'dp'; it has \['loss', 'shard', 'sp', 'ul"):
         mesh.group("dp")

@@ -58,6 +58,47 @@ def test_key_value_heads_are_copied_beyond_their_number():
     assert terms["all-to-all buffers"].bytes == 2 * (131072 // 32) * (32 + 32 + 32) * 128 * 2
 
 
+UNEVEN = ModelShape.from_config_dict(
+    {
+        "model_type": "llama",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 24,
+        "vocab_size": 151936,
+    }
+)
+
+
+def test_uneven_heads_are_counted_on_the_fullest_rank():
+    terms = by_name(estimate(UNEVEN, world_size=4, sp_size=4, context_tokens=65536).device)
+    tokens = 65536 // 4
+    # 14 heads on 4 ranks: the fullest has 4, as though there were 16; each needs one of 2 key-value heads.
+    query_after, kv_after = 4 * 4 * 64, 4 * 1 * 64
+    assert terms["all-to-all buffers"].bytes == tokens * 2 * 2 * (query_after + 2 * kv_after)
+    around = 2 * 14 * 64 + 2 * 2 * 64
+    assert terms["attention q, k, v and output"].bytes == tokens * 2 * (around + 2 * query_after + 2 * kv_after)
+
+
+def test_a_ring_holds_keys_twice_and_their_gradients_in_fp32():
+    without = estimate(LLAMA_3_8B, world_size=64, sp_size=32, context_tokens=262144)
+    terms = by_name(estimate(LLAMA_3_8B, world_size=64, sp_size=64, ring_size=2, context_tokens=524288).device)
+    assert by_name(without.device).keys() == terms.keys() - {"ring buffers"}
+    # Ulysses over 32 ranks: one query and one key-value head each, of twice the tokens of a slice without a ring.
+    tokens, width = 524288 // 64, 32 * 128
+    keys, gradients = 2 * (2 * width * 2), 3 * (2 * width * 4) + width * 4
+    assert terms["ring buffers"].bytes == tokens * (keys + gradients)
+    for name in ("all-to-all buffers", "attention q, k, v and output"):
+        assert terms[name].bytes == by_name(without.device)[name].bytes
+
+
+def test_a_ring_of_all_ranks_exchanges_no_heads():
+    terms = by_name(estimate(LLAMA_3_8B, world_size=8, sp_size=8, ring_size=8, context_tokens=131072).device)
+    assert "all-to-all buffers" not in terms
+    assert terms["ring buffers"].bytes > 0
+
+
 def test_one_rank_exchanges_nothing():
     terms = by_name(estimate(LLAMA_3_8B, world_size=8, sp_size=1, context_tokens=8192).device)
     assert "all-to-all buffers" not in terms

@@ -30,10 +30,19 @@ def llama_config(**memory):
     )
 
 
-def test_an_sp_size_that_splits_heads_is_refused_with_those_that_do_not():
-    config = make_config(parallel={"sp_size": 3}, cluster={"workers": 3})
+@pytest.mark.parametrize(("sp_size", "ring_size"), [(3, None), (4, 1), (12, None), (12, 3), (8, 8)])
+def test_heads_need_not_divide_and_a_ring_takes_over(sp_size, ring_size):
+    config = make_config(parallel={"sp_size": sp_size, "ring_size": ring_size}, cluster={"workers": sp_size})
+    assert not list(heads_problems(config, make_shape(config)))
+
+
+def test_a_ring_that_leaves_more_ranks_than_heads_is_refused_with_those_that_do_not():
+    config = make_config(parallel={"sp_size": 12, "ring_size": 2}, cluster={"workers": 12})
     (problem,) = heads_problems(config, make_shape(config))
-    assert str(problem) == "parallel.sp_size=3: does not divide the model's 4 attention heads; use 1, 2, 4"
+    assert str(problem) == (
+        "parallel.ring_size=2: leaves 6 of parallel.sp_size=12 ranks to share the model's 4 attention heads; "
+        "use 3, 4, 6, 12, or null to have it chosen"
+    )
 
 
 def test_a_token_beyond_the_vocabulary_is_refused():
@@ -85,8 +94,8 @@ def test_memory_that_fits_is_not_refused():
 def test_memory_that_does_not_fit_is_refused_with_what_does():
     (text,) = memory_texts(llama_config(device_gib=40.0))
     assert re.match(
-        r"memory\.device_gib=40\.0: a rank is estimated to take 5\d\.\d GiB \(a first estimate by formula, "
-        r"not a measurement\), most of it logits \(27\.4 GiB\) and AdamW moments, fp32 \(7\.5 GiB\); ",
+        r"memory\.device_gib=40\.0: a rank is estimated to take 6\d\.\d GiB \(a first estimate by formula, "
+        r"not a measurement\), most of it logits \(27\.4 GiB\) and attention outputs, kept \(8\.1 GiB\); ",
         text,
     )
     assert "by this estimate these fit: " in text
@@ -104,6 +113,15 @@ def test_every_way_out_of_a_memory_problem_fits():
             section, _, field = path.partition(".")
             tree[section][field] = int(value) if value.isdigit() else value
         assert memory_texts(type(config).model_validate(tree)) == [], choice
+
+
+def test_a_way_out_with_another_sp_size_names_a_ring_where_one_is_set():
+    config = llama_config(device_gib=45.0)
+    tree = config.model_dump()
+    tree["parallel"] |= {"sp_size": 8, "ring_size": 2}
+    tree["cluster"]["workers"] = 32
+    (text,) = memory_texts(type(config).model_validate(tree))
+    assert "parallel.sp_size=16 with parallel.ring_size=1" in text
 
 
 def test_what_nothing_helps_says_so():

@@ -43,6 +43,30 @@ def test_only_allowed_sp_sizes_are_offered():
     assert report_of(config, make_corpus([64] * 9)).layout.valid_sp_sizes == (1, 2)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "split", "heads"),
+    [
+        ({"sp_size": 2}, (2, 1, True), [2, 2]),
+        ({"sp_size": 3}, (3, 1, True), [1, 1, 2]),
+        ({"sp_size": 12}, (4, 3, True), [1, 1, 1, 1]),
+        ({"sp_size": 4, "ring_size": 2}, (2, 2, False), [2, 2]),
+    ],
+    ids=str,
+)
+def test_the_split_of_a_row_and_the_heads_of_a_rank_are_said(parallel, split, heads):
+    config = make_config(parallel=parallel, cluster={"workers": parallel["sp_size"]})
+    layout = report_of(config, make_corpus([64] * 9)).layout
+    assert (layout.ulysses_size, layout.ring_size, layout.ring_is_chosen) == split
+    assert [rank.num_heads for rank in layout.heads.ranks] == heads
+
+
+def test_a_ring_that_can_not_be_is_a_problem_and_the_report_is_still_made():
+    config = make_config(parallel={"sp_size": 8, "ring_size": 1}, cluster={"workers": 8})
+    report = report_of(config, make_corpus([64] * 9))
+    assert [problem.path for problem in report.problems] == ["parallel.ring_size"]
+    assert json.dumps(report.to_json())
+
+
 def test_idle_turns_are_noted():
     config = make_config(cluster={"workers": 6})
     (note,) = report_of(config, make_corpus([64] * 9)).notes

@@ -1,12 +1,15 @@
-"""What counts as complete: a committed last step, or a finished journal; never a step that was not saved."""
+"""What a run may be resumed with, and what counts as complete: never a step that was not saved."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from ray_ulysses.errors import UserError
 from ray_ulysses.storage.lock import RunLock
 from ray_ulysses.tracking.journal import AttemptJournal
-from ray_ulysses.trainer.preflight import claim_directory, completed, prepare_run
+from ray_ulysses.trainer.preflight import PreparedRun, check_resume, claim_directory, completed, prepare_run
 from tests.distributed.run_case import make_config, make_corpus
 
 
@@ -27,3 +30,40 @@ def test_a_last_step_that_was_trained_and_not_saved_is_not_complete(tmp_path: Pa
         journal.append({"event": "run_finished", "step": 1})
         history = completed(prepared)
     assert history is not None and history.status == "finished"
+
+
+def test_a_run_goes_on_with_every_split_that_its_rows_allow(tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path)
+
+    def prepared(sp_size: int, ring_size: int | None = None) -> PreparedRun:
+        split = {"parallel__sp_size": sp_size, "parallel__ring_size": ring_size, "cluster__workers": sp_size}
+        return prepare_run(make_config(tmp_path / "runs", corpus, **split), Path("/"))
+
+    first = prepared(3)
+    assert first.plan.settings.pad_multiple == 12
+    claim_directory(first)
+    # Three ranks of four heads, a ring of 6 = 2 x 3, and back again: the run's rows are the ones it began with.
+    for sp_size, ring_size in ((4, None), (2, 2), (6, None), (6, 6), (1, None), (3, None)):
+        again = prepared(sp_size, ring_size)
+        assert again.plan.plan_id == first.plan.plan_id
+        check_resume(again)
+        claim_directory(again)
+    for sp_size, ring_size in ((5, None), (8, None), (4, 2), (12, None)):
+        with pytest.raises(
+            UserError, match=r"parallel\.(sp|ring)_size=.* multiples of 12; .*parallel\.allowed_sp of a"
+        ):
+            prepared(sp_size, ring_size)
+
+
+def test_the_sizes_that_are_offered_for_a_resume_can_resume(tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path)
+    claim_directory(
+        prepare_run(make_config(tmp_path / "runs", corpus, parallel__sp_size=3, cluster__workers=3), Path("/"))
+    )
+    with pytest.raises(UserError) as caught:
+        prepare_run(make_config(tmp_path / "runs", corpus, parallel__sp_size=5, cluster__workers=5), Path("/"))
+    offered = str(caught.value).partition("use ")[2].partition(" to resume")[0].split(", ")
+    assert offered == ["1", "2", "3", "4", "6"]
+    for size in map(int, offered):
+        split = {"parallel__sp_size": size, "cluster__workers": size}
+        check_resume(prepare_run(make_config(tmp_path / "runs", corpus, **split), Path("/")))

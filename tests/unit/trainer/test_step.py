@@ -187,20 +187,31 @@ def test_evaluation_trains_nothing_and_leaves_the_engine_in_training(mesh: Seque
     assert np.isnan(evaluate(engine, [READER.filler(0, 1)], mesh, DEVICE)[0])
 
 
-@pytest.mark.parametrize("sp_size", [1, 2, 4, 8])
-def test_the_checksum_is_of_the_tensors_that_the_model_is_given(sp_size: int) -> None:
+@pytest.mark.parametrize(("sp_size", "ring_size"), [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (4, 2), (4, 4)])
+def test_the_checksum_is_of_the_tensors_that_the_model_is_given(sp_size: int, ring_size: int) -> None:
     for rank in range(sp_size):
-        one = READER.read("train", 0, rank, sp_size)
-        batch = batch_of(one, place(rank, sp_size), DEVICE)
+        one = READER.read("train", 0, rank, sp_size, ring_size)
+        batch = batch_of(one, place_on_ring(rank, sp_size, ring_size), DEVICE)
         assert batch_checksum(batch) == slice_checksum(one)
         batch.input_ids_BL[0, -1] += 1
-        assert batch_checksum(batch) != slice_checksum(READER.read("train", 0, rank, sp_size))
+        assert batch_checksum(batch) != slice_checksum(READER.read("train", 0, rank, sp_size, ring_size))
+
+
+def test_the_slice_for_another_ring_is_refused() -> None:
+    one = READER.read("train", 0, 1, 4, 2)
+    with pytest.raises(RunError, match=r"slice 1 of 4 \(ring 2\), but this rank holds slice 1 of 4 \(ring 4\)"):
+        batch_of(one, place_on_ring(1, 4, 4), DEVICE)
+
+
+def place_on_ring(sp_rank: int, sp_size: int, ring_size: int) -> SequenceMesh:
+    """Return the mesh of one rank without process groups."""
+    return SequenceMesh(sp_size=sp_size, sp_rank=sp_rank, ring_size=ring_size, world_size=sp_size)
 
 
 def test_the_slice_of_another_rank_is_refused() -> None:
     one = READER.read("train", 0, 1, 2)
     with pytest.raises(
-        RunError, match=r"row 0 came as slice 1 of 2, but this rank holds slice 0 of 2; the data stream"
+        RunError, match=r"row 0 came as slice 1 of 2 \(ring 1\), but this rank holds slice 0 of 2 \(ring 1\); the"
     ):
         batch_of(one, place(0, 2), DEVICE)
 

@@ -17,6 +17,26 @@ def test_every_section_is_there_and_the_end_says_whether_it_starts():
     assert text.endswith("nothing speaks against starting it")
 
 
+def layout_text(**parallel):
+    config = make_config(parallel=parallel, cluster={"workers": parallel["sp_size"]})
+    text = text_of(config, make_corpus([64] * 9))
+    return text.partition("\nlayout\n")[2].partition("\n\n")[0]
+
+
+def test_the_split_and_why_it_was_chosen_are_said():
+    assert "  split of a row       sp 2 = ulysses 2 x ring 1\n" in layout_text(sp_size=2)
+    assert "sp 8 = ulysses 4 x ring 2, chosen since 8 ranks can't share 4 heads\n" in layout_text(sp_size=8)
+    assert "sp 4 = ulysses 2 x ring 2\n" in layout_text(sp_size=4, ring_size=2)
+
+
+def test_uneven_heads_and_copied_key_value_heads_are_said():
+    assert "  heads a rank         2 query, 1 key-value\n" in layout_text(sp_size=2)
+    uneven = layout_text(sp_size=3)
+    assert "1 or 2 query" in uneven
+    assert "uneven: the fullest has 1.50x the mean, and attention takes as much longer" in uneven
+    assert "key-value heads are sent 2 times" in layout_text(sp_size=4)
+
+
 def test_problems_stand_at_the_end():
     text = text_of(make_config(run={"stop_step": 99}), make_corpus([64] * 9))
     assert "this run can't start:\n  - run.stop_step=99: is beyond the planned data" in text

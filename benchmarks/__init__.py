@@ -1,0 +1,1 @@
+"""Benchmarks: each runs its peer beside it."""

@@ -1,0 +1,192 @@
+"""The exchange and attention a share of the KV heads at a time, where memory binds.
+
+With ``n`` chunks the buffers of the exchange and the kernel's inputs are ``1 / n`` of their size. Nothing is kept in
+the kernel's layout: forward sends queries, keys and values, and returns the output; backward sends them again with the
+output and its gradient, and returns the gradients. That is two collectives a chunk each way and none for the
+recomputation under checkpointing, for (6 hq + 6 hkv) of bytes where the exchange at once takes (5 hq + 6 hkv).
+
+Legend: B rows, L tokens of a slice, T tokens of this ring rank (rows end to end), H query heads and K KV heads, h query
+heads of this rank, D head size of Q and K, E head size of V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ray_ulysses.attention.documents import Tables
+from ray_ulysses.attention.exchange import (
+    QKV,
+    HeadKind,
+    kv_buffer,
+    ranks_first,
+    return_heads,
+    send_heads,
+    split_heads,
+    tokens_first,
+)
+from ray_ulysses.attention.operators import (
+    NUM_SETTINGS,
+    SETTINGS_SCHEMA,
+    LayerSettings,
+    keep_inputs,
+    kept_inputs,
+    or_empty,
+    ring_layer,
+)
+from ray_ulysses.attention.ring import attend, attend_backward
+from ray_ulysses.parallel.collectives import group_named
+from ray_ulysses.parallel.heads import HeadPlan, RankHeads, assign_heads, part_of
+
+_BACKWARD_KINDS: tuple[HeadKind, ...] = (*QKV, "query", "query")
+
+
+def attend_in_chunks(
+    query_BHLD: torch.Tensor,
+    key_BKLD: torch.Tensor,
+    value_BKLE: torch.Tensor,
+    sinks_h: torch.Tensor | None,
+    tables: Tables,
+    settings: LayerSettings,
+    num_chunks: int,
+) -> torch.Tensor:
+    """Exchange heads, attend and exchange back, in chunks; differentiable.
+
+    Every rank of ``sp`` must call. ``sinks_h`` are those of this rank's query heads.
+
+    Returns:
+        ``[B, L, H, E]``, contiguous.
+    """
+    out, _ = torch.ops.ray_ulysses.attend_in_chunks(
+        query_BHLD, key_BKLD, value_BKLE, *settings.arguments(sinks_h, tables), num_chunks
+    )
+    attended: torch.Tensor = out
+    return attended
+
+
+def _chunks(settings: tuple[Any, ...]) -> Iterator[tuple[HeadPlan, RankHeads, slice]]:
+    """Yield each chunk's heads of all ranks, those of this rank, and where these are among its query heads."""
+    heads, ulysses, num_chunks = settings[5], settings[10], settings[12]
+    group = group_named(ulysses)
+    plan = assign_heads(heads[0], heads[1], group.size())
+    first = plan.ranks[group.rank()].first
+    for chunk in range(num_chunks):
+        part = part_of(plan, chunk, num_chunks)
+        mine = part.ranks[group.rank()]
+        yield part, mine, slice(mine.first - first, mine.stop - first)
+
+
+@torch.library.custom_op(
+    "ray_ulysses::attend_in_chunks",
+    mutates_args=(),
+    schema=f"(Tensor query, Tensor key, Tensor value, {SETTINGS_SCHEMA}, int num_chunks) -> (Tensor, Tensor)",
+)
+def _attend(
+    query_BHLD: torch.Tensor, key_BKLD: torch.Tensor, value_BKLE: torch.Tensor, *settings: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    layer, group, sinks = ring_layer(settings[:NUM_SETTINGS]), group_named(settings[10]), settings[0]
+    out_BLHE, lse_hT = _result_buffers(query_BHLD, value_BKLE, settings)
+    sizes = (query_BHLD.shape[3], key_BKLD.shape[3], value_BKLE.shape[3])
+    for plan, mine, own in _chunks(settings):
+        payload = send_heads((query_BHLD, key_BKLD, value_BKLE), QKV, plan, group)
+        part_ThE = query_BHLD.new_empty(lse_hT.shape[1], mine.num_heads, value_BKLE.shape[3])
+        if mine.num_heads:
+            q, k, v = split_heads(tokens_first(payload), mine, QKV, sizes)
+            chunk_sinks = None if sinks is None else sinks[own]
+            part_ThE, lse_hT[own] = attend(q, k, v, chunk_sinks, replace(layer, calls=mine.calls()))
+        blocks = ranks_first(part_ThE.flatten(1, 2), len(plan.ranks), query_BHLD.shape[0])
+        return_heads(blocks, [out_BLHE.transpose(1, 2)], ["query"], plan, group)
+    return out_BLHE, lse_hT
+
+
+@_attend.register_fake
+def _attend_shape(
+    query_BHLD: torch.Tensor, key_BKLD: torch.Tensor, value_BKLE: torch.Tensor, *settings: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _result_buffers(query_BHLD, value_BKLE, settings)
+
+
+def _result_buffers(
+    query_BHLD: torch.Tensor, value_BKLE: torch.Tensor, settings: tuple[Any, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_rows, num_heads, tokens, _ = query_BHLD.shape
+    group = group_named(settings[10])
+    own = assign_heads(num_heads, value_BKLE.shape[1], group.size()).ranks[group.rank()]
+    precision = torch.promote_types(query_BHLD.dtype, torch.float32)
+    return (
+        query_BHLD.new_empty(num_rows, tokens, num_heads, value_BKLE.shape[3]),
+        query_BHLD.new_empty(own.num_heads, num_rows * tokens * group.size(), dtype=precision),
+    )
+
+
+@torch.library.custom_op(
+    "ray_ulysses::attend_in_chunks_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, {SETTINGS_SCHEMA}, "
+    "int num_chunks) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward(
+    grad_BLHE: torch.Tensor,
+    query_BHLD: torch.Tensor,
+    key_BKLD: torch.Tensor,
+    value_BKLE: torch.Tensor,
+    out_BLHE: torch.Tensor,
+    lse_hT: torch.Tensor,
+    *settings: Any,
+) -> tuple[torch.Tensor, ...]:
+    layer, group, sinks = ring_layer(settings[:NUM_SETTINGS]), group_named(settings[10]), settings[0]
+    tensors = (query_BHLD, key_BKLD, value_BKLE, grad_BLHE.transpose(1, 2), out_BLHE.transpose(1, 2))
+    sizes = [tensor.shape[3] for tensor in tensors]
+    grads, grad_sinks = _gradient_buffers(tensors, settings), or_empty(sinks, grad_BLHE).clone()
+    for plan, mine, own in _chunks(settings):
+        payload = send_heads(tensors, _BACKWARD_KINDS, plan, group)
+        q, k, v, upstream, out = split_heads(tokens_first(payload), mine, _BACKWARD_KINDS, sizes)
+        width = mine.num_heads * sizes[0] + mine.num_kv_heads * (sizes[1] + sizes[2])
+        features_TF = payload.new_empty(q.shape[0], width)
+        if mine.num_heads:
+            *parts, dsinks = attend_backward(
+                upstream.contiguous(), q, k, v, None if sinks is None else sinks[own], out.contiguous(),
+                lse_hT[own].contiguous(), replace(layer, calls=mine.calls()),
+            )  # fmt: skip
+            for into, part in zip(split_heads(features_TF, mine, QKV, sizes[:3]), parts, strict=True):
+                assert part is not None
+                into.copy_(part)
+            if dsinks is not None:
+                grad_sinks[own] = dsinks
+        return_heads(ranks_first(features_TF, len(plan.ranks), query_BHLD.shape[0]), grads, QKV, plan, group)
+    dq, dk, dv = (grad.to(query_BHLD.dtype) for grad in grads)
+    return dq, dk, dv, grad_sinks
+
+
+@_backward.register_fake
+def _backward_shape(
+    grad_BLHE: torch.Tensor, query_BHLD: torch.Tensor, key_BKLD: torch.Tensor, value_BKLE: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, ...]:
+    settings = rest[2:]
+    dq, dk, dv = (grad.to(query_BHLD.dtype) for grad in _gradient_buffers((query_BHLD, key_BKLD, value_BKLE), settings))
+    return dq, dk, dv, or_empty(settings[0], grad_BLHE).clone()
+
+
+def _gradient_buffers(tensors: tuple[torch.Tensor, ...], settings: tuple[Any, ...]) -> list[torch.Tensor]:
+    query, key, value = tensors[:3]
+    num_rows, num_heads, tokens, head_size = query.shape
+    plan = assign_heads(num_heads, key.shape[1], group_named(settings[10]).size())
+    query_grad = query.new_empty(num_rows, tokens, num_heads, head_size).transpose(1, 2)
+    return [query_grad, *(kv_buffer(query, plan, num_rows, tokens, t.shape[3]) for t in (key, value))]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    keep_inputs(ctx, inputs[:-1], output)
+    ctx.num_chunks = inputs[-1]
+
+
+def _gradient(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    tensors, settings = kept_inputs(ctx)
+    *grads, sinks = torch.ops.ray_ulysses.attend_in_chunks_backward(grad, *tensors, *settings, ctx.num_chunks)
+    return (*grads, sinks if ctx.has_sinks else None, *[None] * NUM_SETTINGS)
+
+
+_attend.register_autograd(_gradient, setup_context=_keep)

@@ -1,0 +1,190 @@
+"""cuDNN's attention, once a document and never with a mask.
+
+With a mask its dQ is NaN where S % 128 == 64 (pytorch#196678), so windows are refused, and a stretch is either a causal
+square or a full rectangle. Read in torch 2.11.0 and 2.13.0 (``native_functions.yaml``, ``derivatives.yaml``,
+``_meta_registrations.py``) and in pytorch's ``MHA.cpp``, ``sdp_utils.cpp`` and ``attention_backward.cu`` of about then.
+Legend: see ``call.py``; t and u queries and keys of a stretch, n their number with padding, W the padded head size.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from ray_ulysses.attention.kernels.call import Demand, KernelCall, KernelEntry
+from ray_ulysses.attention.kernels.flash import compute_capability, fitted, half_precision_refusal
+from ray_ulysses.attention.kernels.math import MATH
+
+_MAX_HEAD_SIZE = 128
+_LENGTH_STEP = 128
+_RECOMPILE_SWITCH = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
+
+
+def padded_length(num_tokens: int) -> int:
+    """Return the length that a stretch is padded to: one of at most 16 for every doubling, and a multiple of 128.
+
+    cuDNN builds a graph for every new shape (55 to 70 ms, flashinfer#5245; torch keeps them for ever), so that lengths
+    of documents as they come would build without end. Powers of two and sixteenths of them are not padded.
+    """
+    step = max(_LENGTH_STEP, (1 << (num_tokens.bit_length() - 1)) // 16)
+    return -(-num_tokens // step) * step
+
+
+class _Cudnn:
+    """``aten::_scaled_dot_product_cudnn_attention`` and its backward, a stretch at a time."""
+
+    def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, heads, value_size = *call.query_THD.shape[:2], call.value_UKE.shape[2]
+        out_THE = call.query_THD.new_empty(tokens, heads, value_size)
+        lse_HT = torch.empty(heads, tokens, dtype=torch.float32, device=out_THE.device)
+        for query, key in call.stretches():
+            out_THE[query], lse_HT[:, query] = _forward(_part(call, query, key))
+        return out_THE, lse_HT
+
+    def backward(
+        self, call: KernelCall, grad_out_THE: torch.Tensor, out_THE: torch.Tensor, lse_HT: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        inputs = (call.query_THD, call.key_UKD, call.value_UKE)
+        grad_q, grad_k, grad_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs)
+        for query, key in call.stretches():
+            part = _part(call, query, key)
+            grad_q[query], grad_k[key], grad_v[key] = _backward(
+                part, grad_out_THE[query], out_THE[query], lse_HT[:, query]
+            )
+        return grad_q, grad_k, grad_v
+
+
+def _part(call: KernelCall, query: slice, key: slice) -> KernelCall:
+    assert call.left is None or call.left >= key.stop - key.start - 1, "cuDNN is not offered to layers with a window"
+    return replace(
+        call, query_THD=call.query_THD[query], key_UKD=call.key_UKD[key], value_UKE=call.value_UKE[key], spans=None
+    )
+
+
+def _lengths(part: KernelCall) -> tuple[int, int]:
+    """Return the numbers of queries and keys with padding.
+
+    Keys behind the end of a causal square are hidden from its queries; a rectangle shows its queries all keys, so only
+    queries can be added there.
+    """
+    num_queries, num_keys = part.query_THD.shape[0], part.key_UKD.shape[0]
+    # torch aligns cuDNN's causal mask to the top left (MHA.cpp: TOP_LEFT): as the protocol's for a square only.
+    assert not part.causal or num_queries == num_keys
+    length = padded_length(num_queries)
+    return length, length if part.causal else num_keys
+
+
+def _too_few_keys(part: KernelCall) -> bool:
+    # "cudnn SDPA does not support key/value sequence length 1" (sdp_utils.cpp). Causal squares are padded beyond it.
+    return not part.causal and part.key_UKD.shape[0] == 1
+
+
+def _forward(part: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
+    if _too_few_keys(part):
+        return MATH.kernel.forward(part)
+    q, k, v = _inputs(part)
+    out_1HnW, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, part.causal, False, scale=part.scale
+    )
+    num_queries = part.query_THD.shape[0]
+    # Some builds give [1, H, n] and others [1, H, n, 1].
+    lse_Hn = lse.reshape(lse.shape[1], lse.shape[2])
+    out_nHW = out_1HnW[0].transpose(0, 1)
+    return out_nHW[:num_queries, :, : part.value_UKE.shape[2]], lse_Hn[:, :num_queries]
+
+
+def _backward(
+    part: KernelCall, grad_out_tHE: torch.Tensor, out_tHE: torch.Tensor, lse_Ht: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if _too_few_keys(part):
+        return MATH.kernel.backward(part, grad_out_tHE, out_tHE, lse_Ht)
+    q, k, v = _inputs(part)
+    (num_queries, num_keys), length = (part.query_THD.shape[0], part.key_UKD.shape[0]), q.shape[2]
+    upstream, out = (_heads_first(t, length, q.shape[3]) for t in (grad_out_tHE, out_tHE))
+    # Added queries are zeros with an upstream gradient of zeros, so with this log-sum-exp they have weights of 1 and
+    # gradients of 0.
+    lse = torch.nn.functional.pad(lse_Ht, (0, length - num_queries)).unsqueeze(0)
+    if _keeps_last_dim(q.device):
+        lse = lse.unsqueeze(-1)
+    no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    # No bias and no tables are undefined tensors in the operator, which Python writes as None.
+    grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        upstream, q, k, v, out, lse.contiguous(), no_seed, no_seed, None, None, None, length, k.shape[2], 0.0,
+        part.causal, scale=part.scale,
+    )  # fmt: skip
+    # [1, H, n, W] -> [n, H, W]
+    dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
+    head_size = part.query_THD.shape[2]
+    return (
+        dq[:num_queries, :, :head_size],
+        dk[:num_keys, :, :head_size],
+        dv[:num_keys, :, : part.value_UKE.shape[2]],
+    )
+
+
+def _inputs(part: KernelCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries ``[1, H, n, W]``, keys and values; the KV heads stay as many as they are, cuDNN has GQA."""
+    num_queries, num_keys = _lengths(part)
+    width = -(-max(part.query_THD.shape[2], part.value_UKE.shape[2]) // 8) * 8
+    return (
+        _heads_first(part.query_THD, num_queries, width),
+        _heads_first(part.key_UKD, num_keys, width),
+        _heads_first(part.value_UKE, num_keys, width),
+    )
+
+
+def _heads_first(heads_THD: torch.Tensor, length: int, width: int) -> torch.Tensor:
+    """Return ``[1, H, length, width]`` with zeros for what was not there; tokens stay outermost in memory."""
+    missing = length - heads_THD.shape[0]
+    if missing:
+        heads_THD = torch.nn.functional.pad(heads_THD, (0, width - heads_THD.shape[2], 0, 0, 0, missing))
+    return fitted(heads_THD, width).transpose(0, 1).unsqueeze(0)
+
+
+@cache
+def _keeps_last_dim(device: torch.device) -> bool:
+    """Return whether the log-sum-exp of this build is ``[B, H, S, 1]``, and not ``[B, H, S]``.
+
+    The backward wants it as the forward gives it, and pytorch has changed that between releases: a small forward tells.
+    """
+    tiny = torch.zeros(1, _LENGTH_STEP, 1, 64, dtype=torch.bfloat16, device=device).transpose(1, 2)
+    _, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        tiny, tiny, tiny, None, True, 0.0, True, False, scale=1.0
+    )
+    assert lse.shape[:3] == (1, 1, _LENGTH_STEP)
+    return bool(lse.dim() == 4)
+
+
+def _refuses(demand: Demand) -> str | None:
+    if demand.has_softcap:
+        return "it has no soft-capping"
+    if demand.has_window:
+        return "it has windows by a mask only, which gives NaN in dQ (pytorch#196678)"
+    if max(demand.head_size, demand.value_size) > _MAX_HEAD_SIZE:
+        # Up to 256 for some pairs of sizes on Hopper with cuDNN 9.10, of which pytorch has since taken back all but a
+        # few for the backward (check_cudnn_d256_bprop_head_dim in sdp_utils.cpp).
+        return f"its head sizes beyond {_MAX_HEAD_SIZE} depend on GPU and cuDNN, so they are not used"
+    if os.environ.get(_RECOMPILE_SWITCH, "0") not in ("", "0"):
+        # pytorch#155958: the log-sum-exp is then laid out [B, S, H, 1], and the backward reads it so.
+        return f"{_RECOMPILE_SWITCH} is set, which changes the layout of its log-sum-exp; unset it"
+    if torch.are_deterministic_algorithms_enabled():
+        return "its backward is not deterministic, and torch.use_deterministic_algorithms is set"
+    capability = compute_capability()
+    if capability is not None and capability[0] < 8:
+        return f"it needs compute capability 8.0, and the GPU has {capability[0]}.{capability[1]}"
+    return half_precision_refusal(demand)
+
+
+CUDNN = KernelEntry(
+    name="cudnn",
+    needs="a CUDA device and cuDNN",
+    runs_on=lambda device_type: (
+        device_type == "cuda" and torch.version.cuda is not None and torch.backends.cudnn.is_available()
+    ),
+    refuses=_refuses,
+    kernel=_Cudnn(),
+)
+"""The fastest of torch's own for long documents without a window."""

@@ -1,0 +1,292 @@
+"""The kernels of the flash-attn project: version 3 for Hopper and version 2, through their functions below autograd.
+
+These hand out the log-sum-exp and take any in their backward (``exp(score - lse)``), as a ring needs. Their arguments
+were read in flash-attn 2.8.3 (``flash_attn/flash_attn_interface.py``, ``csrc/flash_attn/flash_api.cpp``) and in two
+states of version 3 (``hopper/flash_attn_interface.py``, before and after its functions became custom operators).
+Legend: see ``call.py``; W the head size that the kernel is given.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from ray_ulysses.attention.kernels.call import Demand, KernelCall, KernelEntry
+
+MAX_FLASH_HEAD_SIZE = 256
+"""What every flash kernel, torch's own included, has as its largest head size."""
+
+_ALIGNED_ELEMENTS = 8
+"""Values of 2 bytes in the 16 bytes that one load takes."""
+
+# Required arguments of version 3 before it had defaults, none of which is needed here: each is given None.
+_UNUSED_ARGUMENTS = frozenset(
+    {
+        "k_new", "v_new", "qv", "out", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "seqused_k",
+        "sequed_q", "sequed_k", "max_seqlen_q", "max_seqlen_k", "page_table", "kv_batch_idx", "leftpad_k", "rotary_cos",
+        "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale",
+    }
+)  # fmt: skip
+
+
+def padded_head_size(head_size: int, value_size: int) -> int:
+    """Return the one head size that a flash kernel is given: a multiple of 8, and 256 beyond 192.
+
+    Between 192 and 256 the kernels differ by GPU (torch 2.13's ``sdp_utils.cpp`` refuses 224 on sm86, sm89 and sm120).
+    """
+    size = max(head_size, value_size)
+    return MAX_FLASH_HEAD_SIZE if size > 192 else -(-size // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
+
+
+def fitted(heads_THD: torch.Tensor, width: int) -> torch.Tensor:
+    """Return ``[T, H, width]`` with zeros beyond the own head size, which change no sum, and aligned for wide loads.
+
+    flash-attn 2.8.3 checks of the strides only that the last is 1: a row that does not begin at a multiple of 16 bytes
+    ends in a misaligned address, and version 3's copies by TMA need the same.
+    """
+    missing = width - heads_THD.shape[-1]
+    if missing:
+        return torch.nn.functional.pad(heads_THD, (0, missing))
+    offsets = (heads_THD.storage_offset(), *heads_THD.stride()[:-1])
+    aligned = heads_THD.stride(-1) == 1 and all(offset % _ALIGNED_ELEMENTS == 0 for offset in offsets)
+    # A copy also of what begins off the grid: contiguous() alone would keep a contiguous tensor where it is.
+    return heads_THD if aligned else heads_THD.clone(memory_format=torch.contiguous_format)
+
+
+def window_of(call: KernelCall) -> tuple[int, int]:
+    """Return the window as flash-attn takes it, to the left and to the right of the diagonal, -1 for no limit."""
+    longest = call.key_UKD.shape[0] if call.spans is None else call.spans.max_seqlen
+    left = -1 if call.left is None or call.left >= longest - 1 else call.left
+    return left, 0 if call.causal else -1
+
+
+def half_precision_refusal(demand: Demand) -> str | None:
+    """Return why a kernel that has half precision and head sizes up to 256 only can't do a demand."""
+    if demand.dtype not in (torch.bfloat16, torch.float16):
+        return f"it has bf16 and fp16 only, and the layer is in {str(demand.dtype).removeprefix('torch.')}"
+    size = max(demand.head_size, demand.value_size)
+    if size > MAX_FLASH_HEAD_SIZE:
+        return f"its largest head size is {MAX_FLASH_HEAD_SIZE}, and the layer has {size}"
+    return None
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """Return the GPU's compute capability; ``None`` before CUDA is in use, which asking must not change."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_initialized() else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlashFunctions:
+    """The functions of one library: for ``[1, T, H, W]`` without spans, and for ``[T, H, W]`` with them."""
+
+    forward_dense: Callable[..., Any]
+    forward_spans: Callable[..., Any]
+    backward_dense: Callable[..., Any]
+    backward_spans: Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlashKernel:
+    """A flash-attn library as a kernel.
+
+    Attributes:
+        functions: Returns the library's functions; the library is imported at its first call.
+    """
+
+    functions: Callable[[], FlashFunctions]
+
+    def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Kernel.forward``."""
+        functions = self.functions()
+        function = functions.forward_dense if call.spans is None else functions.forward_spans
+        out, lse = function(**_bound(function, _inputs(call)))[:2]
+        if call.spans is None:
+            # [1, T, H, W] and [1, H, T]
+            out, lse = out[0], lse[0]
+        return out[..., : call.value_UKE.shape[2]].contiguous(), lse.contiguous()
+
+    def backward(
+        self, call: KernelCall, grad_out_THE: torch.Tensor, out_THE: torch.Tensor, lse_HT: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See ``Kernel.backward``."""
+        functions = self.functions()
+        function = functions.backward_dense if call.spans is None else functions.backward_spans
+        inputs = _inputs(call)
+        batch = call.spans is None
+        width = inputs["q"].shape[-1]
+        inputs["dout"], inputs["out"] = (_batched(fitted(t, width), batch) for t in (grad_out_THE, out_THE))
+        inputs["softmax_lse"] = _batched(lse_HT, batch)
+        # Both versions write into what they are given, and return differing tuples.
+        grads = [torch.empty_like(inputs[name], memory_format=torch.contiguous_format) for name in ("q", "k", "v")]
+        inputs["dq"], inputs["dk"], inputs["dv"] = grads
+        # Version 2 sums dQ by atomics unless told not to; torch's switch is the one that users know.
+        inputs["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        function(**_bound(function, inputs))
+        dq, dk, dv = (grad[0] for grad in grads) if batch else grads
+        head_size = call.query_THD.shape[2]
+        return dq[..., :head_size], dk[..., :head_size], dv[..., : call.value_UKE.shape[2]]
+
+
+def _batched(tensor: torch.Tensor, batch: bool) -> torch.Tensor:
+    return tensor.unsqueeze(0) if batch else tensor
+
+
+def _inputs(call: KernelCall) -> dict[str, Any]:
+    """Return a call under the names of all versions; each function takes those that it knows."""
+    width = padded_head_size(call.query_THD.shape[2], call.value_UKE.shape[2])
+    left, right = window_of(call)
+    q, k, v = (_batched(fitted(t, width), call.spans is None) for t in _tensors(call))
+    inputs: dict[str, Any] = {
+        "q": q, "k": k, "v": v, "softmax_scale": call.scale, "softcap": call.softcap or 0.0,
+        "causal": call.causal, "is_causal": call.causal,
+        "window_size": (left, right), "window_size_left": left, "window_size_right": right,
+        "dropout_p": 0.0, "alibi_slopes": None, "return_softmax": False,
+    }  # fmt: skip
+    if call.spans is not None:
+        inputs["cu_seqlens_q"] = inputs["cu_seqlens_k"] = call.spans.cu_seqlens
+        inputs["max_seqlen_q"] = inputs["max_seqlen_k"] = call.spans.max_seqlen
+    return inputs
+
+
+def _tensors(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return call.query_THD, call.key_UKD, call.value_UKE
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> dict[str, bool]:
+    """Return the names of a function's arguments, and whether each must be given."""
+    # A custom operator's Python signature is (*args, **kwargs): its schema has the names.
+    overload = getattr(function, "_opoverload", None)
+    if overload is not None:
+        return {argument.name: not argument.has_default_value() for argument in overload._schema.arguments}
+    named = inspect.signature(function).parameters
+    return {name: parameter.default is inspect.Parameter.empty for name, parameter in named.items()}
+
+
+def _bound(function: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = _parameters(function)
+    known = {name: value for name, value in inputs.items() if name in parameters}
+    return {name: None for name, required in parameters.items() if required and name not in known} | known
+
+
+def unknown_signature(functions: FlashFunctions) -> str | None:
+    """Return what a library's functions lack or ask for beyond what is known here, or ``None``."""
+    inputs = {"q", "k", "v", "softmax_scale", "softcap"}
+    spans = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
+    grads = {"dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic"}
+    optional = {"causal", "is_causal", "window_size", "window_size_left", "window_size_right"}
+    optional |= {"dropout_p", "alibi_slopes", "return_softmax"}
+    wanted = (
+        (functions.forward_dense, inputs),
+        (functions.forward_spans, inputs | spans),
+        (functions.backward_dense, inputs | grads),
+        (functions.backward_spans, inputs | grads | spans),
+    )
+    for function, names in wanted:
+        parameters = _parameters(function)
+        lacking = sorted(names - parameters.keys())
+        lacking += [] if parameters.keys() & {"causal", "is_causal"} else ["causal"]
+        lacking += [] if parameters.keys() & {"window_size", "window_size_left"} else ["window_size"]
+        required = {name for name, is_required in parameters.items() if is_required}
+        strange = sorted(required - names - optional - _UNUSED_ARGUMENTS)
+        if lacking or strange:
+            return f"its functions lack {', '.join(lacking) or 'nothing'} and ask for {', '.join(strange) or 'no more'}"
+    return None
+
+
+@cache
+def flash_attn_3() -> FlashFunctions:
+    """Import version 3 and return its functions; one pair does both layouts."""
+    library = importlib.import_module("flash_attn_interface")
+    forward, backward = library._flash_attn_forward, library._flash_attn_backward
+    return FlashFunctions(
+        forward_dense=forward, forward_spans=forward, backward_dense=backward, backward_spans=backward
+    )
+
+
+@cache
+def flash_attn_2() -> FlashFunctions:
+    """Import version 2 and return its functions."""
+    library = importlib.import_module("flash_attn.flash_attn_interface")
+    return FlashFunctions(
+        forward_dense=library._flash_attn_forward,
+        forward_spans=library._flash_attn_varlen_forward,
+        backward_dense=library._flash_attn_backward,
+        backward_spans=library._flash_attn_varlen_backward,
+    )
+
+
+def _build_refusal(demand: Demand) -> str | None:
+    """Return what version 3 was built without; its ``flash_attn_config`` holds that since it has custom operators."""
+    if importlib.util.find_spec("flash_attn_config") is None:
+        return None
+    flags = importlib.import_module("flash_attn_config").CONFIG["build_flags"]
+    asked = {
+        "BACKWARD": True, "VARLEN": True, "LOCAL": demand.has_window, "SOFTCAP": demand.has_softcap,
+        "FP16": demand.dtype == torch.float16,
+    }  # fmt: skip
+    absent = [name.lower() for name, wanted in asked.items() if wanted and flags.get(f"FLASHATTENTION_DISABLE_{name}")]
+    sizes = [size for size in (64, 96, 128, 192, 256) if not flags.get(f"FLASHATTENTION_DISABLE_HDIM{size}")]
+    if max(demand.head_size, demand.value_size) > max(sizes, default=0):
+        absent.append(f"heads of {max(demand.head_size, demand.value_size)}")
+    return f"it was built without {', '.join(absent)}" if absent else None
+
+
+def _refuses_3(demand: Demand) -> str | None:
+    refusal = half_precision_refusal(demand)
+    capability = compute_capability()
+    if refusal is None and capability is not None and capability[0] != 9:
+        refusal = f"it is for Hopper (compute capability 9.0), and the GPU has {capability[0]}.{capability[1]}"
+    if refusal is not None:
+        return refusal
+    try:
+        return unknown_signature(flash_attn_3()) or _build_refusal(demand)
+    except (ImportError, OSError, AttributeError) as error:
+        return f"flash_attn_interface can't be used: {error}"
+
+
+def _refuses_2(demand: Demand) -> str | None:
+    refusal = half_precision_refusal(demand)
+    if refusal is not None:
+        return refusal
+    try:
+        version = str(importlib.import_module("flash_attn").__version__)
+        # Before 2.8 the forward's log-sum-exp and the names of the window's sides differed between releases.
+        release = re.match(r"(\d+)\.(\d+)", version)
+        if release is None or (int(release[1]), int(release[2])) < (2, 8):
+            return f"it needs flash-attn 2.8 or later, and {version} is installed"
+        return unknown_signature(flash_attn_2())
+    except (ImportError, OSError, AttributeError) as error:
+        return f"flash_attn can't be used: {error}"
+
+
+def _has(device_type: str, *modules: str) -> bool:
+    return device_type == "cuda" and all(importlib.util.find_spec(module) is not None for module in modules)
+
+
+FLASH_3 = KernelEntry(
+    name="flash_attn_3",
+    needs="a Hopper GPU and flash-attn 3 (flash_attn_interface)",
+    runs_on=lambda device_type: _has(device_type, "flash_attn_interface", "flash_attn_3"),
+    refuses=_refuses_3,
+    kernel=FlashKernel(functions=flash_attn_3),
+)
+"""The fastest on Hopper."""
+
+FLASH_2 = KernelEntry(
+    name="flash_attn",
+    needs="a CUDA device and flash-attn 2.8 or later",
+    # flash-attn 4 fills the same `flash_attn` package without version 2's extension.
+    runs_on=lambda device_type: _has(device_type, "flash_attn", "flash_attn_2_cuda"),
+    refuses=_refuses_2,
+    kernel=FlashKernel(functions=flash_attn_2),
+)
+"""Windows and soft-capping on Ampere and later."""

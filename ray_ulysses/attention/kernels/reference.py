@@ -1,0 +1,62 @@
+"""Attention by its definition, softmax(QKᵀ·scale + mask)V, in S x S memory: what every kernel is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def attention_by_definition(
+    query_THD: torch.Tensor,
+    key_UKD: torch.Tensor,
+    value_UKE: torch.Tensor,
+    visible_TU: torch.Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return ``[T, H, E]``; gradients are autograd's own.
+
+    Args:
+        query_THD: Queries.
+        key_UKD: Keys; each KV head serves ``H / K`` neighbouring query heads.
+        value_UKE: Values.
+        visible_TU: bool: which keys a query sees.
+        scale: Factor on the scores.
+        softcap: ``c`` of ``c * tanh(score / c)``.
+        sinks_H: Attention sinks: a score a head that takes its share of the softmax and brings no value.
+    """
+    copies = query_THD.shape[1] // key_UKD.shape[1]
+    key_UHD, value_UHE = (t.repeat_interleave(copies, dim=1) for t in (key_UKD, value_UKE))
+    scores_HTU = torch.einsum("thd,uhd->htu", query_THD, key_UHD) * scale
+    if softcap is not None:
+        scores_HTU = softcap * torch.tanh(scores_HTU / softcap)
+    scores_HTU = scores_HTU.masked_fill(~visible_TU, float("-inf"))
+    if sinks_H is not None:
+        column_HT1 = sinks_H.to(scores_HTU.dtype)[:, None, None].expand(-1, scores_HTU.shape[1], 1)
+        scores_HTU = torch.cat([scores_HTU, column_HT1], dim=-1)
+    weights_HTU = scores_HTU.softmax(dim=-1)[..., : key_UKD.shape[0]]
+    return torch.einsum("htu,uhe->the", weights_HTU, value_UHE)
+
+
+def visible_tokens(
+    lengths: Sequence[int], num_tokens: int, window: int | None = None, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Return the bool mask ``[S, S]`` of a row: causal inside each document, the tail of padding a document of its own.
+
+    Args:
+        lengths: The documents of the row.
+        num_tokens: Tokens of the row.
+        window: A token sees this many last tokens of its document, itself included.
+        device: Where the mask goes.
+    """
+    visible = torch.zeros(num_tokens, num_tokens, dtype=torch.bool, device=device)
+    start = 0
+    for length in (*lengths, num_tokens - sum(lengths)):
+        inside = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+        if window is not None:
+            inside = inside.triu(1 - window)
+        visible[start : start + length, start : start + length] = inside
+        start += length
+    return visible

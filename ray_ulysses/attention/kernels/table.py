@@ -1,0 +1,47 @@
+"""The kernels from the fastest to the one that always runs, and which one a layer gets."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Literal
+
+from ray_ulysses.attention.kernels.call import Demand, KernelEntry
+from ray_ulysses.attention.kernels.cudnn import CUDNN
+from ray_ulysses.attention.kernels.flash import FLASH_2, FLASH_3
+from ray_ulysses.attention.kernels.math import MATH
+from ray_ulysses.attention.kernels.sdpa import SDPA
+from ray_ulysses.attention.kernels.varlen import VARLEN
+from ray_ulysses.errors import UserError
+
+KernelName = Literal["auto", "flash_attn_3", "flash_attn", "cudnn", "varlen", "sdpa", "math"]
+
+KERNELS: tuple[KernelEntry, ...] = (FLASH_3, FLASH_2, CUDNN, VARLEN, SDPA, MATH)
+"""From the fastest to the one that always runs."""
+
+
+@cache
+def choose_kernel(name: str, demand: Demand) -> tuple[KernelEntry, str]:
+    """Return the kernel of a name and why; ``auto`` takes the first of the table that is here and can do the demand.
+
+    Raises:
+        UserError: The kernel that was asked for is not here, or can't do exactly what a layer asks for.
+    """
+    passed_over: list[str] = []
+    for entry in KERNELS:
+        obstacle = _obstacle(entry, demand)
+        if name == "auto":
+            if obstacle is None:
+                return entry, "; ".join(["the fastest that can", *passed_over])
+            passed_over.append(f"{entry.name}: {obstacle}")
+        elif name == entry.name:
+            if obstacle is None:
+                return entry, "as set"
+            able = ", ".join(other.name for other in KERNELS if _obstacle(other, demand) is None)
+            raise UserError(f"model.attention={name!r} can't be used: {obstacle}; use auto or {able}")
+    raise UserError(f"model.attention={name!r} is no kernel; use auto, {', '.join(entry.name for entry in KERNELS)}")
+
+
+def _obstacle(entry: KernelEntry, demand: Demand) -> str | None:
+    if not entry.runs_on(demand.device_type):
+        return f"needs {entry.needs}, and the device here is {demand.device_type}"
+    return entry.refuses(demand)

@@ -1,0 +1,288 @@
+"""A layer's attention as operators of ``torch.library``: opaque to ``torch.compile``, and saved by name.
+
+The operator is one forward whatever the kernel, the ring or the number of calls inside; what it returns is all that its
+backward needs beside its inputs, so that a checkpointing policy that saves it never computes attention again.
+
+Legend: U ranks of the Ulysses group, B rows, L tokens of a slice, T tokens of this ring rank (rows end to end), h and k
+query and KV heads of this rank, D head size of Q and K, E head size of V, F = h D + k (D + E).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ray_ulysses.attention.documents import Rectangle, Tables
+from ray_ulysses.attention.exchange import QKV, ranks_first, split_heads, tokens_first
+from ray_ulysses.attention.kernels.call import Demand, Spans
+from ray_ulysses.attention.ring import RingLayer, attend, attend_backward
+from ray_ulysses.parallel.collectives import group_named
+from ray_ulysses.parallel.heads import RankHeads, assign_heads
+
+SETTINGS_SCHEMA = (
+    "Tensor? sinks, Tensor cu_seqlens, Tensor borders, Tensor rectangles, int max_seqlen, int[] heads, float scale, "
+    "int window, float softcap, str kernel, str ulysses, str ring"
+)
+"""What every operator takes after its tensors: ``LayerSettings.arguments``."""
+
+NUM_SETTINGS = 12
+"""How many these are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSettings:
+    """What a layer asks for, apart from its tensors.
+
+    Attributes:
+        num_heads: Query heads of the layer.
+        num_kv_heads: Key-value heads of the layer.
+        head_size: ``D``.
+        value_size: ``E``.
+        scale: Factor on the scores.
+        window: A token sees this many last tokens of its document, itself included; ``None``: all.
+        softcap: Cap of the scores; ``None``: none.
+        kernel: Name of the kernel, or ``auto``.
+        ulysses: Name of the Ulysses group; empty for a single rank.
+        ring: Name of the ring; empty for a single rank.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    value_size: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    kernel: str
+    ulysses: str
+    ring: str
+
+    def demand(self, like: torch.Tensor) -> Demand:
+        """Return what the layer asks of a kernel, on the device and in the dtype of a tensor."""
+        return Demand(
+            device_type=like.device.type,
+            dtype=like.dtype,
+            head_size=self.head_size,
+            value_size=self.value_size,
+            has_window=self.window is not None,
+            has_softcap=self.softcap is not None,
+        )
+
+    def arguments(self, sinks_H: torch.Tensor | None, tables: Tables) -> tuple[Any, ...]:
+        """Return what the operators take after their tensors."""
+        return (
+            sinks_H,
+            tables.spans.cu_seqlens,
+            tables.borders,
+            tables.rectangles,
+            tables.spans.max_seqlen,
+            [self.num_heads, self.num_kv_heads, self.head_size, self.value_size],
+            self.scale,
+            self.window or 0,
+            self.softcap or 0.0,
+            self.kernel,
+            self.ulysses,
+            self.ring,
+        )
+
+
+def attend_payload(
+    payload_UBLF: torch.Tensor, sinks_h: torch.Tensor | None, tables: Tables, settings: LayerSettings
+) -> torch.Tensor:
+    """Attend over what :func:`gather_heads` has returned; differentiable. Returns ``[T, h, E]``."""
+    out, _ = torch.ops.ray_ulysses.attend_payload(payload_UBLF, *settings.arguments(sinks_h, tables))
+    attended: torch.Tensor = out
+    return attended
+
+
+def attend_heads(
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKE: torch.Tensor,
+    sinks_H: torch.Tensor | None,
+    tables: Tables,
+    settings: LayerSettings,
+) -> torch.Tensor:
+    """Attend with all heads on this rank; differentiable. Returns ``[T, H, E]``."""
+    out, _ = torch.ops.ray_ulysses.attend_heads(query_THD, key_TKD, value_TKE, *settings.arguments(sinks_H, tables))
+    attended: torch.Tensor = out
+    return attended
+
+
+def _rank_heads(heads: list[int], ulysses: str) -> RankHeads:
+    if not ulysses:
+        return assign_heads(heads[0], heads[1], 1).ranks[0]
+    group = group_named(ulysses)
+    return assign_heads(heads[0], heads[1], group.size()).ranks[group.rank()]
+
+
+def ring_layer(settings: tuple[Any, ...]) -> RingLayer:
+    """Return what the ring is told, from an operator's settings."""
+    _, cu_seqlens, borders, rectangles, max_seqlen, heads, scale, window, softcap, kernel, ulysses, ring = settings
+    return RingLayer(
+        kernel=kernel,
+        scale=scale,
+        window=window or None,
+        softcap=softcap or None,
+        spans=Spans(cu_seqlens=cu_seqlens, borders=tuple(borders.tolist()), max_seqlen=max_seqlen),
+        rectangles=tuple(Rectangle(*fields) for fields in rectangles.tolist()),
+        calls=_rank_heads(heads, ulysses).calls(),
+        ring=group_named(ring) if ring else None,
+    )
+
+
+@torch.library.custom_op(
+    "ray_ulysses::attend_heads",
+    mutates_args=(),
+    schema=f"(Tensor query, Tensor key, Tensor value, {SETTINGS_SCHEMA}) -> (Tensor, Tensor)",
+)
+def _attend_heads(
+    query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKE: torch.Tensor, *settings: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return attend(query_THD, key_TKD, value_TKE, settings[0], ring_layer(settings))
+
+
+@_attend_heads.register_fake
+def _attend_heads_shape(
+    query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKE: torch.Tensor, *settings: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _result_shapes(query_THD, query_THD.shape[0], query_THD.shape[1], value_TKE.shape[2])
+
+
+@torch.library.custom_op(
+    "ray_ulysses::attend_heads_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, {SETTINGS_SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _attend_heads_backward(
+    grad_THE: torch.Tensor,
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKE: torch.Tensor,
+    out_THE: torch.Tensor,
+    lse_HT: torch.Tensor,
+    *settings: Any,
+) -> tuple[torch.Tensor, ...]:
+    dq, dk, dv, dsinks = attend_backward(
+        grad_THE.contiguous(), query_THD, key_TKD, value_TKE, settings[0], out_THE, lse_HT, ring_layer(settings)
+    )
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), or_empty(dsinks, grad_THE)
+
+
+@_attend_heads_backward.register_fake
+def _attend_heads_backward_shape(
+    grad_THE: torch.Tensor, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKE: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, ...]:
+    grads = (tensor.new_empty(tensor.shape) for tensor in (query_THD, key_TKD, value_TKE))
+    sinks = rest[2]
+    return (*grads, or_empty(None if sinks is None else torch.empty_like(sinks), grad_THE))
+
+
+@torch.library.custom_op(
+    "ray_ulysses::attend_payload",
+    mutates_args=(),
+    schema=f"(Tensor payload, {SETTINGS_SCHEMA}) -> (Tensor, Tensor)",
+)
+def _attend_payload(payload_UBLF: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v = _heads_of(tokens_first(payload_UBLF), settings)
+    return attend(q, k, v, settings[0], ring_layer(settings))
+
+
+@_attend_payload.register_fake
+def _attend_payload_shape(payload_UBLF: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    ranks, rows, tokens = payload_UBLF.shape[:3]
+    heads = _rank_heads(settings[5], settings[10])
+    return _result_shapes(payload_UBLF, ranks * rows * tokens, heads.num_heads, settings[5][3])
+
+
+@torch.library.custom_op(
+    "ray_ulysses::attend_payload_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor payload, Tensor out, Tensor lse, {SETTINGS_SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _attend_payload_backward(
+    grad_ThE: torch.Tensor, payload_UBLF: torch.Tensor, out_ThE: torch.Tensor, lse_hT: torch.Tensor, *settings: Any
+) -> tuple[torch.Tensor, ...]:
+    q, k, v = _heads_of(tokens_first(payload_UBLF), settings)
+    dq, dk, dv, dsinks = attend_backward(
+        grad_ThE.contiguous(), q, k, v, settings[0], out_ThE, lse_hT, ring_layer(settings)
+    )
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), or_empty(dsinks, grad_ThE)
+
+
+@_attend_payload_backward.register_fake
+def _attend_payload_backward_shape(
+    grad_ThE: torch.Tensor, payload_UBLF: torch.Tensor, out_ThE: torch.Tensor, lse_hT: torch.Tensor, *settings: Any
+) -> tuple[torch.Tensor, ...]:
+    sinks = settings[0]
+    tokens = grad_ThE.shape[0]
+    heads, (_, _, head_size, value_size) = _rank_heads(settings[5], settings[10]), settings[5]
+    return (
+        grad_ThE.new_empty(tokens, heads.num_heads, head_size),
+        grad_ThE.new_empty(tokens, heads.num_kv_heads, head_size),
+        grad_ThE.new_empty(tokens, heads.num_kv_heads, value_size),
+        or_empty(None if sinks is None else torch.empty_like(sinks), grad_ThE),
+    )
+
+
+def _heads_of(features_TF: torch.Tensor, settings: tuple[Any, ...]) -> list[torch.Tensor]:
+    _, _, head_size, value_size = settings[5]
+    heads = _rank_heads(settings[5], settings[10])
+    return split_heads(features_TF, heads, QKV, (head_size, head_size, value_size))
+
+
+def _result_shapes(
+    like: torch.Tensor, tokens: int, num_heads: int, value_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    precision = torch.promote_types(like.dtype, torch.float32)
+    return like.new_empty(tokens, num_heads, value_size), like.new_empty(num_heads, tokens, dtype=precision)
+
+
+def or_empty(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the sinks, or an empty tensor: operators return tensors only."""
+    return like.new_empty(0) if grad is None else grad
+
+
+def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Save an operator's tensors, its results and its settings for its backward."""
+    tensors, settings = inputs[:-NUM_SETTINGS], inputs[-NUM_SETTINGS:]
+    ctx.num_tensors = len(tensors)
+    ctx.has_sinks = settings[0] is not None
+    sinks = (settings[0],) if ctx.has_sinks else ()
+    ctx.save_for_backward(*tensors, *output, *settings[1:4], *sinks)
+    ctx.rest = settings[4:]
+    ctx.set_materialize_grads(False)
+
+
+def kept_inputs(ctx: Any) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
+    """Return the inputs with the outputs behind them, and the settings."""
+    saved, count = ctx.saved_tensors, ctx.num_tensors + 2
+    sinks = saved[-1] if ctx.has_sinks else None
+    return saved[:count], (sinks, *saved[count : count + 3], *ctx.rest)
+
+
+def _heads_gradient(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    tensors, settings = kept_inputs(ctx)
+    *grads, sinks = torch.ops.ray_ulysses.attend_heads_backward(grad, *tensors, *settings)
+    return (*grads, sinks if ctx.has_sinks else None, *[None] * (NUM_SETTINGS - 1))
+
+
+def _payload_gradient(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    tensors, settings = kept_inputs(ctx)
+    ranks, rows, tokens, width = tensors[0].shape
+    *grads, sinks = torch.ops.ray_ulysses.attend_payload_backward(grad, *tensors, *settings)
+    # Payload and output go before their gradients are packed: this is where memory peaks.
+    del tensors
+    ctx.maybe_clear_saved_tensors()
+    grad_TF = grads[0].new_empty(rows * ranks * tokens, width)
+    for part, one in zip(_heads_of(grad_TF, settings), grads, strict=True):
+        part.copy_(one)
+    return (ranks_first(grad_TF, ranks, rows), sinks if ctx.has_sinks else None, *[None] * (NUM_SETTINGS - 1))
+
+
+_attend_heads.register_autograd(_heads_gradient, setup_context=keep_inputs)
+_attend_payload.register_autograd(_payload_gradient, setup_context=keep_inputs)

@@ -1,0 +1,237 @@
+"""One layer's attention over a ring: keys and values go round, partial results are merged by their log-sum-exp.
+
+Ring Attention (https://arxiv.org/abs/2310.01889) with a zigzag split: see :mod:`.documents`. Without a ring it is a
+single step. Attention sinks are merged here as well, as one more term of the softmax.
+
+Legend: T tokens of this ring rank (rows end to end), H query heads and K KV heads of this rank, D head size of Q and K,
+E head size of V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ray_ulysses.attention.documents import Rectangle
+from ray_ulysses.attention.kernels import Demand, Kernel, KernelCall, Spans, choose_kernel
+from ray_ulysses.parallel.collectives import Circulation
+
+_KEYS, _GRADIENTS = 0, 1
+"""Tags of what goes round."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingLayer:
+    """What a layer asks for, and where its documents are.
+
+    Attributes:
+        kernel: Name of the kernel, or ``auto``.
+        scale: Factor on the scores.
+        window: A token sees this many last tokens of its document, itself included; ``None``: all.
+        softcap: Cap of the scores, or ``None``.
+        spans: The stretches of the own tokens.
+        rectangles: Blocks of queries against keys before them.
+        calls: ``(query heads, key-value heads)`` of each kernel call.
+        ring: The ring, or ``None`` for a single rank.
+    """
+
+    kernel: str
+    scale: float
+    window: int | None
+    softcap: float | None
+    spans: Spans
+    rectangles: tuple[Rectangle, ...]
+    calls: tuple[tuple[slice, slice], ...]
+    ring: dist.ProcessGroup | None
+
+
+class _Block(NamedTuple):
+    """A kernel call's tokens; ``spans`` are given where it is the causal one of all own tokens."""
+
+    query: slice
+    key: slice
+    left: int | None
+    spans: Spans | None
+
+
+def attend(
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKE: torch.Tensor,
+    sinks_H: torch.Tensor | None,
+    layer: RingLayer,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output ``[T, H, E]`` and its log-sum-exp ``[H, T]``, contiguous; no gradients are recorded.
+
+    Every rank of the ring must call.
+    """
+    kernel = _kernel(query_THD, value_TKE, layer)
+    if layer.ring is None and len(layer.calls) == 1:
+        out_THE, lse_HT = kernel.forward(_call(query_THD, key_TKD, value_TKE, layer, _own(layer)))
+    else:
+        shape = (*query_THD.shape[:2], value_TKE.shape[2])
+        precision = torch.promote_types(query_THD.dtype, torch.float32)
+        out_THE = torch.empty(shape, dtype=precision, device=query_THD.device)
+        lse_HT = torch.empty(shape[1], shape[0], dtype=precision, device=query_THD.device)
+        for step, key, value in _circulate(key_TKD, value_TKE, layer.ring):
+            for block in _blocks(layer, step):
+                for heads, kv_heads in layer.calls:
+                    call = _call(query_THD[:, heads], key[:, kv_heads], value[:, kv_heads], layer, block)
+                    part = kernel.forward(call)
+                    if block.spans is not None:
+                        out_THE[:, heads], lse_HT[heads] = part
+                    else:
+                        _merge(out_THE[block.query, heads], lse_HT[heads, block.query], *part)
+    if sinks_H is not None:
+        # The sink takes its share of the softmax and brings no value.
+        whole_HT = torch.logaddexp(lse_HT, sinks_H.to(lse_HT.dtype).unsqueeze(1))
+        out_THE = out_THE * (lse_HT - whole_HT).exp().transpose(0, 1).unsqueeze(-1)
+        lse_HT = whole_HT
+    return out_THE.to(query_THD.dtype).contiguous(), lse_HT.contiguous()
+
+
+def attend_backward(
+    grad_out_THE: torch.Tensor,
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKE: torch.Tensor,
+    sinks_H: torch.Tensor | None,
+    out_THE: torch.Tensor,
+    lse_HT: torch.Tensor,
+    layer: RingLayer,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the gradients of queries, keys, values and sinks; every rank of the ring must call."""
+    kernel = _kernel(query_THD, value_TKE, layer)
+    grad_sinks = None
+    if sinks_H is not None:
+        # d loss / d sink = - sum over tokens of the sink's weight times sum_E(grad_out * out).
+        delta_TH = (grad_out_THE.to(lse_HT.dtype) * out_THE.to(lse_HT.dtype)).sum(dim=-1)
+        weight_HT = (sinks_H.to(lse_HT.dtype).unsqueeze(1) - lse_HT).exp()
+        grad_sinks = -(weight_HT * delta_TH.transpose(0, 1)).sum(dim=1).to(sinks_H.dtype)
+    if layer.ring is None and len(layer.calls) == 1:
+        call = _call(query_THD, key_TKD, value_TKE, layer, _own(layer))
+        return *kernel.backward(call, grad_out_THE, out_THE, lse_HT), grad_sinks
+    precision = torch.promote_types(query_THD.dtype, torch.float32)
+    grad_query = torch.zeros(query_THD.shape, dtype=precision, device=query_THD.device)
+    incoming: Circulation | None = None
+    grad_kv = torch.zeros(key_TKD.numel() + value_TKE.numel(), dtype=precision, device=query_THD.device)
+    for step, key, value in _circulate(key_TKD, value_TKE, layer.ring):
+        if step:
+            grad_kv = torch.zeros_like(grad_kv)
+        grad_key, grad_value = _unpacked(grad_kv, key_TKD, value_TKE)
+        for block in _blocks(layer, step):
+            for heads, kv_heads in layer.calls:
+                call = _call(query_THD[:, heads], key[:, kv_heads], value[:, kv_heads], layer, block)
+                upstream, out = (t[block.query, heads].contiguous() for t in (grad_out_THE, out_THE))
+                dq, dk, dv = kernel.backward(call, upstream, out, lse_HT[heads, block.query].contiguous())
+                grad_query[block.query, heads] += dq
+                grad_key[block.key, kv_heads] += dk
+                grad_value[block.key, kv_heads] += dv
+        if layer.ring is not None:
+            # The gradients of these keys go on with them, one step behind, and come home after the last step.
+            if incoming is not None:
+                grad_kv += incoming.wait()
+            incoming = Circulation(grad_kv, layer.ring, _GRADIENTS)
+    if incoming is not None:
+        grad_kv = incoming.wait()
+    grad_key, grad_value = _unpacked(grad_kv, key_TKD, value_TKE)
+    dtype = query_THD.dtype
+    # Two results of an operator may not share memory, as these two parts of one buffer do.
+    return grad_query.to(dtype), grad_key.to(dtype), grad_value.to(dtype, copy=True), grad_sinks
+
+
+def _kernel(query_THD: torch.Tensor, value_TKE: torch.Tensor, layer: RingLayer) -> Kernel:
+    demand = Demand(
+        device_type=query_THD.device.type,
+        dtype=query_THD.dtype,
+        head_size=query_THD.shape[2],
+        value_size=value_TKE.shape[2],
+        has_window=layer.window is not None,
+        has_softcap=layer.softcap is not None,
+    )
+    return choose_kernel(layer.kernel, demand)[0].kernel
+
+
+def _own(layer: RingLayer) -> _Block:
+    # A window that reaches over the longest stretch hides nothing.
+    hides = layer.window is not None and layer.window < layer.spans.max_seqlen
+    left = layer.window - 1 if layer.window is not None and hides else None
+    return _Block(slice(None), slice(None), left, layer.spans)
+
+
+def _blocks(layer: RingLayer, step: int) -> Iterator[_Block]:
+    """Yield the kernel calls of a ring step; the first of step 0 covers every own token."""
+    if step == 0:
+        yield _own(layer)
+    for rectangle in layer.rectangles:
+        if rectangle.step == step:
+            block = _trimmed(rectangle, layer.window)
+            if block is not None:
+                yield block
+
+
+def _trimmed(rectangle: Rectangle, window: int | None) -> _Block | None:
+    """Cut a rectangle down to the queries that see a key in their window and the keys that are seen."""
+    _, query_start, query_stop, key_start, key_stop, distance = rectangle
+    if window is None:
+        return _Block(slice(query_start, query_stop), slice(key_start, key_stop), None, None)
+    # Query i sees key j where distance + i - j < window; all keys come before all queries.
+    skipped = max(0, distance - window + 1)
+    num_keys = key_stop - key_start - skipped
+    num_queries = min(query_stop - query_start, window + num_keys - (distance - skipped) - 1)
+    if num_keys <= 0 or num_queries <= 0:
+        return None
+    left = num_keys - num_queries - (distance - skipped) + window - 1
+    return _Block(
+        slice(query_start, query_start + num_queries),
+        slice(key_start + skipped, key_stop),
+        left if left < num_keys - 1 else None,
+        None,
+    )
+
+
+def _call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: RingLayer, block: _Block) -> KernelCall:
+    return KernelCall(
+        query_THD=query[block.query],
+        key_UKD=key[block.key],
+        value_UKE=value[block.key],
+        spans=block.spans,
+        scale=layer.scale,
+        causal=block.spans is not None,
+        left=block.left,
+        softcap=layer.softcap,
+    )
+
+
+def _merge(out_THE: torch.Tensor, lse_HT: torch.Tensor, part_THE: torch.Tensor, part_lse_HT: torch.Tensor) -> None:
+    """Merge a part of the softmax into what is there, in place."""
+    whole_HT = torch.logaddexp(lse_HT, part_lse_HT.to(lse_HT.dtype))
+    kept, added = (
+        (lse - whole_HT).exp().transpose(0, 1).unsqueeze(-1) for lse in (lse_HT, part_lse_HT.to(lse_HT.dtype))
+    )
+    out_THE.mul_(kept).add_(part_THE.to(out_THE.dtype) * added)
+    lse_HT.copy_(whole_HT)
+
+
+def _circulate(
+    key_TKD: torch.Tensor, value_TKE: torch.Tensor, ring: dist.ProcessGroup | None
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Yield ``(step, keys, values)`` of each ring rank in turn, the own ones first, while the next come in."""
+    if ring is None:
+        yield 0, key_TKD, value_TKE
+        return
+    held = torch.cat([key_TKD.flatten(), value_TKE.flatten()])
+    for step in range(ring.size()):
+        under_way = Circulation(held, ring, _KEYS) if step + 1 < ring.size() else None
+        yield (step, *_unpacked(held, key_TKD, value_TKE))
+        if under_way is not None:
+            held = under_way.wait()
+
+
+def _unpacked(flat: torch.Tensor, key_TKD: torch.Tensor, value_TKE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    key, value = flat.split([key_TKD.numel(), value_TKE.numel()])
+    return key.view(key_TKD.shape), value.view(value_TKE.shape)

@@ -1,0 +1,327 @@
+"""A start-up self-test: attention and gradients of the live process groups, held against one process in seconds.
+
+What a broken link, driver, kernel or library does to the numbers shows here, and not after a week. Two checks:
+attention over a packed row of the run's head counts, sizes and dtype, through the exchange, the ring and the kernel of
+the run, against its definition in fp64; and one optimizer step of a tiny decoder in an engine of the run's ZeRO stage,
+its loss scale and gradients against one process. Ranks compare what they measured, so that all go on or all raise the
+same error.
+
+Legend: D head size of queries and keys, E head size of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ray_ulysses.attention import ulysses
+from ray_ulysses.attention.kernels import Demand, KernelName, choose_kernel
+from ray_ulysses.clock import SystemClock
+from ray_ulysses.engine.self_test_attention import measure_attention
+from ray_ulysses.engine.self_test_step import measure_step
+from ray_ulysses.errors import RunError
+from ray_ulysses.logging import get_logger
+from ray_ulysses.parallel.mesh import SequenceMesh
+
+if TYPE_CHECKING:
+    from ray_ulysses.clock import Clock
+    from ray_ulysses.engine.zero import ZeroSettings
+
+EXACT_FP32 = 1e-5
+"""Law 1's bound of a tensor's relative error, norm-wise."""
+
+EXACT_BF16 = 2e-2
+"""The bf16 bound against fp64: a value has 8 significant bits, a kernel rounds its weights and its result (errors of
+2e-3 to 6e-3 norm-wise), and what this looks for, lost or misplaced tokens, heads or ranks, is above 1e-1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionSettings:
+    """The attention of a run.
+
+    Attributes:
+        num_heads: Query heads of a layer.
+        num_kv_heads: Key-value heads, a divisor of ``num_heads``.
+        head_size: ``D``.
+        value_size: ``E``.
+        dtype: Of queries, keys and values.
+        kernel: Name of the kernel, or ``auto``.
+        windows: A kind of layer each: its sliding window in tokens, or ``None`` for full attention.
+        softcap: Cap of the scores, or ``None``.
+        has_sinks: Whether layers have attention sinks.
+        chunks: Shares of the KV heads that are exchanged one after the other.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    value_size: int
+    dtype: torch.dtype
+    kernel: KernelName = "auto"
+    windows: tuple[int | None, ...] = (None,)
+    softcap: float | None = None
+    has_sinks: bool = False
+    chunks: int = 1
+
+    @property
+    def bound(self) -> float:
+        """Relative error that counts as exact."""
+        return EXACT_BF16 if self.dtype in (torch.bfloat16, torch.float16) else EXACT_FP32
+
+    def kernel_names(self, device: torch.device) -> tuple[str, ...]:
+        """Return the kernel that each kind of layer gets, once each.
+
+        Raises:
+            UserError: The kernel of the settings is not here, or can't do what the model asks for.
+        """
+        names = []
+        for window in self.windows:
+            demand = Demand(
+                device_type=device.type,
+                dtype=self.dtype,
+                head_size=self.head_size,
+                value_size=self.value_size,
+                has_window=window is not None,
+                has_softcap=self.softcap is not None,
+            )
+            names.append(choose_kernel(self.kernel, demand)[0].name)
+        return tuple(dict.fromkeys(names))
+
+    def in_words(self) -> str:
+        """Return what was tested, as an error names it."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.num_heads} heads on {self.num_kv_heads} KV heads of {self.head_size}, {dtype}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelfTestReport:
+    """What a self-test that passed has measured: the worst of all ranks, the same on each.
+
+    Attributes:
+        attention_error: Relative error of attention's output and gradients against their definition.
+        gradient_error: Relative error of a tiny decoder's gradients against one process, the worst tensor.
+        norm_ratio: Norm of the whole gradient as the engine has it, over one process's.
+        kernels: Names of the kernels that ran.
+        seconds: What it took.
+    """
+
+    attention_error: float
+    gradient_error: float
+    norm_ratio: float
+    kernels: tuple[str, ...]
+    seconds: float
+
+    def in_words(self) -> str:
+        """Return the line that a run logs."""
+        return (
+            f"self-test passed in {self.seconds:.1f} s: attention {self.attention_error:.0e}, gradients "
+            f"{self.gradient_error:.0e}, norm ratio {self.norm_ratio:.3f} (kernel {', '.join(self.kernels)})"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """One number of one rank, and what it may be.
+
+    Attributes:
+        what: What was compared with what.
+        error: Relative error.
+        bound: Largest error that counts as exact.
+    """
+
+    what: str
+    error: float
+    bound: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What all ranks together have found of one number.
+
+    Attributes:
+        what: What was compared with what.
+        error: The worst error of all ranks.
+        bound: What it may be.
+        rank: The rank that measured it.
+        wrong_ranks: Ranks beyond the bound.
+    """
+
+    what: str
+    error: float
+    bound: float
+    rank: int
+    wrong_ranks: tuple[int, ...]
+
+
+def run_self_test(
+    mesh: SequenceMesh,
+    device: torch.device,
+    attention: AttentionSettings,
+    zero: ZeroSettings,
+    *,
+    node: str = "",
+    clock: Clock | None = None,
+) -> SelfTestReport:
+    """Hold the live environment to one process; every rank of the world must call, with the same settings.
+
+    It leaves the process as it was: random state, hooks and memory. ``prepare_process`` has been called before, and
+    ``sp`` groups are contiguous ranks.
+
+    Args:
+        mesh: The run's mesh.
+        device: Where the run computes.
+        attention: The run's attention.
+        zero: The run's engine settings; stage, dtype and accumulation count.
+        node: Name of this rank's node, for the error.
+        clock: Time.
+
+    Raises:
+        RunError: The environment is wrong, the same on every rank: what differs, by how much, where, what to do.
+        UserError: The kernel that is asked for can't be used here.
+    """
+    clock = clock or SystemClock()
+    started = clock.monotonic()
+    kernels = attention.kernel_names(device)
+    cuda = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=cuda), torch.enable_grad(), _unannounced():
+            found = _agreed(_attention(mesh, device, attention), device)
+            if _wrong(found):
+                raise RunError(_attention_error(found, mesh, device, attention, kernels, node))
+            attention_error = max(finding.error for finding in found)
+            step = measure_step(mesh, device, zero, attention.kernel, attention.chunks)
+            bound = max(attention.bound, 2 * step.own_error)
+            measured = [
+                Measured(what=f"the gradient of {step.worst_tensor}", error=step.gradient_error, bound=bound),
+                Measured(what="the norm of the whole gradient", error=abs(step.norm_ratio - 1), bound=bound),
+            ]
+            found = _agreed(measured, device)
+            if _wrong(found):
+                raise RunError(_step_error(found, step.norm_ratio, mesh, zero, node))
+    finally:
+        if cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+    return SelfTestReport(
+        attention_error=attention_error,
+        gradient_error=found[0].error,
+        norm_ratio=step.norm_ratio,
+        kernels=kernels,
+        seconds=clock.monotonic() - started,
+    )
+
+
+@contextmanager
+def _unannounced() -> Iterator[None]:
+    """Keep the choice of kernels for the tiny decoder out of the log, where the run's own is to be found."""
+    logger = get_logger(ulysses.__name__)
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def find_worst(parts: Sequence[str], errors: Sequence[Sequence[float]], bounds: Sequence[float]) -> list[Finding]:
+    """Return the worst of every number over all ranks; an error that is no number counts as infinite.
+
+    Args:
+        parts: Names of the numbers.
+        errors: Per rank, its errors in that order.
+        bounds: Bound of each number.
+    """
+    findings = []
+    for place, (what, bound) in enumerate(zip(parts, bounds, strict=True)):
+        column = [float("inf") if row[place] != row[place] else row[place] for row in errors]
+        rank = max(range(len(column)), key=column.__getitem__)
+        wrong = tuple(index for index, error in enumerate(column) if error > bound)
+        findings.append(Finding(what=what, error=column[rank], bound=bound, rank=rank, wrong_ranks=wrong))
+    return findings
+
+
+def _agreed(measured: Sequence[Measured], device: torch.device) -> list[Finding]:
+    """Gather what every rank has measured, so that all come to the same verdict; every rank must call."""
+    mine = torch.tensor([[m.error, m.bound] for m in measured], dtype=torch.float64, device=device)
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine)
+    table = torch.stack(rows).cpu()
+    # Bounds follow from what one process does, which other GPUs may do a little differently.
+    bounds = table[:, :, 1].amin(dim=0).tolist()
+    return find_worst([m.what for m in measured], table[:, :, 0].tolist(), bounds)
+
+
+def _wrong(found: Sequence[Finding]) -> bool:
+    return any(finding.wrong_ranks for finding in found)
+
+
+def _worst(found: Sequence[Finding]) -> Finding:
+    return max(found, key=lambda finding: finding.error / finding.bound)
+
+
+def _attention(mesh: SequenceMesh, device: torch.device, settings: AttentionSettings) -> list[Measured]:
+    return [
+        Measured(
+            what=f"{name} of {'full' if window is None else 'sliding-window'} attention",
+            error=error,
+            bound=settings.bound,
+        )
+        for window in settings.windows
+        for name, error in measure_attention(mesh, device, settings, window).items()
+    ]
+
+
+def _attention_error(
+    found: Sequence[Finding],
+    mesh: SequenceMesh,
+    device: torch.device,
+    settings: AttentionSettings,
+    kernels: tuple[str, ...],
+    node: str,
+) -> str:
+    """Say what is wrong, and find out whether the kernel or the exchange is; every rank must call."""
+    alone = SequenceMesh(sp_size=1, sp_rank=0, ring_size=1, world_size=1)
+    kernel = _agreed(_attention(alone, device, replace(settings, chunks=1)), device)
+    names = ", ".join(kernels)
+    if _wrong(kernel):
+        worst = _worst(kernel)
+        cause = (
+            f"the kernel is wrong on one process already ({worst.what}: {worst.error:.1e}): use another one "
+            "(model.attention: sdpa on CPU, varlen or math on a GPU), or another build of torch or flash-attn"
+        )
+    else:
+        split = f"ulysses {mesh.ulysses_size} x ring {mesh.ring_size}"
+        cause = (
+            f"the kernel alone is exact, so what the ranks exchange ({split}) arrives wrong: run ray-ulysses doctor on "
+            "these nodes, look at driver, NCCL and links there (NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 tells whether a "
+            "link is it), or take the node out"
+        )
+    return _text(found, f"its definition in fp64 (kernel {names}; {settings.in_words()})", cause, node)
+
+
+def _step_error(found: Sequence[Finding], norm_ratio: float, mesh: SequenceMesh, zero: ZeroSettings, node: str) -> str:
+    """Say what is wrong with loss scale or gradients; every rank must call."""
+    cause = (
+        f"the gradient's norm is {norm_ratio:.4f} of one process's (a scale that is off by sp_size={mesh.sp_size}, the "
+        f"world of {dist.get_world_size()} or the accumulation shows here), and attention is exact: install the "
+        "versions of constraints.txt (deepspeed, torch, transformers), and run ray-ulysses doctor on these nodes"
+    )
+    return _text(found, f"one process's (a tiny decoder, ZeRO-{zero.stage}, {zero.dtype})", cause, node)
+
+
+def _text(found: Sequence[Finding], against: str, cause: str, node: str) -> str:
+    worst = _worst(found)
+    wrong_ranks = {rank for finding in found for rank in finding.wrong_ranks}
+    names: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(names, node)
+    place = f"rank {worst.rank}" + (f" on {names[worst.rank]}" if names[worst.rank] else "")
+    return (
+        f"the self-test failed on {len(wrong_ranks)} of {len(names)} ranks, most on {place}: {worst.what} differs from "
+        f"{against} by {worst.error:.1e} of its norm, and {worst.bound:.0e} counts as exact. "
+        f"{cause[0].upper()}{cause[1:]}. run.self_test: false would train without this check, and wrongly"
+    )

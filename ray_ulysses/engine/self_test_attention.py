@@ -1,0 +1,169 @@
+"""The self-test's attention: a packed row through exchange, kernel and ring, against its definition in fp64.
+
+Legend: B rows, L tokens of a slice, S tokens of a row, H query heads, K KV heads, D head size of Q and K, E of V.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ray_ulysses.attention.batch import MODEL_INPUT, held_tokens, shard_batch
+from ray_ulysses.attention.kernels.reference import attention_by_definition, visible_tokens
+from ray_ulysses.attention.ulysses import apply_ulysses, ulysses_attention
+from ray_ulysses.parallel.layout import row_multiple
+
+if TYPE_CHECKING:
+    from ray_ulysses.engine.self_test import AttentionSettings
+    from ray_ulysses.parallel.mesh import SequenceMesh
+
+_LEAST_TOKENS = 256
+_SEED = 20
+
+
+def document_lengths(num_tokens: int) -> tuple[int, ...]:
+    """Return documents of a row: a long one, one of a single token, others; at least a sixteenth is left as padding.
+
+    Borders are off those of slices, and the long one spans several ranks.
+
+    Args:
+        num_tokens: Tokens of the row, at least 64.
+    """
+    return (num_tokens // 2 + 1, 1, num_tokens // 8 - 1, num_tokens // 4 + 1)
+
+
+def measure_attention(
+    mesh: SequenceMesh, device: torch.device, settings: AttentionSettings, window: int | None
+) -> dict[str, float]:
+    """Return the relative errors of this rank's output and gradients; every rank of ``sp`` must call.
+
+    Args:
+        mesh: Who shares the row.
+        device: Where to compute.
+        settings: Heads, dtype and kernel.
+        window: Sliding window of the layer, or ``None``; a window longer than a quarter of the row is cut to that, so
+            that it hides something.
+    """
+    multiple = row_multiple(mesh.sp_size, mesh.ring_size)
+    num_tokens = -(-_LEAST_TOKENS // multiple) * multiple
+    window = None if window is None else min(window, num_tokens // 4)
+    whole, upstream_BSHE, sinks = _inputs(settings, num_tokens, device)
+    wanted_out, wanted_grads = _by_definition(settings, whole, upstream_BSHE, sinks, window)
+
+    context = _context(mesh, settings, num_tokens, device)
+    local = [held_tokens(tensor, mesh).requires_grad_() for tensor in whole]
+    sinks_H = None if sinks is None else sinks.clone().requires_grad_()
+    # [B, L, H, D] -> [B, H, L, D], as a model hands them over.
+    query, key, value = (tensor.transpose(1, 2) for tensor in local)
+    out_BLHE, _ = ulysses_attention(
+        nn.Identity(),
+        query,
+        key,
+        value,
+        None,
+        sliding_window=window,
+        softcap=settings.softcap,
+        s_aux=sinks_H,
+        **{MODEL_INPUT: context},
+    )
+    out_BLHE.backward(held_tokens(upstream_BSHE, mesh))
+    pairs = {"the output": (out_BLHE.detach(), wanted_out)}
+    names = ("the gradient of Q", "the gradient of K", "the gradient of V")
+    for name, tensor, wanted in zip(names, local, wanted_grads[:3], strict=True):
+        assert tensor.grad is not None
+        pairs[name] = (tensor.grad, wanted)
+    errors = {name: slice_error(ours, held_tokens(truth, mesh), truth) for name, (ours, truth) in pairs.items()}
+    if sinks_H is not None:
+        assert sinks_H.grad is not None
+        grad_H = sinks_H.grad.double()
+        if mesh.sp_size > 1:
+            # Each rank has the part of its own heads and tokens.
+            dist.all_reduce(grad_H, group=mesh.group("sp"))
+        errors["the gradient of the sinks"] = slice_error(grad_H, wanted_grads[3], wanted_grads[3])
+    return errors
+
+
+def slice_error(ours: torch.Tensor, truth: torch.Tensor, whole: torch.Tensor) -> float:
+    """Return the error of a slice, norm-wise, relative to the norm that the whole row has in so many tokens.
+
+    A slice may hold one-token documents only, whose gradients of Q are 0 in truth.
+    """
+    share = math.sqrt(truth.numel() / whole.numel())
+    scale = float(whole.double().norm()) * share
+    return float((ours.double() - truth.double()).norm()) / scale
+
+
+def _inputs(
+    settings: AttentionSettings, num_tokens: int, device: torch.device
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
+    """Return Q, K and V as ``[1, S, heads, size]``, the output's gradient and the sinks: the same on every rank."""
+    generator = torch.Generator().manual_seed(_SEED)
+
+    def draw(*shape: int) -> torch.Tensor:
+        # On the host, so that every device gets the same numbers.
+        return torch.randn(*shape, generator=generator).to(device=device, dtype=settings.dtype)
+
+    kv = settings.num_kv_heads
+    sizes = ((settings.num_heads, settings.head_size), (kv, settings.head_size), (kv, settings.value_size))
+    whole = [draw(1, num_tokens, *size) for size in sizes]
+    upstream = draw(1, num_tokens, settings.num_heads, settings.value_size)
+    return whole, upstream, draw(settings.num_heads) if settings.has_sinks else None
+
+
+def _by_definition(
+    settings: AttentionSettings,
+    whole: list[torch.Tensor],
+    upstream_BSHE: torch.Tensor,
+    sinks_H: torch.Tensor | None,
+    window: int | None,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return output and gradients in fp64, one KV head at a time, which bounds the scores in memory."""
+    num_tokens, group = upstream_BSHE.shape[1], settings.num_heads // settings.num_kv_heads
+    visible = visible_tokens(document_lengths(num_tokens), num_tokens, window, upstream_BSHE.device)
+    leaves = [tensor[0].double() for tensor in whole] + ([] if sinks_H is None else [sinks_H.double()])
+    outs, grads = [], []
+    for kv in range(settings.num_kv_heads):
+        heads = slice(kv * group, (kv + 1) * group)
+        own = [leaves[0][:, heads], leaves[1][:, kv : kv + 1], leaves[2][:, kv : kv + 1]]
+        own = [tensor.clone().requires_grad_() for tensor in (*own, *(sinks[heads] for sinks in leaves[3:]))]
+        out = attention_by_definition(
+            own[0],
+            own[1],
+            own[2],
+            visible,
+            settings.head_size**-0.5,
+            settings.softcap,
+            own[3] if len(own) > 3 else None,
+        )
+        grads.append(torch.autograd.grad(out, own, upstream_BSHE[0, :, heads].double()))
+        outs.append(out.detach())
+    # Q, K and V: [S, heads, size] -> [1, S, heads, size]; sinks: [H].
+    joined = [torch.cat(parts, dim=1).unsqueeze(0) for parts in list(zip(*grads, strict=True))[:3]]
+    joined += [torch.cat(parts) for parts in list(zip(*grads, strict=True))[3:]]
+    return torch.cat(outs, dim=1).unsqueeze(0), joined
+
+
+def _context(mesh: SequenceMesh, settings: AttentionSettings, num_tokens: int, device: torch.device) -> Any:
+    """Return what a layer is handed, as ``apply_ulysses`` hands it to a model of these heads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=settings.num_heads,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=settings.num_heads,
+        num_key_value_heads=settings.num_kv_heads,
+        head_dim=settings.head_size,
+    )
+    # No weights are made: the model is here for what its hook hands down.
+    with torch.device("meta"):
+        model: Any = LlamaForCausalLM(config)
+    apply_ulysses(model, mesh, settings.kernel, chunks=settings.chunks)
+    model.forward = lambda **inputs: inputs[MODEL_INPUT]
+    row = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
+    return model(**shard_batch(row, None, document_lengths(num_tokens), mesh).model_inputs())

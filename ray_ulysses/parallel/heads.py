@@ -1,0 +1,157 @@
+"""Which attention heads a rank of the Ulysses group works on: pure arithmetic, for every number of heads.
+
+Query heads are cut into one contiguous run a rank, as level as can be; a key-value head goes to every rank that has one
+of its query heads, and to no other. So nothing is sent that is not used, and heads need not divide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby, pairwise
+
+from ray_ulysses.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankHeads:
+    """The heads of one rank.
+
+    Attributes:
+        first: First query head.
+        stop: The query head after the last.
+        groups: ``(kv_head, num_query_heads)`` in order: the key-value heads it needs and how many of its query heads
+            each serves.
+    """
+
+    first: int
+    stop: int
+    groups: tuple[tuple[int, int], ...]
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        return self.stop - self.first
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key-value heads."""
+        return len(self.groups)
+
+    @property
+    def first_kv(self) -> int:
+        """First key-value head."""
+        return self.groups[0][0] if self.groups else 0
+
+    @property
+    def stop_kv(self) -> int:
+        """The key-value head after the last."""
+        return self.first_kv + len(self.groups)
+
+    def calls(self) -> tuple[tuple[slice, slice], ...]:
+        """Return the (query heads, key-value heads) of each kernel call, counted within the rank.
+
+        A kernel takes equal groups: neighbouring groups of the same size share a call.
+        """
+        calls, head, kv = [], 0, 0
+        for count, run in groupby(self.groups, key=lambda group: group[1]):
+            num_groups = len(list(run))
+            calls.append((slice(head, head + num_groups * count), slice(kv, kv + num_groups)))
+            head += num_groups * count
+            kv += num_groups
+        return tuple(calls)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadPlan:
+    """The heads of every rank of a Ulysses group.
+
+    Attributes:
+        num_heads: Query heads of the model.
+        num_kv_heads: Key-value heads of the model.
+        ranks: What each rank has.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    ranks: tuple[RankHeads, ...]
+
+    @property
+    def max_heads(self) -> int:
+        """Query heads of the fullest rank."""
+        return max(rank.num_heads for rank in self.ranks)
+
+    @property
+    def max_kv_heads(self) -> int:
+        """Most key-value heads of a rank."""
+        return max(rank.num_kv_heads for rank in self.ranks)
+
+    @property
+    def imbalance(self) -> float:
+        """Query heads of the fullest rank over the mean: how much longer attention takes than on level ranks."""
+        return self.max_heads * len(self.ranks) / self.num_heads
+
+    @property
+    def kernel_calls(self) -> int:
+        """Most kernel calls of a rank in a layer: 1 where its heads are whole equal groups."""
+        return max(len(rank.calls()) for rank in self.ranks)
+
+    @property
+    def kv_copies(self) -> float:
+        """Key-value heads that are sent, over those that there are."""
+        return sum(rank.num_kv_heads for rank in self.ranks) / self.num_kv_heads
+
+
+@cache
+def assign_heads(num_heads: int, num_kv_heads: int, ulysses_size: int) -> HeadPlan:
+    """Return which heads each rank of a Ulysses group has.
+
+    Rank ``r`` has the query heads from ``r * H // U`` on: sizes differ by one at most, and the cuts fall on borders of
+    key-value groups wherever level cuts can.
+
+    Args:
+        num_heads: Query heads ``H``.
+        num_kv_heads: Key-value heads, a divisor of ``H``.
+        ulysses_size: Ranks ``U`` that heads are exchanged over, at most ``H``.
+
+    Raises:
+        UserError: There are more ranks than query heads, or the groups are not whole.
+    """
+    if ulysses_size > num_heads:
+        raise UserError(
+            f"{ulysses_size} ranks can't share {num_heads} attention heads: each needs one at least; set "
+            f"parallel.ring_size so that parallel.sp_size / ring_size is at most {num_heads}"
+        )
+    if num_heads % num_kv_heads:
+        raise UserError(
+            f"{num_kv_heads} key-value heads do not divide {num_heads} query heads; each must serve a whole group"
+        )
+    cuts = [rank * num_heads // ulysses_size for rank in range(ulysses_size + 1)]
+    ranks = tuple(_rank_heads(first, stop, num_heads // num_kv_heads) for first, stop in pairwise(cuts))
+    return HeadPlan(num_heads=num_heads, num_kv_heads=num_kv_heads, ranks=ranks)
+
+
+@cache
+def part_of(plan: HeadPlan, part: int, num_parts: int) -> HeadPlan:
+    """Return one part of a plan that is worked off in several: the same share of every rank's key-value heads.
+
+    Args:
+        plan: The whole plan.
+        part: Which part, from 0.
+        num_parts: How many; a rank with fewer key-value heads has nothing in some parts.
+    """
+    ranks = []
+    for rank in plan.ranks:
+        low, high = (rank.num_kv_heads * index // num_parts for index in (part, part + 1))
+        before = sum(count for _, count in rank.groups[:low])
+        inside = sum(count for _, count in rank.groups[low:high])
+        first = rank.first + before
+        ranks.append(RankHeads(first=first, stop=first + inside, groups=rank.groups[low:high]))
+    return HeadPlan(num_heads=plan.num_heads, num_kv_heads=plan.num_kv_heads, ranks=tuple(ranks))
+
+
+def _rank_heads(first: int, stop: int, group: int) -> RankHeads:
+    groups = tuple(
+        (kv, min(stop, (kv + 1) * group) - max(first, kv * group)) for kv in range(first // group, -(-stop // group))
+    )
+    return RankHeads(first=first, stop=stop, groups=groups)

@@ -1,0 +1,104 @@
+"""The self-test at the start of an attempt: what the run's attention is, and one line that says that it is exact."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ray_ulysses.engine.model import torch_dtype
+from ray_ulysses.engine.self_test import AttentionSettings, SelfTestReport, run_self_test
+from ray_ulysses.errors import RunError
+from ray_ulysses.logging import get_logger
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+    from ray_ulysses.engine.zero import ZeroSettings
+    from ray_ulysses.model_shape import ModelShape
+    from ray_ulysses.parallel.mesh import SequenceMesh
+    from ray_ulysses.trainer.worker import Worker
+
+_log = get_logger(__name__)
+
+
+def check_start(
+    config: Config, worker: Worker, mesh: SequenceMesh, shape: ModelShape, zero: ZeroSettings
+) -> SelfTestReport:
+    """Hold the attempt's process groups and devices to one process before the model is built; every rank must call.
+
+    Args:
+        config: The run's configuration.
+        worker: This worker; ``prepare_process`` has been called.
+        mesh: The attempt's mesh.
+        shape: The model's shape.
+        zero: The attempt's engine settings.
+
+    Raises:
+        RunError: The numbers are wrong here; the same text on every rank, or a rank could not compute at all.
+        UserError: The kernel that ``model.attention`` names can't be used here.
+    """
+    attention = attention_settings(config, shape, _text_config(config))
+    try:
+        report = run_self_test(mesh, worker.device, attention, zero, node=worker.node, clock=worker.clock)
+    except RunError:
+        raise
+    except RuntimeError as error:
+        raise RunError(
+            f"the self-test could not run on rank {worker.rank} ({worker.node}): {error}. What failed is a kernel or a "
+            "collective that every step needs: run ray-ulysses doctor on this node, or take it out"
+        ) from error
+    if worker.rank == 0:
+        _log.info("%s", report.in_words())
+    return report
+
+
+def attention_settings(config: Config, shape: ModelShape, text_config: Any) -> AttentionSettings:
+    """Return the attention that the run's layers ask for.
+
+    Args:
+        config: The run's configuration.
+        shape: The model's shape.
+        text_config: The ``PreTrainedConfig`` of the decoder, defaults filled in.
+    """
+    head_size, value_size = shape.head_dim, shape.head_dim
+    num_kv_heads = shape.num_kv_heads
+    if getattr(text_config, "v_head_dim", None) and getattr(text_config, "qk_nope_head_dim", None):
+        # Multi-head latent attention: keys and values of each query head, of two sizes.
+        head_size = int(text_config.qk_nope_head_dim) + int(text_config.qk_rope_head_dim or 0)
+        value_size, num_kv_heads = int(text_config.v_head_dim), shape.num_heads
+    softcap = getattr(text_config, "attn_logit_softcapping", None)
+    return AttentionSettings(
+        num_heads=shape.num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        value_size=value_size,
+        dtype=torch_dtype(config.model.dtype),
+        kernel=config.model.attention,
+        windows=layer_windows(text_config),
+        softcap=None if softcap is None else float(softcap),
+        has_sinks=text_config.model_type == "gpt_oss",
+        chunks=config.memory.attention_chunks,
+    )
+
+
+def layer_windows(text_config: Any) -> tuple[int | None, ...]:
+    """Return the window of each kind of layer, ``None`` for full attention."""
+    window = getattr(text_config, "sliding_window", None)
+    if not window or getattr(text_config, "use_sliding_window", True) is False:
+        return (None,)
+    kinds = getattr(text_config, "layer_types", None)
+    if not kinds:
+        # One window for all layers, as in Mistral.
+        return (int(window),)
+    return tuple(
+        found for kind, found in (("full_attention", None), ("sliding_attention", int(window))) if kind in kinds
+    ) or (None,)
+
+
+def _text_config(config: Config) -> Any:
+    from transformers import AutoConfig
+
+    if config.model.config is not None:
+        fields = dict(config.model.config)
+        found: Any = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    else:
+        found = AutoConfig.from_pretrained(str(config.model.path))
+    return found.get_text_config(decoder=True)

@@ -1,0 +1,205 @@
+"""What a checkpointed model sends and computes, as torch's profiler sees it, and that it changes no number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, loss_scale, shard_batch, unshard
+from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
+from ray_ulysses.engine.zero import ZeroSettings, build_engine
+from tests.unit.attention.models import SIZES, VOCAB, magnified, tiny_model
+
+LENGTHS = (17, 1, 9, 13)
+ROW_TOKENS = 48
+_KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu"
+_HOST_READS = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::is_nonzero")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCount:
+    """What one forward and backward took on one rank.
+
+    Attributes:
+        exchanges: All-to-alls.
+        sent_elements: Elements handed to them.
+        ring_sends: Point-to-point sends of the ring.
+        attention_forwards: Forward runs of the kernel, over those of a forward without gradients: 1 if it ran once.
+        host_reads: Reads of a value by the host.
+    """
+
+    exchanges: int
+    sent_elements: int
+    ring_sends: int
+    attention_forwards: float
+    host_reads: int
+
+
+def make_row() -> torch.Tensor:
+    return torch.randint(0, VOCAB, (1, ROW_TOKENS), generator=torch.Generator().manual_seed(3))
+
+
+def make_model(
+    mesh: SequenceMesh, keep: KeptOutput | None, kind: str = "llama", *, chunks: int = 1, **changes: Any
+) -> Any:
+    """Return a model in training mode; with ``keep``, its layers are checkpointed."""
+    model = apply_ulysses(magnified(tiny_model(kind, **changes)), mesh, chunks=chunks).train()
+    if keep is not None:
+        options: dict[str, Any] = {"use_reentrant": False}
+        contexts = checkpoint_contexts(keep)
+        if contexts is not None:
+            options["context_fn"] = contexts
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    return model
+
+
+def counted_step(rank: int, world_size: int, keep: KeptOutput, ring_size: int, chunks: int = 1) -> StepCount:
+    """Count the collectives, host reads and attention forwards of a whole model's forward and backward."""
+    from torch.profiler import ProfilerActivity, profile
+
+    mesh = SequenceMesh.from_group(dist.group.WORLD, ring_size=ring_size)
+    model = make_model(mesh, keep, chunks=chunks)
+    batch = shard_batch(make_row(), None, LENGTHS, mesh)
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as forward:
+        model(**batch.model_inputs())
+    once = sum(event.name == _KERNEL for event in forward.events())
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        loss_sum, _ = causal_lm_loss(model, batch)
+        loss_sum.backward()
+    events = [event for event in profiler.events() if event.name.startswith(("c10d::", "aten::"))]
+    exchanges = [event for event in events if event.name == "c10d::alltoall_base_"]
+    return StepCount(
+        exchanges=len(exchanges),
+        sent_elements=sum(_elements(event.input_shapes[1]) for event in exchanges),
+        ring_sends=sum(event.name == "c10d::send" for event in events),
+        attention_forwards=sum(event.name == _KERNEL for event in events) / once,
+        host_reads=sum(event.name in _HOST_READS for event in events),
+    )
+
+
+def _elements(shape: list[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def gradients_of(model: Any, mesh: SequenceMesh) -> dict[str, torch.Tensor]:
+    loss_sum, _ = causal_lm_loss(model, shard_batch(make_row(), None, LENGTHS, mesh))
+    loss_sum.backward()
+    return {"loss": loss_sum.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+
+
+def differing(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
+    assert ours.keys() == wanted.keys()
+    return [name for name in wanted if not torch.equal(ours[name], wanted[name])]
+
+
+def checkpointed_differences(rank: int, world_size: int, keep: KeptOutput, ring_size: int, kind: str) -> list[str]:
+    """Return the tensors in which a checkpointed model's gradients differ by a bit from a plain model's."""
+    mesh = SequenceMesh.from_group(dist.group.WORLD, ring_size=ring_size)
+    changes = {"sliding_window": 6} if kind == "mistral" else {}
+    wanted = gradients_of(make_model(mesh, None, kind, **changes), mesh)
+    return differing(gradients_of(make_model(mesh, keep, kind, **changes), mesh), wanted)
+
+
+def zero3_differences(rank: int, world_size: int, keep: KeptOutput) -> list[str]:
+    """The same through a ZeRO-3 engine that gathers each layer's weights again for the recomputation."""
+    import deepspeed
+
+    mesh = SequenceMesh.from_group(dist.group.WORLD)
+    found: list[dict[str, torch.Tensor]] = []
+    for kept in (None, keep):
+        settings = ZeroSettings(
+            dtype="fp32", accumulation=1, max_grad_norm=None, learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8,
+            weight_decay=0.0, partition_everything=True,
+        )  # fmt: skip
+        engine = build_engine(make_model(mesh, kept), settings)
+        engine.train()
+        batch = shard_batch(make_row(), None, LENGTHS, mesh)
+        loss_sum, _ = causal_lm_loss(engine, batch)
+        engine.backward(loss_sum * loss_scale(sum(LENGTHS) - len(LENGTHS), mesh))
+        full = deepspeed.utils.safe_get_full_grad
+        found.append({name: full(p).clone() for name, p in engine.module.named_parameters()})
+        engine.destroy()
+    return differing(found[1], found[0])
+
+
+def compiled_errors(rank: int, world_size: int, keep: KeptOutput | None, ring_size: int) -> tuple[float, int]:
+    """Compile every layer; return the worst relative error against eager, and the graph breaks."""
+    mesh = SequenceMesh.from_group(dist.group.WORLD, ring_size=ring_size)
+    wanted = gradients_of(make_model(mesh, keep), mesh)
+    model = make_model(mesh, keep)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = torch.compile(layer, backend="aot_eager")
+    ours = {name.replace("_orig_mod.", ""): value for name, value in gradients_of(model, mesh).items()}
+    worst = max(float((ours[name] - truth).norm() / truth.norm()) for name, truth in wanted.items())
+    return worst, sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+def chunked_errors(
+    rank: int, world_size: int, ring_size: int, kind: str, changes: dict[str, Any], chunks: int, compiled: bool
+) -> float:
+    """Exchange in chunks, checkpointed; return the worst relative error of loss and gradients against all at once."""
+    mesh = SequenceMesh.from_group(dist.group.WORLD, ring_size=ring_size)
+    wanted = gradients_of(make_model(mesh, None, kind, **changes), mesh)
+    model = make_model(mesh, "both", kind, chunks=chunks, **changes)
+    if compiled:
+        for index, layer in enumerate(model.model.layers):
+            model.model.layers[index] = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    ours = {name.replace("_orig_mod.", ""): value for name, value in gradients_of(model, mesh).items()}
+    whole = torch.stack([truth.norm() for truth in wanted.values()]).norm()
+    return max(
+        float((ours[name] - truth).norm() / (truth.norm() if truth.norm() > 1e-7 * whole else whole))
+        for name, truth in wanted.items()
+    )
+
+
+def evaluation_differences(rank: int, world_size: int, ring_size: int) -> list[str]:
+    """Compare logits without gradients, in evaluation mode and under checkpointing with those of training."""
+    mesh = SequenceMesh.from_group(dist.group.WORLD, ring_size=ring_size)
+    batch = shard_batch(make_row(), None, LENGTHS, mesh)
+    wanted = unshard(make_model(mesh, None)(**batch.model_inputs()).logits, batch).detach()
+    model, wrong = make_model(mesh, "both"), []
+    for mode in ("train", "eval"):
+        getattr(model, mode)()
+        with torch.no_grad():
+            if not torch.equal(unshard(model(**batch.model_inputs()).logits, batch), wanted):
+                wrong.append(mode)
+    return wrong
+
+
+def heads_of_a_layer() -> tuple[int, int, int, int]:
+    """Return layers, query heads, KV heads and head size of the model that is counted."""
+    heads = SIZES["num_attention_heads"]
+    return SIZES["num_hidden_layers"], heads, SIZES["num_key_value_heads"], SIZES["hidden_size"] // heads
+
+
+def checkpointing_report(rank: int, world_size: int, ring_size: int) -> dict[str, list[str]]:
+    """Return the tensors that differ by a bit from a plain model's, by what is kept and the architecture."""
+    return {
+        f"{keep}-{kind}": checkpointed_differences(rank, world_size, keep, ring_size, kind)
+        for keep in ("both", "kernel", "none")
+        for kind in ("llama", "mistral")
+    }
+
+
+def zero3_report(rank: int, world_size: int) -> dict[str, list[str]]:
+    """Return the same through a ZeRO-3 engine."""
+    return {keep: zero3_differences(rank, world_size, keep) for keep in ("both", "kernel")}
+
+
+def compiled_report(rank: int, world_size: int, ring_size: int) -> list[tuple[float, int]]:
+    """Return error and graph breaks of compiled layers, plain and checkpointed."""
+    return [compiled_errors(rank, world_size, keep, ring_size) for keep in (None, "both")]
+
+
+def counts_by_kept(rank: int, world_size: int) -> dict[str, StepCount]:
+    """Return what a step takes, by what is kept and, last, by the number of chunks."""
+    counts = {keep: counted_step(rank, world_size, keep, 1) for keep in ("both", "kernel", "none")}
+    return counts | {str(chunks): counted_step(rank, world_size, "both", 1, chunks) for chunks in (2, 3)}

@@ -1,0 +1,104 @@
+"""Under checkpointing attention runs once, and a layer sends no more than it must."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ray_ulysses.parallel.heads import assign_heads
+from tests.distributed.harness import run_ranks
+from tests.distributed.recompute_case import (
+    ROW_TOKENS,
+    checkpointing_report,
+    chunked_errors,
+    compiled_report,
+    counted_step,
+    counts_by_kept,
+    evaluation_differences,
+    heads_of_a_layer,
+    zero3_report,
+)
+
+pytestmark = pytest.mark.distributed
+
+LAYERS, HEADS, KV_HEADS, HEAD_SIZE = heads_of_a_layer()
+
+
+def sent_elements(query_units: int) -> int:
+    """Return what two ranks send each in a step, if queries or outputs travel ``query_units`` times a layer."""
+    kv_heads = sum(rank.num_kv_heads for rank in assign_heads(HEADS, KV_HEADS, 2).ranks)
+    return LAYERS * ROW_TOKENS // 2 * HEAD_SIZE * (query_units * HEADS + 6 * kv_heads)
+
+
+def test_collectives_bytes_and_attention_forwards_of_a_layer() -> None:
+    """Forward, recomputation and backward together; DeepSpeed 0.19.8 takes 14, and 6 hq + 6 hkv in bytes.
+
+    In chunks: two collectives each forward, none for the recomputation, two backward, with the model's layout kept
+    only; a chunk beyond a rank's KV heads is empty.
+    """
+    expected = {"both": (5, 5, 1), "kernel": (6, 6, 1), "none": (6, 6, 2), "2": (8, 6, 1), "3": (12, 6, 1)}
+    for counts in run_ranks(counts_by_kept, 2):
+        for name, (exchanges, query_units, attentions) in expected.items():
+            count = counts[name]
+            assert count.exchanges == exchanges * LAYERS, name
+            assert count.sent_elements == sent_elements(query_units), name
+            assert count.attention_forwards == attentions, name
+            assert (count.ring_sends, count.host_reads) == (0, 0), name
+        theirs = LAYERS * ROW_TOKENS // 2 * HEAD_SIZE * (6 * HEADS + 6 * KV_HEADS)
+        assert counts["both"].sent_elements / theirs <= (5 * HEADS + 6 * KV_HEADS) / (6 * HEADS + 6 * KV_HEADS)
+
+
+@pytest.mark.parametrize("ring_size", [2, 4])
+def test_ring_traffic_is_apart_from_the_exchange(ring_size: int) -> None:
+    """Keys go round once forward and once backward; their gradients once, all the way home."""
+    for count in run_ranks(counted_step, 4, "both", ring_size):
+        assert count.exchanges == (5 * LAYERS if ring_size == 2 else 0)
+        assert count.ring_sends == LAYERS * (2 * (ring_size - 1) + ring_size)
+        assert count.attention_forwards == 1
+        assert count.host_reads == 0
+
+
+@pytest.mark.parametrize("ring_size", [1, 2], ids=["ulysses", "ring"])
+def test_checkpointing_changes_no_bit(ring_size: int) -> None:
+    for report in run_ranks(checkpointing_report, 2, ring_size):
+        assert not any(report.values()), report
+        assert len(report) == 6
+
+
+def test_it_goes_with_zero3() -> None:
+    assert run_ranks(zero3_report, 2) == [{"both": [], "kernel": []}] * 2
+
+
+@pytest.mark.parametrize("ring_size", [1, 2], ids=["ulysses", "ring"])
+def test_layers_can_be_compiled_without_a_graph_break(ring_size: int) -> None:
+    """fp32, another order of some sums: law 1's floor."""
+    for results in run_ranks(compiled_report, 2, ring_size, timeout_s=180):
+        for error, graph_breaks in results:
+            assert error <= 1e-5
+            assert graph_breaks == 0
+
+
+@pytest.mark.parametrize("ring_size", [1, 2], ids=["ulysses", "ring"])
+def test_evaluation_gives_the_numbers_of_training(ring_size: int) -> None:
+    assert run_ranks(evaluation_differences, 2, ring_size) == [[], []]
+
+
+WITH_SINKS = {"sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ring_size", "kind", "changes", "chunks", "compiled"),
+    [
+        (2, 1, "llama", {"num_key_value_heads": 4}, 2, True),
+        (3, 1, "llama", {"num_attention_heads": 8, "num_key_value_heads": 4}, 3, False),
+        (4, 2, "gpt_oss", WITH_SINKS, 2, False),
+    ],
+    ids=["mha-compiled", "uneven", "sinks-and-ring"],
+)
+def test_an_exchange_in_chunks_gives_the_same_numbers(
+    world_size: int, ring_size: int, kind: str, changes: dict[str, Any], chunks: int, compiled: bool
+) -> None:
+    """fp32, sums of KV copies in another order: law 1's floor."""
+    for error in run_ranks(chunked_errors, world_size, ring_size, kind, changes, chunks, compiled, timeout_s=120):
+        assert error <= 1e-5

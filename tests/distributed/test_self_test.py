@@ -1,0 +1,173 @@
+"""The self-test passes on exact ranks in a few seconds, catches what it is for, and fails alike on every rank."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from ray_ulysses.attention import exchange
+from ray_ulysses.attention.kernels.call import KernelCall
+from ray_ulysses.engine import loss as losses
+from ray_ulysses.engine.self_test import AttentionSettings, SelfTestReport, run_self_test
+from ray_ulysses.engine.zero import ZeroSettings
+from ray_ulysses.errors import RunError
+from ray_ulysses.parallel.layout import ParallelLayout
+from ray_ulysses.parallel.mesh import SequenceMesh
+from tests.distributed.harness import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+CPU = torch.device("cpu")
+
+
+def _attention(dtype: torch.dtype = torch.float32, **changes: Any) -> AttentionSettings:
+    sizes: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_size": 16, "value_size": 16}
+    return AttentionSettings(dtype=dtype, **{**sizes, **changes})
+
+
+def _zero(**changes: Any) -> ZeroSettings:
+    settings: dict[str, Any] = {"stage": 3, "dtype": "fp32", "accumulation": 1, "max_grad_norm": None}
+    return ZeroSettings(learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, **{**settings, **changes})
+
+
+def _mesh(world_size: int, sp_size: int, ring_size: int) -> SequenceMesh:
+    # A run imports these, self-test or not: seconds on a busy machine that are not the test's own.
+    for name in ("torch._inductor.compile_fx", "transformers.models.llama.modeling_llama"):
+        importlib.import_module(name)
+    return SequenceMesh.from_layout(ParallelLayout(world_size=world_size, sp_size=sp_size, ring_size=ring_size))
+
+
+def passes(
+    rank: int, world_size: int, sp_size: int, ring_size: int, attention: AttentionSettings, zero: ZeroSettings
+) -> SelfTestReport:
+    """Run it, and hold the process to what it was before."""
+    mesh = _mesh(world_size, sp_size, ring_size)
+    torch.manual_seed(rank)
+    random_state = torch.get_rng_state()
+    report = run_self_test(mesh, CPU, attention, zero, node=f"node-{rank}")
+    assert torch.equal(random_state, torch.get_rng_state())
+    assert gc.get_freeze_count() == 0
+    return report
+
+
+CASES: dict[str, tuple[int, int, int, AttentionSettings, ZeroSettings]] = {
+    # ranks, sp_size, ring_size
+    "alone": (1, 1, 1, _attention(), _zero()),
+    "sp2": (2, 2, 1, _attention(), _zero()),
+    "sp2-windows-and-sinks": (2, 2, 1, _attention(windows=(None, 4096), has_sinks=True), _zero(stage=2)),
+    "sp2-softcap": (2, 2, 1, _attention(softcap=5.0), _zero(stage=1)),
+    "sp2-bf16-accumulated": (2, 2, 1, _attention(torch.bfloat16), _zero(dtype="bf16", accumulation=6)),
+    "sp2-dp2": (4, 2, 1, _attention(num_heads=6, num_kv_heads=3), _zero(accumulation=3)),
+    "ring2": (2, 2, 2, _attention(windows=(None, 5)), _zero()),
+    "sp4-ring2": (4, 4, 2, _attention(), _zero()),
+    "sp4-chunks": (4, 4, 1, _attention(chunks=2), _zero()),
+}
+
+
+@pytest.mark.parametrize(("ranks", "sp", "ring", "attention", "zero"), CASES.values(), ids=CASES.keys())
+def test_exact_ranks_pass_in_seconds_and_report_alike(
+    ranks: int, sp: int, ring: int, attention: AttentionSettings, zero: ZeroSettings
+) -> None:
+    reports = run_ranks(passes, ranks, sp, ring, attention, zero)
+    bound = 2e-2 if zero.dtype == "bf16" else 1e-5
+    for report in reports:
+        assert report.attention_error <= bound
+        # bf16: one process has such an error of its own, which is what the test allows for.
+        assert report.gradient_error <= (3 * bound if zero.dtype == "bf16" else bound)
+        assert f"{report.norm_ratio:.{1 if zero.dtype == 'bf16' else 3}f}" in ("1.0", "1.000")
+        assert report.kernels == (("math",) if attention.softcap else ("sdpa",))
+        assert report.seconds < 5
+        assert report.attention_error == reports[0].attention_error
+
+
+def leaves_nothing(rank: int, world_size: int) -> tuple[int, int]:
+    """Return the number of tensors after the first and after the third run."""
+    mesh = _mesh(world_size, world_size, 1)
+    counts = []
+    for _ in range(3):
+        run_self_test(mesh, CPU, _attention(), _zero())
+        gc.collect()
+        counts.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
+    return counts[0], counts[2]
+
+
+def test_no_tensor_stays_behind() -> None:
+    for first, third in run_ranks(leaves_nothing, 2):
+        assert third <= first
+
+
+def swap_blocks() -> None:
+    """Make the exchange deliver blocks in another order."""
+    true_exchange = exchange.all_to_all_flat
+
+    def swapped(send: torch.Tensor, send_sizes: list[int], receive_sizes: list[int], group: Any) -> torch.Tensor:
+        received = true_exchange(send, send_sizes, receive_sizes, group)
+        return torch.cat(received.split(receive_sizes)[::-1])
+
+    exchange.all_to_all_flat = swapped
+
+
+def scale_by_sp() -> None:
+    """Make the loss scale wrong by the number of ranks that share a row."""
+    true_scale = losses.loss_scale
+
+    def scaled(tokens: Any, mesh: SequenceMesh, zero_stage: int = 3, accumulation: int = 1) -> Any:
+        return true_scale(tokens, mesh, zero_stage, accumulation) * mesh.sp_size
+
+    losses.loss_scale = scaled
+
+
+def ignore_documents() -> None:
+    """Make every kernel that works document by document see one document only."""
+
+    def one(call: KernelCall) -> list[tuple[slice, slice]]:
+        return [(slice(0, call.query_THD.shape[0]), slice(0, call.key_UKD.shape[0]))]
+
+    KernelCall.stretches = one  # type: ignore[method-assign]
+
+
+FAULTS = {
+    "swap_blocks": (swap_blocks, "what the ranks exchange (ulysses 2 x ring 1) arrives wrong", "attention differs"),
+    "scale_by_sp": (scale_by_sp, "gradient's norm is 2.0000 of one process's", "sp_size=2"),
+    "ignore_documents": (ignore_documents, "kernel is wrong on one process already", "model.attention"),
+}
+
+
+def fails(rank: int, world_size: int, fault: str, only_rank: int | None) -> tuple[str, float]:
+    """Plant a fault; return what the self-test raised and after how many seconds."""
+    mesh = _mesh(world_size, 2, 1)
+    if only_rank in (None, rank):
+        FAULTS[fault][0]()
+    started = time.monotonic()
+    try:
+        run_self_test(mesh, CPU, _attention(), _zero(accumulation=2), node=f"node-{rank}")
+    except RunError as error:
+        return str(error), time.monotonic() - started
+    raise AssertionError("the fault was not found")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_planted_fault_is_named_alike_on_every_rank(fault: str, ranks: int) -> None:
+    outcomes = run_ranks(fails, ranks, fault, None, timeout_s=60)
+    texts = {text for text, _ in outcomes}
+    assert len(texts) == 1
+    text = texts.pop()
+    assert f"failed on {ranks} of {ranks} ranks" in text
+    assert all(words in text for words in FAULTS[fault][1:]), text
+    assert "run.self_test" in text
+    assert all(seconds < 5 for _, seconds in outcomes)
+
+
+def test_a_fault_of_one_rank_is_told_by_all_with_its_place() -> None:
+    """Only rank 3's links are bad; its partner in the exchange suffers too, the other pair does not."""
+    texts = {text for text, _ in run_ranks(fails, 4, "swap_blocks", 3, timeout_s=60)}
+    assert len(texts) == 1
+    text = texts.pop()
+    assert re.search(r"failed on [12] of 4 ranks, most on rank [23] on node-[23]", text), text

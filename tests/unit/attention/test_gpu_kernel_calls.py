@@ -1,0 +1,581 @@
+"""The GPU kernels on a CPU: each over a stand-in for its library that has the library's signature and naive arithmetic.
+
+A stand-in refuses what the library refuses, so that what is passed on is tested beside what comes back.
+Legend: see ``kernels/call.py``; W padded head size.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from ray_ulysses.attention.kernels import cudnn as cudnn_module
+from ray_ulysses.attention.kernels import flash as flash_module
+from ray_ulysses.attention.kernels.call import Demand, Kernel, KernelCall, KernelEntry, Spans
+from ray_ulysses.attention.kernels.cudnn import CUDNN, padded_length
+from ray_ulysses.attention.kernels.flash import (
+    FLASH_2,
+    FLASH_3,
+    FlashFunctions,
+    FlashKernel,
+    fitted,
+    padded_head_size,
+    unknown_signature,
+)
+from ray_ulysses.attention.kernels.reference import attention_by_definition
+from ray_ulysses.attention.kernels.varlen import VARLEN
+
+# fp32 against fp64, norm-wise a tensor: law 1's floor.
+BOUND = 1e-5
+SCALE = 0.3
+Tensor = torch.Tensor
+
+RECORDED: list[dict[str, Any]] = []
+"""The windows, scales and caps that the stand-ins were called with."""
+
+
+def limits(scale: float, causal: bool, left: int, right: int, softcap: float) -> dict[str, Any]:
+    return {"scale": scale, "causal": causal, "left": left, "right": right, "softcap": softcap}
+
+
+def weights_of(q: Tensor, k: Tensor, seen: dict[str, Any]) -> tuple[Tensor, Tensor | float]:
+    """Return masked scores ``[H, t, u]`` and the slope of the cap, as flash-attn defines them."""
+    copies, (t, u) = q.shape[1] // k.shape[1], (q.shape[0], k.shape[0])
+    scores = torch.einsum("thd,uhd->htu", q, k.repeat_interleave(copies, 1)) * seen["scale"]
+    slope: Tensor | float = 1.0
+    if seen["softcap"]:
+        bent = torch.tanh(scores / seen["softcap"])
+        scores, slope = bent * seen["softcap"], 1 - bent**2
+    left, right = seen["left"], 0 if seen["causal"] else seen["right"]
+    at = torch.arange(t)[:, None] + u - t
+    distance = torch.arange(u)[None] - at
+    hidden = torch.zeros(t, u, dtype=torch.bool)
+    hidden |= distance > right if right >= 0 else hidden
+    hidden |= distance < -left if left >= 0 else hidden
+    return scores.masked_fill(hidden, float("-inf")), slope
+
+
+def naive_forward(q: Tensor, k: Tensor, v: Tensor, borders: Sequence[int] | None, **seen: Any) -> tuple[Tensor, Tensor]:
+    RECORDED.append(seen)
+    assert k.shape == v.shape and q.shape[2] == k.shape[2] and q.shape[2] % 8 == 0
+    for tensor in (q, k, v):
+        assert tensor.stride(-1) == 1 and all(s % 8 == 0 for s in (tensor.storage_offset(), *tensor.stride()[:-1]))
+    outs, lses = [], []
+    for (a, b), (c, d) in cuts(q, k, borders):
+        scores, _ = weights_of(q[a:b], k[c:d], seen)
+        values = v[c:d].repeat_interleave(q.shape[1] // k.shape[1], 1)
+        lses.append(scores.logsumexp(-1))
+        outs.append(torch.einsum("htu,uhe->the", scores.softmax(-1), values))
+    return torch.cat(outs), torch.cat(lses, dim=1)
+
+
+def naive_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, borders: Sequence[int] | None, **seen: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    RECORDED.append(seen)
+    assert dout.shape == out.shape == q.shape and lse.shape == (q.shape[1], q.shape[0]) and lse.is_contiguous()
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    copies = q.shape[1] // k.shape[1]
+    for (a, b), (c, d) in cuts(q, k, borders):
+        scores, slope = weights_of(q[a:b], k[c:d], seen)
+        keys, values = (x[c:d].repeat_interleave(copies, 1) for x in (k, v))
+        weights = torch.exp(scores - lse[:, a:b, None])
+        delta = (dout[a:b] * out[a:b]).sum(-1).T[..., None]
+        grads = weights * (torch.einsum("the,uhe->htu", dout[a:b], values) - delta) * slope * seen["scale"]
+        dq[a:b] = torch.einsum("htu,uhd->thd", grads, keys)
+        dk[c:d] = torch.einsum("htu,thd->uhd", grads, q[a:b]).unflatten(1, (-1, copies)).sum(2)
+        dv[c:d] = torch.einsum("htu,the->uhe", weights, dout[a:b]).unflatten(1, (-1, copies)).sum(2)
+    return dq, dk, dv
+
+
+def cuts(q: Tensor, k: Tensor, borders: Sequence[int] | None) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    if borders is None:
+        yield (0, q.shape[0]), (0, k.shape[0])
+        return
+    yield from ((cut, cut) for cut in pairwise(borders))
+
+
+def table(cu_seqlens: Tensor, max_seqlen: int) -> list[int]:
+    assert cu_seqlens.dtype == torch.int32
+    borders: list[int] = cu_seqlens.tolist()
+    assert max_seqlen == max(b - a for a, b in pairwise(borders))
+    return borders
+
+
+# --- flash-attn 2.8.3: flash_attn/flash_attn_interface.py -------------------------------------------------------------
+
+
+def fa2_forward(
+    q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+    return_softmax,
+):  # fmt: skip
+    assert not dropout_p and alibi_slopes is None and return_softmax is False
+    seen = limits(softmax_scale, causal, window_size_left, window_size_right, softcap)
+    out, lse = naive_forward(q.squeeze(0), k.squeeze(0), v.squeeze(0), None, **seen)
+    return out[None], lse[None], torch.empty(0), torch.empty(2)
+
+
+def fa2_varlen_forward(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+    window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None,
+    leftpad_k=None, seqused_k=None, zero_tensors=False,
+):  # fmt: skip
+    assert not dropout_p and cu_seqlens_q is cu_seqlens_k and max_seqlen_k == max_seqlen_q
+    seen = limits(softmax_scale, causal, window_size_left, window_size_right, softcap)
+    return *naive_forward(q, k, v, table(cu_seqlens_q, max_seqlen_q), **seen), torch.empty(0), torch.empty(2)
+
+
+def fa2_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
+    softcap, alibi_slopes, deterministic, rng_state=None,
+):  # fmt: skip
+    assert not dropout_p and alibi_slopes is None and deterministic is False
+    seen = limits(softmax_scale, causal, window_size_left, window_size_right, softcap)
+    grads = naive_backward(*(t.squeeze(0) for t in (dout, q, k, v, out, softmax_lse)), None, **seen)
+    for kept, grad in zip((dq, dk, dv), grads, strict=True):
+        kept.copy_(grad[None])
+    return torch.empty(0)
+
+
+def fa2_varlen_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+    softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    zero_tensors=False,
+):  # fmt: skip
+    seen = limits(softmax_scale, causal, window_size_left, window_size_right, softcap)
+    grads = naive_backward(dout, q, k, v, out, softmax_lse, table(cu_seqlens_q, max_seqlen_q), **seen)
+    for kept, grad in zip((dq, dk, dv), grads, strict=True):
+        kept.copy_(grad)
+    return torch.empty(0)
+
+
+# --- flash-attn 3, hopper/flash_attn_interface.py: as in flash-attn 2.8.3, and as a custom operator -------------------
+
+
+def fa3_early_forward(
+    q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k, max_seqlen_q,
+    max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary, q_descale, k_descale,
+    v_descale, softmax_scale, causal, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+    scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
+):  # fmt: skip
+    assert k_new is v_new is qv is out is cu_seqlens_k_new is seqused_q is page_table is rotary_cos is q_descale is None
+    if cu_seqlens_q is None:
+        return fa2_forward(q, k, v, 0.0, softmax_scale, causal, *window_size, softcap, None, False)
+    return fa2_varlen_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal, *window_size,
+        softcap,
+    )  # fmt: skip
+
+
+def fa3_early_backward(
+    dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q, max_seqlen_k, dq,
+    dk, dv, softmax_scale, causal, window_size=(-1, -1), softcap=0.0, deterministic=False, sm_margin=0,
+):  # fmt: skip
+    first = (dout, q, k, v, out, softmax_lse, dq, dk, dv)
+    last = (0.0, softmax_scale, causal, *window_size, softcap, None, deterministic)
+    if cu_seqlens_q is None:
+        fa2_backward(*first, *last)
+    else:
+        fa2_varlen_backward(*first, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *last)
+    return dq, dk, dv, torch.empty(0)
+
+
+_LIMITS = "float? softmax_scale=None, bool {causal}=False, int window_size_left=-1, int window_size_right=-1, "
+_EXTENTS = "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+
+
+@torch.library.custom_op(
+    "ray_ulysses_test::fa3_forward",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? k_new=None, Tensor? out_=None, "
+    + _EXTENTS
+    + "Tensor? seqused_q=None, int? max_seqlen_q=None, int? max_seqlen_k=None, "
+    + _LIMITS.format(causal="causal")
+    + "int attention_chunk=0, float softcap=0.0, int num_splits=1) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def fa3_forward(
+    q, k, v, k_new, out_, cu_q, cu_k, seqused_q, max_q, max_k, scale, causal=False, left=-1, right=-1, chunk=0,
+    cap=0.0, splits=1,
+):  # fmt: skip
+    rest = (0.0, scale, causal, left, right, cap)
+    if cu_q is None:
+        return fa2_forward(q, k, v, *rest, None, False)
+    return fa2_varlen_forward(q, k, v, cu_q, cu_k, max_q, max_k, *rest)
+
+
+@torch.library.custom_op(
+    "ray_ulysses_test::fa3_backward",
+    mutates_args=("dq", "dk", "dv"),
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+    + _EXTENTS
+    + "Tensor? sequed_q=None, Tensor? sequed_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, "
+    + "Tensor(a!)? dq=None, Tensor(b!)? dk=None, Tensor(c!)? dv=None, "
+    + _LIMITS.format(causal="is_causal")
+    + "float softcap=0.0, bool deterministic=False, int sm_margin=0) -> Tensor",
+)
+def fa3_backward(
+    dout, q, k, v, out, lse, cu_q, cu_k, sequed_q, sequed_k, max_q, max_k, dq, dk, dv, scale, causal=False, left=-1,
+    right=-1, cap=0.0, deterministic=False, sm_margin=0,
+):  # fmt: skip
+    fa3_early_backward(
+        dout, q, k, v, out, lse, cu_q, cu_k, None, None, max_q, max_k, dq, dk, dv, scale, causal, (left, right), cap,
+        deterministic,
+    )  # fmt: skip
+    return torch.empty(0)
+
+
+# --- torch's operators ------------------------------------------------------------------------------------------------
+
+
+def aten_flash_forward(
+    query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale,
+    window_size_left, window_size_right,
+):  # fmt: skip
+    assert not dropout_p and return_debug_mask is False
+    rest = (0.0, scale, is_causal, window_size_left, window_size_right, 0.0)
+    if cum_seq_q is None:
+        assert (query.dim(), max_q, max_k) == (4, query.shape[1], key.shape[1])
+        return *fa2_forward(query, key, value, *rest, None, False), torch.empty(0)
+    return *fa2_varlen_forward(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, *rest), torch.empty(0)
+
+
+def aten_flash_backward(
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state,
+    unused, *, scale, window_size_left, window_size_right,
+):  # fmt: skip
+    assert not dropout_p and (rng_state.dtype, rng_state.shape) == (torch.uint64, (2,))
+    grads = [torch.empty_like(t) for t in (query, key, value)]
+    first = (grad_out, query, key, value, out, logsumexp, *grads)
+    last = (0.0, scale, is_causal, window_size_left, window_size_right, 0.0, None, False)
+    if cum_seq_q is None:
+        fa2_backward(*first, *last)
+    else:
+        fa2_varlen_backward(*first, cum_seq_q, cum_seq_k, max_q, max_k, *last)
+    return tuple(grads)
+
+
+def make_cudnn(keeps_last_dim: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def rows_first(tensors: Sequence[Tensor]) -> list[Tensor]:
+        assert all(t.dim() == 4 and t.shape[0] == 1 for t in tensors)
+        return [t[0].transpose(0, 1) for t in tensors]
+
+    def forward(q, k, v, attn_bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask, *, scale):
+        assert attn_bias is None and compute_log_sumexp and not dropout_p and return_debug_mask is False
+        assert k.shape[2] > 1 and q.shape[2] % 128 == 0 and (q.shape[2] == k.shape[2] or not is_causal)
+        seen = limits(scale, is_causal, -1, -1, 0.0)
+        inputs = [t.float() if t.dtype == torch.bfloat16 else t for t in rows_first((q, k, v))]
+        out, lse = naive_forward(*inputs, None, **seen)
+        lse = lse[None, ..., None] if keeps_last_dim else lse[None]
+        return out.transpose(0, 1)[None], lse, None, None, q.shape[2], k.shape[2], None, None, None
+
+    def backward(
+        grad, q, k, v, out, lse, seed, offset, attn_bias, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, *, scale
+    ):  # fmt: skip
+        assert attn_bias is None and cum_q is None and cum_k is None and seed.dtype == offset.dtype == torch.int64
+        assert (max_q, max_k) == (q.shape[2], k.shape[2]) and grad.stride() == out.stride()
+        assert lse.shape == ((1, q.shape[1], max_q, 1) if keeps_last_dim else (1, q.shape[1], max_q))
+        seen = limits(scale, is_causal, -1, -1, 0.0)
+        grads = naive_backward(*rows_first((grad, q, k, v, out)), lse.reshape(q.shape[1], max_q), None, **seen)
+        return tuple(grad.transpose(0, 1)[None] for grad in grads)
+
+    return forward, backward
+
+
+# --- the kernels over them --------------------------------------------------------------------------------------------
+
+FUNCTIONS = {
+    "flash_attn": FlashFunctions(
+        forward_dense=fa2_forward,
+        forward_spans=fa2_varlen_forward,
+        backward_dense=fa2_backward,
+        backward_spans=fa2_varlen_backward,
+    ),
+    "flash_attn_3-early": FlashFunctions(
+        forward_dense=fa3_early_forward,
+        forward_spans=fa3_early_forward,
+        backward_dense=fa3_early_backward,
+        backward_spans=fa3_early_backward,
+    ),
+    "flash_attn_3": FlashFunctions(
+        forward_dense=fa3_forward, forward_spans=fa3_forward, backward_dense=fa3_backward, backward_spans=fa3_backward
+    ),
+}
+ENTRIES = {"flash_attn": FLASH_2, "flash_attn_3-early": FLASH_3, "flash_attn_3": FLASH_3, "varlen": VARLEN}
+ENTRIES |= {"cudnn-3d": CUDNN, "cudnn-4d": CUDNN}
+
+
+@pytest.fixture(params=ENTRIES)
+def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[KernelEntry, Kernel]]:
+    """An entry, and its kernel over the stand-in for its library."""
+    name = request.param
+    entry = ENTRIES[name]
+    kernel: Kernel = FlashKernel(functions=lambda: FUNCTIONS[name]) if name in FUNCTIONS else entry.kernel
+    if name == "varlen":
+        monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", aten_flash_forward)
+        monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", aten_flash_backward)
+    elif entry is CUDNN:
+        forward, backward = make_cudnn(name == "cudnn-4d")
+        monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", forward)
+        monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", backward)
+    cudnn_module._keeps_last_dim.cache_clear()
+    RECORDED.clear()
+    yield entry, kernel
+    cudnn_module._keeps_last_dim.cache_clear()
+
+
+def make_tensors(num_queries: int, num_keys: int, head_size: int = 16, value_size: int = 16) -> list[Tensor]:
+    """Return Q, K and V as parts of one payload, and an upstream gradient, in fp64."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(num_queries, 4, head_size), (num_keys, 2, head_size), (num_keys, 2, value_size)]
+    wide = [torch.randn(t, 3 + h * d, generator=generator, dtype=torch.float64) for t, h, d in shapes]
+    parts = [t[:, 3:].unflatten(1, (h, d)) for t, (_, h, d) in zip(wide, shapes, strict=True)]
+    return [*parts, torch.randn(num_queries, 4, value_size, generator=generator, dtype=torch.float64)]
+
+
+def make_call(tensors: Sequence[Tensor], **options: Any) -> KernelCall:
+    q, k, v = (t.float() for t in tensors[:3])
+    return KernelCall(query_THD=q, key_UKD=k, value_UKE=v, **{"spans": None, "scale": SCALE, "causal": True, **options})
+
+
+def spans_of(lengths: Sequence[int]) -> Spans:
+    borders = (0, *accumulate(lengths))
+    return Spans(
+        cu_seqlens=torch.tensor(borders, dtype=torch.int32), borders=borders, max_seqlen=max(lengths, default=0)
+    )
+
+
+def visible_of(call: KernelCall) -> Tensor:
+    visible = torch.zeros(call.query_THD.shape[0], call.key_UKD.shape[0], dtype=torch.bool)
+    for query, key in call.stretches():
+        t, u = query.stop - query.start, key.stop - key.start
+        inside = torch.ones(t, u, dtype=torch.bool)
+        inside = inside.tril(u - t) if call.causal else inside
+        visible[query, key] = inside if call.left is None else inside.triu(u - t - call.left)
+    return visible
+
+
+def wanted_of(tensors: Sequence[Tensor], visible: Tensor, softcap: float | None = None) -> list[Tensor]:
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors[:3]]
+    out = attention_by_definition(*leaves, visible, SCALE, softcap)
+    return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
+
+
+def assert_close(ours: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    whole = max(float(tensor.norm()) for tensor in wanted)
+    for name, a, b in zip(("output", "dQ", "dK", "dV"), ours, wanted, strict=True):
+        assert a.shape == b.shape, name
+        # Attention over one token has no gradient to Q and K: such a tensor is held against the whole.
+        scale = float(b.norm()) if float(b.norm()) > 1e-7 * whole else whole
+        assert float((a.double() - b).norm()) <= BOUND * scale, name
+
+
+def can(entry: KernelEntry, call: KernelCall) -> bool:
+    has_window, has_softcap = call.left is not None, call.softcap is not None
+    return entry in (FLASH_2, FLASH_3) or not (has_softcap or (has_window and entry is CUDNN))
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "one-document": {},
+    "packed": {"spans": [20, 1, 9, 7]},
+    "packed-long": {"spans": [130, 7]},
+    "singles": {"spans": [1] * 12},
+    "full": {"causal": False},
+    "window": {"left": 9},
+    "packed-window": {"left": 5, "spans": [20, 1, 9, 7]},
+    "window-longer-than-documents": {"left": 19, "spans": [20, 1, 9, 7]},
+    "softcap": {"softcap": 1.5},
+    "packed-softcap": {"softcap": 1.5, "left": 20, "spans": [30, 7]},
+}
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (24, 16), (9, 12)], ids=lambda s: f"{s[0]}/{s[1]}")
+@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS.keys())
+def test_a_kernel_is_attention_by_definition_forward_and_backward(
+    stand_in: tuple[KernelEntry, Kernel], options: dict[str, Any], sizes: tuple[int, int]
+) -> None:
+    entry, kernel = stand_in
+    spans = spans_of(options["spans"]) if "spans" in options else None
+    tokens = 37 if spans is None else spans.borders[-1]
+    tensors = make_tensors(tokens, tokens, *sizes)
+    call = make_call(tensors, **{**options, "spans": spans})
+    if not can(entry, call):
+        pytest.skip(f"{entry.name} refuses it")
+    out, lse = kernel.forward(call)
+    assert out.is_contiguous() and lse.is_contiguous() and lse.shape == (4, tokens) and lse.dtype == torch.float32
+    wanted = wanted_of(tensors, visible_of(call), call.softcap)
+    assert_close([out, *kernel.backward(call, tensors[3].float(), out, lse)], wanted)
+
+
+@pytest.mark.parametrize("num_before", [1, 5, 130])
+@pytest.mark.parametrize("left", [None, 40])
+def test_parts_of_a_softmax_add_up_to_the_whole(
+    stand_in: tuple[KernelEntry, Kernel], num_before: int, left: int | None
+) -> None:
+    """A ring's rank: its own square, and a rectangle of earlier keys, each with the whole's log-sum-exp."""
+    entry, kernel = stand_in
+    q, k, v, upstream = make_tensors(33, 33 + num_before)
+    before, after = slice(0, num_before), slice(num_before, None)
+    square = make_call([q, k[after], v[after]], left=left)
+    rectangle = make_call([q, k[before], v[before]], causal=False)
+    if not can(entry, square):
+        pytest.skip(f"{entry.name} refuses it")
+    parts = [kernel.forward(part) for part in (square, rectangle)]
+    lse = torch.logaddexp(parts[0][1], parts[1][1])
+    out = sum(part * (part_lse - lse).exp().T[..., None] for part, part_lse in parts)
+    assert isinstance(out, Tensor)
+    first, second = (kernel.backward(part, upstream.float(), out, lse) for part in (square, rectangle))
+    ours = [out, first[0] + second[0], *(torch.cat([b, a]) for a, b in zip(first[1:], second[1:], strict=True))]
+    visible = torch.cat([torch.ones(33, num_before, dtype=torch.bool), visible_of(square)], dim=1)
+    assert_close(ours, wanted_of([q, k, v, upstream], visible))
+
+
+def test_a_window_is_passed_to_the_left_and_none_as_minus_one(stand_in: tuple[KernelEntry, Kernel]) -> None:
+    entry, kernel = stand_in
+    if entry is CUDNN:
+        pytest.skip("cudnn refuses windows")
+    tensors = make_tensors(30, 30)
+    for options, window in (
+        ({}, (-1, 0)),
+        ({"left": 7}, (7, 0)),
+        ({"left": 29}, (-1, 0)),
+        ({"left": 7, "causal": False}, (7, -1)),
+        ({"causal": False}, (-1, -1)),
+    ):
+        call = make_call(tensors, **options)
+        out, lse = kernel.forward(call)
+        kernel.backward(call, tensors[3].float(), out, lse)
+        for seen in RECORDED[-2:]:
+            assert (seen["left"], seen["right"], seen["scale"]) == (*window, SCALE), options
+            # torch's operators have a causal window as (left, 0), the libraries as both.
+            causal = window == (-1, 0) if entry is VARLEN else call.causal
+            assert seen["causal"] == causal, options
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_signatures_that_were_read_are_known(name: str) -> None:
+    assert unknown_signature(FUNCTIONS[name]) is None
+
+
+def test_a_signature_that_lacks_or_demands_something_is_refused_with_its_name() -> None:
+    def lacking(q, k, v, softmax_scale, causal, window_size): ...
+
+    def demanding(q, k, v, softmax_scale, causal, window_size, softcap, sinks): ...
+
+    for function, text in (
+        (lacking, "its functions lack softcap and ask for no more"),
+        (demanding, "its functions lack nothing and ask for sinks"),
+    ):
+        functions = FlashFunctions(
+            forward_dense=function, forward_spans=function, backward_dense=function, backward_spans=function
+        )
+        assert unknown_signature(functions) == text
+
+
+def demand(**changes: Any) -> Demand:
+    fields: dict[str, Any] = {"device_type": "cuda", "dtype": torch.bfloat16, "head_size": 128, "value_size": 128}
+    return Demand(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("entry", "changes", "text"),
+    [
+        (VARLEN, {}, None),
+        (VARLEN, {"has_window": True, "head_size": 256, "value_size": 192}, None),
+        (VARLEN, {"has_softcap": True}, "it has no soft-capping"),
+        (VARLEN, {"dtype": torch.float32}, "it has bf16 and fp16 only, and the layer is in float32"),
+        (VARLEN, {"head_size": 512}, "its largest head size is 256, and the layer has 512"),
+        (CUDNN, {"value_size": 64}, None),
+        (CUDNN, {"has_softcap": True}, "it has no soft-capping"),
+        (CUDNN, {"has_window": True}, "it has windows by a mask only, which gives NaN in dQ (pytorch#196678)"),
+        (CUDNN, {"head_size": 192}, "its head sizes beyond 128 depend on GPU and cuDNN, so they are not used"),
+        (CUDNN, {"dtype": torch.float32}, "it has bf16 and fp16 only, and the layer is in float32"),
+        (FLASH_2, {"dtype": torch.float64}, "it has bf16 and fp16 only, and the layer is in float64"),
+        (FLASH_3, {"value_size": 320}, "its largest head size is 256, and the layer has 320"),
+    ],
+)
+def test_what_a_kernel_cannot_do_is_refused_in_words(
+    entry: KernelEntry, changes: dict[str, Any], text: str | None
+) -> None:
+    assert entry.refuses(demand(**changes)) == text
+
+
+def test_flash_attn_is_refused_by_its_version_and_its_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules: dict[str, Any] = {"flash_attn": types.SimpleNamespace(__version__="2.7.4.post1")}
+    monkeypatch.setattr(flash_module.importlib, "import_module", modules.__getitem__)
+    assert FLASH_2.refuses(demand()) == "it needs flash-attn 2.8 or later, and 2.7.4.post1 is installed"
+    modules["flash_attn"].__version__ = "2.8.3"
+    monkeypatch.setattr(flash_module, "flash_attn_2", lambda: FUNCTIONS["flash_attn"])
+    assert FLASH_2.refuses(demand(has_window=True, has_softcap=True)) is None
+
+
+def test_flash_attn_3_is_refused_by_gpu_by_build_and_where_it_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flash_module, "flash_attn_3", lambda: FUNCTIONS["flash_attn_3"])
+    monkeypatch.setattr(flash_module, "compute_capability", lambda: (9, 0))
+    assert FLASH_3.refuses(demand(has_window=True, has_softcap=True)) is None
+    flags = {"FLASHATTENTION_DISABLE_SOFTCAP": True, "FLASHATTENTION_DISABLE_HDIM256": True}
+    config = types.SimpleNamespace(CONFIG={"build_flags": flags})
+    monkeypatch.setattr(flash_module.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(flash_module.importlib, "import_module", lambda name: config)
+    assert FLASH_3.refuses(demand()) is None
+    refusal = FLASH_3.refuses(demand(has_softcap=True, head_size=256))
+    assert refusal == "it was built without softcap, heads of 256"
+    monkeypatch.setattr(flash_module, "compute_capability", lambda: (10, 0))
+    assert FLASH_3.refuses(demand()) == "it is for Hopper (compute capability 9.0), and the GPU has 10.0"
+
+    def broken() -> FlashFunctions:
+        raise ImportError("undefined symbol")
+
+    monkeypatch.setattr(flash_module, "compute_capability", lambda: None)
+    monkeypatch.setattr(flash_module, "flash_attn_3", broken)
+    assert FLASH_3.refuses(demand()) == "flash_attn_interface can't be used: undefined symbol"
+
+
+def test_cudnn_is_refused_where_its_log_sum_exp_has_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
+    refusal = CUDNN.refuses(demand())
+    assert refusal is not None and "TORCH_CUDNN_SDPA_AVOID_RECOMPILE is set" in refusal and "unset it" in refusal
+
+
+def test_cudnn_is_refused_where_determinism_is_asked_for() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        refusal = CUDNN.refuses(demand())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert refusal == "its backward is not deterministic, and torch.use_deterministic_algorithms is set"
+
+
+@pytest.mark.parametrize("entry", [FLASH_3, FLASH_2, VARLEN, CUDNN], ids=lambda entry: entry.name)
+def test_no_gpu_kernel_runs_on_a_cpu(entry: KernelEntry) -> None:
+    assert not entry.runs_on("cpu")
+
+
+def test_lengths_of_documents_are_padded_to_few() -> None:
+    assert [padded_length(n) for n in (1, 128, 129, 2048, 5000, 100_000, 131_072)] == [
+        128, 128, 256, 2048, 5120, 102_400, 131_072,
+    ]  # fmt: skip
+    lengths = {padded_length(n) for n in range(1, 70_000)}
+    assert len(lengths) <= 16 * 7 and all(n <= padded_length(n) <= max(128, 1.125 * n) + 127 for n in range(1, 70_000))
+
+
+def test_head_sizes_are_padded_to_what_a_flash_kernel_has() -> None:
+    sizes = ((64, 64), (192, 128), (100, 64), (208, 8), (8, 256))
+    assert [padded_head_size(*pair) for pair in sizes] == [64, 192, 104, 256, 256]
+
+
+def test_an_aligned_view_is_passed_on_as_it_is_and_another_is_copied() -> None:
+    payload = torch.zeros(5, 32)
+    aligned = payload[:, 8:24].unflatten(1, (1, 16))
+    assert fitted(aligned, 16) is aligned
+    for begin in (3, 4):
+        shifted = payload[:, begin : begin + 16].unflatten(1, (1, 16))
+        assert fitted(shifted, 16).data_ptr() != shifted.data_ptr()
+    whole = torch.zeros(1 + 5 * 16)[1:].view(5, 1, 16)
+    assert whole.is_contiguous() and fitted(whole, 16).storage_offset() == 0

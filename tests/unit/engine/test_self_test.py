@@ -1,0 +1,126 @@
+"""What the self-test decides: the worst of all ranks, law 1's metric, documents that catch faults, bounded children."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from ray_ulysses.engine.self_test import EXACT_BF16, EXACT_FP32, AttentionSettings, SelfTestReport, find_worst
+from ray_ulysses.engine.self_test_attention import document_lengths, slice_error
+from ray_ulysses.engine.self_test_local import watch_processes
+from ray_ulysses.engine.self_test_step import worst_error
+from ray_ulysses.errors import UserError
+
+NAN, INF = float("nan"), float("inf")
+
+
+def test_the_worst_rank_of_each_number_is_found() -> None:
+    first, second = find_worst(["a", "b"], [[1e-7, 3.0], [2e-7, 0.0], [1e-8, 1.0]], [1e-5, 0.5])
+    assert (first.rank, first.error, first.wrong_ranks) == (1, 2e-7, ())
+    assert (second.what, second.rank, second.error, second.wrong_ranks) == ("b", 0, 3.0, (0, 2))
+
+
+def test_what_is_no_number_is_infinitely_wrong() -> None:
+    (finding,) = find_worst(["a"], [[1e-7], [NAN]], [1e-5])
+    assert (finding.rank, finding.error, finding.wrong_ranks) == (1, INF, (1,))
+
+
+@pytest.mark.parametrize("num_tokens", [64, 256, 384, 2048])
+def test_a_row_has_long_documents_a_single_token_and_padding(num_tokens: int) -> None:
+    lengths = document_lengths(num_tokens)
+    assert 1 in lengths
+    assert max(lengths) > num_tokens // 2
+    assert num_tokens - sum(lengths) >= num_tokens // 16
+    borders = {sum(lengths[: place + 1]) for place in range(len(lengths))}
+    assert not any(border % (num_tokens // 8) == 0 for border in borders)
+
+
+def test_a_slice_is_held_against_its_share_of_the_row() -> None:
+    whole = torch.tensor([3.0, 4.0, 0.0, 0.0])
+    assert slice_error(whole[:2] + 0.5, whole[:2], whole) == pytest.approx(0.5 * 2**0.5 / (5 / 2**0.5))
+    # A slice that is 0 in truth.
+    assert slice_error(torch.tensor([1e-9, 0.0]), whole[2:], whole) < 1e-8
+
+
+def test_gradients_are_held_to_law_1_tensor_by_tensor() -> None:
+    truth = {"big": torch.ones(100), "small": torch.full((4,), 1e-3), "zero": torch.zeros(3)}
+    ours = {"big": torch.ones(100), "small": torch.full((4,), 2e-3), "zero": torch.full((3,), 1e-9)}
+    error, name = worst_error(ours, truth)
+    assert (name, round(error, 6)) == ("small", 1.0)
+    assert worst_error({**ours, "zero": torch.full((3,), NAN)}, truth) == (INF, "zero")
+
+
+def _attention(dtype: torch.dtype, kernel: str = "auto") -> AttentionSettings:
+    return AttentionSettings(
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=8,
+        value_size=8,
+        dtype=dtype,
+        kernel=kernel,  # type: ignore[arg-type]
+        windows=(None, 16),
+    )
+
+
+def test_the_bound_follows_from_the_dtype_and_kernels_are_named_once() -> None:
+    assert _attention(torch.float32).bound == EXACT_FP32 == 1e-5
+    assert _attention(torch.bfloat16).bound == EXACT_BF16 == 2e-2
+    assert _attention(torch.float32).kernel_names(torch.device("cpu")) == ("sdpa",)
+
+
+def test_a_kernel_that_is_not_here_is_refused() -> None:
+    with pytest.raises(UserError, match="flash_attn"):
+        _attention(torch.float32, "flash_attn").kernel_names(torch.device("cpu"))
+
+
+def test_a_report_is_one_line() -> None:
+    report = SelfTestReport(
+        attention_error=3.14e-7, gradient_error=4.2e-7, norm_ratio=1.00000012, kernels=("sdpa",), seconds=1.23
+    )
+    assert (
+        report.in_words()
+        == "self-test passed in 1.2 s: attention 3e-07, gradients 4e-07, norm ratio 1.000 (kernel sdpa)"
+    )
+
+
+def _child(code: str) -> Callable[[int, Path], Sequence[str]]:
+    return lambda rank, folder: [sys.executable, "-S", "-c", code, str(rank), str(folder)]
+
+
+def _leaving(result: tuple[bool, str, str], exit_code: int = 0) -> Callable[[int, Path], Sequence[str]]:
+    text = json.dumps(result)
+    return _child(
+        "import sys, pathlib;"
+        f"pathlib.Path(sys.argv[2], f'result-{{sys.argv[1]}}.json').write_text({text!r}); sys.exit({exit_code})"
+    )
+
+
+def test_processes_that_all_pass_pass() -> None:
+    result = watch_processes(_leaving((True, "passed in 1 s", "")), 2, 20.0)
+    assert (result.ok, result.text, result.way_out) == (True, "passed in 1 s", "")
+
+
+def test_what_a_process_found_wrong_is_told() -> None:
+    result = watch_processes(_leaving((False, "attention differs", "look here"), exit_code=1), 2, 20.0)
+    assert (result.ok, result.text, result.way_out) == (False, "attention differs", "look here")
+
+
+def test_a_process_that_died_is_told_with_its_last_line() -> None:
+    result = watch_processes(_child("print('a'); raise SystemExit('no such library')"), 2, 20.0)
+    assert not result.ok
+    assert result.text == "process 0 ended with exit code 1: no such library"
+    assert result.way_out
+
+
+def test_a_process_that_hangs_is_ended_within_the_bound() -> None:
+    started = time.monotonic()
+    result = watch_processes(_child("import time; time.sleep(60)"), 2, 0.5)
+    assert time.monotonic() - started < 5
+    assert not result.ok
+    assert "not done in 0 s" in result.text or "not done in 1 s" in result.text

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ray_ulysses.errors import UserError
+from ray_ulysses.parallel.heads import assign_heads, part_of
+
+heads = st.builds(lambda kv, group: (kv * group, kv), st.integers(1, 12), st.integers(1, 8))
+
+
+@given(heads=heads, share=st.floats(0, 1))
+def test_every_query_head_is_on_one_rank_with_its_key_value_head(heads: tuple[int, int], share: float) -> None:
+    num_heads, num_kv_heads = heads
+    ranks = max(1, round(share * num_heads))
+    plan = assign_heads(num_heads, num_kv_heads, ranks)
+    served = [
+        (head, kv)
+        for rank in plan.ranks
+        for head, kv in zip(
+            range(rank.first, rank.stop), [kv for kv, count in rank.groups for _ in range(count)], strict=True
+        )
+    ]
+    assert served == [(head, head // (num_heads // num_kv_heads)) for head in range(num_heads)]
+    sizes = {rank.num_heads for rank in plan.ranks}
+    assert max(sizes) - min(sizes) <= 1 and min(sizes) >= 1
+    assert plan.max_heads == max(sizes)
+
+
+@given(heads=heads, share=st.floats(0, 1))
+def test_calls_cover_a_ranks_heads_in_equal_groups(heads: tuple[int, int], share: float) -> None:
+    plan = assign_heads(*heads, max(1, round(share * heads[0])))
+    for rank in plan.ranks:
+        query, kv = 0, 0
+        for query_heads, kv_heads in rank.calls():
+            assert (query_heads.start, kv_heads.start) == (query, kv)
+            query, kv = query_heads.stop, kv_heads.stop
+            sizes = {count for _, count in rank.groups[kv_heads]}
+            assert len(sizes) == 1
+            assert (query_heads.stop - query_heads.start) == sizes.pop() * (kv_heads.stop - kv_heads.start)
+        assert (query, kv) == (rank.num_heads, rank.num_kv_heads)
+
+
+@given(heads=heads, share=st.floats(0, 1), parts=st.integers(1, 5))
+def test_parts_of_a_plan_make_the_whole(heads: tuple[int, int], share: float, parts: int) -> None:
+    plan = assign_heads(*heads, max(1, round(share * heads[0])))
+    for place, rank in enumerate(plan.ranks):
+        pieces = [part_of(plan, part, parts).ranks[place] for part in range(parts)]
+        assert sum((piece.groups for piece in pieces), ()) == rank.groups
+        assert sum(piece.num_heads for piece in pieces) == rank.num_heads
+        assert all(piece.first_kv == piece.groups[0][0] for piece in pieces if piece.groups)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks", "groups"),
+    [
+        (8, 4, 4, [((0, 2),), ((1, 2),), ((2, 2),), ((3, 2),)]),
+        (4, 1, 2, [((0, 2),), ((0, 2),)]),
+        (14, 2, 4, [((0, 3),), ((0, 4),), ((1, 3),), ((1, 4),)]),
+        (40, 8, 3, [((0, 5), (1, 5), (2, 3)), ((2, 2), (3, 5), (4, 5), (5, 1)), ((5, 4), (6, 5), (7, 5))]),
+    ],
+)
+def test_a_key_value_head_goes_to_the_ranks_that_use_it(
+    heads: int, kv_heads: int, ranks: int, groups: list[tuple[tuple[int, int], ...]]
+) -> None:
+    assert [rank.groups for rank in assign_heads(heads, kv_heads, ranks).ranks] == groups
+
+
+def test_the_cost_of_uneven_heads_is_said() -> None:
+    plan = assign_heads(14, 2, 4)
+    assert plan.imbalance == pytest.approx(4 / 3.5)
+    assert (plan.kv_copies, plan.max_kv_heads, plan.kernel_calls) == (2.0, 1, 1)
+    even = assign_heads(32, 8, 8)
+    assert (even.imbalance, even.kv_copies, even.kernel_calls) == (1.0, 1.0, 1)
+    assert assign_heads(40, 8, 3).kernel_calls == 3
+
+
+def test_more_ranks_than_heads_are_refused() -> None:
+    with pytest.raises(UserError, match=r"8 ranks can't share 4 attention heads.*set parallel.ring_size so that"):
+        assign_heads(4, 2, 8)
+
+
+def test_groups_that_are_not_whole_are_refused() -> None:
+    with pytest.raises(UserError, match="3 key-value heads do not divide 8 query heads"):
+        assign_heads(8, 3, 2)

@@ -1,0 +1,132 @@
+"""Which tokens of a row a rank holds: every token once, and on a ring the same work for all."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ray_ulysses.errors import UserError
+from ray_ulysses.parallel.layout import ParallelLayout, automatic_ring_size, held_ranges, row_multiple
+
+splits = st.tuples(st.integers(1, 7), st.integers(1, 7))
+
+
+@given(split=splits, units=st.integers(1, 5))
+def test_the_ranges_of_all_ranks_partition_the_row(split: tuple[int, int], units: int) -> None:
+    ulysses_size, ring_size = split
+    sp_size = ulysses_size * ring_size
+    row_tokens = units * row_multiple(sp_size, ring_size)
+    held = [held_ranges(row_tokens, rank, sp_size, ring_size) for rank in range(sp_size)]
+    tokens = sorted(token for ranges in held for start, stop in ranges for token in range(start, stop))
+    assert tokens == list(range(row_tokens))
+    for ranges in held:
+        assert sum(stop - start for start, stop in ranges) == row_tokens // sp_size
+        assert 1 <= len(ranges) <= 2
+        assert all(start < stop for start, stop in ranges)
+        # In the order of the row, and two ranges that touch are one.
+        assert all(one[1] < other[0] for one, other in itertools.pairwise(ranges))
+
+
+@given(split=splits, units=st.integers(1, 5))
+def test_ring_ranks_have_equal_work_under_a_causal_mask(split: tuple[int, int], units: int) -> None:
+    ulysses_size, ring_size = split
+    sp_size = ulysses_size * ring_size
+    row_tokens = units * row_multiple(sp_size, ring_size)
+    layout = ParallelLayout(world_size=sp_size, sp_size=sp_size, ring_size=ring_size)
+    work = [0] * ring_size
+    for rank in range(sp_size):
+        for start, stop in held_ranges(row_tokens, rank, sp_size, ring_size):
+            # Token t attends to t + 1 tokens.
+            work[layout.ring_rank(rank)] += sum(range(start + 1, stop + 1))
+    assert set(work) == {row_tokens * (row_tokens + 1) // 2 // ring_size}
+
+
+@given(split=splits, units=st.integers(1, 5))
+def test_ulysses_ranks_share_their_rings_two_chunks_end_to_end(split: tuple[int, int], units: int) -> None:
+    ulysses_size, ring_size = split
+    sp_size = ulysses_size * ring_size
+    row_tokens = units * row_multiple(sp_size, ring_size)
+    whole = [*range(row_tokens)]
+    size = row_tokens // (2 * ring_size) if ring_size > 1 else row_tokens
+    for ring_rank in range(ring_size):
+        chunks = (ring_rank, 2 * ring_size - 1 - ring_rank) if ring_size > 1 else (0,)
+        expected = [token for chunk in chunks for token in whole[chunk * size : (chunk + 1) * size]]
+        joined = [
+            token
+            for ulysses_rank in range(ulysses_size)
+            for start, stop in held_ranges(row_tokens, ring_rank * ulysses_size + ulysses_rank, sp_size, ring_size)
+            for token in range(start, stop)
+        ]
+        assert joined == expected
+
+
+def test_the_chunks_in_the_middle_of_a_row_touch() -> None:
+    assert held_ranges(16, 0, 2, 2) == ((0, 4), (12, 16))
+    assert held_ranges(16, 1, 2, 2) == ((4, 12),)
+    assert [held_ranges(16, rank, 4, 2) for rank in range(4)] == [((0, 4),), ((12, 16),), ((4, 8),), ((8, 12),)]
+    # Three Ulysses ranks: the one in the middle has the end of the first chunk and the start of the second.
+    assert [held_ranges(24, rank, 6, 2) for rank in range(3)] == [((0, 4),), ((4, 6), (18, 20)), ((20, 24),)]
+
+
+def test_without_a_ring_a_rank_holds_a_plain_slice() -> None:
+    assert [held_ranges(12, rank, 3) for rank in range(3)] == [((0, 4),), ((4, 8),), ((8, 12),)]
+
+
+def test_a_row_that_does_not_divide_is_our_own_mistake() -> None:
+    with pytest.raises(AssertionError):
+        held_ranges(12, 0, 4, 2)
+
+
+@given(num_heads=st.integers(1, 48), sp_size=st.integers(1, 200))
+def test_a_ring_is_chosen_only_beyond_the_heads_and_leaves_level_ranks(num_heads: int, sp_size: int) -> None:
+    ring = automatic_ring_size(sp_size, num_heads)
+    assert sp_size % ring == 0 and sp_size // ring <= num_heads
+    if sp_size <= num_heads:
+        assert ring == 1
+        return
+    level = [size for size in range(1, sp_size + 1) if sp_size % size == 0 and num_heads % (sp_size // size) == 0]
+    assert ring == min(size for size in level if sp_size // size <= num_heads)
+
+
+@pytest.mark.parametrize(
+    ("sp_size", "num_heads", "ring"),
+    [(1, 32, 1), (32, 32, 1), (3, 4, 1), (64, 32, 2), (8, 4, 2), (6, 4, 3), (5, 4, 5), (56, 28, 2), (96, 40, 12)],
+)
+def test_the_ring_that_is_chosen(sp_size: int, num_heads: int, ring: int) -> None:
+    assert automatic_ring_size(sp_size, num_heads) == ring
+
+
+@given(split=splits, dp_size=st.integers(1, 4))
+def test_ulysses_and_ring_groups_hold_every_rank_once_and_cross_in_one(split: tuple[int, int], dp_size: int) -> None:
+    ulysses_size, ring_size = split
+    sp_size = ulysses_size * ring_size
+    layout = ParallelLayout(world_size=sp_size * dp_size, sp_size=sp_size, ring_size=ring_size)
+    assert layout.ulysses_size == ulysses_size
+    for groups, size in ((layout.ulysses_groups(), ulysses_size), (layout.ring_groups(), ring_size)):
+        assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
+        assert {len(group) for group in groups} == {size}
+    for rank in range(layout.world_size):
+        (ulysses,) = (group for group in layout.ulysses_groups() if rank in group)
+        (ring,) = (group for group in layout.ring_groups() if rank in group)
+        assert {*ulysses} & {*ring} == {rank}
+        assert {layout.dp_rank(other) for other in (*ulysses, *ring)} == {layout.dp_rank(rank)}
+        assert ulysses[layout.ulysses_rank(rank)] == rank == ring[layout.ring_rank(rank)]
+        assert layout.sp_rank(rank) == layout.ring_rank(rank) * ulysses_size + layout.ulysses_rank(rank)
+
+
+def test_heads_are_exchanged_among_neighbours() -> None:
+    layout = ParallelLayout(world_size=8, sp_size=4, ring_size=2)
+    assert layout.ulysses_groups() == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert layout.ring_groups() == ((0, 2), (1, 3), (4, 6), (5, 7))
+
+
+@pytest.mark.parametrize("ring_size", [0, 4, 5])
+def test_a_ring_that_is_no_part_of_a_group_is_refused(ring_size: int) -> None:
+    with pytest.raises(
+        UserError,
+        match=rf"parallel\.ring_size={ring_size} does not divide parallel\.sp_size=6; use 1, 2, 3, 6, or leave it out",
+    ):
+        ParallelLayout(world_size=6, sp_size=6, ring_size=ring_size)
