@@ -69,7 +69,7 @@ def attend_in_chunks(
 
 def _chunks(settings: tuple[Any, ...]) -> Iterator[tuple[HeadPlan, RankHeads, slice]]:
     """Yield each chunk's heads of all ranks, those of this rank, and where these are among its query heads."""
-    heads, ulysses, num_chunks = settings[5], settings[10], settings[12]
+    heads, ulysses, num_chunks = settings[4], settings[9], settings[11]
     group = group_named(ulysses)
     plan = assign_heads(heads[0], heads[1], group.size())
     first = plan.ranks[group.rank()].first
@@ -87,7 +87,7 @@ def _chunks(settings: tuple[Any, ...]) -> Iterator[tuple[HeadPlan, RankHeads, sl
 def _attend(
     query_BHLD: torch.Tensor, key_BKLD: torch.Tensor, value_BKLE: torch.Tensor, *settings: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    layer, group, sinks = ring_layer(settings[:NUM_SETTINGS]), group_named(settings[10]), settings[0]
+    layer, group, sinks = ring_layer(settings[:NUM_SETTINGS]), group_named(settings[9]), settings[0]
     out_BLHE, lse_hT = _result_buffers(query_BHLD, value_BKLE, settings)
     sizes = (query_BHLD.shape[3], key_BKLD.shape[3], value_BKLE.shape[3])
     for plan, mine, own in _chunks(settings):
@@ -113,7 +113,7 @@ def _result_buffers(
     query_BHLD: torch.Tensor, value_BKLE: torch.Tensor, settings: tuple[Any, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, num_heads, tokens, _ = query_BHLD.shape
-    group = group_named(settings[10])
+    group = group_named(settings[9])
     own = assign_heads(num_heads, value_BKLE.shape[1], group.size()).ranks[group.rank()]
     precision = torch.promote_types(query_BHLD.dtype, torch.float32)
     return (
@@ -137,7 +137,7 @@ def _backward(
     lse_hT: torch.Tensor,
     *settings: Any,
 ) -> tuple[torch.Tensor, ...]:
-    layer, group, sinks = ring_layer(settings[:NUM_SETTINGS]), group_named(settings[10]), settings[0]
+    layer, group, sinks = ring_layer(settings[:NUM_SETTINGS]), group_named(settings[9]), settings[0]
     tensors = (query_BHLD, key_BKLD, value_BKLE, grad_BLHE.transpose(1, 2), out_BLHE.transpose(1, 2))
     sizes = [tensor.shape[3] for tensor in tensors]
     grads, grad_sinks = _gradient_buffers(tensors, settings), or_empty(sinks, grad_BLHE).clone()
@@ -173,7 +173,7 @@ def _backward_shape(
 def _gradient_buffers(tensors: tuple[torch.Tensor, ...], settings: tuple[Any, ...]) -> list[torch.Tensor]:
     query, key, value = tensors[:3]
     num_rows, num_heads, tokens, head_size = query.shape
-    plan = assign_heads(num_heads, key.shape[1], group_named(settings[10]).size())
+    plan = assign_heads(num_heads, key.shape[1], group_named(settings[9]).size())
     query_grad = query.new_empty(num_rows, tokens, num_heads, head_size).transpose(1, 2)
     return [query_grad, *(kv_buffer(query, plan, num_rows, tokens, t.shape[3]) for t in (key, value))]
 

@@ -10,6 +10,7 @@ query and KV heads of this rank, D head size of Q and K, E head size of V, F = h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,12 +23,12 @@ from ray_ulysses.parallel.collectives import group_named
 from ray_ulysses.parallel.heads import RankHeads, assign_heads
 
 SETTINGS_SCHEMA = (
-    "Tensor? sinks, Tensor cu_seqlens, Tensor borders, Tensor rectangles, int max_seqlen, int[] heads, float scale, "
+    "Tensor? sinks, Tensor cu_seqlens, Tensor borders, Tensor rectangles, int[] heads, float scale, "
     "int window, float softcap, str kernel, str ulysses, str ring"
 )
 """What every operator takes after its tensors: ``LayerSettings.arguments``."""
 
-NUM_SETTINGS = 12
+NUM_SETTINGS = 11
 """How many these are."""
 
 
@@ -77,7 +78,6 @@ class LayerSettings:
             tables.spans.cu_seqlens,
             tables.borders,
             tables.rectangles,
-            tables.spans.max_seqlen,
             [self.num_heads, self.num_kv_heads, self.head_size, self.value_size],
             self.scale,
             self.window or 0,
@@ -120,13 +120,16 @@ def _rank_heads(heads: list[int], ulysses: str) -> RankHeads:
 
 def ring_layer(settings: tuple[Any, ...]) -> RingLayer:
     """Return what the ring is told, from an operator's settings."""
-    _, cu_seqlens, borders, rectangles, max_seqlen, heads, scale, window, softcap, kernel, ulysses, ring = settings
+    _, cu_seqlens, borders, rectangles, heads, scale, window, softcap, kernel, ulysses, ring = settings
+    # On the host; as an integer argument the longest stretch would make torch.compile compile every step anew.
+    places = tuple(borders.tolist())
+    longest = max(stop - start for start, stop in pairwise(places))
     return RingLayer(
         kernel=kernel,
         scale=scale,
         window=window or None,
         softcap=softcap or None,
-        spans=Spans(cu_seqlens=cu_seqlens, borders=tuple(borders.tolist()), max_seqlen=max_seqlen),
+        spans=Spans(cu_seqlens=cu_seqlens, borders=places, max_seqlen=longest),
         rectangles=tuple(Rectangle(*fields) for fields in rectangles.tolist()),
         calls=_rank_heads(heads, ulysses).calls(),
         ring=group_named(ring) if ring else None,
@@ -194,8 +197,8 @@ def _attend_payload(payload_UBLF: torch.Tensor, *settings: Any) -> tuple[torch.T
 @_attend_payload.register_fake
 def _attend_payload_shape(payload_UBLF: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
     ranks, rows, tokens = payload_UBLF.shape[:3]
-    heads = _rank_heads(settings[5], settings[10])
-    return _result_shapes(payload_UBLF, ranks * rows * tokens, heads.num_heads, settings[5][3])
+    heads = _rank_heads(settings[4], settings[9])
+    return _result_shapes(payload_UBLF, ranks * rows * tokens, heads.num_heads, settings[4][3])
 
 
 @torch.library.custom_op(
@@ -220,7 +223,7 @@ def _attend_payload_backward_shape(
 ) -> tuple[torch.Tensor, ...]:
     sinks = settings[0]
     tokens = grad_ThE.shape[0]
-    heads, (_, _, head_size, value_size) = _rank_heads(settings[5], settings[10]), settings[5]
+    heads, (_, _, head_size, value_size) = _rank_heads(settings[4], settings[9]), settings[4]
     return (
         grad_ThE.new_empty(tokens, heads.num_heads, head_size),
         grad_ThE.new_empty(tokens, heads.num_kv_heads, head_size),
@@ -230,8 +233,8 @@ def _attend_payload_backward_shape(
 
 
 def _heads_of(features_TF: torch.Tensor, settings: tuple[Any, ...]) -> list[torch.Tensor]:
-    _, _, head_size, value_size = settings[5]
-    heads = _rank_heads(settings[5], settings[10])
+    _, _, head_size, value_size = settings[4]
+    heads = _rank_heads(settings[4], settings[9])
     return split_heads(features_TF, heads, QKV, (head_size, head_size, value_size))
 
 

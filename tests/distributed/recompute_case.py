@@ -142,6 +142,50 @@ def compiled_errors(rank: int, world_size: int, keep: KeptOutput | None, ring_si
     return worst, sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
+def compilations(rank: int, world_size: int, ring_size: int) -> list[int]:
+    """Compile the layers and train rows of other lengths and documents; return the compilations after each."""
+    mesh = SequenceMesh.from_group(dist.group.WORLD, ring_size=ring_size)
+    model = make_model(mesh, "both")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    counts = []
+    for tokens, lengths in (
+        (48, (17, 1, 9)),
+        (64, (40, 20)),
+        (32, (5, 6, 7, 8)),
+        (96, (90,)),
+        (40, (11, 3, 20)),
+        (80, (33, 44)),
+    ):
+        ids = torch.arange(tokens) % VOCAB
+        loss_sum, _ = causal_lm_loss(model, shard_batch(ids, None, lengths, mesh))
+        loss_sum.backward()
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return counts
+
+
+def batch_of_rows_errors(rank: int, world_size: int, ring_size: int, chunks: int) -> tuple[float, float]:
+    """Train two rows in one batch and one after the other; return the relative error of logits and of gradients."""
+    mesh = SequenceMesh.from_group(dist.group.WORLD, ring_size=ring_size)
+    rows = torch.randint(0, VOCAB, (2, ROW_TOKENS), generator=torch.Generator().manual_seed(9))
+    lengths = ((17, 1, 9, 13), (30, 18))
+    together, alone = (make_model(mesh, "both", "mistral", chunks=chunks, sliding_window=20) for _ in range(2))
+    batch = shard_batch(rows, None, lengths, mesh)
+    logits = unshard(together(**batch.model_inputs()).logits, batch)
+    causal_lm_loss(together, batch)[0].backward()
+    logits_error = 0.0
+    for row, row_lengths, ours in zip(rows, lengths, logits, strict=True):
+        single = shard_batch(row, None, row_lengths, mesh)
+        wanted = unshard(alone(**single.model_inputs()).logits, single)[0]
+        ours = ours[: len(wanted)]
+        logits_error = max(logits_error, float((ours - wanted).norm() / wanted.norm()))
+        causal_lm_loss(alone, single)[0].backward()
+    pairs = zip(together.parameters(), alone.parameters(), strict=True)
+    return logits_error, max(float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in pairs)
+
+
 def chunked_errors(
     rank: int, world_size: int, ring_size: int, kind: str, changes: dict[str, Any], chunks: int, compiled: bool
 ) -> float:

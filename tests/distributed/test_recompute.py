@@ -10,8 +10,10 @@ from ray_ulysses.parallel.heads import assign_heads
 from tests.distributed.harness import run_ranks
 from tests.distributed.recompute_case import (
     ROW_TOKENS,
+    batch_of_rows_errors,
     checkpointing_report,
     chunked_errors,
+    compilations,
     compiled_report,
     counted_step,
     counts_by_kept,
@@ -77,6 +79,23 @@ def test_layers_can_be_compiled_without_a_graph_break(ring_size: int) -> None:
         for error, graph_breaks in results:
             assert error <= 1e-5
             assert graph_breaks == 0
+
+
+def test_rows_of_other_lengths_do_not_compile_a_layer_anew() -> None:
+    """Once for the first shapes, once for shapes that vary, and then no more."""
+    for counts in run_ranks(compilations, 2, 1, timeout_s=180):
+        assert counts[-1] == counts[2], counts
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ring_size", "chunks"), [(2, 1, 1), (2, 1, 2), (2, 2, 1), (4, 2, 1)],
+    ids=["ulysses", "chunks", "ring", "ulysses-and-ring"],
+)  # fmt: skip
+def test_rows_of_a_batch_train_as_one_after_the_other(world_size: int, ring_size: int, chunks: int) -> None:
+    """fp32, sums over rows in another order: law 1's floor."""
+    for logits_error, gradient_error in run_ranks(batch_of_rows_errors, world_size, ring_size, chunks):
+        assert logits_error <= 1e-5
+        assert gradient_error <= 1e-5
 
 
 @pytest.mark.parametrize("ring_size", [1, 2], ids=["ulysses", "ring"])
