@@ -102,3 +102,22 @@ def test_a_step_in_fp32_on_the_gpu_is_that_of_the_cpu() -> None:
     assert loss == pytest.approx(wanted_loss, rel=1e-5)
     for name, truth in wanted.items():
         assert (gradients[name] - truth).norm() <= 1e-5 * truth.norm(), name
+
+
+def test_a_forward_and_backward_waits_for_nothing() -> None:
+    """Device-to-host synchronisations of a dense model between the batch and its gradients: none."""
+    mesh = SequenceMesh.from_group(None)
+    model = apply_ulysses(model_of("mistral", torch.bfloat16, "cuda"), mesh)
+    batch = shard_batch(row().to("cuda"), None, LENGTHS, mesh)
+
+    def once() -> None:
+        loss_sum, num_tokens = causal_lm_loss(model, batch)
+        (loss_sum * loss_scale(num_tokens, mesh)).backward()
+
+    once()  # Kernels are chosen and loaded.
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        once()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

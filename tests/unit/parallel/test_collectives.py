@@ -1,0 +1,34 @@
+"""Canaries for what the collectives take from torch's insides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ray_ulysses.parallel.collectives import all_to_all_flat, group_named
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_group_is_found_by_the_name_that_torch_gave_it(group: dist.ProcessGroup) -> None:
+    assert group_named(group.group_name) is group
+    other = dist.new_group([0])
+    assert group_named(other.group_name) is other
+    assert other.group_name != group.group_name
+
+
+def test_a_strided_view_is_not_sent(group: dist.ProcessGroup) -> None:
+    """gloo would silently read or write elsewhere."""
+    with pytest.raises(AssertionError):
+        all_to_all_flat(torch.arange(8.0)[::2], [4], [4], group)
+    assert all_to_all_flat(torch.arange(4.0), [4], [4], group).tolist() == [0, 1, 2, 3]
