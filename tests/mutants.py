@@ -135,8 +135,7 @@ MUTANTS = (
         file="ray_ulysses/attention/recompute.py",
         old="return CheckpointPolicy.MUST_SAVE if operator in kept else",
         new="return CheckpointPolicy.MUST_RECOMPUTE if operator in kept else",
-        killer="tests/distributed/test_recompute.py::"
-        "test_collectives_bytes_and_attention_forwards_of_a_layer",
+        killer="tests/distributed/test_recompute.py::test_collectives_bytes_and_attention_forwards_of_a_layer",
     ),
     Mutant(
         name="gathered logits' gradient not summed over ranks",
