@@ -254,8 +254,10 @@ def _check_call(
         raise UserError(f"{name} asks for attention dropout {dropout}; set attention_dropout: 0.0")
     if getattr(module, "is_causal", True) is False:
         raise UserError(f"{name} attends in both directions; only causal attention is supported")
-    layer_types = getattr(getattr(module, "config", None), "layer_types", None)
-    layer = getattr(module, "layer_idx", None)
+    # Each layer's number would be a guard, and a compilation, of its own.
+    is_compiling = torch.compiler.is_compiling()
+    layer_types = None if is_compiling else getattr(getattr(module, "config", None), "layer_types", None)
+    layer = None if is_compiling else getattr(module, "layer_idx", None)
     if layer_types and layer is not None and sliding_window is None and layer_types[layer] == "sliding_attention":
         raise UserError(f"{name} is a sliding-window layer but does not say its window to the attention function")
     odd = [key for key, value in kwargs.items() if key not in HARMLESS_KEYWORDS and value is not None]

@@ -180,15 +180,18 @@ def _evaluation_has_documents(config: Config) -> Iterator[Problem]:
 
 def _kernel_suits_the_device(config: Config) -> Iterator[Problem]:
     kernel = config.model.attention
-    if kernel not in ("flash_attn", "varlen"):
-        return
-    if config.cluster.gpus_per_worker == 0:
-        rule = "the kernel needs a GPU, and cluster.gpus_per_worker is 0"
-    elif config.model.dtype == "fp32":
-        rule = "the kernel has no fp32, and model.dtype is fp32"
+    has_gpu = config.cluster.gpus_per_worker > 0
+    needs_gpu = kernel in ("flash_attn_3", "flash_attn", "cudnn", "varlen")
+    if needs_gpu and not has_gpu:
+        rule, way_out = "the kernel needs a GPU, and cluster.gpus_per_worker is 0", "use auto or sdpa"
+    elif needs_gpu and config.model.dtype == "fp32":
+        rule, way_out = "the kernel has no fp32, and model.dtype is fp32", "use auto or math"
+    elif kernel == "sdpa" and has_gpu:
+        rule = f"the kernel runs on a CPU, and cluster.gpus_per_worker is {config.cluster.gpus_per_worker:g}"
+        way_out = "use auto"
     else:
         return
-    yield Problem(path="model.attention", value=kernel, rule=rule, way_out="use auto or sdpa")
+    yield Problem(path="model.attention", value=kernel, rule=rule, way_out=way_out)
 
 
 def _network_storage_has_a_server(config: Config) -> Iterator[Problem]:

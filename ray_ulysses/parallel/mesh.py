@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.layout import ParallelLayout, check_ring_size
@@ -97,6 +98,7 @@ class SequenceMesh:
             groups["ring"] = sp_group
         else:
             # Only the members meet, so that sp groups can do this each at its own time; Ulysses first, on every rank.
+            _refuse_unequal_names(sp_group)
             members = dist.get_process_group_ranks(sp_group)
             for role, parts in _parts_of_sp(layout):
                 part = next(part for part in parts if sp_rank in part)
@@ -162,3 +164,18 @@ def _parts(layout: ParallelLayout) -> tuple[_Parts, ...]:
 
 def _parts_of_sp(layout: ParallelLayout) -> tuple[_Parts, ...]:
     return (("ulysses", layout.ulysses_groups()), ("ring", layout.ring_groups()))
+
+
+def _refuse_unequal_names(sp_group: dist.ProcessGroup) -> None:
+    """Refuse to make groups where ranks would give them different names and wait for each other without end.
+
+    torch 2.11 to 2.13 name a group that only its members make by its ranks and by how many groups a rank is in.
+    """
+    counts: list[int] = [0] * dist.get_world_size(sp_group)
+    dist.all_gather_object(counts, len(_world.pg_names), group=sp_group)
+    if len(set(counts)) > 1:
+        raise UserError(
+            f"the ranks of sp_group are in {min(counts)} to {max(counts)} process groups, and a ring needs groups that "
+            "all name alike: make the mesh before groups that only some of its ranks are in, or use "
+            "SequenceMesh.from_layout"
+        )

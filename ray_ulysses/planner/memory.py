@@ -257,8 +257,12 @@ def _attention(shape: ModelShape, tokens: int, split: _AttentionSplit, value: in
     heads = split.heads(shape)
     query = shape.num_heads * shape.head_dim
     # After the exchange the fullest rank has this many features of the tokens of its part of the row.
-    query_after = heads.max_heads * split.ulysses_size * shape.head_dim / split.chunks
-    kv_after = heads.max_kv_heads * split.ulysses_size * shape.head_dim / split.chunks
+    # A chunk has one key-value head of a rank at least, and only what is exchanged comes in chunks.
+    chunks = min(split.chunks, heads.max_kv_heads) if split.ulysses_size > 1 else 1
+    kv_a_chunk = -(-heads.max_kv_heads // chunks)
+    share = kv_a_chunk / heads.max_kv_heads
+    query_after = heads.max_heads * split.ulysses_size * shape.head_dim * share
+    kv_after = kv_a_chunk * split.ulysses_size * shape.head_dim
     kept = 2 * query + shape.num_kv_heads * 2 * shape.head_dim
     terms = [
         MemoryTerm(

@@ -142,6 +142,18 @@ def compiled_errors(rank: int, world_size: int, keep: KeptOutput | None, ring_si
     return worst, sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
+def layer_compilations(rank: int, world_size: int) -> int:
+    """Compile ten layers of an architecture that knows its kinds of layers; return the compilations."""
+    mesh = SequenceMesh.from_group(dist.group.WORLD)
+    model = make_model(mesh, None, "qwen3", num_hidden_layers=10, head_dim=8)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    causal_lm_loss(model, shard_batch(make_row(), None, LENGTHS, mesh))
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
 def compilations(rank: int, world_size: int, ring_size: int) -> list[int]:
     """Compile the layers and train rows of other lengths and documents; return the compilations after each."""
     mesh = SequenceMesh.from_group(dist.group.WORLD, ring_size=ring_size)

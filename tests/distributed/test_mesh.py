@@ -106,3 +106,23 @@ def refused(rank: int, world_size: int) -> str:
 def test_a_ring_that_does_not_divide_the_group_is_refused_before_any_rank_waits() -> None:
     text = "parallel.ring_size=3 does not divide parallel.sp_size=2; use 1, 2, or leave it out to have it chosen"
     assert run_ranks(refused, 2) == [text] * 2
+
+
+def unequal_groups(rank: int, world_size: int) -> str:
+    """Make a ring's groups where one rank is in fewer groups than the others."""
+    import torch.distributed as dist
+
+    from ray_ulysses.errors import UserError
+    from ray_ulysses.parallel.mesh import SequenceMesh
+
+    dist.new_group([0, 1, 2])
+    try:
+        SequenceMesh.from_group(dist.group.WORLD, ring_size=2)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_would_wait_for_each_other_without_end_are_told_so() -> None:
+    for text in run_ranks(unequal_groups, 4, timeout_s=60):
+        assert "make the mesh before groups that only some of its ranks are in" in text

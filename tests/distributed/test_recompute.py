@@ -19,6 +19,7 @@ from tests.distributed.recompute_case import (
     counts_by_kept,
     evaluation_differences,
     heads_of_a_layer,
+    layer_compilations,
     zero3_report,
 )
 
@@ -79,6 +80,10 @@ def test_layers_can_be_compiled_without_a_graph_break(ring_size: int) -> None:
         for error, graph_breaks in results:
             assert error <= 1e-5
             assert graph_breaks == 0
+
+
+def test_layers_of_one_kind_share_a_compilation() -> None:
+    assert run_ranks(layer_compilations, 2, timeout_s=120) == [1, 1]
 
 
 def test_rows_of_other_lengths_do_not_compile_a_layer_anew() -> None:

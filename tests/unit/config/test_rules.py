@@ -72,7 +72,15 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"model__attention": "varlen", "cluster__gpus_per_worker": 1},
-        "model.attention='varlen': the kernel has no fp32, and model.dtype is fp32; use auto or sdpa",
+        "model.attention='varlen': the kernel has no fp32, and model.dtype is fp32; use auto or math",
+    ),
+    (
+        {"model__attention": "cudnn"},
+        "model.attention='cudnn': the kernel needs a GPU, and cluster.gpus_per_worker is 0; use auto or sdpa",
+    ),
+    (
+        {"model__attention": "sdpa", "cluster__gpus_per_worker": 1},
+        "model.attention='sdpa': the kernel runs on a CPU, and cluster.gpus_per_worker is 1; use auto",
     ),
     (
         {"run__storage_kind": "nfs"},
