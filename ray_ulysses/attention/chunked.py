@@ -32,10 +32,10 @@ from ray_ulysses.attention.operators import (
     NUM_SETTINGS,
     SETTINGS_SCHEMA,
     LayerSettings,
+    OperatorSettings,
     keep_inputs,
     kept_inputs,
     or_empty,
-    ring_layer,
 )
 from ray_ulysses.attention.ring import attend, attend_backward
 from ray_ulysses.parallel.collectives import group_named
@@ -67,11 +67,10 @@ def attend_in_chunks(
     return attended
 
 
-def _chunks(settings: tuple[Any, ...]) -> Iterator[tuple[HeadPlan, RankHeads, slice]]:
+def _chunks(given: OperatorSettings, num_chunks: int) -> Iterator[tuple[HeadPlan, RankHeads, slice]]:
     """Yield each chunk's heads of all ranks, those of this rank, and where these are among its query heads."""
-    heads, ulysses, num_chunks = settings[4], settings[9], settings[11]
-    group = group_named(ulysses)
-    plan = assign_heads(heads[0], heads[1], group.size())
+    group = group_named(given.ulysses)
+    plan = assign_heads(given.heads[0], given.heads[1], group.size())
     first = plan.ranks[group.rank()].first
     for chunk in range(num_chunks):
         part = part_of(plan, chunk, num_chunks)
@@ -87,10 +86,11 @@ def _chunks(settings: tuple[Any, ...]) -> Iterator[tuple[HeadPlan, RankHeads, sl
 def _attend(
     query_BHLD: torch.Tensor, key_BKLD: torch.Tensor, value_BKLE: torch.Tensor, *settings: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    layer, group, sinks = ring_layer(settings[:NUM_SETTINGS]), group_named(settings[9]), settings[0]
-    out_BLHE, lse_hT = _result_buffers(query_BHLD, value_BKLE, settings)
+    given = OperatorSettings(*settings[:-1])
+    layer, group, sinks = given.layer(), group_named(given.ulysses), given.sinks
+    out_BLHE, lse_hT = _result_buffers(query_BHLD, value_BKLE, given.ulysses)
     sizes = (query_BHLD.shape[3], key_BKLD.shape[3], value_BKLE.shape[3])
-    for plan, mine, own in _chunks(settings):
+    for plan, mine, own in _chunks(given, settings[-1]):
         payload = send_heads((query_BHLD, key_BKLD, value_BKLE), QKV, plan, group)
         part_ThE = query_BHLD.new_empty(lse_hT.shape[1], mine.num_heads, value_BKLE.shape[3])
         if mine.num_heads:
@@ -106,14 +106,14 @@ def _attend(
 def _attend_shape(
     query_BHLD: torch.Tensor, key_BKLD: torch.Tensor, value_BKLE: torch.Tensor, *settings: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _result_buffers(query_BHLD, value_BKLE, settings)
+    return _result_buffers(query_BHLD, value_BKLE, OperatorSettings(*settings[:-1]).ulysses)
 
 
 def _result_buffers(
-    query_BHLD: torch.Tensor, value_BKLE: torch.Tensor, settings: tuple[Any, ...]
+    query_BHLD: torch.Tensor, value_BKLE: torch.Tensor, ulysses: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, num_heads, tokens, _ = query_BHLD.shape
-    group = group_named(settings[9])
+    group = group_named(ulysses)
     own = assign_heads(num_heads, value_BKLE.shape[1], group.size()).ranks[group.rank()]
     precision = torch.promote_types(query_BHLD.dtype, torch.float32)
     return (
@@ -137,11 +137,12 @@ def _backward(
     lse_hT: torch.Tensor,
     *settings: Any,
 ) -> tuple[torch.Tensor, ...]:
-    layer, group, sinks = ring_layer(settings[:NUM_SETTINGS]), group_named(settings[9]), settings[0]
+    given = OperatorSettings(*settings[:-1])
+    layer, group, sinks = given.layer(), group_named(given.ulysses), given.sinks
     tensors = (query_BHLD, key_BKLD, value_BKLE, grad_BLHE.transpose(1, 2), out_BLHE.transpose(1, 2))
     sizes = [tensor.shape[3] for tensor in tensors]
-    grads, grad_sinks = _gradient_buffers(tensors, settings), or_empty(sinks, grad_BLHE).clone()
-    for plan, mine, own in _chunks(settings):
+    grads, grad_sinks = _gradient_buffers(tensors, given.ulysses), or_empty(sinks, grad_BLHE).clone()
+    for plan, mine, own in _chunks(given, settings[-1]):
         payload = send_heads(tensors, _BACKWARD_KINDS, plan, group)
         q, k, v, upstream, out = split_heads(tokens_first(payload), mine, _BACKWARD_KINDS, sizes)
         width = mine.num_heads * sizes[0] + mine.num_kv_heads * (sizes[1] + sizes[2])
@@ -165,15 +166,16 @@ def _backward(
 def _backward_shape(
     grad_BLHE: torch.Tensor, query_BHLD: torch.Tensor, key_BKLD: torch.Tensor, value_BKLE: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, ...]:
-    settings = rest[2:]
-    dq, dk, dv = (grad.to(query_BHLD.dtype) for grad in _gradient_buffers((query_BHLD, key_BKLD, value_BKLE), settings))
-    return dq, dk, dv, or_empty(settings[0], grad_BLHE).clone()
+    given = OperatorSettings(*rest[2:-1])
+    grads = _gradient_buffers((query_BHLD, key_BKLD, value_BKLE), given.ulysses)
+    dq, dk, dv = (grad.to(query_BHLD.dtype) for grad in grads)
+    return dq, dk, dv, or_empty(given.sinks, grad_BLHE).clone()
 
 
-def _gradient_buffers(tensors: tuple[torch.Tensor, ...], settings: tuple[Any, ...]) -> list[torch.Tensor]:
+def _gradient_buffers(tensors: tuple[torch.Tensor, ...], ulysses: str) -> list[torch.Tensor]:
     query, key, value = tensors[:3]
     num_rows, num_heads, tokens, head_size = query.shape
-    plan = assign_heads(num_heads, key.shape[1], group_named(settings[9]).size())
+    plan = assign_heads(num_heads, key.shape[1], group_named(ulysses).size())
     query_grad = query.new_empty(num_rows, tokens, num_heads, head_size).transpose(1, 2)
     return [query_grad, *(kv_buffer(query, plan, num_rows, tokens, t.shape[3]) for t in (key, value))]
 

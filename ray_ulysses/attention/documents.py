@@ -16,6 +16,7 @@ import torch
 
 from ray_ulysses.attention.kernels.call import Spans
 from ray_ulysses.errors import UserError
+from ray_ulysses.parallel.layout import zigzag_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -68,8 +69,6 @@ class PackedDocuments:
     Attributes:
         row_tokens: Length of every row in tokens, padding included.
         lengths: Per row, the lengths of its documents in order, without padding.
-        ring_size: Ring degree that the tables are made for.
-        ring_rank: Ring rank that the tables are made for.
         full: Tables of a layer that sees its whole document. Two chunks of one document are one stretch there, since
             every key of the earlier chunk comes before every query of the later one.
         windowed: Tables of a layer with a sliding window, where distances count: stretches end at a chunk's end.
@@ -78,8 +77,6 @@ class PackedDocuments:
 
     row_tokens: int
     lengths: tuple[tuple[int, ...], ...]
-    ring_size: int
-    ring_rank: int
     full: Tables
     windowed: Tables
     max_position: int
@@ -93,11 +90,6 @@ class PackedDocuments:
     def num_document_tokens(self) -> int:
         """Tokens of the fullest row without its padding."""
         return max(sum(row) for row in self.lengths)
-
-    @property
-    def ring_tokens(self) -> int:
-        """Tokens of a row that each ring rank has after the exchange of heads."""
-        return self.row_tokens // self.ring_size
 
 
 def pack_documents(
@@ -122,16 +114,14 @@ def pack_documents(
         UserError: A length is not positive, or a row's documents are longer than the row.
     """
     spans = _global_spans(lengths, row_tokens)
-    full, windowed = (
-        _tables(spans, row_tokens, ring_size, ring_rank, device, windowed=windowed) for windowed in (False, True)
-    )
+    full = windowed = _tables(spans, row_tokens, ring_size, ring_rank, device, windowed=False)
+    if ring_size > 1:
+        windowed = _tables(spans, row_tokens, ring_size, ring_rank, device, windowed=True)
     return PackedDocuments(
         row_tokens=row_tokens,
         lengths=tuple(tuple(row) for row in lengths),
-        ring_size=ring_size,
-        ring_rank=ring_rank,
         full=full,
-        windowed=windowed if ring_size > 1 else full,
+        windowed=windowed,
         max_position=max((length - 1 for row in lengths for length in row), default=0),
     )
 
@@ -195,7 +185,7 @@ def _chunks_of(rank: int, ring_size: int, row_tokens: int) -> list[tuple[int, in
     assert row_tokens % (2 * ring_size) == 0
     size = row_tokens // (2 * ring_size)
     return [
-        (place * size, chunk * size, (chunk + 1) * size) for place, chunk in enumerate((rank, 2 * ring_size - 1 - rank))
+        (place * size, chunk * size, (chunk + 1) * size) for place, chunk in enumerate(zigzag_chunks(rank, ring_size))
     ]
 
 

@@ -11,25 +11,79 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ray_ulysses.attention.documents import Rectangle, Tables
 from ray_ulysses.attention.exchange import QKV, ranks_first, split_heads, tokens_first
-from ray_ulysses.attention.kernels.call import Demand, Spans
+from ray_ulysses.attention.kernels.call import Demand, Spans, demand_of
 from ray_ulysses.attention.ring import RingLayer, attend, attend_backward
 from ray_ulysses.parallel.collectives import group_named
 from ray_ulysses.parallel.heads import RankHeads, assign_heads
 
 SETTINGS_SCHEMA = (
-    "Tensor? sinks, Tensor cu_seqlens, Tensor borders, Tensor rectangles, int[] heads, float scale, "
-    "int window, float softcap, str kernel, str ulysses, str ring"
+    "Tensor? sinks, Tensor cu_seqlens, Tensor borders, Tensor rectangles, int[] heads, float scale, int window, "
+    "float softcap, str kernel, str ulysses, str ring"
 )
-"""What every operator takes after its tensors: ``LayerSettings.arguments``."""
+"""What every operator takes after its tensors: the fields of :class:`OperatorSettings`."""
 
-NUM_SETTINGS = 11
-"""How many these are."""
+
+class OperatorSettings(NamedTuple):
+    """A layer's tables and settings as operators take them: tensors, numbers and texts only.
+
+    Attributes:
+        sinks: ``[h]``, or ``None``.
+        cu_seqlens: Of ``Tables.spans``.
+        borders: Of ``Tables``.
+        rectangles: Of ``Tables``.
+        heads: Query heads and KV heads of the layer, ``D`` and ``E``.
+        scale: Factor on the scores.
+        window: The sliding window; 0 for none.
+        softcap: Cap of the scores; 0 for none.
+        kernel: Name of the kernel, or ``auto``.
+        ulysses: Name of the Ulysses group; empty for a single rank.
+        ring: Name of the ring; empty for a single rank.
+    """
+
+    sinks: torch.Tensor | None
+    cu_seqlens: torch.Tensor
+    borders: torch.Tensor
+    rectangles: torch.Tensor
+    heads: list[int]
+    scale: float
+    window: int
+    softcap: float
+    kernel: str
+    ulysses: str
+    ring: str
+
+    @property
+    def rank_heads(self) -> RankHeads:
+        """Heads of this rank."""
+        if not self.ulysses:
+            return assign_heads(self.heads[0], self.heads[1], 1).ranks[0]
+        group = group_named(self.ulysses)
+        return assign_heads(self.heads[0], self.heads[1], group.size()).ranks[group.rank()]
+
+    def layer(self) -> RingLayer:
+        """Return what the ring is told."""
+        # On the host; as an integer argument the longest stretch would make torch.compile compile every step anew.
+        places = tuple(self.borders.tolist())
+        longest = max(stop - start for start, stop in pairwise(places))
+        return RingLayer(
+            kernel=self.kernel,
+            scale=self.scale,
+            window=self.window or None,
+            softcap=self.softcap or None,
+            spans=Spans(cu_seqlens=self.cu_seqlens, borders=places, max_seqlen=longest),
+            rectangles=tuple(Rectangle(*fields) for fields in self.rectangles.tolist()),
+            calls=self.rank_heads.calls(),
+            ring=group_named(self.ring) if self.ring else None,
+        )
+
+
+NUM_SETTINGS = len(OperatorSettings._fields)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,29 +116,22 @@ class LayerSettings:
 
     def demand(self, like: torch.Tensor) -> Demand:
         """Return what the layer asks of a kernel, on the device and in the dtype of a tensor."""
-        return Demand(
-            device_type=like.device.type,
-            dtype=like.dtype,
-            head_size=self.head_size,
-            value_size=self.value_size,
-            has_window=self.window is not None,
-            has_softcap=self.softcap is not None,
-        )
+        return demand_of(like, self.head_size, self.value_size, self.window, self.softcap)
 
-    def arguments(self, sinks_H: torch.Tensor | None, tables: Tables) -> tuple[Any, ...]:
+    def arguments(self, sinks_H: torch.Tensor | None, tables: Tables) -> OperatorSettings:
         """Return what the operators take after their tensors."""
-        return (
-            sinks_H,
-            tables.spans.cu_seqlens,
-            tables.borders,
-            tables.rectangles,
-            [self.num_heads, self.num_kv_heads, self.head_size, self.value_size],
-            self.scale,
-            self.window or 0,
-            self.softcap or 0.0,
-            self.kernel,
-            self.ulysses,
-            self.ring,
+        return OperatorSettings(
+            sinks=sinks_H,
+            cu_seqlens=tables.spans.cu_seqlens,
+            borders=tables.borders,
+            rectangles=tables.rectangles,
+            heads=[self.num_heads, self.num_kv_heads, self.head_size, self.value_size],
+            scale=self.scale,
+            window=self.window or 0,
+            softcap=self.softcap or 0.0,
+            kernel=self.kernel,
+            ulysses=self.ulysses,
+            ring=self.ring,
         )
 
 
@@ -111,31 +158,6 @@ def attend_heads(
     return attended
 
 
-def _rank_heads(heads: list[int], ulysses: str) -> RankHeads:
-    if not ulysses:
-        return assign_heads(heads[0], heads[1], 1).ranks[0]
-    group = group_named(ulysses)
-    return assign_heads(heads[0], heads[1], group.size()).ranks[group.rank()]
-
-
-def ring_layer(settings: tuple[Any, ...]) -> RingLayer:
-    """Return what the ring is told, from an operator's settings."""
-    _, cu_seqlens, borders, rectangles, heads, scale, window, softcap, kernel, ulysses, ring = settings
-    # On the host; as an integer argument the longest stretch would make torch.compile compile every step anew.
-    places = tuple(borders.tolist())
-    longest = max(stop - start for start, stop in pairwise(places))
-    return RingLayer(
-        kernel=kernel,
-        scale=scale,
-        window=window or None,
-        softcap=softcap or None,
-        spans=Spans(cu_seqlens=cu_seqlens, borders=places, max_seqlen=longest),
-        rectangles=tuple(Rectangle(*fields) for fields in rectangles.tolist()),
-        calls=_rank_heads(heads, ulysses).calls(),
-        ring=group_named(ring) if ring else None,
-    )
-
-
 @torch.library.custom_op(
     "ray_ulysses::attend_heads",
     mutates_args=(),
@@ -144,7 +166,8 @@ def ring_layer(settings: tuple[Any, ...]) -> RingLayer:
 def _attend_heads(
     query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKE: torch.Tensor, *settings: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return attend(query_THD, key_TKD, value_TKE, settings[0], ring_layer(settings))
+    given = OperatorSettings(*settings)
+    return attend(query_THD, key_TKD, value_TKE, given.sinks, given.layer())
 
 
 @_attend_heads.register_fake
@@ -169,8 +192,9 @@ def _attend_heads_backward(
     lse_HT: torch.Tensor,
     *settings: Any,
 ) -> tuple[torch.Tensor, ...]:
+    given = OperatorSettings(*settings)
     dq, dk, dv, dsinks = attend_backward(
-        grad_THE.contiguous(), query_THD, key_TKD, value_TKE, settings[0], out_THE, lse_HT, ring_layer(settings)
+        grad_THE.contiguous(), query_THD, key_TKD, value_TKE, given.sinks, out_THE, lse_HT, given.layer()
     )
     return dq.contiguous(), dk.contiguous(), dv.contiguous(), or_empty(dsinks, grad_THE)
 
@@ -190,15 +214,16 @@ def _attend_heads_backward_shape(
     schema=f"(Tensor payload, {SETTINGS_SCHEMA}) -> (Tensor, Tensor)",
 )
 def _attend_payload(payload_UBLF: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k, v = _heads_of(tokens_first(payload_UBLF), settings)
-    return attend(q, k, v, settings[0], ring_layer(settings))
+    given = OperatorSettings(*settings)
+    q, k, v = _heads_of(tokens_first(payload_UBLF), given)
+    return attend(q, k, v, given.sinks, given.layer())
 
 
 @_attend_payload.register_fake
 def _attend_payload_shape(payload_UBLF: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
     ranks, rows, tokens = payload_UBLF.shape[:3]
-    heads = _rank_heads(settings[4], settings[9])
-    return _result_shapes(payload_UBLF, ranks * rows * tokens, heads.num_heads, settings[4][3])
+    given = OperatorSettings(*settings)
+    return _result_shapes(payload_UBLF, ranks * rows * tokens, given.rank_heads.num_heads, given.heads[3])
 
 
 @torch.library.custom_op(
@@ -210,10 +235,9 @@ def _attend_payload_shape(payload_UBLF: torch.Tensor, *settings: Any) -> tuple[t
 def _attend_payload_backward(
     grad_ThE: torch.Tensor, payload_UBLF: torch.Tensor, out_ThE: torch.Tensor, lse_hT: torch.Tensor, *settings: Any
 ) -> tuple[torch.Tensor, ...]:
-    q, k, v = _heads_of(tokens_first(payload_UBLF), settings)
-    dq, dk, dv, dsinks = attend_backward(
-        grad_ThE.contiguous(), q, k, v, settings[0], out_ThE, lse_hT, ring_layer(settings)
-    )
+    given = OperatorSettings(*settings)
+    q, k, v = _heads_of(tokens_first(payload_UBLF), given)
+    dq, dk, dv, dsinks = attend_backward(grad_ThE.contiguous(), q, k, v, given.sinks, out_ThE, lse_hT, given.layer())
     return dq.contiguous(), dk.contiguous(), dv.contiguous(), or_empty(dsinks, grad_ThE)
 
 
@@ -221,21 +245,19 @@ def _attend_payload_backward(
 def _attend_payload_backward_shape(
     grad_ThE: torch.Tensor, payload_UBLF: torch.Tensor, out_ThE: torch.Tensor, lse_hT: torch.Tensor, *settings: Any
 ) -> tuple[torch.Tensor, ...]:
-    sinks = settings[0]
-    tokens = grad_ThE.shape[0]
-    heads, (_, _, head_size, value_size) = _rank_heads(settings[4], settings[9]), settings[4]
+    given, tokens = OperatorSettings(*settings), grad_ThE.shape[0]
+    heads, (_, _, head_size, value_size) = given.rank_heads, given.heads
     return (
         grad_ThE.new_empty(tokens, heads.num_heads, head_size),
         grad_ThE.new_empty(tokens, heads.num_kv_heads, head_size),
         grad_ThE.new_empty(tokens, heads.num_kv_heads, value_size),
-        or_empty(None if sinks is None else torch.empty_like(sinks), grad_ThE),
+        or_empty(None if given.sinks is None else torch.empty_like(given.sinks), grad_ThE),
     )
 
 
-def _heads_of(features_TF: torch.Tensor, settings: tuple[Any, ...]) -> list[torch.Tensor]:
-    _, _, head_size, value_size = settings[4]
-    heads = _rank_heads(settings[4], settings[9])
-    return split_heads(features_TF, heads, QKV, (head_size, head_size, value_size))
+def _heads_of(features_TF: torch.Tensor, given: OperatorSettings) -> list[torch.Tensor]:
+    _, _, head_size, value_size = given.heads
+    return split_heads(features_TF, given.rank_heads, QKV, (head_size, head_size, value_size))
 
 
 def _result_shapes(
@@ -252,20 +274,20 @@ def or_empty(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 
 def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Save an operator's tensors, its results and its settings for its backward."""
-    tensors, settings = inputs[:-NUM_SETTINGS], inputs[-NUM_SETTINGS:]
+    tensors, given = inputs[:-NUM_SETTINGS], OperatorSettings(*inputs[-NUM_SETTINGS:])
     ctx.num_tensors = len(tensors)
-    ctx.has_sinks = settings[0] is not None
-    sinks = (settings[0],) if ctx.has_sinks else ()
-    ctx.save_for_backward(*tensors, *output, *settings[1:4], *sinks)
-    ctx.rest = settings[4:]
+    ctx.has_sinks = given.sinks is not None
+    sinks = (given.sinks,) if ctx.has_sinks else ()
+    ctx.save_for_backward(*tensors, *output, given.cu_seqlens, given.borders, given.rectangles, *sinks)
+    ctx.rest = given[4:]
     ctx.set_materialize_grads(False)
 
 
-def kept_inputs(ctx: Any) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
+def kept_inputs(ctx: Any) -> tuple[tuple[torch.Tensor, ...], OperatorSettings]:
     """Return the inputs with the outputs behind them, and the settings."""
     saved, count = ctx.saved_tensors, ctx.num_tensors + 2
     sinks = saved[-1] if ctx.has_sinks else None
-    return saved[:count], (sinks, *saved[count : count + 3], *ctx.rest)
+    return saved[:count], OperatorSettings(sinks, *saved[count : count + 3], *ctx.rest)
 
 
 def _heads_gradient(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ray_ulysses.attention.documents import Rectangle
-from ray_ulysses.attention.kernels import Demand, Kernel, KernelCall, Spans, choose_kernel
+from ray_ulysses.attention.kernels import Kernel, KernelCall, Spans, choose_kernel
+from ray_ulysses.attention.kernels.call import demand_of
 from ray_ulysses.parallel.collectives import Circulation
 
 _KEYS, _GRADIENTS = 0, 1
@@ -145,14 +146,7 @@ def attend_backward(
 
 
 def _kernel(query_THD: torch.Tensor, value_TKE: torch.Tensor, layer: RingLayer) -> Kernel:
-    demand = Demand(
-        device_type=query_THD.device.type,
-        dtype=query_THD.dtype,
-        head_size=query_THD.shape[2],
-        value_size=value_TKE.shape[2],
-        has_window=layer.window is not None,
-        has_softcap=layer.softcap is not None,
-    )
+    demand = demand_of(query_THD, query_THD.shape[2], value_TKE.shape[2], layer.window, layer.softcap)
     return choose_kernel(layer.kernel, demand)[0].kernel
 
 

@@ -124,6 +124,14 @@ def row_multiple(sp_size: int, ring_size: int) -> int:
     return sp_size if ring_size == 1 else 2 * sp_size
 
 
+def zigzag_chunks(ring_rank: int, ring_size: int) -> tuple[int, int]:
+    """Return which two of a row's ``2 * ring_size`` chunks a ring rank has, in the order in which it holds them.
+
+    An early and a late one, so that all ring ranks have the same work under a causal mask.
+    """
+    return ring_rank, 2 * ring_size - 1 - ring_rank
+
+
 def held_ranges(row_tokens: int, sp_rank: int, sp_size: int, ring_size: int = 1) -> tuple[tuple[int, int], ...]:
     """Return the tokens ``(start, stop)`` of a row that a rank of ``sp`` holds, in the order in which it holds them.
 
@@ -145,7 +153,7 @@ def held_ranges(row_tokens: int, sp_rank: int, sp_size: int, ring_size: int = 1)
     low, high = ulysses_rank * local_tokens, (ulysses_rank + 1) * local_tokens
     chunk_tokens = row_tokens // (2 * ring_size)
     ranges: list[tuple[int, int]] = []
-    for place, chunk in enumerate((ring_rank, 2 * ring_size - 1 - ring_rank)):
+    for place, chunk in enumerate(zigzag_chunks(ring_rank, ring_size)):
         # From the ring rank's own tokens to those of the row.
         shift = (chunk - place) * chunk_tokens
         start = max(low, place * chunk_tokens) + shift

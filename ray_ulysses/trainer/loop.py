@@ -84,7 +84,8 @@ def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
     """
     # The mesh: who shares rows with whom. The recorder: one attempt number for all, on storage that all share.
     prepare_process(worker.local_rank, worker.device.type)
-    layout = run_layout(config, model_shape(config), worker.world_size)
+    shape = model_shape(config)
+    layout = run_layout(config, shape, worker.world_size)
     mesh = SequenceMesh.from_layout(layout, timeout=timedelta(seconds=config.elastic.collective_timeout_s))
     recorder = Recorder.open(config, worker, layout)
     try:
@@ -92,7 +93,7 @@ def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
         plan, reader = open_data(config)
         settings = zero_settings(config, num_micro_steps(config.data.rows_per_step, layout.dp_size))
         if config.run.self_test:
-            check_start(config, worker, mesh, model_shape(config), settings)
+            check_start(config, worker, mesh, shape, settings)
         model = build_model(config, partition=zero_config(settings))
         apply_ulysses(model, mesh, attention=config.model.attention, chunks=config.memory.attention_chunks)
         engine = build_engine(model, settings)

@@ -118,6 +118,10 @@ def test_a_forward_and_backward_waits_for_nothing() -> None:
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            torch.ones(1, device="cuda").item()
+        model.zero_grad()
         once()
     finally:
         torch.cuda.set_sync_debug_mode(before)
+    assert all(parameter.grad is not None for parameter in model.parameters())

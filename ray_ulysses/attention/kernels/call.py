@@ -122,6 +122,18 @@ class Demand:
         return f"{kind}{capped} ({self.device_type}, {str(self.dtype).removeprefix('torch.')}, heads of {sizes})"
 
 
+def demand_of(like: torch.Tensor, head_size: int, value_size: int, window: int | None, softcap: float | None) -> Demand:
+    """Return the demand of a layer on the device and in the dtype of a tensor."""
+    return Demand(
+        device_type=like.device.type,
+        dtype=like.dtype,
+        head_size=head_size,
+        value_size=value_size,
+        has_window=window is not None,
+        has_softcap=softcap is not None,
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelEntry:
     """A row of the kernel table.

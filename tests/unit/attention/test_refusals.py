@@ -198,7 +198,10 @@ def test_more_ranks_than_heads_are_refused_with_the_ring_that_would_fit(sp_size:
 @pytest.mark.parametrize("sp_size", [1, 2, 3, 4])
 def test_heads_need_not_divide(sp_size: int) -> None:
     model = tiny_model(meta=True)
+    before = {name: parameter.shape for name, parameter in model.named_parameters()}
     refuse_inexact(model, model.config, place(0, sp_size))
+    # Taken, and left as it was.
+    assert {name: parameter.shape for name, parameter in model.named_parameters()} == before
 
 
 def test_a_model_on_several_devices_is_refused() -> None:
