@@ -38,13 +38,22 @@ def prepare(
     kind: Annotated[str, typer.Option(help="auto, text, jsonl, parquet or datasets.")] = "auto",
     pattern: Annotated[str, typer.Option(help="Only files of a directory whose path matches.")] = "*",
     exclude: Annotated[list[str] | None, typer.Option(help="Patterns of files to leave out, beside .* .")] = None,
-    text_field: Annotated[str, typer.Option(help="Key or column of the text in JSONL, Parquet, datasets.")] = "text",
+    text_field: Annotated[
+        str | None, typer.Option(help="Key or column of the text in JSONL, Parquet, datasets; default `text`.")
+    ] = None,
+    tokens_field: Annotated[str | None, typer.Option(help="Instead of text: a list of token ids.")] = None,
+    labels_field: Annotated[str | None, typer.Option(help="Beside tokens: -100 or the token, for each.")] = None,
+    messages_field: Annotated[str | None, typer.Option(help="Instead: a chat, a list of {role, content}.")] = None,
+    prompt_field: Annotated[str | None, typer.Option(help="Instead: a prompt, which is not supervised.")] = None,
+    completion_field: Annotated[str | None, typer.Option(help="With the prompt: what is to be learned.")] = None,
+    id_field: Annotated[str | None, typer.Option(help="The row's own id, which is kept.")] = None,
     split: Annotated[str | None, typer.Option(help="Split of a data set that has several.")] = None,
     duplicates: Annotated[str, typer.Option(help="quarantine or keep documents that occurred before.")] = "quarantine",
     address: Annotated[str | None, typer.Option(help="Ray cluster; else RAY_ADDRESS, else this machine.")] = None,
 ) -> None:
     """Turn text, source trees, JSONL, Parquet or a `datasets` dataset into token shards. Resumable."""
     from ray_ulysses.cluster.prepare_command import prepare_corpus
+    from ray_ulysses.data.row_fields import RowFields
 
     prepare_corpus(
         sources=tuple(sources),
@@ -53,7 +62,15 @@ def prepare(
         kind=kind,
         pattern=pattern,
         exclude=tuple(exclude or ()),
-        text_field=text_field,
+        fields=RowFields(
+            text=text_field,
+            tokens=tokens_field,
+            labels=labels_field,
+            messages=messages_field,
+            prompt=prompt_field,
+            completion=completion_field,
+            id=id_field,
+        ),
         split=split,
         duplicates=duplicates,
         address=address,

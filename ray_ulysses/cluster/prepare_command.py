@@ -10,6 +10,7 @@ from ray_ulysses.cluster.prepare_job import DEFAULT_NUM_CPUS, prepare
 from ray_ulysses.cluster.session import ray_session
 from ray_ulysses.data.merge import Duplicates
 from ray_ulysses.data.preparation import PrepareProgress, PrepareRequest, begin
+from ray_ulysses.data.row_fields import RowFields
 from ray_ulysses.data.sources import DEFAULT_EXCLUDE, SourceKind, SourceSpec
 from ray_ulysses.errors import UserError
 
@@ -22,7 +23,7 @@ def prepare_corpus(
     kind: str,
     pattern: str,
     exclude: tuple[str, ...],
-    text_field: str,
+    fields: RowFields,
     split: str | None,
     duplicates: str,
     address: str | None,
@@ -44,7 +45,13 @@ def prepare_corpus(
         kind=cast("SourceKind", kind),
         pattern=pattern,
         exclude=(*DEFAULT_EXCLUDE, *exclude),
-        text_field=text_field,
+        text_field=fields.text,
+        tokens_field=fields.tokens,
+        labels_field=fields.labels,
+        messages_field=fields.messages,
+        prompt_field=fields.prompt,
+        completion_field=fields.completion,
+        id_field=fields.id,
         split=split,
     )
     request = PrepareRequest(sources=spec, out=out, tokenizer=tokenizer, duplicates=cast("Duplicates", duplicates))
@@ -60,7 +67,7 @@ def prepare_corpus(
 def _line(progress: PrepareProgress) -> str:
     return (
         f"unit={progress.units_done}/{progress.num_units} documents={progress.documents} tokens={progress.tokens} "
-        f"quarantined={progress.rejected}"
+        f"quarantined={progress.rejected} bytes={progress.bytes_done}/{progress.num_bytes}"
     )
 
 
@@ -71,6 +78,8 @@ def _say_result(out: Path, say: Callable[[str], Any]) -> None:
     info = corpus.info
     size = f"{corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens, longest {corpus.lengths.max():,}"
     say(f"corpus {out}: {size}")
+    if info.spans is not None:
+        say(f"supervised: {info.spans.num_supervised:,} of its tokens, in {info.spans.num_spans:,} spans")
     if info.byte_unigram_nats is not None:
         say(f"entropy of its bytes: {info.byte_unigram_nats:.4f} nats (unigram)")
     if info.num_quarantined:

@@ -15,8 +15,8 @@ from ray_ulysses.data.corpus import Corpus
 from ray_ulysses.data.preparation import (
     PrepareRequest,
     ProgressCallback,
-    begin,
     finish,
+    preparing,
     progress_of,
 )
 from ray_ulysses.data.sources import Unit
@@ -44,25 +44,26 @@ def prepare(
         The corpus, complete.
 
     Raises:
-        UserError: Sources, tokenizer or directory can't be used; files that can't be read are named, all at once.
+        UserError: Sources, tokenizer or directory can't be used, or another process prepares there; files that
+            can't be read are named, all at once.
         RunError: A unit could not be written.
     """
-    preparation = begin(request)
-    if preparation.is_complete:
-        return Corpus.open(preparation.request.out)
-    results = list(preparation.done)
-    failures: list[dict[str, Any]] = []
-    for answer in _run_units(preparation.pending, preparation.request, num_cpus):
-        if answer["error"]:
-            failures.append(answer)
-            continue
-        results.append(UnitResult.from_json(json.loads(answer["result"])))
-        if progress is not None:
-            progress(progress_of(results, len(preparation.units)))
-    if failures:
-        text = "\n".join(sorted({failure["error"] for failure in failures}))
-        raise UserError(text) if all(failure["is_users"] for failure in failures) else RunError(text)
-    return finish(preparation, tuple(results))
+    with preparing(request) as preparation:
+        if preparation.is_complete:
+            return Corpus.open(preparation.request.out)
+        results = list(preparation.done)
+        failures: list[dict[str, Any]] = []
+        for answer in _run_units(preparation.pending, preparation.request, num_cpus):
+            if answer["error"]:
+                failures.append(answer)
+                continue
+            results.append(UnitResult.from_json(json.loads(answer["result"])))
+            if progress is not None:
+                progress(progress_of(preparation, results))
+        if failures:
+            text = "\n".join(sorted({failure["error"] for failure in failures}))
+            raise UserError(text) if all(failure["is_users"] for failure in failures) else RunError(text)
+        return finish(preparation, tuple(results))
 
 
 def _run_units(units: tuple[Unit, ...], request: PrepareRequest, num_cpus: float) -> Iterator[dict[str, Any]]:

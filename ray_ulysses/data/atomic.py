@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import uuid
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+TEMPORARY_SUFFIX = ".tmp"
 _BLOCK_BYTES = 1 << 20
 
 
@@ -15,11 +17,12 @@ _BLOCK_BYTES = 1 << 20
 def atomic_file(path: Path) -> Iterator[Path]:
     """Give a temporary path beside ``path``; rename it into place when the block ends without an error.
 
-    The name carries the process id, so that a retried task and its predecessor never write into one file. The
-    file is synced before the rename: a reader sees the whole file or none, also after a power failure.
+    The name is drawn anew each time, so that a retried task and its predecessor, which may still be writing on
+    another node, never write into one file. The file is synced before the rename: a reader sees the whole file
+    or none, also after a power failure.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
     try:
         yield temporary
         with temporary.open("rb") as file:
@@ -33,6 +36,12 @@ def write_text(path: Path, text: str) -> None:
     """Write ``text`` as UTF-8, whole or not at all."""
     with atomic_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def remove_temporary_files(directory: Path) -> None:
+    """Remove what writers that were killed left in a directory; nobody may be writing there."""
+    for leftover in directory.glob(f".*{TEMPORARY_SUFFIX}"):
+        leftover.unlink(missing_ok=True)
 
 
 def file_crc32(path: Path) -> int:

@@ -1,24 +1,28 @@
-"""A prepared corpus, opened: document lengths in memory, tokens read on demand."""
+"""A prepared corpus, opened: nothing that grows with its documents is read until it is asked for."""
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from ray_ulysses.data.atomic import file_crc32
+from ray_ulysses.data.document_table import DocumentSource, DocumentTable, SpanTable
 from ray_ulysses.data.format import (
     CORPUS_FILE,
     DOCUMENTS_FILE,
     FORMAT_VERSION,
     PREPARATION_FILE,
     SHARDS_DIRECTORY,
+    SPANS_FILE,
     CorpusInfo,
 )
-from ray_ulysses.data.shard import READ_ERRORS, ShardReader, unreadable_shard
+from ray_ulysses.data.patience import READ_ERRORS, Patience, is_transient
+from ray_ulysses.data.shard import ShardReader, check_shard, unreadable_shard
+from ray_ulysses.data.spans import LabelSpans
 from ray_ulysses.data.tokenizers import TokenizerInfo
 from ray_ulysses.errors import UserError
 
@@ -26,40 +30,48 @@ from ray_ulysses.errors import UserError
 class Corpus:
     """Documents by number, from 0 on.
 
+    Storage that does not answer is asked again for a while (``Patience``); then the methods that read raise
+    ``StorageAwayError``.
+
     Attributes:
         path: The corpus directory.
         info: What ``corpus.json`` says.
-        lengths: int64, the tokens of each document, its end token included.
     """
 
-    def __init__(self, path: Path, info: CorpusInfo, lengths: NDArray[np.int64]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        info: CorpusInfo,
+        lengths: NDArray[np.int64] | None = None,
+        *,
+        patience: Patience | None = None,
+    ) -> None:
         self.path = path
         self.info = info
-        self.lengths = lengths
-        self._places: tuple[NDArray[np.int32], NDArray[np.int64]] | None = None
-        self._shards = ShardReader(path / SHARDS_DIRECTORY)
+        self._patience = patience if patience is not None else Patience()
+        self._lengths = lengths
+        self._spans: LabelSpans | None = None
+        self._documents: DocumentTable | None = None
+        self._span_table: SpanTable | None = None
+        self._shards = ShardReader(path / SHARDS_DIRECTORY, np.dtype(info.dtype), patience=self._patience)
 
     @classmethod
-    def open(cls, path: Path | str) -> Corpus:
-        """Open a directory that ``prepare`` has written; reads the lengths, no token.
+    def open(cls, path: Path | str, *, patience: Patience | None = None) -> Corpus:
+        """Open a directory that ``prepare`` has written; reads footers only, whatever the number of documents.
 
         Raises:
-            UserError: It is missing, is no prepared corpus, is empty, or its sidecar can't be read.
+            UserError: It is missing, is no prepared corpus, is empty, or a sidecar can't be read.
         """
+        patience = patience if patience is not None else Patience()
         directory = Path(path).expanduser()
-        info = _read_info(directory)
-        sidecar = directory / DOCUMENTS_FILE
-        _check_size(sidecar, info.documents_bytes)
-        try:
-            lengths = pq.read_table(sidecar, columns=["length"]).column(0).to_numpy().astype(np.int64)
-        except READ_ERRORS as error:
-            raise _unreadable(sidecar, error) from error
-        if lengths.size == 0:
+        info = patience.call(directory, lambda: _read_info(directory))
+        if info.num_documents == 0:
             raise UserError(f"data.path={directory}: the corpus is empty; prepare sources that hold documents")
-        if (lengths.size, int(lengths.sum())) != (info.num_documents, info.num_tokens):
-            raise _unreadable(sidecar, f"its lengths do not add up to {CORPUS_FILE}")
-        lengths.setflags(write=False)
-        return cls(directory, info, lengths)
+        corpus = cls(directory, info, patience=patience)
+        corpus._check_sidecars()
+        corpus._document_table()
+        corpus._spans_by_document()
+        return corpus
 
     @property
     def num_documents(self) -> int:
@@ -86,53 +98,125 @@ class Corpus:
         """Return what is known of the tokenizer."""
         return self.info.tokenizer
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Return the tokens of each document, end tokens included; int64, read-only, read when first asked for.
+
+        Raises:
+            UserError: The sidecar can't be read, or is not the one that ``corpus.json`` describes.
+        """
+        if self._lengths is None:
+            try:
+                self._lengths = self._document_table().lengths()
+            except READ_ERRORS as error:
+                raise _unreadable(self.path / DOCUMENTS_FILE, error) from error
+        return self._lengths
+
+    @property
+    def spans(self) -> LabelSpans | None:
+        """Return which tokens may be labels, read when first asked for; None where all may be.
+
+        Raises:
+            UserError: The spans can't be read, or are not those that ``corpus.json`` describes.
+        """
+        table = self._spans_by_document()
+        if table is not None and self._spans is None:
+            try:
+                self._spans = table.all()
+            except (*READ_ERRORS, ValueError) as error:
+                raise _unreadable(self.path / SPANS_FILE, error) from error
+        return self._spans
+
+    def label_mask(self, document: int, first: int, last: int) -> NDArray[np.bool_] | None:
+        """Return for each token ``[first, last)`` of a document whether it may be a label; None where all may be.
+
+        The label at input position ``j`` is token ``j + 1``. Reads the spans of that document's row group only.
+
+        Raises:
+            UserError: The spans can't be read.
+        """
+        table = self._spans_by_document()
+        if table is None:
+            return None
+        try:
+            return table.mask(document, first, last)
+        except READ_ERRORS as error:
+            raise _unreadable(self.path / SPANS_FILE, error) from error
+
     def read(self, document: int, start: int, length: int) -> NDArray[np.int64]:
         """Return ``length`` tokens of a document from ``start`` on, as int64.
 
         Raises:
-            UserError: The shard can't be read.
+            UserError: The shard or the sidecar can't be read.
         """
-        assert start >= 0 and start + length <= self.lengths[document], (document, start, length)
-        shards, first_rows = self._document_places()
-        shard = self.info.shards[int(shards[document])]
-        return self._shards.read(shard.name, int(first_rows[document]), start, length)
+        try:
+            place = self._document_table().place(document)
+        except READ_ERRORS as error:
+            raise _unreadable(self.path / DOCUMENTS_FILE, error) from error
+        assert start >= 0 and start + length <= place.length, (document, start, length)
+        return self._shards.read(self.info.shards[place.shard], place.first_row, start, length)
 
-    def source(self, document: int) -> tuple[str, int]:
-        """Return the file a document came from and its line or row there (0 for a whole file)."""
-        table = pq.read_table(
-            self.path / DOCUMENTS_FILE, columns=["source", "offset"], filters=[("document", "==", document)]
-        )
-        row = table.to_pylist()[0]
-        return str(row["source"]), int(row["offset"])
+    def source(self, document: int) -> DocumentSource:
+        """Return the file a document came from, its line or row there (0 for a whole file), and its own id.
+
+        Raises:
+            UserError: The sidecar can't be read.
+        """
+        try:
+            return self._document_table().source(document)
+        except READ_ERRORS as error:
+            raise _unreadable(self.path / DOCUMENTS_FILE, error) from error
 
     def check_files(self, *, checksums: bool = False) -> None:
-        """Look at every shard before a worker is taken: its size and footer, or (slow) its checksum.
+        """Look at every file before a worker is taken: its size and footer, or (slow) its checksum.
 
         Raises:
             UserError: Names the first file that is missing, cut short, or not what ``prepare`` wrote.
         """
+        self._check_sidecars(checksums=checksums)
+        dtype = np.dtype(self.info.dtype)
         for shard in self.info.shards:
             path = self.path / SHARDS_DIRECTORY / shard.name
-            _check_size(path, shard.num_bytes)
+            self._check_file(path, shard.num_bytes, shard.crc32 if checksums else None)
             try:
-                num_rows = pq.read_metadata(path).num_rows
+                self._patience.call(path, functools.partial(check_shard, path, shard, dtype))
             except READ_ERRORS as error:
                 raise unreadable_shard(path, error) from error
-            if num_rows != shard.num_rows:
-                raise unreadable_shard(path, f"{num_rows} rows where {CORPUS_FILE} says {shard.num_rows}")
-            if checksums and file_crc32(path) != shard.crc32:
-                raise unreadable_shard(path, "its checksum differs from the one prepare wrote")
-        if checksums and file_crc32(self.path / DOCUMENTS_FILE) != self.info.documents_crc32:
-            raise _unreadable(self.path / DOCUMENTS_FILE, "its checksum differs from the one prepare wrote")
 
-    def _document_places(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        if self._places is None:
+    def _check_sidecars(self, *, checksums: bool = False) -> None:
+        info = self.info
+        self._check_file(self.path / DOCUMENTS_FILE, info.documents_bytes, info.documents_crc32 if checksums else None)
+        if info.spans is not None:
+            self._check_file(self.path / SPANS_FILE, info.spans.num_bytes, info.spans.crc32 if checksums else None)
+
+    def _check_file(self, path: Path, num_bytes: int, crc32: int | None) -> None:
+        """Compare a file's size, and its checksum where one is given, with what ``prepare`` wrote."""
+        try:
+            found = self._patience.call(path, lambda: path.stat().st_size)
+            if found != num_bytes:
+                raise _unreadable(path, f"{found} bytes where prepare wrote {num_bytes}")
+            if crc32 is not None and self._patience.call(path, lambda: file_crc32(path)) != crc32:
+                raise _unreadable(path, "its checksum differs from the one prepare wrote")
+        except OSError as error:
+            raise _unreadable(path, error.strerror) from error
+
+    def _document_table(self) -> DocumentTable:
+        if self._documents is None:
+            path = self.path / DOCUMENTS_FILE
             try:
-                table = pq.read_table(self.path / DOCUMENTS_FILE, columns=["shard", "first_row"])
+                self._documents = DocumentTable(path, self.info, self._patience)
             except READ_ERRORS as error:
-                raise _unreadable(self.path / DOCUMENTS_FILE, error) from error
-            self._places = (table.column("shard").to_numpy(), table.column("first_row").to_numpy())
-        return self._places
+                raise _unreadable(path, error) from error
+        return self._documents
+
+    def _spans_by_document(self) -> SpanTable | None:
+        if self._span_table is None and self.info.spans is not None:
+            path = self.path / SPANS_FILE
+            try:
+                self._span_table = SpanTable(path, self.info.spans, self.num_documents, self._patience)
+            except READ_ERRORS as error:
+                raise _unreadable(path, error) from error
+        return self._span_table
 
 
 def _read_info(directory: Path) -> CorpusInfo:
@@ -153,6 +237,8 @@ def _read_info(directory: Path) -> CorpusInfo:
         fields = json.loads(path.read_text(encoding="utf-8"))
         version = fields["format_version"]
     except (OSError, ValueError, KeyError, TypeError) as error:
+        if is_transient(error):
+            raise
         raise _unreadable(path, error) from error
     if version != FORMAT_VERSION:
         raise UserError(
@@ -161,20 +247,11 @@ def _read_info(directory: Path) -> CorpusInfo:
         )
     try:
         info = CorpusInfo.from_json(fields)
-    except (KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise _unreadable(path, error) from error
     if fields.get("fingerprint") != info.fingerprint:
         raise _unreadable(path, "its fields do not give its fingerprint")
     return info
-
-
-def _check_size(path: Path, num_bytes: int) -> None:
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        raise _unreadable(path, error.strerror) from error
-    if found != num_bytes:
-        raise _unreadable(path, f"{found} bytes where prepare wrote {num_bytes}")
 
 
 def _unreadable(path: Path, reason: object) -> UserError:

@@ -5,14 +5,26 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO, cast
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ray_ulysses.data.shard import READ_ERRORS
+from ray_ulysses.data.patience import READ_ERRORS
+from ray_ulysses.data.row_fields import (
+    Content,
+    FieldRole,
+    RowError,
+    RowFields,
+    row_content,
+    row_id,
+)
 from ray_ulysses.data.sources import Rejected, Unit, open_dataset
+from ray_ulysses.data.zstd_file import open_zstd
 from ray_ulysses.errors import UserError
 
 _BATCH_ROWS = 64
@@ -20,17 +32,19 @@ _BATCH_ROWS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawDocument:
-    """The text of one document and where it came from.
+    """One document before it is tokenized, and where it came from.
 
     Attributes:
-        text: The text, not empty and valid as UTF-8.
+        content: Text (not empty and valid as UTF-8), tokens, a chat, or a prompt with its completion.
         source: File or data set.
         offset: Line (from 1) or row (from 0) in it; 0 for a whole file.
+        id: The row's own id; empty where it has none.
     """
 
-    text: str
+    content: Content
     source: str
     offset: int
+    id: str = ""
 
 
 def read_unit(unit: Unit) -> Iterator[RawDocument | Rejected]:
@@ -43,20 +57,12 @@ def read_unit(unit: Unit) -> Iterator[RawDocument | Rejected]:
     yield from readers[unit.kind](unit)
 
 
-def _document(text: object, source: str, offset: int) -> RawDocument | Rejected:
-    if not isinstance(text, str):
-        return Rejected(source=source, offset=offset, reason=f"the text is {_json_type(text)}, not a string")
-    if not text:
-        return Rejected(source=source, offset=offset, reason="empty")
+def _document(row: Mapping[FieldRole, Any], fields: RowFields, source: str, offset: int) -> RawDocument | Rejected:
     try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        return Rejected(source=source, offset=offset, reason=f"a lone surrogate at character {error.start}")
-    return RawDocument(text=text, source=source, offset=offset)
-
-
-def _json_type(value: object) -> str:
-    return "missing" if value is None else f"of type {type(value).__name__}"
+        content = row_content(row, fields.kind)
+        return RawDocument(content=content, source=source, offset=offset, id=row_id(row.get("id")))
+    except RowError as error:
+        return Rejected(source=source, offset=offset, reason=str(error))
 
 
 def _decode(data: bytes, source: str, offset: int) -> str | Rejected:
@@ -75,18 +81,24 @@ def _read_texts(unit: Unit) -> Iterator[RawDocument | Rejected]:
             yield Rejected(source=file.path, offset=0, reason=f"can't be read: {error.strerror}")
             continue
         text = _decode(data, file.path, 0)
-        yield text if isinstance(text, Rejected) else _document(text, file.path, 0)
+        yield text if isinstance(text, Rejected) else _document({"text": text}, RowFields(), file.path, 0)
+
+
+def _open_lines(path: str) -> AbstractContextManager[BinaryIO]:
+    if path.endswith(".zst"):
+        return cast("AbstractContextManager[BinaryIO]", open_zstd(path))
+    return cast("AbstractContextManager[BinaryIO]", gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb"))
 
 
 def _read_jsonl(unit: Unit) -> Iterator[RawDocument | Rejected]:
     path = unit.files[0].path
     num_parsed, num_broken = 0, 0
     try:
-        with gzip.open(path, "rb") if path.endswith(".gz") else Path(path).open("rb") as lines:
+        with _open_lines(path) as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
                     continue
-                parsed = _parse_line(line, path, number, unit.text_field)
+                parsed = _parse_line(line, path, number, unit.fields)
                 num_broken += isinstance(parsed, Rejected) and parsed.reason.startswith("not JSON")
                 num_parsed += 1
                 yield parsed
@@ -96,41 +108,59 @@ def _read_jsonl(unit: Unit) -> Iterator[RawDocument | Rejected]:
         raise UserError(f"source={path}: none of its {num_parsed} lines is a JSON object; is it a JSONL file?")
 
 
-def _parse_line(line: bytes, path: str, number: int, text_field: str) -> RawDocument | Rejected:
+def _parse_line(line: bytes, path: str, number: int, fields: RowFields) -> RawDocument | Rejected:
     decoded = _decode(line, path, number)
     if isinstance(decoded, Rejected):
         return decoded
     try:
         record = json.loads(decoded)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return Rejected(source=path, offset=number, reason=f"not JSON: {error}")
     if not isinstance(record, dict):
         return Rejected(source=path, offset=number, reason="not JSON object")
-    if text_field not in record:
-        return Rejected(source=path, offset=number, reason=f"no field '{text_field}'")
-    return _document(record[text_field], path, number)
+    for role, field in fields.by_role.items():
+        if field not in record and role != "id":
+            return Rejected(source=path, offset=number, reason=f"no field '{field}'")
+    return _document({role: record.get(field) for role, field in fields.by_role.items()}, fields, path, number)
 
 
 def _read_parquet(unit: Unit) -> Iterator[RawDocument | Rejected]:
     path = unit.files[0].path
+    columns = list(dict.fromkeys(unit.fields.by_role.values()))
     try:
         with pq.ParquetFile(path) as parquet:
             metadata = parquet.metadata
             row = sum(metadata.row_group(group).num_rows for group in range(unit.first))
-            for batch in parquet.iter_batches(
-                batch_size=_BATCH_ROWS, row_groups=range(unit.first, unit.last), columns=[unit.text_field]
-            ):
-                for value in batch.column(0):
-                    yield _document(value.as_py(), path, row)
-                    row += 1
+            groups = range(unit.first, unit.last)
+            for batch in parquet.iter_batches(batch_size=_BATCH_ROWS, row_groups=groups, columns=columns):
+                yield from _batch_documents(batch, unit.fields, path, row)
+                row += batch.num_rows
     except READ_ERRORS as error:
         raise UserError(f"source={path}: the Parquet file can't be read ({error}); restore or remove it") from error
 
 
 def _read_dataset(unit: Unit) -> Iterator[RawDocument | Rejected]:
     path = unit.files[0].path
-    dataset = open_dataset(path, unit.split).select_columns([unit.text_field])
+    columns = list(dict.fromkeys(unit.fields.by_role.values()))
+    dataset = open_dataset(path, unit.split).select_columns(columns).with_format("arrow")
     for first in range(unit.first, unit.last, _BATCH_ROWS):
-        rows = dataset[first : min(first + _BATCH_ROWS, unit.last)]
-        for row, value in enumerate(rows[unit.text_field], start=first):
-            yield _document(value, path, row)
+        table = dataset[first : min(first + _BATCH_ROWS, unit.last)]
+        for batch in table.combine_chunks().to_batches():
+            yield from _batch_documents(batch, unit.fields, path, first)
+
+
+def _batch_documents(
+    batch: pa.RecordBatch, fields: RowFields, path: str, first_row: int
+) -> Iterator[RawDocument | Rejected]:
+    by_role = {role: batch.column(batch.schema.get_field_index(field)) for role, field in fields.by_role.items()}
+    for place in range(batch.num_rows):
+        row = {role: _value(column[place]) for role, column in by_role.items()}
+        yield _document(row, fields, path, first_row + place)
+
+
+def _value(scalar: pa.Scalar) -> object:
+    """Return a value; lists of integers as arrays, since a list of a million Python integers takes a second."""
+    values = getattr(scalar, "values", None) if scalar.is_valid else None
+    if isinstance(values, pa.IntegerArray) and values.null_count == 0:
+        return values.to_numpy(zero_copy_only=False)
+    return scalar.as_py()

@@ -4,11 +4,13 @@ A corpus directory holds::
 
     corpus.json          written last: its presence means that the corpus is whole
     documents.parquet    the length sidecar, one row a document
+    spans.parquet        label spans, one row a span; only where some document is supervised in part
     quarantine.jsonl     documents that were left out, each with its reason
     shards/shard-00000.parquet
 
 A shard's rows are chunks of at most 65,536 tokens: a document starts a row of its own and goes on in the next
-rows. Row groups hold about as many tokens, so that reading a piece of any document decodes little else.
+rows. Row groups hold about as many tokens, so that reading a piece of any document decodes little else. The
+sidecars' row groups hold 65,536 rows, and are read one by one: opening a corpus reads no document.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ import pyarrow as pa
 
 from ray_ulysses.data.tokenizers import TokenizerInfo
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 CHUNK_TOKENS = 65_536
 CORPUS_FILE = "corpus.json"
 DOCUMENTS_FILE = "documents.parquet"
+SPANS_FILE = "spans.parquet"
 QUARANTINE_FILE = "quarantine.jsonl"
 PREPARATION_FILE = "preparation.json"
 SHARDS_DIRECTORY = "shards"
@@ -34,13 +37,20 @@ UNITS_DIRECTORY = "units"
 
 DOCUMENT_SCHEMA = pa.schema(
     [
-        pa.field("document", pa.int64(), nullable=False),
         pa.field("length", pa.int64(), nullable=False),
         pa.field("max_token_id", pa.int64(), nullable=False),
         pa.field("shard", pa.int32(), nullable=False),
         pa.field("first_row", pa.int64(), nullable=False),
         pa.field("source", pa.string(), nullable=False),
         pa.field("offset", pa.int64(), nullable=False),
+        pa.field("id", pa.string(), nullable=False),
+    ]
+)
+SPANS_SCHEMA = pa.schema(
+    [
+        pa.field("document", pa.int64(), nullable=False),
+        pa.field("start", pa.int64(), nullable=False),
+        pa.field("stop", pa.int64(), nullable=False),
     ]
 )
 
@@ -79,6 +89,8 @@ class ShardInfo:
         num_bytes: Size of the file.
         crc32: Of the file's bytes.
         tokens_crc32: Of the tokens, which does not depend on the library that wrote the file.
+        rows_crc32: Of the rows' documents and lengths. It and ``tokens_crc32`` stand in the file's footer too, so
+            that another shard in its place is noticed, however much it looks like this one.
     """
 
     name: str
@@ -88,6 +100,36 @@ class ShardInfo:
     num_bytes: int
     crc32: int
     tokens_crc32: int
+    rows_crc32: int
+
+    @property
+    def footer(self) -> dict[str, str]:
+        """Return what the file's own footer must say."""
+        return shard_footer(self.tokens_crc32, self.rows_crc32)
+
+
+def shard_footer(tokens_crc32: int, rows_crc32: int) -> dict[str, str]:
+    """Return the key-value metadata of a shard."""
+    return {"ray_ulysses.tokens_crc32": f"{tokens_crc32:08x}", "ray_ulysses.rows_crc32": f"{rows_crc32:08x}"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpansInfo:
+    """The label spans of a corpus.
+
+    Attributes:
+        num_spans: Rows of ``spans.parquet``.
+        num_supervised: Tokens that lie in a span.
+        num_bytes: Size of the file.
+        crc32: Of the file's bytes.
+        content_crc32: Of documents, starts and stops, which does not depend on the library that wrote the file.
+    """
+
+    num_spans: int
+    num_supervised: int
+    num_bytes: int
+    crc32: int
+    content_crc32: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +151,7 @@ class CorpusInfo:
         token_unigram_nats: Entropy of the token ids, end tokens included; None unless the byte tokenizer was
             used.
         signature: Identifies sources and options, so that the same preparation is known again.
+        spans: The label spans; None where every token of every document is supervised.
     """
 
     tokenizer: TokenizerInfo
@@ -124,6 +167,7 @@ class CorpusInfo:
     byte_unigram_nats: float | None
     token_unigram_nats: float | None
     signature: str
+    spans: SpansInfo | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -134,6 +178,7 @@ class CorpusInfo:
             "dtype": self.dtype,
             "documents": [self.num_documents, self.lengths_crc32],
             "shards": [[s.num_rows, s.num_tokens, s.tokens_crc32] for s in self.shards],
+            "spans": None if self.spans is None else [self.spans.num_spans, self.spans.content_crc32],
         }
         return stable_hash(content)
 
@@ -145,10 +190,23 @@ class CorpusInfo:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> CorpusInfo:
-        """Return what ``to_json`` described; KeyError or TypeError for a missing or unknown field."""
+        """Return what ``to_json`` described.
+
+        Raises:
+            KeyError: A field is missing.
+            TypeError: A field is unknown.
+            ValueError: ``dtype`` is not the type that tokens of this vocabulary are stored as.
+        """
         known = {key: value for key, value in fields.items() if key not in ("format_version", "fingerprint")}
         known["tokenizer"] = TokenizerInfo.from_json(known["tokenizer"])
         known["shards"] = tuple(ShardInfo(**shard) for shard in known["shards"])
+        known["spans"] = None if known["spans"] is None else SpansInfo(**known["spans"])
+        expected = token_dtype(known["tokenizer"].vocab_size).name
+        if known["dtype"] != expected:
+            raise ValueError(
+                f"dtype={known['dtype']!r}: tokens of a vocabulary of {known['tokenizer'].vocab_size} are "
+                f"stored as {expected}"
+            )
         return cls(**known)
 
 

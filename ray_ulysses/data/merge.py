@@ -1,13 +1,17 @@
-"""The end of a preparation: notes become the length sidecar, and ``corpus.json`` commits the corpus."""
+"""The end of a preparation: notes become the sidecars, and ``corpus.json`` commits the corpus.
+
+The notes are read unit by unit. Of every document at once only its digest is held, 16 bytes, to find repeats.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import zlib
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ray_ulysses.data.atomic import atomic_file, file_crc32, write_text
+from ray_ulysses.data.atomic import atomic_file, file_crc32, remove_temporary_files, write_text
+from ray_ulysses.data.document_table import spans_crc32
 from ray_ulysses.data.format import (
     CORPUS_FILE,
     DOCUMENT_SCHEMA,
@@ -24,10 +29,14 @@ from ray_ulysses.data.format import (
     PREPARATION_FILE,
     QUARANTINE_FILE,
     SHARDS_DIRECTORY,
+    SPANS_FILE,
+    SPANS_SCHEMA,
     UNITS_DIRECTORY,
     CorpusInfo,
+    SpansInfo,
     token_dtype,
 )
+from ray_ulysses.data.row_groups import RowGroupWriter
 from ray_ulysses.data.shard import ShardReader
 from ray_ulysses.data.sources import Rejected
 from ray_ulysses.data.tokenizers import TokenizerInfo
@@ -35,7 +44,7 @@ from ray_ulysses.data.unit_writer import UnitResult, unit_file
 from ray_ulysses.errors import UserError
 
 Duplicates = Literal["quarantine", "keep"]
-_SIDECAR_GROUP_ROWS = 1 << 18
+_NOTES_AT_HAND = 8
 
 
 def merge(
@@ -47,42 +56,41 @@ def merge(
     duplicates: Duplicates,
     signature: str,
 ) -> CorpusInfo:
-    """Write the sidecar, the quarantine and, last, ``corpus.json``; then drop the units' notes.
+    """Write the sidecars, the quarantine and, last, ``corpus.json``; then drop the units' notes.
 
     Raises:
         UserError: No document is left.
     """
-    with_shards = [result for result in results if result.shard is not None]
-    notes = [pq.read_table(unit_file(out, result.index, "parquet")) for result in with_shards]
-    repeats = _repeats(notes) if duplicates == "quarantine" else [np.zeros(len(n), dtype=np.int64) - 1 for n in notes]
-    rejected = [*rejected, *_repeated_documents(notes, repeats)]
-    num_quarantined, reasons = _write_quarantine(out, results, rejected)
-    documents = _documents(notes, repeats)
-    if documents.num_rows == 0:
+    units = [result for result in results if result.shard is not None]
+    repeats = _repeats(out, units) if duplicates == "quarantine" else [np.full(u.num_documents, -1) for u in units]
+    num_quarantined, reasons = _write_quarantine(out, results, rejected, _repeated_documents(out, units, repeats))
+    if not any((repeated < 0).any() for repeated in repeats):
         common = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common(3))
         raise UserError(
             f"the sources hold no usable document: {num_quarantined} were left out: {common}. "
             f"{out / QUARANTINE_FILE} names each"
         )
-    with atomic_file(out / DOCUMENTS_FILE) as temporary:
-        pq.write_table(documents, temporary, compression="zstd", row_group_size=_SIDECAR_GROUP_ROWS)
-    lengths = documents.column("length").to_numpy().astype("<i8")
-    byte_entropy, token_entropy = _entropies(out, with_shards, notes, repeats)
+    totals = _write_documents(out, units, repeats)
+    spans = _write_spans(out, units, repeats) if any(unit.has_spans for unit in units) else None
+    byte_entropy, token_entropy = _entropies(out, units, repeats, tokenizer)
     info = CorpusInfo(
         tokenizer=tokenizer,
         dtype=token_dtype(tokenizer.vocab_size).name,
-        num_documents=documents.num_rows,
-        num_tokens=int(lengths.sum()),
-        max_token_id=int(documents.column("max_token_id").to_numpy().max()),
+        num_documents=totals.num_documents,
+        num_tokens=totals.num_tokens,
+        max_token_id=totals.max_token_id,
         num_quarantined=num_quarantined,
-        shards=tuple(result.shard for result in with_shards if result.shard is not None),
+        shards=tuple(unit.shard for unit in units if unit.shard is not None),
         documents_bytes=(out / DOCUMENTS_FILE).stat().st_size,
         documents_crc32=file_crc32(out / DOCUMENTS_FILE),
-        lengths_crc32=zlib.crc32(lengths.tobytes()),
+        lengths_crc32=totals.lengths_crc32,
         byte_unigram_nats=byte_entropy,
         token_unigram_nats=token_entropy,
         signature=signature,
+        spans=spans,
     )
+    for directory in (out, out / SHARDS_DIRECTORY):
+        remove_temporary_files(directory)
     write_text(out / CORPUS_FILE, json.dumps(info.to_json(), indent=2) + "\n")
     shutil.rmtree(out / UNITS_DIRECTORY, ignore_errors=True)
     (out / PREPARATION_FILE).unlink(missing_ok=True)
@@ -96,14 +104,35 @@ def entropy_nats(counts: NDArray[np.int64]) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def _repeats(notes: Sequence[pa.Table]) -> list[NDArray[np.int64]]:
-    """Return for each document the number (over all units) of the first one with the same text, or -1."""
-    if not notes:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Totals:
+    num_documents: int
+    num_tokens: int
+    max_token_id: int
+    lengths_crc32: int
+
+
+def _notes(out: Path, unit: UnitResult, columns: Sequence[str] | None = None) -> pa.Table:
+    return pq.read_table(unit_file(out, unit.index, "parquet"), columns=columns)
+
+
+def _kept_notes(
+    out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]], columns: Sequence[str]
+) -> Iterator[tuple[int, pa.Table]]:
+    """Yield the number of each unit's first document, and the notes of its documents that stay."""
+    first = 0
+    for unit, repeated in zip(units, repeats, strict=True):
+        kept = _notes(out, unit, columns).filter(pa.array(repeated < 0))
+        yield first, kept
+        first += kept.num_rows
+
+
+def _repeats(out: Path, units: Sequence[UnitResult]) -> list[NDArray[np.int64]]:
+    """Return for each document the number (over all units) of the first one with the same content, or -1."""
+    if not units:
         return []
-    sizes = [len(table) for table in notes]
-    chunks = [chunk for table in notes for chunk in table.column("content").chunks]
-    views = [np.frombuffer(chunk.buffers()[1], dtype=np.uint64).reshape(-1, 2) for chunk in chunks]
-    halves = np.concatenate([v[c.offset : c.offset + len(c)] for v, c in zip(views, chunks, strict=True)])
+    digests = [_digests(_notes(out, unit, ["content"])) for unit in units]
+    halves = np.concatenate(digests)
     order = np.lexsort((np.arange(len(halves)), halves[:, 1], halves[:, 0]))
     ordered = halves[order]
     starts = np.ones(len(order), dtype=bool)
@@ -111,62 +140,124 @@ def _repeats(notes: Sequence[pa.Table]) -> list[NDArray[np.int64]]:
     firsts = order[np.maximum.accumulate(np.where(starts, np.arange(len(order)), 0))]
     repeated = np.full(len(order), -1, dtype=np.int64)
     repeated[order] = np.where(starts, -1, firsts)
-    return list(np.split(repeated, np.cumsum(sizes)[:-1]))
+    return list(np.split(repeated, np.cumsum([len(one) for one in digests])[:-1]))
 
 
-def _repeated_documents(notes: Sequence[pa.Table], repeats: Sequence[NDArray[np.int64]]) -> list[Rejected]:
-    if not notes:
-        return []
-    places = pa.concat_tables(notes).select(["source", "offset"])
-    firsts = np.concatenate(repeats)
-    found = []
-    for number in np.flatnonzero(firsts >= 0).tolist():
-        first = places.slice(int(firsts[number]), 1).to_pylist()[0]
-        here = places.slice(number, 1).to_pylist()[0]
-        reason = f"the same text as {first['source']}" + (f" at {first['offset']}" if first["offset"] else "")
-        found.append(Rejected(source=here["source"], offset=here["offset"], reason=reason))
-    return found
+def _digests(notes: pa.Table) -> NDArray[np.uint64]:
+    chunks = notes.column("content").chunks
+    views = [np.frombuffer(chunk.buffers()[1], dtype=np.uint64).reshape(-1, 2) for chunk in chunks]
+    return np.concatenate([v[c.offset : c.offset + len(c)] for v, c in zip(views, chunks, strict=True)])
 
 
-def _documents(notes: Sequence[pa.Table], repeats: Sequence[NDArray[np.int64]]) -> pa.Table:
-    parts = []
-    first = 0
-    for shard, (table, repeated) in enumerate(zip(notes, repeats, strict=True)):
-        kept = table.filter(pa.array(repeated < 0))
-        numbers = np.arange(first, first + len(kept), dtype=np.int64)
-        columns = {
-            "document": pa.array(numbers),
-            "shard": pa.array(np.full(len(kept), shard, dtype=np.int32)),
-            **{name: kept.column(name) for name in ("length", "max_token_id", "first_row", "source", "offset")},
-        }
-        parts.append(pa.table({name: columns[name] for name in DOCUMENT_SCHEMA.names}).cast(DOCUMENT_SCHEMA))
-        first += len(kept)
-    return pa.concat_tables(parts) if parts else DOCUMENT_SCHEMA.empty_table()
+def _repeated_documents(
+    out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]]
+) -> Iterator[Rejected]:
+    """Yield the documents that occurred before, each with the place of the first."""
+    begins = np.cumsum([0, *(repeated.size for repeated in repeats)])
+
+    @functools.lru_cache(maxsize=_NOTES_AT_HAND)
+    def places(unit: int) -> pa.Table:
+        return _notes(out, units[unit], ["source", "offset"])
+
+    def place(number: int) -> tuple[str, int]:
+        unit = int(np.searchsorted(begins, number, side="right")) - 1
+        row = number - int(begins[unit])
+        return places(unit).column("source")[row].as_py(), places(unit).column("offset")[row].as_py()
+
+    for begin, repeated in zip(begins.tolist(), repeats, strict=False):
+        for row in np.flatnonzero(repeated >= 0).tolist():
+            first_source, first_offset = place(int(repeated[row]))
+            source, offset = place(begin + row)
+            reason = f"the same content as {first_source}" + (f" at {first_offset}" if first_offset else "")
+            yield Rejected(source=source, offset=offset, reason=reason)
+
+
+def _write_documents(out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]]) -> _Totals:
+    """Write the length sidecar, and add up what it holds."""
+    columns = [name for name in DOCUMENT_SCHEMA.names if name != "shard"]
+    num_documents, num_tokens, largest, crc32 = 0, 0, 0, 0
+    with atomic_file(out / DOCUMENTS_FILE) as temporary:
+        writer = RowGroupWriter(temporary, DOCUMENT_SCHEMA)
+        for shard, (_, kept) in enumerate(_kept_notes(out, units, repeats, columns)):
+            lengths = kept.column("length").to_numpy().astype("<i8")
+            num_documents += lengths.size
+            num_tokens += int(lengths.sum())
+            largest = max(largest, int(kept.column("max_token_id").to_numpy().max(initial=0)))
+            crc32 = zlib.crc32(lengths.tobytes(), crc32)
+            writer.add(kept.append_column("shard", pa.array(np.full(lengths.size, shard, dtype=np.int32))))
+        writer.close(crc32)
+    return _Totals(num_documents=num_documents, num_tokens=num_tokens, max_token_id=largest, lengths_crc32=crc32)
+
+
+def _write_spans(out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]]) -> SpansInfo:
+    """Write every document's spans; one that is supervised as a whole gets one span."""
+    num_spans, num_supervised, crc32 = 0, 0, 0
+    columns = ["length", "span_starts", "span_stops"]
+    with atomic_file(out / SPANS_FILE) as temporary:
+        writer = RowGroupWriter(temporary, SPANS_SCHEMA, statistics=["document"])
+        for first, kept in _kept_notes(out, units, repeats, columns):
+            documents, starts, stops = _unit_spans(kept)
+            documents += first
+            num_spans += starts.size
+            num_supervised += int((stops - starts).sum())
+            crc32 = spans_crc32(documents, starts, stops, crc32)
+            writer.add(pa.table({"document": documents, "start": starts, "stop": stops}))
+        writer.close(crc32)
+    return SpansInfo(
+        num_spans=num_spans,
+        num_supervised=num_supervised,
+        num_bytes=(out / SPANS_FILE).stat().st_size,
+        crc32=file_crc32(out / SPANS_FILE),
+        content_crc32=crc32,
+    )
+
+
+def _unit_spans(notes: pa.Table) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return document (from 0), start and stop of each span of a unit's documents."""
+    starts_of = notes.column("span_starts").combine_chunks()
+    is_whole = starts_of.is_null().to_numpy(zero_copy_only=False)
+    counts = np.where(is_whole, 1, starts_of.value_lengths().fill_null(0).to_numpy(zero_copy_only=False))
+    documents = np.repeat(np.arange(counts.size, dtype=np.int64), counts)
+    starts, stops = np.zeros((2, documents.size), dtype=np.int64)
+    of_whole = is_whole[documents]
+    stops[of_whole] = notes.column("length").to_numpy()[is_whole]
+    starts[~of_whole] = starts_of.flatten().to_numpy()
+    stops[~of_whole] = notes.column("span_stops").combine_chunks().flatten().to_numpy()
+    return documents, starts, stops
 
 
 def _write_quarantine(
-    out: Path, results: Sequence[UnitResult], rejected: Sequence[Rejected]
+    out: Path, results: Sequence[UnitResult], rejected: Sequence[Rejected], repeated: Iterator[Rejected]
 ) -> tuple[int, Counter[str]]:
     """Write everything that was left out into one file; return how much, and how often for each reason."""
-    lines = [json.dumps(asdict(one)) for one in rejected]
-    for result in results:
-        lines.extend(unit_file(out, result.index, "quarantine.jsonl").read_text(encoding="utf-8").splitlines())
-    write_text(out / QUARANTINE_FILE, "".join(line + "\n" for line in lines))
-    return len(lines), Counter(json.loads(line)["reason"].split(":")[0] for line in lines)
+    reasons: Counter[str] = Counter()
+    with atomic_file(out / QUARANTINE_FILE) as temporary, temporary.open("w", encoding="utf-8") as file:
+        for group in (rejected, repeated):
+            for one in group:
+                reasons[one.reason.split(":")[0]] += 1
+                file.write(json.dumps(asdict(one)) + "\n")
+        for result in results:
+            with unit_file(out, result.index, "quarantine.jsonl").open(encoding="utf-8") as lines:
+                for line in lines:
+                    reasons[json.loads(line)["reason"].split(":")[0]] += 1
+                    file.write(line)
+    return reasons.total(), reasons
 
 
 def _entropies(
-    out: Path, results: Sequence[UnitResult], notes: Sequence[pa.Table], repeats: Sequence[NDArray[np.int64]]
+    out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]], tokenizer: TokenizerInfo
 ) -> tuple[float | None, float | None]:
     """Return the entropy of the raw bytes and of the token ids over the documents that are kept."""
-    known = [result.token_counts for result in results if result.token_counts is not None]
-    if len(known) < len(results):
+    known = [unit.token_counts for unit in units if unit.token_counts is not None]
+    if len(known) < len(units):
         return None, None
-    reader = ShardReader(out / SHARDS_DIRECTORY)
+    reader = ShardReader(out / SHARDS_DIRECTORY, token_dtype(tokenizer.vocab_size))
     counts = np.asarray(known, dtype=np.int64).sum(axis=0)
-    for result, table, repeated in zip(results, notes, repeats, strict=True):
-        assert result.shard is not None
-        for dropped in table.filter(pa.array(repeated >= 0)).select(["first_row", "length"]).to_pylist():
-            tokens = reader.read(result.shard.name, dropped["first_row"], 0, dropped["length"])
-            counts -= np.bincount(tokens, minlength=counts.size)
+    for unit, repeated in zip(units, repeats, strict=True):
+        assert unit.shard is not None
+        dropped = repeated >= 0
+        if dropped.any():
+            for note in _notes(out, unit, ["first_row", "length"]).filter(pa.array(dropped)).to_pylist():
+                tokens = reader.read(unit.shard, note["first_row"], 0, note["length"])
+                counts -= np.bincount(tokens, minlength=counts.size)
     return entropy_nats(counts[:256]), entropy_nats(counts)

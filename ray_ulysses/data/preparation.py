@@ -7,12 +7,14 @@ The units between may run anywhere: here one after another, or as Ray tasks
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ray_ulysses.data.atomic import write_text
+from ray_ulysses.data.atomic import TEMPORARY_SUFFIX, write_text
 from ray_ulysses.data.corpus import Corpus
+from ray_ulysses.data.directory_lock import LOCK_FILE, directory_lock
 from ray_ulysses.data.format import CORPUS_FILE, PREPARATION_FILE, stable_hash
 from ray_ulysses.data.merge import Duplicates, merge
 from ray_ulysses.data.sources import DEFAULT_UNIT_BYTES, Rejected, SourceSpec, Unit, list_units
@@ -76,7 +78,9 @@ class PrepareProgress:
         num_units: All units.
         documents: Documents stored so far.
         tokens: Tokens stored so far.
-        rejected: Documents left out so far.
+        rejected: Documents left out so far; repeated ones are found at the end.
+        bytes_done: Bytes of input in the units that are finished.
+        num_bytes: Bytes of input in all: as stored for files that are read whole, else unpacked.
     """
 
     units_done: int
@@ -84,40 +88,60 @@ class PrepareProgress:
     documents: int
     tokens: int
     rejected: int
+    bytes_done: int
+    num_bytes: int
 
 
 ProgressCallback = Callable[[PrepareProgress], None]
 
 
-def begin(request: PrepareRequest) -> Preparation:
-    """List the sources and claim the directory; nothing that is already there is written over.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """What a request comes to before anything is written."""
+
+    request: PrepareRequest
+    tokenizer: Tokenizer
+    units: tuple[Unit, ...]
+    rejected: tuple[Rejected, ...]
+    options: str
+    signature: str
+
+
+@contextmanager
+def preparing(request: PrepareRequest) -> Iterator[Preparation]:
+    """List the sources, claim the directory, and keep others from it until the block ends.
+
+    Nothing that is already there is written over, and nothing is written for a request that can't be met.
 
     Raises:
-        UserError: A source or the tokenizer is missing, there is nothing to read, or the directory holds
-        another
-            corpus, another unfinished preparation, or files that are not ours.
+        UserError: A source, an option or the tokenizer can't be used, there is nothing to read, the directory
+            holds another corpus, another unfinished preparation or files that are not ours, or another process
+            is preparing there.
     """
-    request = _with_absolute_paths(request)
-    tokenizer = load_tokenizer(request.tokenizer)
-    units, rejected = list_units(request.sources, request.unit_bytes)
-    if not units:
-        paths = ", ".join(request.sources.paths)
-        raise UserError(
-            f"source={paths}: no file matches pattern={request.sources.pattern!r} "
-            f"(kind={request.sources.kind}); nothing was written"
-        )
-    options = _options_signature(request, tokenizer)
-    signature = stable_hash([options, [unit_signature(unit, tokenizer) for unit in units]])
-    is_complete = _claim(request.out, options, signature)
-    done = () if is_complete else tuple(r for u in units if (r := finished_unit(request.out, u, tokenizer)) is not None)
-    return Preparation(
-        request=request,
-        units=units,
-        done=done,
-        rejected=rejected,
-        signature=signature,
-        is_complete=is_complete,
-    )
+    plan = _plan(request)
+    out = plan.request.out
+    if _is_complete(out, plan):
+        yield _preparation(plan, is_complete=True)
+        return
+    _refuse_other_content(out, plan)
+    with directory_lock(out):
+        # Looked at again: the process that held the lock before may have finished.
+        if _is_complete(out, plan):
+            yield _preparation(plan, is_complete=True)
+            return
+        _refuse_other_content(out, plan)
+        _claim(out, plan)
+        yield _preparation(plan, is_complete=False)
+
+
+def begin(request: PrepareRequest) -> Preparation:
+    """Do as ``preparing`` does, without keeping the directory: says what there is to do, and what is wrong.
+
+    Raises:
+        UserError: As ``preparing`` does.
+    """
+    with preparing(request) as preparation:
+        return preparation
 
 
 def finish(preparation: Preparation, results: tuple[UnitResult, ...]) -> Corpus:
@@ -150,27 +174,64 @@ def prepare_local(request: PrepareRequest, progress: ProgressCallback | None = N
     Raises:
         UserError: As ``begin`` and ``finish`` do, and for a file that can't be read.
     """
-    preparation = begin(request)
-    request = preparation.request
-    if preparation.is_complete:
-        return Corpus.open(request.out)
-    tokenizer = load_tokenizer(request.tokenizer)
-    results = list(preparation.done)
-    for unit in preparation.pending:
-        results.append(write_unit(request.out, unit, tokenizer))
-        if progress is not None:
-            progress(progress_of(results, len(preparation.units)))
-    return finish(preparation, tuple(results))
+    with preparing(request) as preparation:
+        out = preparation.request.out
+        if preparation.is_complete:
+            return Corpus.open(out)
+        tokenizer = load_tokenizer(preparation.request.tokenizer)
+        results = list(preparation.done)
+        for unit in preparation.pending:
+            results.append(write_unit(out, unit, tokenizer))
+            if progress is not None:
+                progress(progress_of(preparation, results))
+        return finish(preparation, tuple(results))
 
 
-def progress_of(results: list[UnitResult], num_units: int) -> PrepareProgress:
-    """Return the progress that the results so far amount to."""
+def progress_of(preparation: Preparation, results: Sequence[UnitResult]) -> PrepareProgress:
+    """Return the progress that the results so far amount to, those of earlier runs included."""
+    finished = {result.index for result in results}
     return PrepareProgress(
         units_done=len(results),
-        num_units=num_units,
+        num_units=len(preparation.units),
         documents=sum(result.num_documents for result in results),
         tokens=sum(result.num_tokens for result in results),
-        rejected=sum(result.num_rejected for result in results),
+        rejected=len(preparation.rejected) + sum(result.num_rejected for result in results),
+        bytes_done=sum(unit.num_bytes for unit in preparation.units if unit.index in finished),
+        num_bytes=sum(unit.num_bytes for unit in preparation.units),
+    )
+
+
+def _plan(request: PrepareRequest) -> _Plan:
+    request = _with_absolute_paths(request)
+    tokenizer = load_tokenizer(request.tokenizer)
+    request.sources.fields.check(request.sources.kind)
+    if request.sources.fields.kind == "messages":
+        # Says now that there is no chat template, not in the first task.
+        tokenizer.chat()
+    units, rejected = list_units(request.sources, request.unit_bytes)
+    if not units:
+        paths = ", ".join(request.sources.paths)
+        raise UserError(
+            f"source={paths}: no file matches pattern={request.sources.pattern!r} "
+            f"(kind={request.sources.kind}); nothing was written"
+        )
+    options = _options_signature(request, tokenizer)
+    signature = stable_hash([options, [unit_signature(unit, tokenizer) for unit in units]])
+    return _Plan(
+        request=request, tokenizer=tokenizer, units=units, rejected=rejected, options=options, signature=signature
+    )
+
+
+def _preparation(plan: _Plan, *, is_complete: bool) -> Preparation:
+    out = plan.request.out
+    found = () if is_complete else (finished_unit(out, unit, plan.tokenizer) for unit in plan.units)
+    return Preparation(
+        request=plan.request,
+        units=plan.units,
+        done=tuple(result for result in found if result is not None),
+        rejected=plan.rejected,
+        signature=plan.signature,
+        is_complete=is_complete,
     )
 
 
@@ -199,7 +260,7 @@ def _options_signature(request: PrepareRequest, tokenizer: Tokenizer) -> str:
             "kind": spec.kind,
             "pattern": spec.pattern,
             "exclude": spec.exclude,
-            "text_field": spec.text_field,
+            "fields": asdict(spec.fields),
             "split": spec.split,
             "duplicates": request.duplicates,
             "unit_bytes": request.unit_bytes,
@@ -207,31 +268,49 @@ def _options_signature(request: PrepareRequest, tokenizer: Tokenizer) -> str:
     )
 
 
-def _claim(out: Path, options: str, signature: str) -> bool:
-    """Return whether the same corpus is complete; claim the directory when it is free."""
+def _is_complete(out: Path, plan: _Plan) -> bool:
+    """Return whether the same corpus is there already; another one is refused."""
     if out.exists() and not out.is_dir():
         raise UserError(f"out={out}: is a file; name a directory")
-    if (out / CORPUS_FILE).is_file():
-        if _field(out / CORPUS_FILE, "signature") == signature:
-            return True
-        raise UserError(
-            f"out={out}: already holds a corpus of other sources, options or source files; "
-            "nothing was written over. Choose another directory, or delete this one first"
-        )
+    if not (out / CORPUS_FILE).is_file():
+        return False
+    if _field(out / CORPUS_FILE, "signature") == plan.signature:
+        return True
+    raise UserError(
+        f"out={out}: already holds a corpus of other sources, options or source files; "
+        "nothing was written over. Choose another directory, or delete this one first"
+    )
+
+
+def _refuse_other_content(out: Path, plan: _Plan) -> None:
     if (out / PREPARATION_FILE).is_file():
-        if _field(out / PREPARATION_FILE, "options") != options:
+        if _field(out / PREPARATION_FILE, "options") != plan.options:
             raise UserError(
                 f"out={out}: holds an unfinished preparation with other sources or options; "
                 "nothing was written over. Choose another directory, or delete this one first"
             )
-        return False
+        return
     try:
-        if out.is_dir() and any(out.iterdir()):
-            raise UserError(f"out={out}: is not empty and holds no corpus of ours; choose another directory")
-        write_text(out / PREPARATION_FILE, json.dumps({"options": options}))
+        is_empty = not out.is_dir() or all(_is_ours(path) for path in out.iterdir())
+    except OSError as error:
+        raise UserError(f"out={out}: can't be read ({error.strerror}); choose a directory you may write") from error
+    if not is_empty:
+        raise UserError(f"out={out}: is not empty and holds no corpus of ours; choose another directory")
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether a file is what a preparation leaves that was killed before it had claimed the directory."""
+    claim = f".{PREPARATION_FILE}."
+    return path.name == LOCK_FILE or (path.name.startswith(claim) and path.name.endswith(TEMPORARY_SUFFIX))
+
+
+def _claim(out: Path, plan: _Plan) -> None:
+    if (out / PREPARATION_FILE).is_file():
+        return
+    try:
+        write_text(out / PREPARATION_FILE, json.dumps({"options": plan.options}))
     except OSError as error:
         raise UserError(f"out={out}: can't be written ({error.strerror}); choose a directory you may write") from error
-    return False
 
 
 def _field(path: Path, name: str) -> object:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import fnmatch
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import pyarrow.parquet as pq
 
 from ray_ulysses.data.format import stable_hash
-from ray_ulysses.data.shard import READ_ERRORS
+from ray_ulysses.data.patience import READ_ERRORS
+from ray_ulysses.data.row_fields import RowFields, option
 from ray_ulysses.errors import UserError
 
 SourceKind = Literal["auto", "text", "jsonl", "parquet", "datasets"]
 UnitKind = Literal["text", "jsonl", "parquet", "datasets"]
 DEFAULT_UNIT_BYTES = 16 << 20
 DEFAULT_EXCLUDE = (".*", "__pycache__")
-_JSONL_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+_JSONL_SUFFIXES = tuple(f"{kind}{packed}" for kind in (".jsonl", ".ndjson") for packed in ("", ".gz", ".zst"))
 _DATASET_MARKS = ("dataset_info.json", "dataset_dict.json")
 
 
@@ -29,12 +30,19 @@ class SourceSpec:
 
     Attributes:
         paths: Files, directories, or (``kind="datasets"``) a directory of ``save_to_disk`` or a hub name.
-        kind: How to read them; ``auto`` decides by suffix: ``.parquet``, ``.jsonl`` (also ``.gz``), else
-            text.
+        kind: How to read them; ``auto`` decides by suffix: ``.parquet``, ``.jsonl`` (also
+            ``.gz`` and ``.zst``), else text.
         pattern: Only files of a directory whose path below it matches; ``*`` also crosses ``/``.
         exclude: Patterns of files to leave out; a pattern without ``/`` also matches any one directory's
             name.
-        text_field: Column or key that holds the text, for JSONL, Parquet and data sets.
+        text_field: Column or key that holds the text, for JSONL, Parquet and data sets; ``text`` where no other
+            field is named.
+        tokens_field: Instead: holds token ids.
+        labels_field: Beside tokens: holds -100 or the token for each.
+        messages_field: Instead: holds a chat, a list of ``{role, content}``.
+        prompt_field: Instead: holds a prompt; only the completion is supervised.
+        completion_field: Holds its completion.
+        id_field: Holds the row's own id, which is kept.
         split: Split of a data set that has several.
     """
 
@@ -42,8 +50,27 @@ class SourceSpec:
     kind: SourceKind = "auto"
     pattern: str = "*"
     exclude: tuple[str, ...] = DEFAULT_EXCLUDE
-    text_field: str = "text"
+    text_field: str | None = None
+    tokens_field: str | None = None
+    labels_field: str | None = None
+    messages_field: str | None = None
+    prompt_field: str | None = None
+    completion_field: str | None = None
+    id_field: str | None = None
     split: str | None = None
+
+    @property
+    def fields(self) -> RowFields:
+        """Return the fields of a row that are read."""
+        return RowFields(
+            text=self.text_field,
+            tokens=self.tokens_field,
+            labels=self.labels_field,
+            messages=self.messages_field,
+            prompt=self.prompt_field,
+            completion=self.completion_field,
+            id=self.id_field,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +107,8 @@ class Unit:
         files: The files; for a data set, its directory or name.
         first: First row group (Parquet) or row (data set).
         last: One past the last; 0 for files that are read whole.
-        text_field: Column or key of the text.
+        num_bytes: Bytes of input, as stored for files that are read whole, else unpacked.
+        fields: The fields of a row that are read.
         split: Split of a data set.
     """
 
@@ -89,7 +117,8 @@ class Unit:
     files: tuple[FileStamp, ...]
     first: int = 0
     last: int = 0
-    text_field: str = "text"
+    num_bytes: int = 0
+    fields: RowFields = field(default_factory=RowFields)
     split: str | None = None
 
     @property
@@ -104,7 +133,8 @@ class Unit:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Unit:
         """Return the unit that ``to_json`` described."""
-        return cls(**{**fields, "files": tuple(FileStamp(**file) for file in fields["files"])})
+        files = tuple(FileStamp(**file) for file in fields["files"])
+        return cls(**{**fields, "files": files, "fields": RowFields(**fields["fields"])})
 
 
 def list_units(spec: SourceSpec, unit_bytes: int = DEFAULT_UNIT_BYTES) -> tuple[tuple[Unit, ...], tuple[Rejected, ...]]:
@@ -114,12 +144,14 @@ def list_units(spec: SourceSpec, unit_bytes: int = DEFAULT_UNIT_BYTES) -> tuple[
         The units, and the files that are left out already (broken links, files that were listed twice).
 
     Raises:
-        UserError: A source is missing, or a Parquet file or data set can't be opened.
+        UserError: A source is missing, a Parquet file or data set can't be opened, or the fields do not go
+            together or are not there.
     """
     if spec.kind not in get_args(SourceKind):
         raise UserError(f"kind={spec.kind!r}: must be one of {', '.join(get_args(SourceKind))}")
     if not spec.paths:
         raise UserError("sources: none given; name at least one file, directory or data set")
+    spec.fields.check(spec.kind)
     units: list[Unit] = []
     rejected: list[Rejected] = []
     by_kind: dict[UnitKind, list[FileStamp]] = {"text": [], "jsonl": [], "parquet": []}
@@ -135,11 +167,14 @@ def list_units(spec: SourceSpec, unit_bytes: int = DEFAULT_UNIT_BYTES) -> tuple[
             else:
                 by_kind[_kind_of(file, spec.kind)].append(stamp)
     units.extend(_text_units(by_kind["text"], unit_bytes))
-    units.extend(Unit(index=0, kind="jsonl", files=(f,), text_field=spec.text_field) for f in by_kind["jsonl"])
+    units.extend(
+        Unit(index=0, kind="jsonl", files=(file,), num_bytes=file.num_bytes, fields=spec.fields)
+        for file in by_kind["jsonl"]
+    )
     for stamp in by_kind["parquet"]:
-        units.extend(_parquet_units(stamp, spec.text_field, unit_bytes))
-    numbered = (Unit.from_json({**unit.to_json(), "index": index}) for index, unit in enumerate(units))
-    return tuple(numbered), tuple(rejected)
+        units.extend(_parquet_units(stamp, spec.fields, unit_bytes))
+    _refuse_unused_fields(spec, units)
+    return tuple(replace(unit, index=index) for index, unit in enumerate(units)), tuple(rejected)
 
 
 def open_dataset(path: str, split: str | None) -> Any:
@@ -168,6 +203,17 @@ def open_dataset(path: str, split: str | None) -> Any:
     if chosen not in names:
         raise UserError(f"split={split}: the data set {path} has the splits {', '.join(names)}; choose one of them")
     return loaded[chosen]
+
+
+def _refuse_unused_fields(spec: SourceSpec, units: Sequence[Unit]) -> None:
+    """Refuse fields where nothing has rows: they would be ignored, and whole files taken for documents."""
+    named = [(role, name) for role, name in asdict(spec.fields).items() if name is not None]
+    if named and units and all(unit.kind == "text" for unit in units):
+        role, name = named[0]
+        raise UserError(
+            f"{option(role)}={name!r}: no source has rows with fields, all are text files; "
+            "give JSONL, Parquet or a data set (or set kind), or leave the option out"
+        )
 
 
 def _is_saved_dataset(path: Path) -> bool:
@@ -231,16 +277,18 @@ def _kind_of(path: Path, kind: SourceKind) -> UnitKind:
 
 def _text_units(files: Sequence[FileStamp], unit_bytes: int) -> Iterator[Unit]:
     group: list[FileStamp] = []
+    held = 0
     for file in files:
-        if group and sum(f.num_bytes for f in group) + file.num_bytes > unit_bytes:
-            yield Unit(index=0, kind="text", files=tuple(group))
-            group = []
+        if group and held + file.num_bytes > unit_bytes:
+            yield Unit(index=0, kind="text", files=tuple(group), num_bytes=held)
+            group, held = [], 0
         group.append(file)
+        held += file.num_bytes
     if group:
-        yield Unit(index=0, kind="text", files=tuple(group))
+        yield Unit(index=0, kind="text", files=tuple(group), num_bytes=held)
 
 
-def _parquet_units(file: FileStamp, text_field: str, unit_bytes: int) -> Iterator[Unit]:
+def _parquet_units(file: FileStamp, fields: RowFields, unit_bytes: int) -> Iterator[Unit]:
     try:
         with pq.ParquetFile(file.path) as parquet:
             columns = parquet.schema_arrow.names
@@ -250,39 +298,43 @@ def _parquet_units(file: FileStamp, text_field: str, unit_bytes: int) -> Iterato
         raise UserError(
             f"source={file.path}: the Parquet file can't be read ({error}); restore or remove it"
         ) from error
-    if text_field not in columns:
-        raise UserError(
-            f"text_field={text_field}: {file.path} has no such column; it has {', '.join(columns) or 'none'}"
-        )
+    _check_columns(fields, columns, file.path)
+    whole = Unit(index=0, kind="parquet", files=(file,), fields=fields)
     first, held = 0, 0
     for group, size in enumerate(sizes):
         if group > first and held + size > unit_bytes:
-            yield Unit(index=0, kind="parquet", files=(file,), first=first, last=group, text_field=text_field)
+            yield replace(whole, first=first, last=group, num_bytes=held)
             first, held = group, 0
         held += size
     if sizes:
-        yield Unit(index=0, kind="parquet", files=(file,), first=first, last=len(sizes), text_field=text_field)
+        yield replace(whole, first=first, last=len(sizes), num_bytes=held)
+
+
+def _check_columns(fields: RowFields, columns: Sequence[str], source: str) -> None:
+    for role, name in fields.by_role.items():
+        if name not in columns:
+            raise UserError(
+                f"{option(role)}={name}: {source} has no such column; it has {', '.join(columns) or 'none'}"
+            )
 
 
 def _dataset_units(path: str, spec: SourceSpec, unit_bytes: int) -> Iterator[Unit]:
     dataset = open_dataset(path, spec.split)
-    if spec.text_field not in dataset.column_names:
-        raise UserError(
-            f"text_field={spec.text_field}: the data set {path} has no such column; "
-            f"it has {', '.join(dataset.column_names)}"
-        )
+    _check_columns(spec.fields, dataset.column_names, f"the data set {path}")
     num_rows = len(dataset)
     rows_per_unit = max(1, int(num_rows * unit_bytes / max(1, dataset.data.nbytes)))
     # The library's own fingerprint stands for size and time: it changes with the rows.
     stamp = FileStamp(path=path, num_bytes=num_rows, modified_ns=_fingerprint_number(dataset))
     for first in range(0, num_rows, rows_per_unit):
+        last = min(first + rows_per_unit, num_rows)
         yield Unit(
             index=0,
             kind="datasets",
             files=(stamp,),
             first=first,
-            last=min(first + rows_per_unit, num_rows),
-            text_field=spec.text_field,
+            last=last,
+            num_bytes=dataset.data.nbytes * last // num_rows - dataset.data.nbytes * first // num_rows,
+            fields=spec.fields,
             split=spec.split,
         )
 

@@ -6,12 +6,16 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ray_ulysses.data.chat import ByteChat, ChatFormat, TemplateChat
 from ray_ulysses.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RustTokenizer
 
 BYTES = "bytes"
 _EOS_BYTE_ID = 256
@@ -72,6 +76,10 @@ class Tokenizer(Protocol):
         """Return the text of token ids, for a person to read."""
         ...
 
+    def chat(self) -> ChatFormat:
+        """Return how conversations are written; UserError where the tokenizer has no way."""
+        ...
+
 
 class ByteTokenizer:
     """One token a UTF-8 byte (ids 0 to 255) and 256 for the end of a document."""
@@ -100,23 +108,18 @@ class ByteTokenizer:
         kept = ids[ids < _EOS_BYTE_ID].astype(np.uint8)
         return kept.tobytes().decode("utf-8", errors="replace")
 
+    def chat(self) -> ChatFormat:
+        """Return our own format for conversations in bytes."""
+        return ByteChat(_EOS_BYTE_ID)
+
 
 class _FastTokenizer:
     """A ``tokenizer.json`` through the ``tokenizers`` library."""
 
     def __init__(self, directory: Path) -> None:
-        from tokenizers import Tokenizer as RustTokenizer
-
-        try:
-            self._tokenizer = RustTokenizer.from_file(str(directory / "tokenizer.json"))
-        except Exception as error:
-            # The library raises a bare Exception for a file that is not a tokenizer.
-            raise UserError(
-                f"tokenizer={directory}: tokenizer.json can't be read ({error}); "
-                "give a directory that AutoTokenizer.from_pretrained can load"
-            ) from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._directory = directory
+        self._chat: ChatFormat | None = None
+        self._tokenizer = _load_rust(directory)
         # Text that spells a special token stays text: a document can't end itself or forge a chat turn.
         self._tokenizer.encode_special_tokens = True
         self._info = _describe(directory, self._tokenizer.get_vocab(with_added_tokens=True))
@@ -134,6 +137,13 @@ class _FastTokenizer:
     def decode(self, ids: NDArray[np.integer[Any]]) -> str:
         """Return the text of token ids."""
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+
+    def chat(self) -> ChatFormat:
+        """Return the directory's chat template; UserError where it has none."""
+        if self._chat is None:
+            # A tokenizer of its own: in a template special tokens are meant, in a text they are not.
+            self._chat = TemplateChat(self._directory, _load_rust(self._directory), self._info.eos_token_id)
+        return self._chat
 
 
 class _SlowTokenizer:
@@ -164,6 +174,29 @@ class _SlowTokenizer:
     def decode(self, ids: NDArray[np.integer[Any]]) -> str:
         """Return the text of token ids."""
         return str(self._tokenizer.decode(ids.tolist()))
+
+    def chat(self) -> ChatFormat:
+        """Refuse: where a token comes from in the text is known only with ``tokenizer.json``."""
+        raise UserError(
+            f"messages_field: the tokenizer {self._info.name} has no tokenizer.json, which chats need; "
+            "save it with AutoTokenizer.from_pretrained(...).save_pretrained(...), or use another"
+        )
+
+
+def _load_rust(directory: Path) -> RustTokenizer:
+    from tokenizers import Tokenizer as RustTokenizer
+
+    try:
+        tokenizer = RustTokenizer.from_file(str(directory / "tokenizer.json"))
+    except Exception as error:
+        # The library raises a bare Exception for a file that is not a tokenizer.
+        raise UserError(
+            f"tokenizer={directory}: tokenizer.json can't be read ({error}); "
+            "give a directory that AutoTokenizer.from_pretrained can load"
+        ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:

@@ -6,7 +6,6 @@ place.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,11 +14,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
-from ray_ulysses.data.atomic import atomic_file, file_crc32, write_text
-from ray_ulysses.data.extraction import read_unit
+from ray_ulysses.data.atomic import atomic_file, write_text
+from ray_ulysses.data.encoding import EncodedDocument, encode_document
+from ray_ulysses.data.extraction import RawDocument, read_unit
 from ray_ulysses.data.format import SHARDS_DIRECTORY, UNITS_DIRECTORY, ShardInfo, token_dtype
+from ray_ulysses.data.row_fields import RowError
 from ray_ulysses.data.shard import ShardWriter
 from ray_ulysses.data.sources import Rejected, Unit
 from ray_ulysses.data.tokenizers import Tokenizer
@@ -32,7 +32,11 @@ NOTES_SCHEMA = pa.schema(
         ("first_row", pa.int64()),
         ("source", pa.string()),
         ("offset", pa.int64()),
+        ("id", pa.string()),
         ("content", pa.binary(16)),
+        # Null where one span covers the document.
+        ("span_starts", pa.list_(pa.int64())),
+        ("span_stops", pa.list_(pa.int64())),
     ]
 )
 
@@ -48,6 +52,7 @@ class UnitResult:
         num_documents: Documents written.
         num_tokens: Tokens written.
         num_rejected: Documents left out.
+        has_spans: Whether a document is supervised in part only.
         token_counts: How often each id occurs, for the byte tokenizer; else None.
     """
 
@@ -57,6 +62,7 @@ class UnitResult:
     num_documents: int
     num_tokens: int
     num_rejected: int
+    has_spans: bool
     token_counts: tuple[int, ...] | None
 
     def to_json(self) -> dict[str, Any]:
@@ -84,7 +90,10 @@ def unit_file(out: Path, index: int, suffix: str) -> Path:
 
 def unit_signature(unit: Unit, tokenizer: Tokenizer) -> str:
     """Return what must be unchanged for a unit that is done to be kept."""
-    return f"{unit.signature}-{tokenizer.info.fingerprint}"
+    signature = f"{unit.signature}-{tokenizer.info.fingerprint}"
+    if unit.kind != "text" and unit.fields.kind == "messages":
+        return f"{signature}-{tokenizer.chat().fingerprint}"
+    return signature
 
 
 def finished_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult | None:
@@ -94,6 +103,9 @@ def finished_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult | N
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if result.signature != unit_signature(unit, tokenizer):
+        return None
+    # Written before the result, but a power failure need not keep that order.
+    if not all(unit_file(out, unit.index, suffix).is_file() for suffix in ("parquet", "quarantine.jsonl")):
         return None
     if result.shard is not None:
         shard = out / SHARDS_DIRECTORY / result.shard.name
@@ -114,11 +126,7 @@ def write_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult:
         writer = ShardWriter(temporary, token_dtype(tokenizer.info.vocab_size))
         try:
             for document in read_unit(unit):
-                if isinstance(document, Rejected):
-                    collected.rejected.append(document)
-                else:
-                    ids = tokenizer.encode(document.text)
-                    collected.add(ids, writer.add(ids), document.text, document.source, document.offset)
+                collected.add(document, writer)
             writer.close()
         except BaseException:
             writer.abandon()
@@ -129,10 +137,11 @@ def write_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult:
     result = UnitResult(
         index=unit.index,
         signature=unit_signature(unit, tokenizer),
-        shard=_describe_shard(shard_path, writer) if writer.num_documents else None,
+        shard=writer.info(shard_path) if writer.num_documents else None,
         num_documents=writer.num_documents,
         num_tokens=writer.num_tokens,
         num_rejected=len(collected.rejected),
+        has_spans=collected.has_spans,
         token_counts=None if collected.counts is None else tuple(collected.counts.tolist()),
     )
     collected.write(out, unit.index)
@@ -146,16 +155,41 @@ class _Collected:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.rejected: list[Rejected] = []
         self.columns: dict[str, list[Any]] = {name: [] for name in NOTES_SCHEMA.names}
+        self.has_spans = False
+        self._tokenizer = tokenizer
         info = tokenizer.info
         self.counts = np.zeros(info.vocab_size, dtype=np.int64) if info.kind == "bytes" else None
 
-    def add(self, ids: NDArray[np.int64], first_row: int, text: str, source: str, offset: int) -> None:
-        content = hashlib.blake2b(text.encode("utf-8"), digest_size=16).digest()
-        row = (ids.size, int(ids.max()), first_row, source, offset, content)
-        for column, value in zip(self.columns.values(), row, strict=True):
-            column.append(value)
+    def add(self, document: RawDocument | Rejected, writer: ShardWriter) -> None:
+        """Tokenize and store a document, or note why it is left out."""
+        if isinstance(document, Rejected):
+            self.rejected.append(document)
+            return
+        try:
+            encoded = encode_document(document.content, self._tokenizer)
+        except RowError as error:
+            self.rejected.append(Rejected(source=document.source, offset=document.offset, reason=str(error)))
+            return
+        self._note(document, encoded, writer.add(encoded.ids))
         if self.counts is not None:
-            self.counts += np.bincount(ids, minlength=self.counts.size)
+            self.counts += np.bincount(encoded.ids, minlength=self.counts.size)
+
+    def _note(self, document: RawDocument, encoded: EncodedDocument, first_row: int) -> None:
+        whole = encoded.is_whole
+        self.has_spans |= not whole
+        row = {
+            "length": encoded.ids.size,
+            "max_token_id": int(encoded.ids.max()),
+            "first_row": first_row,
+            "source": document.source,
+            "offset": document.offset,
+            "id": document.id,
+            "content": encoded.digest,
+            "span_starts": None if whole else encoded.starts,
+            "span_stops": None if whole else encoded.stops,
+        }
+        for name, column in self.columns.items():
+            column.append(row[name])
 
     def write(self, out: Path, index: int) -> None:
         lines = "".join(json.dumps(asdict(rejected)) + "\n" for rejected in self.rejected)
@@ -174,15 +208,3 @@ def _refuse_changed_files(unit: Unit) -> None:
             status = None
         if status is None or (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.modified_ns):
             raise UserError(f"source={file.path}: changed while it was being prepared; run prepare again when it rests")
-
-
-def _describe_shard(path: Path, writer: ShardWriter) -> ShardInfo:
-    return ShardInfo(
-        name=path.name,
-        num_rows=writer.num_rows,
-        num_documents=writer.num_documents,
-        num_tokens=writer.num_tokens,
-        num_bytes=path.stat().st_size,
-        crc32=file_crc32(path),
-        tokens_crc32=writer.tokens_crc32,
-    )

@@ -59,7 +59,7 @@ def test_the_job_makes_the_same_corpus_as_one_process(cluster: None, tmp_path: P
     assert quarantine == (alone.path / "quarantine.jsonl").read_text()
     reasons = sorted(json.loads(line)["reason"].split(":")[0].split(" as ")[0] for line in quarantine.splitlines())
     missing = "the text is missing, not a string"
-    assert reasons == ["not JSON", "not UTF-8", "the same text", "the same text", "the same text", missing]
+    assert reasons == ["not JSON", "not UTF-8", "the same content", "the same content", "the same content", missing]
     assert [one.units_done for one in seen] == list(range(1, seen[0].num_units + 1))
     assert through_ray.info.byte_unigram_nats is not None
     assert 0 < through_ray.info.byte_unigram_nats < math.log(256)

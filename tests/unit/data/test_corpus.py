@@ -1,18 +1,23 @@
 from __future__ import annotations
 
+import errno
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ray_ulysses.data import format as corpus_format
+from ray_ulysses.data import row_groups
 from ray_ulysses.data.corpus import Corpus
 from ray_ulysses.data.format import CHUNK_TOKENS, token_dtype
+from ray_ulysses.data.patience import StorageAwayError
 from ray_ulysses.data.shard import ShardReader, ShardWriter
 from ray_ulysses.errors import UserError
 from tests.unit.data.corpora import text_corpus, varied_texts
+from tests.unit.data.test_patience import SleepingClock, patience_of
 
 
 @pytest.fixture
@@ -27,12 +32,13 @@ def test_any_stretch_of_any_document_is_read_across_chunks_and_row_groups(tmp_pa
     writer = ShardWriter(tmp_path / "s.parquet", np.dtype(np.uint16), chunk_tokens=8)
     first_rows = [writer.add(document) for document in documents]
     writer.close()
-    reader = ShardReader(tmp_path, max_open=1, chunk_tokens=8)
+    info = writer.info(tmp_path / "s.parquet")
+    reader = ShardReader(tmp_path, np.dtype(np.uint16), max_open=1, chunk_tokens=8)
     for document, first_row in zip(documents, first_rows, strict=True):
         for start in range(document.size + 1):
             for length in {0, 1, document.size - start, (document.size - start) // 2}:
                 if 0 <= length <= document.size - start:
-                    found = reader.read("s.parquet", first_row, start, length)
+                    found = reader.read(info, first_row, start, length)
                     assert found.tolist() == document[start : start + length].tolist()
     metadata = pq.read_metadata(tmp_path / "s.parquet")
     assert metadata.num_row_groups > 10
@@ -80,11 +86,11 @@ def test_a_corpus_of_another_format_is_refused(corpus: Corpus, monkeypatch: pyte
     path = corpus.path / "corpus.json"
     fields = json.loads(path.read_text())
     path.write_text(json.dumps({**fields, "format_version": 7}))
-    with pytest.raises(UserError, match=r"the corpus has format 7, this version reads 1"):
+    with pytest.raises(UserError, match=r"the corpus has format 7, this version reads 2"):
         Corpus.open(corpus.path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format_version": 1}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format_version": 2}'])
 def test_a_broken_corpus_json_is_named(corpus: Corpus, text: str) -> None:
     (corpus.path / "corpus.json").write_text(text)
     with pytest.raises(UserError, match=r"corpus\.json can't be used"):
@@ -100,10 +106,8 @@ def test_an_edited_corpus_json_is_refused(corpus: Corpus) -> None:
 
 
 def test_an_empty_corpus_is_refused(corpus: Corpus) -> None:
-    pq.write_table(corpus_format.DOCUMENT_SCHEMA.empty_table(), corpus.path / "documents.parquet")
-    size = (corpus.path / "documents.parquet").stat().st_size
-    path = corpus.path / "corpus.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "documents_bytes": size}))
+    empty = replace(corpus.info, num_documents=0)
+    (corpus.path / "corpus.json").write_text(json.dumps(empty.to_json()))
     with pytest.raises(UserError, match=r"the corpus is empty"):
         Corpus.open(corpus.path)
 
@@ -167,3 +171,131 @@ def test_a_shard_of_another_corpus_is_named(tmp_path: Path, corpus: Corpus) -> N
     (corpus.path / "shards" / "shard-00000.parquet").write_bytes(theirs)
     with pytest.raises(UserError, match=r"shard-00000\.parquet"):
         corpus.check_files(checksums=True)
+
+
+def test_a_shard_replaced_by_a_sound_one_of_the_same_size_is_noticed(tmp_path: Path) -> None:
+    texts = [f"{number}{number}" for number in range(10, 20)]
+    corpus = text_corpus(tmp_path, texts)
+    other = text_corpus(tmp_path / "other", [text[::-1] + text for text in texts])
+    swapped = text_corpus(tmp_path / "swapped", texts[::-1])
+    path = corpus.path / "shards" / "shard-00000.parquet"
+    for replacement in (other, swapped):
+        theirs = (replacement.path / "shards" / "shard-00000.parquet").read_bytes()
+        size = len(theirs)
+        path.write_bytes(theirs)
+        shard = replace(corpus.info.shards[0], num_bytes=size)
+        fields = replace(corpus.info, shards=(shard,)).to_json()
+        (corpus.path / "corpus.json").write_text(json.dumps(fields))
+        fresh = Corpus.open(corpus.path)
+        for look in (fresh.check_files, lambda fresh=fresh: fresh.read(0, 0, 2)):
+            with pytest.raises(
+                UserError,
+                match=r"shard-00000\.parquet can't be read \(another shard of the same size was put in its place\)",
+            ):
+                look()
+
+
+def test_a_shard_of_another_type_is_refused(corpus: Corpus) -> None:
+    path = corpus.path / "shards" / "shard-00000.parquet"
+    table = pq.read_table(path)
+    tokens = table.column("tokens").cast(pa.list_(pa.int32()))
+    pq.write_table(table.set_column(1, "tokens", tokens), path)
+    with pytest.raises(UserError, match=r"it holds list<element: int32> where corpus.json says tokens of uint16"):
+        Corpus.open(corpus.path).read(0, 0, 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint8", "uint32"])
+def test_a_type_that_does_not_fit_the_vocabulary_is_refused(corpus: Corpus, dtype: str) -> None:
+    fields = replace(corpus.info, dtype=dtype).to_json()
+    (corpus.path / "corpus.json").write_text(json.dumps(fields))
+    with pytest.raises(
+        UserError,
+        match=rf"corpus\.json can't be used \(dtype='{dtype}': tokens of a vocabulary of 257 are stored as uint16",
+    ):
+        Corpus.open(corpus.path)
+
+
+def test_opening_reads_no_document(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        pytest.fail("a document was read")
+
+    monkeypatch.setattr(pq, "read_table", forbidden)
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", forbidden)
+    again = Corpus.open(corpus.path)
+    assert (again.num_documents, again.num_tokens) == (corpus.num_documents, corpus.num_tokens)
+
+
+def test_a_document_is_found_in_its_row_group(corpus: Corpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(row_groups, "GROUP_ROWS", 7)
+    small = text_corpus(tmp_path / "small", varied_texts(30), unit_bytes=2000)
+    metadata = pq.read_metadata(small.path / "documents.parquet")
+    assert [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)] == [7, 7, 7, 7, 2]
+    for document in (*range(30), 0, 29):
+        length = int(corpus.lengths[document])
+        assert small.read(document, 0, length).tolist() == corpus.read(document, 0, length).tolist()
+        assert Path(small.source(document).source).name == Path(corpus.source(document).source).name
+    assert small.fingerprint == corpus.fingerprint
+
+
+def test_lengths_that_are_not_those_of_corpus_json_are_refused(corpus: Corpus) -> None:
+    path = corpus.path / "documents.parquet"
+    table = pq.read_table(path)
+    lengths = table.column("length").to_numpy()[::-1]
+    swapped = table.set_column(0, "length", pa.array(lengths))
+    noted = {b"ray_ulysses.content_crc32": f"{corpus.info.lengths_crc32:08x}".encode()}
+    pq.write_table(swapped.replace_schema_metadata(noted), path)
+    info = replace(corpus.info, documents_bytes=path.stat().st_size)
+    (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
+    with pytest.raises(
+        UserError, match=r"documents\.parquet can't be used \(its lengths do not add up to corpus\.json\)"
+    ):
+        _ = Corpus.open(corpus.path).lengths
+    pq.write_table(swapped, path)
+    info = replace(corpus.info, documents_bytes=path.stat().st_size)
+    (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
+    with pytest.raises(UserError, match=r"documents\.parquet can't be used \(another file of the same size was put in"):
+        Corpus.open(corpus.path)
+    pq.write_table(table.slice(1), path)
+    info = replace(corpus.info, documents_bytes=path.stat().st_size)
+    (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
+    with pytest.raises(
+        UserError, match=r"documents\.parquet can't be used \(29 documents where corpus\.json says 30\)"
+    ):
+        Corpus.open(corpus.path)
+
+
+def test_a_storage_that_comes_back_is_waited_for_and_the_shard_opened_anew(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SleepingClock()
+    patient = Corpus.open(corpus.path, patience=patience_of(clock))
+    expected = corpus.read(3, 0, 5).tolist()
+    read = pq.ParquetFile.read_row_groups
+    opened: list[pq.ParquetFile] = []
+
+    def away(self: pq.ParquetFile, *args: object, **options: object) -> pa.Table:
+        opened.append(self)
+        if len(opened) <= 3:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read(self, *args, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_groups", away)
+    assert patient.read(3, 0, 5).tolist() == expected
+    assert len({id(file) for file in opened}) == len(opened) == 4
+    assert clock.pauses == [0.1, 0.2, 0.4]
+
+
+def test_a_storage_that_stays_away_ends_the_read(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SleepingClock()
+    patient = Corpus.open(corpus.path, patience=patience_of(clock))
+
+    def away(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", away)
+    with pytest.raises(
+        StorageAwayError, match=r"documents\.parquet: the storage did not answer for 60 s \(14 tries, the last"
+    ):
+        patient.read(3, 0, 5)
+    monkeypatch.undo()
+    assert patient.read(3, 0, 5).size == 5

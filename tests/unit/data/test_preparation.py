@@ -2,6 +2,10 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ray_ulysses.data import preparation
+from ray_ulysses.data import preparation, unit_writer
 from ray_ulysses.data.corpus import Corpus
 from ray_ulysses.data.merge import entropy_nats
-from ray_ulysses.data.preparation import PrepareProgress, PrepareRequest, begin, prepare_local
+from ray_ulysses.data.preparation import PrepareProgress, PrepareRequest, begin, prepare_local, preparing
 from ray_ulysses.data.sources import SourceSpec, Unit
-from ray_ulysses.data.tokenizers import Tokenizer
+from ray_ulysses.data.tokenizers import Tokenizer, load_tokenizer
 from ray_ulysses.data.unit_writer import UnitResult, write_unit
 from ray_ulysses.errors import UserError
 from tests.unit.data.corpora import varied_texts, write_texts
@@ -39,7 +43,7 @@ def test_every_document_comes_back_byte_for_byte(tmp_path: Path) -> None:
     assert corpus.num_documents == 60
     for number, text in enumerate(texts):
         assert corpus.read(number, 0, int(corpus.lengths[number])).tolist() == [*text.encode(), 256]
-        assert corpus.source(number) == (str(tmp_path / "texts" / f"text-{number:04d}.txt"), 0)
+        assert corpus.source(number) == (str(tmp_path / "texts" / f"text-{number:04d}.txt"), 0, "")
     assert corpus.num_tokens == sum(len(text.encode()) + 1 for text in texts)
     assert corpus.max_token_id == 256
     assert corpus.info.dtype == "uint16"
@@ -56,6 +60,20 @@ def test_progress_is_exact(tmp_path: Path) -> None:
     corpus = prepare_local(request_of(tmp_path, varied_texts(30)), seen.append)
     assert [one.units_done for one in seen] == list(range(1, seen[0].num_units + 1))
     assert (seen[-1].documents, seen[-1].tokens) == (corpus.num_documents, corpus.num_tokens)
+    total = sum(path.stat().st_size for path in (tmp_path / "texts").iterdir())
+    assert {one.num_bytes for one in seen} == {total}
+    assert [one.bytes_done for one in seen] == sorted({one.bytes_done for one in seen})
+    assert seen[0].bytes_done < seen[-1].bytes_done == total
+
+
+def test_progress_goes_on_where_a_killed_preparation_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = request_of(tmp_path, varied_texts(30))
+    (tmp_path / "texts" / "link").symlink_to("nowhere")
+    write_unit(request.out, begin(request).units[0], load_tokenizer("bytes"))
+    seen: list[PrepareProgress] = []
+    corpus = prepare_local(request, seen.append)
+    assert (seen[0].units_done, seen[-1].rejected) == (2, 1)
+    assert (seen[-1].documents, seen[-1].bytes_done) == (corpus.num_documents, seen[-1].num_bytes)
 
 
 def test_entropy_is_that_of_the_bytes(tmp_path: Path) -> None:
@@ -126,10 +144,89 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path: Path, monkeypatch: 
     assert not [p for p in request.out.rglob("*") if p.name.endswith(".tmp")]
 
 
+def test_a_unit_that_was_killed_between_its_shard_and_its_notes_is_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = request_of(tmp_path, varied_texts(40))
+    write_text = unit_writer.write_text
+    killed: list[str] = []
+
+    def dying(path: Path, text: str) -> None:
+        if path.name in {"unit-00002.quarantine.jsonl", "unit-00003.json"} - set(killed):
+            killed.append(path.name)
+            monkeypatch.undo()
+            raise Killed
+        write_text(path, text)
+
+    for _ in range(2):
+        monkeypatch.setattr(unit_writer, "write_text", dying)
+        with pytest.raises(Killed):
+            prepare_local(request)
+    assert killed == ["unit-00002.quarantine.jsonl", "unit-00003.json"]
+    assert (request.out / "shards" / "shard-00003.parquet").is_file()
+    assert begin(request).pending[0].index == 3
+    resumed = prepare_local(request)
+    assert resumed.fingerprint == prepare_local(replace(request, out=tmp_path / "unbroken")).fingerprint
+    resumed.check_files(checksums=True)
+
+
+def test_a_process_that_is_killed_leaves_a_directory_that_can_be_gone_on_with(tmp_path: Path) -> None:
+    request = request_of(tmp_path, varied_texts(40))
+    program = (
+        "import os, sys; from ray_ulysses.data import preparation; from tests.unit.data.test_preparation import *\n"
+        "from pathlib import Path; write = preparation.write_unit\n"
+        "def dying(out, unit, tokenizer):\n"
+        "    if unit.index == 3: (out / 'shards' / '.shard-00003.parquet.1.tmp').write_text('torn'); os._exit(9)\n"
+        "    return write(out, unit, tokenizer)\n"
+        "preparation.write_unit = dying; tmp_path = Path(sys.argv[1])\n"
+        "preparation.prepare_local(request_of(tmp_path, varied_texts(40)))"
+    )
+    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "texts").iterdir()}
+    killed = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=Path(__file__).parents[3], check=False)
+    assert killed.returncode == 9
+    assert (request.out / ".prepare.lock").is_file()
+    # The program wrote the same texts again.
+    for path, stamp in stamps.items():
+        assert path.stat().st_mtime_ns != stamp
+    assert begin(request).pending[0].index == 3
+    corpus = prepare_local(request)
+    assert sorted(snapshot(request.out)) == sorted(
+        ["corpus.json", "documents.parquet", "quarantine.jsonl", *(f"shards/{s.name}" for s in corpus.info.shards)]
+    )
+
+
+def test_a_directory_is_prepared_by_one_process_at_a_time(tmp_path: Path) -> None:
+    request = request_of(tmp_path, varied_texts(10))
+    with preparing(request):
+        before = snapshot(request.out)
+        for again in (prepare_local, begin):
+            with pytest.raises(
+                UserError, match=r"out=.*corpus: is being prepared already, by process \d+ on host .* UTC; w"
+            ):
+                again(request)
+        assert snapshot(request.out) == before
+    assert prepare_local(request).num_documents == 10
+    assert not (request.out / ".prepare.lock").exists()
+
+
+def test_a_preparation_that_waited_finds_what_the_other_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = request_of(tmp_path, varied_texts(10))
+    lock = preparation.directory_lock
+
+    @contextmanager
+    def late(out: Path) -> Iterator[None]:
+        monkeypatch.undo()
+        prepare_local(request)
+        with lock(out):
+            yield
+
+    monkeypatch.setattr(preparation, "directory_lock", late)
+    with preparing(request) as found:
+        assert found.is_complete
+
+
 def test_a_unit_that_is_done_is_done_again_when_its_file_or_shard_changed(tmp_path: Path) -> None:
     request = request_of(tmp_path, varied_texts(40))
-    from ray_ulysses.data.tokenizers import load_tokenizer
-
     started = begin(request)
     for unit in started.units:
         write_unit(request.out, unit, load_tokenizer("bytes"))
@@ -214,8 +311,6 @@ def test_an_unreadable_parquet_source_is_refused_and_nothing_is_written(tmp_path
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
     request = request_of(tmp_path, ["one"])
-    from ray_ulysses.data.tokenizers import load_tokenizer
-
     unit = begin(request).units[0]
     (tmp_path / "texts" / "text-0000.txt").write_text("other")
     with pytest.raises(UserError, match=r"text-0000\.txt: changed while it was being prepared"):

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 
 from ray_ulysses.data.extraction import RawDocument, read_unit
 from ray_ulysses.data.sources import Rejected, SourceSpec, Unit, list_units
@@ -20,7 +22,7 @@ def read_all(units: tuple[Unit, ...]) -> tuple[list[RawDocument], list[Rejected]
 
 
 def texts_of(spec: SourceSpec, unit_bytes: int = 1 << 20) -> list[str]:
-    return [document.text for document in read_all(list_units(spec, unit_bytes)[0])[0]]
+    return [document.content for document in read_all(list_units(spec, unit_bytes)[0])[0]]
 
 
 def test_a_tree_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
@@ -58,7 +60,7 @@ def test_links_and_repeated_files_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "tree" / "zz-out.txt").symlink_to(tmp_path / "elsewhere.txt")
     spec = SourceSpec(paths=(str(tmp_path / "tree"), str(tmp_path / "elsewhere.txt")))
     units, rejected = list_units(spec)
-    assert [document.text for document in read_all(units)[0]] == ["one", "from elsewhere"]
+    assert [document.content for document in read_all(units)[0]] == ["one", "from elsewhere"]
     assert [(Path(one.source).name, one.reason.split("/")[0]) for one in rejected] == [
         ("zz-broken.txt", "a broken symbolic link"),
         ("zz-link.txt", "the same file as "),
@@ -72,11 +74,17 @@ def test_text_that_is_no_text_is_left_out_with_its_reason(tmp_path: Path) -> Non
     (tmp_path / "c").write_bytes(b"")
     units, _ = list_units(SourceSpec(paths=(str(tmp_path),)))
     documents, rejected = read_all(units)
-    assert [document.text for document in documents] == ["good"]
+    assert [document.content for document in documents] == ["good"]
     assert [one.reason for one in rejected] == ["not UTF-8: byte 0xe9 at offset 6", "empty"]
 
 
-@pytest.mark.parametrize("name", ["data.jsonl", "data.jsonl.gz"])
+def packed(name: str, data: bytes) -> bytes:
+    if name.endswith(".zst"):
+        return zstandard.ZstdCompressor().compress(data)
+    return gzip.compress(data) if name.endswith(".gz") else data
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.jsonl.gz", "data.jsonl.zst", "data.ndjson.zst"])
 def test_json_lines_are_read_and_bad_ones_left_out(tmp_path: Path, name: str) -> None:
     lines = [
         b'{"text": "one"}',
@@ -91,9 +99,9 @@ def test_json_lines_are_read_and_bad_ones_left_out(tmp_path: Path, name: str) ->
         '{"text": "zwölf"}'.encode(),
     ]
     data = b"\n".join(lines) + b"\n"
-    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    (tmp_path / name).write_bytes(packed(name, data))
     documents, rejected = read_all(list_units(SourceSpec(paths=(str(tmp_path / name),)))[0])
-    assert [(document.text, document.offset) for document in documents] == [("one", 1), ("zwölf", 10)]
+    assert [(document.content, document.offset) for document in documents] == [("one", 1), ("zwölf", 10)]
     assert [(one.offset, one.reason.split(":")[0]) for one in rejected] == [
         (3, "not JSON"),
         (4, "no field 'text'"),
@@ -105,11 +113,33 @@ def test_json_lines_are_read_and_bad_ones_left_out(tmp_path: Path, name: str) ->
     ]
 
 
-def test_a_truncated_gzip_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "data.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"text": "one"}\n' * 1000)[:-20])
-    with pytest.raises(UserError, match=r"data\.jsonl\.gz: the JSONL file can't be read"):
+@pytest.mark.parametrize("name", ["data.jsonl.gz", "data.jsonl.zst"])
+@pytest.mark.parametrize("cut", [1, 20])
+def test_a_truncated_packed_file_is_named(tmp_path: Path, name: str, cut: int) -> None:
+    path = tmp_path / name
+    lines = b"".join(b'{"text": "%d"}\n' % number for number in range(1000))
+    path.write_bytes(packed(name, lines)[:-cut])
+    with pytest.raises(
+        UserError, match=rf"{re.escape(name)}: the JSONL file can't be read \(.+\); restore or remove it"
+    ):
         read_all(list_units(SourceSpec(paths=(str(path),)))[0])
+
+
+def test_a_file_that_is_not_zstd_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl.zst"
+    path.write_bytes(b'{"text": "not packed"}\n')
+    with pytest.raises(UserError, match=r"data\.jsonl\.zst: the JSONL file can't be read"):
+        read_all(list_units(SourceSpec(paths=(str(path),)))[0])
+
+
+def test_zstd_frames_of_any_number_and_size_are_one_stream(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl.zst"
+    texts = ["a" * 300_000, "b", "c" * 70_000]
+    frames = [zstandard.ZstdCompressor().compress(json.dumps({"text": text}).encode() + b"\n") for text in texts]
+    path.write_bytes(b"".join(frames))
+    assert texts_of(SourceSpec(paths=(str(path),))) == texts
+    path.write_bytes(b"")
+    assert texts_of(SourceSpec(paths=(str(path),))) == []
 
 
 def test_a_file_without_one_json_line_is_named(tmp_path: Path) -> None:
@@ -131,7 +161,7 @@ def test_parquet_is_read_in_ranges_of_row_groups(tmp_path: Path) -> None:
     units, _ = list_units(spec, 1)
     assert [(unit.first, unit.last) for unit in units] == [(0, 1), (1, 2), (2, 3), (3, 4)]
     documents, _ = read_all(units)
-    assert [(document.text, document.offset) for document in documents] == list(zip(texts, range(7), strict=True))
+    assert [(document.content, document.offset) for document in documents] == list(zip(texts, range(7), strict=True))
     assert texts_of(spec) == texts
 
 
@@ -180,7 +210,7 @@ def test_a_saved_dataset_is_read_in_ranges_of_rows(tmp_path: Path) -> None:
     units, _ = list_units(spec, 60)
     assert len(units) > 1
     documents, _ = read_all(units)
-    assert [(document.text, document.offset) for document in documents] == list(zip(texts, range(10), strict=True))
+    assert [(document.content, document.offset) for document in documents] == list(zip(texts, range(10), strict=True))
     with pytest.raises(UserError, match=r"text_field=body: .* has no such column; it has text"):
         list_units(SourceSpec(paths=(str(tmp_path / "set"),), text_field="body"))
 

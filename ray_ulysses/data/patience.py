@@ -1,0 +1,114 @@
+"""Waiting out a storage that stops answering for a while: bounded, with growing pauses, and never in silence."""
+
+from __future__ import annotations
+
+import errno
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import pyarrow as pa
+
+from ray_ulysses.clock import Clock, SystemClock
+from ray_ulysses.errors import RunError
+from ray_ulysses.logging import get_logger
+
+T = TypeVar("T")
+log = get_logger(__name__)
+
+READ_ERRORS = (OSError, pa.ArrowException)
+# What a network file system or a disk path answers while it is away. Not among them: what names a damaged or a
+# missing file (ENOENT, EACCES, and pyarrow's checksum errors, which carry no number).
+_TRANSIENT = frozenset(
+    {
+        errno.EAGAIN,
+        errno.EBUSY,
+        errno.ECONNABORTED,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.EINTR,
+        errno.EIO,
+        errno.ENETDOWN,
+        errno.ENETRESET,
+        errno.ENETUNREACH,
+        errno.ENOTCONN,
+        errno.EREMOTEIO,
+        errno.ESHUTDOWN,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+    }
+)
+# pyarrow 25 gives most errors of the system their number, but where one is wrapped only the text keeps it.
+_NUMBER_IN_TEXT = re.compile(r"\[errno (\d+)\]", re.IGNORECASE)
+
+
+class StorageAwayError(RunError):
+    """A storage did not answer for as long as we wait."""
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return whether reading again may succeed: the storage was away, nothing says that the file is damaged."""
+    if not isinstance(error, READ_ERRORS):
+        return False
+    number = getattr(error, "errno", None)
+    if number is None:
+        found = _NUMBER_IN_TEXT.search(str(error))
+        number = int(found.group(1)) if found else None
+    return number in _TRANSIENT
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patience:
+    """How long to wait for a storage.
+
+    Attributes:
+        wait_s: Seconds in all, from the first failure on, before giving up.
+        first_pause_s: Pause before the first retry; each next one is twice as long.
+        longest_pause_s: The longest pause.
+        clock: Where the time comes from.
+        sleep: How to pause, in seconds.
+    """
+
+    wait_s: float = 60.0
+    first_pause_s: float = 0.1
+    longest_pause_s: float = 8.0
+    clock: Clock = field(default_factory=SystemClock)
+    sleep: Callable[[float], None] = time.sleep
+
+    def call(self, what: object, attempt: Callable[[], T]) -> T:
+        """Return what ``attempt`` returns, trying again while its storage is away.
+
+        Args:
+            what: What is read, for the log and the error: a path.
+            attempt: Reads it; it must open the file anew each time, since a stale handle stays stale.
+
+        Raises:
+            StorageAwayError: It was still away after ``wait_s``.
+            OSError: Anything else that ``attempt`` raises passes at once, damage above all.
+        """
+        began: float | None = None
+        pause_s = self.first_pause_s
+        num_tries = 0
+        while True:
+            try:
+                num_tries += 1
+                return attempt()
+            except READ_ERRORS as error:
+                if not is_transient(error):
+                    raise
+                now = self.clock.monotonic()
+                if began is None:
+                    began = now
+                    log.warning("%s: the storage does not answer (%s); trying for %.0f s", what, error, self.wait_s)
+                left_s = began + self.wait_s - now
+                if left_s <= 0:
+                    raise StorageAwayError(
+                        f"{what}: the storage did not answer for {now - began:.0f} s ({num_tries} tries, the last: "
+                        f"{error}); make it reachable and start again, what is committed stays"
+                    ) from error
+            self.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, self.longest_pause_s)

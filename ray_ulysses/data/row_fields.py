@@ -1,0 +1,257 @@
+"""Which fields of a row make a document, and the document that they make.
+
+A row of JSONL, Parquet or a data set is one of four kinds: text; tokens with or without labels; a chat; or a
+prompt with its completion. The options name the fields, and so choose the kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ray_ulysses.errors import ConfigError, Problem
+
+RowKind = Literal["text", "tokens", "messages", "completion"]
+FieldRole = Literal["text", "tokens", "labels", "messages", "prompt", "completion", "id"]
+DEFAULT_TEXT_FIELD = "text"
+_ALONE = ("text", "tokens", "messages")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowFields:
+    """The keys or columns of a row that are read; None for those that are not.
+
+    Attributes:
+        text: Holds the text of a document.
+        tokens: Holds token ids.
+        labels: Holds, beside ``tokens``, -100 or the token itself for each token.
+        messages: Holds a list of ``{role, content}``.
+        prompt: Holds the text before the completion.
+        completion: Holds the text that is to be learned.
+        id: Holds the row's own id.
+    """
+
+    text: str | None = None
+    tokens: str | None = None
+    labels: str | None = None
+    messages: str | None = None
+    prompt: str | None = None
+    completion: str | None = None
+    id: str | None = None
+
+    @property
+    def kind(self) -> RowKind:
+        """Return what a row is."""
+        if self.tokens is not None:
+            return "tokens"
+        if self.messages is not None:
+            return "messages"
+        return "text" if self.prompt is None else "completion"
+
+    @property
+    def by_role(self) -> dict[FieldRole, str]:
+        """Return the fields that are read, by what they are for."""
+        named = asdict(self)
+        found: dict[FieldRole, str] = {role: named[role] for role in get_args(FieldRole) if named[role] is not None}
+        if self.kind == "text":
+            return {"text": DEFAULT_TEXT_FIELD, **found}
+        return found
+
+    def check(self, kind: str) -> None:
+        """Refuse fields that do not go together.
+
+        Args:
+            kind: How the sources are read, as in ``SourceSpec.kind``.
+
+        Raises:
+            ConfigError: Names every option that is wrong, all at once.
+        """
+        problems = self._problems(kind)
+        if problems:
+            raise ConfigError(problems, source="prepare")
+
+    def _problems(self, kind: str) -> list[Problem]:
+        given = {role: value for role, value in asdict(self).items() if value is not None}
+        found = []
+
+        def refuse(role: str, rule: str, way_out: str) -> None:
+            found.append(Problem(path=option(role), value=given.get(role), rule=rule, way_out=way_out))
+
+        for role, value in given.items():
+            if not value:
+                refuse(role, "is no name of a field", "name a key or a column")
+        chosen = [role for role in (*_ALONE, "prompt") if role in given]
+        for other in chosen[1:]:
+            refuse(
+                other,
+                f"a row is one kind of document, and {option(chosen[0])}={given[chosen[0]]!r} chose another",
+                "give one of the two, and prepare the other rows into another corpus",
+            )
+        if "labels" in given and "tokens" not in given:
+            refuse("labels", f"labels stand beside tokens, and {option('tokens')} is not given", "name that field too")
+        for role, partner in (("prompt", "completion"), ("completion", "prompt")):
+            if role in given and partner not in given:
+                refuse(role, f"needs {option(partner)}, which is not given", "name that field too")
+        names = [value for role, value in given.items() if role != "id"]
+        for name in sorted({name for name in names if name and names.count(name) > 1}):
+            roles = [role for role, value in given.items() if value == name]
+            refuse(roles[-1], f"is the field of {option(roles[0])} already", "name two fields")
+        if kind == "text":
+            for role in given:
+                refuse(role, "kind=text reads whole files, which have no fields", "leave it out, or set another kind")
+        return found
+
+
+def option(role: str) -> str:
+    """Return the name of the option that gives a field."""
+    return f"{role}_field"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TokenRow:
+    """A document that is tokens already.
+
+    Attributes:
+        tokens: int64 ids.
+        labels: int64, as many, -100 or the token; None where every token is supervised.
+    """
+
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatRow:
+    """A conversation: messages with ``role`` and ``content``, and what else the chat template reads."""
+
+    messages: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompletionRow:
+    """A prompt, and the completion that is to be learned."""
+
+    prompt: str
+    completion: str
+
+
+Content = str | TokenRow | ChatRow | CompletionRow
+
+
+class RowError(ValueError):
+    """Why a row can't be a document, in words for the quarantine."""
+
+
+def row_content(row: Mapping[FieldRole, Any], kind: RowKind) -> Content:
+    """Return the document that the fields of a row make.
+
+    Args:
+        row: The values by what they are for; a value that is absent is None.
+        kind: What the row is to be.
+
+    Raises:
+        RowError: They make none.
+    """
+    if kind == "text":
+        return _text(row["text"], "text")
+    if kind == "completion":
+        completion = _text(row["completion"], "completion")
+        prompt = row["prompt"]
+        return CompletionRow(prompt="" if prompt == "" else _text(prompt, "prompt"), completion=completion)
+    if kind == "tokens":
+        return _token_row(row)
+    messages = row["messages"]
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise RowError(f"the messages are {describe_type(messages)}, not a list")
+    if not messages:
+        raise RowError("empty")
+    return ChatRow(messages=tuple(_message(message, number) for number, message in enumerate(messages)))
+
+
+def row_id(value: object) -> str:
+    """Return a row's own id as text; empty where there is none; RowError where it is neither text nor a number."""
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise RowError(f"the id is {describe_type(value)}, not a string or an integer")
+    return _utf8(str(value))
+
+
+def describe_type(value: object) -> str:
+    """Return how to name the type of a value that is not what it should be."""
+    return "missing" if value is None else f"of type {type(value).__name__}"
+
+
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise RowError(f"the {name} is {describe_type(value)}, not a string")
+    if not value:
+        raise RowError("empty" if name == "text" else f"the {name} is empty")
+    return _utf8(value)
+
+
+def _utf8(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RowError(f"a lone surrogate at character {error.start}") from error
+    return text
+
+
+def _token_row(row: Mapping[FieldRole, Any]) -> TokenRow:
+    tokens = _integers(row["tokens"], "tokens")
+    if not tokens.size:
+        raise RowError("empty")
+    if "labels" not in row:
+        return TokenRow(tokens=tokens, labels=None)
+    labels = _integers(row["labels"], "labels")
+    if labels.size != tokens.size:
+        raise RowError(f"{labels.size} labels for {tokens.size} tokens")
+    return TokenRow(tokens=tokens, labels=labels)
+
+
+def _integers(value: object, name: str) -> NDArray[np.int64]:
+    """Return a list of integers; an array of integers passes as it is."""
+    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
+        if value.dtype == np.uint64 and value.size and value.max() > np.iinfo(np.int64).max:
+            raise RowError(f"the {name} do not fit 64 bits")
+        return value.astype(np.int64)
+    if not isinstance(value, list):
+        raise RowError(f"the {name} are {describe_type(value)}, not a list of integers")
+    for place, item in enumerate(value):
+        if type(item) is not int:
+            raise RowError(f"the {name} are no list of integers: item {place} is {describe_type(item)}")
+    try:
+        return np.array(value, dtype=np.int64)
+    except OverflowError as error:
+        raise RowError(f"the {name} do not fit 64 bits") from error
+
+
+def _message(message: object, number: int) -> Mapping[str, Any]:
+    """Return a message without the fields that are null: Parquet gives every message the fields of all."""
+    if not isinstance(message, Mapping):
+        raise RowError(f"message {number} is {describe_type(message)}, not an object with role and content")
+    kept = {key: value for key, value in message.items() if value is not None}
+    role = kept.get("role")
+    if not isinstance(role, str) or not role:
+        raise RowError(f"message {number} has no role")
+    if not isinstance(kept.get("content"), str) and not ("content" not in kept and kept.get("tool_calls")):
+        raise RowError(f"message {number} ({role}): the content is {describe_type(kept.get('content'))}, not a string")
+    for text in strings(kept):
+        _utf8(text)
+    return kept
+
+
+def strings(value: object) -> list[str]:
+    """Return every string in a JSON value, keys included."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        return [text for pair in value.items() for item in pair for text in strings(item)]
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [text for item in value for text in strings(item)]
+    return []

@@ -1,0 +1,125 @@
+"""Label spans: which tokens of each document a model is trained to predict.
+
+A token may be a label only if it lies in a span of its document; so the label at input position ``j`` counts
+when token ``j + 1`` is in a span. Plain text has no spans at all: everything is supervised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LabelSpans:
+    """Spans of supervised tokens, document after document (CSR).
+
+    Attributes:
+        offsets: int64 [documents + 1]; the spans of document ``d`` are numbers ``offsets[d]`` up to
+            ``offsets[d + 1]``.
+        starts: int64 [spans], the first token of each span, counted from the start of its document.
+        stops: int64 [spans], one past the last.
+
+    Raises:
+        ValueError: The arrays do not fit each other, or the spans of a document are empty, out of order or
+            overlap.
+    """
+
+    offsets: Int64Array
+    starts: Int64Array
+    stops: Int64Array
+    _before: Int64Array = field(init=False, repr=False)
+    _most_spans: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check the spans and add them up."""
+        self._check()
+        object.__setattr__(self, "_before", _running_sum(self.stops - self.starts))
+        object.__setattr__(self, "_most_spans", int(np.diff(self.offsets).max(initial=0)))
+
+    @property
+    def num_documents(self) -> int:
+        """Return the number of documents, those without a span included."""
+        return self.offsets.size - 1
+
+    @property
+    def num_supervised(self) -> int:
+        """Return the tokens that lie in a span."""
+        return int(self._before[-1])
+
+    def count(self, documents: Int64Array, first: Int64Array, last: Int64Array) -> Int64Array:
+        """Return how many tokens ``[first, last)`` of each document lie in a span.
+
+        Args:
+            documents: int64 [n], document numbers, in any order and repeated as needed.
+            first: int64 [n] (or one number for all), the first token of each stretch.
+            last: int64 [n] (or one number for all), one past the last; none where it is not above ``first``.
+
+        Returns:
+            int64 [n].
+        """
+        documents, first, last = np.broadcast_arrays(np.asarray(documents, dtype=np.int64), first, last)
+        found = self._supervised_before(documents, last) - self._supervised_before(documents, first)
+        counts: Int64Array = np.maximum(found, 0)
+        return counts
+
+    def mask(self, document: int, first: int, last: int) -> NDArray[np.bool_]:
+        """Return for each token ``[first, last)`` of a document whether it lies in a span; bool [last - first]."""
+        spans = slice(int(self.offsets[document]), int(self.offsets[document + 1]))
+        return span_mask(self.starts[spans], self.stops[spans], first, last)
+
+    def _supervised_before(self, documents: Int64Array, places: Int64Array) -> Int64Array:
+        """Return how many tokens before ``places`` lie in a span of the same document."""
+        first = self.offsets[documents]
+        low, high = first, self.offsets[documents + 1]
+        # The first span that begins at the place or later, halving every document's own spans at once: a search
+        # over the spans of all documents would miss the cache at every step.
+        for _ in range(self._most_spans.bit_length()):
+            middle = (low + high) >> 1
+            is_open = low < high
+            begins_before = is_open & (self.starts[np.where(is_open, middle, 0)] < places)
+            low = np.where(begins_before, middle + 1, low)
+            high = np.where(is_open & ~begins_before, middle, high)
+        has_previous = low > first
+        cut_off = np.zeros_like(low)
+        cut_off[has_previous] = np.maximum(self.stops[low[has_previous] - 1] - places[has_previous], 0)
+        found: Int64Array = self._before[low] - self._before[first] - cut_off
+        return found
+
+    def _check(self) -> None:
+        """Refuse what is no list of spans."""
+        if self.offsets.size < 1 or self.offsets[0] != 0 or self.offsets[-1] != self.starts.size:
+            raise ValueError(f"offsets must go from 0 to the number of spans, {self.starts.size}")
+        if self.starts.shape != self.stops.shape or (np.diff(self.offsets) < 0).any():
+            raise ValueError("starts and stops must be of one length, and offsets must not fall")
+        if (self.starts < 0).any() or (self.stops <= self.starts).any():
+            raise ValueError("a span must begin at 0 or later and hold at least one token")
+        opens_document = np.zeros(self.starts.size + 1, dtype=np.bool_)
+        opens_document[self.offsets] = True
+        if ((self.starts[1:] < self.stops[:-1]) & ~opens_document[1:-1]).any():
+            raise ValueError("the spans of a document must be in order and must not overlap")
+
+
+def span_mask(starts: Int64Array, stops: Int64Array, first: int, last: int) -> NDArray[np.bool_]:
+    """Return for each token ``[first, last)`` whether it lies in one of the spans; bool [last - first]."""
+    last = max(first, last)
+    edges = np.zeros(last - first + 1, dtype=np.int64)
+    np.add.at(edges, np.clip(starts, first, last) - first, 1)
+    np.add.at(edges, np.clip(stops, first, last) - first, -1)
+    return np.cumsum(edges[:-1]) > 0
+
+
+def mask_spans(mask: NDArray[np.bool_]) -> tuple[Int64Array, Int64Array]:
+    """Return starts and stops of the runs of True."""
+    edges = np.diff(np.concatenate([[0], mask.astype(np.int8), [0]]))
+    return np.flatnonzero(edges == 1).astype(np.int64), np.flatnonzero(edges == -1).astype(np.int64)
+
+
+def _running_sum(values: Int64Array) -> Int64Array:
+    total = np.zeros(values.size + 1, dtype=np.int64)
+    np.cumsum(values, out=total[1:])
+    return total
