@@ -27,6 +27,9 @@ ConfigPath = Annotated[
 Overrides = Annotated[
     list[str], typer.Option("--set", metavar="A.B=C", help="Override a setting; may be given several times.")
 ]
+Branch = Annotated[
+    bool, typer.Option("--branch", help="Let the run's data change, from its newest committed checkpoint on.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -79,13 +82,18 @@ def prepare(
 
 
 @app.command(epilog="Example: ray-ulysses plan configs/llama-tiny_cpu_sp2-dp2_8k.yaml --set cluster.workers=8")
-def plan(config: ConfigPath, overrides: Overrides = [], as_json: AsJson = False) -> None:  # noqa: B006
+def plan(
+    config: ConfigPath,
+    overrides: Overrides = [],  # noqa: B006
+    branch: Branch = False,
+    as_json: AsJson = False,
+) -> None:
     """Say what a run will do: layout, rows, padding and memory; exits 2 if it can't start. Takes nothing."""
     from ray_ulysses.config import load_config
     from ray_ulysses.trainer.preflight import check_resume, prepare_run
     from ray_ulysses.views.plan import render_plan
 
-    prepared = prepare_run(load_config(config, overrides), Path.cwd())
+    prepared = prepare_run(load_config(config, overrides), Path.cwd(), branch=branch)
     typer.echo(json.dumps(prepared.report.to_json(), indent=2) if as_json else render_plan(prepared.report))
     if prepared.report.problems:
         raise typer.Exit(2)
@@ -93,7 +101,12 @@ def plan(config: ConfigPath, overrides: Overrides = [], as_json: AsJson = False)
 
 
 @app.command(epilog="Example: ray-ulysses train configs/llama-tiny_cpu_sp2-dp2_8k.yaml --set run.stop_step=20")
-def train(config: ConfigPath, overrides: Overrides = [], as_json: AsJson = False) -> None:  # noqa: B006
+def train(
+    config: ConfigPath,
+    overrides: Overrides = [],  # noqa: B006
+    branch: Branch = False,
+    as_json: AsJson = False,
+) -> None:
     """Train; the same name and storage resume. On the cluster at hand (RAY_ADDRESS), else on this machine."""
     from rich.console import Console
 
@@ -102,7 +115,7 @@ def train(config: ConfigPath, overrides: Overrides = [], as_json: AsJson = False
     from ray_ulysses.trainer.preflight import prepare_run
     from ray_ulysses.views.summary import build_summary, render_summary
 
-    prepared = prepare_run(load_config(config, overrides), Path.cwd())
+    prepared = prepare_run(load_config(config, overrides), Path.cwd(), branch=branch)
     prepared.report.raise_problems()
     result = run_training(prepared, Console(stderr=as_json))
     if as_json:
@@ -121,7 +134,7 @@ def train(config: ConfigPath, overrides: Overrides = [], as_json: AsJson = False
         planned_steps=prepared.plan.num_steps,
         elapsed_s=result.seconds,
         tracking_uri=prepared.config.tracking_uri,
-        unigram_nats=prepared.corpus.info.byte_unigram_nats,
+        unigram_nats=prepared.report.corpus.unigram_nats,
     )
     typer.echo(render_summary(summary))
 

@@ -184,8 +184,8 @@ MUTANTS = (
     Mutant(
         name="a label lost at a shard border, reader",
         file="ray_ulysses/data/reader.py",
-        old="num_labels = min(count, piece.supervised - inside)",
-        new="num_labels = min(count - 1, piece.supervised - inside)",
+        old="num_labels = min(count, piece.num_labels - inside)",
+        new="num_labels = min(count - 1, piece.num_labels - inside)",
         killer="tests/unit/data/test_exactly_once.py::"
         "test_every_planned_token_is_received_exactly_once_at_any_sequence_of_worlds",
     ),
@@ -253,8 +253,8 @@ MUTANTS = (
     Mutant(
         name="a repeated row, steps that overlap",
         file="ray_ulysses/data/plan.py",
-        old="return range((step - 1) * size, min(step * size, self.num_rows))",
-        new="return range(max(0, (step - 1) * size - 1), min(step * size, self.num_rows))",
+        old="return range(first, min(first + size, segment.base_row + segment.train.num_rows))",
+        new="return range(max(0, first - 1), min(first + size, segment.base_row + segment.train.num_rows))",
         killer="tests/unit/data/test_exactly_once.py::"
         "test_every_planned_token_is_received_exactly_once_at_any_sequence_of_worlds",
     ),
@@ -274,9 +274,9 @@ MUTANTS = (
     ),
     Mutant(
         name="evaluation rows trained on",
-        file="ray_ulysses/data/plan.py",
-        old="train_documents = documents[~held_out & usable]",
-        new="train_documents = documents[usable]",
+        file="ray_ulysses/data/drawing.py",
+        old="return is_taken or length < 2 or _is_held_out(document, key, threshold) != want_held",
+        new="return is_taken or length < 2 or (want_held and not _is_held_out(document, key, threshold))",
         killer="tests/unit/data/test_plan.py::test_evaluation_documents_are_never_trained_on",
     ),
     Mutant(
@@ -287,10 +287,52 @@ MUTANTS = (
         killer="tests/unit/trainer/test_step.py::test_what_is_done_every_so_many_steps_is_done_at_their_multiples",
     ),
     Mutant(
+        name="a document trained on again after a branch",
+        file="ray_ulysses/data/drawing.py",
+        old="is_taken = taken.size > 0 and taken[document]",
+        new="is_taken = False",
+        killer="tests/unit/data/test_branches.py::test_every_target_is_trained_once_an_epoch_through_any_branches",
+    ),
+    Mutant(
+        name="what a branch left of a document lost",
+        file="ray_ulysses/data/remainder.py",
+        old="pieces.take(np.flatnonzero(~is_trained & taken[pieces.document]))",
+        new="pieces.take(np.flatnonzero(~is_trained & ~taken[pieces.document]))",
+        killer="tests/unit/data/test_branches.py::test_every_target_is_trained_once_an_epoch_through_any_branches",
+    ),
+    Mutant(
+        name="a label outside its span",
+        file="ray_ulysses/data/reader.py",
+        old="return tokens if mask is None else np.where(mask, tokens, IGNORE_INDEX)",
+        new="return tokens",
+        killer="tests/unit/data/test_spans_in_rows.py::test_labels_are_the_spans_at_every_split",
+    ),
+    Mutant(
+        name="a span read one token late",
+        file="ray_ulysses/data/reader.py",
+        old="first = piece.start + inside + 1\n    mask",
+        new="first = piece.start + inside\n    mask",
+        killer="tests/unit/data/test_spans_in_rows.py::test_labels_are_the_spans_at_every_split",
+    ),
+    Mutant(
+        name="lost tokens not counted",
+        file="ray_ulysses/data/drawing.py",
+        old="lost = length - capacity - 1",
+        new="lost = 0",
+        killer="tests/unit/data/test_plan.py::test_what_becomes_of_overlong_documents_is_counted",
+    ),
+    Mutant(
+        name="a source walked from its start in every epoch",
+        file="ray_ulysses/data/planning.py",
+        old="firsts = next_firsts(windows, sources)",
+        new="firsts = tuple(0 for _ in next_firsts(windows, sources))",
+        killer="tests/unit/data/test_mixture.py::test_a_source_goes_on_where_it_stopped",
+    ),
+    Mutant(
         name="resume at the wrong row, cursor",
         file="ray_ulysses/data/plan.py",
-        old="next_row = self.step_rows(step).stop if step else 0",
-        new="next_row = self.step_rows(step).start if step else 0",
+        old="local = min((step - segment.base_step) * segment.settings.rows_per_step, segment.train.num_rows)",
+        new="local = max(0, step - segment.base_step - 1) * segment.settings.rows_per_step",
         killer="tests/unit/data/test_plan.py::test_cursors_name_the_next_row_and_are_recognised",
     ),
     Mutant(

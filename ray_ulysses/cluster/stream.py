@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import functools
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,8 @@ from ray.data import DataIterator, Datasource, ReadTask
 from ray.data.block import BlockMetadata
 
 from ray_ulysses.cluster.quiet import quiet, quiet_process
-from ray_ulysses.data.corpus import Corpus
+from ray_ulysses.data.corpus_set import CorpusSet
+from ray_ulysses.data.mixture import PlannedSource
 from ray_ulysses.data.plan import Plan
 from ray_ulysses.data.read_ahead import ReadAhead
 from ray_ulysses.data.reader import FILLER_ROW, RowSlice, slice_row
@@ -62,8 +62,10 @@ class Slot:
 
 def segment_steps(first_step: int, plan: Plan, world_size: int, sp_size: int, max_blocks: int) -> range:
     """Return the steps, from ``first_step`` on, whose slots make one segment: at least one, and whole."""
+    if first_step > plan.num_steps:
+        return range(first_step, first_step)
     dp_size = world_size // sp_size
-    blocks_a_step = num_micro_steps(plan.settings.rows_per_step, dp_size) * world_size
+    blocks_a_step = num_micro_steps(plan.most_rows_per_step(first_step), dp_size) * world_size
     last_step = min(plan.num_steps, first_step + max(1, max_blocks // blocks_a_step) - 1)
     return range(first_step, last_step + 1)
 
@@ -76,8 +78,8 @@ def segment_slots(plan: Plan, steps: range, world_size: int, sp_size: int, ring_
             for row in micro_step:
                 is_filler = row is None
                 number = FILLER_ROW if row is None else row
-                tokens = plan.settings.pad_multiple if is_filler else int(plan.train.tokens[number])
-                pieces = () if is_filler else plan.train.pieces(number)
+                tokens = plan.settings.pad_multiple if is_filler else plan.row_tokens(number)
+                pieces = () if is_filler else plan.pieces(number)
                 slots += [
                     Slot(
                         row=number,
@@ -99,7 +101,7 @@ class RaySource:
     call equally often: ``step`` does so at the same steps on every rank.
 
     Args:
-        corpus_path: The corpus, reachable from every node.
+        sources: The corpora, reachable from every node.
         plan: The run's plan.
         rank: This rank; data-parallel group ``rank // sp_size``, slice ``rank % sp_size``.
         world_size: All ranks, a multiple of ``sp_size``.
@@ -114,7 +116,7 @@ class RaySource:
 
     def __init__(
         self,
-        corpus_path: Path | str,
+        sources: Sequence[PlannedSource],
         plan: Plan,
         *,
         rank: int,
@@ -129,7 +131,7 @@ class RaySource:
     ) -> None:
         if world_size % sp_size:
             raise ValueError(f"parallel.sp_size={sp_size} does not divide the world size {world_size}")
-        self._corpus_path = str(Path(corpus_path).absolute())
+        self._sources = tuple(sources)
         self._plan = plan
         self._rank = rank
         self._world_size = world_size
@@ -211,7 +213,7 @@ class RaySource:
 
     def _build(self, steps: range) -> list[DataIterator]:
         slots = segment_slots(self._plan, steps, self._world_size, self._sp_size, self._ring_size)
-        source = _SlotSource(self._corpus_path, self._plan.fingerprint, slots)
+        source = _SlotSource(self._sources, slots)
         dataset = ray.data.read_datasource(
             source,
             num_cpus=self._num_cpus,
@@ -262,10 +264,9 @@ def _receive_all(incoming: queue.SimpleQueue[DataIterator | None]) -> Iterator[R
 class _SlotSource(Datasource):
     """Slots as a Ray Data source: one task, one block and one row each."""
 
-    def __init__(self, corpus_path: str, fingerprint: str, slots: list[Slot]) -> None:
+    def __init__(self, sources: tuple[PlannedSource, ...], slots: list[Slot]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._corpus_path = corpus_path
-        self._fingerprint = fingerprint
+        self._sources = sources
         self._slots = slots
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -281,7 +282,7 @@ class _SlotSource(Datasource):
     ) -> list[ReadTask]:
         return [
             ReadTask(
-                functools.partial(_read_slot, self._corpus_path, self._fingerprint, slot),
+                functools.partial(_read_slot, self._sources, slot),
                 BlockMetadata(num_rows=1, size_bytes=_slot_bytes(slot), input_files=None, exec_stats=None),
             )
             for slot in self._slots
@@ -300,22 +301,21 @@ def _slot_bytes(slot: Slot) -> int:
     return slot.row_tokens // slot.sp_size * _BYTES_A_TOKEN
 
 
-def _read_slot(corpus_path: str, fingerprint: str, slot: Slot) -> list[pa.Table]:
+def _read_slot(sources: tuple[PlannedSource, ...], slot: Slot) -> list[pa.Table]:
     """Read one slot in a Ray task; a shard that can't be read becomes a row that says so."""
     try:
-        corpus = _corpus(corpus_path)
-        if corpus.fingerprint != fingerprint:
-            raise UserError(f"data.path={corpus_path}: the corpus was replaced while the run was going on")
-        read = slice_row(corpus, slot.row, slot.row_tokens, slot.pieces, slot.sp_rank, slot.sp_size, slot.ring_size)
+        read = slice_row(
+            _corpora(sources), slot.row, slot.row_tokens, slot.pieces, slot.sp_rank, slot.sp_size, slot.ring_size
+        )
     except UserError as error:
         return [_pack(None, str(error))]
     return [_pack(read, "")]
 
 
 @functools.lru_cache(maxsize=2)
-def _corpus(path: str) -> Corpus:
-    """Keep the corpus open between the tasks of one worker process."""
-    return Corpus.open(path)
+def _corpora(sources: tuple[PlannedSource, ...]) -> CorpusSet:
+    """Keep the corpora open between the tasks of one worker process."""
+    return CorpusSet(sources)
 
 
 def _pack(read: RowSlice | None, error: str) -> pa.Table:

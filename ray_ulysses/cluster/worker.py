@@ -21,6 +21,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.logging import configure_logging
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
+from ray_ulysses.trainer.data import moved_sources
 from ray_ulysses.trainer.loop import run_attempt
 from ray_ulysses.trainer.worker import Worker
 
@@ -100,11 +101,12 @@ def _source_maker(config: Config) -> Any:
                 layout.sp_size,
                 ring_size=layout.ring_size,
                 prefetch_rows=config.data.prefetch_rows,
+                timeout_s=config.elastic.collective_timeout_s,
             )
         timeout = timedelta(seconds=config.elastic.collective_timeout_s)
         group = torch.distributed.new_group(backend="gloo", timeout=timeout)
         return RaySource(
-            config.data.path,
+            moved_sources(config, plan),
             plan,
             rank=rank,
             world_size=layout.world_size,

@@ -93,11 +93,27 @@ class ModelSection(Section):
         return value
 
 
-class DataSection(Section):
-    """Which corpus is read, and how it becomes rows and steps."""
+class SourceSection(Section):
+    """One corpus of several."""
 
     path: str = Field(min_length=1)
-    """Directory of a prepared corpus, as `ray-ulysses prepare` writes it, on a path that every node sees."""
+    """Directory of a prepared corpus, on a path that every node sees."""
+
+    weight: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
+    """Its share of an epoch's tokens, relative to the other sources. Default null: all of it."""
+
+
+class DataSection(Section):
+    """Which corpora are read, and how they become rows and steps."""
+
+    path: str | None = Field(default=None, min_length=1)
+    """Directory of a prepared corpus, as `ray-ulysses prepare` writes it, on a path that every node sees. Default
+    null, which is only right with `sources`."""
+
+    sources: tuple[SourceSection, ...] | None = Field(default=None, strict=False, min_length=1)
+    """Several corpora in place of `path`, each with its `path` and, all or none, a `weight`. Without weights an epoch
+    takes every document of each; with weights it takes the one that is scarcest for its weight whole, and of the
+    others as many tokens as their weight asks for. Default null."""
 
     context_tokens: int = Field(ge=2)
     """Longest row, in tokens. Rows are packed up to it, rounded down to the row padding that
@@ -106,6 +122,21 @@ class DataSection(Section):
     rows_per_step: int = Field(ge=1)
     """Global batch of one optimizer step, in rows. It is a number of the run, not of the cluster: the rows of
     a step are the same on any number of workers."""
+
+    packing: Literal["best_fit", "concat", "none"] = "best_fit"
+    """How rows are filled: `best_fit` puts each document where it leaves the least room and cuts none that fits a
+    row, `concat` cuts the stream of documents wherever a row is full, `none` gives each document its own row. Default
+    `best_fit`, which fills nearly as well as `concat` and keeps documents whole."""
+
+    overlong: Literal["split", "truncate", "drop", "error"] = "split"
+    """What becomes of a document longer than a row: `split` trains all of it in pieces that lose no target,
+    `truncate` trains its beginning, `drop` leaves it out, `error` refuses the corpus. Default `split`, which loses
+    nothing; what the others lose is counted and printed."""
+
+    balance_steps: int = Field(default=1, ge=1)
+    """Steps among which rows are exchanged so that rows of like cost meet in a micro-step. More levels data-parallel
+    groups at very long context, and lets rows move within so many steps. Default 1: a step's rows stay as shuffled,
+    and are sorted by cost within the step."""
 
     epochs: int = Field(default=1, ge=1)
     """Passes over the training documents, each in an order of its own. Default 1: long documents are rarely

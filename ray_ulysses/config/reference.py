@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic.fields import FieldInfo
 
-from ray_ulysses.config.resume import FIXED, FREE
+from ray_ulysses.config.resume import BRANCHABLE, FIXED, FREE
 from ray_ulysses.config.schema import section_models
 from ray_ulysses.config.section import Section
 
@@ -51,6 +51,7 @@ def render_reference() -> str:
     """Return the reference of every setting as Markdown."""
     parts = [_HEAD, *(_section(name, model) for name, model in section_models().items()), _RESUME]
     rows = [f"| `{path}` | fixed | {reason} |" for path, reason in FIXED.items()]
+    rows += [f"| `{path}` | by branch | {reason} |" for path, reason in BRANCHABLE.items()]
     rows += [f"| `{path}` | may change | {note} |" for path, note in FREE.items()]
     return "\n".join(parts) + "\n".join(rows) + "\n"
 
@@ -61,7 +62,7 @@ def _section(name: str, model: type[Section]) -> str:
     for field, info in model.model_fields.items():
         path = f"{name}.{field}"
         meaning = " ".join((info.description or "").split()).replace("|", "\\|")
-        resume = "fixed" if path in FIXED else "may change"
+        resume = "fixed" if path in FIXED else "by branch" if path in BRANCHABLE else "may change"
         lines.append(f"| `{path}` | {_type(info)} | {_default(info)} | {resume} | {meaning} |")
     return "\n".join([*lines, ""])
 
@@ -92,6 +93,8 @@ def _type_name(annotation: Any) -> str:
         return f"list of {_type_name(arguments[0])}"
     if origin is dict:
         return "mapping"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "mapping of " + ", ".join(f"`{name}`" for name in annotation.model_fields)
     return {int: "integer", float: "number", str: "text", bool: "true or false"}[annotation]
 
 

@@ -20,12 +20,7 @@ FIXED: dict[str, str] = {
     "model.init": "another model is another run",
     "model.config": "another model is another run",
     "model.dtype": "the precision of the weights belongs to the curve",
-    "data.path": "another corpus is another run",
-    "data.context_tokens": "it decides how documents are packed into rows",
-    "data.rows_per_step": "it decides the rows of every step",
-    "data.epochs": "it decides the plan and its length",
     "data.eval_fraction": "it decides which documents are trained on",
-    "data.eval_rows": "evaluations of one run compare the same rows",
     "parallel.allowed_sp": "it decides how rows are padded",
     "optimizer.lr": "it belongs to the curve",
     "optimizer.betas": "they belong to the curve",
@@ -36,6 +31,19 @@ FIXED: dict[str, str] = {
     "schedule.horizon_steps": "it belongs to the curve",
     "schedule.min_lr_ratio": "it belongs to the curve",
     "tracking.experiment": "a run stays one MLflow run for life",
+}
+
+#: Settings of the data plan: they stay, unless a change is asked for as a branch of the plan (``train --branch``).
+BRANCHABLE: dict[str, str] = {
+    "data.path": "it decides what is trained on",
+    "data.sources": "they decide what is trained on",
+    "data.context_tokens": "it decides how documents are packed into rows",
+    "data.rows_per_step": "it decides the rows of every step",
+    "data.packing": "it decides how rows are filled",
+    "data.overlong": "it decides which tokens are trained on",
+    "data.balance_steps": "it decides the rows of every step",
+    "data.epochs": "it decides the plan and its length",
+    "data.eval_rows": "evaluations compare the same rows",
 }
 
 #: Settings that may change on resume, with what to know about it.
@@ -74,14 +82,30 @@ FREE: dict[str, str] = {
 }
 
 
-def resume_conflicts(old: Config, new: Config) -> tuple[Problem, ...]:
+def resume_conflicts(old: Config, new: Config, *, branch: bool = False) -> tuple[Problem, ...]:
     """Return a problem for each setting of a resume that contradicts the run, in the order of the table.
 
     Args:
         old: The configuration that the run was started with, as stored in its directory.
         new: The configuration that the run is to go on with.
+        branch: Whether settings of the data plan may change.
     """
-    return tuple(
+    branched = (
+        ()
+        if branch
+        else tuple(
+            Problem(
+                path=path,
+                value=_shown(new, path),
+                rule=f"run '{old.run.name}' was started with {_shown(old, path)!r}, and {reason}",
+                way_out=f"put {path} back to resume, make it a branch of the run with `ray-ulysses train --branch`, "
+                "or choose another run.name to start a new run",
+            )
+            for path, reason in BRANCHABLE.items()
+            if _setting(old, path) != _setting(new, path)
+        )
+    )
+    return branched + tuple(
         Problem(
             path=path,
             value=_setting(new, path),
@@ -98,6 +122,12 @@ def resume_fingerprint(config: Config) -> str:
     fixed = {path: _setting(config, path) for path in FIXED}
     text = json.dumps(fixed, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def _shown(config: Config, path: str) -> object:
+    """Return a setting as it stands in the file."""
+    section, _, name = path.partition(".")
+    return getattr(config, section).model_dump(mode="json")[name]
 
 
 def _setting(config: Config, path: str) -> object:

@@ -70,6 +70,43 @@ def _weights_have_a_source(config: Config) -> Iterator[Problem]:
         )
 
 
+def _data_has_a_source(config: Config) -> Iterator[Problem]:
+    path, sources = config.data.path, config.data.sources
+    if path is None and sources is None:
+        yield Problem(
+            path="data.path",
+            value=None,
+            rule="no corpus is named",
+            way_out="give a directory that `ray-ulysses prepare` has written, or several under data.sources",
+        )
+    elif path is not None and sources is not None:
+        yield Problem(
+            path="data.path",
+            value=path,
+            rule="data.sources names corpora too",
+            way_out="name every corpus under data.sources, and remove data.path",
+        )
+
+
+def _weights_decide(config: Config) -> Iterator[Problem]:
+    weights = [source.weight for source in config.data.sources or ()]
+    given = [weight for weight in weights if weight is not None]
+    if given and len(given) < len(weights):
+        yield Problem(
+            path="data.sources",
+            value=weights,
+            rule="some sources have a weight and some have none",
+            way_out="give each one a weight, or none of them",
+        )
+    elif given and sum(given) == 0:
+        yield Problem(
+            path="data.sources",
+            value=weights,
+            rule="the weights sum to zero, so no source is used",
+            way_out="give at least one source a weight above 0",
+        )
+
+
 def _heads_allow_sp(config: Config) -> Iterator[Problem]:
     if config.model.config is None:
         return
@@ -209,6 +246,8 @@ def _network_storage_has_a_server(config: Config) -> Iterator[Problem]:
 
 _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _weights_have_a_source,
+    _data_has_a_source,
+    _weights_decide,
     _sp_divides_workers,
     _heads_allow_sp,
     _ring_divides_sp,

@@ -53,6 +53,14 @@ class Config(Section):
         return self.cluster.workers // self.parallel.sp_size
 
     @property
+    def data_sources(self) -> tuple[tuple[str, float | None], ...]:
+        """Path and weight of each corpus; a weight of None stands for all of it."""
+        if self.data.sources is not None:
+            return tuple((source.path, source.weight) for source in self.data.sources)
+        assert self.data.path is not None, "a rule asks for a path or sources"
+        return ((self.data.path, None),)
+
+    @property
     def tracking_uri(self) -> str | None:
         """MLflow's URI with the default filled in; None when tracking is off."""
         if not self.tracking.enabled:
@@ -60,7 +68,7 @@ class Config(Section):
         return self.tracking.uri or f"sqlite:///{Path(self.run.storage) / 'mlflow.db'}"
 
     def with_absolute_paths(self, base: Path) -> Config:
-        """Return this configuration with ``run.storage`` and ``data.path`` made absolute.
+        """Return this configuration with ``run.storage`` and the paths of the data made absolute.
 
         Workers of a cluster have working directories of their own, in which a relative path means something
         else.
@@ -69,7 +77,15 @@ class Config(Section):
             base: Absolute directory that relative paths start from.
         """
         run = self.run.model_copy(update={"storage": str(base / Path(self.run.storage).expanduser())})
-        data = self.data.model_copy(update={"path": str(base / Path(self.data.path).expanduser())})
+        data = self.data
+        if data.path is not None:
+            data = data.model_copy(update={"path": str(base / Path(data.path).expanduser())})
+        if data.sources is not None:
+            moved = tuple(
+                source.model_copy(update={"path": str(base / Path(source.path).expanduser())})
+                for source in data.sources
+            )
+            data = data.model_copy(update={"sources": moved})
         model = self.model
         if model.path is not None and (base / Path(model.path).expanduser()).is_dir():
             # Else it is a hub id, which is no path.

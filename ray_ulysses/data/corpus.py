@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from ray_ulysses.data.atomic import file_crc32
@@ -166,6 +168,18 @@ class Corpus:
             return self._document_table().source(document)
         except READ_ERRORS as error:
             raise _unreadable(self.path / DOCUMENTS_FILE, error) from error
+
+    def origins(self) -> pa.Table:
+        """Return source, offset and length of every document: what tells a document from all others of its files.
+
+        Raises:
+            UserError: The sidecar can't be read.
+        """
+        path = self.path / DOCUMENTS_FILE
+        try:
+            return self._patience.call(path, lambda: pq.read_table(path, columns=["source", "offset", "length"]))
+        except READ_ERRORS as error:
+            raise _unreadable(path, error) from error
 
     def check_files(self, *, checksums: bool = False) -> None:
         """Look at every file before a worker is taken: its size and footer, or (slow) its checksum.

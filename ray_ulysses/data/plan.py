@@ -1,23 +1,27 @@
-"""The packing plan: from document lengths and a seed alone, every row of a run before its first step."""
+"""A run's data plan: which rows each step trains, on any number of ranks, through every edit of the run.
+
+A plan is a list of segments. The first is made when the run begins; an edit of its data makes another, which goes on
+where the run stood. Steps count from 1 and rows from 0 over all segments.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ray_ulysses.data.cursor import Cursor
+from ray_ulysses.data.drawing import Fragments, Overlong
 from ray_ulysses.data.format import stable_hash
-from ray_ulysses.data.mixing import mix, mix_int
-from ray_ulysses.data.packing import best_fit, split_documents
-from ray_ulysses.data.rows import RowTable, empty_rows
-from ray_ulysses.data.steps import MicroSteps, assign_rows, imbalance
+from ray_ulysses.data.mixture import PlannedSource, SourceWindow
+from ray_ulysses.data.packing import Packing
+from ray_ulysses.data.rows import Int64Array, Piece, Rows, RowWeights
+from ray_ulysses.data.steps import MicroSteps, StepTimes, assign_rows, step_times
 from ray_ulysses.errors import UserError
 
-PLANNER_VERSION = 1
-_TRAIN_DOCUMENTS, _TRAIN_ROWS, _EVALUATION_DOCUMENTS, _EVALUATION_ROWS = range(4)
+PLANNER_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +34,11 @@ class PlanSettings:
         pad_multiple: Every row's length is a multiple of it, so that every allowed layout can slice it.
         rows_per_step: Rows of a global batch, whatever the world size.
         epochs: Passes over the training documents, each in an order of its own.
+        packing: How rows are filled.
+        overlong: What becomes of documents with more targets than a row holds.
+        balance_steps: Steps among which rows are exchanged so that those of like cost meet; 1 for none.
+        token_cost: What a token costs beside attention, in squared tokens: a row's cost is the sum of
+            ``length * (length + token_cost)``.
         eval_fraction: Share of the documents that is kept out of training.
         eval_rows: Most rows of an evaluation.
     """
@@ -39,6 +48,10 @@ class PlanSettings:
     pad_multiple: int
     rows_per_step: int
     epochs: int = 1
+    packing: Packing = "best_fit"
+    overlong: Overlong = "split"
+    balance_steps: int = 1
+    token_cost: int = 0
     eval_fraction: float = 0.0
     eval_rows: int = 8
 
@@ -48,90 +61,236 @@ class PlanSettings:
         return self.context_tokens // self.pad_multiple * self.pad_multiple
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Plan:
-    """Every row of a run, and the evaluation's rows.
-
-    Steps count from 1: step ``s`` trains the global rows ``[(s - 1) * G, s * G)``; epochs follow one another
-    in the row numbers, so a step may hold the end of one epoch and the start of the next. The last step may
-    be short.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Branch:
+    """Where a segment leaves the one before.
 
     Attributes:
-        plan_id: Hash of planner version, settings, corpus and the rows themselves.
-        settings: What it was made with.
-        fingerprint: The corpus it was made for.
-        train: Rows of training.
-        evaluation: Rows of evaluation, none of whose documents is in ``train``.
-        num_documents: Documents of the corpus.
+        plan_id: The segment that is left.
+        step: Optimizer steps completed.
+        row: Rows trained on.
+        epoch: Epoch of the next row.
+    """
+
+    plan_id: str
+    step: int
+    row: int
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpochInfo:
+    """One epoch of a segment.
+
+    Attributes:
+        epoch: Its number over the run, from 0.
+        first_row: Its first row in the segment.
+        num_rows: Its rows.
+        windows: What it takes of each source.
+    """
+
+    epoch: int
+    first_row: int
+    num_rows: int
+    windows: tuple[SourceWindow, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Totals:
+    """What a segment's planning came to; its rows are those of training, over all its epochs.
+
+    Attributes:
+        num_documents: Documents of all sources.
         held_out_documents: Documents kept out of training.
-        skipped_documents: Documents of a single token, which have nothing to predict.
+        skipped_documents: Documents of fewer than two tokens, which have nothing to predict.
+        split_documents: Documents that were cut, once for each epoch.
+        truncated_documents: Documents whose end was left out, once for each epoch.
+        dropped_documents: Documents left out as too long, once for each epoch.
+        lost_tokens: Tokens of both that are neither input nor label.
+        tokens: Tokens of the rows, padding left out.
+        supervised: Tokens with a label.
+        padding_tokens: Tokens that only fill rows up to the pad multiple.
+    """
+
+    num_documents: int
+    held_out_documents: int
+    skipped_documents: int
+    split_documents: int
+    truncated_documents: int
+    dropped_documents: int
+    lost_tokens: int
+    tokens: int
+    supervised: int
+    padding_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Segment:
+    """One stretch of a plan, made with one set of settings.
+
+    Attributes:
+        plan_id: Hash of planner version, settings, sources and branch, which decide every row.
+        settings: What it was made with.
+        sources: Its corpora; those of earlier segments keep their places.
+        branch: Where it leaves the segment before; None for the first.
+        epochs: Its epochs.
+        firsts: Where each source's circle goes on after its last epoch.
+        fragments: What earlier segments left of documents, whether planned here or waiting.
+        totals: What its planning came to.
+        train: Rows of training, from 0 in this segment.
+        evaluation: Rows of evaluation, none of whose documents is in ``train``.
     """
 
     plan_id: str
     settings: PlanSettings
-    fingerprint: str
-    train: RowTable
-    evaluation: RowTable
-    num_documents: int
-    held_out_documents: int
-    skipped_documents: int
+    sources: tuple[PlannedSource, ...]
+    branch: Branch | None
+    epochs: tuple[EpochInfo, ...]
+    firsts: tuple[int, ...]
+    fragments: Fragments
+    totals: Totals
+    train: Rows
+    evaluation: Rows
 
     @property
-    def num_rows(self) -> int:
-        """Return the training rows of all epochs."""
-        return self.train.num_rows
+    def base_step(self) -> int:
+        """Return the steps completed before its first."""
+        return self.branch.step if self.branch else 0
 
     @property
-    def num_steps(self) -> int:
-        """Return the steps that train every row once."""
-        return -(-self.num_rows // self.settings.rows_per_step)
+    def base_row(self) -> int:
+        """Return the rows trained on before its first."""
+        return self.branch.row if self.branch else 0
 
     @property
-    def padding_tokens(self) -> int:
-        """Return the training tokens that are padding."""
-        return self.train.padding_tokens
-
-    @property
-    def split_documents(self) -> int:
-        """Return how many training documents of the first epoch take more than one piece."""
-        first_epoch = np.repeat(self.train.epoch == 0, np.diff(self.train.offsets))
-        return int(np.unique(self.train.document[(self.train.start > 0) & first_epoch]).size)
+    def end_step(self) -> int:
+        """Return the steps completed when all its rows are trained."""
+        return self.base_step - (-self.train.num_rows // self.settings.rows_per_step)
 
     @property
     def fill(self) -> float:
         """Return the share of the rows' capacity that documents take, in training."""
-        return self.train.num_tokens / (self.num_rows * self.settings.capacity)
+        return self.totals.tokens / (self.train.num_rows * self.settings.capacity)
 
-    def imbalance(self, dp_size: int) -> float:
-        """Return the time of training over that with level data-parallel ranks, by attention cost."""
-        return imbalance(self.train.cost, self.settings.rows_per_step, dp_size)
+    def epoch_of(self, row: int) -> int:
+        """Return the epoch of a row of the segment (of the last one when none is left)."""
+        return next(info.epoch for info in reversed(self.epochs) if row >= info.first_row)
+
+    def costs(self) -> Int64Array:
+        """Return the cost of every training row."""
+        return self.train.weights(0, self.train.num_rows).cost(self.settings.token_cost)
+
+    def step_times(self, dp_size: int) -> StepTimes:
+        """Predict how level the steps are on so many data-parallel groups."""
+        return step_times(self.costs(), self.settings.rows_per_step, dp_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Plan:
+    """Every row of a run, and the evaluation's rows.
+
+    Step ``s`` trains the next ``rows_per_step`` rows of the segment that it is in; epochs follow one another in the
+    row numbers, so a step may hold the end of one epoch and the start of the next. The last step may be short.
+
+    Attributes:
+        segments: Its segments; each ends where the next one begins.
+    """
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def newest(self) -> Segment:
+        """Return the segment that the run goes on with."""
+        return self.segments[-1]
+
+    @property
+    def plan_id(self) -> str:
+        """Return the newest segment's id."""
+        return self.newest.plan_id
+
+    @property
+    def settings(self) -> PlanSettings:
+        """Return the newest segment's settings."""
+        return self.newest.settings
+
+    @property
+    def num_rows(self) -> int:
+        """Return the training rows of the whole run."""
+        return self.newest.base_row + self.newest.train.num_rows
+
+    @property
+    def num_steps(self) -> int:
+        """Return the steps that train every row once."""
+        return self.newest.end_step
+
+    @property
+    def evaluation(self) -> Rows:
+        """Return the newest segment's rows of evaluation."""
+        return self.newest.evaluation
+
+    def segment_of_step(self, step: int) -> int:
+        """Return the number of the segment that trains step ``step`` (from 1 on)."""
+        if not 1 <= step <= self.num_steps:
+            raise ValueError(f"step {step} is not in [1, {self.num_steps}] of plan {self.plan_id}")
+        return max(number for number, segment in enumerate(self.segments) if segment.base_step < step)
+
+    def segment_of_row(self, row: int) -> int:
+        """Return the number of the segment that a row is of."""
+        if not 0 <= row < self.num_rows:
+            raise IndexError(f"row {row} is not in [0, {self.num_rows}) of plan {self.plan_id}")
+        return max(number for number, segment in enumerate(self.segments) if segment.base_row <= row)
 
     def step_rows(self, step: int) -> range:
         """Return the global rows that step ``step`` (from 1 on) trains."""
-        if not 1 <= step <= self.num_steps:
-            raise ValueError(f"step {step} is not in [1, {self.num_steps}] of plan {self.plan_id}")
-        size = self.settings.rows_per_step
-        return range((step - 1) * size, min(step * size, self.num_rows))
+        number = self.segment_of_step(step)
+        segment = self.segments[number]
+        size = segment.settings.rows_per_step
+        first = segment.base_row + (step - 1 - segment.base_step) * size
+        return range(first, min(first + size, segment.base_row + segment.train.num_rows))
+
+    def weights(self, rows: range) -> RowWeights:
+        """Return what rows of one step weigh."""
+        segment = self.segments[self.segment_of_row(rows.start)]
+        return segment.train.weights(rows.start - segment.base_row, rows.stop - segment.base_row)
+
+    def pieces(self, row: int) -> tuple[Piece, ...]:
+        """Return the pieces of a row."""
+        segment = self.segments[self.segment_of_row(row)]
+        return segment.train.pieces(row - segment.base_row)
+
+    def row_tokens(self, row: int) -> int:
+        """Return the padded length of a row."""
+        return int(self.weights(range(row, row + 1)).padded_tokens(self.settings.pad_multiple)[0])
 
     def step_tokens(self, step: int) -> int:
         """Return the supervised tokens of a step: the denominator of its loss."""
-        rows = self.step_rows(step)
-        return int(self.train.supervised[rows.start : rows.stop].sum())
+        return int(self.weights(self.step_rows(step)).supervised.sum(dtype=np.int64))
 
     def step_schedule(self, step: int, dp_size: int) -> MicroSteps:
         """Return the row of each micro-step and data-parallel rank; None is a zero-weight filler."""
         rows = self.step_rows(step)
-        return assign_rows(rows, self.train.cost[rows.start : rows.stop], dp_size)
+        token_cost = self.segments[self.segment_of_step(step)].settings.token_cost
+        return assign_rows(rows, self.weights(rows).cost(token_cost), dp_size)
 
     def evaluation_schedule(self, dp_size: int) -> MicroSteps:
         """Return the evaluation row of each micro-step and data-parallel rank; None is a filler."""
-        return assign_rows(range(self.evaluation.num_rows), self.evaluation.cost, dp_size)
+        num_rows = self.evaluation.num_rows
+        costs = self.evaluation.weights(0, num_rows).cost(self.settings.token_cost)
+        return assign_rows(range(num_rows), costs, dp_size)
+
+    def most_rows_per_step(self, first_step: int) -> int:
+        """Return the most rows of any step from ``first_step`` on."""
+        first = self.segment_of_step(first_step) if first_step <= self.num_steps else len(self.segments) - 1
+        return max(segment.settings.rows_per_step for segment in self.segments[first:])
+
+    def planned_steps(self, step: int) -> int:
+        """Return the steps that the run had planned when step ``step`` was: what a schedule's horizon goes by."""
+        return self.segments[self.segment_of_step(step)].end_step
 
     def cursor(self, step: int) -> Cursor:
         """Return the position after ``step`` completed steps (0: nothing trained yet)."""
-        next_row = self.step_rows(step).stop if step else 0
-        epoch = int(self.train.epoch[min(next_row, self.num_rows - 1)])
-        return Cursor(segment=0, plan_id=self.plan_id, epoch=epoch, next_row=next_row, step=step)
+        number = self.segment_of_step(max(step, 1)) if self.num_steps else 0
+        return self._cursor_in(number, step)
 
     def check_cursor(self, cursor: Cursor) -> None:
         """Refuse a cursor that is not a position of this plan.
@@ -139,13 +298,14 @@ class Plan:
         Raises:
             UserError: It is of another plan, or its numbers do not belong together.
         """
-        if cursor.plan_id != self.plan_id:
+        known = {segment.plan_id for segment in self.segments}
+        if cursor.plan_id not in known:
             raise UserError(
-                f"the checkpoint's data cursor is of plan {cursor.plan_id}, the run's plan is "
-                f"{self.plan_id}; "
-                "data, seed and context may not change on resume: start a new run under another run.name"
+                f"the checkpoint's data cursor is of plan {cursor.plan_id}, the run's plan is {self.plan_id}; "
+                "data, seed and context may not change on resume: start a new run under another run.name, or make "
+                "the change a branch of this one with `ray-ulysses train --branch`"
             )
-        if not 0 <= cursor.step <= self.num_steps or self.cursor(cursor.step) != cursor:
+        if not self._is_position(cursor):
             raise UserError(
                 f"the data cursor {cursor.to_json()} is no position of plan {self.plan_id}; resume elsewhere"
             )
@@ -156,150 +316,42 @@ class Plan:
         Raises:
             UserError: The corpus was replaced since planning.
         """
-        if fingerprint != self.fingerprint:
+        planned = corpus_fingerprint(self.newest.sources)
+        if fingerprint != planned:
             raise UserError(
                 f"data.path: the corpus was replaced since planning: plan {self.plan_id} was made for corpus "
-                f"{self.fingerprint}, found {fingerprint}; restore the corpus, or start a new run under "
-                "another run.name"
+                f"{planned}, found {fingerprint}; restore the corpus, or start a new run under another run.name"
             )
 
+    def _is_position(self, cursor: Cursor) -> bool:
+        if not 0 <= cursor.segment < len(self.segments) or cursor.step < 0:
+            return False
+        segment = self.segments[cursor.segment]
+        last = self.segments[cursor.segment + 1].base_step if segment is not self.newest else self.num_steps
+        return segment.base_step <= cursor.step <= last and self._cursor_in(cursor.segment, cursor.step) == cursor
 
-def build_plan(lengths: NDArray[np.int64], fingerprint: str, settings: PlanSettings) -> Plan:
-    """Plan every row from the documents' lengths.
-
-    Args:
-        lengths: int64 [documents], tokens of each document.
-        fingerprint: Identity of the corpus.
-        settings: Seed, context and the rest.
-
-    Returns:
-        The plan; the same arguments give the same plan on every machine and under every NumPy version.
-
-    Raises:
-        UserError: The context is shorter than ``pad_multiple``, or a split is left without documents.
-    """
-    _check(settings)
-    documents = np.arange(lengths.size, dtype=np.int64)
-    held_out = _held_out(documents, settings)
-    usable = lengths >= 2
-    train_documents = documents[~held_out & usable]
-    held_documents = documents[held_out & usable]
-    _refuse_empty_split(train_documents.size, held_documents.size, lengths.size, settings)
-    epochs = [
-        _pack(train_documents, lengths, settings, epoch, _TRAIN_DOCUMENTS, _TRAIN_ROWS)
-        for epoch in range(settings.epochs)
-    ]
-    train = epochs[0] if len(epochs) == 1 else RowTable.concatenate(epochs, settings.pad_multiple)
-    evaluation = empty_rows(settings.pad_multiple)
-    if held_documents.size and settings.eval_rows:
-        packed = _pack(held_documents, lengths, settings, 0, _EVALUATION_DOCUMENTS, _EVALUATION_ROWS)
-        evaluation = _first_rows(packed, settings.eval_rows, settings.pad_multiple)
-    return Plan(
-        plan_id=plan_id_of(settings, fingerprint, train, evaluation),
-        settings=settings,
-        fingerprint=fingerprint,
-        train=train,
-        evaluation=evaluation,
-        num_documents=lengths.size,
-        held_out_documents=int(held_out.sum()),
-        skipped_documents=int((~usable).sum()),
-    )
+    def _cursor_in(self, number: int, step: int) -> Cursor:
+        segment = self.segments[number]
+        local = min((step - segment.base_step) * segment.settings.rows_per_step, segment.train.num_rows)
+        epoch = segment.epoch_of(min(local, segment.train.num_rows - 1))
+        return Cursor(
+            segment=number, plan_id=segment.plan_id, epoch=epoch, next_row=segment.base_row + local, step=step
+        )
 
 
-def plan_id_of(settings: PlanSettings, fingerprint: str, train: RowTable, evaluation: RowTable) -> str:
-    """Return the id that planner version, settings, corpus and rows give."""
+def segment_id(settings: PlanSettings, sources: Sequence[PlannedSource], branch: Branch | None) -> str:
+    """Return the id of the segment that these make: together with the planner they decide every row."""
     content: dict[str, Any] = {
         "planner": PLANNER_VERSION,
         "settings": asdict(settings),
-        "corpus": fingerprint,
-        "train": train.content_digest(),
-        "evaluation": evaluation.content_digest(),
+        "sources": [source.identity for source in sources],
+        "branch": None if branch is None else asdict(branch),
     }
     return stable_hash(content)[:16]
 
 
-def _check(settings: PlanSettings) -> None:
-    if settings.capacity < 1:
-        raise UserError(
-            f"data.context_tokens={settings.context_tokens}: is shorter than "
-            f"pad_multiple={settings.pad_multiple}, "
-            f"which a row's length must be a multiple of; use at least {settings.pad_multiple}"
-        )
-    lowest_values = {"data.rows_per_step": 1, "data.epochs": 1, "data.eval_rows": 0, "run.seed": 0}
-    for path, lowest in lowest_values.items():
-        value = getattr(settings, path.split(".")[1])
-        if value < lowest:
-            raise UserError(f"{path}={value}: must be at least {lowest}")
-    if not 0.0 <= settings.eval_fraction <= 0.5:
-        raise UserError(f"data.eval_fraction={settings.eval_fraction}: must be in [0, 0.5]")
-
-
-def _held_out(documents: NDArray[np.int64], settings: PlanSettings) -> NDArray[np.bool_]:
-    """Choose by a hash of the document's number: documents added later move none between the splits."""
-    if settings.eval_fraction == 0.0:
-        return np.zeros(documents.size, dtype=bool)
-    hashes = mix(documents.astype(np.uint64) ^ np.uint64(mix_int(settings.seed)))
-    return (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53 < settings.eval_fraction
-
-
-def _refuse_empty_split(num_train: int, num_held: int, num_documents: int, settings: PlanSettings) -> None:
-    if num_train == 0:
-        raise UserError(
-            f"data.eval_fraction={settings.eval_fraction}: of {num_documents} documents, {num_held} are held "
-            "out for "
-            "evaluation and none is left to train on; use a smaller share, or a corpus with more documents"
-        )
-    if settings.eval_fraction > 0 and settings.eval_rows > 0 and num_held == 0:
-        raise UserError(
-            f"data.eval_fraction={settings.eval_fraction}: holds out none of the {num_documents} documents; "
-            "use a larger share, 0 for no evaluation, or a corpus with more documents"
-        )
-
-
-def _permutation(size: int, settings: PlanSettings, epoch: int, stream: int) -> NDArray[np.int64]:
-    """Return a seeded order, from raw Philox words: NumPy may change what `permutation` draws."""
-    bits = np.random.Philox(key=[settings.seed, epoch << 8 | stream])
-    return np.argsort(bits.random_raw(size), kind="stable").astype(np.int64)
-
-
-def _pack(
-    documents: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    settings: PlanSettings,
-    epoch: int,
-    document_stream: int,
-    row_stream: int,
-) -> RowTable:
-    shuffled = documents[_permutation(documents.size, settings, epoch, document_stream)]
-    document, start, length, has_next = split_documents(shuffled, lengths[shuffled], settings.capacity)
-    rows = best_fit(length, settings.capacity)
-    # Rows close in an order that goes with their fill, and pieces of one document lie side by side: shuffle
-    # them too.
-    num_rows = int(rows.max()) + 1
-    place = np.empty(num_rows, dtype=np.int64)
-    place[_permutation(num_rows, settings, epoch, row_stream)] = np.arange(num_rows)
-    rows = place[rows]
-    order = np.argsort(rows, kind="stable")
-    return RowTable.build(
-        offsets=np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=num_rows))]).astype(np.int64),
-        document=document[order],
-        start=start[order],
-        length=length[order],
-        has_next_label=has_next[order],
-        epoch=np.full(num_rows, epoch, dtype=np.int32),
-        pad_multiple=settings.pad_multiple,
-    )
-
-
-def _first_rows(table: RowTable, num_rows: int, pad_multiple: int) -> RowTable:
-    kept = min(num_rows, table.num_rows)
-    end = int(table.offsets[kept])
-    return RowTable.build(
-        offsets=table.offsets[: kept + 1].copy(),
-        document=table.document[:end].copy(),
-        start=table.start[:end].copy(),
-        length=table.length[:end].copy(),
-        has_next_label=table.has_next_label[:end].copy(),
-        epoch=table.epoch[:kept].copy(),
-        pad_multiple=pad_multiple,
-    )
+def corpus_fingerprint(sources: Sequence[PlannedSource]) -> str:
+    """Return the identity of the content of all sources."""
+    if len(sources) == 1:
+        return sources[0].fingerprint
+    return stable_hash([source.fingerprint for source in sources])

@@ -1,165 +1,204 @@
-"""A plan on disk: the rows as Parquet, and ``plan.json``, written last, which names and commits them."""
+"""A plan on disk: a directory a segment, whose ``plan.json`` is written last, names the files and commits them."""
 
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ray_ulysses.data.atomic import atomic_file, write_text
-from ray_ulysses.data.plan import PLANNER_VERSION, Plan, PlanSettings, plan_id_of
-from ray_ulysses.data.rows import RowTable
-from ray_ulysses.data.shard import READ_ERRORS
+from ray_ulysses.data.atomic import write_text
+from ray_ulysses.data.drawing import NO_FRAGMENTS, Fragments
+from ray_ulysses.data.mixture import PlannedSource, SourceWindow
+from ray_ulysses.data.patience import READ_ERRORS
+from ray_ulysses.data.plan import (
+    PLANNER_VERSION,
+    Branch,
+    EpochInfo,
+    Plan,
+    PlanSettings,
+    Segment,
+    Totals,
+    segment_id,
+)
+from ray_ulysses.data.planning import PlanInput, Remainder, build_segment
+from ray_ulysses.data.row_files import FileRows, PieceWriter, unreadable_plan, write_weights
+from ray_ulysses.data.rows import MemoryRows
 from ray_ulysses.errors import UserError
 
 PLAN_FILE = "plan.json"
-TRAIN_FILE = "train.parquet"
-EVALUATION_FILE = "evaluation.parquet"
-_GROUP_ROWS = 1 << 20
-
-_SCHEMA = pa.schema(
-    [
-        pa.field("row", pa.int64(), nullable=False),
-        pa.field("epoch", pa.int32(), nullable=False),
-        pa.field("document", pa.int64(), nullable=False),
-        pa.field("start", pa.int64(), nullable=False),
-        pa.field("length", pa.int64(), nullable=False),
-        pa.field("has_next_label", pa.bool_(), nullable=False),
-    ]
+_ROWS, _PIECES, _EVALUATION_ROWS, _EVALUATION_PIECES = (
+    f"{name}.parquet" for name in ("rows", "pieces", "evaluation_rows", "evaluation_pieces")
 )
+_FRAGMENTS = "fragments.parquet"
+_FOLDER = re.compile(r"^segment-(\d{4,})$")
 
 
-def save_plan(plan: Plan, directory: Path) -> None:
-    """Write a plan; a directory that holds the same plan already is left as it is.
+def write_segment(
+    directory: Path,
+    number: int,
+    documents: PlanInput,
+    settings: PlanSettings,
+    remainder: Remainder | None = None,
+) -> Segment:
+    """Plan a segment straight to disk; one that is there already with the same id is left as it is.
+
+    Args:
+        directory: The plan's directory.
+        number: The segment's number.
+        documents: What it is made from.
+        settings: What it is made with.
+        remainder: What the run has trained already; ``None`` for segment 0.
+
+    Returns:
+        The segment, read back.
 
     Raises:
-        UserError: The directory holds another plan, which is not written over.
+        UserError: Another segment of that number is there, which is not written over; or no plan is possible.
     """
-    if (directory / PLAN_FILE).is_file():
-        found = _read_header(directory).get("plan_id")
-        if found == plan.plan_id:
-            return
-        raise UserError(
-            f"{directory}: already holds plan {found}, not {plan.plan_id}; nothing was written over. "
-            "Data, seed and context may not change in a run: use another run.name"
-        )
-    _write_rows(directory / TRAIN_FILE, plan.train)
-    _write_rows(directory / EVALUATION_FILE, plan.evaluation)
-    header = {
-        "planner_version": PLANNER_VERSION,
-        "plan_id": plan.plan_id,
-        "fingerprint": plan.fingerprint,
-        "settings": asdict(plan.settings),
-        "num_documents": plan.num_documents,
-        "held_out_documents": plan.held_out_documents,
-        "skipped_documents": plan.skipped_documents,
-        "num_rows": plan.num_rows,
-        "num_evaluation_rows": plan.evaluation.num_rows,
-    }
-    write_text(directory / PLAN_FILE, json.dumps(header, indent=2) + "\n")
+    folder = directory / f"segment-{number:04d}"
+    plan_id = segment_id(settings, documents.sources, remainder.branch if remainder else None)
+    if (folder / PLAN_FILE).is_file():
+        found = _read_header(folder).get("plan_id")
+        if found != plan_id:
+            raise UserError(
+                f"{folder}: already holds plan {found}, not {plan_id}; nothing was written over. "
+                "Data, seed and context may not change in a run: use another run.name, or `ray-ulysses train --branch`"
+            )
+        return _read_segment(folder)
+    # What a planner that was killed has left is no plan.
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    writer = PieceWriter(folder / _PIECES, plan_id)
+    segment = build_segment(documents, settings, writer, remainder)
+    writer.close()
+    _write_rows(folder, segment)
+    write_text(folder / PLAN_FILE, json.dumps(_header(segment), indent=2) + "\n")
+    return _read_segment(folder)
 
 
 def load_plan(directory: Path) -> Plan:
-    """Read a plan and check that its rows give its id.
+    """Open a plan; reads no row.
 
     Raises:
-        UserError: It is missing, of another version, unreadable, or changed since it was written.
+        UserError: It is missing, of another version, unreadable, or its segments do not follow one another.
     """
-    header = _read_header(directory)
-    version = header.get("planner_version")
-    if version != PLANNER_VERSION:
-        raise UserError(
-            f"{directory}: the plan was made by planner version {version}, this is version "
-            f"{PLANNER_VERSION}; "
-            "go on with the version that made it, or start a new run under another run.name"
-        )
-    try:
-        settings = PlanSettings(**header["settings"])
-        counts = {name: int(header[name]) for name in ("num_documents", "held_out_documents", "skipped_documents")}
-        plan_id, fingerprint = str(header["plan_id"]), str(header["fingerprint"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise _unreadable(directory / PLAN_FILE, error) from error
-    train = _read_rows(directory / TRAIN_FILE, settings.pad_multiple)
-    evaluation = _read_rows(directory / EVALUATION_FILE, settings.pad_multiple)
-    found = plan_id_of(settings, fingerprint, train, evaluation)
-    if found != plan_id:
-        raise UserError(
-            f"{directory}: {PLAN_FILE} names plan {plan_id}, but its files give {found}: they were changed "
-            "since the "
-            "plan was made; restore them, or start a new run under another run.name"
-        )
-    return Plan(
-        plan_id=plan_id,
-        settings=settings,
-        fingerprint=fingerprint,
-        train=train,
-        evaluation=evaluation,
-        **counts,
-    )
+    folders = _folders(directory)
+    if not folders:
+        raise UserError(f"{directory}: holds no plan ({PLAN_FILE} is missing)")
+    segments = [_read_segment(folder) for folder in folders]
+    for folder, before, after in zip(folders[1:], segments, segments[1:], strict=False):
+        if after.branch is None or after.branch.plan_id != before.plan_id:
+            raise unreadable_plan(folder / PLAN_FILE, f"it does not go on from plan {before.plan_id}")
+    return Plan(segments=tuple(segments))
 
 
 def has_plan(directory: Path) -> bool:
     """Return whether a plan has been committed in the directory."""
-    return (directory / PLAN_FILE).is_file()
+    return bool(_folders(directory))
 
 
-def _read_header(directory: Path) -> dict[str, Any]:
-    path = directory / PLAN_FILE
-    if not path.is_file():
-        raise UserError(f"{directory}: holds no plan ({PLAN_FILE} is missing)")
+def _folders(directory: Path) -> list[Path]:
+    """Return the folders of committed segments, in order."""
+    if not directory.is_dir():
+        return []
+    named = {int(match[1]): path for path in directory.iterdir() if (match := _FOLDER.match(path.name))}
+    folders: list[Path] = []
+    while (folder := named.get(len(folders))) is not None and (folder / PLAN_FILE).is_file():
+        folders.append(folder)
+    return folders
+
+
+def _header(segment: Segment) -> dict[str, Any]:
+    return {
+        "planner_version": PLANNER_VERSION,
+        "plan_id": segment.plan_id,
+        "settings": asdict(segment.settings),
+        "sources": [asdict(source) for source in segment.sources],
+        "branch": None if segment.branch is None else asdict(segment.branch),
+        "epochs": [asdict(info) for info in segment.epochs],
+        "firsts": list(segment.firsts),
+        "totals": asdict(segment.totals),
+        "num_rows": segment.train.num_rows,
+    }
+
+
+def _read_segment(folder: Path) -> Segment:
+    header = _read_header(folder)
+    version = header.get("planner_version")
+    if version != PLANNER_VERSION:
+        raise UserError(
+            f"{folder}: the plan was made by planner version {version}, this is version {PLANNER_VERSION}; "
+            "go on with the version that made it, or start a new run under another run.name"
+        )
+    try:
+        settings = PlanSettings(**header["settings"])
+        sources = tuple(PlannedSource(**source) for source in header["sources"])
+        branch = None if header["branch"] is None else Branch(**header["branch"])
+        epochs = tuple(
+            EpochInfo(**{**info, "windows": tuple(SourceWindow(**window) for window in info["windows"])})
+            for info in header["epochs"]
+        )
+        plan_id, totals = str(header["plan_id"]), Totals(**header["totals"])
+        firsts, num_rows = tuple(int(first) for first in header["firsts"]), int(header["num_rows"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise unreadable_plan(folder / PLAN_FILE, error) from error
+    found = segment_id(settings, sources, branch)
+    if found != plan_id:
+        raise UserError(
+            f"{folder}: {PLAN_FILE} names plan {plan_id}, but its fields give {found}: they were changed since the "
+            "plan was made; restore the file, or start a new run under another run.name"
+        )
+    train = FileRows(folder / _ROWS, folder / _PIECES, plan_id)
+    if train.num_rows != num_rows:
+        raise unreadable_plan(folder / _ROWS, f"{train.num_rows} rows where {PLAN_FILE} says {num_rows}")
+    return Segment(
+        plan_id=plan_id,
+        settings=settings,
+        sources=sources,
+        branch=branch,
+        epochs=epochs,
+        firsts=firsts,
+        fragments=_read_fragments(folder / _FRAGMENTS),
+        totals=totals,
+        train=train,
+        evaluation=FileRows(folder / _EVALUATION_ROWS, folder / _EVALUATION_PIECES, plan_id),
+    )
+
+
+def _read_header(folder: Path) -> dict[str, Any]:
+    path = folder / PLAN_FILE
     try:
         header = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
+        raise unreadable_plan(path, error) from error
     if not isinstance(header, dict):
-        raise _unreadable(path, "not a JSON object")
+        raise unreadable_plan(path, "not a JSON object")
     return header
 
 
-def _write_rows(path: Path, rows: RowTable) -> None:
-    sizes = np.diff(rows.offsets)
-    table = pa.table(
-        {
-            "row": np.repeat(np.arange(rows.num_rows, dtype=np.int64), sizes),
-            "epoch": np.repeat(rows.epoch, sizes),
-            "document": rows.document,
-            "start": rows.start,
-            "length": rows.length,
-            "has_next_label": rows.has_next_label,
-        }
-    ).cast(_SCHEMA)
-    with atomic_file(path) as temporary:
-        pq.write_table(table, temporary, compression="zstd", row_group_size=_GROUP_ROWS)
+def _write_rows(folder: Path, segment: Segment) -> None:
+    train, evaluation = segment.train, segment.evaluation
+    assert isinstance(train, MemoryRows) and isinstance(evaluation, MemoryRows)
+    write_weights(folder / _ROWS, train.weights(0, train.num_rows), segment.plan_id)
+    write_weights(folder / _EVALUATION_ROWS, evaluation.weights(0, evaluation.num_rows), segment.plan_id)
+    writer = PieceWriter(folder / _EVALUATION_PIECES, segment.plan_id)
+    writer.add(evaluation.all_pieces)
+    writer.close()
+    fragments = segment.fragments
+    table = pa.table({name: getattr(fragments, name) for name in ("document", "start", "length")})
+    pq.write_table(table, folder / _FRAGMENTS, compression="lz4", write_page_checksum=True)
 
 
-def _read_rows(path: Path, pad_multiple: int) -> RowTable:
+def _read_fragments(path: Path) -> Fragments:
     try:
-        table = pq.read_table(path, schema=_SCHEMA)
-    except READ_ERRORS as error:
-        raise _unreadable(path, error) from error
-    columns = {name: table.column(name).to_numpy() for name in _SCHEMA.names}
-    # Rows are numbered from 0 without a gap and lie in order: each begins where the number changes.
-    row = columns["row"]
-    starts = np.flatnonzero(np.diff(row, prepend=-1))
-    if not np.array_equal(row[starts], np.arange(starts.size)):
-        raise _unreadable(path, "its rows are not in order")
-    return RowTable.build(
-        offsets=np.append(starts, row.size).astype(np.int64),
-        document=columns["document"].copy(),
-        start=columns["start"].copy(),
-        length=columns["length"].copy(),
-        has_next_label=columns["has_next_label"].copy(),
-        epoch=columns["epoch"][starts].astype(np.int32),
-        pad_multiple=pad_multiple,
-    )
-
-
-def _unreadable(path: Path, reason: object) -> UserError:
-    return UserError(
-        f"{path}: the plan can't be read ({reason}); restore the file, or start a new run under another run.name"
-    )
+        table = pq.read_table(path, page_checksum_verification=True)
+        columns = {name: table.column(name).to_numpy() for name in ("document", "start", "length")}
+    except (*READ_ERRORS, KeyError) as error:
+        raise unreadable_plan(path, error) from error
+    return Fragments(**columns) if table.num_rows else NO_FRAGMENTS

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.plan import Plan
-from ray_ulysses.data.rows import Piece, RowTable
+from ray_ulysses.data.rows import Piece
 from ray_ulysses.parallel.layout import held_ranges, row_multiple
 
 IGNORE_INDEX = -100
@@ -31,6 +31,10 @@ class TokenStore(Protocol):
         """Return ``length`` tokens of a document from ``start`` on."""
         ...
 
+    def label_mask(self, document: int, first: int, last: int) -> NDArray[np.bool_] | None:
+        """Return which of the tokens ``[first, last)`` of a document may be labels; None: all of them."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RowSlice:
@@ -44,7 +48,8 @@ class RowSlice:
         row_tokens: Length of the whole row, padding included.
         document_lengths: Lengths of the whole row's pieces, in order, padding left out.
         input_ids: int64 [row_tokens // sp_size]; padding is token 0.
-        labels: int64, the same shape: the next token of the same document, -100 where there is none.
+        labels: int64, the same shape: the next token of the same document, -100 where there is none or where it may
+            not be a label.
         position_ids: int64, the same shape: from 0 in each piece, and from 0 in the padding.
     """
 
@@ -139,17 +144,27 @@ def _read_range(
         low, high = max(first, begin), min(last, begin + piece.length)
         if low < high:
             inside, count = low - begin, high - low
-            num_labels = min(count, piece.supervised - inside)
+            num_labels = min(count, piece.num_labels - inside)
             # One token more than the inputs, where there is one: the label of the last of them.
             tokens = store.read(piece.document, piece.start + inside, max(count, num_labels + 1))
             target = slice(low - first, high - first)
             input_ids[target] = tokens[:count]
-            labels[low - first : low - first + num_labels] = tokens[1 : num_labels + 1]
+            if num_labels > 0:
+                labels[low - first : low - first + num_labels] = _labels(
+                    store, piece, inside, tokens[1 : num_labels + 1]
+                )
             position_ids[target] = np.arange(inside, inside + count)
         begin += piece.length
     padding = max(first, begin)
     if padding < last:
         position_ids[padding - first :] = np.arange(padding - begin, last - begin)
+
+
+def _labels(store: TokenStore, piece: Piece, inside: int, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the labels of a piece's inputs from ``inside`` on: the next tokens, where they may be labels."""
+    first = piece.start + inside + 1
+    mask = store.label_mask(piece.document, first, first + tokens.size)
+    return tokens if mask is None else np.where(mask, tokens, IGNORE_INDEX)
 
 
 def filler_slice(store: TokenStore, pad_multiple: int, sp_rank: int, sp_size: int, ring_size: int = 1) -> RowSlice:
@@ -176,9 +191,13 @@ class RowReader:
         Raises:
             UserError: A shard can't be read.
         """
-        table: RowTable = self._plan.train if split == "train" else self._plan.evaluation
-        pieces = table.pieces(row)
-        return slice_row(self._store, row, int(table.tokens[row]), pieces, sp_rank, sp_size, ring_size)
+        if split == "train":
+            pieces, row_tokens = self._plan.pieces(row), self._plan.row_tokens(row)
+        else:
+            pieces = self._plan.evaluation.pieces(row)
+            weights = self._plan.evaluation.weights(row, row + 1)
+            row_tokens = int(weights.padded_tokens(self._plan.settings.pad_multiple)[0])
+        return slice_row(self._store, row, row_tokens, pieces, sp_rank, sp_size, ring_size)
 
     def filler(self, sp_rank: int, sp_size: int, ring_size: int = 1) -> RowSlice:
         """Return a slice of the zero-weight row that stands in where no row is left in a micro-step."""

@@ -52,6 +52,11 @@ class RowGroupReader:
         noted = (self._metadata.metadata or {}).get(_CONTENT_KEY.encode())
         return None if noted is None else int(noted, 16)
 
+    @property
+    def key_values(self) -> dict[bytes, bytes]:
+        """Return the key-value metadata of the footer."""
+        return dict(self._metadata.metadata or {})
+
     def group_of(self, row: int) -> tuple[int, int]:
         """Return the group that holds a row, and the row's place in it."""
         assert 0 <= row < self.num_rows, (row, self.num_rows)
@@ -86,12 +91,25 @@ class RowGroupReader:
 class RowGroupWriter:
     """Writes tables of any size as row groups of ``GROUP_ROWS`` rows, so that memory stays at about one group."""
 
-    def __init__(self, path: Path, schema: pa.Schema, *, statistics: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        schema: pa.Schema,
+        *,
+        statistics: Sequence[str] = (),
+        compression: str = "zstd",
+        use_dictionary: bool = True,
+    ) -> None:
         self._schema = schema
         self._pending: list[pa.Table] = []
         self._num_pending = 0
         self._writer = pq.ParquetWriter(
-            path, schema, compression="zstd", write_page_checksum=True, write_statistics=list(statistics) or False
+            path,
+            schema,
+            compression=compression,
+            use_dictionary=use_dictionary,
+            write_page_checksum=True,
+            write_statistics=list(statistics) or False,
         )
 
     def add(self, table: pa.Table) -> None:
@@ -105,9 +123,10 @@ class RowGroupWriter:
             self._pending = [rows.slice(whole)]
             self._num_pending = rows.num_rows - whole
 
-    def close(self, content_crc32: int) -> None:
-        """Write what is pending and the footer, which carries a checksum of the content."""
+    def close(self, content_crc32: int | None = None) -> None:
+        """Write what is pending and the footer, which carries a checksum of the content where one is given."""
         if self._num_pending:
             self._writer.write_table(pa.concat_tables(self._pending), row_group_size=GROUP_ROWS)
-        self._writer.add_key_value_metadata({_CONTENT_KEY: f"{content_crc32:08x}"})
+        if content_crc32 is not None:
+            self._writer.add_key_value_metadata({_CONTENT_KEY: f"{content_crc32:08x}"})
         self._writer.close()

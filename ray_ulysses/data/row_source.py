@@ -39,6 +39,7 @@ class DirectSource:
         *,
         ring_size: int = 1,
         prefetch_rows: int = 2,
+        timeout_s: float | None = None,
     ) -> None:
         self._reader = reader
         self._plan = plan
@@ -48,6 +49,7 @@ class DirectSource:
         self._sp_size = sp_size
         self._ring_size = ring_size
         self._prefetch_rows = prefetch_rows
+        self._timeout_s = timeout_s
         self._ahead: ReadAhead[RowSlice] | None = None
         self._next_step = 0
 
@@ -56,6 +58,7 @@ class DirectSource:
 
         Raises:
             UserError: A shard can't be read.
+            RunError: No row came in time.
         """
         schedule = self._plan.step_schedule(step, self._dp_size)
         if self._ahead is None or self._next_step != step:
@@ -64,7 +67,7 @@ class DirectSource:
         # Until the last slice is out, the position is unknown: a step that is asked for again starts anew.
         self._next_step = 0
         for _ in schedule:
-            yield self._ahead.next()
+            yield self._ahead.next(self._timeout_s)
         self._next_step = step + 1
 
     def close(self) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ray_ulysses.data.packing import NO_PIECES, Pieces
+
 Int64Array = NDArray[np.int64]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Piece:
     """A stretch of one document in a row.
 
@@ -29,141 +30,118 @@ class Piece:
     has_next_label: bool
 
     @property
-    def supervised(self) -> int:
-        """Return the tokens that have a label."""
+    def num_labels(self) -> int:
+        """Return the tokens that have a next one in the document."""
         return self.length if self.has_next_label else self.length - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RowTable:
-    """Rows of one split, in the order of training; the pieces of row r are ``[offsets[r], offsets[r + 1])``.
+class RowWeights:
+    """What rows weigh, one entry a row.
 
     Attributes:
-        offsets: int64 [num_rows + 1].
-        document: int64 [pieces].
-        start: int64 [pieces].
-        length: int64 [pieces].
-        has_next_label: bool [pieces].
-        epoch: int32 [num_rows].
-        tokens: int64 [num_rows], the padded length of each row.
-        supervised: int64 [num_rows], tokens with a label.
-        cost: int64 [num_rows], the sum of squared piece lengths, which attention's cost goes with.
+        first_piece: int64, place of the row's first piece among all pieces.
+        num_pieces: int32, its pieces.
+        document_tokens: int32, tokens of its pieces, padding left out.
+        supervised: int32, tokens with a label.
+        sum_squares: int64, sum of the squared lengths of its pieces.
     """
 
-    offsets: Int64Array
-    document: Int64Array
-    start: Int64Array
-    length: Int64Array
-    has_next_label: NDArray[np.bool_]
-    epoch: NDArray[np.int32]
-    tokens: Int64Array
-    supervised: Int64Array
-    cost: Int64Array
-
-    @classmethod
-    def build(
-        cls,
-        *,
-        offsets: Int64Array,
-        document: Int64Array,
-        start: Int64Array,
-        length: Int64Array,
-        has_next_label: NDArray[np.bool_],
-        epoch: NDArray[np.int32],
-        pad_multiple: int,
-    ) -> RowTable:
-        """Return the table with the weights of its rows worked out."""
-        used = _sums(length, offsets)
-        table = cls(
-            offsets=offsets,
-            document=document,
-            start=start,
-            length=length,
-            has_next_label=has_next_label,
-            epoch=epoch,
-            tokens=-(-used // pad_multiple) * pad_multiple,
-            supervised=_sums(length - ~has_next_label, offsets),
-            cost=_sums(length * length, offsets),
-        )
-        for name in cls.__slots__:
-            getattr(table, name).setflags(write=False)
-        return table
-
-    @classmethod
-    def concatenate(cls, tables: Sequence[RowTable], pad_multiple: int) -> RowTable:
-        """Return the rows of all tables, one table after another."""
-        shifts = np.cumsum([0, *(table.document.size for table in tables)])
-        ends = [table.offsets[1:] + shift for table, shift in zip(tables, shifts[:-1], strict=True)]
-        return cls.build(
-            offsets=np.concatenate([np.zeros(1, dtype=np.int64), *ends]),
-            document=np.concatenate([table.document for table in tables]),
-            start=np.concatenate([table.start for table in tables]),
-            length=np.concatenate([table.length for table in tables]),
-            has_next_label=np.concatenate([table.has_next_label for table in tables]),
-            epoch=np.concatenate([table.epoch for table in tables]),
-            pad_multiple=pad_multiple,
-        )
+    first_piece: Int64Array
+    num_pieces: NDArray[np.int32]
+    document_tokens: NDArray[np.int32]
+    supervised: NDArray[np.int32]
+    sum_squares: Int64Array
 
     @property
     def num_rows(self) -> int:
         """Return the number of rows."""
-        return self.offsets.size - 1
+        return int(self.first_piece.size)
+
+    def take(self, rows: Int64Array | slice) -> RowWeights:
+        """Return the weights of some rows."""
+        return RowWeights(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
+    def padded_tokens(self, pad_multiple: int) -> Int64Array:
+        """Return each row's length: its documents' tokens, padded to a multiple."""
+        return -(-self.document_tokens.astype(np.int64) // pad_multiple) * pad_multiple
+
+    def cost(self, token_cost: int) -> Int64Array:
+        """Return what each row costs: attention's squares, and ``token_cost`` of them for each token."""
+        return self.sum_squares + token_cost * self.document_tokens.astype(np.int64)
+
+    @classmethod
+    def join(cls, parts: list[RowWeights]) -> RowWeights:
+        """Return the rows of all parts, one after another."""
+        if not parts:
+            return NO_ROWS
+        return cls(
+            **{field.name: np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)}
+        )
+
+
+NO_ROWS = RowWeights(
+    first_piece=np.empty(0, dtype=np.int64),
+    num_pieces=np.empty(0, dtype=np.int32),
+    document_tokens=np.empty(0, dtype=np.int32),
+    supervised=np.empty(0, dtype=np.int32),
+    sum_squares=np.empty(0, dtype=np.int64),
+)
+
+
+class Rows(Protocol):
+    """The rows of one split, in the order of training, from 0 on."""
 
     @property
-    def num_pieces(self) -> int:
-        """Return the number of pieces in all rows."""
-        return self.document.size
+    def num_rows(self) -> int:
+        """Return how many there are."""
+        ...
 
-    @property
-    def num_tokens(self) -> int:
-        """Return the tokens of all pieces, padding left out."""
-        return int(self.length.sum())
-
-    @property
-    def padding_tokens(self) -> int:
-        """Return the tokens that only fill rows up to the pad multiple."""
-        return int(self.tokens.sum()) - self.num_tokens
+    def weights(self, first: int, stop: int) -> RowWeights:
+        """Return the weights of the rows ``[first, stop)``."""
+        ...
 
     def pieces(self, row: int) -> tuple[Piece, ...]:
         """Return the pieces of a row in their order."""
-        if not 0 <= row < self.num_rows:
-            raise IndexError(f"row {row} is not in [0, {self.num_rows})")
-        return tuple(
-            Piece(
-                document=int(self.document[at]),
-                start=int(self.start[at]),
-                length=int(self.length[at]),
-                has_next_label=bool(self.has_next_label[at]),
-            )
-            for at in range(int(self.offsets[row]), int(self.offsets[row + 1]))
+        ...
+
+
+class MemoryRows:
+    """Rows in memory, with their pieces or, where only their weights are asked for, without."""
+
+    def __init__(self, weights: RowWeights, pieces: Pieces | None) -> None:
+        self._weights = weights
+        self._pieces = pieces
+
+    @property
+    def num_rows(self) -> int:
+        """Return how many there are."""
+        return self._weights.num_rows
+
+    def weights(self, first: int, stop: int) -> RowWeights:
+        """Return the weights of the rows ``[first, stop)``."""
+        return self._weights.take(slice(first, stop))
+
+    @property
+    def all_pieces(self) -> Pieces:
+        """Return the pieces of all rows, in the order in which rows closed."""
+        return NO_PIECES if self._pieces is None else self._pieces
+
+    def pieces(self, row: int) -> tuple[Piece, ...]:
+        """Return the pieces of a row in their order."""
+        assert self._pieces is not None, "this plan was made without pieces"
+        weights = self._weights.take(slice(row, row + 1))
+        return piece_tuple(self._pieces, int(weights.first_piece[0]), int(weights.num_pieces[0]))
+
+
+def piece_tuple(pieces: Pieces, first: int, count: int) -> tuple[Piece, ...]:
+    """Return some of the pieces as values."""
+    return tuple(
+        Piece(
+            document=int(pieces.document[at]),
+            start=int(pieces.start[at]),
+            length=int(pieces.length[at]),
+            has_next_label=bool(pieces.has_next[at]),
         )
-
-    def content_digest(self) -> str:
-        """Return a hash of which pieces the rows hold, independent of machine and file format."""
-        digest = hashlib.blake2b(digest_size=16)
-        for array in (self.offsets, self.document, self.start, self.length):
-            digest.update(np.ascontiguousarray(array, dtype="<i8").data)
-        digest.update(np.ascontiguousarray(self.has_next_label, dtype=np.uint8).data)
-        digest.update(np.ascontiguousarray(self.epoch, dtype="<i4").data)
-        return digest.hexdigest()
-
-
-def empty_rows(pad_multiple: int) -> RowTable:
-    """Return a table without rows."""
-    nothing = np.empty(0, dtype=np.int64)
-    return RowTable.build(
-        offsets=np.zeros(1, dtype=np.int64),
-        document=nothing,
-        start=nothing.copy(),
-        length=nothing.copy(),
-        has_next_label=np.empty(0, dtype=bool),
-        epoch=np.empty(0, dtype=np.int32),
-        pad_multiple=pad_multiple,
+        for at in range(first, first + count)
     )
-
-
-def _sums(values: Int64Array, offsets: Int64Array) -> Int64Array:
-    """Return the sum of ``values`` over each row; no row is empty."""
-    if values.size == 0:
-        return np.zeros(offsets.size - 1, dtype=np.int64)
-    return np.add.reduceat(values, offsets[:-1]).astype(np.int64)

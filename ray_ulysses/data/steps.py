@@ -1,16 +1,19 @@
-"""Who trains which row of a step: rows dealt to data-parallel ranks so that every micro-step is level."""
+"""Rows in the order of training, and who trains which row of a step, so that ranks and micro-steps are level."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+Int64Array = NDArray[np.int64]
 MicroSteps = tuple[tuple[int | None, ...], ...]
+_STEP_BLOCK = 4096
 
 
-def assign_rows(rows: Sequence[int], costs: Sequence[int] | NDArray[np.int64], dp_size: int) -> MicroSteps:
+def assign_rows(rows: Sequence[int], costs: Sequence[int] | Int64Array, dp_size: int) -> MicroSteps:
     """Deal the rows of one step to the data-parallel ranks.
 
     Rows are sorted by cost, the dearest first (ties by row), and cut into micro-steps of ``dp_size``, so that
@@ -40,22 +43,93 @@ def num_micro_steps(num_rows: int, dp_size: int) -> int:
     return -(-num_rows // dp_size)
 
 
-def imbalance(costs: NDArray[np.int64], rows_per_step: int, dp_size: int) -> float:
-    """Return how much longer the steps take than with perfectly level ranks, by attention cost alone.
+def balance_windows(costs: Int64Array, rows_per_step: int, num_steps: int, first_row: int = 0) -> Int64Array:
+    """Return an order in which rows of like cost share a step, and the steps of a window stay level.
 
-    A micro-step lasts as long as its dearest row; the ideal is the total cost shared by all ranks. 1.0 is
-    level.
+    The rows of ``num_steps`` steps are sorted by cost and cut into ``num_steps ** 2`` groups of neighbours; each step
+    takes one group of every stratum of ``num_steps`` groups, forwards and backwards in turn. A step then still holds
+    rows of all costs, but the ones that share a micro-step are nearer to one another.
+
+    Args:
+        costs: Cost of each row, in the shuffled order.
+        rows_per_step: Rows of a step.
+        num_steps: Steps of a window.
+        first_row: The run's rows before these: windows end where steps end.
+
+    Returns:
+        The places in ``costs``, in the new order.
+    """
+    window = rows_per_step * num_steps
+    order = np.arange(costs.size, dtype=np.int64)
+    first = -(first_row % window)
+    while first < costs.size:
+        low, high = max(first, 0), min(first + window, costs.size)
+        order[low:high] = low + _spread(costs[low:high], low - first, rows_per_step, num_steps)
+        first += window
+    return order
+
+
+def _spread(costs: Int64Array, skipped: int, rows_per_step: int, num_steps: int) -> Int64Array:
+    """Return the order of one window, of whose places the first ``skipped`` belong to other rows."""
+    ranked = np.argsort(-costs, kind="stable")
+    window = rows_per_step * num_steps
+    size = -(-rows_per_step // num_steps)
+    places = np.arange(window).reshape(num_steps, rows_per_step)
+    turn = []
+    for stratum, column in enumerate(range(0, rows_per_step, size)):
+        groups = [step[column : column + size] for step in places]
+        turn += groups[::-1] if stratum % 2 else groups
+    targets = np.concatenate(turn) - skipped
+    targets = targets[(targets >= 0) & (targets < costs.size)]
+    order = np.empty(costs.size, dtype=np.int64)
+    order[targets] = ranked
+    return order
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimes:
+    """How level the steps of a plan are, by cost alone.
+
+    Attributes:
+        imbalance: Time of all steps over that with perfectly level ranks; 1.0 is level.
+        bound: The least imbalance that any dealing of each step's rows could have: a step lasts at least as long as
+            the mean over its ranks, and as its dearest row.
+        fast: Time of a step in the fastest tenth, over the mean.
+        slow: Time of a step in the slowest tenth, over the mean.
+    """
+
+    imbalance: float
+    bound: float
+    fast: float
+    slow: float
+
+
+def step_times(costs: Int64Array, rows_per_step: int, dp_size: int) -> StepTimes:
+    """Predict how level the steps are; a micro-step lasts as long as its dearest row.
 
     Args:
         costs: Cost of every row, in the order of training.
         rows_per_step: Rows of a global batch.
         dp_size: Data-parallel ranks.
     """
-    if costs.size == 0:
-        return 1.0
-    num_steps = -(-costs.size // rows_per_step)
-    steps = np.zeros((num_steps, rows_per_step), dtype=np.int64)
-    steps.reshape(-1)[: costs.size] = costs
-    # Sorted, the dearest row of each micro-step is every dp_size-th one.
-    dearest = -np.sort(-steps, axis=1)[:, ::dp_size]
-    return float(dearest.sum(dtype=np.float64) * dp_size / costs.sum(dtype=np.float64))
+    total = float(costs.sum(dtype=np.float64))
+    if total == 0.0:
+        return StepTimes(imbalance=1.0, bound=1.0, fast=1.0, slow=1.0)
+    times, bounds = [], []
+    for first in range(0, costs.size, rows_per_step * _STEP_BLOCK):
+        part = costs[first : first + rows_per_step * _STEP_BLOCK]
+        steps = np.zeros((-(-part.size // rows_per_step), rows_per_step), dtype=np.int64)
+        steps.reshape(-1)[: part.size] = part
+        # Sorted, the dearest row of each micro-step is every dp_size-th one.
+        dearest = -np.sort(-steps, axis=1)[:, ::dp_size]
+        times.append(dearest.sum(axis=1, dtype=np.float64))
+        bounds.append(np.maximum(steps.sum(axis=1, dtype=np.float64) / dp_size, dearest[:, 0]))
+    seconds = np.concatenate(times)
+    full = seconds[: costs.size // rows_per_step] if costs.size >= rows_per_step else seconds
+    fast, slow = np.quantile(full, [0.1, 0.9]) / full.mean()
+    return StepTimes(
+        imbalance=float(seconds.sum() * dp_size / total),
+        bound=float(np.concatenate(bounds).sum() * dp_size / total),
+        fast=float(fast),
+        slow=float(slow),
+    )

@@ -70,6 +70,12 @@ def step_flops(shape: ModelShape, *, tokens: int, sum_squared_lengths: int) -> f
     return float(6 * matrix_parameters * tokens + attention)
 
 
+def token_cost(shape: ModelShape) -> int:
+    """Return what a token costs beside attention, in squared tokens: the length at which the two are equal."""
+    attention = step_flops(shape, tokens=0, sum_squared_lengths=1)
+    return round(step_flops(shape, tokens=1, sum_squared_lengths=0) / attention)
+
+
 def sum_squared(lengths: Iterable[int]) -> int:
     """Return the sum of the squared lengths, as ``step_flops`` takes it."""
     return sum(length * length for length in lengths)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ray_ulysses.config import Config
 from ray_ulysses.config.rules import ring_problem
-from ray_ulysses.data import Plan
+from ray_ulysses.data.plan import Plan
 from ray_ulysses.errors import Problem
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.memory import GIB, MemoryEstimate, MemoryTerm, estimate
@@ -45,14 +45,15 @@ def plan_problems(config: Config, plan: Plan) -> Iterator[Problem]:
     """Refuse a stop beyond the planned data, and an evaluation without rows."""
     stop = config.run.stop_step
     if stop is not None and stop > plan.num_steps:
-        rows_an_epoch = plan.num_rows // plan.settings.epochs
-        epochs = -(-stop * plan.settings.rows_per_step // max(1, rows_an_epoch))
+        rows_an_epoch = max(1, plan.newest.train.num_rows // max(1, len(plan.newest.epochs)))
+        missing = (stop - plan.num_steps) * plan.settings.rows_per_step
+        epochs = plan.settings.epochs - (-missing // rows_an_epoch)
         yield Problem(
             path="run.stop_step",
             value=stop,
             rule=f"is beyond the planned data, which ends after {plan.num_steps} steps "
             f"({plan.num_rows} rows, {plan.settings.rows_per_step} a step)",
-            way_out=f"use at most {plan.num_steps}, or start a new run with data.epochs={epochs}",
+            way_out=f"use at most {plan.num_steps}, or data.epochs={epochs} (for a run that has begun, with --branch)",
         )
     if config.run.eval_every_steps is not None and plan.evaluation.num_rows == 0:
         yield Problem(
@@ -60,6 +61,18 @@ def plan_problems(config: Config, plan: Plan) -> Iterator[Problem]:
             value=config.data.eval_fraction,
             rule="holds out no document with a target, and run.eval_every_steps asks for an evaluation",
             way_out="use a larger share, or set run.eval_every_steps=null",
+        )
+
+
+def corpus_problems(config: Config, plan: Plan) -> Iterator[Problem]:
+    """Refuse a corpus that is shorter than one step."""
+    num_rows = plan.newest.train.num_rows
+    if num_rows < plan.settings.rows_per_step and plan.newest.branch is None:
+        yield Problem(
+            path="data.rows_per_step",
+            value=config.data.rows_per_step,
+            rule=f"is more than the {num_rows} rows that the corpus makes, so that not even one step is full",
+            way_out=f"use at most {num_rows}, a shorter data.context_tokens, more data.epochs or a longer corpus",
         )
 
 

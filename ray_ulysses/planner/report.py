@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from ray_ulysses.config import Config
-from ray_ulysses.data import Corpus, Plan
+from ray_ulysses.data.corpus_set import CorpusSet
+from ray_ulysses.data.plan import Plan, Segment
+from ray_ulysses.data.steps import step_times
 from ray_ulysses.errors import ConfigError, Problem
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.heads import HeadPlan, assign_heads
@@ -14,12 +18,15 @@ from ray_ulysses.planner.flops import step_flops
 from ray_ulysses.planner.memory import MemoryEstimate
 from ray_ulysses.planner.problems import (
     configured_memory,
+    corpus_problems,
     heads_problems,
     memory_problems,
     plan_problems,
     vocabulary_problems,
 )
 from ray_ulysses.planner.settings import allowed_sp, run_layout
+
+_MOST_DP_SIZES = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +60,7 @@ class LayoutFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusFacts:
-    """What the prepared corpus holds; ``unigram_nats`` is the entropy of its bytes, where they are its tokens."""
+    """What the prepared corpora hold; ``unigram_nats`` is the entropy of its bytes, where there is one, of bytes."""
 
     path: str
     num_documents: int
@@ -77,11 +84,22 @@ class DataFacts:
         stop_step: Step at which this run stops.
         padding_tokens: Padding in the training rows, in tokens.
         fill: Share of the rows' capacity that documents take.
-        split_documents: Documents longer than a row.
+        tokens: Tokens of the training rows, padding left out.
+        supervised: Tokens with a label.
+        packing: How rows are filled.
+        split_documents: Documents longer than a row, once for each epoch.
+        truncated_documents: Documents whose end was left out.
+        dropped_documents: Documents left out as too long.
+        lost_tokens: Tokens of both that are not trained on.
         skipped_documents: Documents without a target.
         held_out_documents: Documents kept for evaluation.
         evaluation_rows: Rows of one evaluation.
-        imbalance: Time of a step over that with level ranks, by attention cost.
+        imbalance: Time of the steps over that with level ranks, by cost, for the configured ``dp``.
+        imbalance_by_dp: The same for other numbers of data-parallel groups, with the least that any dealing of a
+            step's rows could reach.
+        step_spread: Time of a fast and of a slow step (the 10th and 90th of a hundred) over the mean.
+        segment: Number of the plan's segment: how often the run's data was edited.
+        base_step: Step after which the segment begins.
         flops_per_step: Mean model FLOPs of a step, forward and backward.
     """
 
@@ -94,11 +112,21 @@ class DataFacts:
     stop_step: int
     padding_tokens: int
     fill: float
+    tokens: int
+    supervised: int
+    packing: str
     split_documents: int
+    truncated_documents: int
+    dropped_documents: int
+    lost_tokens: int
     skipped_documents: int
     held_out_documents: int
     evaluation_rows: int
     imbalance: float
+    imbalance_by_dp: tuple[tuple[int, float, float], ...]
+    step_spread: tuple[float, float]
+    segment: int
+    base_step: int
     flops_per_step: float
 
 
@@ -147,19 +175,24 @@ class PlanReport:
         return fields
 
 
-def build_report(config: Config, shape: ModelShape, corpus: Corpus, plan: Plan) -> PlanReport:
+def build_report(config: Config, shape: ModelShape, corpora: CorpusSet, plan: Plan) -> PlanReport:
     """Put together what a run will do, and everything that speaks against it.
 
     Args:
         config: The run's configuration.
         shape: The model's shape.
-        corpus: The prepared corpus.
+        corpora: The prepared corpora.
         plan: The data plan made from them.
     """
     memory = configured_memory(config, shape)
     problems = (
         *heads_problems(config, shape),
-        *vocabulary_problems(corpus.max_token_id, shape.vocab_size, str(corpus.path)),
+        *(
+            problem
+            for corpus in corpora.corpora
+            for problem in vocabulary_problems(corpus.max_token_id, shape.vocab_size, str(corpus.path))
+        ),
+        *corpus_problems(config, plan),
         *plan_problems(config, plan),
         *memory_problems(config, shape, memory),
     )
@@ -167,7 +200,7 @@ def build_report(config: Config, shape: ModelShape, corpus: Corpus, plan: Plan) 
         name=config.run.name,
         shape=shape,
         layout=_layout(config, shape),
-        corpus=_corpus(corpus),
+        corpus=_corpus(corpora),
         data=_data(config, shape, plan),
         memory=memory,
         device_gib=config.memory.device_gib,
@@ -195,38 +228,59 @@ def _layout(config: Config, shape: ModelShape) -> LayoutFacts:
     )
 
 
-def _corpus(corpus: Corpus) -> CorpusFacts:
+def _corpus(corpora: CorpusSet) -> CorpusFacts:
+    opened = corpora.corpora
     return CorpusFacts(
-        path=str(corpus.path),
-        num_documents=corpus.num_documents,
-        num_tokens=corpus.num_tokens,
-        longest_document=int(corpus.lengths.max()),
-        max_token_id=corpus.max_token_id,
-        unigram_nats=corpus.info.byte_unigram_nats,
+        path=", ".join(str(corpus.path) for corpus in opened),
+        num_documents=sum(corpus.num_documents for corpus in opened),
+        num_tokens=sum(corpus.num_tokens for corpus in opened),
+        longest_document=max(int(corpus.lengths.max()) for corpus in opened),
+        max_token_id=max(corpus.max_token_id for corpus in opened),
+        unigram_nats=opened[0].info.byte_unigram_nats if len(opened) == 1 else None,
     )
 
 
 def _data(config: Config, shape: ModelShape, plan: Plan) -> DataFacts:
-    stop = min(config.run.stop_step or plan.num_steps, plan.num_steps)
-    # `cost` is the sum of squared piece lengths of a row, which is what attention's work follows.
-    total = step_flops(shape, tokens=plan.train.num_tokens, sum_squared_lengths=int(plan.train.cost.sum()))
+    segment = plan.newest
+    weights = segment.train.weights(0, segment.train.num_rows)
+    total = step_flops(
+        shape, tokens=segment.totals.tokens, sum_squared_lengths=int(weights.sum_squares.sum(dtype=np.float64))
+    )
+    times = step_times(segment.costs(), segment.settings.rows_per_step, config.dp_size)
+    totals = {
+        name: getattr(segment.totals, name)
+        for name in (
+            "tokens", "supervised", "padding_tokens", "split_documents", "truncated_documents", "dropped_documents",
+            "lost_tokens", "skipped_documents", "held_out_documents",
+        )
+    }  # fmt: skip
     return DataFacts(
         plan_id=plan.plan_id,
-        row_tokens=plan.settings.capacity,
-        pad_multiple=plan.settings.pad_multiple,
-        rows_per_step=plan.settings.rows_per_step,
+        row_tokens=segment.settings.capacity,
+        pad_multiple=segment.settings.pad_multiple,
+        rows_per_step=segment.settings.rows_per_step,
         num_rows=plan.num_rows,
         num_steps=plan.num_steps,
-        stop_step=stop,
-        padding_tokens=plan.padding_tokens,
-        fill=plan.fill,
-        split_documents=plan.split_documents,
-        skipped_documents=plan.skipped_documents,
-        held_out_documents=plan.held_out_documents,
+        stop_step=min(config.run.stop_step or plan.num_steps, plan.num_steps),
+        fill=segment.fill,
+        packing=segment.settings.packing,
         evaluation_rows=plan.evaluation.num_rows,
-        imbalance=plan.imbalance(config.dp_size),
-        flops_per_step=total / plan.num_steps,
+        imbalance=times.imbalance,
+        imbalance_by_dp=_imbalances(segment),
+        step_spread=(times.fast, times.slow),
+        segment=len(plan.segments) - 1,
+        base_step=segment.base_step,
+        flops_per_step=total / max(1, segment.end_step - segment.base_step),
+        **totals,
     )
+
+
+def _imbalances(segment: Segment) -> tuple[tuple[int, float, float], ...]:
+    """Return the imbalance and its bound for each power of two of data-parallel groups that a step can feed."""
+    costs, rows = segment.costs(), segment.settings.rows_per_step
+    sizes = [1 << power for power in range(1, rows.bit_length()) if 1 << power <= rows]
+    found = [(size, step_times(costs, rows, size)) for size in sizes[:_MOST_DP_SIZES]]
+    return tuple((size, times.imbalance, times.bound) for size, times in found)
 
 
 def _notes(config: Config, shape: ModelShape, plan: Plan) -> tuple[str, ...]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 from ray_ulysses.config import Config
-from ray_ulysses.data import PlanSettings
+from ray_ulysses.data.plan import PlanSettings
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.layout import ParallelLayout, automatic_ring_size, row_multiple
+from ray_ulysses.planner.flops import token_cost
 
 
 def ring_size(config: Config, shape: ModelShape, sp_size: int | None = None) -> int:
@@ -48,20 +49,24 @@ def fits_rows(config: Config, shape: ModelShape, multiple: int) -> bool:
     return multiple % row_multiple(config.parallel.sp_size, ring_size(config, shape)) == 0
 
 
-def plan_settings(config: Config, shape: ModelShape, multiple: int | None = None) -> PlanSettings:
+def plan_settings(config: Config, shape: ModelShape, settled: PlanSettings | None = None) -> PlanSettings:
     """Return what the data plan of a run is made with.
 
     Args:
         config: The run's configuration.
         shape: The model.
-        multiple: What rows are padded to a multiple of, where a run has settled it already; ``None``: as configured.
+        settled: What a run that exists was planned with: its rows stay padded as they are, for its life.
     """
     return PlanSettings(
         seed=config.run.seed,
         context_tokens=config.data.context_tokens,
-        pad_multiple=multiple or pad_multiple(config, shape),
+        pad_multiple=settled.pad_multiple if settled else pad_multiple(config, shape),
         rows_per_step=config.data.rows_per_step,
         epochs=config.data.epochs,
+        packing=config.data.packing,
+        overlong=config.data.overlong,
+        balance_steps=config.data.balance_steps,
+        token_cost=settled.token_cost if settled else token_cost(shape),
         eval_fraction=config.data.eval_fraction,
         eval_rows=config.data.eval_rows,
     )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ray_ulysses.data.corpus import Corpus
+from ray_ulysses.data.corpus_set import CorpusSet
 from ray_ulysses.data.plan_files import load_plan
 from ray_ulysses.data.reader import RowReader
 from ray_ulysses.trainer.settings import PLAN_FOLDER
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
+    from ray_ulysses.data.mixture import PlannedSource
     from ray_ulysses.data.plan import Plan
 
 
@@ -21,4 +24,19 @@ def open_data(config: Config) -> tuple[Plan, RowReader]:
         UserError: The plan or the corpus can't be read, or the corpus is not the one planned with.
     """
     plan = load_plan(config.run_dir / PLAN_FOLDER)
-    return plan, RowReader(Corpus.open(config.data.path), plan)
+    return plan, RowReader(CorpusSet(moved_sources(config, plan)), plan)
+
+
+def moved_sources(config: Config, plan: Plan) -> tuple[PlannedSource, ...]:
+    """Return the plan's corpora where the configuration says that they lie now; the others where they were.
+
+    Raises:
+        UserError: A corpus of the configuration can't be opened, or is not one of the plan's.
+    """
+    known = {source.fingerprint: source for source in plan.newest.sources}
+    for path, _ in config.data_sources:
+        fingerprint = Corpus.open(path).fingerprint
+        if fingerprint not in known:
+            plan.check_corpus(fingerprint)
+        known[fingerprint] = replace(known[fingerprint], path=path)
+    return tuple(known[source.fingerprint] for source in plan.newest.sources)

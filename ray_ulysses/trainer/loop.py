@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from ray_ulysses.attention.ulysses import apply_ulysses
 from ray_ulysses.checkpoint import CheckpointMeta, save_checkpoint
 from ray_ulysses.checkpoint.retention import apply_retention
@@ -91,7 +93,7 @@ def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
     try:
         # The data: the plan that the driver has stored. The model: under ZeRO-3, with our attention.
         plan, reader = open_data(config)
-        settings = zero_settings(config, num_micro_steps(config.data.rows_per_step, layout.dp_size))
+        settings = zero_settings(config, num_micro_steps(plan.most_rows_per_step(1), layout.dp_size))
         if config.run.self_test:
             check_start(config, worker, mesh, shape, settings)
         model = build_model(config, partition=zero_config(settings))
@@ -151,12 +153,13 @@ def _take_step(attempt: _Attempt, source: RowSource, progress: Progress) -> tupl
     config, plan, worker, engine = attempt.config, attempt.plan, attempt.worker, attempt.engine
     step = progress.step + 1
     rows = plan.step_rows(step)
+    weights = plan.weights(rows)
     started = worker.clock.monotonic()
     rate = learning_rate(
         step,
         base_rate=config.optimizer.lr,
         warmup_steps=config.schedule.warmup_steps,
-        horizon_steps=config.schedule.horizon_steps or plan.num_steps,
+        horizon_steps=config.schedule.horizon_steps or plan.planned_steps(step),
         min_ratio=config.schedule.min_lr_ratio,
     )
     for group in engine.optimizer.param_groups:
@@ -177,8 +180,8 @@ def _take_step(attempt: _Attempt, source: RowSource, progress: Progress) -> tupl
         result,
         rows=rows,
         seconds=worker.clock.monotonic() - started,
-        document_tokens=int(plan.train.length[plan.train.offsets[rows.start] : plan.train.offsets[rows.stop]].sum()),
-        cost=int(plan.train.cost[rows.start : rows.stop].sum()),
+        document_tokens=int(weights.document_tokens.sum(dtype=np.int64)),
+        cost=int(weights.sum_squares.sum()),
         learning_rate=rate,
         grad_norm=float(engine.get_global_grad_norm()),
     )

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from ray_ulysses.config import Config, load_config
 from ray_ulysses.config.resume import resume_conflicts
-from ray_ulysses.data.corpus import Corpus
-from ray_ulysses.data.plan import Plan, build_plan
-from ray_ulysses.data.plan_files import has_plan, load_plan, save_plan
+from ray_ulysses.data.corpus_set import CorpusSet
+from ray_ulysses.data.plan import Plan
+from ray_ulysses.data.plan_files import has_plan, load_plan
+from ray_ulysses.data.planning import Remainder
 from ray_ulysses.engine.model import check_architecture, check_described
 from ray_ulysses.errors import ConfigError, Problem, UserError
 from ray_ulysses.parallel.layout import automatic_ring_size, row_multiple
@@ -20,6 +21,7 @@ from ray_ulysses.planner.settings import fits_rows, plan_settings
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.tracking.history import read_history
+from ray_ulysses.trainer.planning import plan_run, store_plan
 from ray_ulysses.trainer.settings import CONFIG_FILE, PLAN_FOLDER, last_step_of, local_model_config, model_shape
 
 if TYPE_CHECKING:
@@ -35,15 +37,19 @@ class PreparedRun:
 
     Attributes:
         config: Its configuration, paths absolute.
-        corpus: What it trains on.
-        plan: Its rows.
+        corpora: What it trains on.
+        plan: Its rows; a segment that is not stored yet knows their weights alone.
         report: What ``plan`` prints of it.
+        remainder: What the run had trained where its plan is branched; ``None`` where it is not.
+        branch: Whether the settings of its data may differ from those stored.
     """
 
     config: Config
-    corpus: Corpus
+    corpora: CorpusSet
     plan: Plan
     report: PlanReport
+    remainder: Remainder | None
+    branch: bool
 
     @property
     def last_step(self) -> int:
@@ -51,7 +57,7 @@ class PreparedRun:
         return last_step_of(self.config, self.plan)
 
 
-def prepare_run(config: Config, base: Path) -> PreparedRun:
+def prepare_run(config: Config, base: Path, *, branch: bool = False) -> PreparedRun:
     """Check a configuration against model and corpus, and plan its rows; writes nothing.
 
     Problems that can still be found are in ``report.problems``.
@@ -59,6 +65,7 @@ def prepare_run(config: Config, base: Path) -> PreparedRun:
     Args:
         config: As it was loaded.
         base: Directory that its relative paths start from.
+        branch: Whether the data of a run that exists may change, from its newest committed checkpoint on.
 
     Raises:
         UserError: The model's configuration or the corpus can't be read, or no row can be made of it.
@@ -67,26 +74,24 @@ def prepare_run(config: Config, base: Path) -> PreparedRun:
     _check_model_path(config)
     shape = model_shape(config)
     check_architecture(config)
-    corpus = Corpus.open(config.data.path)
-    corpus.check_files()
-    settings = plan_settings(config, shape, _settled_multiple(config, shape))
-    plan = build_plan(corpus.lengths, corpus.fingerprint, settings)
-    return PreparedRun(config=config, corpus=corpus, plan=plan, report=build_report(config, shape, corpus, plan))
+    stored = load_plan(config.run_dir / PLAN_FOLDER) if has_plan(config.run_dir / PLAN_FOLDER) else None
+    if stored is not None:
+        _check_fit(config, shape, stored.settings.pad_multiple)
+    settings = plan_settings(config, shape, stored.settings if stored else None)
+    corpora, plan, remainder = plan_run(config, settings, stored, branch=branch)
+    report = build_report(config, shape, corpora, plan)
+    return PreparedRun(config=config, corpora=corpora, plan=plan, report=report, remainder=remainder, branch=branch)
 
 
-def _settled_multiple(config: Config, shape: ModelShape) -> int | None:
-    """Return what the rows of a run that exists are padded to a multiple of: they stay as they are for its life.
+def _check_fit(config: Config, shape: ModelShape, multiple: int) -> None:
+    """Refuse a split that needs other rows than a run has, whose lengths stay multiples of ``multiple`` for its life.
 
     Raises:
-        ConfigError: The split that is asked for needs other rows.
+        ConfigError: Names the splits that fit.
     """
-    if not has_plan(config.run_dir / PLAN_FOLDER):
-        return None
-    multiple = load_plan(config.run_dir / PLAN_FOLDER).settings.pad_multiple
     if not fits_rows(config, shape, multiple):
         problem = _misfit(config, shape, multiple)
         raise ConfigError([problem], source=f"resume of run {config.run.name!r} in {config.run.storage}")
-    return multiple
 
 
 def _misfit(config: Config, shape: ModelShape, multiple: int) -> Problem:
@@ -114,17 +119,20 @@ def check_resume(prepared: PreparedRun) -> None:
         UserError: The stored configuration or plan can't be read, or the corpus is another one.
     """
     config = prepared.config
-    stored = config.run_dir / CONFIG_FILE
-    if stored.is_file():
-        problems = resume_conflicts(load_config(stored), config)
+    stored_config = config.run_dir / CONFIG_FILE
+    if stored_config.is_file():
+        problems = resume_conflicts(load_config(stored_config), config, branch=prepared.branch)
         if problems:
             raise ConfigError(problems, source=f"resume of run {config.run.name!r} in {config.run.storage}")
     if has_plan(config.run_dir / PLAN_FOLDER):
-        plan = load_plan(config.run_dir / PLAN_FOLDER)
-        plan.check_corpus(prepared.corpus.fingerprint)
-        if plan.plan_id != prepared.plan.plan_id:
+        stored = load_plan(config.run_dir / PLAN_FOLDER)
+        planned = [segment.plan_id for segment in prepared.plan.segments]
+        found = [segment.plan_id for segment in stored.segments]
+        before = planned[:-1] if prepared.remainder is not None else planned
+        if found not in (planned, before):
+            stored.check_corpus(prepared.corpora.fingerprint)
             raise UserError(
-                f"{config.run_dir / PLAN_FOLDER} holds plan {plan.plan_id}, these settings make plan "
+                f"{config.run_dir / PLAN_FOLDER} holds plan {stored.plan_id}, these settings make plan "
                 f"{prepared.plan.plan_id}; restore the settings, or start a new run under another run.name"
             )
 
@@ -132,7 +140,7 @@ def check_resume(prepared: PreparedRun) -> None:
 def claim_directory(prepared: PreparedRun) -> None:
     """Write configuration and plan into the run's directory; the caller holds the run's lock."""
     config = prepared.config
-    save_plan(prepared.plan, config.run_dir / PLAN_FOLDER)
+    store_plan(config, prepared.corpora, prepared.plan, prepared.remainder)
     LocalStore(config.run_dir).replace(CONFIG_FILE, [config.to_yaml().encode()])
 
 

@@ -6,7 +6,7 @@ import textwrap
 
 from ray_ulysses.parallel.heads import HeadPlan
 from ray_ulysses.planner.memory import MemoryTerm
-from ray_ulysses.planner.report import LayoutFacts, PlanReport
+from ray_ulysses.planner.report import DataFacts, LayoutFacts, PlanReport
 from ray_ulysses.views.words import count, facts, percent, size
 
 _PHASES = {"always": "", "loss": "in the loss", "layer": "in a layer", "save": "at a save", "load": "at the start"}
@@ -91,14 +91,23 @@ def _data(report: PlanReport) -> list[str]:
         ("corpus", f"{corpus.num_documents:,} documents, {count(corpus.num_tokens)} tokens"),
         ("longest document", f"{corpus.longest_document:,} tokens; largest token id {corpus.max_token_id}"),
         ("rows", f"{data.num_rows:,} of up to {data.row_tokens:,} tokens (multiples of {data.pad_multiple})"),
-        ("fill", f"{percent(data.fill)} of the rows' capacity; {data.padding_tokens:,} tokens of padding"),
+        ("packing", f"{data.packing}; documents fill {percent(data.fill)} of the rows"),
+        ("padding", f"{data.padding_tokens:,} of {data.tokens + data.padding_tokens:,} tokens of the rows"),
         ("split documents", f"{data.split_documents:,} longer than a row; every target is kept"),
+        ("lost tokens", _lost(data)),
         ("steps", f"{data.num_steps:,} of {data.rows_per_step} rows; stops at step {data.stop_step:,}"),
-        ("dp imbalance", f"{data.imbalance:.3f}x the time of level ranks, by attention cost"),
+        ("dp imbalance", f"{data.imbalance:.3f}x the time of level ranks, by cost, at the configured dp"),
+        ("  at other dp", ", ".join(f"{dp}: {ours:.2f}" for dp, ours, _ in data.imbalance_by_dp) or "-"),
+        ("  least possible", ", ".join(f"{dp}: {least:.2f}" for dp, _, least in data.imbalance_by_dp) or "-"),
+        ("step time spread", "{:.2f}x to {:.2f}x the mean, from a fast step to a slow one".format(*data.step_spread)),
         ("work", f"{data.flops_per_step / 1e15:.3g} PFLOP a step (mean), causal attention, no recomputation counted"),
         ("step time", "not predicted in this version"),
-        ("plan", data.plan_id),
+        ("plan", data.plan_id if not data.segment else _segment(data)),
     ]
+    if data.supervised < data.tokens * 0.5:
+        rows.insert(
+            5, ("supervised", f"{data.supervised:,} tokens have a label, {percent(data.supervised / data.tokens)}")
+        )
     if data.held_out_documents:
         held_out = f"{data.held_out_documents:,} documents held out, {data.evaluation_rows} rows an evaluation"
         rows.insert(5, ("evaluation", held_out))
@@ -107,6 +116,19 @@ def _data(report: PlanReport) -> list[str]:
     if corpus.unigram_nats is not None:
         rows.insert(2, ("byte entropy", f"{corpus.unigram_nats:.3f} nats (unigram): a model must get below it"))
     return ["data", *facts(rows)]
+
+
+def _lost(data: DataFacts) -> str:
+    if not data.lost_tokens:
+        return "none"
+    return (
+        f"{data.lost_tokens:,}: the ends of {data.truncated_documents:,} documents, and "
+        f"{data.dropped_documents:,} whole ones (data.overlong)"
+    )
+
+
+def _segment(data: DataFacts) -> str:
+    return f"{data.plan_id}, change {data.segment} of the run's data, from step {data.base_step:,} on"
 
 
 def _memory(report: PlanReport) -> list[str]:

@@ -14,7 +14,9 @@ import ray
 
 from ray_ulysses.cluster.stream import RaySource, segment_slots, segment_steps
 from ray_ulysses.data.corpus import Corpus
-from ray_ulysses.data.plan import Plan, PlanSettings, build_plan
+from ray_ulysses.data.mixture import PlannedSource
+from ray_ulysses.data.plan import Plan, PlanSettings
+from ray_ulysses.data.planning import build_plan
 from ray_ulysses.data.reader import RowReader, RowSlice
 from ray_ulysses.data.row_source import DirectSource
 from ray_ulysses.errors import RunError, UserError
@@ -61,11 +63,22 @@ class ThreadShare:
         return share
 
 
-def sources_of(corpus: Corpus, plan: Plan, world_size: int, sp_size: int, **options: Any) -> list[RaySource]:
+def source_of(corpus: Corpus) -> PlannedSource:
+    return PlannedSource(path=str(corpus.path), fingerprint=corpus.fingerprint, num_documents=corpus.num_documents)
+
+
+def sources_of(
+    corpus: Corpus,
+    plan: Plan,
+    world_size: int,
+    sp_size: int,
+    sources: list[PlannedSource] | None = None,
+    **options: Any,
+) -> list[RaySource]:
     shared = ThreadShare(world_size)
     return [
         RaySource(
-            corpus.path,
+            sources or [source_of(corpus)],
             plan,
             rank=rank,
             world_size=world_size,
@@ -107,7 +120,7 @@ def test_the_stream_is_the_direct_reader_byte_for_byte(
     cluster: None, corpus: Corpus, world_size: int, sp_size: int
 ) -> None:
     plan = plan_of(corpus)
-    assert len({int(tokens) for tokens in plan.train.tokens}) > 3, "rows must differ in size"
+    assert len({plan.row_tokens(row) for row in range(plan.num_rows)}) > 3, "rows must differ in size"
     sources = sources_of(corpus, plan, world_size, sp_size)
     steps = range(1, plan.num_steps + 1)
     for rank, received in enumerate(take(sources, steps)):
@@ -165,12 +178,12 @@ class Mailbox:
 class Rank:
     """A worker process with its own source."""
 
-    def __init__(self, mailbox: Any, corpus_path: str, plan: Plan, rank: int) -> None:
+    def __init__(self, mailbox: Any, sources: list[PlannedSource], plan: Plan, rank: int) -> None:
         self._mailbox = mailbox
         self._rank = rank
         self._count = 0
         self._source = RaySource(
-            corpus_path, plan, rank=rank, world_size=4, sp_size=2, share=self._share, max_blocks=12, timeout_s=WAIT_S
+            sources, plan, rank=rank, world_size=4, sp_size=2, share=self._share, max_blocks=12, timeout_s=WAIT_S
         )
 
     def take(self, first: int, last: int) -> list[RowSlice]:
@@ -192,7 +205,7 @@ class Rank:
 def test_ranks_in_processes_of_their_own_receive_their_slices(cluster: None, corpus: Corpus) -> None:
     plan = plan_of(corpus)
     mailbox = Mailbox.remote()
-    ranks = [Rank.remote(mailbox, str(corpus.path), plan, rank) for rank in range(4)]
+    ranks = [Rank.remote(mailbox, [source_of(corpus)], plan, rank) for rank in range(4)]
     steps = range(2, plan.num_steps + 1)
     received = ray.get([rank.take.remote(steps.start, steps.stop) for rank in ranks], timeout=2 * WAIT_S)
     for rank in range(4):
@@ -214,9 +227,10 @@ def test_a_broken_shard_is_named_where_the_row_is_asked_for(cluster: None, tmp_p
 
 def test_a_replaced_corpus_is_refused(cluster: None, tmp_path: Path) -> None:
     corpus = text_corpus(tmp_path, varied_texts(20))
-    plan = replace(plan_of(corpus, context_tokens=256), fingerprint="another")
-    (source,) = sources_of(corpus, plan, 1, 1)
-    with pytest.raises(UserError, match=r"the corpus was replaced while the run was going on"):
+    plan = plan_of(corpus, context_tokens=256)
+    planned = replace(source_of(corpus), fingerprint="another")
+    (source,) = sources_of(corpus, plan, 1, 1, sources=[planned])
+    with pytest.raises(UserError, match=r"the corpus was replaced since planning: planned with corpus another, found"):
         list(source.step(1))
     source.close()
 

@@ -106,7 +106,7 @@ def test_the_last_step_may_be_short_and_every_row_is_trained_on_once(corpus: Pat
     config = make_config(tmp_path, corpus, data__rows_per_step=400, run__stop_step=None, checkpoint__every_steps=None)
     assert run(config, "all")[0] == "finished"
     history = read_history(config.run_dir)
-    plan = json.loads((config.run_dir / "plan/plan.json").read_text())
+    plan = json.loads((config.run_dir / "plan/segment-0000/plan.json").read_text())
     assert history.rows_consumed == plan["num_rows"]
     sizes = [step.rows[1] - step.rows[0] for step in history.steps]
     assert sizes[:-1] == [400] * (len(sizes) - 1)

@@ -174,11 +174,11 @@ def test_an_empty_file_is_told_each_setting_that_it_needs(tree: object) -> None:
     assert paths == [
         "run.name",
         "run.storage",
-        "data.path",
         "data.context_tokens",
         "data.rows_per_step",
         "cluster.workers",
         "model.path",
+        "data.path",
     ]
 
 

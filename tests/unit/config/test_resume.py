@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from ray_ulysses.config import parse_config, resume_conflicts, resume_fingerprint
-from ray_ulysses.config.resume import FIXED, FREE
+from ray_ulysses.config.resume import BRANCHABLE, FIXED, FREE
 from ray_ulysses.config.schema import setting_paths
 from tests.unit.config.trees import small_tree
 
 
-def test_every_setting_is_either_fixed_or_free() -> None:
-    assert sorted([*FIXED, *FREE]) == sorted(setting_paths())
+def test_every_setting_is_fixed_or_branchable_or_free() -> None:
+    assert sorted([*FIXED, *BRANCHABLE, *FREE]) == sorted(setting_paths())
 
 
 def test_the_same_configuration_has_no_conflict() -> None:
@@ -48,10 +48,26 @@ def test_all_conflicts_come_at_once_with_model_data_and_seed_among_them() -> Non
     overrides = ["run.seed=1", "model.config.num_hidden_layers=1", "data.path=other", "optimizer.lr=1e-3"]
     conflicts = resume_conflicts(parse_config(small_tree()), parse_config(small_tree(), overrides))
     assert [problem.path for problem in conflicts] == [
+        "data.path",
         "run.seed",
         "model.config",
-        "data.path",
         "optimizer.lr",
+    ]
+
+
+def test_the_data_may_change_where_a_branch_is_asked_for() -> None:
+    overrides = ["data.path=", "data.sources=[{path: a, weight: 1}, {path: b, weight: 2}]", "data.context_tokens=2048"]
+    old, new = parse_config(small_tree()), parse_config(small_tree(), overrides)
+    assert [problem.path for problem in resume_conflicts(old, new)] == [
+        "data.path",
+        "data.sources",
+        "data.context_tokens",
+    ]
+    assert "make it a branch of the run with `ray-ulysses train --branch`" in str(resume_conflicts(old, new)[0])
+    assert resume_conflicts(old, new, branch=True) == ()
+    assert resume_fingerprint(old) == resume_fingerprint(new), "the plan's own id stands in every checkpoint"
+    assert [problem.path for problem in resume_conflicts(old, parse_config(small_tree(run__seed=3)), branch=True)] == [
+        "run.seed"
     ]
 
 
@@ -66,6 +82,9 @@ _OTHER: dict[str, Any] = {
     "data.context_tokens": 2048,
     "data.rows_per_step": 8,
     "data.epochs": 2,
+    "data.packing": "concat",
+    "data.overlong": "drop",
+    "data.balance_steps": 2,
     "data.eval_fraction": 0.1,
     "data.eval_rows": 4,
     "parallel.allowed_sp": [1, 2],
@@ -81,7 +100,7 @@ _OTHER: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("path", FIXED)
+@pytest.mark.parametrize("path", [*FIXED, *(path for path in BRANCHABLE if path != "data.sources")])
 def test_each_fixed_setting_conflicts_by_itself(path: str) -> None:
     old = parse_config(small_tree(model__path="m"))
     changed = small_tree(model__path="m")

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from ray_ulysses.data.corpus import Corpus
 from ray_ulysses.data.preparation import PrepareRequest, prepare_local
 from ray_ulysses.data.sources import SourceSpec
+from ray_ulysses.data.spans import LabelSpans
 
 
 class MemoryStore:
@@ -18,7 +19,8 @@ class MemoryStore:
 
     fingerprint = "memory"
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    def __init__(self, lengths: Sequence[int], spans: LabelSpans | None = None) -> None:
+        self.spans = spans
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.num_tokens_read = 0
 
@@ -29,6 +31,9 @@ class MemoryStore:
         assert start >= 0 and start + length <= self.lengths[document], "read past the end of a document"
         self.num_tokens_read += length
         return np.arange(start, start + length, dtype=np.int64) + document * 100_000
+
+    def label_mask(self, document: int, first: int, last: int) -> NDArray[np.bool_] | None:
+        return None if self.spans is None else self.spans.mask(document, first, last)
 
 
 def write_texts(directory: Path, texts: Sequence[str]) -> Path:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from ray_ulysses.data.digest import add_digests, checksum, from_int64, row_digest, slice_checksum, to_int64
-from ray_ulysses.data.plan import PlanSettings, build_plan
+from ray_ulysses.data.plan import PlanSettings
+from ray_ulysses.data.planning import build_plan
 from ray_ulysses.data.reader import RowReader
 from tests.unit.data.corpora import MemoryStore
 

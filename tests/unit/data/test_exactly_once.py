@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_ulysses.data.digest import add_digests, row_digest, slice_checksum
-from ray_ulysses.data.plan import Plan, PlanSettings, build_plan
+from ray_ulysses.data.plan import Plan, PlanSettings
+from ray_ulysses.data.planning import build_plan
 from ray_ulysses.data.reader import IGNORE_INDEX, RowReader, RowSlice
 from ray_ulysses.data.row_source import DirectSource
 from tests.unit.data.corpora import MemoryStore
@@ -76,7 +77,7 @@ def test_every_planned_token_is_received_exactly_once_at_any_sequence_of_worlds(
         assert len(supervised) == plan.step_tokens(step), "the denominator must not depend on the world"
         labels.update(supervised)
     planned = Counter(
-        (piece.document, piece.start, piece.length) for row in range(plan.num_rows) for piece in plan.train.pieces(row)
+        (piece.document, piece.start, piece.length) for row in range(plan.num_rows) for piece in plan.pieces(row)
     )
     assert sum(received, Counter()) == planned
     targets = [store.token(document, at) for document, size in enumerate(lengths) for at in range(1, size)]

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ulysses.data.plan import PlanSettings, build_plan
+from ray_ulysses.data.plan import PlanSettings
+from ray_ulysses.data.planning import build_plan
 from ray_ulysses.data.reader import IGNORE_INDEX, RowReader, RowSlice, slice_row
 from ray_ulysses.data.rows import Piece
 from ray_ulysses.errors import UserError
@@ -46,7 +47,7 @@ def test_slices_of_any_sp_join_to_the_same_row(sp_size: int, lengths: list[int],
         for name in ("input_ids", "labels", "position_ids"):
             assert join(slices, name) == getattr(whole, name).tolist()
             assert all(getattr(one, name).shape == (whole.row_tokens // sp_size,) for one in slices)
-        assert sum(one.num_supervised for one in slices) == plan.train.supervised[row]
+        assert sum(one.num_supervised for one in slices) == plan.weights(range(row, row + 1)).supervised[0]
 
 
 @pytest.mark.parametrize("sp_size", [1, 2, 4, 8])
@@ -102,4 +103,4 @@ def test_the_evaluation_split_is_read_from_its_own_rows() -> None:
     for row in range(plan.evaluation.num_rows):
         found = reader.read("evaluation", row, 0, 1)
         assert found.document_lengths == tuple(p.length for p in plan.evaluation.pieces(row))
-        assert found.num_supervised == plan.evaluation.supervised[row]
+        assert found.num_supervised == plan.evaluation.weights(row, row + 1).supervised[0]

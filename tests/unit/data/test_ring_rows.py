@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_ulysses.data.digest import add_digests, row_digest, slice_checksum
-from ray_ulysses.data.plan import Plan, PlanSettings, build_plan
+from ray_ulysses.data.plan import Plan, PlanSettings
+from ray_ulysses.data.planning import build_plan
 from ray_ulysses.data.reader import IGNORE_INDEX, RowReader, RowSlice, slice_row
 from ray_ulysses.data.row_source import DirectSource
 from ray_ulysses.data.rows import Piece
@@ -126,7 +127,7 @@ def test_every_planned_token_is_received_exactly_once_at_any_sequence_of_splits(
             parts = [one for one in slices if one.row == row]
             assert sorted(one.sp_rank for one in parts) == list(range(parts[0].sp_size)), "a slice is lost or twice"
             inputs.update(whole_row(parts, "input_ids")[: sum(parts[0].document_lengths)])
-    pieces = [piece for row in range(plan.num_rows) for piece in plan.train.pieces(row)]
+    pieces = [piece for row in range(plan.num_rows) for piece in plan.pieces(row)]
     tokens = [store.token(piece.document, piece.start + at) for piece in pieces for at in range(piece.length)]
     assert inputs == Counter(tokens)
     assert labels == Counter(

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ray_ulysses.data.plan import Plan, PlanSettings, build_plan
+from ray_ulysses.data.plan import Plan, PlanSettings
+from ray_ulysses.data.planning import build_plan
 from ray_ulysses.data.reader import RowReader, RowSlice
 from ray_ulysses.data.row_source import DirectSource
 from ray_ulysses.errors import UserError

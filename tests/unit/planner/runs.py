@@ -8,8 +8,12 @@ from typing import Any
 import numpy as np
 
 from ray_ulysses.config import Config
-from ray_ulysses.data import Corpus, Plan, PlanSettings, build_plan
+from ray_ulysses.data.corpus import Corpus
+from ray_ulysses.data.corpus_set import CorpusSet, plan_input
 from ray_ulysses.data.format import CorpusInfo
+from ray_ulysses.data.mixture import PlannedSource
+from ray_ulysses.data.plan import Plan, PlanSettings
+from ray_ulysses.data.planning import NoSink, build_segment
 from ray_ulysses.data.tokenizers import TokenizerInfo
 from ray_ulysses.model_shape import ModelShape
 
@@ -52,7 +56,7 @@ def make_shape(config: Config) -> ModelShape:
     return ModelShape.from_config_dict(config.model.config)
 
 
-def make_corpus(lengths: list[int], max_token_id: int = 256) -> Corpus:
+def make_corpus(lengths: list[int], max_token_id: int = 256) -> CorpusSet:
     tokenizer = TokenizerInfo(kind="bytes", name="bytes", vocab_size=257, eos_token_id=256, fingerprint="f")
     info = CorpusInfo(
         tokenizer=tokenizer,
@@ -69,10 +73,12 @@ def make_corpus(lengths: list[int], max_token_id: int = 256) -> Corpus:
         token_unigram_nats=3.26,
         signature="s",
     )
-    return Corpus(Path("/corpus"), info, np.array(lengths, dtype=np.int64))
+    corpus = Corpus(Path("/corpus"), info, np.array(lengths, dtype=np.int64))
+    source = PlannedSource(path="/corpus", fingerprint=corpus.fingerprint, num_documents=len(lengths))
+    return CorpusSet([source], [corpus])
 
 
-def make_plan(config: Config, corpus: Corpus) -> Plan:
+def make_plan(config: Config, corpora: CorpusSet) -> Plan:
     settings = PlanSettings(
         seed=config.run.seed,
         context_tokens=config.data.context_tokens,
@@ -82,4 +88,4 @@ def make_plan(config: Config, corpus: Corpus) -> Plan:
         eval_fraction=config.data.eval_fraction,
         eval_rows=config.data.eval_rows,
     )
-    return build_plan(corpus.lengths, corpus.fingerprint, settings)
+    return Plan(segments=(build_segment(plan_input(corpora), settings, NoSink()),))

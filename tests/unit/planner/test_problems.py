@@ -64,10 +64,10 @@ def test_a_stop_beyond_the_data_is_refused_with_epochs_that_suffice():
     (problem,) = plan_problems(config, make_plan(config, corpus))
     assert str(problem) == (
         "run.stop_step=8: is beyond the planned data, which ends after 3 steps (10 rows, 4 a step); use at most 3, "
-        "or start a new run with data.epochs=4"
+        "or data.epochs=3 (for a run that has begun, with --branch)"
     )
     enough = make_config(
-        run={"stop_step": 8}, data={"path": "/c", "context_tokens": 64, "rows_per_step": 4, "epochs": 4}
+        run={"stop_step": 8}, data={"path": "/c", "context_tokens": 64, "rows_per_step": 4, "epochs": 3}
     )
     assert not list(plan_problems(enough, make_plan(enough, corpus)))
 

@@ -1,5 +1,7 @@
 """The ring that a run takes, and what its rows are padded to: fixed by the configuration and the heads alone."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -79,5 +81,6 @@ def test_a_multiple_that_a_run_has_settled_stays():
     config = make_config(LLAMA_3_8B, parallel={"sp_size": 8}, cluster={"workers": 8})
     shape = make_shape(config)
     assert plan_settings(config, shape).pad_multiple == 32
-    assert plan_settings(config, shape, 96).pad_multiple == 96
+    settled = plan_settings(config, shape, replace(plan_settings(config, shape), pad_multiple=96, token_cost=7))
+    assert (settled.pad_multiple, settled.token_cost) == (96, 7)
     assert not fits_rows(config, shape, 4)

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ray_ulysses.data.digest import add_digests, row_digest, slice_checksum
-from ray_ulysses.data.plan import Plan, PlanSettings, build_plan
+from ray_ulysses.data.plan import Plan, PlanSettings
+from ray_ulysses.data.planning import build_plan
 from ray_ulysses.data.reader import RowReader, RowSlice
 from ray_ulysses.data.row_source import DirectSource
 from ray_ulysses.errors import RunError

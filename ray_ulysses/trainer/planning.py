@@ -1,0 +1,90 @@
+"""The data plan of a run: the one that is stored, a first one, or a branch of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from ray_ulysses.data.corpus_set import CorpusSet, open_sources, plan_input
+from ray_ulysses.data.plan import Plan, segment_id
+from ray_ulysses.data.plan_files import write_segment
+from ray_ulysses.data.planning import NoSink, Remainder, build_segment
+from ray_ulysses.data.remainder import remainder_after
+from ray_ulysses.errors import UserError
+from ray_ulysses.tracking.history import read_history
+from ray_ulysses.trainer.settings import PLAN_FOLDER
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+    from ray_ulysses.data.plan import PlanSettings
+
+
+def plan_run(
+    config: Config, settings: PlanSettings, stored: Plan | None, *, branch: bool
+) -> tuple[CorpusSet, Plan, Remainder | None]:
+    """Return a run's corpora and plan, and what it had trained where the plan is a new branch; writes nothing.
+
+    A plan that is stored and made with these settings is taken as it is, however long it took to make.
+
+    Args:
+        config: The run's configuration, paths absolute.
+        settings: What the configuration plans with.
+        stored: The run's plan so far.
+        branch: Whether a plan that differs from the stored one goes on from it.
+
+    Raises:
+        UserError: A corpus can't be used, or no plan is possible.
+    """
+    corpora = open_sources(config.data_sources, stored.newest.sources if stored else ())
+    for corpus in corpora.corpora:
+        corpus.check_files()
+    if stored is not None:
+        if segment_id(settings, corpora.sources, stored.newest.branch) == stored.plan_id:
+            return corpora, stored, None
+        if branch:
+            _refuse_repeats(stored, corpora)
+            step = _committed_step(config)
+            remainder = remainder_after(stored, step, corpora.sources, settings.epochs)
+            segment = build_segment(plan_input(corpora), settings, NoSink(), remainder)
+            return corpora, Plan(segments=(*stored.segments, segment)), remainder
+        # What the settings would give: the resume is refused in words, beside the report.
+        corpora = open_sources(config.data_sources)
+    return corpora, Plan(segments=(build_segment(plan_input(corpora), settings, NoSink()),)), None
+
+
+def store_plan(config: Config, corpora: CorpusSet, plan: Plan, remainder: Remainder | None) -> None:
+    """Write the newest segment of a plan into the run's directory, unless it is there.
+
+    Raises:
+        UserError: Another one is there.
+    """
+    newest = plan.newest
+    if newest.branch is not None and remainder is None:
+        return
+    number = len(plan.segments) - 1
+    write_segment(config.run_dir / PLAN_FOLDER, number, plan_input(corpora), newest.settings, remainder)
+
+
+def _committed_step(config: Config) -> int:
+    """Return the step of the newest committed checkpoint; 0 where there is none."""
+    history = read_history(config.run_dir)
+    return max((checkpoint.step for checkpoint in history.checkpoints if checkpoint.committed), default=0)
+
+
+def _refuse_repeats(stored: Plan, corpora: CorpusSet) -> None:
+    """Refuse a new corpus that holds documents of the run's: they would be trained on again.
+
+    Raises:
+        UserError: Says how to add documents instead.
+    """
+    known = len(stored.newest.sources)
+    old = [corpus.origins() for corpus in corpora.corpora[:known]]
+    for source, corpus in zip(corpora.sources[known:], corpora.corpora[known:], strict=True):
+        same = corpus.origins().join(pa.concat_tables(old), keys=["source", "offset", "length"], join_type="left semi")
+        if same.num_rows:
+            raise UserError(
+                f"data.sources: {source.path} holds {same.num_rows} documents that the run has already (the first: "
+                f"{same.column('source')[0].as_py()}), which would be trained on again; prepare the added files "
+                "alone, and name that corpus beside the old one under data.sources"
+            )
