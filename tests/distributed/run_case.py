@@ -21,14 +21,15 @@ from ray_ulysses.trainer.shared_storage import announce_session
 from ray_ulysses.trainer.stop import clear_stop, request_stop
 from ray_ulysses.trainer.worker import Worker
 
+MORE_FILES = ("difflib.py", "doctest.py", "enum.py", "fractions.py")
 STDLIB_FILES = ("ast.py", "argparse.py", "bisect.py", "calendar.py", "cmd.py", "copy.py", "csv.py", "dis.py")
 
 
-def make_corpus(folder: Path) -> Path:
+def make_corpus(folder: Path, files: tuple[str, ...] = STDLIB_FILES) -> Path:
     """Prepare a few files of the standard library as bytes."""
     stdlib = Path(os.__file__).parent
     request = PrepareRequest(
-        sources=SourceSpec(paths=tuple(str(stdlib / name) for name in STDLIB_FILES)), out=folder / "corpus"
+        sources=SourceSpec(paths=tuple(str(stdlib / name) for name in files)), out=folder / "corpus"
     )
     prepare_local(request)
     return folder / "corpus"
@@ -67,9 +68,9 @@ def make_config(storage: Path, corpus: Path, **overrides: Any) -> Config:
     return parse_config(tree)
 
 
-def prepare_attempt(config: Config, session: str) -> None:
+def prepare_attempt(config: Config, session: str, branch: bool = False) -> None:
     """Do what the driver does before its workers start."""
-    prepared = prepare_run(config, Path("/"))
+    prepared = prepare_run(config, Path("/"), branch=branch)
     prepared.report.raise_problems()
     check_resume(prepared)
     claim_directory(prepared)

@@ -1,0 +1,118 @@
+"""Edits of a running job's data: longer rows, fewer a step, and files that join, through kills and lost checkpoints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_ulysses.config import Config
+from ray_ulysses.data.plan_files import load_plan
+from ray_ulysses.errors import ConfigError
+from ray_ulysses.tracking.history import RunHistory, read_history
+from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
+from tests.distributed.run_case import MORE_FILES, make_config, make_corpus, prepare_attempt, run_worker
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+TIMEOUT_S = 200.0
+BRANCH_STEP, LAST_STEP = 10, 16
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("data")
+    return make_corpus(folder / "first"), make_corpus(folder / "more", MORE_FILES)
+
+
+def before(folder: Path, corpora: tuple[Path, Path], **overrides: Any) -> Config:
+    change = {"run__stop_step": BRANCH_STEP, "schedule__horizon_steps": None, "data__rows_per_step": 5}
+    return make_config(folder, corpora[0], **{**change, **overrides})
+
+
+def after(folder: Path, corpora: tuple[Path, Path], **overrides: Any) -> Config:
+    """Twice the context, three rows a step on two groups, and a second corpus."""
+    change = {
+        "run__stop_step": LAST_STEP,
+        "data__path": None,
+        "data__sources": [{"path": str(path)} for path in corpora],
+        "data__context_tokens": 512,
+        "data__rows_per_step": 3,
+    }
+    return before(folder, corpora, **{**change, **overrides})
+
+
+def run(config: Config, session: str, branch: bool = False, **options: Any) -> tuple[str, int]:
+    prepare_attempt(config, session, branch)
+    ends = run_ranks(run_worker, config.cluster.workers, config, session, timeout_s=TIMEOUT_S, **options)
+    end: tuple[str, int] = ends[0]
+    return end
+
+
+@pytest.fixture(scope="module")
+def unbroken(corpora: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> RunHistory:
+    folder = tmp_path_factory.mktemp("unbroken")
+    assert run(before(folder, corpora), "first") == ("finished", BRANCH_STEP)
+    assert run(after(folder, corpora), "second", branch=True) == ("finished", LAST_STEP)
+    return read_history(folder / "run")
+
+
+def test_a_branch_goes_on_where_the_run_stood_and_repeats_nothing(
+    corpora: tuple[Path, Path], unbroken: RunHistory, tmp_path: Path
+) -> None:
+    assert [step.rows for step in unbroken.steps[:BRANCH_STEP]] == [(5 * s, 5 * s + 5) for s in range(BRANCH_STEP)]
+    assert [step.rows for step in unbroken.steps[BRANCH_STEP:]] == [
+        (50 + 3 * s, 53 + 3 * s) for s in range(LAST_STEP - BRANCH_STEP)
+    ]
+    run(before(tmp_path, corpora, run__stop_step=2), "again")
+    prepare_attempt(after(tmp_path, corpora), "branch", branch=True)
+    plan = load_plan(tmp_path / "run" / "plan")
+    targets = Counter(
+        (piece.document, piece.start + at + 1)
+        for step in range(1, plan.num_steps + 1)
+        for row in plan.step_rows(step)
+        for piece in plan.pieces(row)
+        for at in range(piece.num_labels)
+    )
+    assert set(targets.values()) == {1}
+    lengths = [length for path in corpora for length in _lengths(path)]
+    assert sum(targets.values()) == sum(lengths) - len(lengths)
+
+
+def test_a_branch_that_is_killed_and_loses_its_checkpoint_is_the_one_that_was_not(
+    corpora: tuple[Path, Path], unbroken: RunHistory, tmp_path: Path
+) -> None:
+    run(before(tmp_path, corpora), "first")
+    config = after(tmp_path, corpora)
+    prepare_attempt(config, "second", branch=True)
+    outcomes = run_ranks_to_outcomes(run_worker, 4, config, "second", kill=(1, "step", 13), timeout_s=TIMEOUT_S)
+    assert not any(outcome.ok for outcome in outcomes)
+    # The checkpoint that the branch left from is torn: the one before is taken, in the middle of the old plan.
+    shards = sorted((config.run_dir / "checkpoints/step-00000010").rglob("*.safetensors"))
+    shards[0].write_bytes(shards[0].read_bytes()[:-9])
+    # Another layout, and the change needs no flag any more: it is the run's own plan now.
+    assert run(after(tmp_path, corpora, parallel__sp_size=4), "third") == ("finished", LAST_STEP)
+    ours = read_history(config.run_dir)
+    assert ours.attempts[-1].first_step == 6
+    assert [step.rows for step in ours.steps] == [step.rows for step in unbroken.steps]
+    assert [step.tokens for step in ours.steps] == [step.tokens for step in unbroken.steps]
+    assert ours.data_digest == unbroken.data_digest
+    for mine, theirs in zip(ours.steps, unbroken.steps, strict=True):
+        assert abs(mine.loss - theirs.loss) / theirs.loss <= 1e-5
+
+
+def test_a_change_without_the_flag_is_refused_and_changes_nothing(corpora: tuple[Path, Path], tmp_path: Path) -> None:
+    run(before(tmp_path, corpora, run__stop_step=5), "first")
+    content = {path: path.read_bytes() for path in sorted((tmp_path / "run" / "plan").rglob("*")) if path.is_file()}
+    with pytest.raises(ConfigError, match=r"data.context_tokens=512: .*make it a branch of the run with .*--branch"):
+        prepare_attempt(after(tmp_path, corpora), "second")
+    assert content == {
+        path: path.read_bytes() for path in sorted((tmp_path / "run" / "plan").rglob("*")) if path.is_file()
+    }
+
+
+def _lengths(path: Path) -> list[int]:
+    from ray_ulysses.data.corpus import Corpus
+
+    return [int(length) for length in Corpus.open(path).lengths]
