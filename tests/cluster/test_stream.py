@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import os
 import pickle
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -178,13 +180,32 @@ class Mailbox:
 class Rank:
     """A worker process with its own source."""
 
-    def __init__(self, mailbox: Any, sources: list[PlannedSource], plan: Plan, rank: int) -> None:
+    def __init__(
+        self, mailbox: Any, sources: list[PlannedSource], plan: Plan, rank: int, world: tuple[int, int] = (4, 2)
+    ) -> None:
         self._mailbox = mailbox
         self._rank = rank
         self._count = 0
+        world_size, sp_size = world
         self._source = RaySource(
-            sources, plan, rank=rank, world_size=4, sp_size=2, share=self._share, max_blocks=12, timeout_s=WAIT_S
+            sources,
+            plan,
+            rank=rank,
+            world_size=world_size,
+            sp_size=sp_size,
+            share=self._share,
+            max_blocks=12,
+            timeout_s=WAIT_S,
         )
+
+    def step(self, step: int, die_at: int | None) -> list[RowSlice]:
+        """Receive a step; the process dies in the middle where it is told to."""
+        received = []
+        for number, one in enumerate(self._source.step(step)):
+            if number == die_at:
+                os._exit(1)
+            received.append(one)
+        return received
 
     def take(self, first: int, last: int) -> list[RowSlice]:
         return [received for step in range(first, last) for received in self._source.step(step)]
@@ -266,3 +287,62 @@ def test_segments_are_whole_steps_and_bounded(corpus: Corpus) -> None:
     assert len(slots) == 24
     assert [slot.sp_rank for slot in slots[:4]] == [0, 1, 0, 1]
     assert sum(slot.row == -1 for slot in slots) == 2 * 2
+
+
+def test_every_planned_piece_is_received_once_though_workers_are_killed_at_random_rows(
+    cluster: None, corpus: Corpus
+) -> None:
+    """A step counts when every rank has received all of it, as a checkpoint after it would have it."""
+    plan = plan_of(corpus, rows_per_step=5)
+    rng = np.random.default_rng(7)
+    worlds = [(4, 2), (2, 1), (3, 1), (4, 4), (2, 2)]
+    kept: dict[int, list[RowSlice]] = {}
+    num_killed = 0
+    for attempt in range(100):
+        world_size, sp_size = worlds[attempt % len(worlds)]
+        mailbox = Mailbox.remote()
+        ranks = [
+            Rank.remote(mailbox, [source_of(corpus)], plan, rank, (world_size, sp_size)) for rank in range(world_size)
+        ]
+        last = len(kept) + 1 + int(rng.integers(0, 3))
+        victim = int(rng.integers(0, world_size))
+        try:
+            for step in range(len(kept) + 1, plan.num_steps + 1):
+                micro_steps = len(plan.step_schedule(step, world_size // sp_size))
+                die_at = int(rng.integers(0, micro_steps)) if step == last else None
+                jobs = [rank.step.remote(step, die_at if at == victim else None) for at, rank in enumerate(ranks)]
+                kept[step] = [one for received in ray.get(jobs, timeout=WAIT_S) for one in received]
+        except ray.exceptions.RayActorError:
+            num_killed += 1
+        for rank in ranks:
+            ray.kill(rank)
+        if len(kept) == plan.num_steps:
+            break
+    assert num_killed >= 4
+    received: Counter[tuple[int, int, int]] = Counter()
+    for step, slices in kept.items():
+        labels = sum(one.num_supervised for one in slices)
+        assert labels == plan.step_tokens(step), "the denominator is the plan's"
+        received += pieces_of(corpus, plan, slices)
+    planned = Counter((p.document, p.start, p.length) for row in range(plan.num_rows) for p in plan.pieces(row))
+    assert received == planned
+
+
+def pieces_of(corpus: Corpus, plan: Plan, slices: list[RowSlice]) -> Counter[tuple[int, int, int]]:
+    """The (document, start, length) of rows whose tokens are those of the documents; all slices of a row are there."""
+    found: Counter[tuple[int, int, int]] = Counter()
+    rows: dict[int, dict[int, RowSlice]] = {}
+    for one in slices:
+        if not one.is_filler:
+            assert one.sp_rank not in rows.setdefault(one.row, {}), "a slice came twice"
+            rows[one.row][one.sp_rank] = one
+    for row, parts in rows.items():
+        assert sorted(parts) == list(range(parts[0].sp_size)), "a slice is missing"
+        tokens = np.concatenate([parts[rank].input_ids for rank in sorted(parts)])
+        begin = 0
+        for piece in plan.pieces(row):
+            expected = corpus.read(piece.document, piece.start, piece.length)
+            assert np.array_equal(tokens[begin : begin + piece.length], expected)
+            begin += piece.length
+            found[(piece.document, piece.start, piece.length)] += 1
+    return found
