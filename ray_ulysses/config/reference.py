@@ -38,7 +38,9 @@ _RESUME = """## What may change on resume
 
 `ray-ulysses train` with the same `run.name` and `run.storage` resumes the run. Its stored configuration is
 compared with the one given. A fixed setting that differs is refused, by name and before a worker starts; to
-train with another value, choose another `run.name`.
+train with another value, choose another `run.name`. A setting that changes by branch needs
+`train --branch`: the run then goes on from its newest committed checkpoint with a [new segment of its
+plan](data.md#change-the-data-of-a-running-job).
 
 | setting | on resume | |
 |---|---|---|

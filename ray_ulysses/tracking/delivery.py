@@ -96,6 +96,7 @@ class SpooledTracker:
         topology: Mapping[str, object],
         cursor: Mapping[str, object],
         metrics: Mapping[str, float],
+        digest: str = "",
     ) -> None:
         """Spool a committed checkpoint."""
         self._put(
@@ -105,6 +106,7 @@ class SpooledTracker:
                 "path": path,
                 "topology": dict(topology),
                 "cursor": dict(cursor),
+                "digest": digest,
                 "metrics": {key: float(value) for key, value in metrics.items()},
             }
         )

@@ -270,6 +270,8 @@ class MlflowSink:
             "path": path[:_TAG_CHARACTERS],
             "topology": json.dumps(event["topology"])[:_TAG_CHARACTERS],
             "cursor": json.dumps(event["cursor"])[:_TAG_CHARACTERS],
+            # Not in the spool of a version before this one.
+            "digest": str(event.get("digest", "")),
         }
         name = f"step-{step:08d}"
         # One that an earlier process began and could not finish is taken up again.
@@ -298,6 +300,7 @@ class MlflowSink:
             self._client.log_outputs(self._run_id, [LoggedModelOutput(model_id=model.model_id, step=step)])
         self._client.set_tag(self._run_id, "checkpoint.step", str(step))
         self._client.set_tag(self._run_id, "checkpoint.path", path[:_TAG_CHARACTERS])
+        self._client.set_tag(self._run_id, "checkpoint.digest", tags["digest"])
 
 
 def _grouped(events: Sequence[Event]) -> Iterator[list[Event]]:

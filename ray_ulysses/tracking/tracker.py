@@ -32,8 +32,9 @@ class Tracker(Protocol):
         topology: Mapping[str, object],
         cursor: Mapping[str, object],
         metrics: Mapping[str, float],
+        digest: str = "",
     ) -> None:
-        """Record a committed checkpoint: where it is, who wrote it, its place in the data, and its numbers."""
+        """Record a committed checkpoint: where it is, who wrote it, its place in the data, its numbers, its digest."""
         ...
 
     def finish(self, status: RunStatus) -> None:
@@ -57,6 +58,7 @@ class NullTracker:
         topology: Mapping[str, object],
         cursor: Mapping[str, object],
         metrics: Mapping[str, float],
+        digest: str = "",
     ) -> None:
         """Record nothing."""
 

@@ -113,7 +113,7 @@ def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
         )
         # The state: from the newest committed checkpoint, at whatever world size it was written.
         progress = resume(engine, config, plan, recorder)
-        recorder.attempt_started(progress, last_step_of(config, plan))
+        recorder.attempt_started(progress, last_step_of(config, plan), plan)
         source = worker.make_source(plan, reader, layout, worker.rank)
         try:
             end = _train(attempt, source, progress)
@@ -218,7 +218,7 @@ def _save(attempt: _Attempt, progress: Progress, metrics: dict[str, float]) -> N
         ),
         exchange=recorder.exchange,
     )
-    recorder.checkpoint_committed(step, ref.folder, cursor, metrics)
+    recorder.checkpoint_committed(step, ref.folder, cursor, metrics, f"{progress.digest:016x}")
     if worker.rank == 0:
         _let_go(attempt, ref)
     worker.on_event("saved", step)

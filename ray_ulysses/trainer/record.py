@@ -23,6 +23,7 @@ from ray_ulysses.trainer.shared_storage import probe_storage
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.data.cursor import Cursor
+    from ray_ulysses.data.plan import Plan
     from ray_ulysses.parallel.layout import ParallelLayout
     from ray_ulysses.tracking.tracker import Tracker
     from ray_ulysses.trainer.resume import Progress
@@ -99,8 +100,8 @@ class Recorder:
             nodes=nodes,
         )
 
-    def attempt_started(self, progress: Progress, last_step: int) -> None:
-        """Record who trains, and from where."""
+    def attempt_started(self, progress: Progress, last_step: int, plan: Plan) -> None:
+        """Record who trains what, and from where."""
         config, layout = self._config, self._layout
         self._append(
             "attempt_started",
@@ -113,6 +114,7 @@ class Recorder:
             resumed_step=progress.step,
             resumed_from=progress.resumed_from,
             last_step=last_step,
+            plan_ids=[segment.plan_id for segment in plan.segments],
             versions=versions(),
         )
         self._tracker.start(
@@ -121,6 +123,8 @@ class Recorder:
                 **config.tracking.tags,
                 "run_dir": str(config.run_dir),
                 "attempt": self.attempt,
+                "plan_id": plan.plan_id,
+                "plan_segment": len(plan.segments) - 1,
                 "world_size": layout.world_size,
                 "sp_size": layout.sp_size,
                 "ring_size": layout.ring_size,
@@ -185,12 +189,14 @@ class Recorder:
         self._append("evaluation", step=step, loss=loss, tokens=tokens)
         self._tracker.log_step(step, {"eval_loss": loss})
 
-    def checkpoint_committed(self, step: int, folder: str, cursor: Cursor, metrics: Mapping[str, float]) -> None:
+    def checkpoint_committed(
+        self, step: int, folder: str, cursor: Cursor, metrics: Mapping[str, float], digest: str
+    ) -> None:
         """Record a committed checkpoint."""
         topology = {name: getattr(self._layout, name) for name in ("world_size", "sp_size", "ring_size", "dp_size")}
-        self._append("checkpoint_committed", step=step, path=folder, world_size=self._layout.world_size)
+        self._append("checkpoint_committed", step=step, path=folder, world_size=self._layout.world_size, digest=digest)
         path = str(self._config.run_dir / folder)
-        self._tracker.log_checkpoint(step, path, topology, cursor.to_json(), {"loss": metrics["loss"]})
+        self._tracker.log_checkpoint(step, path, topology, cursor.to_json(), {"loss": metrics["loss"]}, digest=digest)
 
     def sync(self) -> None:
         """Make the steps so far outlive a power cut, since the checkpoint that counts on them will."""

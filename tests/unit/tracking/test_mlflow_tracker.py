@@ -112,7 +112,12 @@ def test_a_committed_checkpoint_can_be_found_by_its_loss(uri, client, tmp_path):
     for step in (5, 10):
         log_steps(tracker, range(step - 4, step + 1))
         tracker.log_checkpoint(
-            step, f"/runs/c/{step}", {"world_size": 4, "sp_size": 2}, {"next_row": 6 * step}, {"loss": 5.0 - step / 10}
+            step,
+            f"/runs/c/{step}",
+            {"world_size": 4, "sp_size": 2},
+            {"next_row": 6 * step},
+            {"loss": 5.0 - step / 10},
+            digest=f"{step:016x}",
         )
     tracker.finish("finished")
     run_id = TrackingIdentity.load(tmp_path).run_id
@@ -127,6 +132,7 @@ def test_a_committed_checkpoint_can_be_found_by_its_loss(uri, client, tmp_path):
     assert json.loads(found[0].tags["cursor"]) == {"next_row": 60}
     assert len(run.outputs.model_outputs) == 2
     assert run.data.tags["checkpoint.path"] == "/runs/c/10"
+    assert found[0].tags["digest"] == run.data.tags["checkpoint.digest"] == f"{10:016x}"
     assert curve(client, run_id) == expected(range(1, 11))
 
 
