@@ -8,10 +8,13 @@ output's size.
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import ray_ulysses.attention.chunked  # noqa: F401  (registers the operators that are named below)
@@ -32,7 +35,65 @@ def checkpoint_contexts(keep: KeptOutput) -> Callable[[], tuple[Any, Any]] | Non
     kept = {operators.attend_payload.default, operators.attend_heads.default, operators.attend_in_chunks.default}
     if keep == "both":
         kept.add(operators.scatter_heads.default)
-    return partial(create_selective_checkpoint_contexts, partial(_policy, frozenset(kept)))
+    return partial(_contexts, frozenset(kept))
+
+
+def _contexts(kept: frozenset[Any]) -> tuple[Any, Any]:
+    """Return what forward and recomputation run under.
+
+    Not torch's own pair outside of compilation: it holds every operator of a recomputation against those of forward,
+    and under ZeRO-3 the two differ, since a parameter that was at hand in forward is gathered again (torch 2.13,
+    DeepSpeed 0.19.8).
+    """
+    if torch.compiler.is_compiling():
+        contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(partial(_policy, kept))
+        return contexts
+    storage: dict[Any, deque[Any]] = {operator: deque() for operator in kept}
+    return _Keep(storage), _Replay(storage)
+
+
+class _Keep(TorchDispatchMode):
+    """Runs every operator, and keeps what those of the storage return."""
+
+    def __init__(self, storage: dict[Any, deque[Any]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storage = storage
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator."""
+        out = operator(*args, **(kwargs or {}))
+        if operator in self._storage:
+            kept = tree_map_only(torch.Tensor, torch.Tensor.detach, out)
+            self._storage[operator].append((kept, _versions(kept)))
+        return out
+
+
+class _Replay(TorchDispatchMode):
+    """Returns what was kept, in the order in which it was, and runs every other operator."""
+
+    def __init__(self, storage: dict[Any, deque[Any]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storage = storage
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator, or return what it returned in forward."""
+        if operator not in self._storage:
+            return operator(*args, **(kwargs or {}))
+        if not self._storage[operator]:
+            raise RuntimeError(
+                f"{operator} was kept once and is asked for again; a checkpointed layer can't go backward twice "
+                "(retain_graph=True): set memory.attention_output=none for that"
+            )
+        kept, versions = self._storage[operator].popleft()
+        if _versions(kept) != versions:
+            raise RuntimeError(
+                f"what {operator} returned was changed in place after forward; backward needs it as it was"
+            )
+        return kept
+
+
+def _versions(values: Any) -> list[int]:
+    return [value._version for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def _policy(kept: frozenset[Any], _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

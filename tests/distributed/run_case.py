@@ -59,7 +59,8 @@ def make_config(storage: Path, corpus: Path, **overrides: Any) -> Config:
         "schedule": {"warmup_steps": 4, "horizon_steps": 60},
         "checkpoint": {"every_steps": 5},
         "tracking": {"enabled": False},
-        "memory": {"gradient_checkpointing": False},
+        # As users train: what a resume changes of the order of collectives meets what recomputation expects.
+        "memory": {"gradient_checkpointing": True},
         "cluster": {"workers": 4},
     }
     for path, value in overrides.items():
