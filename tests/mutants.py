@@ -274,7 +274,7 @@ MUTANTS = (
     ),
     Mutant(
         name="evaluation rows trained on",
-        file="ray_ulysses/data/drawing.py",
+        file="ray_ulysses/data/loops.py",
         old="return is_taken or length < 2 or _is_held_out(document, key, threshold) != want_held",
         new="return is_taken or length < 2 or (want_held and not _is_held_out(document, key, threshold))",
         killer="tests/unit/data/test_plan.py::test_evaluation_documents_are_never_trained_on",
@@ -288,7 +288,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a document trained on again after a branch",
-        file="ray_ulysses/data/drawing.py",
+        file="ray_ulysses/data/loops.py",
         old="is_taken = taken.size > 0 and taken[document]",
         new="is_taken = False",
         killer="tests/unit/data/test_branches.py::test_every_target_is_trained_once_an_epoch_through_any_branches",
@@ -316,7 +316,7 @@ MUTANTS = (
     ),
     Mutant(
         name="lost tokens not counted",
-        file="ray_ulysses/data/drawing.py",
+        file="ray_ulysses/data/loops.py",
         old="lost = length - capacity - 1",
         new="lost = 0",
         killer="tests/unit/data/test_plan.py::test_what_becomes_of_overlong_documents_is_counted",

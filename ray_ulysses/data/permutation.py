@@ -11,42 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.compiled import compiled, inlined
+from ray_ulysses.data.loops import NUM_ROUNDS, permute_all
 from ray_ulysses.data.mixing import mix_int
-
-_NUM_ROUNDS = 6
-_ONE = np.uint64(1)
-_HALF = np.uint64(32)
-_SHIFT = np.uint64(29)
-_FIRST = np.uint64(0xBF58476D1CE4E5B9)
-_SECOND = np.uint64(0x94D049BB133111EB)
-
-
-@inlined
-def permuted(place, size, low_bits, high_bits, round_keys):  # type: ignore[no-untyped-def]
-    """Return which element stands at ``place``; for compiled callers, with what ``Permutation`` holds."""
-    low_mask = (_ONE << low_bits) - _ONE
-    high_mask = (_ONE << high_bits) - _ONE
-    value = np.uint64(place)
-    while True:
-        low = value & low_mask
-        high = value >> low_bits
-        for number in range(0, _NUM_ROUNDS, 2):
-            word = (low ^ round_keys[number]) * _FIRST
-            word = (word ^ (word >> _HALF)) * _SECOND
-            high = (high ^ (word >> _SHIFT)) & high_mask
-            word = (high ^ round_keys[number + 1]) * _FIRST
-            word = (word ^ (word >> _HALF)) * _SECOND
-            low = (low ^ (word >> _SHIFT)) & low_mask
-        value = (high << low_bits) | low
-        if value < size:
-            return np.int64(value)
-
-
-@compiled
-def _permute_all(places, size, low_bits, high_bits, round_keys, out):  # type: ignore[no-untyped-def]
-    for at in range(places.size):
-        out[at] = permuted(places[at], size, low_bits, high_bits, round_keys)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -76,7 +42,7 @@ class Permutation:
             size=np.uint64(size),
             low_bits=np.uint64(bits // 2),
             high_bits=np.uint64(bits - bits // 2),
-            round_keys=np.asarray([mix_int(key + number) for number in range(_NUM_ROUNDS)], dtype=np.uint64),
+            round_keys=np.asarray([mix_int(key + number) for number in range(NUM_ROUNDS)], dtype=np.uint64),
         )
 
     @property
@@ -87,5 +53,5 @@ class Permutation:
     def __call__(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the element at each of the places."""
         out = np.empty(places.size, dtype=np.int64)
-        _permute_all(places, *self.arguments, out)
+        permute_all(places, *self.arguments, out)
         return out

@@ -58,6 +58,26 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
         "data.context_tokens=8: is below 12, the multiple that rows are padded to; use 12 or more",
     ),
     (
+        {"data__path": None},
+        "data.path=None: no corpus is named; give a directory that `ray-ulysses prepare` has written, or several under "
+        "data.sources",
+    ),
+    (
+        {"data__sources": [{"path": "a"}]},
+        "data.path='runs/corpus': data.sources names corpora too; name every corpus under data.sources, and remove "
+        "data.path",
+    ),
+    (
+        {"data__path": None, "data__sources": [{"path": "a", "weight": 1.0}, {"path": "b"}]},
+        "data.sources=[1.0, None]: some sources have a weight and some have none; give each one a weight, "
+        "or none of them",
+    ),
+    (
+        {"data__path": None, "data__sources": [{"path": "a", "weight": 0.0}, {"path": "b", "weight": 0.0}]},
+        "data.sources=[0.0, 0.0]: the weights sum to zero, so no source is used; give at least one source a "
+        "weight above 0",
+    ),
+    (
         {"schedule__horizon_steps": 100},
         "schedule.warmup_steps=100: must be below schedule.horizon_steps=100; use at most 99, or a longer horizon",
     ),

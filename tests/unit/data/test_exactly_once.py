@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_ulysses.data.digest import add_digests, row_digest, slice_checksum
+from ray_ulysses.data.packing import Packing
 from ray_ulysses.data.plan import Plan, PlanSettings
 from ray_ulysses.data.planning import build_plan
 from ray_ulysses.data.reader import IGNORE_INDEX, RowReader, RowSlice
@@ -50,21 +51,36 @@ def pieces_received(slices: list[RowSlice]) -> Counter[tuple[int, int, int]]:
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     lengths=corpora,
     context=st.integers(8, 48),
     rows_per_step=st.integers(1, 7),
     seed=st.integers(0, 2**32),
     epochs=st.integers(1, 2),
+    packing=st.sampled_from(["best_fit", "concat", "none"]),
+    balance_steps=st.integers(1, 3),
     sequence=worlds,
 )
 def test_every_planned_token_is_received_exactly_once_at_any_sequence_of_worlds(
-    lengths: list[int], context: int, rows_per_step: int, seed: int, epochs: int, sequence: list[World]
+    lengths: list[int],
+    context: int,
+    rows_per_step: int,
+    seed: int,
+    epochs: int,
+    packing: Packing,
+    balance_steps: int,
+    sequence: list[World],
 ) -> None:
     store = MemoryStore(lengths)
     plan_settings = PlanSettings(
-        seed=seed, context_tokens=context, pad_multiple=8, rows_per_step=rows_per_step, epochs=epochs
+        seed=seed,
+        context_tokens=context,
+        pad_multiple=8,
+        rows_per_step=rows_per_step,
+        epochs=epochs,
+        packing=packing,
+        balance_steps=balance_steps,
     )
     plan = build_plan(store.lengths, store.fingerprint, plan_settings)
     reader = RowReader(store, plan)

@@ -6,6 +6,7 @@ import pytest
 
 from ray_ulysses.planner.problems import (
     configured_memory,
+    corpus_problems,
     heads_problems,
     memory_problems,
     plan_problems,
@@ -142,3 +143,13 @@ def test_no_way_out_is_the_configuration_itself(device_gib):
     for text in memory_texts(llama_config(device_gib=device_gib)):
         assert "cluster.workers=8 " not in text
         assert "parallel.sp_size=8;" not in text
+
+
+def test_a_corpus_shorter_than_one_step_is_refused():
+    config = make_config(data={"path": "/c", "context_tokens": 64, "rows_per_step": 12})
+    (problem,) = corpus_problems(config, make_plan(config, make_corpus([64] * 10)))
+    assert str(problem) == (
+        "data.rows_per_step=12: is more than the 10 rows that the corpus makes, so that not even one step is full; use "
+        "at most 10, a shorter data.context_tokens, more data.epochs or a longer corpus"
+    )
+    assert not list(corpus_problems(config, make_plan(config, make_corpus([64] * 12))))
