@@ -52,6 +52,13 @@ def permute_all(places, size, low_bits, high_bits, round_keys, out):  # type: ig
         out[at] = permuted(places[at], size, low_bits, high_bits, round_keys)
 
 
+@compiled
+def permute_range(first, size, low_bits, high_bits, round_keys, out):  # type: ignore[no-untyped-def]
+    """Write the elements at the places from ``first`` on."""
+    for at in range(out.size):
+        out[at] = permuted(first + at, size, low_bits, high_bits, round_keys)
+
+
 @inlined
 def _is_held_out(document, key, threshold):  # type: ignore[no-untyped-def]
     """Choose by a hash of the document's number: documents added later move none between the splits."""

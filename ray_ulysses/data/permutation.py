@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.loops import NUM_ROUNDS, permute_all
+from ray_ulysses.data.loops import NUM_ROUNDS, permute_all, permute_range
 from ray_ulysses.data.mixing import mix_int
 
 
@@ -49,6 +49,12 @@ class Permutation:
     def arguments(self) -> tuple[np.uint64, np.uint64, np.uint64, NDArray[np.uint64]]:
         """Return what ``permuted`` takes after the place."""
         return self.size, self.low_bits, self.high_bits, self.round_keys
+
+    def all(self) -> NDArray[np.int64]:
+        """Return every element, in their order."""
+        out = np.empty(int(self.size), dtype=np.int64)
+        permute_range(0, *self.arguments, out)
+        return out
 
     def __call__(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the element at each of the places."""

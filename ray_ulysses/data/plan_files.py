@@ -185,8 +185,8 @@ def _read_header(folder: Path) -> dict[str, Any]:
 def _write_rows(folder: Path, segment: Segment) -> None:
     train, evaluation = segment.train, segment.evaluation
     assert isinstance(train, MemoryRows) and isinstance(evaluation, MemoryRows)
-    write_weights(folder / _ROWS, train.weights(0, train.num_rows), segment.plan_id)
-    write_weights(folder / _EVALUATION_ROWS, evaluation.weights(0, evaluation.num_rows), segment.plan_id)
+    write_weights(folder / _ROWS, train, segment.plan_id)
+    write_weights(folder / _EVALUATION_ROWS, evaluation, segment.plan_id)
     writer = PieceWriter(folder / _EVALUATION_PIECES, segment.plan_id)
     writer.add(evaluation.all_pieces)
     writer.close()

@@ -7,7 +7,7 @@ and a few numbers a row is held in memory, so that a hundred million documents f
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -34,6 +34,7 @@ from ray_ulysses.errors import UserError
 Int64Array = NDArray[np.int64]
 _DOCUMENT_STREAM, _ROW_STREAM, _EVALUATION_STREAM = 1, 2, 3
 _MAX_LENGTH = 2**32 - 1
+_MAX_DOCUMENTS = 2**32 - 1
 
 
 class PieceSink(Protocol):
@@ -127,7 +128,9 @@ def build_segment(
     lengths = _compact(documents.lengths)
     planning = _Planning(documents, lengths, settings, sink, remainder)
     evaluation, num_held, num_without = planning.evaluation()
-    weights, epochs, firsts = planning.train()
+    parts, orders, epochs, firsts = planning.train()
+    weights = RowWeights.join(parts)
+    order = np.concatenate(orders) if len(orders) != 1 else orders[0]
     if not weights.num_rows:
         raise UserError(
             f"data: none of {lengths.size} documents is left to train on ({num_held} are held out by "
@@ -158,7 +161,7 @@ def build_segment(
             supervised=int(weights.supervised.sum(dtype=np.int64)),
             padding_tokens=padded - tokens,
         ),
-        train=MemoryRows(weights, sink.pieces if isinstance(sink, MemorySink) else None),
+        train=MemoryRows(weights, sink.pieces if isinstance(sink, MemorySink) else None, order),
         evaluation=evaluation,
     )
 
@@ -202,12 +205,13 @@ class _Planning:
         assert int(self._bases[-1]) == lengths.size, "the sources' documents and the lengths differ in number"
         self.counters = np.zeros(len(COUNTERS), dtype=np.int64)
 
-    def train(self) -> tuple[RowWeights, tuple[EpochInfo, ...], tuple[int, ...]]:
-        """Return the rows of all epochs in the order of training, and where the sources' circles stand then."""
+    def train(self) -> tuple[list[RowWeights], list[Int64Array], tuple[EpochInfo, ...], tuple[int, ...]]:
+        """Return the rows of each epoch, their order in training, the epochs, and where the circles stand then."""
         settings, sources, remainder = self._settings, self._documents.sources, self._remainder
         firsts = remainder.firsts if remainder else (0,) * len(sources)
         first_epoch = remainder.branch.epoch if remainder else 0
         parts: list[RowWeights] = []
+        orders: list[Int64Array] = []
         infos: list[EpochInfo] = []
         num_rows = num_pieces = 0
         for epoch in range(first_epoch, settings.epochs):
@@ -217,19 +221,21 @@ class _Planning:
             firsts = next_firsts(windows, sources)
             draw = draw_of(windows, seed=settings.seed, epoch=epoch, stream=_DOCUMENT_STREAM, held_out=False)
             fragments = _planned_fragments(begun.fragments, sources, self._bases) if begun else NO_FRAGMENTS
-            closed = [
-                weights
-                for pieces, sizes in self._packed(drawing.pieces(draw, fragments, self.counters))
-                if (weights := self._row_weights(pieces, sizes)) is not None
-            ]
-            packed = RowWeights.join(closed)
-            packed.first_piece[:] = num_pieces + np.cumsum(packed.num_pieces, dtype=np.int64) - packed.num_pieces
+            packed = self._packed_rows(drawing.pieces(draw, fragments, self.counters))
+            packed = _with_first_pieces(packed, num_pieces)
             order = self._order(packed, epoch, num_rows)
+            order += num_rows
+            orders.append(order)
             infos.append(EpochInfo(epoch=epoch, first_row=num_rows, num_rows=packed.num_rows, windows=windows))
             num_rows += packed.num_rows
             num_pieces += int(packed.num_pieces.sum(dtype=np.int64))
-            parts.append(packed.take(order))
-        return (parts[0] if len(parts) == 1 else RowWeights.join(parts)), tuple(infos), firsts
+            parts.append(packed)
+        return parts, orders, tuple(infos), firsts
+
+    def _packed_rows(self, blocks: Iterator[Pieces]) -> RowWeights:
+        """Return the rows in the order in which they close; their parts are let go before rows are put in order."""
+        closed = [self._row_weights(pieces, sizes) for pieces, sizes in self._packed(blocks)]
+        return RowWeights.join([weights for weights in closed if weights is not None])
 
     def evaluation(self) -> tuple[MemoryRows, int, int]:
         """Return the first rows of the documents held out, how many those are, and documents without a target."""
@@ -264,8 +270,7 @@ class _Planning:
         sink = MemorySink()
         for part in pieces_kept:
             sink.add(part)
-        rows = RowWeights.join(parts)
-        rows.first_piece[:] = np.cumsum(rows.num_pieces, dtype=np.int64) - rows.num_pieces
+        rows = _with_first_pieces(RowWeights.join(parts), 0)
         return MemoryRows(rows, sink.pieces if pieces_kept else None), num_held, num_without
 
     def _drawing(self, taken: NDArray[np.bool_] | None) -> Drawing:
@@ -299,7 +304,8 @@ class _Planning:
             first = pieces.start + 1
             labels = self._documents.spans.count(pieces.document, first, first + labels)
         return RowWeights(
-            first_piece=starts,
+            # Known when all rows are: until then no memory is spent on it.
+            first_piece=np.broadcast_to(np.int64(0), sizes.shape),
             num_pieces=sizes.astype(np.int32),
             document_tokens=np.add.reduceat(pieces.length, starts).astype(np.int32),
             supervised=np.add.reduceat(labels, starts).astype(np.int32),
@@ -309,12 +315,20 @@ class _Planning:
     def _order(self, rows: RowWeights, epoch: int, first_row: int) -> Int64Array:
         # Rows close in an order that goes with their fill, and pieces of one document lie side by side: shuffle.
         shuffle = Permutation.seeded(rows.num_rows, self._settings.seed, epoch, _ROW_STREAM)
-        order = shuffle(np.arange(rows.num_rows, dtype=np.int64))
+        order = shuffle.all()
         if self._settings.balance_steps > 1:
             costs = rows.cost(self._settings.token_cost)[order]
             settings = self._settings
             order = order[balance_windows(costs, settings.rows_per_step, settings.balance_steps, first_row)]
         return order
+
+
+def _with_first_pieces(rows: RowWeights, num_pieces: int) -> RowWeights:
+    """Return rows that know the places of their pieces, which follow ``num_pieces`` others."""
+    first_piece = np.cumsum(rows.num_pieces, dtype=np.int64)
+    first_piece -= rows.num_pieces
+    first_piece += num_pieces
+    return replace(rows, first_piece=first_piece)
 
 
 def _planned_fragments(
@@ -342,6 +356,10 @@ def _check(settings: PlanSettings) -> None:
 
 
 def _compact(lengths: NDArray[np.integer]) -> NDArray[np.uint32]:
+    if lengths.size > _MAX_DOCUMENTS:
+        raise UserError(
+            f"data: {lengths.size} documents are more than the {_MAX_DOCUMENTS} of a plan; leave some sources out"
+        )
     if lengths.size and int(lengths.max()) > _MAX_LENGTH:
         raise UserError(
             f"data: document {int(lengths.argmax())} has {int(lengths.max())} tokens; a document holds at most "

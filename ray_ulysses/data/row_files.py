@@ -16,13 +16,13 @@ import pyarrow as pa
 from ray_ulysses.data.packing import NO_PIECES, Pieces
 from ray_ulysses.data.patience import READ_ERRORS, Patience
 from ray_ulysses.data.row_groups import GROUP_ROWS, RowGroupReader, RowGroupWriter
-from ray_ulysses.data.rows import NO_ROWS, Piece, RowWeights, piece_tuple
+from ray_ulysses.data.rows import NO_ROWS, Piece, Rows, RowWeights, piece_tuple
 from ray_ulysses.errors import UserError
 
 Value = TypeVar("Value")
 PIECE_SCHEMA = pa.schema(
     [
-        pa.field("document", pa.int64(), nullable=False),
+        pa.field("document", pa.uint32(), nullable=False),
         pa.field("start", pa.int64(), nullable=False),
         pa.field("length", pa.int32(), nullable=False),
         pa.field("has_next", pa.bool_(), nullable=False),
@@ -37,6 +37,7 @@ ROW_SCHEMA = pa.schema(
         pa.field("sum_squares", pa.int64(), nullable=False),
     ]
 )
+_MOSTLY_EQUAL = ("start", "has_next")
 _PLAN_KEY = b"ray_ulysses.plan_id"
 
 
@@ -48,7 +49,7 @@ class PieceWriter:
 
     def add(self, pieces: Pieces) -> None:
         """Take the next pieces."""
-        columns = [pieces.document, pieces.start, pieces.length.astype(np.int32), pieces.has_next]
+        columns = [pieces.document.astype(np.uint32), pieces.start, pieces.length.astype(np.int32), pieces.has_next]
         self._writer.add(pa.Table.from_arrays([pa.array(column) for column in columns], schema=PIECE_SCHEMA))
 
     def close(self) -> None:
@@ -56,11 +57,11 @@ class PieceWriter:
         self._writer.close()
 
 
-def write_weights(path: Path, weights: RowWeights, plan_id: str) -> None:
-    """Write what rows weigh."""
+def write_weights(path: Path, rows: Rows, plan_id: str) -> None:
+    """Write what rows weigh, in the order of training."""
     writer = _writer(path, ROW_SCHEMA, plan_id)
-    for first in range(0, weights.num_rows, GROUP_ROWS):
-        part = weights.take(slice(first, first + GROUP_ROWS))
+    for first in range(0, rows.num_rows, GROUP_ROWS):
+        part = rows.weights(first, first + GROUP_ROWS)
         arrays = [pa.array(getattr(part, name)) for name in ROW_SCHEMA.names]
         writer.add(pa.Table.from_arrays(arrays, schema=ROW_SCHEMA))
     writer.close()
@@ -98,7 +99,7 @@ class FileRows:
         parts = [
             group.take(slice(max(first - begin, 0), stop - begin)) for begin, group in self._rows.groups(first, stop)
         ]
-        return RowWeights.join(parts) if len(parts) != 1 else parts[0]
+        return RowWeights.join(parts)
 
     def pieces(self, row: int) -> tuple[Piece, ...]:
         """Return the pieces of a row in their order.
@@ -160,9 +161,10 @@ def unreadable_plan(path: Path, reason: object) -> UserError:
 
 
 def _writer(path: Path, schema: pa.Schema, plan_id: str) -> RowGroupWriter:
-    # Dictionaries and a thorough compression would take longer than the planning itself.
     tagged = schema.with_metadata({_PLAN_KEY: plan_id.encode()})
-    return RowGroupWriter(path, tagged, compression="lz4", use_dictionary=False)
+    # Numbers in a random order hardly shrink, and compressing them would take as long as planning.
+    compression = {name: "lz4" if name in _MOSTLY_EQUAL else "none" for name in schema.names}
+    return RowGroupWriter(path, tagged, compression=compression, use_dictionary=False)
 
 
 def _columns(table: pa.Table) -> dict[str, Any]:
@@ -175,5 +177,6 @@ def _weights_of(table: pa.Table) -> RowWeights:
 
 def _pieces_of(table: pa.Table) -> Pieces:
     columns = _columns(table)
+    columns["document"] = columns["document"].astype(np.int64)
     columns["length"] = columns["length"].astype(np.int64)
     return Pieces(**columns)

@@ -97,7 +97,7 @@ class RowGroupWriter:
         schema: pa.Schema,
         *,
         statistics: Sequence[str] = (),
-        compression: str = "zstd",
+        compression: str | dict[str, str] = "zstd",
         use_dictionary: bool = True,
     ) -> None:
         self._schema = schema

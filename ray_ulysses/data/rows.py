@@ -75,6 +75,8 @@ class RowWeights:
         """Return the rows of all parts, one after another."""
         if not parts:
             return NO_ROWS
+        if len(parts) == 1:
+            return parts[0]
         return cls(
             **{field.name: np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)}
         )
@@ -109,9 +111,11 @@ class Rows(Protocol):
 class MemoryRows:
     """Rows in memory, with their pieces or, where only their weights are asked for, without."""
 
-    def __init__(self, weights: RowWeights, pieces: Pieces | None) -> None:
+    def __init__(self, weights: RowWeights, pieces: Pieces | None, order: Int64Array | None = None) -> None:
+        """Take rows as they closed, and their order in training; None where it is the same."""
         self._weights = weights
         self._pieces = pieces
+        self._order = order
 
     @property
     def num_rows(self) -> int:
@@ -120,7 +124,7 @@ class MemoryRows:
 
     def weights(self, first: int, stop: int) -> RowWeights:
         """Return the weights of the rows ``[first, stop)``."""
-        return self._weights.take(slice(first, stop))
+        return self._weights.take(slice(first, stop) if self._order is None else self._order[first:stop])
 
     @property
     def all_pieces(self) -> Pieces:
@@ -130,7 +134,7 @@ class MemoryRows:
     def pieces(self, row: int) -> tuple[Piece, ...]:
         """Return the pieces of a row in their order."""
         assert self._pieces is not None, "this plan was made without pieces"
-        weights = self._weights.take(slice(row, row + 1))
+        weights = self.weights(row, row + 1)
         return piece_tuple(self._pieces, int(weights.first_piece[0]), int(weights.num_pieces[0]))
 
 
