@@ -44,7 +44,7 @@ class Corpus:
         self,
         path: Path,
         info: CorpusInfo,
-        lengths: NDArray[np.int64] | None = None,
+        lengths: NDArray[np.uint32] | None = None,
         *,
         patience: Patience | None = None,
     ) -> None:
@@ -101,8 +101,8 @@ class Corpus:
         return self.info.tokenizer
 
     @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Return the tokens of each document, end tokens included; int64, read-only, read when first asked for.
+    def lengths(self) -> NDArray[np.uint32]:
+        """Return the tokens of each document, end tokens included; uint32, read-only, read when first asked for.
 
         Raises:
             UserError: The sidecar can't be read, or is not the one that ``corpus.json`` describes.

@@ -147,7 +147,7 @@ def _joined_spans(corpora: Sequence[Corpus]) -> LabelSpans | None:
     )
 
 
-def _whole(lengths: NDArray[np.int64]) -> LabelSpans:
+def _whole(lengths: NDArray[np.uint32]) -> LabelSpans:
     return LabelSpans(
         offsets=np.arange(lengths.size + 1, dtype=np.int64),
         starts=np.zeros(lengths.size, dtype=np.int64),

@@ -19,6 +19,7 @@ from ray_ulysses.data.spans import LabelSpans, span_mask
 
 _PLACE_COLUMNS = ("shard", "first_row", "length")
 _CRC_ROWS = 1 << 18
+_MAX_LENGTH = 2**32 - 1
 _SOURCE_COLUMNS = ("source", "offset", "id")
 
 
@@ -80,17 +81,28 @@ class DocumentTable:
         table = self._sources.group(group)
         return DocumentSource(*(table.column(name)[row].as_py() for name in _SOURCE_COLUMNS))
 
-    def lengths(self) -> NDArray[np.int64]:
+    def lengths(self) -> NDArray[np.uint32]:
         """Return the tokens of every document, read-only; raises MismatchError if they are not corpus.json's."""
-        table = self._patience.call(
-            self._path, lambda: pq.read_table(self._path, columns=["length"], page_checksum_verification=True)
-        )
-        lengths: NDArray[np.int64] = table.column(0).to_numpy().astype(np.int64, copy=False)
-        info = self._info
-        found = (lengths.size, int(lengths.sum()), zlib.crc32(lengths.astype("<i8", copy=False).tobytes()))
-        if found != (info.num_documents, info.num_tokens, info.lengths_crc32):
-            raise MismatchError("its lengths do not add up to corpus.json")
+        lengths = self._patience.call(self._path, self._read_lengths)
         lengths.setflags(write=False)
+        return lengths
+
+    def _read_lengths(self) -> NDArray[np.uint32]:
+        # Group by group into four bytes a document: the column as a whole would be three times that.
+        lengths = np.empty(self._info.num_documents, dtype=np.uint32)
+        crc32, num_tokens, place = 0, 0, 0
+        with pq.ParquetFile(self._path, page_checksum_verification=True) as file:
+            for batch in file.iter_batches(batch_size=_CRC_ROWS, columns=["length"], use_threads=False):
+                part: NDArray[np.int64] = batch.column(0).to_numpy()
+                crc32 = zlib.crc32(part.astype("<i8", copy=False).tobytes(), crc32)
+                num_tokens += int(part.sum())
+                if part.size and int(part.max()) > _MAX_LENGTH:
+                    raise MismatchError(f"a document has {int(part.max())} tokens; it may have {_MAX_LENGTH}")
+                lengths[place : place + part.size] = part
+                place += part.size
+        info = self._info
+        if (place, num_tokens, crc32) != (info.num_documents, info.num_tokens, info.lengths_crc32):
+            raise MismatchError("its lengths do not add up to corpus.json")
         return lengths
 
 

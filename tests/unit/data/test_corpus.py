@@ -66,7 +66,7 @@ def test_the_smallest_type_that_holds_the_vocabulary_is_used(vocab_size: int, na
 
 def test_a_corpus_opens_with_what_the_plan_needs(corpus: Corpus) -> None:
     again = Corpus.open(str(corpus.path))
-    assert again.lengths.dtype == np.int64 and not again.lengths.flags.writeable
+    assert again.lengths.dtype == np.uint32 and not again.lengths.flags.writeable
     assert again.fingerprint == corpus.fingerprint
     assert again.tokenizer.vocab_size == 257
     again.check_files(checksums=True)
