@@ -6,11 +6,14 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ray_ulysses.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from ray_ulysses.forensics.piece_text import TextMode
 
 app = typer.Typer(
     help="Train Hugging Face decoders at very long context, exactly, on clusters that may lose nodes.",
@@ -139,21 +142,63 @@ def train(
     typer.echo(render_summary(summary))
 
 
-@app.command(epilog="Example: ray-ulysses inspect runs/llama-tiny --json")
+@app.command(epilog="Example: ray-ulysses inspect runs/llama-tiny --json; ... --row 1234; ... --verify")
 def inspect(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory: <run.storage>/<run.name>.")],
+    other: Annotated[
+        Path | None, typer.Argument(metavar="OTHER", help="With --verify: another run, whose data are compared.")
+    ] = None,
+    row: Annotated[int | None, typer.Option(help="Show this training row: documents, files, offsets, text.")] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Prove that every planned row was trained on once; exits 1 if not.")
+    ] = False,
+    no_read: Annotated[
+        bool, typer.Option("--no-read", help="With --verify: do not read every trained row anew from the corpus.")
+    ] = False,
+    corpus: Annotated[
+        list[Path] | None, typer.Option(help="Where a corpus of the run lies now; may be given several times.")
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="With --row: cut (default), full or none.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what happened in a run: attempts, checkpoints, data consumed, goodput."""
+    """Say what happened in a run: attempts, checkpoints, data consumed, goodput. Look into its data; verify them."""
+    from ray_ulysses.forensics.lineage import read_lineage
+    from ray_ulysses.forensics.request import check_request
+    from ray_ulysses.forensics.run_data import check_run
     from ray_ulysses.tracking.history import read_history
     from ray_ulysses.views.inspect import render_history
 
-    if not (run / "config.yaml").is_file() and not (run / "journal").is_dir():
-        raise UserError(
-            f"RUN={str(run)!r}: is no run directory; give <run.storage>/<run.name>, which holds config.yaml"
-        )
-    history = read_history(run)
-    typer.echo(json.dumps(history.to_json(), indent=2) if as_json else render_history(history))
+    corpora = tuple(corpus or ())
+    mode = check_request(row=row, verify=verify, other=other, no_read=no_read, corpora=corpora, text=text)
+    check_run(run)
+    if row is not None:
+        _inspect_row(run, row, corpora, mode, as_json)
+    elif verify:
+        _verify(run, other, not no_read, corpora, as_json)
+    else:
+        history, lineage = read_history(run), read_lineage(run)
+        fields = {**history.to_json(), **lineage.to_json()}
+        typer.echo(json.dumps(fields, indent=2) if as_json else render_history(history, lineage))
+
+
+def _inspect_row(run: Path, row: int, corpora: tuple[Path, ...], text: TextMode, as_json: bool) -> None:
+    from ray_ulysses.forensics.row import look_at_row
+    from ray_ulysses.views.inspect_row import render_row
+
+    report = look_at_row(run, row, corpora=corpora, text=text)
+    typer.echo(json.dumps(report.to_json(), indent=2) if as_json else render_row(report))
+
+
+def _verify(run: Path, other: Path | None, read: bool, corpora: tuple[Path, ...], as_json: bool) -> None:
+    from ray_ulysses.clock import SystemClock
+    from ray_ulysses.forensics.verification import verify_run
+    from ray_ulysses.views.verification import ReadingProgress, render_verification
+
+    watch = ReadingProgress(lambda line: typer.echo(line, err=True), SystemClock())
+    found = verify_run(run, other=other, read=read, corpora=corpora, watch=watch)
+    typer.echo(json.dumps(found.to_json(), indent=2) if as_json else render_verification(found))
+    if not found.holds:
+        raise typer.Exit(1)
 
 
 @app.command(epilog="Example: ray-ulysses doctor --storage /mnt/shared/runs")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -156,7 +156,8 @@ def build_history(
         checkpoints: The checkpoint folders that are there.
         is_held: Whether a live process holds the run.
     """
-    kept, lost = _steps_that_count(records)
+    counted = steps_that_count(records)
+    kept = counted.kept
     ordered = [kept[step] for step in sorted(kept)]
     last = ordered[-1]["step"] if ordered else 0
     attempts = _by_attempt(records)
@@ -171,29 +172,48 @@ def build_history(
         checkpoints=tuple(checkpoints),
         rows_consumed=sum(int(record["rows"][1]) - int(record["rows"][0]) for record in ordered),
         data_digest=f"{digest:016x}",
-        lost_steps=lost,
+        lost_steps=len(counted.lost),
         goodput=_goodput(ordered, attempts),
         missing_steps=tuple(step for step in range(1, last) if step not in kept),
     )
 
 
-def _steps_that_count(records: Iterable[dict[str, Any]]) -> tuple[dict[int, dict[str, Any]], int]:
-    """Return the step records that count, by step, and how many were thrown away.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CountedSteps:
+    """The step records of a journal, by what became of them.
+
+    Attributes:
+        kept: Those that count, by step.
+        lost: Those that were thrown away because an attempt resumed before them, in the order of the journal.
+        repeated: Those that came again without a resume before them; the last record of a step is the one kept.
+            Empty in a sound run.
+    """
+
+    kept: Mapping[int, Mapping[str, Any]]
+    lost: tuple[Mapping[str, Any], ...]
+    repeated: tuple[Mapping[str, Any], ...]
+
+
+def steps_that_count(records: Iterable[Mapping[str, Any]]) -> CountedSteps:
+    """Sort a run's step records by what became of them (pure).
 
     An attempt that resumed at step r starts from the state after r steps: whatever was recorded beyond is
     not in it.
+
+    Args:
+        records: As `tracking.journal.read_records` gives them.
     """
-    kept: dict[int, dict[str, Any]] = {}
-    lost = 0
+    kept: dict[int, Mapping[str, Any]] = {}
+    lost, repeated = [], []
     for record in records:
         if record["event"] == "attempt_started":
             gone = [step for step in kept if step > record["resumed_step"]]
-            lost += len(gone)
-            for step in gone:
-                del kept[step]
+            lost += [kept.pop(step) for step in gone]
         elif record["event"] == "step":
+            if record["step"] in kept:
+                repeated.append(kept[record["step"]])
             kept[record["step"]] = record
-    return kept, lost
+    return CountedSteps(kept=kept, lost=tuple(lost), repeated=tuple(repeated))
 
 
 def _by_attempt(records: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -209,7 +229,7 @@ def _first(attempt: Iterable[dict[str, Any]], kind: str) -> dict[str, Any] | Non
     return next((record for record in attempt if record["event"] == kind), None)
 
 
-def _step_record(record: dict[str, Any]) -> StepRecord:
+def _step_record(record: Mapping[str, Any]) -> StepRecord:
     return StepRecord(
         step=int(record["step"]),
         loss=float(record["loss"]),
@@ -250,7 +270,7 @@ def _status(attempts: Sequence[Sequence[dict[str, Any]]], is_held: bool) -> Stat
     return "stopped" if str(ended["reason"]).startswith(STOP_REASONS) else "failed"
 
 
-def _goodput(ordered: Sequence[dict[str, Any]], attempts: Sequence[Sequence[dict[str, Any]]]) -> float | None:
+def _goodput(ordered: Sequence[Mapping[str, Any]], attempts: Sequence[Sequence[dict[str, Any]]]) -> float | None:
     """Return the share of the time that went into steps that count."""
     if not ordered:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ray_ulysses.forensics.lineage import Lineage, SegmentRecord
 from ray_ulysses.tracking.history import AttemptRecord, RunHistory
 from ray_ulysses.views.words import count, duration, facts, percent, table
 
@@ -9,11 +10,13 @@ _LAST_STEPS = 10
 _LAST_CHECKPOINTS = 8
 
 
-def render_history(history: RunHistory) -> str:
-    """Return a run's state, its attempts, its checkpoints and its last steps."""
+def render_history(history: RunHistory, lineage: Lineage | None = None) -> str:
+    """Return a run's state, the lineage of its data, its attempts, its checkpoints and its last steps."""
     lines = [f"run {history.name!r}: {history.status} at step {history.step:,}", *facts(_totals(history))]
     if history.missing_steps:
         lines += ["", f"  MISSING: the journal has no record of steps {_ranges(history.missing_steps)}"]
+    if lineage is not None:
+        lines += _lineage(lineage)
     if history.attempts:
         header = ("attempt", "workers", "sp", "dp", "steps", "to first step", "ended")
         rows = [_attempt(number, attempt) for number, attempt in enumerate(history.attempts, start=1)]
@@ -45,6 +48,25 @@ def _totals(history: RunHistory) -> list[tuple[str, str]]:
         ("lost steps", f"{history.lost_steps:,} (trained, then trained again after a failure)"),
         ("goodput", f"{goodput} of the time went into steps that count"),
     ]
+
+
+def _lineage(lineage: Lineage) -> list[str]:
+    if lineage.problem is not None:
+        return ["", f"  PLAN: {lineage.problem}"]
+    if not lineage.segments:
+        return []
+    header = ("segment", "plan", "after step", "from row", "context", "rows a step", "packing", "sources")
+    return ["", "plan", *table(header, [_segment(segment) for segment in lineage.segments])]
+
+
+def _segment(segment: SegmentRecord) -> tuple[str, ...]:
+    sources = [
+        source.path if source.weight is None else f"{source.path} (weight {source.weight:g})"
+        for source in segment.sources
+    ]
+    numbers = (segment.base_step, segment.base_row, segment.context_tokens, segment.rows_per_step)
+    cells = tuple(f"{number:,}" for number in numbers)
+    return (str(segment.segment), segment.plan_id, *cells, segment.packing, ", ".join(sources))
 
 
 def _attempt(number: int, attempt: AttemptRecord) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+from ray_ulysses.forensics.lineage import Lineage, SegmentRecord, SourceRecord
 from ray_ulysses.views.inspect import render_history
 from tests.unit.views.histories import make_history
 
@@ -36,3 +37,34 @@ def test_a_reason_of_many_lines_takes_one():
     text = render_history(make_history(attempts=(replace(attempts[0], reason="failed: a\n  at b"),)))
     assert "failed: a\n" in text
     assert "at b" not in text
+
+
+def make_segment(number, **changes):
+    fields = {
+        "plan_id": f"plan{number}",
+        "segment": number,
+        "base_step": 1000 * number,
+        "base_row": 4000 * number,
+        "context_tokens": 8192,
+        "rows_per_step": 4,
+        "packing": "best_fit",
+        "sources": (SourceRecord(path="/data/a", weight=None),),
+    }
+    return SegmentRecord(**{**fields, **changes})
+
+
+def test_the_segments_of_the_plan_are_a_line_each():
+    weighted = (SourceRecord(path="/data/a", weight=3.0), SourceRecord(path="/data/b", weight=0.5))
+    lineage = Lineage(segments=(make_segment(0), make_segment(1, context_tokens=16384, sources=weighted)))
+    text = render_history(make_history(), lineage)
+    assert "  segment   plan  after step  from row  context  rows a step   packing  sources" in text
+    assert "        0  plan0           0         0    8,192            4  best_fit  /data/a" in text
+    assert "        1  plan1       1,000     4,000   16,384            4  best_fit  /data/a (weight 3)," in text
+    assert ", /data/b (weight 0.5)\n" in text
+
+
+def test_a_plan_that_cannot_be_read_is_said_and_one_that_is_not_there_is_not():
+    text = render_history(make_history(), Lineage(problem="segment-0000: another version"))
+    assert "  PLAN: segment-0000: another version" in text
+    assert "data digest    00000000deadbeef" in text
+    assert "plan" not in render_history(make_history(), Lineage())

@@ -1,0 +1,147 @@
+"""Law 3 from journal and plan alone: every planned row of the trained range once, and the step's own tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from ray_ulysses.data.plan import Plan
+from ray_ulysses.forensics.trained import Trained, TrainedStep
+from ray_ulysses.forensics.verdict import Finding
+
+_UNKNOWN = "what they trained on is not known, so that the steps after them can't be proved either"
+
+
+def check_journal(plan: Plan, trained: Trained) -> list[Finding]:
+    """Hold the steps of a journal against the plan (pure).
+
+    Args:
+        plan: The run's plan.
+        trained: The steps, by what became of them.
+    """
+    wrong = list(_wrong_rows(plan, trained.steps))
+    return [
+        *_other_plans(plan, trained),
+        *_missing_steps(plan, trained.steps),
+        *_repeated_steps(trained),
+        *wrong,
+        # Steps with the rows that the plan gives them can't meet.
+        *(_coverage(trained.steps) if wrong else ()),
+        *_wrong_tokens(plan, trained.steps),
+    ]
+
+
+def rows_text(first: int, stop: int) -> str:
+    """Return a stretch of rows as a person is told of it."""
+    return f"row {first}" if stop - first == 1 else f"rows {first} to {stop - 1}"
+
+
+def _other_plans(plan: Plan, trained: Trained) -> Iterator[Finding]:
+    ids = [segment.plan_id for segment in plan.segments]
+    for attempt, plan_ids in sorted(trained.other_plans.items()):
+        first = next(step.step for step in trained.steps if step.attempt == attempt)
+        yield Finding(
+            kind="other_plan",
+            step=first,
+            where=f"attempt {attempt}, from step {first} on",
+            what=f"trained by plan {' > '.join(plan_ids)}, the run's plan is {' > '.join(ids)}",
+            meaning="its rows are not those of the plan that is stored, which was put in its place",
+        )
+
+
+def _missing_steps(plan: Plan, steps: Sequence[TrainedStep]) -> Iterator[Finding]:
+    before = 0
+    for step in steps:
+        if step.step > before + 1:
+            first, last = before + 1, step.step - 1
+            yield Finding(
+                kind="missing_steps",
+                step=first,
+                where=f"step {first}" if first == last else f"steps {first} to {last}",
+                what=f"the journal has no record of training {_planned_rows(plan, first, last)}",
+                meaning=_UNKNOWN,
+            )
+        before = step.step
+
+
+def _planned_rows(plan: Plan, first: int, last: int) -> str:
+    if first > plan.num_steps:
+        return "them"
+    return rows_text(plan.step_rows(first).start, plan.step_rows(min(last, plan.num_steps)).stop)
+
+
+def _repeated_steps(trained: Trained) -> Iterator[Finding]:
+    last = {step.step: step for step in trained.steps}
+    for step in trained.repeated:
+        again = last.get(step.step)
+        by = f"again by attempt {again.attempt}" if again else "again"
+        yield Finding(
+            kind="repeated_step",
+            step=step.step,
+            where=step.place,
+            what=f"was trained, and then {by}, which had not resumed from before it",
+            meaning=f"{rows_text(*step.rows)} went into the model's state twice",
+        )
+
+
+def _wrong_rows(plan: Plan, steps: Iterable[TrainedStep]) -> Iterator[Finding]:
+    for step in steps:
+        found = rows_text(*step.rows) if step.rows[1] > step.rows[0] else "no row"
+        if step.step > plan.num_steps:
+            yield Finding(
+                kind="wrong_rows",
+                step=step.step,
+                where=step.place,
+                what=f"trained {found}, but the plan ends after step {plan.num_steps} and {plan.num_rows} rows",
+                meaning="it trained on something that was not planned",
+            )
+            continue
+        planned = plan.step_rows(step.step)
+        if (planned.start, planned.stop) != step.rows:
+            yield Finding(
+                kind="wrong_rows",
+                step=step.step,
+                where=step.place,
+                what=f"trained {found}, the plan gives it {rows_text(planned.start, planned.stop)}",
+                meaning="the batch of the step is not the one that was planned",
+            )
+
+
+def _coverage(steps: Sequence[TrainedStep]) -> Iterator[Finding]:
+    """Find rows that several steps trained, and rows between them that none did."""
+    reached, last = 0, None
+    for step in sorted(steps, key=lambda step: step.rows):
+        first, stop = step.rows
+        if first < reached and last is not None and stop > first:
+            overlap = rows_text(first, min(stop, reached))
+            yield Finding(
+                kind="repeated_rows",
+                step=step.step,
+                where=overlap,
+                what=f"trained by {last.place} and by {step.place}",
+                meaning="they weigh twice in the model, where every row may be trained on once an epoch",
+            )
+        elif first > reached:
+            yield Finding(
+                kind="untrained_rows",
+                step=step.step,
+                where=rows_text(reached, first),
+                what=f"trained by no step, though {step.place} trained beyond them",
+                meaning="their tokens are lost to the model",
+            )
+        if stop > reached:
+            reached, last = stop, step
+
+
+def _wrong_tokens(plan: Plan, steps: Iterable[TrainedStep]) -> Iterator[Finding]:
+    for step in steps:
+        if step.step > plan.num_steps:
+            continue
+        planned = plan.step_tokens(step.step)
+        if planned != step.tokens:
+            yield Finding(
+                kind="tokens",
+                step=step.step,
+                where=step.place,
+                what=f"counted {step.tokens:,} supervised tokens, the plan has {planned:,}",
+                meaning="its loss was divided by another number than planned, or some of its labels were others",
+            )

@@ -1,0 +1,77 @@
+"""The text of a piece of a document: its tokens, decoded with the tokenizer that made them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ray_ulysses.data.corpus import Corpus
+from ray_ulysses.data.tokenizers import Tokenizer, TokenizerInfo, load_tokenizer
+from ray_ulysses.errors import UserError
+
+TextMode = Literal["cut", "full", "none"]
+_HEAD_CHARACTERS, _TAIL_CHARACTERS = 320, 160
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PieceText:
+    """What a piece says, its middle left out where it is long.
+
+    Attributes:
+        head: Its beginning, or all of it.
+        tail: Its end; empty where nothing was left out.
+        left_out: Characters between the two.
+    """
+
+    head: str
+    tail: str
+    left_out: int
+
+
+class Texts:
+    """Decodes pieces; each tokenizer is loaded once, or fails once."""
+
+    def __init__(self, mode: TextMode) -> None:
+        self._mode = mode
+        self._tokenizers: dict[str, Tokenizer | UserError] = {}
+
+    def of(self, corpus: Corpus, document: int, start: int, length: int) -> PieceText | None:
+        """Return the text of a stretch of a document; None where none is asked for.
+
+        Raises:
+            UserError: The tokenizer can't be loaded, is not the one that the corpus was made with, or the tokens can't
+                be read.
+        """
+        if self._mode == "none":
+            return None
+        text = self._tokenizer(corpus.tokenizer).decode(corpus.read(document, start, length))
+        return PieceText(head=text, tail="", left_out=0) if self._mode == "full" else cut_text(text)
+
+    def _tokenizer(self, info: TokenizerInfo) -> Tokenizer:
+        if info.fingerprint not in self._tokenizers:
+            try:
+                self._tokenizers[info.fingerprint] = _load(info)
+            except UserError as error:
+                self._tokenizers[info.fingerprint] = error
+        found = self._tokenizers[info.fingerprint]
+        if isinstance(found, UserError):
+            raise found
+        return found
+
+
+def cut_text(text: str) -> PieceText:
+    """Return head and tail of a text, or all of it where hardly anything would be left out (pure)."""
+    left_out = len(text) - _HEAD_CHARACTERS - _TAIL_CHARACTERS
+    if left_out <= _TAIL_CHARACTERS:
+        return PieceText(head=text, tail="", left_out=0)
+    return PieceText(head=text[:_HEAD_CHARACTERS], tail=text[-_TAIL_CHARACTERS:], left_out=left_out)
+
+
+def _load(info: TokenizerInfo) -> Tokenizer:
+    tokenizer = load_tokenizer(info.name)
+    if tokenizer.info.fingerprint != info.fingerprint:
+        raise UserError(
+            f"tokenizer={info.name}: its files are not those that the corpus was made with (fingerprint "
+            f"{tokenizer.info.fingerprint}, the corpus has {info.fingerprint}); restore them to see the text"
+        )
+    return tokenizer

@@ -1,0 +1,231 @@
+"""One row of a run: what it holds, where that came from, and which step trained it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ray_ulysses.data.corpus_set import CorpusSet
+from ray_ulysses.data.mixture import first_documents
+from ray_ulysses.data.plan import Plan
+from ray_ulysses.data.rows import Piece
+from ray_ulysses.errors import UserError
+from ray_ulysses.forensics.piece_text import PieceText, TextMode, Texts
+from ray_ulysses.forensics.run_data import check_run, find_sources, open_plan
+from ray_ulysses.forensics.trained import Trained, trained_steps
+from ray_ulysses.tracking.journal import read_records
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowCorpus:
+    """One corpus that a row holds documents of.
+
+    Attributes:
+        path: Where it is looked for.
+        fingerprint: Identity of its content.
+        problem: Why nothing can be read of it; None where all can.
+    """
+
+    path: str
+    fingerprint: str
+    problem: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowPiece:
+    """One piece of a row: a stretch of a document, and where the document came from.
+
+    Attributes:
+        document: Number of the document in the plan, which numbers all corpora one after another.
+        corpus_document: Its number in its own corpus.
+        start: First token of the piece in the document.
+        length: Tokens of the piece.
+        goes_on: Whether the document goes on beyond it, so that its last token has a label.
+        corpus: Path of its corpus.
+        source: File or data set that the document came from; None where the corpus can't be read.
+        offset: Line (from 1) or row (from 0) in it, 0 for a whole file; None where the corpus can't be read.
+        id: The row's own id; None where it has none, or the corpus can't be read.
+        text: What the piece says; None where it can't be told, or was not asked for.
+        text_problem: Why it can't be told; None where it can, or was not asked for.
+    """
+
+    document: int
+    corpus_document: int
+    start: int
+    length: int
+    goes_on: bool
+    corpus: str
+    source: str | None = None
+    offset: int | None = None
+    id: str | None = None
+    text: PieceText | None = None
+    text_problem: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimesTrained:
+    """A step that trained a row.
+
+    Attributes:
+        step: The step.
+        attempt: The attempt.
+    """
+
+    step: int
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowReport:
+    """All that is known of a row.
+
+    Attributes:
+        run: The run's name.
+        row: Its number over the whole run, from 0.
+        planned_step: The step that the plan gives it to.
+        trained: The steps that trained it and count: one, once the run has come that far.
+        thrown_away: Steps that trained it and were thrown away, because an attempt resumed before them.
+        segment: Segment of the plan.
+        plan_id: Id of the segment.
+        epoch: Epoch, from 0.
+        row_tokens: Its length, padding included.
+        tokens: Tokens of its pieces.
+        padding: Tokens that only fill it up.
+        supervised: Tokens with a label.
+        cost: Sum of ``length * (length + token_cost)`` over its pieces.
+        corpora: The corpora that its documents are of.
+        pieces: Its pieces, in order.
+    """
+
+    run: str
+    row: int
+    planned_step: int
+    trained: tuple[TimesTrained, ...]
+    thrown_away: tuple[TimesTrained, ...]
+    segment: int
+    plan_id: str
+    epoch: int
+    row_tokens: int
+    tokens: int
+    padding: int
+    supervised: int
+    cost: int
+    corpora: tuple[RowCorpus, ...]
+    pieces: tuple[RowPiece, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that ``ray-ulysses inspect RUN --row N --json`` prints."""
+        return asdict(self)
+
+
+def look_at_row(run_dir: Path, row: int, *, corpora: Sequence[Path] = (), text: TextMode = "cut") -> RowReport:
+    """Return what a row of a run holds; a corpus or a tokenizer that is missing leaves out only what it gives.
+
+    Args:
+        run_dir: The run's directory.
+        row: Its number over the whole run, from 0.
+        corpora: Where corpora lie now, if not where they were planned.
+        text: How much of the text to tell.
+
+    Raises:
+        UserError: The directory is no run's, there is no plan, the plan has no such row, or ``corpora`` are wrong.
+    """
+    check_run(run_dir)
+    plan = open_plan(run_dir)
+    trained = trained_steps(read_records(run_dir), plan)
+    _check_row(plan, trained, row)
+    number = plan.segment_of_row(row)
+    segment = plan.segments[number]
+    weights = plan.weights(range(row, row + 1))
+    tokens, row_tokens = int(weights.document_tokens[0]), plan.row_tokens(row)
+    found, pieces = _pieces(CorpusSet(find_sources(run_dir, plan, corpora)), plan.pieces(row), Texts(text))
+    return RowReport(
+        run=run_dir.absolute().name,
+        row=row,
+        planned_step=segment.base_step + (row - segment.base_row) // segment.settings.rows_per_step + 1,
+        trained=_times(trained.steps, row),
+        thrown_away=_times((*trained.lost, *trained.superseded), row),
+        segment=number,
+        plan_id=segment.plan_id,
+        epoch=segment.epoch_of(row - segment.base_row),
+        row_tokens=row_tokens,
+        tokens=tokens,
+        padding=row_tokens - tokens,
+        supervised=int(weights.supervised[0]),
+        cost=int(weights.cost(segment.settings.token_cost)[0]),
+        corpora=found,
+        pieces=pieces,
+    )
+
+
+def _check_row(plan: Plan, trained: Trained, row: int) -> None:
+    if 0 <= row < plan.num_rows:
+        return
+    done = f"; rows 0 to {trained.steps[-1].rows[1] - 1} are trained so far" if trained.steps else ""
+    raise UserError(
+        f"--row={row}: the plan {plan.plan_id} has rows 0 to {plan.num_rows - 1} in {plan.num_steps} steps{done}; "
+        "give one of them"
+    )
+
+
+def _times(steps: Sequence[Any], row: int) -> tuple[TimesTrained, ...]:
+    return tuple(
+        TimesTrained(step=step.step, attempt=step.attempt) for step in steps if step.rows[0] <= row < step.rows[1]
+    )
+
+
+def _pieces(
+    store: CorpusSet, pieces: Sequence[Piece], texts: Texts
+) -> tuple[tuple[RowCorpus, ...], tuple[RowPiece, ...]]:
+    """Return the corpora of some pieces, and the pieces with all that their corpora tell of them."""
+    bases = first_documents(store.sources)
+    corpora: dict[int, RowCorpus] = {}
+    found = []
+    for piece in pieces:
+        number = int(np.searchsorted(bases, piece.document, side="right")) - 1
+        if number not in corpora:
+            corpora[number] = _corpus(store, number, piece.document)
+        known: dict[str, Any] = {}
+        if corpora[number].problem is None:
+            known = _known(store, piece, texts)
+        found.append(
+            RowPiece(
+                document=piece.document,
+                corpus_document=piece.document - int(bases[number]),
+                start=piece.start,
+                length=piece.length,
+                goes_on=piece.has_next_label,
+                corpus=corpora[number].path,
+                **known,
+            )
+        )
+    return tuple(corpora[number] for number in sorted(corpora)), tuple(found)
+
+
+def _corpus(store: CorpusSet, number: int, document: int) -> RowCorpus:
+    source = store.sources[number]
+    problem = None
+    try:
+        store.locate(document)
+    except UserError as error:
+        problem = str(error)
+    return RowCorpus(path=source.path, fingerprint=source.fingerprint, problem=problem)
+
+
+def _known(store: CorpusSet, piece: Piece, texts: Texts) -> dict[str, Any]:
+    """Return what a corpus tells of a piece."""
+    corpus, local = store.locate(piece.document)
+    try:
+        source = corpus.source(local)
+        known: dict[str, Any] = {"source": source.source, "offset": source.offset, "id": source.id or None}
+    except UserError as error:
+        return {"text_problem": str(error)}
+    try:
+        known["text"] = texts.of(corpus, local, piece.start, piece.length)
+    except UserError as error:
+        known["text_problem"] = str(error)
+    return known

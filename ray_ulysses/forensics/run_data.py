@@ -1,0 +1,108 @@
+"""The data of a run, opened for looking at it: its plan, and its corpora wherever they lie now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ray_ulysses.config import load_config
+from ray_ulysses.data.corpus import Corpus
+from ray_ulysses.data.mixture import PlannedSource
+from ray_ulysses.data.plan import Plan
+from ray_ulysses.data.plan_files import has_plan, load_plan
+from ray_ulysses.errors import ConfigError, UserError
+
+PLAN_FOLDER = "plan"
+_CONFIG_FILE = "config.yaml"
+
+
+def check_run(run_dir: Path, argument: str = "RUN") -> None:
+    """Refuse a directory that is no run's.
+
+    Args:
+        run_dir: The directory.
+        argument: What the command line calls it, for the text of an error.
+
+    Raises:
+        UserError: It holds neither a configuration nor a journal.
+    """
+    if not (run_dir / _CONFIG_FILE).is_file() and not (run_dir / "journal").is_dir():
+        raise UserError(
+            f"{argument}={str(run_dir)!r}: is no run directory; give <run.storage>/<run.name>, which holds config.yaml"
+        )
+
+
+def open_plan(run_dir: Path, argument: str = "RUN") -> Plan:
+    """Return the plan of a run.
+
+    Args:
+        run_dir: The run's directory.
+        argument: What the command line calls it, for the text of an error.
+
+    Raises:
+        UserError: There is none yet, or it can't be read.
+    """
+    folder = run_dir / PLAN_FOLDER
+    if not has_plan(folder):
+        raise UserError(
+            f"{argument}={str(run_dir)!r}: has no data plan yet ({folder} holds none); `ray-ulysses train` writes "
+            "it before the first step"
+        )
+    return load_plan(folder)
+
+
+def find_sources(run_dir: Path, plan: Plan, given: Sequence[Path] = ()) -> tuple[PlannedSource, ...]:
+    """Return the plan's corpora where they lie now.
+
+    A corpus is looked for where ``given`` says, else where it was planned, else where the run's configuration, which a
+    resume brings up to date, has it.
+
+    Args:
+        run_dir: The run's directory.
+        plan: Its plan.
+        given: Directories of corpora, told apart by their content.
+
+    Raises:
+        UserError: One that was given can't be opened, or is none of the plan's.
+    """
+    sources = {source.fingerprint: source for source in plan.newest.sources}
+    found = {}
+    for path in given:
+        fingerprint = _fingerprint(path)
+        if fingerprint not in sources:
+            known = "; ".join(f"{source.path} ({source.fingerprint})" for source in plan.newest.sources)
+            raise UserError(
+                f"--corpus {path}: holds corpus {fingerprint}, which is none of the plan's: {known}; give one of "
+                "those, wherever it lies now"
+            )
+        found[fingerprint] = str(path)
+    missing = {name for name, source in sources.items() if name not in found and not Path(source.path).is_dir()}
+    for path in _configured(run_dir) if missing else ():
+        there = _fingerprint_or_none(path) if path.is_dir() else None
+        if there is not None and there in missing:
+            found[there] = str(path)
+    return tuple(replace(source, path=found.get(source.fingerprint, source.path)) for source in plan.newest.sources)
+
+
+def _fingerprint(path: Path) -> str:
+    try:
+        return Corpus.open(path).fingerprint
+    except UserError as error:
+        raise UserError(f"--corpus {path}: {error}") from error
+
+
+def _fingerprint_or_none(path: Path) -> str | None:
+    try:
+        return Corpus.open(path).fingerprint
+    except UserError:
+        # Not the corpus that is looked for; that one is then reported as missing, by its own path.
+        return None
+
+
+def _configured(run_dir: Path) -> tuple[Path, ...]:
+    """Return the corpora that the run's configuration names; none where it can't be read."""
+    try:
+        return tuple(Path(path) for path, _ in load_config(run_dir / _CONFIG_FILE).data_sources)
+    except ConfigError:
+        return ()

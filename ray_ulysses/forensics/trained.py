@@ -1,0 +1,117 @@
+"""Which steps of a journal count, held beside the plan that each attempt trained by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ray_ulysses.data.digest import add_digests
+from ray_ulysses.data.plan import Plan
+from ray_ulysses.tracking.history import steps_that_count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedStep:
+    """One step as the journal has it.
+
+    Attributes:
+        step: Completed steps, from 1.
+        attempt: The attempt that trained it.
+        rows: First row and the row after the last.
+        tokens: Supervised tokens.
+        digest: Sum of the digests of the rows that the model received.
+    """
+
+    step: int
+    attempt: int
+    rows: tuple[int, int]
+    tokens: int
+    digest: int
+
+    @property
+    def place(self) -> str:
+        """Return how a person is told of it."""
+        return f"step {self.step} of attempt {self.attempt}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """The steps of a run, by what became of them.
+
+    Attributes:
+        steps: Those that count, ascending; each step once.
+        superseded: Those that a branch of the plan has left behind, whose next attempt has not started yet: it will
+            throw them away.
+        lost: Those that were thrown away, because an attempt resumed before them.
+        repeated: Those that an attempt trained, and then again without resuming before them.
+        other_plans: The plan ids of each attempt whose steps count though it trained by a plan that is not the run's.
+    """
+
+    steps: tuple[TrainedStep, ...]
+    superseded: tuple[TrainedStep, ...]
+    lost: tuple[TrainedStep, ...]
+    repeated: tuple[TrainedStep, ...]
+    other_plans: Mapping[int, tuple[str, ...]]
+
+    @property
+    def digest(self) -> int:
+        """Return the sum of the digests of the steps that count."""
+        return add_digests(*(step.digest for step in self.steps))
+
+    @property
+    def tokens(self) -> int:
+        """Return the supervised tokens of the steps that count."""
+        return sum(step.tokens for step in self.steps)
+
+
+def trained_steps(records: Sequence[Mapping[str, Any]], plan: Plan) -> Trained:
+    """Sort the steps of a journal by what became of them (pure).
+
+    Args:
+        records: As `tracking.journal.read_records` gives them.
+        plan: The run's plan as it is now.
+    """
+    counted = steps_that_count(records)
+    ids = tuple(segment.plan_id for segment in plan.segments)
+    plans = {
+        int(record["attempt"]): tuple(str(plan_id) for plan_id in record["plan_ids"])
+        for record in records
+        if record["event"] == "attempt_started" and "plan_ids" in record
+    }
+    steps: list[TrainedStep] = []
+    superseded: list[TrainedStep] = []
+    for number in sorted(counted.kept):
+        step = _step(counted.kept[number])
+        (superseded if _is_superseded(step, plans, ids, plan) else steps).append(step)
+    attempts = {step.attempt for step in steps}
+    return Trained(
+        steps=tuple(steps),
+        superseded=tuple(superseded),
+        lost=tuple(_step(record) for record in counted.lost),
+        repeated=tuple(_step(record) for record in counted.repeated),
+        other_plans={
+            attempt: plan_ids
+            for attempt, plan_ids in plans.items()
+            if attempt in attempts and plan_ids != ids[: len(plan_ids)]
+        },
+    )
+
+
+def _is_superseded(step: TrainedStep, plans: Mapping[int, tuple[str, ...]], ids: tuple[str, ...], plan: Plan) -> bool:
+    """Return whether a branch that no attempt has taken up yet begins before a step."""
+    known = plans.get(step.attempt, ids)
+    if known != ids[: len(known)] or len(known) == len(ids):
+        return False
+    is_taken_up = any(len(later) > len(known) for attempt, later in plans.items() if attempt > step.attempt)
+    return not is_taken_up and step.step > plan.segments[len(known)].base_step
+
+
+def _step(record: Mapping[str, Any]) -> TrainedStep:
+    return TrainedStep(
+        step=int(record["step"]),
+        attempt=int(record["attempt"]),
+        rows=(int(record["rows"][0]), int(record["rows"][1])),
+        tokens=int(record["tokens"]),
+        digest=int(record["digest"], 16),
+    )

@@ -1,0 +1,122 @@
+"""Verifying a run: its journal, its checkpoints and, read anew, its rows, against the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ray_ulysses.data.corpus_set import CorpusSet
+from ray_ulysses.data.plan import Plan
+from ray_ulysses.data.reader import RowReader
+from ray_ulysses.errors import UserError
+from ray_ulysses.forensics.checkpoint_checks import check_claims, commits
+from ray_ulysses.forensics.checkpoints import read_claims
+from ray_ulysses.forensics.comparison import compare_runs
+from ray_ulysses.forensics.journal_checks import check_journal
+from ray_ulysses.forensics.reading import Watch, read_again
+from ray_ulysses.forensics.run_data import check_run, find_sources, open_plan
+from ray_ulysses.forensics.trained import Trained, trained_steps
+from ray_ulysses.forensics.verdict import Comparison, Finding, Reading, Verification
+from ray_ulysses.storage import current_owner
+from ray_ulysses.tracking.history import build_history
+from ray_ulysses.tracking.journal import read_records
+
+
+def verify_run(
+    run_dir: Path,
+    *,
+    other: Path | None = None,
+    read: bool = True,
+    corpora: Sequence[Path] = (),
+    watch: Watch = lambda progress: None,
+) -> Verification:
+    """Return whether a run trained every planned row once, with the tokens that it should have had; changes nothing.
+
+    A run in progress is looked at as far as it has come.
+
+    Args:
+        run_dir: The run's directory.
+        other: Another run, whose data are compared step by step.
+        read: Whether to read every trained row anew from the corpus.
+        corpora: Where corpora lie now, if not where they were planned.
+        watch: Is told of each row that was read.
+
+    Raises:
+        UserError: A directory is no run's, there is no plan, or a corpus can't be opened.
+        StorageAwayError: The storage did not answer for as long as we wait.
+    """
+    check_run(run_dir)
+    plan = open_plan(run_dir)
+    # Manifests before the journal: a step is in the journal before the checkpoint that counts on it is committed.
+    claims = read_claims(run_dir)
+    records = read_records(run_dir)
+    trained = trained_steps(records, plan)
+    noted = commits(records, trained)
+    history = build_history(name=run_dir.absolute().name, records=records, is_held=current_owner(run_dir) is not None)
+    findings = [*check_journal(plan, trained), *check_claims(plan, trained, [*claims, *noted])]
+    comparison, reading = None, None
+    if other is not None:
+        comparison, differences = _compare(plan, trained, other)
+        findings += differences
+    if read and trained.steps:
+        reading, differences = _read(run_dir, plan, trained, corpora, watch)
+        findings += differences
+    return Verification(
+        name=history.name,
+        status=history.status,
+        plan_ids=tuple(segment.plan_id for segment in plan.segments),
+        steps=len(trained.steps),
+        rows=sum(step.rows[1] - step.rows[0] for step in trained.steps),
+        tokens=trained.tokens,
+        data_digest=f"{trained.digest:016x}",
+        lost_steps=len(trained.lost),
+        num_manifests=len(claims),
+        num_commits=len(noted),
+        reading=reading,
+        findings=tuple(findings),
+        notes=tuple(_notes(plan, trained)),
+        comparison=comparison,
+    )
+
+
+def _compare(plan: Plan, trained: Trained, other: Path) -> tuple[Comparison, list[Finding]]:
+    check_run(other, "OTHER")
+    other_plan = open_plan(other, "OTHER")
+    return compare_runs(
+        plan=plan,
+        steps=trained.steps,
+        other=str(other),
+        other_plan=other_plan,
+        other_steps=trained_steps(read_records(other), other_plan).steps,
+    )
+
+
+def _read(
+    run_dir: Path, plan: Plan, trained: Trained, corpora: Sequence[Path], watch: Watch
+) -> tuple[Reading, list[Finding]]:
+    store = CorpusSet(find_sources(run_dir, plan, corpora))
+    try:
+        # Opened before the first row, so that what is missing is said at once.
+        _ = store.corpora
+        reader = RowReader(store, plan)
+    except UserError as error:
+        raise UserError(
+            f"{error}\nName where it lies now with --corpus PATH, or leave out reading it with --no-read"
+        ) from error
+    return read_again(plan, reader, trained.steps, watch)
+
+
+def _notes(plan: Plan, trained: Trained) -> list[str]:
+    notes = []
+    if not trained.steps:
+        notes.append("nothing is trained yet that counts, so nothing can be wrong with it")
+    if trained.superseded:
+        first, last = trained.superseded[0].step, trained.superseded[-1].step
+        notes.append(
+            f"the plan was branched after step {first - 1}, and no attempt has gone on from there yet: it will throw "
+            f"away steps {first} to {last}, which were left out"
+        )
+    beyond = [step.step for step in trained.steps if step.step > plan.num_steps]
+    if beyond:
+        notes.append(f"steps from {beyond[0]} on lie beyond the plan and were not read anew")
+    return notes

@@ -1,0 +1,80 @@
+"""The text of ``ray-ulysses inspect RUN --row N``: what a row holds, and where it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ray_ulysses.forensics.row import RowPiece, RowReport, TimesTrained
+from ray_ulysses.views.words import count, facts, table
+
+
+def render_row(report: RowReport) -> str:
+    """Return a row's numbers, a table of its pieces, and the text of each."""
+    lines = [f"row {report.row:,} of run {report.run!r}", *facts(_totals(report)), "", "corpora"]
+    lines += facts(
+        [
+            (str(number), corpus.path if corpus.problem is None else f"{corpus.path}: CAN'T BE READ: {corpus.problem}")
+            for number, corpus in enumerate(report.corpora)
+        ]
+    )
+    numbers = {corpus.path: number for number, corpus in enumerate(report.corpora)}
+    header = ("piece", "document", "start", "length", "goes on", "corpus", "id", "offset", "source")
+    rows = [_piece(number, piece, numbers[piece.corpus]) for number, piece in enumerate(report.pieces)]
+    lines += ["", "pieces", *table(header, rows)]
+    for number, piece in enumerate(report.pieces):
+        lines += _text(number, piece)
+    return "\n".join(lines)
+
+
+def _totals(report: RowReport) -> list[tuple[str, str]]:
+    return [
+        ("trained", _trained(report)),
+        ("thrown away", _steps(report.thrown_away) if report.thrown_away else "never"),
+        ("plan", f"{report.plan_id}, segment {report.segment}, epoch {report.epoch}, step {report.planned_step:,}"),
+        ("tokens", f"{report.tokens:,} and {report.padding:,} of padding: {report.row_tokens:,}"),
+        ("supervised", f"{report.supervised:,}"),
+        ("cost", f"{count(report.cost)} ({report.cost:,}; attention's squares, and what tokens cost beside them)"),
+    ]
+
+
+def _trained(report: RowReport) -> str:
+    if not report.trained:
+        return "not trained yet"
+    twice = "; MORE THAN ONCE: see `inspect RUN --verify`" if len(report.trained) > 1 else ""
+    return _steps(report.trained) + twice
+
+
+def _steps(times: Sequence[TimesTrained]) -> str:
+    return ", ".join(f"step {one.step:,} of attempt {one.attempt}" for one in times)
+
+
+def _piece(number: int, piece: RowPiece, corpus: int) -> tuple[str, ...]:
+    place = (f"{piece.document:,}", f"{piece.start:,}", f"{piece.length:,}", "yes" if piece.goes_on else "no")
+    offset = "-" if piece.offset is None else f"{piece.offset:,}"
+    return (str(number), *place, str(corpus), printable(piece.id or "-"), offset, printable(piece.source or "-"))
+
+
+def _text(number: int, piece: RowPiece) -> list[str]:
+    if piece.text is None and piece.text_problem is None:
+        return []
+    stretch = f"[{piece.start:,}, {piece.start + piece.length:,})"
+    lines = ["", f"piece {number}: tokens {stretch} of document {piece.document:,}"]
+    if piece.text is None:
+        return [*lines, f"  NO TEXT: {piece.text_problem}"]
+    lines += _quoted(piece.text.head)
+    if piece.text.left_out:
+        lines += [f"  ... {piece.text.left_out:,} characters left out; --text full prints them ..."]
+        lines += _quoted(piece.text.tail)
+    return lines
+
+
+def _quoted(text: str) -> list[str]:
+    return [f"  | {printable(line)}".rstrip() for line in text.split("\n")]
+
+
+def printable(text: str) -> str:
+    """Return a line with what a terminal would obey, and not show, as its escape."""
+    return "".join(
+        letter if letter.isprintable() or letter == "\t" else letter.encode("unicode_escape").decode()
+        for letter in text
+    )

@@ -1,0 +1,52 @@
+"""What ranks really received, proved afterwards: journal, checkpoints and corpus of a run that was killed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_ulysses.config import Config
+from ray_ulysses.forensics.verification import verify_run
+from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
+from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+TIMEOUT_S = 200.0
+
+
+def run(config: Config, session: str, **options: Any) -> None:
+    prepare_attempt(config, session)
+    run_ranks(run_worker, config.cluster.workers, config, session, timeout_s=TIMEOUT_S, **options)
+
+
+def test_what_ranks_received_is_found_again_in_plan_and_corpus(tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path)
+    common = {"run__stop_step": 9, "checkpoint__every_steps": 3}
+    config = make_config(tmp_path / "runs", corpus, cluster__workers=2, **common)
+    prepare_attempt(config, "first")
+    outcomes = run_ranks_to_outcomes(run_worker, 2, config, "first", kill=(1, "step", 5), timeout_s=TIMEOUT_S)
+    assert outcomes[1].exit_code == -9
+    one = make_config(tmp_path / "runs", corpus, cluster__workers=1, parallel__sp_size=1, **common)
+    run(one, "second")
+    unbroken = make_config(tmp_path / "unbroken", corpus, cluster__workers=1, parallel__sp_size=1, **common)
+    run(unbroken, "third")
+
+    found = verify_run(config.run_dir, other=unbroken.run_dir)
+    assert found.holds, found.findings
+    assert (found.status, found.steps, found.rows) == ("finished", 9, 54)
+    assert found.num_manifests > 0 and found.num_commits == 3
+    assert found.reading is not None and f"{found.reading.digest:016x}" == found.data_digest
+    assert found.comparison is not None and found.comparison.answer == "same"
+
+    # One bit of what step 7 received.
+    journal = config.run_dir / "journal/attempt-0002.jsonl"
+    records = [json.loads(line) for line in journal.read_text().splitlines()]
+    for record in records:
+        if record["event"] == "step" and record["step"] == 7:
+            record["digest"] = f"{int(record['digest'], 16) ^ 1:016x}"
+    journal.write_text("".join(json.dumps(record) + "\n" for record in records))
+    kinds = [(finding.kind, finding.step) for finding in verify_run(config.run_dir, other=unbroken.run_dir).findings]
+    assert set(kinds) == {("checkpoint_digest", 9), ("comparison", 7), ("digest", 7)}
