@@ -32,6 +32,8 @@ from ray_ulysses.data.rows import MemoryRows
 from ray_ulysses.errors import UserError
 
 PLAN_FILE = "plan.json"
+PLAN_FOLDER = "plan"
+"""Where a run keeps its plan, below its directory."""
 _ROWS, _PIECES, _EVALUATION_ROWS, _EVALUATION_PIECES = (
     f"{name}.parquet" for name in ("rows", "pieces", "evaluation_rows", "evaluation_pieces")
 )

@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ray_ulysses.data.plan_files import has_plan, load_plan
+from ray_ulysses.data.plan_files import PLAN_FOLDER, has_plan, load_plan
 from ray_ulysses.errors import UserError
-from ray_ulysses.forensics.run_data import PLAN_FOLDER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

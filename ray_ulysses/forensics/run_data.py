@@ -10,10 +10,9 @@ from ray_ulysses.config import load_config
 from ray_ulysses.data.corpus import Corpus
 from ray_ulysses.data.mixture import PlannedSource
 from ray_ulysses.data.plan import Plan
-from ray_ulysses.data.plan_files import has_plan, load_plan
+from ray_ulysses.data.plan_files import PLAN_FOLDER, has_plan, load_plan
 from ray_ulysses.errors import ConfigError, UserError
 
-PLAN_FOLDER = "plan"
 _CONFIG_FILE = "config.yaml"
 
 

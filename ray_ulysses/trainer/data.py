@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from ray_ulysses.data.corpus import Corpus
 from ray_ulysses.data.corpus_set import CorpusSet
-from ray_ulysses.data.plan_files import load_plan
+from ray_ulysses.data.plan_files import PLAN_FOLDER, load_plan
 from ray_ulysses.data.reader import RowReader
-from ray_ulysses.trainer.settings import PLAN_FOLDER
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config

@@ -8,12 +8,11 @@ import pyarrow as pa
 
 from ray_ulysses.data.corpus_set import CorpusSet, open_sources, plan_input
 from ray_ulysses.data.plan import Plan, segment_id
-from ray_ulysses.data.plan_files import write_segment
+from ray_ulysses.data.plan_files import PLAN_FOLDER, write_segment
 from ray_ulysses.data.planning import NoSink, Remainder, build_segment
 from ray_ulysses.data.remainder import remainder_after
 from ray_ulysses.errors import UserError
 from ray_ulysses.tracking.history import read_history
-from ray_ulysses.trainer.settings import PLAN_FOLDER
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config

@@ -11,7 +11,7 @@ from ray_ulysses.config import Config, load_config
 from ray_ulysses.config.resume import resume_conflicts
 from ray_ulysses.data.corpus_set import CorpusSet
 from ray_ulysses.data.plan import Plan
-from ray_ulysses.data.plan_files import has_plan, load_plan
+from ray_ulysses.data.plan_files import PLAN_FOLDER, has_plan, load_plan
 from ray_ulysses.data.planning import Remainder
 from ray_ulysses.engine.model import check_architecture, check_described
 from ray_ulysses.errors import ConfigError, Problem, UserError
@@ -22,7 +22,7 @@ from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.trainer.planning import plan_run, store_plan
-from ray_ulysses.trainer.settings import CONFIG_FILE, PLAN_FOLDER, last_step_of, local_model_config, model_shape
+from ray_ulysses.trainer.settings import CONFIG_FILE, last_step_of, local_model_config, model_shape
 
 if TYPE_CHECKING:
     from ray_ulysses.model_shape import ModelShape

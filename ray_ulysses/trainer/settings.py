@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.data.plan import Plan
 
-PLAN_FOLDER = "plan"
 CONFIG_FILE = "config.yaml"
 _LIBRARIES = ("ray-ulysses", "torch", "deepspeed", "transformers", "ray")
 

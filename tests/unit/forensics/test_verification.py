@@ -14,7 +14,6 @@ import pytest
 from ray_ulysses.checkpoint.manifest import manifest_key
 from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.reading import Progress
-from ray_ulysses.forensics.run_data import PLAN_FOLDER
 from ray_ulysses.forensics.verdict import Finding, Verification
 from ray_ulysses.forensics.verification import verify_run
 from ray_ulysses.storage import RunLock
@@ -375,12 +374,6 @@ def test_a_run_without_a_plan_is_refused_with_the_way_out(tmp_path: Path) -> Non
     (tmp_path / "journal").mkdir()
     with pytest.raises(UserError, match=r"has no data plan yet.*ray-ulysses train"):
         verify_run(tmp_path)
-
-
-def test_the_plan_is_looked_for_where_training_writes_it() -> None:
-    from ray_ulysses.trainer.settings import PLAN_FOLDER as WRITTEN
-
-    assert PLAN_FOLDER == WRITTEN
 
 
 def test_every_row_of_many_steps_is_read_in_order(tmp_path: Path, corpus: Path) -> None:
