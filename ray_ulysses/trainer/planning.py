@@ -43,7 +43,7 @@ def plan_run(
             return corpora, stored, None
         if branch:
             _refuse_repeats(stored, corpora)
-            step = _committed_step(config)
+            step = committed_step(config)
             remainder = remainder_after(stored, step, corpora.sources, settings.epochs)
             segment = build_segment(plan_input(corpora), settings, NoSink(), remainder)
             return corpora, Plan(segments=(*stored.segments, segment)), remainder
@@ -65,7 +65,7 @@ def store_plan(config: Config, corpora: CorpusSet, plan: Plan, remainder: Remain
     write_segment(config.run_dir / PLAN_FOLDER, number, plan_input(corpora), newest.settings, remainder)
 
 
-def _committed_step(config: Config) -> int:
+def committed_step(config: Config) -> int:
     """Return the step of the newest committed checkpoint; 0 where there is none."""
     history = read_history(config.run_dir)
     return max((checkpoint.step for checkpoint in history.checkpoints if checkpoint.committed), default=0)

@@ -21,7 +21,7 @@ from ray_ulysses.planner.settings import fits_rows, plan_settings
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.tracking.history import read_history
-from ray_ulysses.trainer.planning import plan_run, store_plan
+from ray_ulysses.trainer.planning import committed_step, plan_run, store_plan
 from ray_ulysses.trainer.settings import CONFIG_FILE, last_step_of, local_model_config, model_shape
 
 if TYPE_CHECKING:
@@ -135,6 +135,22 @@ def check_resume(prepared: PreparedRun) -> None:
                 f"{config.run_dir / PLAN_FOLDER} holds plan {stored.plan_id}, these settings make plan "
                 f"{prepared.plan.plan_id}; restore the settings, or start a new run under another run.name"
             )
+        if found == before and prepared.remainder is not None:
+            _check_branch_point(config, prepared.remainder)
+
+
+def _check_branch_point(config: Config, remainder: Remainder) -> None:
+    """Refuse a branch from a checkpoint that is no longer the newest: its rows would be trained on again.
+
+    Raises:
+        UserError: The run went on while its branch was planned.
+    """
+    step = committed_step(config)
+    if step != remainder.branch.step:
+        raise UserError(
+            f"run {config.run.name!r} has gone on to step {step} while its branch from step {remainder.branch.step} was "
+            "planned; stop it and start the same command again"
+        )
 
 
 def claim_directory(prepared: PreparedRun) -> None:

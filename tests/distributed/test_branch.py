@@ -10,8 +10,9 @@ import pytest
 
 from ray_ulysses.config import Config
 from ray_ulysses.data.plan_files import load_plan
-from ray_ulysses.errors import ConfigError
+from ray_ulysses.errors import ConfigError, UserError
 from ray_ulysses.tracking.history import RunHistory, read_history
+from ray_ulysses.trainer.preflight import check_resume, prepare_run
 from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
 from tests.distributed.run_case import MORE_FILES, make_config, make_corpus, prepare_attempt, run_worker
 
@@ -110,6 +111,16 @@ def test_a_change_without_the_flag_is_refused_and_changes_nothing(corpora: tuple
     assert content == {
         path: path.read_bytes() for path in sorted((tmp_path / "run" / "plan").rglob("*")) if path.is_file()
     }
+
+
+def test_a_branch_planned_while_the_run_went_on_is_refused(corpora: tuple[Path, Path], tmp_path: Path) -> None:
+    run(before(tmp_path, corpora, run__stop_step=5), "first")
+    prepared = prepare_run(after(tmp_path, corpora), Path("/"), branch=True)
+    check_resume(prepared)
+    # Another command trains meanwhile, and commits step 10.
+    run(before(tmp_path, corpora), "second")
+    with pytest.raises(UserError, match=r"has gone on to step 10 while its branch from step 5 was planned; stop it"):
+        check_resume(prepared)
 
 
 def _lengths(path: Path) -> list[int]:
