@@ -44,20 +44,32 @@ def prepare(
     kind: Annotated[str, typer.Option(help="auto, text, jsonl, parquet or datasets.")] = "auto",
     pattern: Annotated[str, typer.Option(help="Only files of a directory whose path matches.")] = "*",
     exclude: Annotated[list[str] | None, typer.Option(help="Patterns of files to leave out, beside .* .")] = None,
-    text_field: Annotated[
-        str | None, typer.Option(help="Key or column of the text in JSONL, Parquet, datasets; default `text`.")
-    ] = None,
-    tokens_field: Annotated[str | None, typer.Option(help="Instead of text: a list of token ids.")] = None,
-    labels_field: Annotated[str | None, typer.Option(help="Beside tokens: -100 or the token, for each.")] = None,
-    messages_field: Annotated[str | None, typer.Option(help="Instead: a chat, a list of {role, content}.")] = None,
-    prompt_field: Annotated[str | None, typer.Option(help="Instead: a prompt, which is not supervised.")] = None,
-    completion_field: Annotated[str | None, typer.Option(help="With the prompt: what is to be learned.")] = None,
-    id_field: Annotated[str | None, typer.Option(help="The row's own id, which is kept.")] = None,
+    text_field: Annotated[str | None, typer.Option(help="Text rows: the text.  [default: text]")] = None,
+    tokens_field: Annotated[str | None, typer.Option(help="Token rows: a list of token ids.")] = None,
+    labels_field: Annotated[str | None, typer.Option(help="Token rows: -100 or the token, for each.")] = None,
+    messages_field: Annotated[str | None, typer.Option(help="Chat rows: a list of {role, content}.")] = None,
+    tools_field: Annotated[str | None, typer.Option(help="Chat rows: the tools, or their JSON; may be null.")] = None,
+    prompt_field: Annotated[str | None, typer.Option(help="Prompt rows: what is asked, not learned.")] = None,
+    completion_field: Annotated[str | None, typer.Option(help="Prompt rows: the answer, learned.")] = None,
+    id_field: Annotated[str | None, typer.Option(help="Any row: its own id, which is kept.")] = None,
     split: Annotated[str | None, typer.Option(help="Split of a data set that has several.")] = None,
     duplicates: Annotated[str, typer.Option(help="quarantine or keep documents that occurred before.")] = "quarantine",
     address: Annotated[str | None, typer.Option(help="Ray cluster; else RAY_ADDRESS, else this machine.")] = None,
 ) -> None:
-    """Turn text, source trees, JSONL, Parquet or a `datasets` dataset into token shards. Resumable."""
+    """Turn text, source trees, JSONL, Parquet or a `datasets` dataset into token shards. Resumable.
+
+    A text file is one document. So is a row of JSONL, Parquet or a data set; the options that name its
+    keys or columns say which of four it is:
+
+    \b
+    row     options                              what is learned
+    text    --text-field                         everything
+    tokens  --tokens-field [--labels-field]      everything, or by labels
+    chat    --messages-field [--tools-field]     what the assistant says
+    prompt  --prompt-field --completion-field    the completion
+
+    What can't be read is left out and named, with the reason, in quarantine.jsonl.
+    """  # noqa: D301 -- click's mark for text that is not to be filled anew
     from ray_ulysses.cluster.prepare_command import prepare_corpus
     from ray_ulysses.data.row_fields import RowFields
 
@@ -73,6 +85,7 @@ def prepare(
             tokens=tokens_field,
             labels=labels_field,
             messages=messages_field,
+            tools=tools_field,
             prompt=prompt_field,
             completion=completion_field,
             id=id_field,

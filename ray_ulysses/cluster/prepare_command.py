@@ -49,6 +49,7 @@ def prepare_corpus(
         tokens_field=fields.tokens,
         labels_field=fields.labels,
         messages_field=fields.messages,
+        tools_field=fields.tools,
         prompt_field=fields.prompt,
         completion_field=fields.completion,
         id_field=fields.id,

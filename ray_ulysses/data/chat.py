@@ -3,6 +3,9 @@
 A Hugging Face tokenizer's own chat template renders the text, through Transformers. What the assistant wrote is
 taken from the template's ``{% generation %}`` marks where it has them; otherwise from renderings of the
 conversation cut before and after each turn, which must be true prefixes of the whole.
+
+A conversation's tools are given to the template. One that writes the same without them is refused: the assistant's
+calls would be learned without the definitions that they rest on, and nobody would notice.
 """
 
 from __future__ import annotations
@@ -34,7 +37,10 @@ _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _CLOCK_CALL = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _DAY = (2024, 7, 26, 0, 0, 0, 4, 208, 0)
 
+_WAY_OUT = "leave tools_field out, or use a tokenizer whose chat template writes them"
+
 Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -60,8 +66,8 @@ class ChatFormat(Protocol):
         """Return what changes when the same conversation would give other tokens."""
         ...
 
-    def encode(self, messages: Messages) -> ChatTokens:
-        """Return the tokens of a conversation; RowError where it can't be written."""
+    def encode(self, messages: Messages, tools: Tools = ()) -> ChatTokens:
+        """Return the tokens of a conversation; RowError where it, or its tools, can't be written."""
         ...
 
 
@@ -78,8 +84,10 @@ class ByteChat:
     def __init__(self, end_token_id: int) -> None:
         self._end = np.array([end_token_id], dtype=np.int64)
 
-    def encode(self, messages: Messages) -> ChatTokens:
-        """Return the tokens of a conversation; RowError for a role or a message without content."""
+    def encode(self, messages: Messages, tools: Tools = ()) -> ChatTokens:
+        """Return the tokens of a conversation; RowError for tools, another role or a message without content."""
+        if tools:
+            raise RowError(f"bytes have no way to write its tools; {_WAY_OUT}")
         parts: list[NDArray[np.int64]] = []
         starts, stops, at = [], [], 0
         for number, message in enumerate(messages):
@@ -120,10 +128,16 @@ class TemplateChat:
         self._special = {key: token.content for key, token in added.items() if token.special or token.content in named}
         _compile(self._template, directory)
 
-    def encode(self, messages: Messages) -> ChatTokens:
-        """Return the tokens of a conversation; RowError where it forges a token or the template refuses it."""
-        self._refuse_forgery(messages)
-        text, stretches = self._marked(messages) if self._has_marks else self._by_prefixes(messages)
+    def encode(self, messages: Messages, tools: Tools = ()) -> ChatTokens:
+        """Return the tokens of a conversation.
+
+        Raises:
+            RowError: It forges a token, the template refuses it, or the template does not write its tools.
+        """
+        self._refuse_forgery(messages, tools)
+        text, stretches = self._marked(messages, tools) if self._has_marks else self._by_prefixes(messages, tools)
+        if tools and text == self._render(messages, ())[0]:
+            raise RowError(f"the chat template does not write its tools; {_WAY_OUT}")
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         ids = np.asarray(encoding.ids, dtype=np.int64)
         self._refuse_disguise(encoding, text)
@@ -137,12 +151,13 @@ class TemplateChat:
         starts, stops = np.array(kept, dtype=np.int64).reshape(-1, 2).T
         return ChatTokens(ids=ids, starts=starts, stops=stops)
 
-    def _refuse_forgery(self, messages: Messages) -> None:
-        for number, message in enumerate(messages):
-            for text in strings(message):
+    def _refuse_forgery(self, messages: Messages, tools: Tools) -> None:
+        named = [(f"message {number} ({message['role']})", message) for number, message in enumerate(messages)]
+        for name, value in [*named, *((f"tool {number}", tool) for number, tool in enumerate(tools))]:
+            for text in strings(value):
                 for token in self._special.values():
                     if token in text:
-                        raise RowError(f"message {number} ({message['role']}) spells the special token '{token}'")
+                        raise RowError(f"{name} spells the special token '{token}'")
 
     def _refuse_disguise(self, encoding: Encoding, text: str) -> None:
         """Refuse text that is no special token but becomes one, through the tokenizer's normalization."""
@@ -161,20 +176,20 @@ class TemplateChat:
                 return end if text[encoding.offsets[token][1] : last].strip() else token + 1
         return end
 
-    def _marked(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
+    def _marked(self, messages: Messages, tools: Tools) -> tuple[str, list[tuple[int, int]]]:
         """Return the text and the characters between the template's generation marks."""
-        text, marked = self._render(messages, marks=True)
+        text, marked = self._render(messages, tools, marks=True)
         return text, sorted(marked)
 
-    def _by_prefixes(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
+    def _by_prefixes(self, messages: Messages, tools: Tools) -> tuple[str, list[tuple[int, int]]]:
         """Return the text, and the characters that each assistant turn adds to what it is asked with."""
-        text, _ = self._render(messages)
+        text, _ = self._render(messages, tools)
         stretches = []
         for number, message in enumerate(messages):
             if message["role"] != _ASSISTANT:
                 continue
-            asked, _ = self._render(messages[:number], asks=True)
-            answered, _ = self._render(messages[: number + 1])
+            asked, _ = self._render(messages[:number], tools, asks=True)
+            answered, _ = self._render(messages[: number + 1], tools)
             if not (text.startswith(answered) and answered.startswith(asked)):
                 raise RowError(
                     f"the chat template writes message {number} otherwise when the conversation ends with it, so "
@@ -184,7 +199,7 @@ class TemplateChat:
         return text, stretches
 
     def _render(
-        self, messages: Messages, *, asks: bool = False, marks: bool = False
+        self, messages: Messages, tools: Tools, *, asks: bool = False, marks: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -193,6 +208,7 @@ class TemplateChat:
         try:
             texts, marked = render(
                 conversations=[[dict(message) for message in messages]],
+                tools=[dict(tool) for tool in tools] or None,
                 chat_template=self._template,
                 add_generation_prompt=asks,
                 return_assistant_tokens_mask=marks,

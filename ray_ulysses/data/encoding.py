@@ -89,7 +89,7 @@ def _token_row(row: TokenRow, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], 
 
 
 def _chat(row: ChatRow, tokenizer: Tokenizer) -> EncodedDocument:
-    chat = tokenizer.chat().encode(row.messages)
+    chat = tokenizer.chat().encode(row.messages, row.tools)
     if not chat.ids.size:
         raise RowError("the chat template writes nothing")
     ids, stops, eos = chat.ids, chat.stops, tokenizer.info.eos_token_id

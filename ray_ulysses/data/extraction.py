@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,10 @@ from typing import Any, BinaryIO, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ray_ulysses.data.line_ranges import LineCounts, range_lines
 from ray_ulysses.data.patience import READ_ERRORS
 from ray_ulysses.data.row_fields import (
+    OPTIONAL_ROLES,
     Content,
     FieldRole,
     RowError,
@@ -23,11 +25,13 @@ from ray_ulysses.data.row_fields import (
     row_content,
     row_id,
 )
-from ray_ulysses.data.sources import Rejected, Unit, open_dataset
+from ray_ulysses.data.sources import PACKED_SUFFIXES, Rejected, Unit, open_dataset
 from ray_ulysses.data.zstd_file import open_zstd
 from ray_ulysses.errors import UserError
 
 _BATCH_ROWS = 64
+_BATCH_BYTES = 4 << 20
+_BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,12 +51,15 @@ class RawDocument:
     id: str = ""
 
 
-def read_unit(unit: Unit) -> Iterator[RawDocument | Rejected]:
-    """Yield the unit's documents in their order, and in their place those that are left out.
+def read_unit(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
+    """Yield the unit's documents in their order, in their place those that are left out, and last the count of lines.
+
+    Lines are counted, and so documents of JSONL numbered, from the begin of the unit's range. Only JSONL has lines.
 
     Raises:
         UserError: A file can't be read as what it is; the text names it.
     """
+    readers: dict[str, Callable[[Unit], Iterator[RawDocument | Rejected | LineCounts]]]
     readers = {"text": _read_texts, "jsonl": _read_jsonl, "parquet": _read_parquet, "datasets": _read_dataset}
     yield from readers[unit.kind](unit)
 
@@ -84,28 +91,34 @@ def _read_texts(unit: Unit) -> Iterator[RawDocument | Rejected]:
         yield text if isinstance(text, Rejected) else _document({"text": text}, RowFields(), file.path, 0)
 
 
-def _open_lines(path: str) -> AbstractContextManager[BinaryIO]:
-    if path.endswith(".zst"):
-        return cast("AbstractContextManager[BinaryIO]", open_zstd(path))
-    return cast("AbstractContextManager[BinaryIO]", gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb"))
+def _open_packed(path: str) -> AbstractContextManager[BinaryIO]:
+    opened = open_zstd(path) if path.endswith(".zst") else gzip.open(path, "rb")  # noqa: SIM115 -- the caller does
+    return cast("AbstractContextManager[BinaryIO]", opened)
 
 
-def _read_jsonl(unit: Unit) -> Iterator[RawDocument | Rejected]:
+def _lines(unit: Unit) -> Iterator[bytes]:
+    file = unit.files[0]
+    if not file.path.endswith(PACKED_SUFFIXES):
+        yield from range_lines(file.path, unit.first, unit.last or file.num_bytes)
+        return
+    with _open_packed(file.path) as lines:
+        yield from lines
+
+
+def _read_jsonl(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
     path = unit.files[0].path
-    num_parsed, num_broken = 0, 0
+    number, num_filled, num_broken = 0, 0, 0
     try:
-        with _open_lines(path) as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                parsed = _parse_line(line, path, number, unit.fields)
-                num_broken += isinstance(parsed, Rejected) and parsed.reason.startswith("not JSON")
-                num_parsed += 1
-                yield parsed
+        for number, line in enumerate(_lines(unit), start=1):
+            if not line.strip():
+                continue
+            parsed = _parse_line(line, path, number, unit.fields)
+            num_broken += isinstance(parsed, Rejected) and parsed.reason.startswith("not JSON")
+            num_filled += 1
+            yield parsed
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"source={path}: the JSONL file can't be read ({error}); restore or remove it") from error
-    if num_parsed and num_broken == num_parsed:
-        raise UserError(f"source={path}: none of its {num_parsed} lines is a JSON object; is it a JSONL file?")
+    yield LineCounts(source=path, num_lines=number, num_filled=num_filled, num_broken=num_broken)
 
 
 def _parse_line(line: bytes, path: str, number: int, fields: RowFields) -> RawDocument | Rejected:
@@ -119,7 +132,7 @@ def _parse_line(line: bytes, path: str, number: int, fields: RowFields) -> RawDo
     if not isinstance(record, dict):
         return Rejected(source=path, offset=number, reason="not JSON object")
     for role, field in fields.by_role.items():
-        if field not in record and role != "id":
+        if field not in record and role not in OPTIONAL_ROLES:
             return Rejected(source=path, offset=number, reason=f"no field '{field}'")
     return _document({role: record.get(field) for role, field in fields.by_role.items()}, fields, path, number)
 
@@ -128,23 +141,31 @@ def _read_parquet(unit: Unit) -> Iterator[RawDocument | Rejected]:
     path = unit.files[0].path
     columns = list(dict.fromkeys(unit.fields.by_role.values()))
     try:
-        with pq.ParquetFile(path) as parquet:
+        # Without a buffer pyarrow 25 holds a row group's columns whole; with one a page, as large as it was written.
+        with pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as parquet:
             metadata = parquet.metadata
             row = sum(metadata.row_group(group).num_rows for group in range(unit.first))
-            groups = range(unit.first, unit.last)
-            for batch in parquet.iter_batches(batch_size=_BATCH_ROWS, row_groups=groups, columns=columns):
-                yield from _batch_documents(batch, unit.fields, path, row)
-                row += batch.num_rows
+            for group in range(unit.first, unit.last):
+                size = _batch_rows(metadata.row_group(group).num_rows, metadata.row_group(group).total_byte_size)
+                for batch in parquet.iter_batches(size, row_groups=[group], columns=columns, use_threads=False):
+                    yield from _batch_documents(batch, unit.fields, path, row)
+                    row += batch.num_rows
     except READ_ERRORS as error:
         raise UserError(f"source={path}: the Parquet file can't be read ({error}); restore or remove it") from error
+
+
+def _batch_rows(num_rows: int, num_bytes: int) -> int:
+    """Return how many rows to decode at once, so that long documents do not add up in memory."""
+    return max(1, min(_BATCH_ROWS, _BATCH_BYTES * num_rows // max(1, num_bytes)))
 
 
 def _read_dataset(unit: Unit) -> Iterator[RawDocument | Rejected]:
     path = unit.files[0].path
     columns = list(dict.fromkeys(unit.fields.by_role.values()))
     dataset = open_dataset(path, unit.split).select_columns(columns).with_format("arrow")
-    for first in range(unit.first, unit.last, _BATCH_ROWS):
-        table = dataset[first : min(first + _BATCH_ROWS, unit.last)]
+    size = _batch_rows(unit.last - unit.first, unit.num_bytes)
+    for first in range(unit.first, unit.last, size):
+        table = dataset[first : min(first + size, unit.last)]
         for batch in table.combine_chunks().to_batches():
             yield from _batch_documents(batch, unit.fields, path, first)
 

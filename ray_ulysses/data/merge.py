@@ -1,5 +1,6 @@
 """The end of a preparation: notes become the sidecars, and ``corpus.json`` commits the corpus.
 
+Units that are ranges of one JSONL file have counted their lines from 1; here each learns how many are before it.
 The notes are read unit by unit. Of every document at once only its digest is held, 16 bytes, to find repeats.
 """
 
@@ -11,12 +12,13 @@ import shutil
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -36,6 +38,7 @@ from ray_ulysses.data.format import (
     SpansInfo,
     token_dtype,
 )
+from ray_ulysses.data.line_ranges import number_lines, refuse_files_without_objects
 from ray_ulysses.data.row_groups import RowGroupWriter
 from ray_ulysses.data.shard import ShardReader
 from ray_ulysses.data.sources import Rejected
@@ -59,8 +62,11 @@ def merge(
     """Write the sidecars, the quarantine and, last, ``corpus.json``; then drop the units' notes.
 
     Raises:
-        UserError: No document is left.
+        UserError: No document is left, or a JSONL file holds no JSON object.
     """
+    refuse_files_without_objects([result.lines for result in results])
+    numbered = number_lines([result.lines for result in results])
+    results = [replace(result, lines=lines) for result, lines in zip(results, numbered, strict=True)]
     units = [result for result in results if result.shard is not None]
     repeats = _repeats(out, units) if duplicates == "quarantine" else [np.full(u.num_documents, -1) for u in units]
     num_quarantined, reasons = _write_quarantine(out, results, rejected, _repeated_documents(out, units, repeats))
@@ -113,7 +119,15 @@ class _Totals:
 
 
 def _notes(out: Path, unit: UnitResult, columns: Sequence[str] | None = None) -> pa.Table:
-    return pq.read_table(unit_file(out, unit.index, "parquet"), columns=columns)
+    notes = pq.read_table(unit_file(out, unit.index, "parquet"), columns=columns)
+    if "offset" not in notes.column_names or not _lines_before(unit):
+        return notes
+    place = notes.schema.get_field_index("offset")
+    return notes.set_column(place, notes.schema.field(place), pc.add(notes.column(place), _lines_before(unit)))
+
+
+def _lines_before(unit: UnitResult) -> int:
+    return 0 if unit.lines is None else unit.lines.num_before
 
 
 def _kept_notes(
@@ -239,8 +253,9 @@ def _write_quarantine(
         for result in results:
             with unit_file(out, result.index, "quarantine.jsonl").open(encoding="utf-8") as lines:
                 for line in lines:
-                    reasons[json.loads(line)["reason"].split(":")[0]] += 1
-                    file.write(line)
+                    one = json.loads(line)
+                    reasons[one["reason"].split(":")[0]] += 1
+                    file.write(json.dumps({**one, "offset": one["offset"] + _lines_before(result)}) + "\n")
     return reasons.total(), reasons
 
 

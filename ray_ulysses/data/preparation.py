@@ -152,7 +152,7 @@ def finish(preparation: Preparation, results: tuple[UnitResult, ...]) -> Corpus:
         results: The results of all units, in any order.
 
     Raises:
-        UserError: No document is left.
+        UserError: No document is left, or a JSONL file holds no JSON object.
     """
     ordered = tuple(sorted(results, key=lambda result: result.index))
     assert [r.index for r in ordered] == [u.index for u in preparation.units], "every unit must have one result"

@@ -6,6 +6,7 @@ prompt with its completion. The options name the fields, and so choose the kind.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
@@ -16,8 +17,10 @@ from numpy.typing import NDArray
 from ray_ulysses.errors import ConfigError, Problem
 
 RowKind = Literal["text", "tokens", "messages", "completion"]
-FieldRole = Literal["text", "tokens", "labels", "messages", "prompt", "completion", "id"]
+FieldRole = Literal["text", "tokens", "labels", "messages", "tools", "prompt", "completion", "id"]
 DEFAULT_TEXT_FIELD = "text"
+# Read where a row has them; a row without is a document all the same.
+OPTIONAL_ROLES: tuple[FieldRole, ...] = ("tools", "id")
 _ALONE = ("text", "tokens", "messages")
 
 
@@ -30,6 +33,7 @@ class RowFields:
         tokens: Holds token ids.
         labels: Holds, beside ``tokens``, -100 or the token itself for each token.
         messages: Holds a list of ``{role, content}``.
+        tools: Holds, beside ``messages``, the definitions of the tools that the assistant may call.
         prompt: Holds the text before the completion.
         completion: Holds the text that is to be learned.
         id: Holds the row's own id.
@@ -39,6 +43,7 @@ class RowFields:
     tokens: str | None = None
     labels: str | None = None
     messages: str | None = None
+    tools: str | None = None
     prompt: str | None = None
     completion: str | None = None
     id: str | None = None
@@ -91,8 +96,10 @@ class RowFields:
                 f"a row is one kind of document, and {option(chosen[0])}={given[chosen[0]]!r} chose another",
                 "give one of the two, and prepare the other rows into another corpus",
             )
-        if "labels" in given and "tokens" not in given:
-            refuse("labels", f"labels stand beside tokens, and {option('tokens')} is not given", "name that field too")
+        for role, partner in (("labels", "tokens"), ("tools", "messages")):
+            if role in given and partner not in given:
+                rule = f"{role} stand beside {partner}, and {option(partner)} is not given"
+                refuse(role, rule, "name that field too")
         for role, partner in (("prompt", "completion"), ("completion", "prompt")):
             if role in given and partner not in given:
                 refuse(role, f"needs {option(partner)}, which is not given", "name that field too")
@@ -126,9 +133,15 @@ class TokenRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatRow:
-    """A conversation: messages with ``role`` and ``content``, and what else the chat template reads."""
+    """A conversation.
+
+    Attributes:
+        messages: Each with ``role`` and ``content``, a string, and what else the chat template reads.
+        tools: The definitions of the tools that the assistant may call, for the chat template.
+    """
 
     messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,7 +182,10 @@ def row_content(row: Mapping[FieldRole, Any], kind: RowKind) -> Content:
         raise RowError(f"the messages are {describe_type(messages)}, not a list")
     if not messages:
         raise RowError("empty")
-    return ChatRow(messages=tuple(_message(message, number) for number, message in enumerate(messages)))
+    return ChatRow(
+        messages=tuple(_message(message, number) for number, message in enumerate(messages)),
+        tools=_tools(row.get("tools")),
+    )
 
 
 def row_id(value: object) -> str:
@@ -239,11 +255,61 @@ def _message(message: object, number: int) -> Mapping[str, Any]:
     role = kept.get("role")
     if not isinstance(role, str) or not role:
         raise RowError(f"message {number} has no role")
+    if isinstance(kept.get("content"), list):
+        kept["content"] = _joined(kept["content"], f"message {number} ({role})")
     if not isinstance(kept.get("content"), str) and not ("content" not in kept and kept.get("tool_calls")):
         raise RowError(f"message {number} ({role}): the content is {describe_type(kept.get('content'))}, not a string")
     for text in strings(kept):
         _utf8(text)
     return kept
+
+
+def _joined(parts: Sequence[object], where: str) -> str:
+    """Return the text of a content in parts, which must all be text.
+
+    A space stands between two, as where Transformers serves a language model (5.x, ``cli/serving/utils.py``), so that
+    a model is trained on what it will be asked with.
+    """
+    texts = []
+    for number, part in enumerate(parts):
+        if not isinstance(part, Mapping):
+            raise RowError(f"{where}: part {number} of the content is {describe_type(part)}, not an object with a type")
+        if part.get("type") != "text":
+            raise RowError(f"{where}: part {number} of the content is {json.dumps(part.get('type'))}, not text")
+        if not isinstance(part.get("text"), str):
+            raise RowError(f"{where}: the text of part {number} is {describe_type(part.get('text'))}, not a string")
+        texts.append(part["text"])
+    return " ".join(texts)
+
+
+def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
+    """Return the definitions of tools: a list of objects, or the JSON of one; none where it is null or empty.
+
+    Keys whose value is null are left out: Parquet gives every object the keys of all, and there a text of JSON is the
+    only way to keep one.
+    """
+    from_text = isinstance(value, str)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RowError(f"the tools are no JSON: {error}") from error
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise RowError(f"the tools are {describe_type(value)}, not a list")
+    for number, tool in enumerate(value):
+        if not isinstance(tool, Mapping):
+            raise RowError(f"tool {number} is {describe_type(tool)}, not an object")
+    for text in strings(value):
+        _utf8(text)
+    return tuple(value if from_text else _without_nulls(value))
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def strings(value: object) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import pyarrow.parquet as pq
 
 from ray_ulysses.data.format import stable_hash
+from ray_ulysses.data.line_ranges import cut_bytes
 from ray_ulysses.data.patience import READ_ERRORS
 from ray_ulysses.data.row_fields import RowFields, option
 from ray_ulysses.errors import UserError
@@ -20,7 +21,8 @@ SourceKind = Literal["auto", "text", "jsonl", "parquet", "datasets"]
 UnitKind = Literal["text", "jsonl", "parquet", "datasets"]
 DEFAULT_UNIT_BYTES = 16 << 20
 DEFAULT_EXCLUDE = (".*", "__pycache__")
-_JSONL_SUFFIXES = tuple(f"{kind}{packed}" for kind in (".jsonl", ".ndjson") for packed in ("", ".gz", ".zst"))
+PACKED_SUFFIXES = (".gz", ".zst")
+_JSONL_SUFFIXES = tuple(f"{kind}{packed}" for kind in (".jsonl", ".ndjson") for packed in ("", *PACKED_SUFFIXES))
 _DATASET_MARKS = ("dataset_info.json", "dataset_dict.json")
 
 
@@ -39,7 +41,10 @@ class SourceSpec:
             field is named.
         tokens_field: Instead: holds token ids.
         labels_field: Beside tokens: holds -100 or the token for each.
-        messages_field: Instead: holds a chat, a list of ``{role, content}``.
+        messages_field: Instead: holds a chat, a list of ``{role, content}``; a content may be a list of
+            ``{type: text, text}``.
+        tools_field: Beside messages: holds the tools that the assistant may call, for the chat template; a list, or
+            the JSON of one.
         prompt_field: Instead: holds a prompt; only the completion is supervised.
         completion_field: Holds its completion.
         id_field: Holds the row's own id, which is kept.
@@ -54,6 +59,7 @@ class SourceSpec:
     tokens_field: str | None = None
     labels_field: str | None = None
     messages_field: str | None = None
+    tools_field: str | None = None
     prompt_field: str | None = None
     completion_field: str | None = None
     id_field: str | None = None
@@ -67,6 +73,7 @@ class SourceSpec:
             tokens=self.tokens_field,
             labels=self.labels_field,
             messages=self.messages_field,
+            tools=self.tools_field,
             prompt=self.prompt_field,
             completion=self.completion_field,
             id=self.id_field,
@@ -99,13 +106,17 @@ class Rejected:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """A piece of work that becomes one shard: some files, or a range of rows.
+    """A piece of work that becomes one shard: some files, or a range of one.
+
+    A JSONL file is cut into ranges of bytes, Parquet into ranges of row groups, a data set into ranges of rows. A
+    file that is compressed with gzip or zstd is one unit whatever its size, since it is read from its beginning only,
+    and so is a text file, which is one document.
 
     Attributes:
         index: Place in the list of units, which gives the order of the documents.
         kind: How to read it.
         files: The files; for a data set, its directory or name.
-        first: First row group (Parquet) or row (data set).
+        first: First byte (JSONL), row group (Parquet) or row (data set).
         last: One past the last; 0 for files that are read whole.
         num_bytes: Bytes of input, as stored for files that are read whole, else unpacked.
         fields: The fields of a row that are read.
@@ -167,10 +178,8 @@ def list_units(spec: SourceSpec, unit_bytes: int = DEFAULT_UNIT_BYTES) -> tuple[
             else:
                 by_kind[_kind_of(file, spec.kind)].append(stamp)
     units.extend(_text_units(by_kind["text"], unit_bytes))
-    units.extend(
-        Unit(index=0, kind="jsonl", files=(file,), num_bytes=file.num_bytes, fields=spec.fields)
-        for file in by_kind["jsonl"]
-    )
+    for stamp in by_kind["jsonl"]:
+        units.extend(_jsonl_units(stamp, spec.fields, unit_bytes))
     for stamp in by_kind["parquet"]:
         units.extend(_parquet_units(stamp, spec.fields, unit_bytes))
     _refuse_unused_fields(spec, units)
@@ -286,6 +295,16 @@ def _text_units(files: Sequence[FileStamp], unit_bytes: int) -> Iterator[Unit]:
         held += file.num_bytes
     if group:
         yield Unit(index=0, kind="text", files=tuple(group), num_bytes=held)
+
+
+def _jsonl_units(file: FileStamp, fields: RowFields, unit_bytes: int) -> Iterator[Unit]:
+    whole = Unit(index=0, kind="jsonl", files=(file,), num_bytes=file.num_bytes, fields=fields)
+    ranges = cut_bytes(file.num_bytes, unit_bytes)
+    if len(ranges) == 1 or file.path.endswith(PACKED_SUFFIXES):
+        yield whole
+        return
+    for first, last in ranges:
+        yield replace(whole, first=first, last=last, num_bytes=last - first)
 
 
 def _parquet_units(file: FileStamp, fields: RowFields, unit_bytes: int) -> Iterator[Unit]:

@@ -19,6 +19,7 @@ from ray_ulysses.data.atomic import atomic_file, write_text
 from ray_ulysses.data.encoding import EncodedDocument, encode_document
 from ray_ulysses.data.extraction import RawDocument, read_unit
 from ray_ulysses.data.format import SHARDS_DIRECTORY, UNITS_DIRECTORY, ShardInfo, token_dtype
+from ray_ulysses.data.line_ranges import LineCounts
 from ray_ulysses.data.row_fields import RowError
 from ray_ulysses.data.shard import ShardWriter
 from ray_ulysses.data.sources import Rejected, Unit
@@ -54,6 +55,7 @@ class UnitResult:
         num_rejected: Documents left out.
         has_spans: Whether a document is supervised in part only.
         token_counts: How often each id occurs, for the byte tokenizer; else None.
+        lines: The lines of the unit's file or range; None where it has none.
     """
 
     index: int
@@ -64,6 +66,7 @@ class UnitResult:
     num_rejected: int
     has_spans: bool
     token_counts: tuple[int, ...] | None
+    lines: LineCounts | None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""
@@ -79,6 +82,7 @@ class UnitResult:
                 **fields,
                 "shard": None if shard is None else ShardInfo(**shard),
                 "token_counts": None if counts is None else tuple(counts),
+                "lines": LineCounts.from_json(fields["lines"]),
             }
         )
 
@@ -125,8 +129,8 @@ def write_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult:
     with atomic_file(shard_path) as temporary:
         writer = ShardWriter(temporary, token_dtype(tokenizer.info.vocab_size))
         try:
-            for document in read_unit(unit):
-                collected.add(document, writer)
+            for found in read_unit(unit):
+                collected.add(found, writer)
             writer.close()
         except BaseException:
             writer.abandon()
@@ -143,6 +147,7 @@ def write_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult:
         num_rejected=len(collected.rejected),
         has_spans=collected.has_spans,
         token_counts=None if collected.counts is None else tuple(collected.counts.tolist()),
+        lines=collected.lines,
     )
     collected.write(out, unit.index)
     write_text(unit_file(out, unit.index, "json"), json.dumps(result.to_json()))
@@ -156,12 +161,16 @@ class _Collected:
         self.rejected: list[Rejected] = []
         self.columns: dict[str, list[Any]] = {name: [] for name in NOTES_SCHEMA.names}
         self.has_spans = False
+        self.lines: LineCounts | None = None
         self._tokenizer = tokenizer
         info = tokenizer.info
         self.counts = np.zeros(info.vocab_size, dtype=np.int64) if info.kind == "bytes" else None
 
-    def add(self, document: RawDocument | Rejected, writer: ShardWriter) -> None:
-        """Tokenize and store a document, or note why it is left out."""
+    def add(self, document: RawDocument | Rejected | LineCounts, writer: ShardWriter) -> None:
+        """Tokenize and store a document, or note why it is left out, or note how many lines there were."""
+        if isinstance(document, LineCounts):
+            self.lines = document
+            return
         if isinstance(document, Rejected):
             self.rejected.append(document)
             return

@@ -148,8 +148,8 @@ def _check_branch_point(config: Config, remainder: Remainder) -> None:
     step = committed_step(config)
     if step != remainder.branch.step:
         raise UserError(
-            f"run {config.run.name!r} has gone on to step {step} while its branch from step {remainder.branch.step} was "
-            "planned; stop it and start the same command again"
+            f"run {config.run.name!r} has gone on to step {step} while its branch from step {remainder.branch.step} "
+            "was planned; stop it and start the same command again"
         )
 
 

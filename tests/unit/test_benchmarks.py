@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import bisect
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from benchmarks import best_fit_decreasing, data_report, imbalance_report, packing_report, random_reads, resume_report
 from benchmarks.attention_report import markdown, ratios, relative, slowest
 from benchmarks.attention_sides import Case, reference
 from benchmarks.bench_attention import count_rank, error_rank, parse
+from benchmarks.bench_imbalance import case, random_imbalance, row_costs
+from benchmarks.bench_packing import TRL_BATCH, trl_documents
+from benchmarks.document_lengths import LONGEST, log_normal, mixed, near_context, write_log_normal
+from benchmarks.synthetic_corpus import write_corpus
+from ray_ulysses.data.steps import balance_windows, step_times
 from tests.distributed.harness import run_ranks
+from tests.unit.data.corpora import text_corpus, varied_texts
 
 
 def test_a_pair_is_the_slowest_ranks_wall_time_and_the_mean_ranks_cpu_time() -> None:
@@ -77,3 +87,148 @@ def test_both_layers_are_exact_on_one_document_and_ours_is_two_collectives_each_
     assert [traffic[phase]["collectives"] for phase in ("forward", "backward")] == [2, 2]
     # Half of the 4 + 2 + 2 + 4 heads of 64 of 16 tokens, in fp32, leaves this rank.
     assert traffic["forward"]["bytes"] == traffic["backward"]["bytes"] == 12 * 64 * 16 * 4 / 2
+
+
+def _rows_by_the_textbook(lengths: list[int], capacity: int) -> int:
+    rooms: list[int] = []
+    num_rows = 0
+    for length in sorted(lengths, reverse=True):
+        place = bisect.bisect_left(rooms, length)
+        num_rows += place == len(rooms)
+        left = (rooms.pop(place) if place < len(rooms) else capacity) - length
+        if left:
+            bisect.insort(rooms, left)
+    return num_rows
+
+
+def test_the_offline_peer_is_best_fit_decreasing_to_the_row() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        capacity = int(rng.integers(1, 9000))
+        lengths = rng.integers(1, capacity + 1, int(rng.integers(0, 300)))
+        assert best_fit_decreasing.num_rows(lengths, capacity) == _rows_by_the_textbook(lengths.tolist(), capacity)
+
+
+def test_lengths_are_what_their_names_say(tmp_path: Path) -> None:
+    lengths = log_normal(200_000)
+    # The mean of 200,000 draws whose deviation is 2.9 means is known to 0.7%; clipping takes another half.
+    assert abs(lengths.mean() / 6500 - 1) < 0.03
+    assert lengths.max() <= LONGEST
+    near = near_context(1000, 131_072)
+    assert near.min() * 2 > 131_072
+    assert near.max() <= 0.9 * 131_072
+    both = mixed(20_000, 131_072)
+    assert abs(both[both < 0.55 * 131_072].sum() / both.sum() - 0.5) < 0.2
+    write_log_normal(tmp_path / "lengths.npy", 3000)
+    assert np.array_equal(np.load(tmp_path / "lengths.npy"), log_normal(3000))
+
+
+def test_trl_gets_whole_batches_and_at_least_one() -> None:
+    assert trl_documents(np.full(5500, 2_000_000, dtype=np.uint32)).size == TRL_BATCH
+    assert trl_documents(np.full(5500, 2, dtype=np.uint32)).size == 5000
+
+
+def test_a_plans_fill_is_judged_by_its_worst_run() -> None:
+    assert packing_report.points_behind([0.99, 0.95], [0.99, 0.97]) == pytest.approx(2.0)
+
+
+def test_a_packing_page_names_what_was_not_measured_and_what_is_not_met() -> None:
+    plan = {
+        "wall_s": [1.0], "cpu_s": [1.0], "fill": [0.99], "offline_fill": [0.995], "offline_wall_s": [0.5],
+        "num_rows": 7, "fill_bound": 0.999,
+    }  # fmt: skip
+    found = {"corpus": "c", "context_tokens": 8, "num_documents": 3_000_000, "ours": plan, "trl": {"failure": "no TRL"}}
+    large = {
+        "num_documents": 10**8, "num_rows": 1, "fill": 1.0, "load_s": 1.0, "wall_s": 61.0, "cpu_s": 1.0,
+        "peak_rss_bytes": 10**9 - 1, "lengths_bytes": 1, "rss_before_bytes": 1, "plan_bytes": 1,
+    }  # fmt: skip
+    record = {
+        "date": "a day", "commit": "abc", "hardware": "a machine", "versions": {}, "command": "c",
+        "options": {"repetitions": 1}, "cases": [found], "large": large,
+    }  # fmt: skip
+    page = packing_report.markdown(record)
+    assert "| 3.00 (3.00 to 3.00) | **not met** |" in page
+    assert "| 0.500 | **not met** |" in page
+    assert "not yet measured: no TRL" in page
+    assert "1.0 + 61.0 s | 1.0 s | 1.64 | **not met** |" in page
+    assert "| 0 MiB | met | 0 MiB |" in page
+
+
+def test_random_dealing_waits_for_the_dearest_of_neighbours() -> None:
+    costs = np.asarray([4, 1, 1, 2, 8], dtype=np.int64)
+    # Steps of 4 rows on 2 groups: max(4, 1) + max(1, 2), then 8 alone.
+    assert random_imbalance(costs, 4, 2) == (4 + 2 + 8) * 2 / 16
+    assert step_times(costs, 4, 2).imbalance == (4 + 1 + 8) * 2 / 16
+
+
+def test_rows_exchanged_among_steps_are_those_of_the_planner() -> None:
+    lengths = log_normal(3000)
+    costs = row_costs(lengths, 32_768, 1000, (16, 1))
+    planned = row_costs(lengths, 32_768, 1000, (16, 4))
+    assert np.array_equal(costs[balance_windows(costs, 16, 4)], planned)
+    assert case(costs, 16, 4)["balanced"]["imbalance"] == step_times(planned, 16, 4).imbalance
+
+
+def test_an_imbalance_goal_that_is_not_met_says_why() -> None:
+    def found(imbalance: float, bound: float) -> dict[str, Any]:
+        level = {"imbalance": imbalance, "bound": bound}
+        cases = [{"rows_per_step": 64, "dp_size": 8, "random": 2.0, "sorted": level, "balanced": level}]
+        return {"cases": cases, "dearest_row": 9.5}
+
+    assert imbalance_report.verdict(found(1.2, 1.0))[-3:] == ["met", "met", ""]
+    assert "the bound would allow it" in imbalance_report.verdict(found(1.3, 1.1))[-1]
+    assert "no dealing can: one row costs up to 9.5 times" in imbalance_report.verdict(found(1.4, 1.3))[-1]
+
+
+def test_a_skip_rate_is_of_the_skipped_documents_alone() -> None:
+    def runs(seconds: float) -> list[dict[str, float]]:
+        return [{"seconds": seconds}]
+
+    assert resume_report.skip_rate({"0": runs(2.0), "500": runs(9.0), "1000": runs(4.0)}) == 500.0
+    assert resume_report.skip_rate({"0": runs(2.0), "1000": runs(1.5)}) is None
+
+
+def test_the_synthetic_corpus_is_a_valid_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.synthetic_corpus.SHARD_DOCUMENTS", 10)
+    corpus = write_corpus(tmp_path / "corpus", 300)
+    corpus.check_files(checksums=True)
+    assert corpus.lengths.sum() == corpus.num_tokens
+    for document in (0, 150, 299):
+        length = int(corpus.lengths[document])
+        assert corpus.read(document, 0, length).size == length
+    assert corpus.source(299).offset == 299
+
+
+def test_amplification_counts_every_row_group_of_a_read(tmp_path: Path) -> None:
+    corpus = text_corpus(tmp_path, [*varied_texts(30), "x" * 200_000])
+    whole = random_reads.whole_documents(corpus, np.arange(corpus.num_documents))
+    longest = max(whole, key=lambda stretch: stretch[2])
+    read = random_reads.decoded(corpus, [longest])
+    assert read["asked_tokens"] == 200_001
+    # Three full chunks are row groups of their own; the fourth may share one with others.
+    assert 200_001 <= read["decoded_tokens"] <= 4 * 65_536
+    assert read["unpacked_bytes"] >= 2 * read["decoded_tokens"]
+    once, twice = (random_reads.decoded(corpus, [whole[0]] * count) for count in (1, 2))
+    assert twice == {name: 2 * value for name, value in once.items()}
+
+
+def test_a_page_of_the_engines_has_every_process_and_the_worst_ranks_waits() -> None:
+    alone = {"tokens": 2_000_000, "seconds": 1.0, "cpu_s": 0.5, "waits_s": [0.25, 0.1], "peak_rss_bytes": 2**20}
+    run = {
+        "num_rows": 4, "tokens": 4_000_000, "seconds": 2.0, "cpu_s": 0.08, "cpu_of_s": {"consumers": 0.08},
+        "start_cpu_s": 1.5, "first_s": 0.75, "max_blocks": 7, "waits_s": [[0.001, 0.003], [0.0, 0.1]],
+        "rss": {"consumers": 2**21},
+    }  # fmt: skip
+    runs = [{"engine": engine, **run} for engine in ("direct", "ray")]
+    read = {"ms": [1.0, 3.0, 2.0], "decoded_tokens": 6, "asked_tokens": 2, "unpacked_bytes": 24, "asked_bytes": 4}
+    corpus = dict.fromkeys(("num_documents", "num_tokens", "num_shards", "num_bytes", "num_rows"), 1)
+    record = {
+        "date": "a day", "commit": "abc", "hardware": "a machine", "versions": {}, "command": "c", "world_size": 2,
+        "step_s": 1.0, "rows_per_step": 2, "corpus": corpus | {"dtype": "uint16"}, "hidden": runs, "runs": runs,
+        "alone": [alone | {"rss_before_bytes": 0}], "reads": dict.fromkeys(("documents", "pieces", "default"), read),
+    }  # fmt: skip
+    page = data_report.markdown(record)
+    assert "| 2.0 (2.0 to 2.0) | 20.0 (20.0 to 20.0) ms | consumers 20.0 | 1.5 (1.5 to 1.5) s | 0.750" in page
+    # Two steps of 1 s; the second rank waited 0.1 s in them.
+    assert "| Ray Data, segments of 7 blocks | 2 | 0.750 s | 2.00 ms | 100.0 ms | 5.000% | 20.0 ms |" in page
+    assert "| 2.00 (1.00 to 3.00) ms | **3.0** | **6.0** |" in page

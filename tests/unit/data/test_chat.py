@@ -22,6 +22,8 @@ MARKED = (
     "{% generation %}{{ message['content'] }}{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}"
     "{{ '<|im_end|>\\n' }}{% endfor %}"
 )
+TOOLS = [{"type": "function", "function": {"name": "jump", "parameters": {"type": "object", "required": ["height"]}}}]
+TOOL_BLOCK = "{% if tools %}{{ '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
 # As templates of thinking models do: only the last turn keeps what it thought.
 FORGETFUL = CHATML.replace(
     "message['content'] +", "('<think>' if loop.last and message['role'] == 'assistant' else '') + message['content'] +"
@@ -64,6 +66,31 @@ def test_the_assistants_turns_and_their_end_tokens_are_supervised(tmp_path: Path
     )
     assert supervised(tokenizer, chat) == [" jumps\n<|im_end|>", "zürich<|im_end|>"]
     assert (chat.ids == tokenizer.info.eos_token_id).sum() == len(CONVERSATION)
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["by prefixes", "by generation marks"])
+def test_a_template_is_given_the_tools_and_they_are_not_supervised(tmp_path: Path, template: str) -> None:
+    tokenizer = load_tokenizer(chat_tokenizer(tmp_path, TOOL_BLOCK + template))
+    chat = tokenizer.chat().encode(CONVERSATION, TOOLS)
+    text = tokenizer.decode(chat.ids)
+    assert text.startswith(f"<|im_start|>tools\n{json.dumps(TOOLS)}<|im_end|>\n<|im_start|>system\n")
+    assert supervised(tokenizer, chat) == [" jumps\n<|im_end|>", "zürich<|im_end|>"]
+    assert text.endswith(tokenizer.decode(tokenizer.chat().encode(CONVERSATION).ids))
+
+
+def test_tools_that_the_template_does_not_write_are_refused(tmp_path: Path) -> None:
+    chat = load_tokenizer(chat_tokenizer(tmp_path, CHATML)).chat()
+    way_out = "leave tools_field out, or use a tokenizer whose chat template writes them"
+    with pytest.raises(RowError, match=rf"^the chat template does not write its tools; {way_out}$"):
+        chat.encode(CONVERSATION, TOOLS)
+    with pytest.raises(RowError, match=rf"^bytes have no way to write its tools; {way_out}$"):
+        ByteTokenizer().chat().encode(CONVERSATION, TOOLS)
+
+
+def test_a_tool_that_spells_a_special_token_is_refused(tmp_path: Path) -> None:
+    chat = load_tokenizer(chat_tokenizer(tmp_path, TOOL_BLOCK + CHATML)).chat()
+    with pytest.raises(RowError, match=r"^tool 1 spells the special token '<\|im_end\|>'$"):
+        chat.encode(CONVERSATION, [*TOOLS, {"name": "f", "description": "a<|im_end|>"}])
 
 
 def test_a_template_in_a_file_of_its_own_comes_first(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from ray_ulysses.data.row_fields import ChatRow, CompletionRow, RowError, RowFie
 from ray_ulysses.data.sources import SourceSpec, list_units
 from ray_ulysses.errors import ConfigError, UserError
 
+HELLO = {"role": "user", "content": "hello"}
+BROKEN = "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
 PREPARE = "prepare: 1 problem\n  - "
 
 
@@ -26,6 +29,11 @@ PREPARE = "prepare: 1 problem\n  - "
             RowFields(labels="l"),
             "auto",
             "labels_field='l': labels stand beside tokens, and tokens_field is not given; name that field too",
+        ),
+        (
+            RowFields(tools="t"),
+            "auto",
+            "tools_field='t': tools stand beside messages, and messages_field is not given; name that field too",
         ),
         (
             RowFields(prompt="p"),
@@ -49,7 +57,16 @@ PREPARE = "prepare: 1 problem\n  - "
             "tokens_field='x': kind=text reads whole files, which have no fields; leave it out, or set another kind",
         ),
     ],
-    ids=["two kinds", "labels alone", "prompt alone", "completion alone", "one field twice", "empty", "text files"],
+    ids=[
+        "two kinds",
+        "labels alone",
+        "tools alone",
+        "prompt alone",
+        "completion alone",
+        "one field twice",
+        "empty",
+        "text files",
+    ],
 )
 def test_options_that_do_not_go_together_are_refused(fields: RowFields, kind: str, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -70,6 +87,7 @@ def test_all_wrong_options_are_named_at_once() -> None:
         RowFields(text="t", id="i"),
         RowFields(tokens="t", labels="l"),
         RowFields(messages="m"),
+        RowFields(messages="m", tools="t"),
         RowFields(prompt="p", completion="c", id="p"),
     ],
 )
@@ -112,6 +130,30 @@ def test_rows_become_documents_of_their_kind() -> None:
         ("messages", {"messages": [{"content": "hi"}]}, "message 0 has no role"),
         ("messages", {"messages": [{"role": "user"}]}, "message 0 (user): the content is missing, not a string"),
         ("messages", {"messages": [{"role": "user", "content": "\ud800"}]}, "a lone surrogate at character 0"),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "url": "b"}]}]},
+            'message 0 (user): part 1 of the content is "image", not text',
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": ["a"]}]},
+            "message 0 (user): part 0 of the content is of type str, not an object with a type",
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "message 0 (user): the text of part 0 is missing, not a string",
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]},
+            "a lone surrogate at character 0",
+        ),
+        ("messages", {"messages": [HELLO], "tools": "{"}, f"the tools are no JSON: {BROKEN}"),
+        ("messages", {"messages": [HELLO], "tools": {"name": "f"}}, "the tools are of type dict, not a list"),
+        ("messages", {"messages": [HELLO], "tools": '["f"]'}, "tool 0 is of type str, not an object"),
+        ("messages", {"messages": [HELLO], "tools": [{"name": "\ud800"}]}, "a lone surrogate at character 0"),
         ("completion", {"prompt": "p", "completion": ""}, "the completion is empty"),
         ("completion", {"prompt": None, "completion": "c"}, "the prompt is missing, not a string"),
     ],
@@ -120,6 +162,26 @@ def test_what_is_no_document_says_why(kind: Any, row: dict[str, Any], reason: st
     with pytest.raises(RowError) as caught:
         row_content(row, kind)
     assert str(caught.value) == reason
+
+
+def test_parts_of_text_are_joined_as_transformers_joins_them() -> None:
+    parts = [{"type": "text", "text": text, "image_url": None} for text in ("see", " this ", "")]
+    for content, expected in ((parts, "see  this  "), (parts[:1], "see"), ([], "")):
+        row = row_content({"messages": [{"role": "user", "content": content}]}, "messages")
+        assert row == ChatRow(messages=({"role": "user", "content": expected},))
+
+
+@pytest.mark.parametrize("value", [None, [], "[]", "null"])
+def test_a_row_without_tools_is_a_chat(value: object) -> None:
+    assert row_content({"messages": [HELLO], "tools": value}, "messages") == ChatRow(messages=(HELLO,))
+
+
+def test_tools_are_a_list_or_its_json_and_lose_what_parquet_filled_in() -> None:
+    filled = [{"name": "f", "parameters": {"a": {"type": "int"}, "b": None, "required": ["a"]}, "strict": False}]
+    exact = [{"name": "f", "parameters": {"a": {"type": "int"}, "required": ["a"]}, "strict": False}]
+    for value, expected in ((filled, exact), (json.dumps(exact), exact), (json.dumps(filled), filled)):
+        row = row_content({"messages": [HELLO], "tools": value}, "messages")
+        assert isinstance(row, ChatRow) and list(row.tools) == expected
 
 
 def test_a_rows_own_id_is_text() -> None:

@@ -18,7 +18,7 @@ from ray_ulysses.data.corpus import Corpus
 from ray_ulysses.data.preparation import PrepareRequest, prepare_local
 from ray_ulysses.data.sources import SourceSpec
 from ray_ulysses.errors import UserError
-from tests.unit.data.test_chat import CONVERSATION, chat_tokenizer
+from tests.unit.data.test_chat import CHATML, CONVERSATION, TOOL_BLOCK, TOOLS, chat_tokenizer
 from tests.unit.data.test_tokenizers import fast_tokenizer
 
 END = 256
@@ -137,6 +137,34 @@ def test_chats_are_supervised_where_the_assistant_speaks(tmp_path: Path, form: s
     # The line feed that the template adds is followed by the document's own end, which nobody is to learn.
     assert decode(np.array(tokens_of(corpus, 1)[-3:])) == "<|im_end|>\n<|im_end|>"
     assert tokens_of(corpus, 1)[-1] == end and supervised_of(corpus, 1).count(end) == 1
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_chats_in_parts_and_with_tools(tmp_path: Path, form: str) -> None:
+    def row(kind: str, tools: object) -> dict[str, Any]:
+        parts = [{"type": "text", "text": "the fox?"}, {"type": kind, "text": "jump"}]
+        answer = [{"type": "text", "text": "yes"}]
+        return {"chat": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}], "tools": tools}
+
+    rows = [row("text", TOOLS), row("image", TOOLS), row("text", None)]
+    directory = str(chat_tokenizer(tmp_path / "tokenizer", TOOL_BLOCK + CHATML))
+    corpus = prepare_rows(tmp_path, rows, directory, form, messages_field="chat", tools_field="tools")
+    first = 1 if form == "jsonl" else 0
+    assert reasons_of(corpus) == [(first + 1, 'message 0 (user): part 1 of the content is "image", not text')]
+    from ray_ulysses.data.tokenizers import load_tokenizer
+
+    decode = load_tokenizer(directory).decode
+    texts = [decode(np.array(tokens_of(corpus, document)[:-1])) for document in range(2)]
+    talk = "<|im_start|>user\nthe fox? jump<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
+    assert texts[1] == talk and texts[0].endswith("]<|im_end|>\n" + talk) and '"name": "jump"' in texts[0]
+    assert [decode(np.array(supervised_of(corpus, document))) for document in range(2)] == ["yes<|im_end|>"] * 2
+
+
+def test_a_row_of_jsonl_may_leave_its_tools_out(tmp_path: Path) -> None:
+    rows = [{"messages": CONVERSATION[1:3]}, {"messages": CONVERSATION, "tools": TOOLS}]
+    corpus = prepare_rows(tmp_path, rows, messages_field="messages", tools_field="tools")
+    assert corpus.num_documents == 1
+    assert [reason.split(";")[0] for _, reason in reasons_of(corpus)] == ["bytes have no way to write its tools"]
 
 
 def test_chats_in_bytes_end_with_their_last_turn(tmp_path: Path) -> None:

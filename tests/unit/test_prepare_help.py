@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_ulysses.cli import app, run
+from ray_ulysses.cluster import prepare_command
+from ray_ulysses.data.row_fields import RowFields, option
+
+
+def test_the_help_shows_the_four_kinds_of_rows_at_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(app, ["prepare", "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines) <= 80
+    begin = lines.index("  row     options                              what is learned")
+    assert [line.split()[:2] for line in lines[begin + 1 : begin + 5]] == [
+        ["text", "--text-field"],
+        ["tokens", "--tokens-field"],
+        ["chat", "--messages-field"],
+        ["prompt", "--prompt-field"],
+    ]
+
+
+def test_every_field_has_an_option_that_reaches_the_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(prepare_command, "begin", lambda request: given.update(request=request) or _Complete())
+    monkeypatch.setattr(prepare_command, "_say_result", lambda *_: None)
+    roles = list(asdict(RowFields()))
+    options = [word for role in roles for word in (f"--{option(role).replace('_', '-')}", f"the {role}")]
+    assert run(app, ["prepare", "rows.jsonl", "--out", str(tmp_path / "out"), "--tokenizer", "bytes", *options]) == 0
+    assert asdict(given["request"].sources.fields) == {role: f"the {role}" for role in roles}
+
+
+class _Complete:
+    is_complete = True
