@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-MIB = 2**20
+from benchmarks.stored_result import MIB, NOT_MEASURED, store, table
+
 SIDES = ("ours", "theirs")
 
 RULES = """\
@@ -84,20 +84,11 @@ def summary_line(title: str, case: dict[str, Any], pairs: Sequence[Sequence[floa
 
 def write(record: dict[str, Any], folder: Path) -> list[Path]:
     """Store the record and its page; return their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    page, data = folder / "attention_cpu.md", folder / "attention_cpu.json"
-    page.write_text(markdown(record) + "\n")
-    data.write_text(json.dumps(record, indent=1) + "\n")
-    return [page, data]
+    return store("attention_cpu", markdown(record), record, folder)
 
 
 def _size(case: dict[str, Any]) -> str:
     return f"sp {case['sp']}, {case['tokens']:,} tokens a rank, {case['heads']}/{case['kv_heads']} heads"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _times(cases: Sequence[dict[str, Any]], kind: str) -> str:
@@ -106,7 +97,7 @@ def _times(cases: Sequence[dict[str, Any]], kind: str) -> str:
     for case in cases:
         pairs = case[kind]
         if not pairs:
-            rows.append((_size(case), *["not yet measured" if pairs is None else "failed"] * 3, *[""] * 5))
+            rows.append((_size(case), *[NOT_MEASURED if pairs is None else "failed"] * 3, *[""] * 5))
             continue
         row = [_size(case)]
         for first in (0, 2):
@@ -114,7 +105,7 @@ def _times(cases: Sequence[dict[str, Any]], kind: str) -> str:
             row.append("**{:.2f}** ({:.2f} to {:.2f})".format(*ratios(pairs, first)))
         bound, ours = case["bound_s"], median(pair[0] for pair in pairs)
         rows.append([*row, f"{bound * 1e3:.1f} ms", f"{ours / bound:.1f}"])
-    return _table(head, rows) + _failures(cases, kind)
+    return table(head, rows) + _failures(cases, kind)
 
 
 def _failures(cases: Sequence[dict[str, Any]], kind: str) -> str:
@@ -138,10 +129,10 @@ def _memory(cases: Sequence[dict[str, Any]]) -> str:
         row = [_size(case)]
         for kind in ("stub", "real"):
             peaks = [case["memory"].get(f"{kind} {side}") for side in SIDES]
-            row += ["not yet measured" if p is None else f"{max(p) / MIB:.1f} MiB ({max(p) / unit:.1f})" for p in peaks]
+            row += [NOT_MEASURED if p is None else f"{max(p) / MIB:.1f} MiB ({max(p) / unit:.1f})" for p in peaks]
             row.append("" if None in peaks else f"**{max(peaks[1]) / max(peaks[0]):.2f}**")
         rows.append(row)
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _traffic(cases: Sequence[dict[str, Any]]) -> str:
@@ -155,7 +146,7 @@ def _traffic(cases: Sequence[dict[str, Any]]) -> str:
             sent[side] = [phase["bytes"] / MIB for phase in phases]
         row += [" + ".join(f"{part:.2f}" for part in sent[side]) + " MiB" for side in SIDES]
         rows.append([*row, f"{sum(sent['theirs']) / sum(sent['ours']):.2f}"])
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _errors(errors: Sequence[dict[str, Any]]) -> str:
@@ -164,4 +155,4 @@ def _errors(errors: Sequence[dict[str, Any]]) -> str:
     for error in errors:
         figures = [f"{value:.1e}" for value in error["errors"]] if error["errors"] else [error["failure"], "", "", ""]
         rows.append((_size(error), error["row"], error["side"], *figures))
-    return _table(head, rows)
+    return table(head, rows)

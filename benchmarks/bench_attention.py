@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import datetime
-import importlib.metadata
 import itertools
 import math
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,12 +25,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-if str(REPOSITORY) not in sys.path:
-    sys.path.insert(0, str(REPOSITORY))
+if str(Path(__file__).resolve().parents[1]) not in sys.path:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.attention_report import SIDES, markdown, relative, slowest, summary_line, write  # noqa: E402
-from benchmarks.attention_sides import HEAD_SIZE, Case, Layer, build, inputs, reference, step, stubbed  # noqa: E402
+from benchmarks.attention_report import SIDES, markdown, relative, slowest, summary_line, write
+from benchmarks.attention_sides import HEAD_SIZE, Case, Layer, build, inputs, reference, step, stubbed
+from benchmarks.stored_result import RESULTS, provenance, say
 
 LINK_BYTES = 64 * 2**20
 LINK_REPETITIONS = 9
@@ -201,7 +198,7 @@ class Bench:
         sizes = itertools.product(options.sp, options.tokens, options.heads)
         cases = [self._case(Case(sp=s, tokens=t, heads=h, kv_heads=k)) for s, t, (h, k) in sizes]
         return {
-            **provenance(),
+            **provenance(("torch", "deepspeed", "transformers"), "one thread a rank, gloo over loopback"),
             "command": " ".join(["python", "benchmarks/bench_attention.py", *sys.argv[1:]]),
             "options": {"repetitions": options.repetitions, "head_size": HEAD_SIZE, "max_gflop": options.max_gflop},
             "link": self._link,
@@ -259,25 +256,6 @@ class Bench:
                     yield result
 
 
-def provenance() -> dict[str, Any]:
-    """Return date, commit, hardware in words and versions."""
-    git = ["git", "-C", str(REPOSITORY)]
-    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
-    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit.strip() + ("+dirty" if changed.strip() else ""),
-        "hardware": f"{os.cpu_count()} shared CPU cores, no GPU, one thread a rank, gloo over loopback",
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "deepspeed", "transformers")},
-    }
-
-
-def say(text: str) -> None:
-    """Show a line at once."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(
@@ -301,7 +279,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if options.quick:
         options.sp, options.tokens, options.heads, options.repetitions = [2], [512], [(8, 2)], 3
     elif options.out is None:
-        options.out = REPOSITORY / "benchmarks" / "results"
+        options.out = RESULTS
     return options
 
 

@@ -90,10 +90,10 @@ def open_sources(shares: Sequence[tuple[str, float | None]], known: Sequence[Pla
         known: Those of the run so far, which keep their places; one that is no longer named has weight 0.
 
     Raises:
-        UserError: One can't be opened, is named twice, or was made with another tokenizer than the first.
+        UserError: One can't be opened, is named twice, or was made with another tokenizer than the rest.
     """
     found: dict[str, PlannedSource] = {}
-    tokenizers: dict[str, str] = {}
+    tokenizers = {source.tokenizer: source.path for source in known if source.tokenizer}
     opened = []
     for path, weight in shares:
         corpus = Corpus.open(Path(path))
@@ -104,7 +104,11 @@ def open_sources(shares: Sequence[tuple[str, float | None]], known: Sequence[Pla
             )
         tokenizers[corpus.tokenizer.fingerprint] = path
         found[corpus.fingerprint] = PlannedSource(
-            path=path, fingerprint=corpus.fingerprint, num_documents=corpus.num_documents, weight=weight
+            path=path,
+            fingerprint=corpus.fingerprint,
+            num_documents=corpus.num_documents,
+            weight=weight,
+            tokenizer=corpus.tokenizer.fingerprint,
         )
     if len(tokenizers) > 1:
         raise UserError(

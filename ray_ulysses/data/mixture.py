@@ -28,12 +28,14 @@ class PlannedSource:
         fingerprint: Identity of its content.
         num_documents: Its documents; those of all sources are numbered one source after another.
         weight: Its share of an epoch's tokens, relative to the others; None where all of it is taken; 0 where none is.
+        tokenizer: Fingerprint of the tokenizer that made it; empty where it is not known.
     """
 
     path: str
     fingerprint: str
     num_documents: int
     weight: float | None = None
+    tokenizer: str = ""
 
     @property
     def is_used(self) -> bool:
@@ -81,7 +83,11 @@ def check_weights(sources: Sequence[PlannedSource]) -> None:
 
 
 def epoch_windows(
-    sources: Sequence[PlannedSource], firsts: Sequence[int], drawing: Drawing, epoch: int
+    sources: Sequence[PlannedSource],
+    firsts: Sequence[int],
+    drawing: Drawing,
+    epoch: int,
+    begun: Sequence[SourceWindow] | None = None,
 ) -> tuple[SourceWindow, ...]:
     """Return what an epoch takes of each source.
 
@@ -90,6 +96,8 @@ def epoch_windows(
         firsts: Where each one's circle goes on.
         drawing: Which documents can be taken, and how long they are.
         epoch: Number of the epoch, for the text of an error.
+        begun: What the epoch took so far, where a branch goes on with it: if a source that is used has nothing left,
+            the epoch ends with what it had planned.
 
     Raises:
         UserError: A source that is used has no token left for the epoch.
@@ -98,9 +106,16 @@ def epoch_windows(
     sizes = [source.num_documents for source in sources]
     weighted = [source.weight or 0.0 for source in sources]
     if not any(weighted):
-        return tuple(SourceWindow(first=0, count=size if use else 0) for size, use in zip(sizes, used, strict=True))
+        return tuple(
+            SourceWindow(first=first, count=size if use else 0)
+            for first, size, use in zip(firsts, sizes, used, strict=True)
+        )
+    unbegun = [SourceWindow(first=first, count=0) for first in firsts]
     available = [drawing.available_tokens(number) if use else 0 for number, use in enumerate(used)]
     for source, tokens in zip(sources, available, strict=True):
+        if source.is_used and not tokens and begun is not None:
+            windows = [*begun, *unbegun[len(begun) :]]
+            return tuple(window if use else none for window, none, use in zip(windows, unbegun, used, strict=True))
         if source.is_used and not tokens:
             raise UserError(
                 f"data.sources: {source.path} has weight {source.weight} and no token left for epoch {epoch}; "

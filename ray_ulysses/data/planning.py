@@ -35,6 +35,7 @@ Int64Array = NDArray[np.int64]
 _DOCUMENT_STREAM, _ROW_STREAM, _EVALUATION_STREAM = 1, 2, 3
 _MAX_LENGTH = 2**32 - 1
 _MAX_DOCUMENTS = 2**32 - 1
+_MAX_CAPACITY = 2**31 - 1
 
 
 class PieceSink(Protocol):
@@ -97,12 +98,14 @@ class Remainder:
         firsts: Where each source's circle goes on.
         taken: bool [documents], documents of which this epoch has trained something.
         fragments: What is left of those.
+        windows: What the epoch took of each source so far; None where it has not begun.
     """
 
     branch: Branch
     firsts: tuple[int, ...]
     taken: NDArray[np.bool_]
     fragments: Fragments
+    windows: tuple[SourceWindow, ...] | None
 
 
 def build_segment(
@@ -125,6 +128,11 @@ def build_segment(
     """
     _check(settings)
     check_weights(documents.sources)
+    if remainder is not None and remainder.branch.epoch >= settings.epochs:
+        raise UserError(
+            f"data.epochs={settings.epochs}: the run is in epoch {remainder.branch.epoch + 1}; use at least "
+            f"{remainder.branch.epoch + 1}"
+        )
     lengths = _compact(documents.lengths)
     planning = _Planning(documents, lengths, settings, sink, remainder)
     evaluation, num_held, num_without = planning.evaluation()
@@ -217,7 +225,7 @@ class _Planning:
         for epoch in range(first_epoch, settings.epochs):
             begun = remainder if epoch == first_epoch else None
             drawing = self._drawing(begun.taken if begun else None)
-            windows = epoch_windows(sources, firsts, drawing, epoch)
+            windows = epoch_windows(sources, firsts, drawing, epoch, begun.windows if begun else None)
             firsts = next_firsts(windows, sources)
             draw = draw_of(windows, seed=settings.seed, epoch=epoch, stream=_DOCUMENT_STREAM, held_out=False)
             fragments = _planned_fragments(begun.fragments, sources, self._bases) if begun else NO_FRAGMENTS
@@ -346,6 +354,8 @@ def _check(settings: PlanSettings) -> None:
             f"data.context_tokens={settings.context_tokens}: is shorter than pad_multiple={settings.pad_multiple}, "
             f"which a row's length must be a multiple of; use at least {settings.pad_multiple}"
         )
+    if settings.capacity > _MAX_CAPACITY:
+        raise UserError(f"data.context_tokens={settings.context_tokens}: a row holds at most {_MAX_CAPACITY} tokens")
     lowest = {"data.rows_per_step": 1, "data.epochs": 1, "data.eval_rows": 0, "data.balance_steps": 1, "run.seed": 0}
     for path, least in lowest.items():
         value = getattr(settings, path.split(".")[1])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.drawing import NO_FRAGMENTS, Fragments
-from ray_ulysses.data.mixture import PlannedSource, first_documents
-from ray_ulysses.data.packing import NO_PIECES, Pieces
+from ray_ulysses.data.mixture import PlannedSource, SourceWindow, first_documents
+from ray_ulysses.data.packing import Pieces
 from ray_ulysses.data.plan import Branch, Plan, Segment
 from ray_ulysses.data.planning import Remainder
 from ray_ulysses.data.row_files import FileRows
@@ -43,6 +43,9 @@ def remainder_after(plan: Plan, step: int, sources: Sequence[PlannedSource], epo
         raise UserError("data.sources: the corpora of a run keep their places; add new ones behind them")
     cursor = plan.cursor(step)
     epoch = cursor.epoch
+    if newest.branch is not None and step == newest.base_step:
+        # The cursor is the segment's before, which may have ended an epoch earlier.
+        epoch = newest.branch.epoch
     local = cursor.next_row - newest.base_row
     is_done = local >= newest.train.num_rows
     if is_done and epochs > epoch + 1:
@@ -51,6 +54,7 @@ def remainder_after(plan: Plan, step: int, sources: Sequence[PlannedSource], epo
             firsts=_extended(newest.firsts, sources),
             taken=np.empty(0, dtype=np.bool_),
             fragments=NO_FRAGMENTS,
+            windows=None,
         )
     taken = np.zeros(int(first_documents(sources)[-1]), dtype=np.bool_)
     ends = [segment.base_row for segment in plan.segments[1:]] + [cursor.next_row]
@@ -58,9 +62,10 @@ def remainder_after(plan: Plan, step: int, sources: Sequence[PlannedSource], epo
         _mark_taken(segment, epoch, end - segment.base_row, taken)
     return Remainder(
         branch=Branch(plan_id=newest.plan_id, step=step, row=cursor.next_row, epoch=epoch),
-        firsts=_extended(_firsts_of(newest, epoch), sources),
+        firsts=_extended(tuple(window.first for window in _windows_of(newest, epoch)), sources),
         taken=taken,
         fragments=_fragments_left(newest, epoch, local, taken),
+        windows=_windows_of(newest, epoch),
     )
 
 
@@ -68,9 +73,8 @@ def _extended(firsts: tuple[int, ...], sources: Sequence[PlannedSource]) -> tupl
     return firsts + (0,) * (len(sources) - len(firsts))
 
 
-def _firsts_of(segment: Segment, epoch: int) -> tuple[int, ...]:
-    info = next(info for info in segment.epochs if info.epoch == epoch)
-    return tuple(window.first for window in info.windows)
+def _windows_of(segment: Segment, epoch: int) -> tuple[SourceWindow, ...]:
+    return next(info.windows for info in segment.epochs if info.epoch == epoch)
 
 
 def _mark_taken(segment: Segment, epoch: int, trained_rows: int, taken: NDArray[np.bool_]) -> None:
@@ -81,22 +85,17 @@ def _mark_taken(segment: Segment, epoch: int, trained_rows: int, taken: NDArray[
 
 def _fragments_left(segment: Segment, epoch: int, trained_rows: int, taken: NDArray[np.bool_]) -> Fragments:
     """Return the stretches that are left of documents of which something is trained, neighbours joined."""
-    parts = [
-        pieces.take(np.flatnonzero(~is_trained & taken[pieces.document]))
-        for pieces, is_trained in _pieces_of_epoch(segment, epoch, trained_rows)
-    ]
-    left = NO_PIECES
-    for part in parts:
-        left = Pieces.join(left, part)
-    document, start, length = left.document, left.start, left.length
-    if segment.branch is not None and segment.branch.epoch == epoch:
-        # Those of sources that this segment did not use still wait.
-        waiting = segment.fragments
-        source = np.searchsorted(first_documents(segment.sources), waiting.document, side="right") - 1
-        is_waiting = ~np.asarray([one.is_used for one in segment.sources], dtype=np.bool_)[source]
-        document = np.concatenate([document, waiting.document[is_waiting]])
-        start = np.concatenate([start, waiting.start[is_waiting]])
-        length = np.concatenate([length, waiting.length[is_waiting]])
+    is_continued = segment.branch is not None and segment.branch.epoch == epoch
+    given = segment.fragments if is_continued else NO_FRAGMENTS
+    is_planned = np.zeros(given.size, dtype=np.bool_)
+    parts = [(given.document[:0], given.start[:0], given.length[:0])]
+    for pieces, is_trained in _pieces_of_epoch(segment, epoch, trained_rows):
+        left = pieces.take(np.flatnonzero(~is_trained & taken[pieces.document]))
+        parts.append((left.document, left.start, left.length))
+        is_planned |= np.isin(_places(given.document, given.start), _places(pieces.document, pieces.start))
+    # What became no piece still waits: it is of a source that the segment did not use, or was too long for it.
+    parts.append((given.document[~is_planned], given.start[~is_planned], given.length[~is_planned]))
+    document, start, length = (np.concatenate(column) for column in zip(*parts, strict=True))
     if not document.size:
         return NO_FRAGMENTS
     order = np.lexsort((start, document))
@@ -108,11 +107,16 @@ def _fragments_left(segment: Segment, epoch: int, trained_rows: int, taken: NDAr
     return Fragments(document=document[firsts], start=start[firsts], length=stop[lasts] - start[firsts])
 
 
-def _pieces_of_epoch(segment: Segment, epoch: int, trained_rows: int) -> list[tuple[Pieces, NDArray[np.bool_]]]:
-    """Return the pieces of an epoch's rows, and of each whether its row is trained."""
+def _places(document: Int64Array, start: Int64Array) -> NDArray[np.uint64]:
+    """Return one number for each token of each document."""
+    return document.astype(np.uint64) << np.uint64(32) | start.astype(np.uint64)
+
+
+def _pieces_of_epoch(segment: Segment, epoch: int, trained_rows: int) -> Iterator[tuple[Pieces, NDArray[np.bool_]]]:
+    """Yield the pieces of an epoch's rows, block by block, and of each whether its row is trained."""
     info = next((info for info in segment.epochs if info.epoch == epoch), None)
     if info is None or not info.num_rows:
-        return []
+        return
     weights = segment.train.weights(info.first_row, info.first_row + info.num_rows)
     is_trained = np.arange(info.first_row, info.first_row + info.num_rows) < trained_rows
     # Rows lie in the order of training, pieces in the order in which rows closed.
@@ -121,10 +125,9 @@ def _pieces_of_epoch(segment: Segment, epoch: int, trained_rows: int) -> list[tu
     first = int(weights.first_piece[order[0]])
     rows = segment.train
     if isinstance(rows, MemoryRows):
-        return [(rows.all_pieces.take(slice(first, first + flags.size)), flags)]
+        yield rows.all_pieces.take(slice(first, first + flags.size)), flags
+        return
     assert isinstance(rows, FileRows)
-    blocks = range(0, flags.size, GROUP_ROWS)
-    return [
-        (rows.all_pieces(first + at, min(first + at + GROUP_ROWS, first + flags.size)), flags[at : at + GROUP_ROWS])
-        for at in blocks
-    ]
+    for at in range(0, flags.size, GROUP_ROWS):
+        stop = min(at + GROUP_ROWS, flags.size)
+        yield rows.all_pieces(first + at, first + stop), flags[at:stop]

@@ -133,7 +133,8 @@ def check_resume(prepared: PreparedRun) -> None:
             stored.check_corpus(prepared.corpora.fingerprint)
             raise UserError(
                 f"{config.run_dir / PLAN_FOLDER} holds plan {stored.plan_id}, these settings make plan "
-                f"{prepared.plan.plan_id}; restore the settings, or start a new run under another run.name"
+                f"{prepared.plan.plan_id}; restore the settings, repeat with --branch the command whose change of the "
+                "data was begun, or start a new run under another run.name"
             )
         if found == before and prepared.remainder is not None:
             _check_branch_point(config, prepared.remainder)
@@ -165,6 +166,9 @@ def completed(prepared: PreparedRun) -> RunHistory | None:
     # The caller holds the run's lock, so nobody is training it now, whatever the lock says.
     history = read_history(prepared.config.run_dir, is_held=False)
     last_step = prepared.last_step
+    if prepared.remainder is not None and last_step > prepared.remainder.branch.step:
+        # What was trained beyond the branch, with the data as they were, does not count.
+        return None
     is_saved = any(checkpoint.committed and checkpoint.step >= last_step for checkpoint in history.checkpoints)
     was_finished = history.status == "finished" and history.step >= last_step
     return history if is_saved or was_finished else None

@@ -219,3 +219,61 @@ def test_a_branch_on_disk_is_the_one_in_memory(tmp_path: Path) -> None:
     assert targets_trained(loaded) == targets_trained(made) == all_targets(more)
     assert loaded.newest.branch == made.newest.branch
     assert loaded.newest.fragments.size == made.newest.fragments.size > 0
+
+
+def test_what_is_too_long_for_a_segment_waits_for_the_next() -> None:
+    corpora = Corpora(((1000,), (30,)), (None, None))
+    plan = begin(corpora, replace(SETTINGS, context_tokens=104, rows_per_step=1))
+    plan = branch(plan, 1, corpora, replace(SETTINGS, context_tokens=48, rows_per_step=1, overlong="drop"))
+    plan = branch(plan, 1, corpora, replace(SETTINGS, context_tokens=2000, rows_per_step=1))
+    assert targets_trained(plan) == all_targets(corpora)
+
+
+def test_a_finished_plan_is_branched_twice_at_one_step() -> None:
+    corpora = Corpora(((20,) * 10,), (None,))
+    change = replace(SETTINGS, packing="none", rows_per_step=1, epochs=2)
+    plan = begin(corpora, replace(change, epochs=1))
+    plan = branch(plan, 10, corpora, change)
+    plan = branch(plan, 10, corpora, replace(change, rows_per_step=2))
+    assert [info.epoch for info in plan.newest.epochs] == [1]
+    assert targets_trained(plan) == all_targets(corpora, 2)
+
+
+def test_epochs_below_the_one_that_runs_are_refused() -> None:
+    corpora = Corpora((corpus(np.random.default_rng(0), 30),), (None,))
+    plan = begin(corpora, replace(SETTINGS, epochs=3))
+    step = next(step for step in range(plan.num_steps) if plan.cursor(step).epoch == 1)
+    with pytest.raises(UserError, match=r"data.epochs=1: the run is in epoch 2; use at least 2"):
+        branch(plan, step, corpora, replace(SETTINGS, epochs=1))
+
+
+def test_weights_at_the_end_of_an_epoch_end_it_with_what_it_had_planned() -> None:
+    """The scarcer source has nothing left but what is in rows already: the branch is no reason to stop."""
+    corpora = Corpora(((20,) * 10, (20,) * 40), (1.0, 3.0))
+    change = replace(SETTINGS, epochs=3, packing="none", rows_per_step=1)
+    plan = begin(corpora, change)
+    last = plan.newest.epochs[0].num_rows
+    first = {piece.document for row in range(last - 1) for piece in plan.pieces(row)}
+    step = max(s for s in range(last) if {p.document for r in range(s) for p in plan.pieces(r)} >= set(range(10)))
+    plan = branch(plan, step, corpora, replace(change, rows_per_step=2))
+    done = [piece.document for row in range(last) for piece in plan.pieces(row)]
+    assert len(done) == len(set(done)) == 40
+    assert first <= set(done)
+
+
+def test_a_circle_goes_on_where_it_stopped_when_weights_come_back() -> None:
+    lengths = ((20,) * 100, (20,) * 30)
+    change = replace(SETTINGS, packing="none", rows_per_step=1, epochs=1)
+    plan = begin(Corpora(lengths, (1.0, 1.0)), change)
+    plan = branch(plan, 60, Corpora(lengths, (0.0, None)), replace(change, epochs=2))
+    plan = branch(plan, plan.num_steps, Corpora(lengths, (1.0, 1.0)), replace(change, epochs=3))
+    taken = Counter(
+        piece.document for row in range(plan.num_rows) for piece in plan.pieces(row) if piece.document < 100
+    )
+    assert sum(taken.values()) == 60
+    assert set(taken.values()) == {1}, "none twice before every other once"
+
+
+def test_a_row_beyond_32_bits_is_refused() -> None:
+    with pytest.raises(UserError, match=r"data.context_tokens=4294967296: a row holds at most 2147483647 tokens"):
+        begin(Corpora(((20,),), (None,)), replace(SETTINGS, context_tokens=2**32))

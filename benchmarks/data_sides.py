@@ -1,0 +1,170 @@
+"""Both engines as a rank has them, and a corpus of real sources for them: what ``bench_data.py`` times."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+from unittest import mock
+
+import psutil
+import ray
+
+from ray_ulysses.cluster.stream import MAX_BLOCKS, RaySource
+from ray_ulysses.data.corpus import Corpus
+from ray_ulysses.data.corpus_set import CorpusSet
+from ray_ulysses.data.mixture import PlannedSource
+from ray_ulysses.data.plan_files import load_plan
+from ray_ulysses.data.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.reader import RowReader
+from ray_ulysses.data.row_source import DirectSource, RowSource
+from ray_ulysses.data.sources import SourceSpec
+
+Engine = Literal["direct", "ray"]
+WAIT_S = 120.0
+UNIT_BYTES = 4 << 20
+
+
+def library_corpus(directory: Path, copies: int) -> Corpus:
+    """Prepare copies of the standard library's sources, a document a file and a token a byte."""
+    sources = directory / "sources"
+    root = Path(sysconfig.get_path("stdlib"))
+    for copy in range(copies):
+        for path in root.rglob("*.py"):
+            if "site-packages" not in path.parts:
+                target = sources / f"copy-{copy}" / path.relative_to(root)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target)
+    spec = SourceSpec(paths=(str(sources),), pattern="*.py")
+    return prepare_local(
+        PrepareRequest(sources=spec, out=directory / "corpus", duplicates="keep", unit_bytes=UNIT_BYTES)
+    )
+
+
+@contextmanager
+def own_ray(num_cpus: int) -> Iterator[None]:
+    """Start a Ray of this process's own and end it again."""
+    # A plain ray.init() may create a token that later turns authentication on for other clusters.
+    with mock.patch.dict("os.environ", {"RAY_AUTH_MODE": "disabled"}):
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            object_store_memory=256 << 20,
+            log_to_driver=False,
+            configure_logging=False,
+        )
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+class ProcessUsage:
+    """CPU time and memory of all processes below this one, those that end in between included where seen."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[int, float], tuple[str, float]] = {}
+
+    def look(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return CPU seconds so far of all processes seen, and resident bytes now, both by kind of process."""
+        resident: dict[str, float] = {}
+        for process in psutil.Process().children(recursive=True):
+            try:
+                times, memory = process.cpu_times(), process.memory_info()
+                key = (process.pid, process.create_time())
+                kind = _kind(process)
+            except psutil.Error:
+                continue
+            self._seconds[key] = (kind, times.user + times.system)
+            resident[kind] = resident.get(kind, 0.0) + memory.rss - getattr(memory, "shared", 0)
+        seconds: dict[str, float] = {}
+        for kind, used in self._seconds.values():
+            seconds[kind] = seconds.get(kind, 0.0) + used
+        return seconds, resident
+
+
+def _kind(process: psutil.Process) -> str:
+    """Return what a process is to Ray: a consumer, a reader, the stream's own, or Ray's system."""
+    title = (process.cmdline() or [process.name()])[0]
+    if title.startswith("ray::Consumer"):
+        return "consumers"
+    if title.startswith("ray::SplitCoordinator"):
+        return "coordinator"
+    return "readers and idle workers" if title.startswith("ray::") else "Ray's system"
+
+
+@ray.remote(num_cpus=0)
+class Mailbox:
+    """Keeps what rank 0 shared, for the ranks in other processes."""
+
+    def __init__(self) -> None:
+        self._values: list[bytes] = []
+
+    def put(self, value: bytes) -> None:
+        """Keep one more value."""
+        self._values.append(value)
+
+    def get(self, number: int) -> bytes | None:
+        """Return a value, or None while it is not there."""
+        return self._values[number] if number < len(self._values) else None
+
+
+class Consumption:
+    """A rank's source, and how long it waits for its rows."""
+
+    def __init__(
+        self, engine: Engine, plan_folder: str, rank: int, world_size: int, mailbox: Any = None, max_blocks: int = 0
+    ) -> None:
+        plan = load_plan(Path(plan_folder))
+        self._mailbox = mailbox
+        self._rank = rank
+        self._shared = 0
+        self._source: RowSource
+        if engine == "direct":
+            reader = RowReader(CorpusSet(plan.newest.sources), plan)
+            self._source = DirectSource(reader, plan, rank, world_size, 0, 1, timeout_s=WAIT_S)
+        else:
+            self._source = RaySource(
+                list[PlannedSource](plan.newest.sources), plan, rank=rank, world_size=world_size, sp_size=1,
+                share=self._share, max_blocks=max_blocks or MAX_BLOCKS, timeout_s=WAIT_S,
+            )  # fmt: skip
+
+    def take(self, steps: Sequence[int], row_work_s: float = 0.0) -> dict[str, Any]:
+        """Receive steps, work so long on each row, and return the seconds waited for each row, in order."""
+        waits, tokens = [], 0
+        start, cpu_start = time.perf_counter(), time.process_time()
+        for step in steps:
+            before = time.perf_counter()
+            for row in self._source.step(step):
+                waits.append(time.perf_counter() - before)
+                tokens += row.input_ids.size
+                time.sleep(row_work_s)
+                before = time.perf_counter()
+        seconds = time.perf_counter() - start
+        return {"waits_s": waits, "tokens": tokens, "seconds": seconds, "cpu_s": time.process_time() - cpu_start}
+
+    def close(self) -> None:
+        """Close the source."""
+        self._source.close()
+
+    def _share(self, value: Any) -> Any:
+        if self._rank == 0:
+            ray.get(self._mailbox.put.remote(pickle.dumps(value)), timeout=WAIT_S)
+        deadline = time.monotonic() + WAIT_S
+        while (data := ray.get(self._mailbox.get.remote(self._shared), timeout=WAIT_S)) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError("rank 0 shared nothing")
+            time.sleep(0.005)
+        self._shared += 1
+        return pickle.loads(data)
+
+
+@ray.remote(num_cpus=0)
+class Consumer(Consumption):
+    """A rank in a process of its own."""

@@ -1,0 +1,118 @@
+"""A valid corpus of any number of documents, which share the tokens of a few real shards."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from benchmarks.document_lengths import log_normal
+from ray_ulysses.data.atomic import atomic_file, file_crc32, write_text
+from ray_ulysses.data.corpus import Corpus
+from ray_ulysses.data.format import (
+    CORPUS_FILE,
+    DOCUMENT_SCHEMA,
+    DOCUMENTS_FILE,
+    SHARDS_DIRECTORY,
+    CorpusInfo,
+    ShardInfo,
+    token_dtype,
+)
+from ray_ulysses.data.row_groups import RowGroupWriter
+from ray_ulysses.data.shard import ShardWriter
+from ray_ulysses.data.tokenizers import load_tokenizer
+
+NUM_SHARDS = 4
+SHARD_DOCUMENTS = 2000
+_CHUNK = 1 << 20
+
+
+def write_corpus(directory: Path, num_documents: int, seed: int = 0) -> Corpus:
+    """Write a corpus of log-normal documents of random bytes and open it.
+
+    Its shards hold 8,000 documents; the sidecar names each of them many times, in no order. Sources, offsets and ids
+    stand there as in any corpus.
+    """
+    tokenizer = load_tokenizer("bytes").info
+    dtype = token_dtype(tokenizer.vocab_size)
+    pool = log_normal(NUM_SHARDS * SHARD_DOCUMENTS, seed=seed).astype(np.int64)
+    first_rows, shards = _write_shards(directory / SHARDS_DIRECTORY, pool, dtype, seed)
+    num_tokens, lengths_crc32 = _write_sidecar(directory, num_documents, pool, first_rows, seed)
+    info = CorpusInfo(
+        tokenizer=tokenizer,
+        dtype=dtype.name,
+        num_documents=num_documents,
+        num_tokens=num_tokens,
+        max_token_id=255,
+        num_quarantined=0,
+        shards=shards,
+        documents_bytes=(directory / DOCUMENTS_FILE).stat().st_size,
+        documents_crc32=file_crc32(directory / DOCUMENTS_FILE),
+        lengths_crc32=lengths_crc32,
+        byte_unigram_nats=None,
+        token_unigram_nats=None,
+        signature="synthetic",
+    )
+    write_text(directory / CORPUS_FILE, json.dumps(info.to_json(), indent=2) + "\n")
+    return Corpus.open(directory)
+
+
+def _write_shards(
+    directory: Path, lengths: NDArray[np.int64], dtype: np.dtype, seed: int
+) -> tuple[NDArray[np.int64], tuple[ShardInfo, ...]]:
+    """Write the shards; return the first row of each document in its own, and what the shards are."""
+    directory.mkdir(parents=True)
+    rng = np.random.default_rng(seed)
+    first_rows: list[int] = []
+    shards = []
+    for number in range(NUM_SHARDS):
+        path = directory / f"shard-{number:05d}.parquet"
+        writer = ShardWriter(path, dtype)
+        for length in lengths[number * SHARD_DOCUMENTS : (number + 1) * SHARD_DOCUMENTS]:
+            first_rows.append(writer.add(rng.integers(0, 256, int(length))))
+        writer.close()
+        shards.append(writer.info(path))
+    return np.asarray(first_rows, dtype=np.int64), tuple(shards)
+
+
+def _write_sidecar(
+    directory: Path, num_documents: int, lengths: NDArray[np.int64], first_rows: NDArray[np.int64], seed: int
+) -> tuple[int, int]:
+    """Write the length sidecar; return the tokens of all documents and the checksum of the lengths."""
+    rng = np.random.default_rng(seed + 1)
+    num_tokens = crc32 = 0
+    with atomic_file(directory / DOCUMENTS_FILE) as temporary:
+        writer = RowGroupWriter(temporary, DOCUMENT_SCHEMA)
+        for first in range(0, num_documents, _CHUNK):
+            count = min(_CHUNK, num_documents - first)
+            chosen = rng.integers(0, lengths.size, count)
+            part = lengths[chosen]
+            num_tokens += int(part.sum())
+            crc32 = zlib.crc32(part.astype("<i8").tobytes(), crc32)
+            writer.add(_sidecar_rows(first, chosen, part, first_rows[chosen]))
+        writer.close(crc32)
+    return num_tokens, crc32
+
+
+def _sidecar_rows(
+    first: int, chosen: NDArray[np.int64], lengths: NDArray[np.int64], first_rows: NDArray[np.int64]
+) -> pa.Table:
+    shard = (chosen // SHARD_DOCUMENTS).astype(np.int32)
+    sources = pa.DictionaryArray.from_arrays(
+        pa.array(shard), pa.array([f"/data/part-{number:05d}.jsonl.zst" for number in range(NUM_SHARDS)])
+    )
+    return pa.table(
+        {
+            "length": lengths,
+            "max_token_id": np.full(lengths.size, 255, dtype=np.int64),
+            "shard": shard,
+            "first_row": first_rows,
+            "source": sources.cast(pa.string()),
+            "offset": np.arange(first, first + lengths.size, dtype=np.int64),
+            "id": pa.array([""], pa.string()).take(pa.array(np.zeros(lengths.size, dtype=np.int64))),
+        }
+    )
