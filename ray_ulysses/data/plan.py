@@ -180,6 +180,12 @@ class Segment:
         """Return the cost of every training row."""
         return self.train.weights(0, self.train.num_rows).cost(self.settings.token_cost)
 
+    def unsupervised_steps(self) -> int:
+        """Return how many steps have no token with a label, and so nothing to learn from."""
+        supervised = self.train.weights(0, self.train.num_rows).supervised
+        firsts = np.arange(0, supervised.size, self.settings.rows_per_step)
+        return int((np.add.reduceat(supervised, firsts, dtype=np.int64) == 0).sum())
+
     def step_times(self, dp_size: int) -> StepTimes:
         """Predict how level the steps are on so many data-parallel groups."""
         return step_times(self.costs(), self.settings.rows_per_step, dp_size)

@@ -126,13 +126,8 @@ def build_segment(
     Raises:
         UserError: A setting makes no plan possible, or a split is left without documents.
     """
-    _check(settings)
+    _check(settings, remainder)
     check_weights(documents.sources)
-    if remainder is not None and remainder.branch.epoch >= settings.epochs:
-        raise UserError(
-            f"data.epochs={settings.epochs}: the run is in epoch {remainder.branch.epoch + 1}; use at least "
-            f"{remainder.branch.epoch + 1}"
-        )
     lengths = _compact(documents.lengths)
     planning = _Planning(documents, lengths, settings, sink, remainder)
     evaluation, num_held, num_without = planning.evaluation()
@@ -348,7 +343,10 @@ def _planned_fragments(
     return Fragments(document=fragments.document[used], start=fragments.start[used], length=fragments.length[used])
 
 
-def _check(settings: PlanSettings) -> None:
+def _check(settings: PlanSettings, remainder: Remainder | None) -> None:
+    if remainder is not None and remainder.branch.epoch >= settings.epochs:
+        epoch = remainder.branch.epoch + 1
+        raise UserError(f"data.epochs={settings.epochs}: the run is in epoch {epoch}; use at least {epoch}")
     if settings.capacity < 1:
         raise UserError(
             f"data.context_tokens={settings.context_tokens}: is shorter than pad_multiple={settings.pad_multiple}, "

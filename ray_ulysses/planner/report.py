@@ -298,6 +298,18 @@ def _notes(config: Config, shape: ModelShape, plan: Plan) -> tuple[str, ...]:
             f"schedule.warmup_steps={config.schedule.warmup_steps} reaches the horizon of {horizon} steps: "
             "the learning rate never comes down from its warm-up"
         )
+    num_empty = plan.newest.unsupervised_steps()
+    if num_empty:
+        notes.append(
+            f"{num_empty} steps have no supervised token: they change nothing but momentum and decay; use more "
+            "data.rows_per_step, or leave documents with long prompts out"
+        )
+    if plan.newest.branch is not None and config.schedule.horizon_steps is None:
+        before = plan.segments[-2].end_step
+        notes.append(
+            f"schedule.horizon_steps is null, so the learning rate's horizon moves from step {before:,} to "
+            f"{plan.num_steps:,} at step {plan.newest.base_step:,}, and the rate jumps with it"
+        )
     if not shape.is_exact:
         notes.append(f"the parameter count of model_type {shape.model_type!r} is an estimate")
     return tuple(notes)

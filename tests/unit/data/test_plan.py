@@ -209,6 +209,16 @@ def test_labels_outside_a_span_are_not_counted() -> None:
     assert plan.newest.totals.supervised == 19
 
 
+def test_steps_without_a_label_are_counted() -> None:
+    """One document of nine rows, of which only the end is to be learned."""
+    spans = LabelSpans(offsets=np.array([0, 1]), starts=np.array([48 * 8]), stops=np.array([48 * 9]))
+    one_a_step = build_plan(np.array([48 * 9]), "f", replace(SETTINGS, rows_per_step=1), spans)
+    assert one_a_step.newest.unsupervised_steps() == 7, "the first label of the last row is the row's before"
+    assert (
+        build_plan(np.array([48 * 9]), "f", replace(SETTINGS, rows_per_step=9), spans).newest.unsupervised_steps() == 0
+    )
+
+
 def test_a_window_of_steps_keeps_its_rows_and_levels_micro_steps() -> None:
     lengths = np.clip(np.random.default_rng(1).lognormal(6.5, 1.4, 6000), 2, 40_000).astype(np.int64)
     settings = replace(SETTINGS, context_tokens=16_384, rows_per_step=16)

@@ -1,9 +1,14 @@
 """The report of `plan` holds what the run will do, and every problem at once."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from ray_ulysses.data.corpus_set import plan_input
+from ray_ulysses.data.plan import Plan
+from ray_ulysses.data.planning import MemorySink, NoSink, build_segment
+from ray_ulysses.data.remainder import remainder_after
 from ray_ulysses.errors import ConfigError
 from ray_ulysses.planner.report import PlanReport, build_report
 from tests.unit.planner.runs import MODEL, make_config, make_corpus, make_plan, make_shape
@@ -93,3 +98,22 @@ def test_the_report_is_json():
     assert fields["shape"]["num_parameters"] > 0
     assert fields["memory"]["device_bytes"] > 0
     assert fields["problems"] == []
+
+
+def test_a_branch_says_where_the_horizon_of_the_learning_rate_moves():
+    config, corpora = make_config(), make_corpus([64] * 40)
+    plan = make_plan(config, corpora)
+    documents = plan_input(corpora)
+    longer = replace(plan.settings, epochs=2)
+    remainder = remainder_after(Plan(segments=(in_memory(documents, plan),)), 4, corpora.sources, 2)
+    branched = Plan(segments=(*plan.segments, build_segment(documents, longer, NoSink(), remainder)))
+    (note,) = build_report(config, make_shape(config), corpora, branched).notes
+    assert note == (
+        f"schedule.horizon_steps is null, so the learning rate's horizon moves from step 10 to {branched.num_steps} at "
+        "step 4, and the rate jumps with it"
+    )
+    assert build_report(config, make_shape(config), corpora, branched).data.base_step == 4
+
+
+def in_memory(documents, plan):
+    return build_segment(documents, plan.settings, MemorySink())
