@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -155,7 +156,7 @@ def train(
     typer.echo(render_summary(summary))
 
 
-@app.command(epilog="Example: ray-ulysses inspect runs/llama-tiny --json; ... --row 1234; ... --verify")
+@app.command(epilog="Example: ray-ulysses inspect runs/llama-tiny --json; ... --verify; ... --checkpoints")
 def inspect(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory: <run.storage>/<run.name>.")],
     other: Annotated[
@@ -172,24 +173,46 @@ def inspect(
         list[Path] | None, typer.Option(help="Where a corpus of the run lies now; may be given several times.")
     ] = None,
     text: Annotated[str | None, typer.Option(help="With --row: cut (default), full or none.")] = None,
+    checkpoints: Annotated[
+        bool, typer.Option("--checkpoints", help="List every checkpoint: state, layout, size, numbers, why it is kept.")
+    ] = False,
+    checkpoint: Annotated[
+        int | None,
+        typer.Option(
+            "--verify-checkpoint", metavar="STEP", help="Read every byte of a checkpoint; exits 1 if damaged."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what happened in a run: attempts, checkpoints, data consumed, goodput. Look into its data; verify them."""
+    from ray_ulysses.forensics.checkpoint_place import read_run
     from ray_ulysses.forensics.lineage import read_lineage
     from ray_ulysses.forensics.request import check_request
     from ray_ulysses.forensics.run_data import check_run
-    from ray_ulysses.tracking.history import read_history
     from ray_ulysses.views.inspect import render_history
 
     corpora = tuple(corpus or ())
-    mode = check_request(row=row, verify=verify, other=other, no_read=no_read, corpora=corpora, text=text)
+    mode = check_request(
+        row=row,
+        verify=verify,
+        other=other,
+        no_read=no_read,
+        corpora=corpora,
+        text=text,
+        checkpoints=checkpoints,
+        checkpoint=checkpoint,
+    )
     check_run(run)
     if row is not None:
         _inspect_row(run, row, corpora, mode, as_json)
     elif verify:
         _verify(run, other, not no_read, corpora, as_json)
+    elif checkpoints:
+        _list_checkpoints(run, as_json)
+    elif checkpoint is not None:
+        _verify_checkpoint(run, checkpoint, as_json)
     else:
-        history, lineage = read_history(run), read_lineage(run)
+        history, lineage = read_run(run), read_lineage(run)
         fields = {**history.to_json(), **lineage.to_json()}
         typer.echo(json.dumps(fields, indent=2) if as_json else render_history(history, lineage))
 
@@ -212,6 +235,70 @@ def _verify(run: Path, other: Path | None, read: bool, corpora: tuple[Path, ...]
     typer.echo(json.dumps(found.to_json(), indent=2) if as_json else render_verification(found))
     if not found.holds:
         raise typer.Exit(1)
+
+
+def _list_checkpoints(run: Path, as_json: bool) -> None:
+    from ray_ulysses.forensics.checkpoint_listing import list_checkpoints
+    from ray_ulysses.views.checkpoints import render_checkpoints
+
+    listing = list_checkpoints(run)
+    typer.echo(json.dumps(listing.to_json(), indent=2) if as_json else render_checkpoints(listing, _width()))
+
+
+def _verify_checkpoint(run: Path, step: int, as_json: bool) -> None:
+    from ray_ulysses.clock import SystemClock
+    from ray_ulysses.forensics.checkpoint_verification import verify_checkpoint
+    from ray_ulysses.views.checkpoints import BytesProgress, render_verdict
+
+    watch = BytesProgress(lambda line: typer.echo(line, err=True), SystemClock())
+    verdict = verify_checkpoint(run, step, clock=SystemClock(), watch=watch)
+    typer.echo(json.dumps(verdict.to_json(), indent=2) if as_json else render_verdict(verdict, _width()))
+    if not verdict.is_whole:
+        raise typer.Exit(1)
+
+
+def _width() -> int | None:
+    """Return how many characters a line of the terminal takes; None where the output goes elsewhere."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+@app.command(epilog="Example: ray-ulysses export runs/llama-tiny --step best --out llama-tiny-hf --dtype bf16")
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory: <run.storage>/<run.name>.")],
+    step: Annotated[str, typer.Option(help="A committed step, latest, or best (lowest evaluation loss).")] = "latest",
+    out: Annotated[
+        Path | None, typer.Option(help="Directory to write.  [default: RUN/export/step-XXXXXXXX]", show_default=False)
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Weights: model (as trained), fp32, bf16 or fp16.")] = "model",
+    max_shard_size: Annotated[str, typer.Option(help="Most tensors in one file, such as 5GB or 500MB.")] = "5GB",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Directory of the tokenizer.  [default: the corpus's]", show_default=False)
+    ] = None,
+    check: Annotated[
+        bool, typer.Option(help="Load what was written and hold its logits against the live model.")
+    ] = True,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another export in the directory.")] = False,
+) -> None:
+    """Write a committed checkpoint as a Hugging Face model directory, streamed in bounded memory.
+
+    The directory appears whole or not at all. The check needs memory for the model in fp32, on the CPU;
+    without it a few hundred MiB are enough for any model.
+    """
+    from ray_ulysses.export.export_run import export_run
+    from ray_ulysses.export.request import ExportRequest
+    from ray_ulysses.views.export import render_export
+
+    request = ExportRequest.from_options(
+        run,
+        step=step,
+        out=out,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        tokenizer=tokenizer,
+        check=check,
+        overwrite=overwrite,
+    )
+    typer.echo(render_export(export_run(request, lambda line: typer.echo(line, err=True))))
 
 
 @app.command(epilog="Example: ray-ulysses doctor --storage /mnt/shared/runs")

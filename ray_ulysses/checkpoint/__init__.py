@@ -1,11 +1,12 @@
 """Checkpoints: intervals of flat tensors, committed by a manifest, loadable at any world size."""
 
 from ray_ulysses.checkpoint.choice import Choice, Damage, newest_committed, set_aside
+from ray_ulysses.checkpoint.errors import CheckpointError, DamagedCheckpointError, FencedError
 from ray_ulysses.checkpoint.exchange import Exchange, TorchExchange
 from ray_ulysses.checkpoint.load import load_pieces
 from ray_ulysses.checkpoint.manifest import CheckpointMeta, CheckpointRef, Manifest, read_manifest
-from ray_ulysses.checkpoint.retention import apply_retention
-from ray_ulysses.checkpoint.save import CheckpointError, save_checkpoint
+from ray_ulysses.checkpoint.retention import KeepRules, Retention
+from ray_ulysses.checkpoint.save import save_checkpoint
 from ray_ulysses.checkpoint.state import Piece, ShardedState, StateDescription, TensorSpec
 
 __all__ = [
@@ -14,14 +15,17 @@ __all__ = [
     "CheckpointRef",
     "Choice",
     "Damage",
+    "DamagedCheckpointError",
     "Exchange",
+    "FencedError",
+    "KeepRules",
     "Manifest",
     "Piece",
+    "Retention",
     "ShardedState",
     "StateDescription",
     "TensorSpec",
     "TorchExchange",
-    "apply_retention",
     "load_pieces",
     "newest_committed",
     "read_manifest",

@@ -1,13 +1,15 @@
-"""Chooses what to resume from: the newest checkpoint that is committed and whole."""
+"""Chooses what to resume from: the newest checkpoint that is committed, whole and part of the run."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
+from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.checkpoint.intervals import CoverError, check_cover
 from ray_ulysses.checkpoint.manifest import (
     CHECKPOINT_FOLDER,
@@ -30,18 +32,22 @@ _MANIFEST_KEY = re.compile(rf"^{CHECKPOINT_FOLDER}/step-(\d{{8,}})/{re.escape(MA
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Damage:
-    """A checkpoint that was committed and can't be loaded any more.
+    """A checkpoint that was committed and can't be used.
 
     Attributes:
         step: Its step.
         reason: What is wrong with it.
+        kind: ``damaged``: it is not what was written. ``unreadable``: the storage does not give it now, which may pass.
+            ``superseded``: a dead attempt committed it after its successor had started before that step.
     """
 
     step: int
     reason: str
+    kind: Literal["damaged", "unreadable", "superseded"] = "damaged"
 
     def __str__(self) -> str:
-        return f"the checkpoint of step {self.step} is damaged and not used: {self.reason}"
+        verdict = {"damaged": "is damaged", "unreadable": "can't be read", "superseded": "is not part of the run"}
+        return f"the checkpoint of step {self.step} {verdict[self.kind]} and not used: {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +56,7 @@ class Choice:
 
     Attributes:
         manifest: The newest whole checkpoint; None if there is none.
-        damaged: Newer ones that are damaged, newest first.
+        damaged: Newer ones that can't be used, newest first.
     """
 
     manifest: Manifest | None
@@ -63,15 +69,19 @@ def committed_steps(store: Store) -> tuple[int, ...]:
     return tuple(sorted(int(match[1]) for match in matches if match))
 
 
-def newest_committed(store: Store, depth: Depth = "content") -> Choice:
+def newest_committed(store: Store, depth: Depth = "content", *, unless: Collection[int] = ()) -> Choice:
     """Return the newest checkpoint that is committed and whole; changes nothing.
 
     Args:
         store: The run's store.
-        depth: How closely to look; a flipped byte is found only by "content", which reads every byte.
+        depth: How closely to look. A flipped byte is found by "content" alone, which reads every byte; whoever loads
+            what "sizes" has chosen finds it while loading, and chooses again without that step.
+        unless: Steps that are known not to be whole.
     """
     damaged: list[Damage] = []
     for step in reversed(committed_steps(store)):
+        if step in unless:
+            continue
         examined = examine(store, step, depth)
         if isinstance(examined, Manifest):
             return Choice(manifest=examined, damaged=tuple(damaged))
@@ -80,38 +90,63 @@ def newest_committed(store: Store, depth: Depth = "content") -> Choice:
 
 
 def examine(store: Store, step: int, depth: Depth = "content") -> Manifest | Damage:
-    """Return a step's manifest if the checkpoint is whole, else what is wrong with it."""
-    try:
-        manifest = read_manifest(store, step)
-        sizes = {key: spec.num_elements for key, spec in manifest.state.tensors.items()}
-        check_cover(sizes, [stored.interval for shard in manifest.shards for stored in shard.intervals])
-    except (ManifestError, CoverError) as error:
-        return Damage(step=step, reason=str(error))
+    """Return a step's manifest if the checkpoint is whole and part of the run, else what is wrong with it."""
+    manifest = read_committed(store, step)
+    if isinstance(manifest, Damage):
+        return manifest
+    if not read_lineage(store).holds(step, manifest.attempt):
+        reason = f"attempt {manifest.attempt} committed it after a later attempt had started before step {step}"
+        return Damage(step=step, reason=reason, kind="superseded")
     for shard in manifest.shards:
-        reason = find_damage(store, step_folder(step), shard, read_content=depth == "content")
+        try:
+            reason = find_damage(store, step_folder(step), shard, read_content=depth == "content")
+        except OSError as error:
+            return _unreadable(step, shard.file, error)
         if reason is not None:
             return Damage(step=step, reason=reason)
     return manifest
 
 
+def read_committed(store: Store, step: int) -> Manifest | Damage:
+    """Return a step's manifest if it can be read and its shards hold the whole state, as far as it says."""
+    try:
+        manifest = read_manifest(store, step)
+        sizes = {key: spec.num_elements for key, spec in manifest.state.tensors.items()}
+        check_cover(sizes, [stored.interval for shard in manifest.shards for stored in shard.intervals])
+    except (ManifestError, CoverError) as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+            return _unreadable(step, MANIFEST_FILE, cause)
+        return Damage(step=step, reason=str(error))
+    return manifest
+
+
 def set_aside(store: Store, damage: Damage, *, attempt: int) -> None:
-    """Take a damaged checkpoint out of the way, so that its step can be committed anew.
+    """Take a checkpoint out of the way, so that its step can be committed anew.
 
     What it said, and why it was set aside, stays in ``set-aside-<attempt>.json`` beside it; its shards stay
-    until retention takes them after the next commit. Only the holder of the run's lock may call.
+    until retention takes them after the next commit. One that can't be read now is left alone: it is passed over,
+    and once this attempt has said where it starts, it is no longer part of the run. Only the holder of the run's lock
+    may call.
 
     Args:
         store: The run's store.
         damage: What was found.
         attempt: The attempt that sets it aside.
     """
+    if damage.kind == "unreadable":
+        return
     key = manifest_key(damage.step)
     try:
         manifest = read_bytes(store, key).decode(errors="replace")
     except OSError:
         manifest = None
-    note = json.dumps({"reason": damage.reason, "manifest": manifest})
+    note = json.dumps({"reason": damage.reason, "kind": damage.kind, "manifest": manifest})
     # A note of this attempt is there already if it was interrupted right here before.
     with contextlib.suppress(AlreadyExistsError):
         store.create(f"{step_folder(damage.step)}/set-aside-{attempt:04d}.json", [note.encode()])
     store.delete(key)
+
+
+def _unreadable(step: int, file: str, error: OSError) -> Damage:
+    return Damage(step=step, reason=f"{file} can't be read ({error.strerror or error})", kind="unreadable")

@@ -1,31 +1,37 @@
-"""Loads pieces at any world size: intersect what is wanted with what is stored, read those bytes, no more."""
+"""Loads pieces at any world size: intersect what is wanted with what is stored, read those bytes, no more.
+
+Every byte is verified while it is read. Nothing is unpickled, and no tensor is ever whole on a rank that does not hold
+it whole.
+"""
 
 from __future__ import annotations
 
-import zlib
+import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import BinaryIO
 
 import torch
 
+from ray_ulysses.checkpoint.checksums import BlockSums
+from ray_ulysses.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from ray_ulysses.checkpoint.exchange import Exchange, SingleExchange, agree
-from ray_ulysses.checkpoint.intervals import CoverError, Read, plan_reads
+from ray_ulysses.checkpoint.intervals import CoverError, plan_reads
 from ray_ulysses.checkpoint.manifest import Manifest, step_folder
-from ray_ulysses.checkpoint.save import CheckpointError
-from ray_ulysses.checkpoint.shards import ShardEntry, StoredInterval
+from ray_ulysses.checkpoint.read_batches import Batch, plan_batches
+from ray_ulysses.checkpoint.shards import ShardDamage, check_blocks, read_sums
 from ray_ulysses.checkpoint.state import Piece, dtype_name
 from ray_ulysses.storage import Store
 
-_NUM_THREADS = 4
-_Stored = list[tuple[ShardEntry, StoredInterval]]
+NUM_THREADS = 8
 
 
 def load_pieces(store: Store, manifest: Manifest, pieces: Sequence[Piece], exchange: Exchange | None = None) -> int:
     """Fill pieces in place from a committed checkpoint.
 
-    Only the bytes wanted are read, file by file in parallel; an interval that is read whole is held against
-    its checksum once more. With an exchange every rank must call.
+    Only the blocks that hold wanted bytes are read, in parallel, and each is held against its checksum. With an
+    exchange every rank must call.
 
     Args:
         store: The run's store.
@@ -37,19 +43,29 @@ def load_pieces(store: Store, manifest: Manifest, pieces: Sequence[Piece], excha
         How many bytes were read.
 
     Raises:
-        CheckpointError: A wanted element is not stored, a dtype differs, or a file can't be read or was
-        altered.
+        DamagedCheckpointError: A file is missing or is not what was written.
+        CheckpointError: A wanted element is not stored, a dtype differs, or a file can't be read. The pieces
+            may have been filled in part.
     """
     exchange = exchange if exchange is not None else SingleExchange()
-    problem, cause, num_bytes = None, None, 0
+    problem, damage, cause, num_bytes = None, None, None, 0
     try:
         num_bytes = _load(store, manifest, pieces)
+    except (ShardDamage, FileNotFoundError) as error:
+        damage, cause = _damage_text(error), error
     except Exception as error:
         problem, cause = str(error), error
-    problem = agree(exchange, problem)
+    problem, damage = agree(exchange, problem), agree(exchange, damage)
+    if damage is not None:
+        raise DamagedCheckpointError(damage) from cause
     if problem is not None:
         raise CheckpointError(f"the checkpoint of step {manifest.step} could not be loaded: {problem}") from cause
     return num_bytes
+
+
+def _damage_text(error: Exception) -> str:
+    missing = getattr(error, "filename", None)
+    return f"{missing or error} is missing" if isinstance(error, FileNotFoundError) else str(error)
 
 
 def _load(store: Store, manifest: Manifest, pieces: Sequence[Piece]) -> int:
@@ -61,30 +77,93 @@ def _load(store: Store, manifest: Manifest, pieces: Sequence[Piece]) -> int:
                 f"{piece.key} is stored as {spec.dtype}, but {dtype_name(piece.tensor.dtype)} is wanted; "
                 "resume with the model.dtype that the run started with"
             )
-    stored: _Stored = [(shard, entry) for shard in manifest.shards for entry in shard.intervals]
+    stored = [(shard, entry) for shard in manifest.shards for entry in shard.intervals]
     reads = plan_reads([piece.interval for piece in pieces], [entry.interval for _, entry in stored])
-    by_file = [list(group) for _, group in groupby(reads, key=lambda read: stored[read.stored][0].file)]
-    folder = step_folder(manifest.step)
-    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="checkpoint-load") as pool:
-        jobs = [pool.submit(_read_file, store, folder, stored, group, pieces) for group in by_file]
-        return sum(job.result() for job in jobs)
+    batches = plan_batches(reads, stored, [piece.start for piece in pieces])
+    with _Reader(store, step_folder(manifest.step), batches) as reader:
+        for batch, job in [(batch, reader.submit(batch, pieces)) for batch in batches]:
+            assert job.result() == batch.num_bytes
+        return reader.num_bytes
 
 
-def _read_file(store: Store, folder: str, stored: _Stored, reads: Sequence[Read], pieces: Sequence[Piece]) -> int:
-    """Carry out the reads of one file, from front to back; return the bytes read."""
-    num_bytes = 0
-    file = stored[reads[0].stored][0].file
-    with store.open(f"{folder}/{file}") as stream:
-        for read in reads:
-            entry, piece = stored[read.stored][1], pieces[read.wanted]
-            item_bytes = entry.num_bytes // (entry.interval.stop - entry.interval.start)
-            stream.seek(entry.offset + (read.start - entry.interval.start) * item_bytes)
-            content = bytearray(stream.read((read.stop - read.start) * item_bytes))
-            if len(content) != (read.stop - read.start) * item_bytes:
-                raise CoverError(f"{file} ends too early")
-            if len(content) == entry.num_bytes and zlib.crc32(content) != entry.crc32:
-                raise CoverError(f"{file}: the checksum of {entry.interval.key} is wrong")
-            values = torch.frombuffer(content, dtype=piece.tensor.dtype)
-            piece.tensor.narrow(0, read.start - piece.start, read.stop - read.start).copy_(values)
-            num_bytes += len(content)
-    return num_bytes
+class _Reader:
+    """Reads batches in parallel: each thread has its own stream of a file, all share its checksums."""
+
+    def __init__(self, store: Store, folder: str, batches: Sequence[Batch]) -> None:
+        self.num_bytes = sum(batch.num_bytes for batch in batches)
+        self._store, self._folder = store, folder
+        self._streams = ExitStack()
+        self._thread = threading.local()
+        self._lock = threading.Lock()
+        self._pool = self._streams.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="checkpoint-load"))
+        shards = {batch.shard.file: batch.shard for batch in batches}
+        tables = self._pool.map(lambda shard: read_sums(store, folder, shard), shards.values())
+        self._sums: dict[str, BlockSums] = {}
+        try:
+            self._sums = dict(zip(shards, tables, strict=True))
+        except BaseException:
+            self._streams.close()
+            raise
+        self.num_bytes += sum(len(sums.values) for sums in self._sums.values())
+
+    def __enter__(self) -> _Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._streams.close()
+
+    def submit(self, batch: Batch, pieces: Sequence[Piece]) -> Future[int]:
+        """Read a batch on a thread of the pool; the future returns its size in bytes."""
+        return self._pool.submit(self._read, batch, pieces)
+
+    def _read(self, batch: Batch, pieces: Sequence[Piece]) -> int:
+        only = batch.segments[0] if len(batch.segments) == 1 and batch.segments[0].is_exact else None
+        target = _bytes_in_place(pieces[only.wanted].tensor) if only is not None else None
+        if only is not None and target is not None:
+            content = target[only.target : only.target + batch.num_bytes]
+        else:
+            content = memoryview(bytearray(batch.num_bytes))
+        self._fill(batch, content)
+        sums = self._sums[batch.shard.file]
+        for segment in batch.segments:
+            begin = segment.stored.offset + segment.start - batch.offset
+            blocks = content[begin : begin + segment.stop - segment.start]
+            check_blocks(batch.shard, segment.stored, sums, blocks, segment.start)
+            if only is None or target is None:
+                tensor = pieces[segment.wanted].tensor
+                values = torch.frombuffer(
+                    blocks[segment.first - segment.start : segment.last - segment.start], dtype=tensor.dtype
+                )
+                tensor.narrow(0, segment.target // tensor.element_size(), values.numel()).copy_(values)
+        return batch.num_bytes
+
+    def _fill(self, batch: Batch, content: memoryview) -> None:
+        """Read a batch's bytes; a stream may give fewer than asked for at once."""
+        stream = self._stream(batch.shard.file)
+        stream.seek(batch.offset)
+        filled = 0
+        while filled < len(content):
+            count = stream.readinto(content[filled:])  # type: ignore[attr-defined]  # BinaryIO lacks it
+            if not count:
+                raise ShardDamage(f"{batch.shard.file} ends too early, in {batch.segments[-1].stored.interval.key}")
+            filled += count
+
+    def _stream(self, file: str) -> BinaryIO:
+        """Return this thread's stream of a file; one is held open, since batches come file by file."""
+        if getattr(self._thread, "file", None) != file:
+            if hasattr(self._thread, "stream"):
+                self._thread.stream.close()
+            stream = self._store.open(f"{self._folder}/{file}")
+            with self._lock:
+                self._streams.callback(stream.close)
+            self._thread.file, self._thread.stream = file, stream
+        opened: BinaryIO = self._thread.stream
+        return opened
+
+
+def _bytes_in_place(tensor: torch.Tensor) -> memoryview | None:
+    """Return a view of a tensor's memory as bytes, if it is in one piece in host memory."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return None
+    return memoryview(tensor.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from ray_ulysses.checkpoint.intervals import Interval
-from ray_ulysses.checkpoint.shards import ShardEntry, StoredInterval
+from ray_ulysses.checkpoint.shards import ShardEntry, place_intervals
 from ray_ulysses.checkpoint.state import StateDescription, TensorSpec
 from ray_ulysses.errors import RunError
 from ray_ulysses.storage import Store
 from ray_ulysses.storage.store import read_bytes
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 CHECKPOINT_FOLDER = "checkpoints"
 MANIFEST_FILE = "manifest.json"
 
@@ -29,12 +29,18 @@ class CheckpointMeta:
     """What the training loop adds to the model's state.
 
     Attributes:
-        sp_size: Ranks that shared a row; for people, since loading does not depend on it.
+        sp_size: Ranks that shared a row; for people, since loading does not depend on it. So are the next two.
+        ring_size: The ring's part of it.
+        zero_stage: ZeRO stage.
         cursor: Where the data stand, as `data.cursor` writes it.
         digest: Sum of the data digests of all steps so far, 16 hexadecimal digits.
         tokens: Supervised tokens trained on so far.
         config_fingerprint: Hash of what may not change on resume.
         versions: Versions of the libraries that wrote it.
+        metrics: The step's numbers, such as ``loss`` and ``eval_loss``: retention keeps the best by one of them.
+        reason: What made it be saved: ``steps``, ``minutes``, ``request`` and so on.
+        written_at: When the state was taken, seconds since the Unix epoch.
+        run: The run's name.
         extra: Whatever else the loop needs to go on; JSON values.
     """
 
@@ -44,6 +50,12 @@ class CheckpointMeta:
     tokens: int
     config_fingerprint: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
+    ring_size: int = 1
+    zero_stage: int = 3
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    reason: str = ""
+    written_at: float = 0.0
+    run: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -92,7 +104,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the file: JSON with a checksum of everything else in it."""
-        fields = {
+        values = {
             "schema_version": SCHEMA_VERSION,
             "step": self.step,
             "attempt": self.attempt,
@@ -101,7 +113,7 @@ class Manifest:
             **_state_to_json(self.state),
             "shards": [_shard_to_json(shard) for shard in self.shards],
         }
-        text = json.dumps({"crc32": _checksum(fields), **fields}, separators=(",", ":"))
+        text = json.dumps({"crc32": _checksum(values), **values}, separators=(",", ":"))
         return text.encode() + b"\n"
 
     @classmethod
@@ -112,24 +124,25 @@ class Manifest:
             ManifestError: It is torn or altered, or a newer version wrote it.
         """
         try:
-            fields = json.loads(content)
+            values = json.loads(content)
         except ValueError as error:
             raise ManifestError("the manifest is torn or no JSON") from error
-        if not isinstance(fields, dict) or fields.pop("crc32", None) != _checksum(fields):
+        if not isinstance(values, dict) or values.pop("crc32", None) != _checksum(values):
             raise ManifestError("the manifest's checksum is wrong")
-        version = fields["schema_version"]
+        version = values.get("schema_version")
         if version != SCHEMA_VERSION:
             raise ManifestError(
                 f"the manifest has schema version {version}, but this version of ray-ulysses reads "
                 f"{SCHEMA_VERSION}; load it with the version that wrote it"
             )
+        state = _state_from_json(values)
         return cls(
-            step=fields["step"],
-            attempt=fields["attempt"],
-            world_size=fields["world_size"],
-            meta=_meta_from_json(fields),
-            state=_state_from_json(fields),
-            shards=tuple(_shard_from_json(shard) for shard in fields["shards"]),
+            step=values["step"],
+            attempt=values["attempt"],
+            world_size=values["world_size"],
+            meta=_meta_from_json(values),
+            state=state,
+            shards=tuple(_shard_from_json(shard, state.tensors) for shard in values["shards"]),
         )
 
 
@@ -138,9 +151,10 @@ def step_folder(step: int) -> str:
     return f"{CHECKPOINT_FOLDER}/step-{step:08d}"
 
 
-def shard_file(attempt: int, rank: int, world_size: int) -> str:
-    """Return a shard's key relative to its step's folder; no two attempts share one."""
-    return f"attempt-{attempt:04d}/rank-{rank:05d}-of-{world_size:05d}.safetensors"
+def shard_file(attempt: int, rank: int, world_size: int, part: int = 0) -> str:
+    """Return a shard's key relative to its step's folder; no two attempts share one, nor two tries of one attempt."""
+    again = f"-try-{part:02d}" if part else ""
+    return f"attempt-{attempt:04d}/rank-{rank:05d}-of-{world_size:05d}{again}.safetensors"
 
 
 def manifest_key(step: int) -> str:
@@ -165,29 +179,19 @@ def read_manifest(store: Store, step: int) -> Manifest:
     return manifest
 
 
-def _checksum(fields: Mapping[str, Any]) -> int:
+def _checksum(values: Mapping[str, Any]) -> int:
     """Return the checksum of a JSON object, whatever the order of its keys and the spaces in its file."""
-    return zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
+    return zlib.crc32(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
 
 
 def _meta_to_json(meta: CheckpointMeta) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "sp_size": meta.sp_size,
-        "cursor": dict(meta.cursor),
-        "digest": meta.digest,
-        "tokens": meta.tokens,
-        "config_fingerprint": meta.config_fingerprint,
-        "versions": dict(meta.versions),
-        "extra": dict(meta.extra),
-    }
     # Through JSON once, so that the checksum is of what a reader will see (tuples become lists, for one).
-    normal: dict[str, Any] = json.loads(json.dumps(fields))
+    normal: dict[str, Any] = json.loads(json.dumps(asdict(meta)))
     return normal
 
 
-def _meta_from_json(fields: Mapping[str, Any]) -> CheckpointMeta:
-    names = ("sp_size", "cursor", "digest", "tokens", "config_fingerprint", "versions", "extra")
-    return CheckpointMeta(**{name: fields[name] for name in names})
+def _meta_from_json(values: Mapping[str, Any]) -> CheckpointMeta:
+    return CheckpointMeta(**{known.name: values[known.name] for known in fields(CheckpointMeta)})
 
 
 def _state_to_json(state: StateDescription) -> dict[str, Any]:
@@ -203,54 +207,42 @@ def _state_to_json(state: StateDescription) -> dict[str, Any]:
     }
 
 
-def _state_from_json(fields: Mapping[str, Any]) -> StateDescription:
-    optimizer = fields["optimizer"]
+def _state_from_json(values: Mapping[str, Any]) -> StateDescription:
+    optimizer = values["optimizer"]
     return StateDescription(
         tensors={
-            key: TensorSpec(shape=tuple(spec["shape"]), dtype=spec["dtype"]) for key, spec in fields["tensors"].items()
+            key: TensorSpec(shape=tuple(spec["shape"]), dtype=spec["dtype"]) for key, spec in values["tensors"].items()
         },
-        tied=fields["tied"],
+        tied=values["tied"],
         optimizer_step=optimizer["step"],
         groups=tuple(optimizer["groups"]),
         group_of=optimizer["group_of"],
-        counters=fields["counters"],
+        counters=values["counters"],
     )
 
 
 def _shard_to_json(shard: ShardEntry) -> dict[str, Any]:
-    # Rows instead of objects: a large world has hundreds of thousands of them.
-    rows = [
-        [
-            entry.interval.key,
-            entry.interval.start,
-            entry.interval.stop,
-            entry.offset,
-            entry.num_bytes,
-            entry.crc32,
-        ]
-        for entry in shard.intervals
-    ]
+    # Rows instead of objects: a large world has hundreds of thousands of them. Where each lies follows from the sizes.
+    rows = [[stored.interval.key, stored.interval.start, stored.interval.stop] for stored in shard.intervals]
     return {
         "file": shard.file,
         "bytes": shard.num_bytes,
-        "header_crc32": shard.header_crc32,
-        "interval_fields": ["key", "start", "stop", "offset", "bytes", "crc32"],
+        "header_bytes": shard.header_bytes,
+        "header_xxh3": shard.header_sum,
+        "block_sums_xxh3": shard.sums_sum,
+        "interval_fields": ["key", "start", "stop"],
         "intervals": rows,
     }
 
 
-def _shard_from_json(fields: Mapping[str, Any]) -> ShardEntry:
+def _shard_from_json(values: Mapping[str, Any], tensors: Mapping[str, TensorSpec]) -> ShardEntry:
+    intervals = [Interval(key=key, start=start, stop=stop) for key, start, stop in values["intervals"]]
+    sizes = [(interval, (interval.stop - interval.start) * tensors[interval.key].item_bytes) for interval in intervals]
     return ShardEntry(
-        file=fields["file"],
-        num_bytes=fields["bytes"],
-        header_crc32=fields["header_crc32"],
-        intervals=tuple(
-            StoredInterval(
-                interval=Interval(key=key, start=start, stop=stop),
-                offset=offset,
-                num_bytes=num_bytes,
-                crc32=crc32,
-            )
-            for key, start, stop, offset, num_bytes, crc32 in fields["intervals"]
-        ),
+        file=values["file"],
+        num_bytes=values["bytes"],
+        header_bytes=values["header_bytes"],
+        header_sum=values["header_xxh3"],
+        sums_sum=values["block_sums_xxh3"],
+        intervals=place_intervals(sizes, values["header_bytes"]),
     )

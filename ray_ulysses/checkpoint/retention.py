@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from ray_ulysses.checkpoint.choice import committed_steps
+from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.manifest import (
     CHECKPOINT_FOLDER,
     CheckpointRef,
@@ -19,23 +22,81 @@ from ray_ulysses.storage import Store
 _ATTEMPT_KEY = re.compile(rf"^({CHECKPOINT_FOLDER}/step-(\d{{8,}})/attempt-(\d{{4,}}))/")
 
 
-def steps_to_delete(committed: Sequence[int], *, newest: int, keep_last: int) -> tuple[int, ...]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeepRules:
+    """What is kept; a checkpoint stays if any rule wants it.
+
+    Attributes:
+        last: So many of the newest.
+        every_steps: Each whose step is a multiple; None for no such rule.
+        best: So many with the lowest value of a metric.
+        best_metric: The metric: ``eval_loss`` or ``loss``.
+    """
+
+    last: int
+    every_steps: int | None = None
+    best: int = 0
+    best_metric: str = "eval_loss"
+
+    def __post_init__(self) -> None:
+        if self.last < 1:
+            raise ValueError(f"checkpoint.keep_last={self.last} would delete the only state there is; use 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Committed:
+    """What retention knows of a checkpoint.
+
+    Attributes:
+        attempt: The attempt that committed it; None if its manifest can't be read: whose shards are its own is
+            unknown then, so all of them stay.
+        metrics: Its numbers.
+    """
+
+    attempt: int | None
+    metrics: Mapping[str, float]
+
+
+def steps_to_delete(committed: Mapping[int, Committed], *, newest: int, rules: KeepRules) -> tuple[int, ...]:
     """Return the committed steps that are no longer needed, oldest first (pure).
 
     Args:
-        committed: Steps that have a manifest.
+        committed: Checkpoints of the run, by step.
         newest: The step that was committed just now; it and whatever is beyond it are kept.
-        keep_last: How many to keep up to and including it.
+        rules: What is kept.
 
     Raises:
-        ValueError: `keep_last` is not positive, or `newest` is not committed.
+        ValueError: `newest` is not committed.
     """
-    if keep_last < 1:
-        raise ValueError(f"checkpoint.keep_last={keep_last} would delete the only state there is; use 1 or more")
     if newest not in committed:
         raise ValueError(f"step {newest} is not committed, so nothing may be deleted in its favour")
     older = sorted(step for step in committed if step <= newest)
-    return tuple(older[: max(len(older) - keep_last, 0)])
+    kept = {*older[-rules.last :]}
+    if rules.every_steps is not None:
+        kept |= {step for step in older if step % rules.every_steps == 0}
+    kept |= set(best_steps(committed, older, rules.best_metric, rules.best))
+    return tuple(step for step in older if step not in kept)
+
+
+def keep_reasons(committed: Mapping[int, Committed], *, newest: int, rules: KeepRules) -> dict[int, tuple[str, ...]]:
+    """Return in words which rules keep each step (pure); a step that none keeps is left out."""
+    older = sorted(step for step in committed if step <= newest)
+    reasons: dict[int, list[str]] = {step: ["beyond the newest"] for step in committed if step > newest}
+    for step in older[-rules.last :]:
+        reasons.setdefault(step, []).append(f"last {rules.last}")
+    for step in older:
+        if rules.every_steps is not None and step % rules.every_steps == 0:
+            reasons.setdefault(step, []).append(f"every {rules.every_steps}")
+    for step in best_steps(committed, older, rules.best_metric, rules.best):
+        reasons.setdefault(step, []).append(f"best {rules.best_metric}")
+    return {step: tuple(words) for step, words in sorted(reasons.items())}
+
+
+def best_steps(committed: Mapping[int, Committed], steps: Iterable[int], metric: str, num_steps: int) -> list[int]:
+    """Return the steps with the lowest metric, best first; of equal ones the newer (pure)."""
+    values = {step: committed[step].metrics.get(metric) for step in steps}
+    known = [(value, -step) for step, value in values.items() if value is not None and math.isfinite(value)]
+    return [-step for _, step in sorted(known)[:num_steps]]
 
 
 def leftovers(
@@ -49,8 +110,7 @@ def leftovers(
 
     Args:
         keys: All keys under the checkpoints' folder.
-        committed: The attempt that each committed step's manifest names; None if it can't be read: whose
-        shards
+        committed: The attempt that each committed step's manifest names; None if it can't be read: whose shards
             are its own is unknown then, so all of them stay.
         attempt: The attempt that asks; folders of later ones are not its business.
         in_flight: Steps that this attempt is saving at the moment.
@@ -68,33 +128,68 @@ def leftovers(
     return tuple(sorted(found))
 
 
-def apply_retention(store: Store, *, newest: CheckpointRef, keep_last: int) -> tuple[int, ...]:
-    """Delete what a new checkpoint has made superfluous; one rank calls, after that checkpoint was committed.
-
-    A checkpoint's manifest goes first, so that a death in between leaves it absent and not torn.
+class Retention:
+    """Deletes what a new checkpoint has made superfluous; used by one rank, one call at a time.
 
     Args:
         store: The run's store.
-        newest: What `save_checkpoint` returned.
-        keep_last: How many checkpoints to keep.
-
-    Returns:
-        The steps that were deleted.
+        rules: What is kept.
     """
-    committed = committed_steps(store)
-    deleted = steps_to_delete(committed, newest=newest.step, keep_last=keep_last)
-    for step in deleted:
-        store.delete(manifest_key(step))
-        store.delete(step_folder(step))
-    kept = {step: _owner(store, step) for step in committed if step not in deleted}
-    for folder in leftovers(store.list(CHECKPOINT_FOLDER), kept, attempt=newest.attempt):
-        store.delete(folder)
-    return deleted
+
+    def __init__(self, store: Store, rules: KeepRules) -> None:
+        self._store = store
+        self._rules = rules
+        # A manifest of a large world takes a while to read, and does not change.
+        self._known: dict[int, Committed] = {}
+
+    def apply(self, newest: CheckpointRef) -> tuple[int, ...]:
+        """Delete what `newest` has made superfluous, after it was committed.
+
+        A checkpoint's manifest goes first, so that a death in between leaves it absent and not torn. An attempt that a
+        newer one has overtaken deletes nothing: what it takes for old may be what the other started from.
+
+        Returns:
+            The steps that were deleted.
+
+        Raises:
+            OSError: Something could not be deleted; the next call tries again.
+        """
+        store = self._store
+        lineage = read_lineage(store)
+        if lineage.newest_attempt > newest.attempt:
+            return ()
+        committed = self._committed(newest)
+        alive = {step: found for step, found in committed.items() if _is_alive(lineage, step, found)}
+        dead = sorted(set(committed) - set(alive))
+        deleted = tuple(sorted({*dead, *steps_to_delete(alive, newest=newest.step, rules=self._rules)}))
+        for step in deleted:
+            store.delete(manifest_key(step))
+            store.delete(step_folder(step))
+            self._known.pop(step, None)
+        kept = {step: found.attempt for step, found in alive.items() if step not in deleted}
+        for folder in leftovers(store.list(CHECKPOINT_FOLDER), kept, attempt=newest.attempt):
+            store.delete(folder)
+        return deleted
+
+    def _committed(self, newest: CheckpointRef) -> dict[int, Committed]:
+        """Return what is committed; a manifest that is known is not read again, but the newest, which is new."""
+        self._known.pop(newest.step, None)
+        found = {}
+        for step in committed_steps(self._store):
+            found[step] = self._known.get(step) or read_committed_facts(self._store, step)
+            if found[step].attempt is not None:
+                self._known[step] = found[step]
+        return found
 
 
-def _owner(store: Store, step: int) -> int | None:
-    """Return the attempt that a step's manifest names; None if it can't be read."""
+def read_committed_facts(store: Store, step: int) -> Committed:
+    """Return what retention has to know of a committed step."""
     try:
-        return read_manifest(store, step).attempt
+        manifest = read_manifest(store, step)
     except ManifestError:
-        return None
+        return Committed(attempt=None, metrics={})
+    return Committed(attempt=manifest.attempt, metrics=manifest.meta.metrics)
+
+
+def _is_alive(lineage: Lineage, step: int, found: Committed) -> bool:
+    return found.attempt is None or lineage.holds(step, found.attempt)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from ray_ulysses.checkpoint.choice import Damage, read_committed, set_aside
+from ray_ulysses.checkpoint.errors import CheckpointError, FencedError
 from ray_ulysses.checkpoint.exchange import Exchange, join_problems
+from ray_ulysses.checkpoint.fence import is_overtaken, read_lineage
 from ray_ulysses.checkpoint.intervals import CoverError, check_cover
 from ray_ulysses.checkpoint.manifest import (
     CheckpointMeta,
@@ -14,12 +17,8 @@ from ray_ulysses.checkpoint.manifest import (
 )
 from ray_ulysses.checkpoint.shards import ShardEntry, find_damage, write_shard
 from ray_ulysses.checkpoint.state import ShardedState
-from ray_ulysses.errors import RunError
 from ray_ulysses.storage import AlreadyExistsError, Store
-
-
-class CheckpointError(RunError):
-    """A checkpoint could not be saved or loaded; every rank raises the same text."""
+from ray_ulysses.storage.store import read_bytes
 
 
 def save_checkpoint(
@@ -32,10 +31,11 @@ def save_checkpoint(
     state: ShardedState,
     meta: CheckpointMeta,
     exchange: Exchange,
+    part: int = 0,
 ) -> CheckpointRef:
     """Save the state after `step` steps; when it returns, the checkpoint is committed.
 
-    Every rank must call, with the same `step` and `attempt`.
+    Every rank must call, with the same `step`, `attempt` and `part`.
 
     Args:
         store: The run's store.
@@ -46,31 +46,36 @@ def save_checkpoint(
         state: This rank's pieces; the description of rank 0 is stored.
         meta: What the loop adds; rank 0's is stored.
         exchange: Joins the ranks.
+        part: How often this attempt has tried this step before; a shard's name is never used twice.
 
     Raises:
+        FencedError: A newer attempt has taken over.
         CheckpointError: A rank could not write, or the step was committed before. Every rank raises it with
-        the same
-            text, nothing is committed, and checkpoints before it are untouched.
+            the same text, nothing is committed, and checkpoints before it are untouched.
     """
-    shard, problem, cause = _write_own(store, step, shard_file(attempt, rank, world_size), state)
+    shard, problem, cause = _write_own(store, step, shard_file(attempt, rank, world_size, part), state)
     gathered = exchange.gather((shard, problem))
+    is_fenced, is_certain = False, True
     if gathered is not None:
         problem = join_problems([problem for _, problem in gathered])
         if problem is None:
-            shards = tuple(shard for shard, _ in gathered)
             manifest = Manifest(
                 step=step,
                 attempt=attempt,
                 world_size=world_size,
                 meta=meta,
                 state=state.description,
-                shards=shards,
+                shards=tuple(shard for shard, _ in gathered),
             )
-            problem, cause = _commit(store, manifest)
-    problem = exchange.broadcast(problem)
+            problem, cause, is_certain = _commit(store, manifest)
+            is_fenced = isinstance(cause, FencedError)
+    problem, is_fenced, is_certain = exchange.broadcast((problem, is_fenced, is_certain))
     if problem is not None:
-        if shard is not None:
+        # A manifest of which nobody knows whether it arrived must find its shards.
+        if shard is not None and is_certain:
             _delete_own(store, step, shard.file)
+        if is_fenced:
+            raise FencedError(problem) from cause
         raise CheckpointError(
             f"the checkpoint of step {step} could not be saved: {problem}; the checkpoint before it is "
             f"untouched. Make room or repair run.storage, then start the same command again: it resumes there"
@@ -86,23 +91,81 @@ def _write_own(
         shard = write_shard(store, step_folder(step), file, state.pieces)
     except Exception as error:
         return None, f"{file} could not be written ({error})", error
-    return shard, find_damage(store, step_folder(step), shard, read_content=True), None
+    try:
+        return shard, find_damage(store, step_folder(step), shard, read_content=True), None
+    except OSError as error:
+        return shard, f"{file} could not be read back ({error})", error
 
 
-def _commit(store: Store, manifest: Manifest) -> tuple[str | None, Exception | None]:
-    """Check that the shards hold the whole state and create the manifest; return what goes wrong."""
+def _commit(store: Store, manifest: Manifest) -> tuple[str | None, Exception | None, bool]:
+    """Check that the shards hold the whole state and create the manifest.
+
+    Returns:
+        What went wrong, what raised it, and whether it is certain that the checkpoint is not committed.
+    """
     sizes = {key: spec.num_elements for key, spec in manifest.state.tensors.items()}
     intervals = [stored.interval for shard in manifest.shards for stored in shard.intervals]
     try:
         check_cover(sizes, intervals)
-        store.create(manifest_key(manifest.step), [manifest.to_bytes()])
-    except AlreadyExistsError as error:
-        return f"step {manifest.step} is committed already, by another attempt or an earlier save", error
+        _refuse_overtaken(store, manifest)
     except CoverError as error:
-        return f"the shards do not hold the whole state ({error})", error
+        return f"the shards do not hold the whole state ({error})", error, True
+    except FencedError as error:
+        return str(error), error, True
     except Exception as error:
-        return f"the manifest could not be written ({error})", error
-    return None, None
+        return f"the manifest could not be written ({error})", error, True
+    content = manifest.to_bytes()
+    try:
+        _create_manifest(store, manifest, content)
+    except Exception as error:
+        # The answer may have been lost and not the manifest.
+        found = _stored_bytes(store, manifest.step)
+        if found == content:
+            return None, None, True
+        if isinstance(error, AlreadyExistsError):
+            return f"step {manifest.step} is committed already, by another attempt or an earlier save", error, True
+        return f"the manifest could not be written ({error})", error, False
+    return None, None, True
+
+
+def _create_manifest(store: Store, manifest: Manifest, content: bytes) -> None:
+    try:
+        store.create(manifest_key(manifest.step), [content])
+    except AlreadyExistsError:
+        if _stored_bytes(store, manifest.step) == content:
+            return
+        # A dead attempt's late commit is in the way of the one that trained these steps anew.
+        _clear_dead(store, manifest)
+        store.create(manifest_key(manifest.step), [content])
+
+
+def _stored_bytes(store: Store, step: int) -> bytes | None:
+    """Return a step's manifest as it is stored; None if there is none, or if it can't be read now."""
+    try:
+        return read_bytes(store, manifest_key(step))
+    except OSError:
+        return None
+
+
+def _refuse_overtaken(store: Store, manifest: Manifest) -> None:
+    if is_overtaken(store, manifest.attempt):
+        raise FencedError(
+            f"the checkpoint of step {manifest.step} is not committed: a newer attempt than attempt {manifest.attempt} "
+            "has taken the run over; nothing is to be done, this attempt ends"
+        )
+
+
+def _clear_dead(store: Store, manifest: Manifest) -> None:
+    """Set aside what an earlier attempt committed after this one had started before that step.
+
+    Raises:
+        AlreadyExistsError: It is part of the run, or can't be read.
+    """
+    found = read_committed(store, manifest.step)
+    if not isinstance(found, Manifest) or read_lineage(store).holds(manifest.step, found.attempt):
+        raise AlreadyExistsError(f"step {manifest.step} has a manifest")
+    reason = f"attempt {manifest.attempt} trained this step anew, attempt {found.attempt} had ended before it"
+    set_aside(store, Damage(step=manifest.step, reason=reason, kind="superseded"), attempt=manifest.attempt)
 
 
 def _delete_own(store: Store, step: int, file: str) -> None:

@@ -1,24 +1,32 @@
-"""One rank's shard: a safetensors file of 1-D pieces, a checksum for its header and for each piece.
+"""One rank's shard: a safetensors file of 1-D pieces with a checksum for each block, written from front to back.
 
 Format: https://huggingface.co/docs/safetensors (8 bytes header length, JSON header, data). It is written
-here piece by piece, so that a piece leaves the accelerator only when its turn comes, and read by byte range,
-so that nothing but what is wanted is read. Nothing is pickled.
+here piece by piece, and read by byte range, so that nothing but what is wanted is read. The last tensor,
+``block_sums``, holds the checksums of all blocks before it; the manifest holds the checksums of it and of the
+header. Nothing is pickled.
 """
 
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
+from ray_ulysses.checkpoint.checksums import BLOCK_BYTES, BlockSums, block_sums, checksum, num_blocks, table_bytes
 from ray_ulysses.checkpoint.intervals import Interval
 from ray_ulysses.checkpoint.state import Piece, dtype_name
 from ray_ulysses.storage import Buffer, Store
 
-_CHUNK_BYTES = 16 * 2**20
+SUMS_KEY = "block_sums"
+CHUNK_BYTES = 16 * 2**20
+assert CHUNK_BYTES % BLOCK_BYTES == 0
+
+
+class ShardDamage(ValueError):
+    """A stored shard is not what was written; the text names file, tensor and bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,13 +37,13 @@ class StoredInterval:
         interval: The elements.
         offset: Its first byte, counted from the file's beginning.
         num_bytes: Its size.
-        crc32: Checksum of its bytes.
+        first_block: The shard's number of its first block.
     """
 
     interval: Interval
     offset: int
     num_bytes: int
-    crc32: int
+    first_block: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,19 +53,34 @@ class ShardEntry:
     Attributes:
         file: Its key, relative to the checkpoint's folder.
         num_bytes: Its size.
-        header_crc32: Checksum of the header and its length field.
+        header_bytes: Where the data begin.
+        header_sum: Checksum of the header and its length field.
+        sums_sum: Checksum of the table of block checksums, which ends the file.
         intervals: What it holds, in the order of the file.
     """
 
     file: str
     num_bytes: int
-    header_crc32: int
+    header_bytes: int
+    header_sum: int
+    sums_sum: int
     intervals: tuple[StoredInterval, ...]
 
     @property
-    def header_bytes(self) -> int:
-        """Return where the data begin."""
-        return self.intervals[0].offset if self.intervals else self.num_bytes
+    def sums_offset(self) -> int:
+        """Return where the table of block checksums begins."""
+        return self.num_bytes - table_bytes(stored.num_bytes for stored in self.intervals)
+
+
+def place_intervals(intervals: Sequence[tuple[Interval, int]], header_bytes: int) -> tuple[StoredInterval, ...]:
+    """Return where intervals of given sizes in bytes lie, one after the other behind the header (pure)."""
+    sizes = [size for _, size in intervals]
+    offsets = accumulate(sizes, initial=header_bytes)
+    blocks = accumulate((num_blocks(size) for size in sizes), initial=0)
+    return tuple(
+        StoredInterval(interval=interval, offset=offset, num_bytes=size, first_block=block)
+        for (interval, size), offset, block in zip(intervals, offsets, blocks, strict=False)
+    )
 
 
 def write_shard(store: Store, folder: str, file: str, pieces: Sequence[Piece]) -> ShardEntry:
@@ -76,16 +99,37 @@ def write_shard(store: Store, folder: str, file: str, pieces: Sequence[Piece]) -
     keys = [piece.key for piece in pieces]
     assert len(set(keys)) == len(keys), "a shard holds one interval of a tensor at most"
     header = _header(pieces)
-    checksums: list[int] = []
-    num_bytes = store.create(f"{folder}/{file}", _file_chunks(header, pieces, checksums))
-    intervals = []
-    offset = len(header)
-    for piece, crc32 in zip(pieces, checksums, strict=True):
-        size = piece.tensor.numel() * piece.tensor.element_size()
-        intervals.append(StoredInterval(interval=piece.interval, offset=offset, num_bytes=size, crc32=crc32))
-        offset += size
-    assert offset == num_bytes, f"{file}: {num_bytes} bytes written, {offset} expected"
-    return ShardEntry(file=file, num_bytes=num_bytes, header_crc32=zlib.crc32(header), intervals=tuple(intervals))
+    sums = bytearray()
+    num_bytes = store.create(f"{folder}/{file}", _file_chunks(header, pieces, sums))
+    entry = ShardEntry(
+        file=file,
+        num_bytes=num_bytes,
+        header_bytes=len(header),
+        header_sum=checksum(header),
+        sums_sum=checksum(sums),
+        intervals=place_intervals([(piece.interval, _size(piece)) for piece in pieces], len(header)),
+    )
+    written = len(header) + sum(map(_size, pieces)) + len(sums)
+    assert num_bytes == written, f"{file}: {num_bytes} bytes written, {written} expected"
+    return entry
+
+
+def read_sums(store: Store, folder: str, entry: ShardEntry) -> BlockSums:
+    """Read a shard's table of block checksums.
+
+    Raises:
+        ShardDamage: The file has another size or the table is not what was written.
+        OSError: It can't be read.
+    """
+    with store.open(f"{folder}/{entry.file}") as stream:
+        size = stream.seek(0, 2)
+        if size != entry.num_bytes:
+            raise ShardDamage(f"{entry.file} has {size} bytes instead of {entry.num_bytes}")
+        stream.seek(entry.sums_offset)
+        values = stream.read(entry.num_bytes - entry.sums_offset)
+    if checksum(values) != entry.sums_sum:
+        raise ShardDamage(f"{entry.file}: the table of checksums is wrong (from byte {entry.sums_offset} on)")
+    return BlockSums(values=values)
 
 
 def find_damage(store: Store, folder: str, entry: ShardEntry, *, read_content: bool) -> str | None:
@@ -95,38 +139,82 @@ def find_damage(store: Store, folder: str, entry: ShardEntry, *, read_content: b
         store: Where it is.
         folder: The checkpoint's folder.
         entry: What the manifest says about it.
-        read_content: Read every byte and compare checksums; otherwise only the size is compared.
+        read_content: Read every byte and compare checksums; otherwise the size alone is compared.
+
+    Raises:
+        OSError: It can't be read, which does not mean that it is damaged.
     """
     try:
-        with store.open(f"{folder}/{entry.file}") as stream:
-            size = stream.seek(0, 2)
-            if size != entry.num_bytes:
-                return f"{entry.file} has {size} bytes instead of {entry.num_bytes}"
-            if not read_content:
-                return None
-            stream.seek(0)
-            if zlib.crc32(stream.read(entry.header_bytes)) != entry.header_crc32:
-                return f"{entry.file}: the header's checksum is wrong"
-            for stored in entry.intervals:
-                crc32, left = 0, stored.num_bytes
-                while left > 0:
-                    chunk = stream.read(min(left, _CHUNK_BYTES))
-                    if not chunk:
-                        return f"{entry.file} ends too early"
-                    crc32, left = zlib.crc32(chunk, crc32), left - len(chunk)
-                if crc32 != stored.crc32:
-                    return f"{entry.file}: the checksum of {stored.interval.key} is wrong"
+        if not read_content:
+            return _wrong_size(store, folder, entry)
+        for _ in verified_chunks(store, folder, entry):
+            pass
     except FileNotFoundError:
         return f"{entry.file} is missing"
-    except OSError as error:
-        return f"{entry.file} can't be read ({error.strerror or error})"
+    except ShardDamage as damage:
+        return str(damage)
     return None
+
+
+def verified_chunks(store: Store, folder: str, entry: ShardEntry) -> Iterator[int]:
+    """Read a whole shard and verify every byte; yield how many were read, chunk by chunk.
+
+    Raises:
+        ShardDamage: It is not what was written.
+        OSError: It can't be read.
+    """
+    sums = read_sums(store, folder, entry)
+    yield len(sums.values)
+    with store.open(f"{folder}/{entry.file}") as stream:
+        header = stream.read(entry.header_bytes)
+        if checksum(header) != entry.header_sum:
+            raise ShardDamage(f"{entry.file}: the header's checksum is wrong (bytes 0 to {entry.header_bytes - 1})")
+        yield len(header)
+        for stored in entry.intervals:
+            for start in range(0, stored.num_bytes, CHUNK_BYTES):
+                size = min(CHUNK_BYTES, stored.num_bytes - start)
+                content = stream.read(size)
+                if len(content) != size:
+                    raise ShardDamage(f"{entry.file} ends too early, in {stored.interval.key}")
+                check_blocks(entry, stored, sums, content, start)
+                yield len(content)
+
+
+def check_blocks(entry: ShardEntry, stored: StoredInterval, sums: BlockSums, content: Buffer, start: int) -> None:
+    """Hold bytes of an interval against their checksums.
+
+    Args:
+        entry: The shard.
+        stored: The interval.
+        sums: The shard's checksums.
+        content: What was read: whole blocks.
+        start: Where they begin, in bytes from the interval's first.
+
+    Raises:
+        ShardDamage: They are not what was written; the text names the first wrong block.
+    """
+    assert start % BLOCK_BYTES == 0
+    wrong = sums.first_wrong(content, stored.first_block + start // BLOCK_BYTES)
+    if wrong is not None:
+        first = stored.offset + start + wrong * BLOCK_BYTES
+        last = min(first + BLOCK_BYTES, stored.offset + stored.num_bytes) - 1
+        raise ShardDamage(f"{entry.file}: the checksum of {stored.interval.key} is wrong (bytes {first} to {last})")
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's bytes in host memory; a copy only if it lives elsewhere."""
     flat = tensor.detach().to("cpu").contiguous().view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy 2 arrays are buffers
+
+
+def _wrong_size(store: Store, folder: str, entry: ShardEntry) -> str | None:
+    with store.open(f"{folder}/{entry.file}") as stream:
+        size = stream.seek(0, 2)
+    return None if size == entry.num_bytes else f"{entry.file} has {size} bytes instead of {entry.num_bytes}"
+
+
+def _size(piece: Piece) -> int:
+    return piece.tensor.numel() * piece.tensor.element_size()
 
 
 def _header(pieces: Sequence[Piece]) -> bytes:
@@ -136,26 +224,27 @@ def _header(pieces: Sequence[Piece]) -> bytes:
     offset = 0
     for piece in pieces:
         assert piece.tensor.dim() == 1, f"{piece.key} is not flat"
-        size = piece.tensor.numel() * piece.tensor.element_size()
+        size = _size(piece)
         tensors[piece.key] = {
             "dtype": dtype_name(piece.tensor.dtype),
             "shape": [piece.tensor.numel()],
             "data_offsets": [offset, offset + size],
         }
         offset += size
+    sums = table_bytes(map(_size, pieces))
+    tensors[SUMS_KEY] = {"dtype": "U8", "shape": [sums], "data_offsets": [offset, offset + sums]}
     text = json.dumps(tensors, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _file_chunks(header: bytes, pieces: Sequence[Piece], checksums: list[int]) -> Iterator[Buffer]:
-    """Yield the file from front to back and note each piece's checksum as it goes by."""
+def _file_chunks(header: bytes, pieces: Sequence[Piece], sums: bytearray) -> Iterator[Buffer]:
+    """Yield the file from front to back and note each block's checksum as it goes by."""
     yield header
     for piece in pieces:
         content = bytes_of(piece.tensor)
-        crc32 = 0
-        for start in range(0, len(content), _CHUNK_BYTES):
-            chunk = content[start : start + _CHUNK_BYTES]
-            crc32 = zlib.crc32(chunk, crc32)
+        for start in range(0, len(content), CHUNK_BYTES):
+            chunk = content[start : start + CHUNK_BYTES]
+            sums += block_sums(chunk)
             yield chunk
-        checksums.append(crc32)
+    yield sums

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +24,10 @@ _DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+
+
+WEIGHT_KINDS = frozenset({"fp32", "model", "frozen", "buffer"})
+"""What the first part of a key may be for a tensor of the model; any other is a moment of the optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +68,11 @@ class TensorSpec:
         """Return how many elements it has."""
         return math.prod(self.shape)
 
+    @property
+    def item_bytes(self) -> int:
+        """Return the size of one element."""
+        return dtype_of(self.dtype).itemsize
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateDescription:
@@ -73,7 +82,7 @@ class StateDescription:
         tensors: Every stored tensor, by key.
         tied: Names that are other names of a stored parameter.
         optimizer_step: Steps that the optimizer has done; 0 before its state exists.
-        groups: Hyperparameters of each optimizer group.
+        groups: Hyperparameters of each optimizer group; empty where an engine keeps its own.
         group_of: The group of each trainable parameter, by name.
         counters: The engine's own counters.
     """
@@ -86,9 +95,66 @@ class StateDescription:
     counters: Mapping[str, int] = field(default_factory=dict)
 
 
+def begun_anew(description: StateDescription, *, with_optimizer: bool) -> StateDescription:
+    """Return a description from which a new run starts: its own hyperparameters, counters from 0 (pure).
+
+    Args:
+        description: What was stored.
+        with_optimizer: Whether the optimizer's moments are taken over, and its own count of steps, which corrects
+            their bias.
+    """
+    moments = {key for key in description.tensors if key.split("/", 1)[0] not in WEIGHT_KINDS}
+    kept = description.tensors if with_optimizer else {k: v for k, v in description.tensors.items() if k not in moments}
+    return StateDescription(
+        tensors=kept,
+        tied=description.tied,
+        optimizer_step=description.optimizer_step if with_optimizer else 0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldInterval:
+    """What a rank holds of one tensor, known without looking at the elements.
+
+    Attributes:
+        key: As in `Piece`.
+        start: The first element's place in the exact flat tensor.
+        num_elements: How many follow.
+        dtype: Their dtype.
+    """
+
+    key: str
+    start: int
+    num_elements: int
+    dtype: torch.dtype
+
+    @property
+    def interval(self) -> Interval:
+        """Return which elements these are."""
+        return Interval(key=self.key, start=self.start, stop=self.start + self.num_elements)
+
+
+class StateSource(Protocol):
+    """One rank's part of the state, wherever it lies: in memory, or swapped out and fetched part by part."""
+
+    @property
+    def description(self) -> StateDescription:
+        """What all ranks know."""
+        ...
+
+    @property
+    def intervals(self) -> tuple[HeldInterval, ...]:
+        """What this rank holds; nothing is fetched to know it."""
+        ...
+
+    def copy_to(self, destinations: Sequence[torch.Tensor]) -> None:
+        """Copy the elements of each of the intervals into a 1-D tensor of its size and dtype; no collective."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedState:
-    """One rank's part of the state.
+    """One rank's part of the state, in memory; a `StateSource`.
 
     Attributes:
         pieces: What this rank holds.
@@ -97,6 +163,19 @@ class ShardedState:
 
     pieces: tuple[Piece, ...]
     description: StateDescription
+
+    @property
+    def intervals(self) -> tuple[HeldInterval, ...]:
+        """What this rank holds."""
+        return tuple(
+            HeldInterval(key=piece.key, start=piece.start, num_elements=piece.tensor.numel(), dtype=piece.tensor.dtype)
+            for piece in self.pieces
+        )
+
+    def copy_to(self, destinations: Sequence[torch.Tensor]) -> None:
+        """Copy the elements of each piece into a 1-D tensor of its size and dtype."""
+        for piece, destination in zip(self.pieces, destinations, strict=True):
+            destination.copy_(piece.tensor.detach(), non_blocking=True)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

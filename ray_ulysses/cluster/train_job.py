@@ -23,9 +23,11 @@ from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.storage.lock import RunLock
 from ray_ulysses.tracking.history import read_history
+from ray_ulysses.trainer.checkpoint_store import checkpoint_store
 from ray_ulysses.trainer.preflight import check_resume, check_writable, claim_directory, completed
+from ray_ulysses.trainer.requests import clear_stop, request_save, request_stop
 from ray_ulysses.trainer.shared_storage import announce_session
-from ray_ulysses.trainer.stop import clear_stop, request_stop
+from ray_ulysses.trainer.tracking_backlog import catch_up_tracking
 from ray_ulysses.views.progress import ProgressView
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ def train(prepared: PreparedRun, console: Console) -> TrainResult:
         check_resume(prepared)
         history = completed(prepared)
         if history is not None:
+            catch_up_tracking(config)
             return TrainResult(history=history, was_complete=True, seconds=time.monotonic() - started)
         claim_directory(prepared)
         session = uuid.uuid4().hex
@@ -85,7 +88,7 @@ def train(prepared: PreparedRun, console: Console) -> TrainResult:
                 _say_what_is_missing(config, console)
             _run_workers(prepared, session, console)
         clear_stop(config.run_dir)
-    history = read_history(config.run_dir)
+    history = read_history(config.run_dir, store=checkpoint_store(config))
     return TrainResult(history=history, was_complete=False, seconds=time.monotonic() - started)
 
 
@@ -110,7 +113,7 @@ def _run_workers(prepared: PreparedRun, session: str, console: Console) -> None:
         console=console,
         log_every_steps=config.run.log_every_steps,
     )
-    with _stopping_on_signals(config.run_dir, session, console), view:
+    with _requests_by_signal(config.run_dir, session, console), view:
         thread.start()
         while thread.is_alive():
             thread.join(timeout=0.2)
@@ -176,8 +179,10 @@ def _say_what_is_missing(config: Config, console: Console) -> None:
 
 
 @contextmanager
-def _stopping_on_signals(run_dir: Path, session: str, console: Console) -> Iterator[None]:
+def _requests_by_signal(run_dir: Path, session: str, console: Console) -> Iterator[None]:
     """Turn the first SIGINT or SIGTERM into a request to save and stop, and a second one into an interrupt.
+
+    SIGUSR1 asks for a checkpoint, and the run goes on.
 
     Installed after ``ray.init``, which replaces handlers.
     """
@@ -204,7 +209,14 @@ def _stopping_on_signals(run_dir: Path, session: str, console: Console) -> Itera
         name = signal.Signals(number).name
         console.print(f"{name}: saving after this step, then stopping; once more to stop at once", soft_wrap=True)
 
+    def save(number: int, frame: Any) -> None:
+        try:
+            request_save(run_dir)
+        except OSError as error:
+            console.print(f"the request to save could not be written ({error})", soft_wrap=True)
+
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, save)
     try:
         yield
     finally:

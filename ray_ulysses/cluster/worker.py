@@ -14,6 +14,7 @@ import ray.train.torch
 import torch
 
 from ray_ulysses.checkpoint.exchange import TorchExchange
+from ray_ulysses.cluster.preemption import preemption_noticed
 from ray_ulysses.cluster.stream import RaySource
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.data.row_source import DirectSource
@@ -60,6 +61,7 @@ def train_worker(job: dict[str, Any]) -> None:
         device=device,
         session=session,
         make_source=_source_maker(config),
+        notice=preemption_noticed,
     )
     try:
         run_attempt(config, worker)

@@ -82,6 +82,16 @@ class ModelSection(Section):
     """Attention kernel of a rank's heads; `docs/attention.md` has the table of what each needs and does. Default
     `auto`: the fastest that is there and does exactly what a layer asks for."""
 
+    resume_from: str | None = Field(default=None, min_length=1)
+    """Checkpoint of another run that this one starts from, while it has none of its own: `RUN[@STEP]` with a run's
+    directory or store, or `mlflow:RUN/STEP` with the id or name of a tracked run; STEP is a number, `latest`
+    (default) or `best`. Default null: the weights that `init` names."""
+
+    resume_state: Literal["all", "optimizer", "weights"] = "all"
+    """What is taken from `resume_from`: `all` goes on with that run at its step and place in the data, under the same
+    settings; `optimizer` takes weights and the optimizer's moments and begins at step 0 with data of its own, and
+    `weights` the weights alone, as for the next stage of context extension. Default `all`: recovery."""
+
     @field_validator("config")
     @classmethod
     def _names_its_type(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:

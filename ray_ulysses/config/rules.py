@@ -107,6 +107,37 @@ def _weights_decide(config: Config) -> Iterator[Problem]:
         )
 
 
+def _best_has_a_metric(config: Config) -> Iterator[Problem]:
+    wants_evaluations = config.checkpoint.keep_best > 0 and config.checkpoint.best_metric == "eval_loss"
+    if wants_evaluations and config.run.eval_every_steps is None:
+        yield Problem(
+            path="checkpoint.keep_best",
+            value=config.checkpoint.keep_best,
+            rule="checkpoint.best_metric=eval_loss needs evaluations, and run.eval_every_steps is null",
+            way_out="set run.eval_every_steps to a divisor of checkpoint.every_steps, or checkpoint.best_metric: loss",
+        )
+
+
+def _nvme_has_a_place(config: Config) -> Iterator[Problem]:
+    memory = config.memory
+    if memory.offload_optimizer != "nvme":
+        return
+    if memory.nvme_path is None:
+        yield Problem(
+            path="memory.nvme_path",
+            value=None,
+            rule="memory.offload_optimizer=nvme needs a directory to swap to",
+            way_out="give a directory on a local NVMe disk of each node, or set memory.offload_optimizer: cpu",
+        )
+    if memory.zero_stage != 3:
+        yield Problem(
+            path="memory.offload_optimizer",
+            value="nvme",
+            rule=f"memory.zero_stage={memory.zero_stage} keeps the optimizer's state in memory",
+            way_out="set memory.zero_stage: 3, or memory.offload_optimizer: cpu",
+        )
+
+
 def _heads_allow_sp(config: Config) -> Iterator[Problem]:
     if config.model.config is None:
         return
@@ -255,6 +286,8 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _context_holds_the_padding,
     _warmup_ends_before_the_horizon,
     _evaluation_has_documents,
+    _best_has_a_metric,
+    _nvme_has_a_place,
     _kernel_suits_the_device,
     _network_storage_has_a_server,
 )

@@ -53,9 +53,16 @@ class MemorySection(Section):
     """Shares of the key-value heads that are exchanged and attended one after the other: with more, the
     exchange's buffers shrink and collectives multiply. Default 1: all at once."""
 
-    offload_optimizer: Literal["none", "cpu"] = "none"
-    """Where the optimizer's state lives: `none` leaves it on the GPU, `cpu` moves it to host memory. Default
-    `none`, which is faster where it fits."""
+    zero_stage: Literal[1, 2, 3] = 3
+    """What is shared out over the workers (DeepSpeed's ZeRO): the optimizer's state (1), gradients too (2), or
+    the weights as well (3). Default 3; a smaller stage gathers less where the weights fit."""
+
+    offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
+    """Where the optimizer's state lives: `none` leaves it on the GPU, `cpu` moves it to host memory, `nvme` to
+    files under `nvme_path` (`zero_stage` 3 only). Default `none`, which is faster where it fits."""
+
+    nvme_path: str | None = Field(default=None, min_length=1)
+    """Directory on a local disk of each node for `offload_optimizer: nvme`. Default null: there is none."""
 
     device_gib: float | None = Field(default=None, gt=0.0)
     """Memory of one GPU, in GiB, that `plan` holds its estimate against; a run that can't fit is refused.
@@ -67,19 +74,46 @@ class MemorySection(Section):
 
 
 class CheckpointSection(Section):
-    """When state is saved, and how much of it is kept."""
+    """When state is saved, how, and how much of it is kept."""
+
+    storage: str | None = Field(default=None, min_length=1)
+    """Where checkpoints are kept, if not in the run's directory: a path that every node sees, or the URI of an object
+    store such as `s3://bucket/prefix`; they lie there under the run's name. Credentials come from the environment of
+    every node. Default null: `checkpoints/` in the run's directory."""
 
     every_steps: int | None = Field(default=100, ge=1)
-    """Steps between two checkpoints, in steps; null saves only where `save_at_end` asks for it. Default
-    100."""
+    """Steps between two checkpoints, in steps; null for no such rule. Default 100."""
+
+    every_minutes: float | None = Field(default=None, gt=0.0)
+    """Minutes between two checkpoints, beside `every_steps`: whichever comes first. Default null: no such
+    rule."""
 
     keep_last: int = Field(default=3, ge=1)
     """Committed checkpoints that are kept. An older one is deleted only after its successor is committed.
     Default 3: one to use, one in case it is damaged, and one to look back at."""
 
+    keep_every_steps: int | None = Field(default=None, ge=1)
+    """Checkpoints whose step is a multiple of this are kept for good, in steps. Default null: none."""
+
+    keep_best: int = Field(default=0, ge=0)
+    """So many checkpoints with the lowest `best_metric` are kept as well. Default 0."""
+
+    best_metric: Literal["eval_loss", "loss"] = "eval_loss"
+    """What `keep_best` goes by: the loss of the evaluation at the checkpoint's step, or its training loss.
+    Default `eval_loss`; a checkpoint without it is not among the best."""
+
     save_at_end: bool = True
     """Whether a run that stops, by its stop step or by a signal, saves first. Default true, so that it can go
     on."""
+
+    host_buffers: int = Field(default=2, ge=0, le=2)
+    """Copies of a rank's state in host memory from which checkpoints are written while training goes on: 2 lets one
+    be taken while another is being written, 1 waits for it, 0 takes no copy and stops training until the checkpoint
+    is committed. Default 2; the second is made when it is first needed."""
+
+    max_failed_saves: int = Field(default=2, ge=0)
+    """Saves in a row that may fail, on a full disk or a storage that is away, before the run ends; each is repeated
+    with the state of the next step. Default 2: a short outage costs nothing, a long one is not trained into."""
 
 
 class ElasticSection(Section):

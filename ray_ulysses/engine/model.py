@@ -100,6 +100,15 @@ def _inline_config(described: Mapping[str, Any]) -> Any:
     return _described(lambda: AutoConfig.for_model(fields.pop("model_type"), **fields), "model.config")
 
 
+def described_config(config: Config) -> Any:
+    """Return the model's ``PreTrainedConfig``: the inline one, or that of ``model.path``.
+
+    Raises:
+        UserError: It can't be read.
+    """
+    return _hf_config(config)
+
+
 def _hf_config(config: Config) -> Any:
     from transformers import AutoConfig
 

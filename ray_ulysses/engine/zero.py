@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from ray_ulysses.engine.optimizer import parameter_groups
+from ray_ulysses.engine.swap_folder import SwapFolder
+from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,6 +19,9 @@ if TYPE_CHECKING:
 
 REDUCE_BUCKET_ELEMENTS = 50_000_000
 """Gradients reduced at once, in elements: DeepSpeed allocates the buffer whole, 2 GiB in fp32 at its default of 5e8."""
+
+NVME_SUB_GROUP_ELEMENTS = 100_000_000
+"""Elements of a rank that are swapped in at once: DeepSpeed holds four buffers of so many fp32 values, 1.5 GiB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +38,9 @@ class ZeroSettings:
         eps: AdamW's epsilon.
         weight_decay: On matrices only, not on norms and biases.
         offload_optimizer: Where optimizer state and its step live.
+        nvme_path: Directory for ``offload_optimizer="nvme"``.
+        sub_group_elements: Elements of a rank that are stepped on at once in ZeRO-3; ``None`` is DeepSpeed's own
+            choice, or with NVMe one that keeps its buffers small.
         partition_everything: Keep nothing gathered between uses, whatever the size (tests of tiny models).
     """
 
@@ -43,7 +52,9 @@ class ZeroSettings:
     betas: tuple[float, float]
     eps: float
     weight_decay: float
-    offload_optimizer: Literal["none", "cpu"] = "none"
+    offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
+    nvme_path: str | None = None
+    sub_group_elements: int | None = None
     partition_everything: bool = False
 
 
@@ -72,8 +83,10 @@ def zero_config(settings: ZeroSettings) -> dict[str, Any]:
         "reduce_scatter": True,
         "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
     }
-    if settings.offload_optimizer == "cpu":
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if settings.offload_optimizer != "none":
+        zero["offload_optimizer"] = _offload_config(settings)
+    if settings.stage == 3 and (settings.sub_group_elements or settings.offload_optimizer == "nvme"):
+        zero["sub_group_size"] = settings.sub_group_elements or NVME_SUB_GROUP_ELEMENTS
     if settings.stage == 3 and settings.partition_everything:
         zero |= {
             "stage3_max_live_parameters": 0,
@@ -97,6 +110,29 @@ def zero_config(settings: ZeroSettings) -> dict[str, Any]:
     return config
 
 
+def partition_config(settings: ZeroSettings) -> dict[str, Any] | None:
+    """Return the configuration that partitions parameters while a model is loaded; None where they stay whole."""
+    return zero_config(settings) if settings.stage == 3 else None
+
+
+def _offload_config(settings: ZeroSettings) -> dict[str, Any]:
+    """Return DeepSpeed's section for the optimizer's offload.
+
+    Raises:
+        UserError: State can't be swapped to NVMe with these settings.
+    """
+    pin_memory = torch.cuda.is_available()
+    if settings.offload_optimizer == "cpu":
+        return {"device": "cpu", "pin_memory": pin_memory}
+    if settings.nvme_path is None or settings.stage != 3:
+        raise UserError(
+            f"memory.offload_optimizer=nvme with memory.nvme_path={settings.nvme_path} and memory.zero_stage="
+            f"{settings.stage}: it needs a directory on a local disk, and stage 3; give both, or use cpu"
+        )
+    # One buffer each for weights, gradients and two moments of a sub-group.
+    return {"device": "nvme", "nvme_path": settings.nvme_path, "pin_memory": pin_memory, "buffer_count": 4}
+
+
 def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
     """Wrap a model in a ZeRO engine; every rank of the world must call, after ``init_process_group``.
 
@@ -111,18 +147,25 @@ def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
 
     groups = parameter_groups(model, settings.weight_decay)
     optimizer = _optimizer(groups, settings)
+    config = zero_config(settings)
+    swap_folder = None
+    if settings.offload_optimizer == "nvme":
+        swap_folder = SwapFolder(Path(str(settings.nvme_path)))
+        config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(swap_folder.path)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
-        config=zero_config(settings),
+        config=config,
         dist_init_required=False,
     )
+    # It stays this process's as long as the engine lives.
+    engine.swap_folder = swap_folder
     return engine
 
 
 def _optimizer(groups: list[dict[str, Any]], settings: ZeroSettings) -> torch.optim.Optimizer:
     options: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
-    if settings.offload_optimizer == "cpu" and torch.cuda.is_available():
+    if settings.offload_optimizer != "none" and torch.cuda.is_available():
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         offloaded: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **options)

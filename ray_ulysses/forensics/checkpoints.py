@@ -7,12 +7,12 @@ from pathlib import Path
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.manifest import ManifestError, manifest_key, read_manifest
 from ray_ulysses.forensics.checkpoint_checks import Claim
-from ray_ulysses.storage import LocalStore
+from ray_ulysses.forensics.checkpoint_place import find_checkpoints
 
 
 def read_claims(run_dir: Path) -> list[Claim]:
     """Return what each committed checkpoint of a run says; one that is deleted meanwhile is left out."""
-    store = LocalStore(run_dir)
+    store = find_checkpoints(run_dir).store
     claims = []
     for step in committed_steps(store):
         origin = manifest_key(step)

@@ -18,6 +18,8 @@ def check_request(
     no_read: bool,
     corpora: Sequence[Path],
     text: str | None,
+    checkpoints: bool = False,
+    checkpoint: int | None = None,
 ) -> TextMode:
     """Refuse questions that do not go together, and return how much text is asked for (pure).
 
@@ -28,12 +30,22 @@ def check_request(
         no_read: Whether to leave out reading the corpus.
         corpora: Where corpora lie now.
         text: How much text to tell; None for the default.
+        checkpoints: Whether to list the checkpoints.
+        checkpoint: The step of the checkpoint to verify, if one is to be.
 
     Raises:
         UserError: Says what goes with what.
     """
-    if row is not None and verify:
-        raise UserError("--row and --verify are two questions; ask one at a time")
+    asked = {
+        "--row": row is not None,
+        "--verify": verify,
+        "--checkpoints": checkpoints,
+        "--verify-checkpoint": checkpoint is not None,
+    }
+    questions = [name for name, is_asked in asked.items() if is_asked]
+    if len(questions) > 1:
+        number = {2: "two", 3: "three", 4: "four"}[len(questions)]
+        raise UserError(f"{' and '.join(questions)} are {number} questions; ask one at a time")
     if other is not None and not verify:
         raise UserError(f"OTHER={str(other)!r}: a second run goes with --verify, which compares the two; add --verify")
     if no_read and not verify:

@@ -10,7 +10,8 @@ from ray_ulysses.config.rules import ring_problem
 from ray_ulysses.data.plan import Plan
 from ray_ulysses.errors import Problem
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.planner.memory import GIB, MemoryEstimate, MemoryTerm, estimate
+from ray_ulysses.planner.memory import MemoryEstimate, estimate
+from ray_ulysses.planner.memory_terms import GIB, MemoryTerm
 from ray_ulysses.planner.settings import allowed_sp, ring_size
 
 _MOST_WORKERS = 1024
@@ -100,6 +101,7 @@ class _Change:
     workers: int | None = None
     sp_size: int | None = None
     ring_size: int | None = None
+    shard_weights: bool = False
     offload: bool = False
     checkpointing: bool = False
 
@@ -112,6 +114,8 @@ class _Change:
             parts.append(f"parallel.sp_size={self.sp_size}")
         if self.ring_size is not None:
             parts.append(f"parallel.ring_size={self.ring_size}")
+        if self.shard_weights:
+            parts.append("memory.zero_stage=3")
         if self.offload:
             parts.append("memory.offload_optimizer=cpu")
         if self.checkpointing:
@@ -127,12 +131,14 @@ def _memory_with(config: Config, shape: ModelShape, change: _Change) -> MemoryEs
         ring_size=ring_size(config, shape, change.sp_size),
         context_tokens=config.data.context_tokens,
         dtype=config.model.dtype,
+        zero_stage=3 if change.shard_weights else config.memory.zero_stage,
         offload_optimizer="cpu" if change.offload else config.memory.offload_optimizer,
         gradient_checkpointing=change.checkpointing or config.memory.gradient_checkpointing,
         attention_output=config.memory.attention_output,
         attention_chunks=config.memory.attention_chunks,
         init=config.model.init,
         accelerator=config.cluster.gpus_per_worker > 0,
+        host_buffers=config.checkpoint.host_buffers,
     )
 
 
@@ -158,6 +164,8 @@ def _changes(config: Config, shape: ModelShape) -> Iterator[_Change]:
     can_offload = config.memory.offload_optimizer == "none"
     if not config.memory.gradient_checkpointing:
         yield _Change(checkpointing=True)
+    if config.memory.zero_stage < 3:
+        yield _Change(shard_weights=True)
     for size, ring in larger:
         if workers % size == 0:
             yield _Change(sp_size=size, ring_size=ring)

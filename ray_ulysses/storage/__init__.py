@@ -1,17 +1,26 @@
 """Where a run keeps its files: atomic files behind one small protocol, one writer at a time."""
 
+from ray_ulysses.storage.lease import RunLease
 from ray_ulysses.storage.local import LocalStore
+from ray_ulysses.storage.location import LocationError, join_location, open_store, parse_location
 from ray_ulysses.storage.lock import LockOwner, RunLock, current_owner
 from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.storage.store import AlreadyExistsError, Buffer, Store
+from ray_ulysses.storage.temporaries import sweep_temporaries
 
 __all__ = [
     "AlreadyExistsError",
     "Buffer",
     "LocalStore",
+    "LocationError",
     "LockOwner",
+    "RunLease",
     "RunLock",
     "Store",
     "check_storage",
     "current_owner",
+    "join_location",
+    "open_store",
+    "parse_location",
+    "sweep_temporaries",
 ]

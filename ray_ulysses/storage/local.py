@@ -1,20 +1,26 @@
-"""A `Store` on a mounted file system: temporary file, fsync, then a link (create) or a rename (replace)."""
+"""A `Store` on a mounted file system: temporary file, fsync, then a link (create) or a rename (replace).
+
+Whatever fails, nothing appears under the key and the temporary file goes. Only a process that dies, or that loses the
+right to the folder, leaves one; `sweep_temporaries` takes it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
-import uuid
 from collections.abc import Callable, Iterable
+from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.store import AlreadyExistsError, Buffer, checked_key
+from ray_ulysses.storage.temporaries import TEMPORARY_PREFIX, mark_as_written, temporary_name
 
-_TEMPORARY = ".writing-"
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+_DELETE_TRIES = 5
 
 
 class LocalStore:
@@ -37,21 +43,37 @@ class LocalStore:
 
     def create(self, key: str, chunks: Iterable[Buffer]) -> int:
         """Write a new file durably and return its size in bytes; see `Store.create`."""
-        return self._write(self.path(key), chunks, _link_new)
+        path = self.path(key)
+        size = self._write(path, chunks, _link_new)
+        try:
+            # Without this a power cut can lose the name although the bytes are there.
+            _sync_folder(path.parent)
+        except OSError:
+            # Whoever is told that it failed must not find it there later.
+            path.unlink(missing_ok=True)
+            raise
+        return size
 
     def replace(self, key: str, chunks: Iterable[Buffer]) -> int:
         """Write a file durably in place of the one there, if any; see `Store.replace`."""
-        return self._write(self.path(key), chunks, os.replace)
+        path = self.path(key)
+        size = self._write(path, chunks, os.replace)
+        _sync_folder(path.parent)
+        return size
 
     def list(self, prefix: str) -> list[str]:
-        """Return the keys of all files at or under a folder, sorted; files being written are left out."""
+        """Return the keys of all files at or under a folder, sorted; files being written are left out.
+
+        Raises:
+            OSError: A folder can't be looked into; an absent one is an empty one.
+        """
         top = self.path(prefix)
         if top.is_file():
             return [prefix]
         keys = []
-        for folder, _, names in os.walk(top):
+        for folder, _, names in os.walk(top, onerror=_raise_unless_absent):
             for name in names:
-                if not name.startswith(_TEMPORARY):
+                if not name.startswith(TEMPORARY_PREFIX):
                     keys.append((Path(folder) / name).relative_to(self.root).as_posix())
         return sorted(keys)
 
@@ -59,7 +81,7 @@ class LocalStore:
         """Delete a file, or a folder with all that is in it."""
         top = self.path(prefix)
         if top.is_dir() and not top.is_symlink():
-            shutil.rmtree(top)
+            _delete_folder(top)
         else:
             top.unlink(missing_ok=True)
         if top.parent.is_dir():
@@ -68,18 +90,28 @@ class LocalStore:
     def _write(self, path: Path, chunks: Iterable[Buffer], publish: Callable[[Path, Path], None]) -> int:
         """Write beside the target, make it durable, publish it under its name."""
         _make_folders(path.parent)
-        temporary = path.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
-        try:
-            with temporary.open("xb") as stream:
-                size = sum(stream.write(chunk) for chunk in chunks)
-                stream.flush()
+        temporary = path.parent / temporary_name()
+        # Without a buffer of Python's own: closing it would write what is left, and fail, a second time.
+        with temporary.open("xb", buffering=0) as stream:
+            try:
+                mark_as_written(stream.fileno())
+                size = sum(write_all(stream, chunk) for chunk in chunks)
                 os.fsync(stream.fileno())
-            publish(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        # Without this a power cut can lose the name although the bytes are there.
-        _sync_folder(path.parent)
+                publish(temporary, path)
+            finally:
+                # A folder that takes no changes any more must not hide what went wrong first.
+                with contextlib.suppress(OSError):
+                    temporary.unlink(missing_ok=True)
         return size
+
+
+def write_all(stream: RawIOBase, chunk: Buffer) -> int:
+    """Write a whole chunk and return its size in bytes; the kernel may take less at a time (2 GiB at most)."""
+    left = memoryview(chunk).cast("B")
+    size = left.nbytes
+    while left.nbytes:
+        left = left[stream.write(left) :]
+    return size
 
 
 def _link_new(temporary: Path, path: Path) -> None:
@@ -95,6 +127,25 @@ def _link_new(temporary: Path, path: Path) -> None:
             f"run.storage: the file system of {path.parent} has no hard links ({error.strerror}), so a "
             f"checkpoint can't be committed atomically on it; use a local disk or NFS"
         ) from error
+
+
+def _delete_folder(top: Path) -> None:
+    """Delete a folder although others may delete in it, or still write into it, at the same time."""
+    for tries_left in reversed(range(_DELETE_TRIES)):
+        try:
+            return shutil.rmtree(top)
+        except OSError as error:
+            if not top.exists():
+                return None
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY) or not tries_left:
+                raise
+    return None
+
+
+def _raise_unless_absent(error: OSError) -> None:
+    """Raise what `os.walk` would swallow: a folder that can't be read is not an empty one."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def _make_folders(folder: Path) -> None:

@@ -15,7 +15,8 @@ from types import TracebackType
 from typing import Self
 
 from ray_ulysses.clock import Clock, SystemClock
-from ray_ulysses.errors import UserError
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.storage.mounts import local_lock_option, read_mount_table
 
 LOCK_FILE = "run.lock"
 _RETRY_PAUSES_S = (0.05, 0.1, 0.2, 0.4)
@@ -43,8 +44,10 @@ class LockOwner:
 class RunLock:
     """Holds a run directory for this process until it is released or the process ends.
 
-    The kernel's `flock` decides, never the note's age: a dead owner's lock is free at once, and a slow
-    owner's lock is never taken away.
+    The kernel's `flock` decides, never the note's age: a dead owner's lock is free at once, and a slow or stopped
+    owner's lock is never taken away. On NFS the server decides: it frees the locks of a host that died when that
+    host's lease ends (about 90 s with NFS 4; NFS 3 waits for the host to come back), and it may give away the lock of
+    a host that it lost sight of, which `held` tells.
 
     Attributes:
         run_dir: The run's directory.
@@ -56,43 +59,56 @@ class RunLock:
         self.taken_over_from: LockOwner | None = None
         self._clock = clock if clock is not None else SystemClock()
         self._descriptor: int | None = None
+        self._note = ""
 
     def acquire(self) -> None:
         """Take the run.
 
         Raises:
-            UserError: Another live process holds it (the text says who and since when), or the directory
-            can't be
-                written, or its file system has no locks.
+            UserError: Another live process holds it (the text says who and since when), or the directory can't be
+                written, or its file system has no locks that hold between hosts.
         """
         assert self._descriptor is None, "the lock is held already"
         path = self.run_dir / LOCK_FILE
-        try:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise UserError(
-                f"run.storage: {self.run_dir} can't be written ({error.strerror}); make it writable or set "
-                f"another run.storage"
-            ) from error
-        try:
-            _take(descriptor)
-        except OSError as error:
-            os.close(descriptor)
-            raise self._refusal(path, error) from error
-        self._descriptor = descriptor
+        self._descriptor = self._locked(path)
         self.taken_over_from = _read_owner(path)
         owner = LockOwner(host=socket.gethostname(), pid=os.getpid(), since=self._clock.now())
         self._write_note(json.dumps(asdict(owner)))
+
+    @property
+    def held(self) -> bool:
+        """Return whether this process still holds the run, as far as the file system says."""
+        if self._descriptor is None:
+            return False
+        try:
+            named = os.stat(self.run_dir / LOCK_FILE)
+            opened = os.fstat(self._descriptor)
+            note = os.pread(self._descriptor, 4096, 0).decode(errors="replace")
+        except OSError:
+            # A host that the NFS server lost sight of gets an error here.
+            return False
+        return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino) and note == self._note
+
+    def check(self) -> None:
+        """Raise `RunError` if this process holds the run no more."""
+        if not self.held:
+            owner = _read_owner(self.run_dir / LOCK_FILE)
+            raise RunError(
+                f"run {self.run_dir.name!r} is no longer held by this process: "
+                + (f"it was taken over by {owner}" if owner is not None else f"its {LOCK_FILE} is gone")
+            )
 
     def release(self) -> None:
         """Give the run back; releasing twice does nothing."""
         if self._descriptor is None:
             return
-        # The file stays: unlinking it would let a waiting process lock a file that no longer has a name.
-        self._write_note("")
-        os.close(self._descriptor)
-        self._descriptor = None
+        # The file stays: whoever waits for it need not find a new one.
+        try:
+            if self.held:
+                self._write_note("")
+        finally:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def __enter__(self) -> Self:
         self.acquire()
@@ -103,6 +119,41 @@ class RunLock:
     ) -> None:
         self.release()
 
+    def _locked(self, path: Path) -> int:
+        """Return a descriptor that holds the lock of the file that has the name, and not of one that had it."""
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            option = local_lock_option(self.run_dir.resolve(), read_mount_table())
+        except OSError as error:
+            raise self._unwritable(error) from error
+        if option is not None:
+            raise UserError(
+                f"run.storage: {self.run_dir.parent} is mounted with {option}, so two hosts could write the same run; "
+                "mount it without that option or set another run.storage"
+            )
+        while True:
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            except OSError as error:
+                raise self._unwritable(error) from error
+            try:
+                _take(descriptor)
+                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    return descriptor
+            except FileNotFoundError:
+                # Somebody deleted it in between, as the refusal's way out says.
+                pass
+            except OSError as error:
+                os.close(descriptor)
+                raise self._refusal(path, error) from error
+            os.close(descriptor)
+
+    def _unwritable(self, error: OSError) -> UserError:
+        return UserError(
+            f"run.storage: {self.run_dir} can't be written ({error.strerror}); make it writable or set "
+            f"another run.storage"
+        )
+
     def _refusal(self, path: Path, error: OSError) -> UserError:
         """Return the error for a lock that was not given."""
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
@@ -112,14 +163,19 @@ class RunLock:
             )
         owner = _read_owner(path)
         who = str(owner) if owner is not None else "another process that has not left its name yet"
+        hint = ""
+        if owner is not None and owner.host != socket.gethostname():
+            # An NFS 3 server keeps a dead host's locks until that host is back.
+            hint = f". If that host is gone for good and two minutes have passed, delete {path}"
         return UserError(
             f"run.name={self.run_dir.name!r} is already running in {self.run_dir.parent}: held by {who}; "
-            f"wait for it, stop it, or set another run.name"
+            f"wait for it, stop it, or set another run.name{hint}"
         )
 
     def _write_note(self, text: str) -> None:
         """Replace what the lock file says, through the descriptor that holds the lock."""
         assert self._descriptor is not None
+        self._note = text
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, text.encode(), 0)
         os.fsync(self._descriptor)

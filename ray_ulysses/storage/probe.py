@@ -1,55 +1,93 @@
-"""Says before a worker starts whether a directory can hold a run."""
+"""Says before a worker starts whether a location can hold a run's files, by trying what a run will do there."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.local import LocalStore
-from ray_ulysses.storage.store import AlreadyExistsError
+from ray_ulysses.storage.location import ObjectLocation, open_store, parse_location
+from ray_ulysses.storage.store import AlreadyExistsError, Store, read_bytes
+
+_NUM_WRITERS = 4
+_RETRY_S = 10.0
+_FIRST, _SECOND = b"0123456789", b"abcdefghij"
 
 
-def check_storage(storage: Path | str) -> None:
-    """Check that runs can be kept under a directory: it can be made, written, and creates files atomically.
+class _UnfitError(Exception):
+    """A store answered, but not as a store does; the text says how."""
+
+
+def check_storage(storage: Path | str, *, setting: str = "run.storage") -> None:
+    """Check that runs can be kept at a location: it can be written, and creates files atomically.
 
     What it writes it deletes again; a directory that it had to make stays.
 
     Args:
-        storage: The setting ``run.storage``.
+        storage: A path, or the URI of an object store.
+        setting: The setting that gave it, for errors.
 
     Raises:
-        UserError: It can't; the text names the path, the reason and the way out.
+        UserError: It can't; the text names the location, the reason and the way out.
     """
-    path = Path(storage).absolute()
-    store = LocalStore(path)
-    key = f".probe-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    location = parse_location(storage)
+    store = open_store(storage, retry_s=_RETRY_S)
+    shown = f"{setting}={str(storage)!r}"
+    folder = f".probe-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     try:
-        store.create(key, [b"first"])
-        try:
-            store.create(key, [b"second"])
-        except AlreadyExistsError:
-            pass
-        else:
-            raise UserError(
-                f"run.storage={str(storage)!r}: two writers can create the same file there, so a checkpoint "
-                f"can't be committed safely; use a local disk or NFS"
-            )
-        with store.open(key) as stream:
-            assert stream.read() == b"first"
+        _probe(store, folder)
+    except _UnfitError as error:
+        raise UserError(f"{shown}: {error}; use a local disk, NFS, or another object store") from error
     except OSError as error:
+        way_out = "make the path writable for this user on every node"
+        if isinstance(location, ObjectLocation):
+            way_out = "look at the bucket, its region and endpoint, and at the credentials in the environment"
         raise UserError(
-            f"run.storage={str(storage)!r} can't be written: {error.strerror or error}; make the path "
-            f"writable for this user on every node, or set another run.storage"
+            f"{shown} can't be written: {error.strerror or error}; {way_out}, or set another {setting}"
         ) from error
     finally:
-        _delete_quietly(store, key)
+        # Where nothing could be written there is nothing to delete.
+        with contextlib.suppress(OSError):
+            store.delete(folder)
 
 
-def _delete_quietly(store: LocalStore, key: str) -> None:
-    """Delete the probe's file; where nothing could be written there is nothing to delete."""
+def _probe(store: Store, folder: str) -> None:
+    """Create, read, replace, list and delete, and hold each answer against what a store promises."""
+    key, contested = f"{folder}/file", f"{folder}/contested"
+    store.create(key, [_FIRST])
+    if _creates(store, key, _SECOND) or read_bytes(store, key) != _FIRST:
+        raise _UnfitError(
+            "a second writer can create the same file there (conditional puts are ignored), so a checkpoint can't be "
+            "committed safely"
+        )
+    with ThreadPoolExecutor(_NUM_WRITERS) as pool:
+        won = sum(pool.map(lambda number: _creates(store, contested, b"%d" % number), range(_NUM_WRITERS)))
+    if won != 1:
+        raise _UnfitError(
+            f"of {_NUM_WRITERS} writers that created the same file at the same time {won} succeeded, so a checkpoint "
+            "can't be committed safely"
+        )
+    with store.open(key) as stream:
+        stream.seek(3)
+        if stream.read(4) != _FIRST[3:7]:
+            raise _UnfitError("reading a part of a file gives other bytes than were asked for")
+    store.replace(key, [_SECOND])
+    if read_bytes(store, key) != _SECOND:
+        raise _UnfitError("a file that was replaced is read as it was before")
+    if store.list(folder) != sorted([key, contested]):
+        raise _UnfitError("a file that was written is missing from the list of its folder")
+    store.delete(folder)
+    if store.list(folder):
+        raise _UnfitError("a file that was deleted is still listed")
+
+
+def _creates(store: Store, key: str, content: bytes) -> bool:
+    """Return whether a file could be created."""
     try:
-        store.delete(key)
-    except OSError:
-        return
+        store.create(key, [content])
+    except AlreadyExistsError:
+        return False
+    return True

@@ -9,15 +9,14 @@ from typing import Any, Protocol
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.logging import get_logger
+from ray_ulysses.tracking.commits import CheckpointNews
+from ray_ulysses.tracking.redaction import without_secret
 from ray_ulysses.tracking.spool import Entry, Spool
 from ray_ulysses.tracking.tracker import RunStatus
 
 _logger = get_logger(__name__)
 
 Event = Mapping[str, Any]
-
-CHECKPOINT_MARK = "checkpoint"
-"""The mark that holds the newest checkpoint's step; the others are ``metric:<name>``."""
 
 
 class RefusedEvent(Exception):
@@ -32,11 +31,18 @@ class Sink(Protocol):
         ...
 
     def existing_marks(self, events: Sequence[Event]) -> dict[str, int]:
-        """Return the largest step that the receiver already has, for each mark that these events would raise."""
+        """Return the largest step that the receiver already has, for each mark that these events would raise.
+
+        A mark is ``metric:<name>``.
+        """
         ...
 
     def deliver(self, events: Sequence[Event]) -> None:
-        """Send events in order; raises ``RefusedEvent`` for what is never taken, anything else is tried again."""
+        """Send events in order; raises ``RefusedEvent`` for what is never taken, anything else is tried again.
+
+        Steps come once. What is told of a checkpoint may come again after a lost answer, before anything else does, and
+        must then change nothing.
+        """
         ...
 
 
@@ -72,6 +78,7 @@ class SpooledTracker:
         self._wake, self._stop = threading.Event(), threading.Event()
         self._drained, self._given_up = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
+        self._early: list[dict[str, Any]] = []
         self._warned: set[str] = set()
 
     def start(self, params: Mapping[str, object], tags: Mapping[str, object]) -> None:
@@ -82,38 +89,50 @@ class SpooledTracker:
             self._warn_once("spool", f"{self._spool_dir} can't be written ({error}): this attempt is not tracked")
             return
         self._put({"kind": "start", "params": dict(params), "tags": dict(tags)})
-        self._thread = threading.Thread(target=self._run, name="tracker", daemon=True)
-        self._thread.start()
+        for event in self._early:
+            self._put(event)
+        self._early.clear()
+        self._begin()
+
+    def catch_up(self) -> int:
+        """Deliver what earlier processes left, in place of an attempt; takes at most ``drain_s``.
+
+        Only the holder of the run's lock may call: the spool has one reader.
+
+        Returns:
+            How many events are left.
+
+        Raises:
+            OSError: The spool can't be read or written.
+        """
+        if not self._spool_dir.is_dir():
+            return 0
+        self._spool = Spool(self._spool_dir, max_bytes=self._max_bytes)
+        if self._spool.is_empty:
+            self._spool.close()
+            return 0
+        self._begin()
+        self._drain()
+        return self._spool.num_waiting()
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Spool the numbers of a step."""
         self._put({"kind": "step", "step": step, "metrics": {key: float(value) for key, value in metrics.items()}})
 
-    def log_checkpoint(
-        self,
-        step: int,
-        path: str,
-        topology: Mapping[str, object],
-        cursor: Mapping[str, object],
-        metrics: Mapping[str, float],
-        digest: str = "",
-    ) -> None:
-        """Spool a committed checkpoint."""
-        self._put(
-            {
-                "kind": "checkpoint",
-                "step": step,
-                "path": path,
-                "topology": dict(topology),
-                "cursor": dict(cursor),
-                "digest": digest,
-                "metrics": {key: float(value) for key, value in metrics.items()},
-            }
-        )
+    def log_checkpoint(self, news: CheckpointNews) -> None:
+        """Spool what is new of the run's checkpoints."""
+        self._put(news.to_event())
 
     def finish(self, status: RunStatus) -> None:
         """Spool the end, and wait at most ``drain_s`` until everything has been delivered."""
         self._put({"kind": "finish", "status": status})
+        self._drain()
+
+    def _begin(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="tracker", daemon=True)
+        self._thread.start()
+
+    def _drain(self) -> None:
         self._stop.set()
         self._wake.set()
         if self._thread is None or self._spool is None:
@@ -123,11 +142,14 @@ class SpooledTracker:
             self._warn_once(
                 "drain",
                 f"the tracker could not be reached within {self._drain_s:g} s; what is missing waits in "
-                f"{self._spool_dir} and is sent when the run is started again",
+                f"{self._spool_dir} and is sent when the run is started again, complete or not",
             )
 
     def _put(self, event: dict[str, Any]) -> None:
-        if self._spool is None:
+        if self._spool is None and self._thread is None:
+            # Steps come after the start; a checkpoint that is set aside while the run resumes does not.
+            if event["kind"].startswith("checkpoint"):
+                self._early.append(event)
             return
         event["time_ms"] = int(self._clock.now() * 1000)
         try:
@@ -158,6 +180,7 @@ class SpooledTracker:
                 if not stopping:
                     self._stop.wait(pause)
                 elif self._given_up.wait(min(pause, 1.0)):
+                    self._spool.close()
                     return
                 pause = min(2 * pause, self._retry_s[1])
                 continue
@@ -169,15 +192,13 @@ class SpooledTracker:
 
     def _forget_delivered(self, spool: Spool) -> None:
         """Ask the receiver what it has: an earlier process may have died between a delivery and its acknowledgement."""
-        waiting = [
-            entry.event for entry in spool.peek(self._batch) if entry.event.get("kind") in ("step", "checkpoint")
-        ]
+        waiting = [entry.event for entry in spool.peek(self._batch) if entry.event.get("kind") == "step"]
         if waiting:
             for mark, step in self._sink.existing_marks(waiting).items():
                 spool.marks[mark] = max(step, spool.marks.get(mark, step))
 
     def _deliver_batch(self, spool: Spool) -> bool:
-        entries = spool.peek(self._batch)
+        entries = batch_of(spool.peek(self._batch))
         if not entries:
             return False
         events, marks = unsent([entry.event for entry in entries], spool.marks)
@@ -206,6 +227,18 @@ class SpooledTracker:
             _logger.warning("%s", text)
 
 
+def batch_of(entries: Sequence[Entry]) -> Sequence[Entry]:
+    """Return the entries that are sent and acknowledged together: up to the first that tells of a checkpoint.
+
+    After a lost answer such an event comes again, and must find what it left: another one behind it could have changed
+    that already.
+    """
+    for number, entry in enumerate(entries, start=1):
+        if str(entry.event.get("kind")).startswith("checkpoint"):
+            return entries[:number]
+    return entries
+
+
 def unsent(events: Sequence[Event], marks: Mapping[str, int]) -> tuple[list[Event], dict[str, int]]:
     """Leave out what the receiver already has, so that a replayed step does not double its points.
 
@@ -226,15 +259,10 @@ def unsent(events: Sequence[Event], marks: Mapping[str, int]) -> tuple[list[Even
             after.update({f"metric:{key}": step for key in fresh})
             if fresh:
                 left.append({**event, "metrics": fresh})
-        elif kind == "checkpoint":
-            step = int(event["step"])
-            if step > after.get(CHECKPOINT_MARK, -1):
-                after[CHECKPOINT_MARK] = step
-                left.append(event)
         elif kind is not None:
             left.append(event)
     return left, after
 
 
 def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+    return f"{type(error).__name__}: {without_secret(str(error)).splitlines()[0][:200] if str(error) else ''}"

@@ -1,4 +1,4 @@
-"""What happened in a run, read from its journal and its checkpoint folders."""
+"""What happened in a run, read from its journal and its checkpoint folders, wherever those lie."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ray_ulysses.storage import current_owner
+from ray_ulysses.storage import LocalStore, Store, current_owner
+from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.journal import read_records
 
 Status = Literal["not_started", "running", "interrupted", "stopped", "failed", "finished"]
@@ -17,7 +18,7 @@ Status = Literal["not_started", "running", "interrupted", "stopped", "failed", "
 STOP_REASONS = ("stopped", "finished")
 """First words of the reasons of an attempt that ended because it was meant to."""
 
-_STEP_FOLDER = re.compile(r"^step-(\d{8,})$")
+_STEP_KEY = re.compile(r"^(checkpoints/step-(\d{8,}))/(.+)$")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +71,7 @@ class CheckpointRecord:
 
     Attributes:
         step: Completed steps that it holds.
-        path: Its folder, relative to the run's directory.
+        path: Its folder, relative to the run's directory, or to the store that its checkpoints lie in.
         committed: Whether its manifest is there; a folder without one is never loaded.
         world_size: Ranks that wrote it; None if it was not committed.
     """
@@ -125,18 +126,22 @@ class RunHistory:
         return fields
 
 
-def read_history(run_dir: Path | str, *, is_held: bool | None = None) -> RunHistory:
+def read_history(run_dir: Path | str, *, is_held: bool | None = None, store: Store | None = None) -> RunHistory:
     """Read what happened in a run; also of one that is running or was torn off.
 
     Args:
         run_dir: ``<storage>/<name>``.
         is_held: Whether a live process trains it; ``None`` asks the run's lock.
+        store: Where its checkpoints lie; ``None`` is in its directory.
+
+    Raises:
+        OSError: The store can't be listed.
     """
     run_dir = Path(run_dir)
     return build_history(
         name=run_dir.absolute().name,
         records=read_records(run_dir),
-        checkpoints=_read_checkpoints(run_dir),
+        checkpoints=_read_checkpoints(store if store is not None else LocalStore(run_dir)),
         is_held=current_owner(run_dir) is not None if is_held is None else is_held,
     )
 
@@ -290,28 +295,30 @@ def _goodput(ordered: Sequence[Mapping[str, Any]], attempts: Sequence[Sequence[d
     return round(min(useful / elapsed, 1.0), 4) if elapsed > 0 else None
 
 
-def _read_checkpoints(run_dir: Path) -> list[CheckpointRecord]:
+def _read_checkpoints(store: Store) -> list[CheckpointRecord]:
     """Return what lies under ``checkpoints/``; whole or not is `checkpoint.choice`'s to say."""
-    folder = run_dir / "checkpoints"
-    found = []
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        match = _STEP_FOLDER.match(path.name)
+    folders: dict[int, str] = {}
+    committed = set()
+    for key in store.list("checkpoints"):
+        match = _STEP_KEY.match(key)
         if match:
-            manifest = path / "manifest.json"
-            found.append(
-                CheckpointRecord(
-                    step=int(match[1]),
-                    path=path.relative_to(run_dir).as_posix(),
-                    committed=manifest.is_file(),
-                    world_size=_world_size(manifest),
-                )
-            )
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+            folders[int(match[2])] = match[1]
+            if match[3] == "manifest.json":
+                committed.add(int(match[2]))
+    return [
+        CheckpointRecord(
+            step=step,
+            path=folders[step],
+            committed=step in committed,
+            world_size=_world_size(store, f"{folders[step]}/manifest.json") if step in committed else None,
+        )
+        for step in sorted(folders)
+    ]
 
 
-def _world_size(manifest: Path) -> int | None:
+def _world_size(store: Store, manifest: str) -> int | None:
     """Return how many ranks wrote a checkpoint, if its manifest can be read."""
     try:
-        return int(json.loads(manifest.read_bytes())["world_size"])
+        return int(json.loads(read_bytes(store, manifest))["world_size"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -27,6 +27,7 @@ REQUIRED_FIELDS: Mapping[str, tuple[str, ...]] = {
     "evaluation": ("step", "loss", "tokens"),
     "checkpoint_committed": ("step", "path", "world_size"),
     "checkpoint_set_aside": ("step", "reason"),
+    "checkpoint_failed": ("step", "reason"),
     "preemption_notice": (),
     "attempt_ended": ("reason",),
     "run_finished": ("step",),
@@ -56,8 +57,13 @@ class AttemptJournal:
             self._stream.write(b"\n")
 
     @classmethod
-    def claim(cls, run_dir: Path | str, clock: Clock | None = None) -> AttemptJournal:
+    def claim(cls, run_dir: Path | str, clock: Clock | None = None, *, after: int = 0) -> AttemptJournal:
         """Start the journal of a new attempt under the first free number.
+
+        Args:
+            run_dir: The run's directory.
+            clock: Where the records' times come from.
+            after: The number is larger than this: others may know of attempts that this journal does not.
 
         Raises:
             UserError: The journal's folder can't be written.
@@ -65,7 +71,7 @@ class AttemptJournal:
         folder = Path(run_dir) / JOURNAL_FOLDER
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            attempt = max(attempt_numbers(run_dir), default=0)
+            attempt = max(after, *attempt_numbers(run_dir), 0)
             while True:
                 attempt += 1
                 path = folder / f"attempt-{attempt:04d}.jsonl"
@@ -115,6 +121,11 @@ class AttemptJournal:
         self._stream.write(line.encode() + b"\n")
         if kind in _DURABLE:
             self.sync()
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the segment up to now."""
+        return self._stream.tell()
 
     def sync(self) -> None:
         """Make everything written so far outlive a power cut; call it before a checkpoint is committed."""

@@ -1,7 +1,7 @@
-"""MLflow, at home in this file alone: one MLflow run for the life of a run, whatever its attempts.
+"""A run in MLflow: one MLflow run for its life, whatever its attempts.
 
-Nothing of MLflow is imported before the tracker's own thread starts, so that neither the package nor the loop waits for
-it.
+MLflow is at home in the files ``mlflow_*`` alone. Nothing of it is imported before the tracker's own thread starts, so
+that neither the package nor the loop waits for it.
 """
 
 from __future__ import annotations
@@ -12,37 +12,32 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ray_ulysses.clock import Clock
 from ray_ulysses.logging import get_logger
-from ray_ulysses.tracking.delivery import CHECKPOINT_MARK, Event, RefusedEvent, SpooledTracker
+from ray_ulysses.tracking.commits import CheckpointInventory, CommittedCheckpoint, GoneCheckpoint
+from ray_ulysses.tracking.delivery import Event, RefusedEvent, SpooledTracker
+from ray_ulysses.tracking.mlflow_client import open_client
+from ray_ulysses.tracking.mlflow_models import CheckpointModels
+from ray_ulysses.tracking.mlflow_runs import KEY_TAG
+from ray_ulysses.tracking.redaction import without_secret
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import LoggedModel, Metric
+    from mlflow.entities import Metric
 
 _logger = get_logger(__name__)
+_News = TypeVar("_News", CommittedCheckpoint, GoneCheckpoint, CheckpointInventory)
 
 IDENTITY_FILE = "tracking.json"
 SPOOL_DIR = "tracking"
-KEY_TAG = "ray_ulysses.key"
 
 _METRICS_A_BATCH = 1000
 _ENTITIES_A_BATCH = 100
 _TAG_CHARACTERS = 8000
 _PARAM_CHARACTERS = 6000
 
-# One attempt of 3 s instead of five over minutes: the spool keeps what failed, and the thread comes back to it.
-_ENVIRONMENT = {
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "3",
-    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "0",
-    "MLFLOW_HTTP_REQUEST_BACKOFF_JITTER": "0",
-    # Or MLflow 3 prints links between the lines of the progress view, and the making of its tables.
-    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    "MLFLOW_LOGGING_LEVEL": "WARNING",
-}
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_ALREADY_EXISTS")
 _MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
@@ -85,8 +80,7 @@ class TrackingIdentity:
 class MlflowTracker(SpooledTracker):
     """Shows a run in MLflow: parameters once, a curve without repeated steps, and each committed checkpoint.
 
-    Checkpoints appear as models of type ``checkpoint`` with the tags ``step``, ``path``, ``topology`` and ``cursor``;
-    their metrics are named ``checkpoint_<name>``, since MLflow adds a model's metrics to its run's curves too.
+    Checkpoints appear as models of type ``checkpoint``; see `mlflow_models`.
     """
 
     def __init__(
@@ -122,6 +116,7 @@ class MlflowSink:
     def __init__(self, *, uri: str, experiment: str, run_name: str, run_dir: Path) -> None:
         self._uri, self._experiment, self._run_name, self._run_dir = uri, experiment, run_name, run_dir
         self._client: MlflowClient
+        self._models: CheckpointModels
         self._run_id = ""
         self._experiment_id = ""
 
@@ -131,17 +126,13 @@ class MlflowSink:
         Raises:
             Exception: Whatever MLflow raises when it can't be reached.
         """
-        for name, value in _ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        from mlflow import MlflowClient
-
-        self._client = MlflowClient(tracking_uri=self._uri)
+        self._client = open_client(self._uri)
         self._experiment_id = self._find_experiment()
         identity = TrackingIdentity.load(self._run_dir)
         if identity is not None and (identity.uri, identity.experiment) != (self._uri, self._experiment):
             _logger.warning(
                 "the run was tracked at %s, experiment %r; it goes on in a new MLflow run at %s, experiment %r",
-                *(identity.uri, identity.experiment, self._uri, self._experiment),
+                *(without_secret(identity.uri), identity.experiment, without_secret(self._uri), self._experiment),
             )
             identity = None
         if identity is None:
@@ -150,18 +141,20 @@ class MlflowSink:
         self._run_id = self._find_run(identity) or self._create_run(identity)
         if identity.run_id != self._run_id:
             replace(identity, run_id=self._run_id).save(self._run_dir)
+        self._models = CheckpointModels(
+            self._client,
+            experiment_id=self._experiment_id,
+            run_id=self._run_id,
+            lineage={"run_name": self._run_name, "run_dir": str(self._run_dir)},
+        )
 
     def existing_marks(self, events: Sequence[Event]) -> dict[str, int]:
-        """Return the largest step of each metric, and of the checkpoints, that the run already has."""
+        """Return the largest step of each metric that the run already has."""
         marks: dict[str, int] = {}
         for name in {key for event in events if event["kind"] == "step" for key in event["metrics"]}:
             history = self._client.get_metric_history(self._run_id, name)
             if history:
                 marks[f"metric:{name}"] = max(point.step for point in history)
-        if any(event["kind"] == "checkpoint" for event in events):
-            steps = [int(model.tags["step"]) for model in self._models("") if model.status == "READY"]
-            if steps:
-                marks[CHECKPOINT_MARK] = max(steps)
         return marks
 
     def deliver(self, events: Sequence[Event]) -> None:
@@ -180,7 +173,11 @@ class MlflowSink:
                 elif kind == "start":
                     self._log_start(group[0])
                 elif kind == "checkpoint":
-                    self._log_checkpoint(group[0])
+                    self._models.commit(_read(CommittedCheckpoint, group[0]), group[0]["time_ms"])
+                elif kind == "checkpoint_gone":
+                    self._models.take_away(_read(GoneCheckpoint, group[0]))
+                elif kind == "checkpoint_inventory":
+                    self._models.reconcile(_read(CheckpointInventory, group[0]), group[0]["time_ms"])
                 elif kind == "finish":
                     self._client.set_terminated(self._run_id, status=_MLFLOW_STATUS[group[0]["status"]])
         except MlflowException as error:
@@ -230,10 +227,6 @@ class MlflowSink:
         )
         return str(run.info.run_id)
 
-    def _models(self, condition: str) -> Sequence[LoggedModel]:
-        query = f"source_run_id='{self._run_id}'{condition}"
-        return list(self._client.search_logged_models([self._experiment_id], filter_string=query, max_results=1000))
-
     def _log_start(self, event: Event) -> None:
         """Set tags anew, log parameters once; one that changed becomes a tag, since MLflow refuses to change it."""
         from mlflow.entities import Param, RunTag
@@ -261,46 +254,36 @@ class MlflowSink:
         for part in _slices(points, _METRICS_A_BATCH):
             self._client.log_batch(self._run_id, metrics=part, synchronous=True)
 
-    def _log_checkpoint(self, event: Event) -> None:
-        from mlflow.entities import LoggedModelOutput
 
-        step, path = int(event["step"]), str(event["path"])
-        tags = {
-            "step": str(step),
-            "path": path[:_TAG_CHARACTERS],
-            "topology": json.dumps(event["topology"])[:_TAG_CHARACTERS],
-            "cursor": json.dumps(event["cursor"])[:_TAG_CHARACTERS],
-            # Not in the spool of a version before this one.
-            "digest": str(event.get("digest", "")),
-        }
-        name = f"step-{step:08d}"
-        # One that an earlier process began and could not finish is taken up again.
-        begun = self._models(f" AND name='{name}'")
-        model = (
-            begun[0]
-            if begun
-            else self._client.create_logged_model(
-                self._experiment_id, name=name, source_run_id=self._run_id, tags=tags, model_type="checkpoint"
-            )
-        )
-        for key, value in event["metrics"].items():
-            self._client.log_metric(
-                self._run_id,
-                f"checkpoint_{key}",
-                value,
-                timestamp=event["time_ms"],
-                step=step,
-                synchronous=True,
-                model_id=model.model_id,
-            )
-        self._client.finalize_logged_model(model.model_id, "READY")
-        # MLflow refuses an output that it has, as after a delivery whose answer was lost.
-        outputs = self._client.get_run(self._run_id).outputs
-        if outputs is None or model.model_id not in {output.model_id for output in outputs.model_outputs}:
-            self._client.log_outputs(self._run_id, [LoggedModelOutput(model_id=model.model_id, step=step)])
-        self._client.set_tag(self._run_id, "checkpoint.step", str(step))
-        self._client.set_tag(self._run_id, "checkpoint.path", path[:_TAG_CHARACTERS])
-        self._client.set_tag(self._run_id, "checkpoint.digest", tags["digest"])
+def deliver_backlog(run_dir: Path | str, *, uri: str, experiment: str, run_name: str, wait_s: float = 30.0) -> int:
+    """Send what a run's attempts could not send to MLflow; takes nothing up and starts nothing.
+
+    For a run that ended while MLflow was away. Where nothing waits, MLflow is not even imported. Only the holder of the
+    run's lock may call.
+
+    Args:
+        run_dir: The run's directory.
+        uri: Tracking URI.
+        experiment: Made when absent.
+        run_name: How MLflow shows the run.
+        wait_s: Longest time to wait for MLflow, in seconds.
+
+    Returns:
+        How many events are left; 0 when MLflow has everything.
+
+    Raises:
+        OSError: The run directory can't be read or written.
+    """
+    tracker = MlflowTracker(uri=uri, experiment=experiment, run_name=run_name, run_dir=run_dir, drain_s=wait_s)
+    return tracker.catch_up()
+
+
+def _read(kind: type[_News], event: Event) -> _News:
+    """Return what an event says of a checkpoint; one that an editor has spoilt must not be tried for ever."""
+    try:
+        return kind.from_event(event)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RefusedEvent(f"a checkpoint's event lacks something ({type(error).__name__}: {error})") from error
 
 
 def _grouped(events: Sequence[Event]) -> Iterator[list[Event]]:

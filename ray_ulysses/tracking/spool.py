@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -121,10 +122,17 @@ class Spool:
         with self._lock:
             return self._waiting == 0
 
+    def num_waiting(self) -> int:
+        """Return how many events wait; reads all of them."""
+        return len(self.peek(sys.maxsize))
+
     def close(self) -> None:
         """Close the file that is written; what waits stays on disk."""
         with self._lock:
+            is_empty = self._out.tell() == 0
             self._out.close()
+            if is_empty:
+                self._path(self._out_file).unlink(missing_ok=True)
 
     def _waiting_bytes(self) -> int:
         total = 0

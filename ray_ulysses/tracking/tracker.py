@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, Protocol
 
+from ray_ulysses.tracking.commits import CheckpointNews
+
 RunStatus = Literal["finished", "stopped", "failed"]
 """How an attempt ended: every planned step done, stopped on request or at a stop step, or ended by an error."""
 
@@ -25,16 +27,11 @@ class Tracker(Protocol):
         """Record numbers of a completed optimizer step; a step that the run already has is not recorded again."""
         ...
 
-    def log_checkpoint(
-        self,
-        step: int,
-        path: str,
-        topology: Mapping[str, object],
-        cursor: Mapping[str, object],
-        metrics: Mapping[str, float],
-        digest: str = "",
-    ) -> None:
-        """Record a committed checkpoint: where it is, who wrote it, its place in the data, its numbers, its digest."""
+    def log_checkpoint(self, news: CheckpointNews) -> None:
+        """Record that a checkpoint was committed, or is gone, or which ones there are when an attempt starts.
+
+        What is said twice is recorded once. What is said before `start` is kept until then.
+        """
         ...
 
     def finish(self, status: RunStatus) -> None:
@@ -51,15 +48,7 @@ class NullTracker:
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record nothing."""
 
-    def log_checkpoint(
-        self,
-        step: int,
-        path: str,
-        topology: Mapping[str, object],
-        cursor: Mapping[str, object],
-        metrics: Mapping[str, float],
-        digest: str = "",
-    ) -> None:
+    def log_checkpoint(self, news: CheckpointNews) -> None:
         """Record nothing."""
 
     def finish(self, status: RunStatus) -> None:

@@ -9,38 +9,31 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ray_ulysses.attention.ulysses import apply_ulysses
-from ray_ulysses.checkpoint import CheckpointMeta, save_checkpoint
-from ray_ulysses.checkpoint.retention import apply_retention
-from ray_ulysses.config.resume import resume_fingerprint
 from ray_ulysses.data.digest import add_digests
 from ray_ulysses.data.steps import num_micro_steps
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.engine.optimizer import learning_rate
-from ray_ulysses.engine.zero import build_engine, prepare_process, zero_config
-from ray_ulysses.engine.zero_state import export_state
-from ray_ulysses.logging import get_logger
+from ray_ulysses.engine.zero import build_engine, partition_config, prepare_process
 from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.planner.settings import run_layout
 from ray_ulysses.trainer.data import open_data
 from ray_ulysses.trainer.record import Recorder
-from ray_ulysses.trainer.resume import Progress, resume
+from ray_ulysses.trainer.resume import resume
+from ray_ulysses.trainer.saving import CheckpointKeeper, StepOutcome
 from ray_ulysses.trainer.self_test import check_start
-from ray_ulysses.trainer.settings import last_step_of, model_shape, versions, zero_settings
+from ray_ulysses.trainer.settings import last_step_of, model_shape, zero_settings
 from ray_ulysses.trainer.step import evaluate, train_step
-from ray_ulysses.trainer.stop import stop_requested
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ray_ulysses.checkpoint import CheckpointRef
     from ray_ulysses.config import Config
     from ray_ulysses.data.plan import Plan
     from ray_ulysses.data.reader import RowReader, RowSlice
     from ray_ulysses.data.row_source import RowSource
     from ray_ulysses.parallel.layout import ParallelLayout
+    from ray_ulysses.trainer.progress import Progress
     from ray_ulysses.trainer.worker import Worker
-
-_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +62,7 @@ class _Attempt:
     accumulation: int
     engine: Any
     recorder: Recorder
+    keeper: CheckpointKeeper
 
 
 def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
@@ -90,13 +84,14 @@ def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
     layout = run_layout(config, shape, worker.world_size)
     mesh = SequenceMesh.from_layout(layout, timeout=timedelta(seconds=config.elastic.collective_timeout_s))
     recorder = Recorder.open(config, worker, layout)
+    keeper = CheckpointKeeper(config, worker, layout, recorder)
     try:
-        # The data: the plan that the driver has stored. The model: under ZeRO-3, with our attention.
+        # The data: the plan that the driver has stored. The model: under ZeRO, with our attention.
         plan, reader = open_data(config)
         settings = zero_settings(config, num_micro_steps(plan.most_rows_per_step(1), layout.dp_size))
         if config.run.self_test:
             check_start(config, worker, mesh, shape, settings)
-        model = build_model(config, partition=zero_config(settings))
+        model = build_model(config, partition=partition_config(settings))
         apply_ulysses(model, mesh, attention=config.model.attention, chunks=config.memory.attention_chunks)
         engine = build_engine(model, settings)
         engine.train()
@@ -110,17 +105,21 @@ def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
             accumulation=settings.accumulation,
             engine=engine,
             recorder=recorder,
+            keeper=keeper,
         )
         # The state: from the newest committed checkpoint, at whatever world size it was written.
         progress = resume(engine, config, plan, recorder)
+        keeper.resumed(progress.step)
         recorder.attempt_started(progress, last_step_of(config, plan), plan)
         source = worker.make_source(plan, reader, layout, worker.rank)
         try:
             end = _train(attempt, source, progress)
         finally:
             source.close()
+        keeper.finish()
         recorder.ended(end.status, end.step)
     except BaseException as error:
+        keeper.abandon()
         recorder.failed(error)
         raise
     return end
@@ -128,28 +127,21 @@ def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
 
 def _train(attempt: _Attempt, source: RowSource, progress: Progress) -> AttemptEnd:
     """Step, evaluate and save until the last step or a request to stop."""
-    config = attempt.config
-    last_step = last_step_of(config, attempt.plan)
-    saved_step = progress.step
-    metrics: dict[str, float] = {}
+    config, plan = attempt.config, attempt.plan
+    last_step = last_step_of(config, plan)
     stop = False
     while progress.step < last_step and not stop:
-        progress, metrics, stop = _take_step(attempt, source, progress)
+        outcome = _take_step(attempt, source, progress)
+        progress, stop = outcome.progress, outcome.flags.stop
         step = progress.step
-        is_last = step == last_step
-        if _due(config.run.eval_every_steps, step, is_last):
-            slices = _evaluation_slices(attempt)
-            attempt.recorder.evaluated(step, *evaluate(attempt.engine, slices, attempt.mesh, attempt.worker.device))
-        if _due(config.checkpoint.every_steps, step):
-            _save(attempt, progress, metrics)
-            saved_step = step
-    if progress.step > saved_step and config.checkpoint.save_at_end:
-        _save(attempt, progress, metrics)
+        if _due(config.run.eval_every_steps, step, is_last=step == last_step):
+            outcome = _evaluate(attempt, outcome)
+        attempt.keeper.after_step(attempt.engine, outcome, plan.cursor(step), last_step)
     return AttemptEnd(status="finished" if progress.step >= last_step else "stopped", step=progress.step)
 
 
-def _take_step(attempt: _Attempt, source: RowSource, progress: Progress) -> tuple[Progress, dict[str, float], bool]:
-    """Train the next step's rows; return how far the run has come, the step's metrics, and whether to stop."""
+def _take_step(attempt: _Attempt, source: RowSource, progress: Progress) -> StepOutcome:
+    """Train the next step's rows."""
     config, plan, worker, engine = attempt.config, attempt.plan, attempt.worker, attempt.engine
     step = progress.step + 1
     rows = plan.step_rows(step)
@@ -173,7 +165,8 @@ def _take_step(attempt: _Attempt, source: RowSource, progress: Progress) -> tupl
         device=worker.device,
         accumulation=attempt.accumulation,
         seed=config.run.seed,
-        stop=worker.rank == 0 and stop_requested(config.run_dir, worker.session),
+        flags=attempt.keeper.flags,
+        before_update=attempt.keeper.staging.before_update,
     )
     metrics = attempt.recorder.step_done(
         step,
@@ -192,44 +185,14 @@ def _take_step(attempt: _Attempt, source: RowSource, progress: Progress) -> tupl
         digest=add_digests(progress.digest, result.digest),
         tokens=progress.tokens + result.tokens,
     )
-    return done, metrics, result.stop
+    return StepOutcome(progress=done, metrics=metrics, flags=result.flags)
 
 
-def _save(attempt: _Attempt, progress: Progress, metrics: dict[str, float]) -> None:
-    """Commit the state, then let go of what it replaces."""
-    worker, recorder, step = attempt.worker, attempt.recorder, progress.step
-    cursor = attempt.plan.cursor(step)
-    recorder.sync()
-    worker.on_event("save", step)
-    ref = save_checkpoint(
-        recorder.store,
-        step=step,
-        attempt=recorder.attempt,
-        rank=worker.rank,
-        world_size=worker.world_size,
-        state=export_state(attempt.engine),
-        meta=CheckpointMeta(
-            sp_size=attempt.layout.sp_size,
-            cursor=cursor.to_json(),
-            digest=f"{progress.digest:016x}",
-            tokens=progress.tokens,
-            config_fingerprint=resume_fingerprint(attempt.config),
-            versions=versions(),
-        ),
-        exchange=recorder.exchange,
-    )
-    recorder.checkpoint_committed(step, ref.folder, cursor, metrics, f"{progress.digest:016x}")
-    if worker.rank == 0:
-        _let_go(attempt, ref)
-    worker.on_event("saved", step)
-
-
-def _let_go(attempt: _Attempt, newest: CheckpointRef) -> None:
-    """Delete what a commit has replaced; what can't be deleted now is tried again after the next commit."""
-    try:
-        apply_retention(attempt.recorder.store, newest=newest, keep_last=attempt.config.checkpoint.keep_last)
-    except OSError as error:
-        _log.warning("old checkpoints could not be deleted (%s); trying again after the next commit", error)
+def _evaluate(attempt: _Attempt, outcome: StepOutcome) -> StepOutcome:
+    """Evaluate; the loss joins the step's metrics, since checkpoints are chosen by it."""
+    loss, tokens = evaluate(attempt.engine, _evaluation_slices(attempt), attempt.mesh, attempt.worker.device)
+    attempt.recorder.evaluated(outcome.progress.step, loss, tokens)
+    return replace(outcome, metrics={**outcome.metrics, "eval_loss": loss})
 
 
 def _padded(attempt: _Attempt, slices: Iterator[RowSlice]) -> Iterator[RowSlice]:

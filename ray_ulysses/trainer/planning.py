@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from ray_ulysses.checkpoint import newest_committed
 from ray_ulysses.data.corpus_set import CorpusSet, open_sources, plan_input
 from ray_ulysses.data.plan import Plan, segment_id
 from ray_ulysses.data.plan_files import PLAN_FOLDER, write_segment
 from ray_ulysses.data.planning import NoSink, Remainder, build_segment
 from ray_ulysses.data.remainder import remainder_after
 from ray_ulysses.errors import UserError
-from ray_ulysses.tracking.history import read_history
+from ray_ulysses.trainer.checkpoint_store import checkpoint_store
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -67,8 +68,8 @@ def store_plan(config: Config, corpora: CorpusSet, plan: Plan, remainder: Remain
 
 def committed_step(config: Config) -> int:
     """Return the step of the newest committed checkpoint; 0 where there is none."""
-    history = read_history(config.run_dir)
-    return max((checkpoint.step for checkpoint in history.checkpoints if checkpoint.committed), default=0)
+    manifest = newest_committed(checkpoint_store(config), "sizes").manifest
+    return manifest.step if manifest is not None else 0
 
 
 def _refuse_repeats(stored: Plan, corpora: CorpusSet) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.config import Config, load_config
 from ray_ulysses.config.resume import resume_conflicts
 from ray_ulysses.data.corpus_set import CorpusSet
@@ -21,8 +22,10 @@ from ray_ulysses.planner.settings import fits_rows, plan_settings
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.tracking.history import read_history
+from ray_ulysses.trainer.checkpoint_store import checkpoint_store
 from ray_ulysses.trainer.planning import committed_step, plan_run, store_plan
 from ray_ulysses.trainer.settings import CONFIG_FILE, last_step_of, local_model_config, model_shape
+from ray_ulysses.trainer.warm_start import Origin, check_origin, find_origin, pin_origin, pinned_origin
 
 if TYPE_CHECKING:
     from ray_ulysses.model_shape import ModelShape
@@ -42,6 +45,7 @@ class PreparedRun:
         report: What ``plan`` prints of it.
         remainder: What the run had trained where its plan is branched; ``None`` where it is not.
         branch: Whether the settings of its data may differ from those stored.
+        origin: The other run's checkpoint that it starts from; ``None`` if it starts from its own, or anew.
     """
 
     config: Config
@@ -50,6 +54,7 @@ class PreparedRun:
     report: PlanReport
     remainder: Remainder | None
     branch: bool
+    origin: Origin | None = None
 
     @property
     def last_step(self) -> int:
@@ -80,7 +85,30 @@ def prepare_run(config: Config, base: Path, *, branch: bool = False) -> Prepared
     settings = plan_settings(config, shape, stored.settings if stored else None)
     corpora, plan, remainder = plan_run(config, settings, stored, branch=branch)
     report = build_report(config, shape, corpora, plan)
-    return PreparedRun(config=config, corpora=corpora, plan=plan, report=report, remainder=remainder, branch=branch)
+    origin = _origin(config, plan)
+    return PreparedRun(
+        config=config,
+        corpora=corpora,
+        plan=plan,
+        report=report,
+        remainder=remainder,
+        branch=branch,
+        origin=origin,
+    )
+
+
+def _origin(config: Config, plan: Plan) -> Origin | None:
+    """Return the other run's checkpoint that the run starts from, while it has none of its own.
+
+    Raises:
+        UserError: There is no such checkpoint, or the run can't go on from it.
+    """
+    if config.model.resume_from is None or committed_steps(checkpoint_store(config)):
+        return None
+    origin = pinned_origin(config) or find_origin(config)
+    if origin is not None:
+        check_origin(origin, config, plan)
+    return origin
 
 
 def _check_fit(config: Config, shape: ModelShape, multiple: int) -> None:
@@ -158,13 +186,15 @@ def claim_directory(prepared: PreparedRun) -> None:
     """Write configuration and plan into the run's directory; the caller holds the run's lock."""
     config = prepared.config
     store_plan(config, prepared.corpora, prepared.plan, prepared.remainder)
+    pin_origin(config, prepared.origin)
     LocalStore(config.run_dir).replace(CONFIG_FILE, [config.to_yaml().encode()])
 
 
 def completed(prepared: PreparedRun) -> RunHistory | None:
     """Return the run's history if there is nothing left to do up to its last step, else ``None``."""
     # The caller holds the run's lock, so nobody is training it now, whatever the lock says.
-    history = read_history(prepared.config.run_dir, is_held=False)
+    config = prepared.config
+    history = read_history(config.run_dir, is_held=False, store=checkpoint_store(config))
     last_step = prepared.last_step
     if prepared.remainder is not None and last_step > prepared.remainder.branch.step:
         # What was trained beyond the branch, with the data as they were, does not count.
@@ -181,6 +211,8 @@ def check_writable(config: Config) -> None:
         UserError: Says what is missing.
     """
     check_storage(config.run.storage)
+    if config.checkpoint.storage is not None:
+        check_storage(config.checkpoint.storage, setting="checkpoint.storage")
 
 
 def _check_model_path(config: Config) -> None:

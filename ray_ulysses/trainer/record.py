@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,19 +12,23 @@ import torch
 import torch.distributed as dist
 
 from ray_ulysses.checkpoint.exchange import TorchExchange
+from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage
 from ray_ulysses.planner.flops import mfu, peak_bf16_flops, step_flops
-from ray_ulysses.storage.local import LocalStore
+from ray_ulysses.tracking.commits import CheckpointInventory, CommittedCheckpoint, GoneCheckpoint
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.tracking.mlflow_tracker import MlflowTracker
 from ray_ulysses.tracking.tracker import NullTracker
+from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_store
 from ray_ulysses.trainer.settings import model_shape, versions
 from ray_ulysses.trainer.shared_storage import probe_storage
 
 if TYPE_CHECKING:
+    from ray_ulysses.checkpoint import CheckpointMeta, CheckpointRef, Manifest
+    from ray_ulysses.checkpoint.background import Saved
     from ray_ulysses.config import Config
-    from ray_ulysses.data.cursor import Cursor
     from ray_ulysses.data.plan import Plan
     from ray_ulysses.parallel.layout import ParallelLayout
+    from ray_ulysses.storage import Store
     from ray_ulysses.tracking.tracker import Tracker
     from ray_ulysses.trainer.resume import Progress
     from ray_ulysses.trainer.step import StepResult
@@ -35,8 +39,9 @@ class Recorder:
     """The journal and the tracker of one attempt; on ranks other than 0 it records nothing.
 
     Attributes:
-        store: The run's store.
+        store: The store of the run's checkpoints.
         exchange: Small values between ranks, over a group apart from training's.
+        save_exchange: The same for the threads that save, over a group of their own.
         attempt: The attempt's number, on every rank.
         rank: This rank.
         nodes: Name of each rank's node, by rank.
@@ -48,14 +53,17 @@ class Recorder:
         config: Config,
         worker: Worker,
         layout: ParallelLayout,
+        store: Store,
         exchange: TorchExchange,
+        save_exchange: TorchExchange,
         journal: AttemptJournal | None,
         tracker: Tracker,
         attempt: int,
         nodes: list[str],
     ) -> None:
-        self.store = LocalStore(config.run_dir)
+        self.store = store
         self.exchange = exchange
+        self.save_exchange = save_exchange
         self.attempt = attempt
         self.rank = worker.rank
         self.nodes = nodes
@@ -64,6 +72,8 @@ class Recorder:
         self._layout = layout
         self._journal = journal
         self._tracker = tracker
+        self._parent = ""
+        self._location = checkpoint_location(config)
         self._shape = model_shape(config)
         name = torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else None
         self._peak_flops = peak_bf16_flops(name)
@@ -76,9 +86,10 @@ class Recorder:
             UserError: The storage is not shared by every node, or can't be written.
         """
         timeout = timedelta(seconds=config.elastic.collective_timeout_s)
-        exchange = TorchExchange(dist.new_group(backend="gloo", timeout=timeout))
+        exchange, save_exchange = (TorchExchange(dist.new_group(backend="gloo", timeout=timeout)) for _ in range(2))
         probe_storage(config.run_dir, worker, exchange)
-        journal = AttemptJournal.claim(config.run_dir, worker.clock) if worker.rank == 0 else None
+        store = checkpoint_store(config)
+        journal = _claim(config, store, worker) if worker.rank == 0 else None
         attempt = exchange.broadcast(journal.attempt if journal else None)
         nodes = exchange.broadcast(exchange.gather(worker.node))
         tracker: Tracker = NullTracker()
@@ -93,7 +104,9 @@ class Recorder:
             config=config,
             worker=worker,
             layout=layout,
+            store=store,
             exchange=exchange,
+            save_exchange=save_exchange,
             journal=journal,
             tracker=tracker,
             attempt=attempt,
@@ -103,6 +116,7 @@ class Recorder:
     def attempt_started(self, progress: Progress, last_step: int, plan: Plan) -> None:
         """Record who trains what, and from where."""
         config, layout = self._config, self._layout
+        self._parent = progress.resumed_from or ""
         self._append(
             "attempt_started",
             session=self._worker.session,
@@ -189,14 +203,41 @@ class Recorder:
         self._append("evaluation", step=step, loss=loss, tokens=tokens)
         self._tracker.log_step(step, {"eval_loss": loss})
 
-    def checkpoint_committed(
-        self, step: int, folder: str, cursor: Cursor, metrics: Mapping[str, float], digest: str
-    ) -> None:
+    def checkpoint_committed(self, saved: Saved) -> None:
         """Record a committed checkpoint."""
-        topology = {name: getattr(self._layout, name) for name in ("world_size", "sp_size", "ring_size", "dp_size")}
-        self._append("checkpoint_committed", step=step, path=folder, world_size=self._layout.world_size, digest=digest)
-        path = str(self._config.run_dir / folder)
-        self._tracker.log_checkpoint(step, path, topology, cursor.to_json(), {"loss": metrics["loss"]}, digest=digest)
+        ref, meta = saved.ref, saved.meta
+        self._append(
+            "checkpoint_committed",
+            step=ref.step,
+            path=ref.folder,
+            world_size=ref.world_size,
+            digest=meta.digest,
+            reason=meta.reason,
+            stall_seconds=round(saved.stall_s, 6),
+            seconds=round(saved.save_s, 6),
+        )
+        self._tracker.log_checkpoint(committed_checkpoint(self._location, ref, meta, parent=self._parent))
+
+    def checkpoints_found(self, manifests: Sequence[Manifest]) -> None:
+        """Tell the tracker which checkpoints there are as the attempt starts: a death may have kept it from hearing."""
+        found = tuple(committed_checkpoint(self._location, one.ref, one.meta) for one in manifests)
+        self._tracker.log_checkpoint(CheckpointInventory(attempt=self.attempt, store=self._location, checkpoints=found))
+
+    def checkpoint_deleted(self, step: int) -> None:
+        """Record that retention has deleted a checkpoint."""
+        self._tracker.log_checkpoint(GoneCheckpoint(step=step, attempt=None, state="deleted"))
+
+    def checkpoint_failed(self, step: int, reason: str) -> None:
+        """Record a save that came to nothing."""
+        self._append("checkpoint_failed", step=step, reason=reason)
+
+    def preemption_noticed(self, step: int) -> None:
+        """Record that a node is going to be taken away."""
+        self._append("preemption_notice", step=step)
+
+    def journal_position(self) -> dict[str, int]:
+        """Return how far the journal has come: the attempt, and bytes of its segment."""
+        return {"attempt": self.attempt, "bytes": self._journal.num_bytes if self._journal is not None else 0}
 
     def sync(self) -> None:
         """Make the steps so far outlive a power cut, since the checkpoint that counts on them will."""
@@ -206,6 +247,7 @@ class Recorder:
     def checkpoint_set_aside(self, step: int, reason: str) -> None:
         """Record a damaged checkpoint that was passed over."""
         self._append("checkpoint_set_aside", step=step, reason=reason)
+        self._tracker.log_checkpoint(GoneCheckpoint(step=step, attempt=None, state="damaged", reason=reason))
 
     def ended(self, status: Literal["finished", "stopped"], step: int) -> None:
         """Record that the attempt ended as it was meant to."""
@@ -231,6 +273,50 @@ class Recorder:
         self._tracker.finish(status)
         if self._journal is not None:
             self._journal.close()
+
+
+def committed_checkpoint(
+    location: str, ref: CheckpointRef, meta: CheckpointMeta, *, parent: str = ""
+) -> CommittedCheckpoint:
+    """Return what the tracker is told of a checkpoint (pure).
+
+    Args:
+        location: Root of its store.
+        ref: Its name.
+        meta: What the loop added to it.
+        parent: The checkpoint that its attempt went on from, where that is known.
+    """
+    names = ("loss", "eval_loss")
+    return CommittedCheckpoint(
+        step=ref.step,
+        attempt=ref.attempt,
+        path=f"{location.rstrip('/')}/{ref.folder}",
+        store=location,
+        topology={
+            "world_size": ref.world_size,
+            "sp_size": meta.sp_size,
+            "ring_size": meta.ring_size,
+            "dp_size": ref.world_size // meta.sp_size,
+        },
+        cursor=dict(meta.cursor),
+        metrics={name: meta.metrics[name] for name in names if name in meta.metrics},
+        digest=meta.digest,
+        tokens=meta.tokens,
+        reason=meta.reason,
+        plan_id=str(meta.cursor.get("plan_id", "")),
+        zero_stage=meta.zero_stage,
+        parent=parent,
+        written_at=meta.written_at,
+    )
+
+
+def _claim(config: Config, store: Store, worker: Worker) -> AttemptJournal:
+    """Claim a number that neither the journal nor the store of the checkpoints has seen."""
+    while True:
+        journal = AttemptJournal.claim(config.run_dir, worker.clock, after=read_lineage(store).newest_attempt)
+        if claim_attempt(store, journal.attempt):
+            return journal
+        journal.close()
 
 
 def peak_memory_gib(device: torch.device) -> float:

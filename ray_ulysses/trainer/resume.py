@@ -1,19 +1,24 @@
-"""Where an attempt starts: the newest committed checkpoint, or the beginning."""
+"""Where an attempt starts: the run's newest whole checkpoint, another run's, or the beginning."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ray_ulysses.checkpoint import load_pieces, newest_committed, set_aside
+from ray_ulysses.checkpoint import Damage, DamagedCheckpointError, Manifest, load_pieces, newest_committed, set_aside
+from ray_ulysses.checkpoint.choice import committed_steps, read_committed
+from ray_ulysses.checkpoint.fence import start_attempt
 from ray_ulysses.config.resume import resume_fingerprint
 from ray_ulysses.data.cursor import Cursor
 from ray_ulysses.engine.zero_state import import_state
-from ray_ulysses.errors import UserError
+from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.logging import get_logger
+from ray_ulysses.trainer.progress import Progress
+from ray_ulysses.trainer.warm_start import warm_start
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ray_ulysses.checkpoint import Choice
     from ray_ulysses.config import Config
     from ray_ulysses.data.plan import Plan
@@ -22,53 +27,96 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """How far a run has come.
-
-    Attributes:
-        step: Completed steps.
-        digest: Sum of the digests of every row trained on, modulo 2**64.
-        tokens: Supervised tokens trained on.
-        resumed_from: The checkpoint's folder in the run directory; ``None`` at the beginning.
-    """
-
-    step: int = 0
-    digest: int = 0
-    tokens: int = 0
-    resumed_from: str | None = None
-
-
 def resume(engine: Any, config: Config, plan: Plan, recorder: Recorder) -> Progress:
-    """Put the newest whole checkpoint into the engine; every rank must call.
+    """Put the newest whole checkpoint into the engine and say where the attempt starts; every rank must call.
 
-    Damaged checkpoints are set aside with their reason and the one before is taken.
+    Only sizes are looked at beforehand, since every byte is verified while it is loaded. A checkpoint that turns out to
+    be damaged is set aside with its reason and the one before is taken.
 
     Raises:
         UserError: The checkpoint belongs to another configuration or plan.
-        CheckpointError: It can't be loaded.
+        RunError: None could be loaded; the text says whether to start the command again.
     """
-    chosen: Choice | None = newest_committed(recorder.store) if recorder.rank == 0 else None
-    choice: Choice = recorder.exchange.broadcast(chosen)
+    known: list[int] = []
+    while True:
+        choice = _choose(recorder, known)
+        manifest = choice.manifest
+        if manifest is None:
+            progress = _begin(engine, config, plan, recorder, is_touched=bool(known))
+            break
+        _check_origin(manifest, config, plan)
+        try:
+            import_state(
+                engine, manifest.state, partial(load_pieces, recorder.store, manifest, exchange=recorder.exchange)
+            )
+        except DamagedCheckpointError as error:
+            known.append(manifest.step)
+            _pass_over(recorder, Damage(step=manifest.step, reason=str(error)))
+            continue
+        progress = _progress_of(manifest, manifest.ref.folder)
+        break
     if recorder.rank == 0:
-        for damage in choice.damaged:
-            _log.warning("%s", damage)
-            set_aside(recorder.store, damage, attempt=recorder.attempt)
-            recorder.checkpoint_set_aside(damage.step, damage.reason)
-    manifest = choice.manifest
-    if manifest is None:
-        return Progress()
+        start_attempt(recorder.store, recorder.attempt, progress.step)
+        found = (read_committed(recorder.store, step) for step in committed_steps(recorder.store))
+        recorder.checkpoints_found([one for one in found if isinstance(one, Manifest)])
+    return progress
+
+
+def _choose(recorder: Recorder, known: Sequence[int]) -> Choice:
+    """Return rank 0's choice on every rank; whatever it passes over is recorded."""
+    chosen: Choice | None = None
+    if recorder.rank == 0:
+        chosen = newest_committed(recorder.store, "sizes", unless=known)
+        for damage in chosen.damaged:
+            if damage.step not in known:
+                _pass_over(recorder, damage)
+    choice: Choice = recorder.exchange.broadcast(chosen)
+    return choice
+
+
+def _pass_over(recorder: Recorder, damage: Damage) -> None:
+    """Set a checkpoint aside on rank 0, and say so."""
+    if recorder.rank != 0:
+        return
+    _log.warning("%s", damage)
+    set_aside(recorder.store, damage, attempt=recorder.attempt)
+    recorder.checkpoint_set_aside(damage.step, damage.reason)
+
+
+def _check_origin(manifest: Manifest, config: Config, plan: Plan) -> None:
+    """Refuse a checkpoint of another run.
+
+    Raises:
+        UserError: It was written under another configuration, or its place is not in the plan.
+    """
     if manifest.meta.config_fingerprint != resume_fingerprint(config):
         raise UserError(
             f"the checkpoint of step {manifest.step} was written under another configuration than "
             f"{config.run_dir / 'config.yaml'} says; restore that file, or start a new run under another run.name"
         )
-    cursor = Cursor.from_json(dict(manifest.meta.cursor))
-    plan.check_cursor(cursor)
-    import_state(engine, manifest.state, partial(load_pieces, recorder.store, manifest, exchange=recorder.exchange))
+    plan.check_cursor(Cursor.from_json(dict(manifest.meta.cursor)))
+
+
+def _begin(engine: Any, config: Config, plan: Plan, recorder: Recorder, *, is_touched: bool) -> Progress:
+    """Start without a checkpoint of the run's own: from another run's, or at the beginning.
+
+    Raises:
+        RunError: A damaged checkpoint has been read into the engine already, and there is no other.
+    """
+    if config.model.resume_from is not None:
+        return warm_start(engine, config, plan, recorder)
+    if is_touched:
+        raise RunError(
+            "no checkpoint of the run is whole, and weights have been overwritten by one that is not; what was "
+            "damaged is set aside. The next attempt begins at the first step: start the same command again"
+        )
+    return Progress()
+
+
+def _progress_of(manifest: Manifest, origin: str) -> Progress:
     return Progress(
         step=manifest.step,
         digest=int(manifest.meta.digest, 16),
         tokens=manifest.meta.tokens,
-        resumed_from=manifest.ref.folder,
+        resumed_from=origin,
     )

@@ -52,8 +52,9 @@ def local_model_config(directory: Path) -> dict[str, Any]:
 
 
 def zero_settings(config: Config, accumulation: int) -> ZeroSettings:
-    """Return the settings of the ZeRO-3 engine."""
+    """Return the settings of the ZeRO engine."""
     return ZeroSettings(
+        stage=config.memory.zero_stage,
         dtype=config.model.dtype,
         accumulation=accumulation,
         max_grad_norm=config.optimizer.max_grad_norm,
@@ -62,7 +63,15 @@ def zero_settings(config: Config, accumulation: int) -> ZeroSettings:
         eps=config.optimizer.eps,
         weight_decay=config.optimizer.weight_decay,
         offload_optimizer=config.memory.offload_optimizer,
+        nvme_path=_swap_root(config),
     )
+
+
+def _swap_root(config: Config) -> str | None:
+    """Return where the run swaps to on each node: a directory of its own under ``memory.nvme_path``."""
+    if config.memory.nvme_path is None:
+        return None
+    return str(Path(config.memory.nvme_path).expanduser() / config.run.name)
 
 
 def last_step_of(config: Config, plan: Plan) -> int:

@@ -13,10 +13,11 @@ from ray_ulysses.data.digest import MODULUS, add_digests, from_int64, row_digest
 from ray_ulysses.data.mixing import mix_int
 from ray_ulysses.engine.loss import causal_lm_loss, loss_scale
 from ray_ulysses.errors import RunError
+from ray_ulysses.trainer.agreement import NUM_FLAGS, Flags
 from ray_ulysses.trainer.batches import batch_checksum, batch_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from ray_ulysses.attention.batch import ShardedBatch
     from ray_ulysses.data.reader import RowSlice
@@ -31,13 +32,17 @@ class StepResult:
         loss: Mean loss over the step's supervised tokens, nats.
         tokens: Supervised tokens that the model received.
         digest: Sum of the digests of the rows that the model received, modulo 2**64.
-        stop: Whether rank 0 had been asked to stop.
+        flags: What at least one rank had to say.
     """
 
     loss: float
     tokens: int
     digest: int
-    stop: bool
+    flags: Flags
+
+
+def _nothing() -> None:
+    """Do nothing before the weights are updated."""
 
 
 def train_step(
@@ -50,12 +55,13 @@ def train_step(
     device: torch.device,
     accumulation: int,
     seed: int,
-    stop: bool,
+    flags: Callable[[], Flags] = Flags,
+    before_update: Callable[[], None] = _nothing,
 ) -> StepResult:
     """Take one optimizer step; every rank must call.
 
     Args:
-        engine: The ZeRO engine; its accumulation steps are ``accumulation``.
+        engine: The ZeRO engine, of any stage; its accumulation steps are ``accumulation``.
         slices: This rank's slices, one a micro-step. A last step of fewer rows is filled up with fillers, so that
             every step has ``accumulation`` of them.
         rows: Global rows of the step.
@@ -64,12 +70,13 @@ def train_step(
         device: Where batches go.
         accumulation: Micro-steps.
         seed: Base of the random state; each row has its own, whatever rank trains it.
-        stop: Whether this rank was asked to stop.
+        flags: What this rank has to say; asked at the end of the step.
+        before_update: Called before the weights are updated, on every rank.
 
     Raises:
         RunError: The model received other tokens than planned, or the loss is not finite.
     """
-    scale = loss_scale(tokens, mesh, zero_stage=3, accumulation=accumulation)
+    scale = loss_scale(tokens, mesh, zero_stage=engine.zero_optimization_stage(), accumulation=accumulation)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     checksums = [0] * len(rows)
     received, steps = 0, 0
@@ -78,6 +85,8 @@ def train_step(
         torch.manual_seed(mix_int(mix_int(seed) ^ (row.row % 2**64)) >> 1)
         row_loss, _ = causal_lm_loss(engine, batch)
         engine.backward(row_loss * scale)
+        if steps == accumulation - 1:
+            before_update()
         engine.step()
         loss_sum += row_loss.detach().double()
         if not row.is_filler:
@@ -87,7 +96,7 @@ def train_step(
             received += row.num_supervised
         steps += 1
     assert steps == accumulation, f"{steps} micro-steps instead of {accumulation}"
-    return _agree(loss_sum, checksums, received, rows, tokens, stop, mesh)
+    return _agree(loss_sum, checksums, received, rows, tokens, flags(), mesh)
 
 
 def evaluate(engine: Any, slices: Iterable[RowSlice], mesh: SequenceMesh, device: torch.device) -> tuple[float, int]:
@@ -114,18 +123,19 @@ def _agree(
     received: int,
     rows: range,
     tokens: int,
-    stop: bool,
+    flags: Flags,
     mesh: SequenceMesh,
 ) -> StepResult:
     dist.all_reduce(loss_sum, group=mesh.group("loss"))
     # Checksums of a row's slices add up to the row's, modulo 2**64, which is what int64 does when it wraps.
     counts = torch.tensor(
-        [received, int(stop), *(to_int64(value % MODULUS) for value in checksums)],
+        [received, *flags.to_counts(), *(to_int64(value % MODULUS) for value in checksums)],
         dtype=torch.int64,
         device=loss_sum.device,
     )
     dist.all_reduce(counts, group=mesh.group("loss"))
-    total, stops, *sums = counts.tolist()
+    total, *rest = counts.tolist()
+    said, sums = rest[:NUM_FLAGS], rest[NUM_FLAGS:]
     if total != tokens:
         raise RunError(
             f"rows {rows.start} to {rows.stop - 1} brought {total} supervised tokens, the plan says {tokens}; "
@@ -138,4 +148,4 @@ def _agree(
             "Lower optimizer.lr or raise schedule.warmup_steps in a new run, or look at those rows"
         )
     digest = add_digests(*(row_digest(row, from_int64(value)) for row, value in zip(rows, sums, strict=True)))
-    return StepResult(loss=loss, tokens=tokens, digest=digest, stop=stops > 0)
+    return StepResult(loss=loss, tokens=tokens, digest=digest, flags=Flags.from_counts(said))

@@ -32,8 +32,9 @@ class Worker:
         device: Where it computes.
         session: Names the command that runs; attempts of one command share it.
         make_source: Makes its source of rows.
+        notice: Whether this worker has heard that a node is going to be taken away; asked after every step.
         clock: Time.
-        on_event: Called on rank 0 with the name of each event of the loop; a seam for fault tests.
+        on_event: Called with the name of each event of the loop, and its step; a seam for fault tests.
     """
 
     rank: int
@@ -43,5 +44,6 @@ class Worker:
     device: torch.device
     session: str
     make_source: SourceMaker
+    notice: Callable[[], bool] = lambda: False
     clock: Clock = field(default_factory=SystemClock)
     on_event: Callable[[str, int], Any] = lambda name, step: None

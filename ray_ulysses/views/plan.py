@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from ray_ulysses.parallel.heads import HeadPlan
-from ray_ulysses.planner.memory import MemoryTerm
+from ray_ulysses.planner.memory_terms import MemoryTerm
 from ray_ulysses.planner.report import DataFacts, LayoutFacts, PlanReport
 from ray_ulysses.views.words import count, facts, percent, size
 

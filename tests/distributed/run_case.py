@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ray_ulysses.checkpoint.fence import claim_attempt
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.data.preparation import PrepareRequest, prepare_local
 from ray_ulysses.data.row_source import DirectSource
 from ray_ulysses.data.sources import SourceSpec
+from ray_ulysses.storage import LocalStore
 from ray_ulysses.trainer.loop import run_attempt
 from ray_ulysses.trainer.preflight import check_resume, claim_directory, prepare_run
+from ray_ulysses.trainer.requests import NOTICE_FILE, clear_stop, request_save, request_stop
 from ray_ulysses.trainer.shared_storage import announce_session
-from ray_ulysses.trainer.stop import clear_stop, request_stop
 from ray_ulysses.trainer.worker import Worker
 
 MORE_FILES = ("difflib.py", "doctest.py", "enum.py", "fractions.py")
@@ -79,6 +82,32 @@ def prepare_attempt(config: Config, session: str, branch: bool = False) -> None:
     clear_stop(config.run_dir)
 
 
+def _take_storage_away(run_dir: Path) -> None:
+    """Put a file where the checkpoints' folder was: every write and every read fails."""
+    (run_dir / "checkpoints").rename(run_dir / "checkpoints.away")
+    (run_dir / "checkpoints").write_text("")
+
+
+def _bring_storage_back(run_dir: Path) -> None:
+    (run_dir / "checkpoints").unlink()
+    (run_dir / "checkpoints.away").rename(run_dir / "checkpoints")
+
+
+def _overtake(run_dir: Path) -> None:
+    """Do what another attempt does first."""
+    assert claim_attempt(LocalStore(run_dir), 99)
+
+
+ACTIONS: dict[str, Callable[[Path], object]] = {
+    "request save": request_save,
+    "notice": lambda run_dir: (run_dir / NOTICE_FILE).touch(),
+    "notice over": lambda run_dir: (run_dir / NOTICE_FILE).unlink(),
+    "storage away": _take_storage_away,
+    "storage back": _bring_storage_back,
+    "overtaken": _overtake,
+}
+
+
 def run_worker(
     rank: int,
     world_size: int,
@@ -87,6 +116,7 @@ def run_worker(
     kill: tuple[int, str, int] | None = None,
     stop_at: int | None = None,
     reverse: bool = False,
+    actions: Mapping[int, str] | None = None,
 ) -> tuple[str, int]:
     """Be one worker of an attempt.
 
@@ -98,6 +128,7 @@ def run_worker(
         kill: ``(rank, event, step)``: that rank is killed with SIGKILL at that event of the loop.
         stop_at: Rank 0 asks for a stop after this step.
         reverse: Train the micro-batches of each step in reverse order: law 2's yardstick for drift.
+        actions: What happens to the run's directory after a step, one of `ACTIONS`; rank 0 does it.
     """
 
     def on_event(name: str, step: int) -> None:
@@ -105,6 +136,8 @@ def run_worker(
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 0 and name == "step" and step == stop_at:
             request_stop(config.run_dir, session)
+        if rank == 0 and name == "step" and actions is not None and step in actions:
+            ACTIONS[actions[step]](config.run_dir)
 
     def make_source(plan: Any, reader: Any, layout: Any, rank: int) -> Any:
         place = (layout.dp_rank(rank), layout.dp_size, layout.sp_rank(rank), layout.sp_size)

@@ -16,12 +16,13 @@ from ray_ulysses.checkpoint import (
     CheckpointError,
     CheckpointMeta,
     CheckpointRef,
+    KeepRules,
     Piece,
+    Retention,
     ShardedState,
     StateDescription,
     TensorSpec,
     TorchExchange,
-    apply_retention,
     load_pieces,
     newest_committed,
     save_checkpoint,
@@ -173,7 +174,7 @@ def test_sigkill_at_every_call_of_a_save_leaves_the_checkpoint_before_or_the_who
         if newest == BEFORE:
             ref = _save(store, 0, 1, AFTER, 3, SingleExchange())
             assert _check_loadable(run_dir) == AFTER
-            apply_retention(store, newest=ref, keep_last=1)
+            Retention(store, KeepRules(last=1)).apply(ref)
             assert [key.split("/")[1:3] for key in store.list("checkpoints")] == [
                 ["step-00000020", "attempt-0003"],
                 ["step-00000020", "manifest.json"],

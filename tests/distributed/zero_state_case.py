@@ -1,4 +1,4 @@
-"""A tiny tied Llama with a frozen matrix, a frozen norm and a buffer, trained by ZeRO-3 and saved."""
+"""A tiny tied Llama with a frozen matrix, a frozen norm and a buffer, trained by ZeRO and saved."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ class Leg:
         save_at: Step to save at, the one that was loaded included.
         until: Step to train to.
         dtype: Model precision.
+        stage: ZeRO stage.
         offload: Where the optimizer's state lives.
         partition_everything: Keep nothing gathered; otherwise every parameter of this tiny model stays whole.
         num_layers: Another number makes another model.
@@ -52,6 +53,7 @@ class Leg:
     save_at: int = 0
     until: int = 0
     dtype: Literal["fp32", "bf16"] = "fp32"
+    stage: Literal[1, 2, 3] = 3
     offload: Literal["none", "cpu"] = "none"
     partition_everything: bool = True
     num_layers: int = 2
@@ -155,6 +157,7 @@ def _engine(leg: Leg) -> Any:
             torch.nn.init.constant_(tensor, 0.5)
     model.to(torch.float32 if leg.dtype == "fp32" else torch.bfloat16)
     settings = ZeroSettings(
+        stage=leg.stage,
         dtype=leg.dtype,
         accumulation=1,
         max_grad_norm=1.0,
@@ -208,5 +211,7 @@ def _copy(state: ShardedState) -> ShardedState:
 def _gathered(engine: Any) -> dict[str, torch.Tensor]:
     import deepspeed
 
+    if engine.zero_optimization_stage() < 3:
+        return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         return {name: p.detach().clone() for name, p in engine.module.named_parameters()}

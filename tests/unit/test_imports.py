@@ -17,7 +17,7 @@ _RAY_PARTS = ("ray_ulysses.cluster", "ray_ulysses.cli", "ray_ulysses.__main__")
 # One foreign dependency, one home.
 _HOMES = {
     "ray": ("cluster/",),
-    "mlflow": ("tracking/mlflow_tracker.py",),
+    "mlflow": ("tracking/mlflow_",),
     "deepspeed": ("engine/",),
 }
 

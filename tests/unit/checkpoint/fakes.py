@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,7 @@ def save(
     attempt: int = 1,
     tensors: dict[str, torch.Tensor] | None = None,
     stores: dict[int, Store] | None = None,
+    metrics: dict[str, float] | None = None,
 ) -> list[Any]:
     """Save these tensors from `world_size` ranks; return each rank's ref or error."""
 
@@ -119,7 +121,7 @@ def save(
             rank=rank,
             world_size=world_size,
             state=shard_of(tensors if tensors is not None else TENSORS, rank, world_size),
-            meta=META,
+            meta=replace(META, metrics=metrics or {}),
             exchange=exchange,
         )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_ulysses.checkpoint import newest_committed, set_aside
+from ray_ulysses.checkpoint import newest_committed, read_manifest, set_aside
 from ray_ulysses.checkpoint.choice import Damage, committed_steps
 from ray_ulysses.storage import LocalStore
 from tests.unit.checkpoint.fakes import save
@@ -41,10 +41,19 @@ def _copy_of_step_20(path: Path) -> None:
     path.write_bytes((path.parents[1] / "step-00000020/manifest.json").read_bytes())
 
 
+def _data(run_dir: Path) -> int:
+    """Return the position of a byte of a tensor in the shard."""
+    manifest = read_manifest(LocalStore(run_dir), 30)
+    return manifest.shards[1].intervals[0].offset + 3
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a flipped byte in a shard": (lambda run: _flip(_shard(run), -1), "checksum of .* is wrong"),
+    "a flipped byte in a shard": (lambda run: _flip(_shard(run), _data(run)), r"checksum of fp32/a is wrong \(bytes "),
+    "a flipped byte in a table": (lambda run: _flip(_shard(run), -1), "the table of checksums is wrong"),
+    "a flipped byte in a manifest": (lambda run: _flip(_manifest(run), 700), "manifest's checksum is wrong|no JSON"),
     "a flipped byte in a header": (lambda run: _flip(_shard(run), 20), "header's checksum is wrong"),
     "a truncated shard": (lambda run: _cut(_shard(run), 7), "bytes instead of"),
+    "an empty shard": (lambda run: _shard(run).write_bytes(b""), "has 0 bytes instead of"),
     "a missing shard": (lambda run: _shard(run).unlink(), "is missing"),
     "a torn manifest": (lambda run: _cut(_manifest(run), 99), "torn or no JSON"),
     "an empty manifest": (lambda run: _manifest(run).write_bytes(b""), "torn or no JSON"),
@@ -110,7 +119,7 @@ def test_a_step_set_aside_can_be_committed_anew(tmp_path: Path) -> None:
     set_aside(store, damage, attempt=2)
     assert committed_steps(store) == ()
     note = json.loads((tmp_path / "checkpoints/step-00000030/set-aside-0002.json").read_text())
-    assert note == {"reason": damage.reason, "manifest": text}
+    assert note == {"reason": damage.reason, "kind": "damaged", "manifest": text}
     save(store, 30, attempt=2)
     choice = newest_committed(store)
     assert choice.manifest is not None and choice.manifest.attempt == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -9,34 +10,52 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ulysses.checkpoint import CheckpointRef, apply_retention, newest_committed
+from ray_ulysses.checkpoint import CheckpointRef, KeepRules, Retention, newest_committed
 from ray_ulysses.checkpoint.choice import committed_steps
-from ray_ulysses.checkpoint.retention import leftovers, steps_to_delete
+from ray_ulysses.checkpoint.fence import claim_attempt, start_attempt
+from ray_ulysses.checkpoint.retention import Committed, keep_reasons, leftovers, steps_to_delete
 from ray_ulysses.storage import LocalStore
 from tests.unit.checkpoint.fakes import save
 
+RULES = st.builds(
+    KeepRules,
+    last=st.integers(1, 8),
+    every_steps=st.none() | st.integers(1, 20),
+    best=st.integers(0, 4),
+    best_metric=st.sampled_from(["eval_loss", "loss"]),
+)
+METRICS = st.dictionaries(st.sampled_from(["eval_loss", "loss"]), st.floats(0, 9) | st.just(math.nan), max_size=2)
+COMMITTED = st.dictionaries(
+    st.integers(0, 100), st.builds(Committed, attempt=st.just(1), metrics=METRICS), min_size=1, max_size=30
+)
 
-@given(st.sets(st.integers(0, 100), min_size=1), st.integers(1, 8), st.data())
-def test_the_newest_and_the_last_k_always_stay(steps: set[int], keep_last: int, data: st.DataObject) -> None:
-    newest = data.draw(st.sampled_from(sorted(steps)))
-    deleted = steps_to_delete(sorted(steps), newest=newest, keep_last=keep_last)
-    kept = steps - set(deleted)
-    assert newest in kept
-    assert all(step < newest for step in deleted)
-    assert len([step for step in kept if step <= newest]) == min(
-        keep_last, len([step for step in steps if step <= newest])
-    )
-    assert not deleted or max(deleted) < min(step for step in kept)
+
+@given(COMMITTED, RULES, st.data())
+def test_what_any_rule_wants_stays_and_nothing_else_does(
+    committed: dict[int, Committed], rules: KeepRules, data: st.DataObject
+) -> None:
+    newest = data.draw(st.sampled_from(sorted(committed)))
+    deleted = steps_to_delete(committed, newest=newest, rules=rules)
+    older = sorted(step for step in committed if step <= newest)
+    values = {s: v for s in older if (v := committed[s].metrics.get(rules.best_metric)) is not None and v == v}
+    best = sorted(values, key=lambda step: (values[step], -step))[: rules.best]
+    wanted = {*older[-rules.last :], *best, *(s for s in older if rules.every_steps and s % rules.every_steps == 0)}
+    assert set(deleted) == set(older) - wanted
+    assert newest not in deleted
+    reasons = keep_reasons(committed, newest=newest, rules=rules)
+    assert set(reasons) == set(committed) - set(deleted)
+    assert all(reasons.values())
 
 
 def test_keeping_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"checkpoint\.keep_last=0 would delete the only state there is; use 1"):
-        steps_to_delete([1], newest=1, keep_last=0)
+        KeepRules(last=0)
 
 
 def test_nothing_is_deleted_in_favour_of_a_step_that_is_not_committed() -> None:
+    known = Committed(attempt=1, metrics={})
     with pytest.raises(ValueError, match="step 3 is not committed"):
-        steps_to_delete([1, 2], newest=3, keep_last=1)
+        steps_to_delete({1: known, 2: known}, newest=3, rules=KeepRules(last=1))
 
 
 def test_leftovers_are_what_no_manifest_names() -> None:
@@ -62,7 +81,7 @@ def test_old_checkpoints_and_dead_shards_are_deleted(tmp_path: Path) -> None:
     (dead / ".writing-ab").write_bytes(b"half")
     (newest, _) = save(store, 40, attempt=2)
     assert isinstance(newest, CheckpointRef)
-    assert apply_retention(store, newest=newest, keep_last=2) == (10, 20)
+    assert Retention(store, KeepRules(last=2)).apply(newest) == (10, 20)
     assert committed_steps(store) == (30, 40)
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000030", "step-00000035", "step-00000040"]
     assert os.listdir(tmp_path / "checkpoints/step-00000035") == []
@@ -87,13 +106,13 @@ def test_a_death_while_deleting_leaves_the_old_checkpoint_absent_and_not_torn(
     original = LocalStore.delete
     monkeypatch.setattr(LocalStore, "delete", die_at_second)
     with pytest.raises(KeyboardInterrupt):
-        apply_retention(store, newest=newest, keep_last=1)
+        Retention(store, KeepRules(last=1)).apply(newest)
     monkeypatch.setattr(LocalStore, "delete", original)
     choice = newest_committed(store)
     assert choice.manifest is not None and choice.manifest.step == 20 and choice.damaged == ()
     assert committed_steps(store) == (20,)
     (later, _) = save(store, 30, attempt=2)
-    apply_retention(store, newest=later, keep_last=1)
+    Retention(store, KeepRules(last=1)).apply(later)
     assert os.listdir(tmp_path / "checkpoints/step-00000010") == []
 
 
@@ -103,5 +122,35 @@ def test_the_shards_of_a_damaged_checkpoint_stay_until_it_is_set_aside(tmp_path:
     manifest = tmp_path / "checkpoints/step-00000010/manifest.json"
     manifest.write_bytes(b"{")
     (newest, _) = save(store, 20)
-    apply_retention(store, newest=newest, keep_last=3)
+    Retention(store, KeepRules(last=3)).apply(newest)
     assert len(os.listdir(tmp_path / "checkpoints/step-00000010/attempt-0001")) == 2
+
+
+def test_the_best_and_every_nth_outlive_the_last(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    retention = Retention(store, KeepRules(last=1, every_steps=30, best=1, best_metric="loss"))
+    for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, 2.5), (50, 2.0)):
+        refs = save(store, step, metrics={"loss": loss})
+        retention.apply(refs[0])
+    assert committed_steps(store) == (20, 30, 50)
+
+
+def test_an_attempt_that_was_overtaken_deletes_nothing(tmp_path: Path) -> None:
+    """What it takes for old may be what the newer attempt has started from."""
+    store = LocalStore(tmp_path)
+    for step in (10, 20):
+        (ref, _) = save(store, step)
+    claim_attempt(store, 2)
+    assert Retention(store, KeepRules(last=1)).apply(ref) == ()
+    assert committed_steps(store) == (10, 20)
+
+
+def test_what_a_dead_attempt_committed_late_is_deleted_with_the_next_checkpoint(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    save(store, 10)
+    save(store, 40)
+    start_attempt(store, 2, 10)
+    (ref, _) = save(store, 20, attempt=2)
+    assert Retention(store, KeepRules(last=3)).apply(ref) == (40,)
+    assert committed_steps(store) == (10, 20)
+    assert not store.list("checkpoints/step-00000040")

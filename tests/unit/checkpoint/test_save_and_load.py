@@ -15,6 +15,7 @@ import torch
 from ray_ulysses.checkpoint import (
     CheckpointError,
     CheckpointRef,
+    DamagedCheckpointError,
     Piece,
     load_pieces,
     newest_committed,
@@ -36,8 +37,7 @@ def _loaded(store: LocalStore, step: int, world_size: int) -> dict[str, torch.Te
             Piece(key=piece.key, start=piece.start, tensor=torch.full_like(piece.tensor, 99))
             for piece in shard_of(TENSORS, rank, world_size).pieces
         ]
-        num_bytes = load_pieces(store, manifest, pieces)
-        assert num_bytes == sum(piece.tensor.numel() * piece.tensor.element_size() for piece in pieces)
+        load_pieces(store, manifest, pieces)
         for piece in pieces:
             parts[piece.key].append(piece.tensor)
     return {key: torch.cat(tensors) for key, tensors in parts.items()}
@@ -134,9 +134,9 @@ def test_an_altered_shard_is_found_while_it_is_read(tmp_path: Path) -> None:
     manifest = read_manifest(store, 20)
     path = store.path(f"checkpoints/step-00000020/{manifest.shards[0].file}")
     content = bytearray(path.read_bytes())
-    content[-1] ^= 1
+    content[manifest.shards[0].intervals[-1].offset] ^= 1
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"step 20 could not be loaded: rank 0: .* the checksum of .* is wrong"):
+    with pytest.raises(DamagedCheckpointError, match=r"rank 0: .*: the checksum of fp32/one is wrong \(bytes "):
         load_pieces(store, manifest, shard_of(TENSORS, 0, 1).pieces)
 
 
@@ -151,7 +151,8 @@ def test_a_rank_that_can_not_read_stops_every_rank(tmp_path: Path) -> None:
 
     errors = on_ranks(3, call)
     assert len({str(error) for error in errors}) == 1
-    assert "rank 1: [Errno 2] No such file or directory" in str(errors[0])
+    assert "rank 1: " in str(errors[0]) and "is missing" in str(errors[0])
+    assert all(isinstance(error, DamagedCheckpointError) for error in errors)
 
 
 def test_another_dtype_than_the_stored_one_is_refused(tmp_path: Path) -> None:
@@ -192,5 +193,5 @@ def test_a_manifest_of_a_newer_version_says_so(tmp_path: Path) -> None:
     fields["schema_version"] = 9
     crc32 = zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
     path.write_text(json.dumps({"crc32": crc32, **fields}))
-    with pytest.raises(ManifestError, match="schema version 9, but this version of ray-ulysses reads 1; load it"):
+    with pytest.raises(ManifestError, match="schema version 9, but this version of ray-ulysses reads 2; load it"):
         read_manifest(store, 20)

@@ -30,7 +30,7 @@ def test_a_shard_is_a_safetensors_file(tmp_path: Path) -> None:
     store, entry = _write(tmp_path)
     path = store.path(f"checkpoints/step-00000001/{entry.file}")
     with safe_open(path, framework="pt") as shard:
-        assert sorted(shard.keys()) == ["buffer/flag", "fp32/a", "frozen/b"]
+        assert sorted(shard.keys()) == ["block_sums", "buffer/flag", "fp32/a", "frozen/b"]
         for piece in PIECES:
             if piece.tensor.numel():
                 assert torch.equal(shard.get_tensor(piece.key), piece.tensor)

@@ -10,7 +10,8 @@ import pytest
 from ray_ulysses.config import load_config
 from ray_ulysses.data.tokenizers import ByteTokenizer
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.planner.memory import GIB, estimate
+from ray_ulysses.planner.memory import estimate
+from ray_ulysses.planner.memory_terms import GIB
 
 _CONFIGS = tuple(sorted((Path(__file__).parents[3] / "configs").glob("*.yaml")))
 _BY_NAME = pytest.mark.parametrize("path", _CONFIGS, ids=[path.stem for path in _CONFIGS])
@@ -52,6 +53,7 @@ def test_a_configuration_fits_what_it_names_by_the_estimate(path: Path) -> None:
         sp_size=config.parallel.sp_size,
         context_tokens=config.data.context_tokens,
         dtype=config.model.dtype,
+        zero_stage=config.memory.zero_stage,
         offload_optimizer=config.memory.offload_optimizer,
         gradient_checkpointing=config.memory.gradient_checkpointing,
     )

@@ -11,7 +11,9 @@ import pytest
 
 from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
+from ray_ulysses.storage import LocalStore
 from tests.unit.forensics.runs import SETTINGS, Run, make_run
+from tests.unit.forensics.saved import cut, flip, make_folder, save, shard
 
 Inspect = Callable[..., tuple[int, str, str]]
 
@@ -94,9 +96,64 @@ def test_verify_exits_with_1_where_something_does_not(inspect: Inspect, run: Run
     assert f"{run.folder} differs from step 2 on" in out
 
 
+def test_checkpoints_are_listed_as_text_and_as_json(inspect: Inspect, tmp_path: Path) -> None:
+    store = make_folder(tmp_path / "saved")
+    for step in (10, 20):
+        save(store, step)
+    cut(shard(tmp_path / "saved", 20), 5)
+    code, out, err = inspect(tmp_path / "saved", "--checkpoints")
+    assert (code, err) == (0, "")
+    assert out.startswith("run 'saved': 1 checkpoint whole by size, 1 damaged\n")
+    assert (
+        "  resumes  from step 10" in out and "step 20, DAMAGED: attempt-0001/rank-00001-of-00002.safetensors has" in out
+    )
+    code, out, _ = inspect(tmp_path / "saved", "--checkpoints", "--json")
+    fields = json.loads(out)
+    assert (code, fields["resumes_from"]) == (0, 10)
+    assert [(one["step"], one["condition"], one["kept"]) for one in fields["checkpoints"]] == [
+        (10, "whole", ["last 3"]),
+        (20, "damaged", ["last 3"]),
+    ]
+
+
+def test_a_checkpoint_is_verified_and_damage_exits_with_1(inspect: Inspect, tmp_path: Path) -> None:
+    store = make_folder(tmp_path / "saved")
+    for step in (10, 20):
+        save(store, step)
+    flip(shard(tmp_path / "saved", 20), 5000)
+    code, out, err = inspect(tmp_path / "saved", "--verify-checkpoint", 10)
+    assert (code, err) == (0, "")
+    assert out.startswith("checkpoint of step 10 of run 'saved': whole\n")
+    code, out, _ = inspect(tmp_path / "saved", "--verify-checkpoint", 20)
+    assert code == 1
+    assert "rank-00001-of-00002.safetensors: the checksum of fp32/weight is wrong (bytes " in out
+    code, out, _ = inspect(tmp_path / "saved", "--verify-checkpoint", 20, "--json")
+    fields = json.loads(out)
+    assert (code, fields["whole"], fields["files"][0]["problem"]) == (1, False, None)
+    code, out, err = inspect(tmp_path / "saved", "--verify-checkpoint", 30)
+    assert (code, out) == (2, "")
+    assert "no checkpoint of step 30 is committed" in err
+
+
+def test_checkpoints_on_another_store_are_in_what_inspect_says(inspect: Inspect, tmp_path: Path) -> None:
+    make_folder(tmp_path / "saved", checkpoint__storage=str(tmp_path / "bucket"))
+    save(LocalStore(tmp_path / "bucket" / "saved"), 10)
+    code, out, _ = inspect(tmp_path / "saved", "--json")
+    assert code == 0
+    assert json.loads(out)["checkpoints"] == [
+        {"step": 10, "path": "checkpoints/step-00000010", "committed": True, "world_size": 2}
+    ]
+    assert "1 checkpoint whole by size" in inspect(tmp_path / "saved", "--checkpoints")[1]
+    assert "checkpoint of step 10 of run 'saved': whole" in inspect(tmp_path / "saved", "--verify-checkpoint", 10)[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (("--row", "0", "--checkpoints"), "--row and --checkpoints are two questions; ask one at a time"),
+        (("--verify", "--verify-checkpoint", "3"), "--verify and --verify-checkpoint are two questions"),
+        (("--verify-checkpoint", "3", "--checkpoints", "--verify"), "are three questions; ask one at a time"),
+        (("--verify-checkpoint", "x"), "Invalid value for '--verify-checkpoint'"),
         (("--row", "99999"), "--row=99999: the plan"),
         (("--row", "0", "--verify"), "ask one at a time"),
         (("--row", "0", "--text", "some"), "--text=some: must be one of cut, full, none"),

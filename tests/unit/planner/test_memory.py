@@ -3,7 +3,8 @@
 import pytest
 
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.planner.memory import GIB, MemoryEstimate, MemoryTerm, estimate
+from ray_ulysses.planner.memory import MemoryEstimate, estimate
+from ray_ulysses.planner.memory_terms import GIB, MemoryTerm
 
 LLAMA_3_8B = ModelShape.from_config_dict(
     {
@@ -35,12 +36,70 @@ def test_offload_moves_the_optimizer_to_the_host():
     offloaded = estimate(LLAMA_3_8B, world_size=8, sp_size=8, context_tokens=131072, offload_optimizer="cpu")
     moved = N // 8 * (4 + 8 + 4)
     assert on_device.device_bytes - offloaded.device_bytes == moved
+    # Where they are accumulated, and what the optimizer steps with.
+    twice = N // 8 * 4
     assert by_name(offloaded.host).keys() - by_name(on_device.host).keys() == {
         "master weights, fp32",
         "AdamW moments, fp32",
         "gradients, fp32",
+        "gradients of the step, fp32",
     }
-    assert offloaded.host_bytes == moved + by_name(offloaded.host)["a checkpoint, while it is written"].bytes
+    assert offloaded.host_bytes == moved + twice + by_name(offloaded.host)["checkpoints, staged"].bytes
+
+
+def test_a_checkpoint_is_staged_in_two_copies_of_a_ranks_share():
+    memory = estimate(LLAMA_3_8B, world_size=8, sp_size=8, context_tokens=131072, init="pretrained")
+    assert by_name(memory.host)["checkpoints, staged"].bytes == 2 * (N // 8) * (4 + 8 + 2)
+    fp32 = estimate(LLAMA_3_8B, world_size=8, sp_size=8, context_tokens=131072, dtype="fp32", host_buffers=1)
+    assert by_name(fp32.host)["checkpoints, staged"].bytes == N // 8 * (4 + 8)
+    without = estimate(LLAMA_3_8B, world_size=8, sp_size=8, context_tokens=131072, host_buffers=0)
+    assert "checkpoints, staged" not in by_name(without.host)
+
+
+STATE = ("weights, whole", "weights, sharded", "master weights, fp32", "AdamW moments, fp32", "gradients, fp32")
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "bytes_whole", "bytes_sharded"),
+    [
+        pytest.param(1, "bf16", 2 + 4, 4 + 8, id="zero1-bf16"),
+        pytest.param(1, "fp32", 4 + 4, 4 + 8, id="zero1-fp32"),
+        pytest.param(2, "bf16", 2, 4 + 8 + 4, id="zero2-bf16"),
+        pytest.param(2, "fp32", 4, 4 + 8 + 4, id="zero2-fp32"),
+        pytest.param(3, "bf16", 0, 2 + 4 + 8 + 4, id="zero3-bf16"),
+    ],
+)
+def test_a_stage_keeps_whole_on_every_rank_what_it_does_not_shard(stage, dtype, bytes_whole, bytes_sharded):
+    memory = estimate(LLAMA_3_8B, world_size=8, sp_size=8, context_tokens=131072, dtype=dtype, zero_stage=stage)
+    terms = by_name(memory.device)
+    state = sum(terms[name].bytes for name in STATE if name in terms)
+    assert state == N * bytes_whole + N // 8 * bytes_sharded
+    assert ("weights, gathered" in terms) == (stage == 3)
+
+
+@pytest.mark.parametrize(("stage", "on_device"), [(1, N * (2 + 4)), (2, N * 2 + N // 8 * 4), (3, N // 8 * 2)])
+def test_offload_leaves_on_the_device_what_the_stage_accumulates_there(stage, on_device):
+    memory = estimate(
+        LLAMA_3_8B, world_size=8, sp_size=8, context_tokens=131072, zero_stage=stage, offload_optimizer="cpu"
+    )
+    terms = by_name(memory.device)
+    assert sum(terms[name].bytes for name in STATE if name in terms) == on_device
+
+
+def test_stages_that_keep_the_weights_whole_hold_them_twice_while_they_are_flattened():
+    for init in ("random", "pretrained"):
+        memory = estimate(LLAMA_3_8B, world_size=8, sp_size=8, context_tokens=8192, zero_stage=2, init=init)
+        assert by_name(memory.device)["the model, beside its flat copy"].bytes == 2 * N * 2
+
+
+def test_an_optimizer_on_nvme_takes_buffers_of_a_sub_group_and_the_gradients():
+    memory = estimate(
+        LLAMA_3_8B, world_size=8, sp_size=8, context_tokens=131072, offload_optimizer="nvme", host_buffers=0
+    )
+    host = by_name(memory.host)
+    assert host["buffers for NVMe"].bytes == 4 * 100_000_000 * 4
+    assert host["gradients, fp32"].bytes == N // 8 * 4
+    assert not host.keys() & {"master weights, fp32", "AdamW moments, fp32"}
 
 
 def test_activations_follow_the_tokens_of_a_rank():
@@ -116,8 +175,8 @@ def test_without_checkpointing_every_layer_is_kept():
 def test_random_weights_are_drawn_whole_and_pretrained_ones_are_not_moved_whole():
     drawn = estimate(LLAMA_3_8B, world_size=8, sp_size=8, context_tokens=8192, init="random")
     loaded = estimate(LLAMA_3_8B, world_size=8, sp_size=8, context_tokens=8192, init="pretrained")
-    assert drawn.host_bytes == N * 4
-    assert loaded.host_bytes == N * 2
+    assert by_name(drawn.host)["the model, while it is drawn"].bytes == N * 4
+    assert by_name(loaded.host)["the model, while it is loaded"].bytes == N * 2
     assert by_name(drawn.device).keys() - by_name(loaded.device).keys() == {"the model, before it is sharded"}
 
 

@@ -135,7 +135,7 @@ def test_what_nothing_helps_says_so():
 
 def test_host_memory_is_judged_too():
     (text,) = memory_texts(llama_config(host_gib=10.0))
-    assert text.startswith("memory.host_gib=10.0: a rank is estimated to take 15.0 GiB")
+    assert text.startswith("memory.host_gib=10.0: a rank is estimated to take 26.2 GiB")
 
 
 @pytest.mark.parametrize("device_gib", [16.0, 24.0, 40.0, 48.0])

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_ulysses.tracking.delivery import CHECKPOINT_MARK, RefusedEvent, SpooledTracker, unsent
+from ray_ulysses.tracking.commits import GoneCheckpoint
+from ray_ulysses.tracking.delivery import RefusedEvent, SpooledTracker, unsent
+from tests.unit.tracking.checkpoints import committed
 
 
 class FakeSink:
@@ -21,11 +23,12 @@ class FakeSink:
         self.slow = threading.Event()
         self.slow.set()
         self.calls = 0
+        self.reason = "no route to host"
 
     def connect(self):
         self.calls += 1
         if self.is_away:
-            raise ConnectionError("no route to host")
+            raise ConnectionError(self.reason)
 
     def existing_marks(self, events):
         marks = {}
@@ -34,15 +37,13 @@ class FakeSink:
                 for name in event["metrics"]:
                     mark = f"metric:{name}"
                     marks[mark] = max(event["step"], marks.get(mark, -1))
-            elif event["kind"] == "checkpoint":
-                marks[CHECKPOINT_MARK] = max(event["step"], marks.get(CHECKPOINT_MARK, -1))
         return marks
 
     def deliver(self, events):
         self.slow.wait(30)
         self.calls += 1
         if self.is_away:
-            raise ConnectionError("no route to host")
+            raise ConnectionError(self.reason)
         if any(event.get("step") == self.refused_step for event in events if event["kind"] == "step"):
             raise RefusedEvent("a bad name")
         self.events += events
@@ -71,7 +72,7 @@ def test_everything_arrives_in_order(tmp_path):
     tracker = make_tracker(sink, tmp_path)
     tracker.start({"lr": 0.1}, {"world_size": 4})
     log_steps(tracker, range(1, 6))
-    tracker.log_checkpoint(5, "/c/5", {"world_size": 4}, {"next_row": 5}, {"loss": 4.5})
+    tracker.log_checkpoint(committed(5))
     tracker.finish("finished")
     assert sink.kinds() == ["start", *["step"] * 5, "checkpoint", "finish"]
     assert sink.points() == [1, 2, 3, 4, 5]
@@ -126,10 +127,20 @@ def test_a_replayed_step_is_not_sent_again(tmp_path):
         tracker = make_tracker(sink, tmp_path)
         tracker.start({}, {})
         log_steps(tracker, attempt)
-        tracker.log_checkpoint(4, "/c/4", {}, {}, {})
         tracker.finish("failed")
     assert sink.points() == list(range(1, 12))
-    assert sink.kinds().count("checkpoint") == 1
+
+
+def test_every_commit_is_told_also_of_a_step_that_another_attempt_had_committed(tmp_path):
+    sink = FakeSink()
+    for attempt, steps in ((1, (10, 20)), (2, (15, 20)), (3, (20,))):
+        tracker = make_tracker(sink, tmp_path)
+        tracker.start({}, {})
+        for step in steps:
+            tracker.log_checkpoint(committed(step, attempt))
+        tracker.finish("failed")
+    told = [(event["attempt"], event["step"]) for event in sink.events if event["kind"] == "checkpoint"]
+    assert told == [(1, 10), (1, 20), (2, 15), (2, 20), (3, 20)]
 
 
 def test_a_delivery_whose_answer_was_lost_is_not_repeated(tmp_path):
@@ -138,10 +149,89 @@ def test_a_delivery_whose_answer_was_lost_is_not_repeated(tmp_path):
     tracker = make_tracker(sink, tmp_path)
     tracker.start({}, {})
     log_steps(tracker, range(1, 30))
-    tracker.log_checkpoint(29, "/c/29", {}, {}, {})
     tracker.finish("finished")
     assert sink.points() == list(range(1, 30))
-    assert sink.kinds().count("checkpoint") == 1
+
+
+def test_what_is_told_of_a_checkpoint_comes_again_at_once_or_never(tmp_path):
+    # Else the word that step 20 is damaged, repeated behind the commit that replaced it, would hit that one.
+    sink = FakeSink()
+    tracker = make_tracker(sink, tmp_path)
+    tracker.log_checkpoint(GoneCheckpoint(step=20, attempt=None, state="damaged"))
+    tracker.start({}, {})
+    for step in (20, 30):
+        log_steps(tracker, [step])
+        tracker.log_checkpoint(committed(step, 2))
+    sink.loses_answers = 100
+    deadline = time.monotonic() + 20
+    while len(sink.events) < 10:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    sink.loses_answers = 0
+    tracker.finish("finished")
+    told = [(event["kind"], event.get("step")) for event in sink.events if event["kind"].startswith("checkpoint")]
+    order = [("checkpoint_gone", 20), ("checkpoint", 20), ("checkpoint", 30)]
+    assert list(dict.fromkeys(told)) == order
+    assert told == sorted(told, key=order.index)
+    assert len(told) > len(order)
+    assert sink.points() == [20, 30]
+
+
+def test_a_checkpoint_set_aside_before_the_start_is_told_after_it(tmp_path):
+    sink = FakeSink()
+    tracker = make_tracker(sink, tmp_path)
+    tracker.log_step(1, {"loss": 1.0})
+    tracker.log_checkpoint(GoneCheckpoint(step=20, attempt=1, state="damaged", reason="a flipped byte"))
+    tracker.start({}, {})
+    tracker.finish("finished")
+    assert sink.kinds() == ["start", "checkpoint_gone", "finish"]
+    assert sink.events[1]["reason"] == "a flipped byte"
+
+
+def test_a_spool_and_a_state_of_the_version_before_are_gone_on_with(tmp_path):
+    spool = tmp_path / "tracking"
+    spool.mkdir()
+    (spool / "state.json").write_text('{"file": 1, "offset": 0, "marks": {"metric:loss": 3, "checkpoint": 20}}')
+    old = (
+        '{"kind":"step","step":3,"metrics":{"loss":1.0},"time_ms":1}\n'
+        '{"kind":"checkpoint","step":20,"path":"/c/checkpoints/step-00000020","topology":{},"cursor":{},"digest":"",'
+        '"metrics":{"loss":1.0},"time_ms":1}\n'
+    )
+    (spool / "00000001.jsonl").write_text(old)
+    sink = FakeSink()
+    tracker = make_tracker(sink, tmp_path)
+    tracker.start({}, {})
+    log_steps(tracker, [3, 4])
+    tracker.log_checkpoint(committed(10, 2))
+    tracker.finish("finished")
+    assert sink.points() == [4]
+    # The mark of the version before would have swallowed both.
+    assert [event["step"] for event in sink.events if event["kind"] == "checkpoint"] == [20, 10]
+
+
+def test_a_run_that_is_complete_is_caught_up_without_a_word_of_a_new_attempt(tmp_path):
+    away = FakeSink()
+    away.is_away = True
+    tracker = make_tracker(away, tmp_path, drain_s=0.05)
+    tracker.start({}, {})
+    log_steps(tracker, range(1, 4))
+    tracker.log_checkpoint(committed(3))
+    tracker.finish("finished")
+    still_away = make_tracker(away, tmp_path, drain_s=0.1)
+    assert still_away.catch_up() == 6
+    still_away._thread.join(5)
+    sink = FakeSink()
+    assert make_tracker(sink, tmp_path).catch_up() == 0
+    assert sink.kinds() == ["start", *["step"] * 3, "checkpoint", "finish"]
+    calls = sink.calls
+    assert make_tracker(sink, tmp_path).catch_up() == 0
+    assert sink.calls == calls
+    assert len(list((tmp_path / "tracking").glob("*.jsonl"))) == 1
+
+
+def test_a_run_that_was_never_tracked_has_nothing_to_catch_up(tmp_path):
+    assert make_tracker(FakeSink(), tmp_path).catch_up() == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_death_between_delivery_and_acknowledgement_repeats_nothing(tmp_path):
@@ -181,6 +271,18 @@ def test_an_outage_is_said_once(tmp_path, caplog):
     assert sink.calls > 2
     assert caplog.text.count("does not answer") == 1
     assert "is sent when the run is started again" in caplog.text
+
+
+def test_a_password_in_the_address_is_not_in_the_log(tmp_path, caplog):
+    sink = FakeSink()
+    sink.is_away = True
+    sink.reason = "no route to http://me:secret@host:5000/api"
+    tracker = make_tracker(sink, tmp_path, drain_s=0.1)
+    with caplog.at_level("WARNING", logger="ray_ulysses"):
+        tracker.start({}, {})
+        tracker.finish("failed")
+    assert "no route to http://***@host:5000/api" in caplog.text
+    assert "secret" not in caplog.text
 
 
 def test_an_outage_is_not_met_with_a_busy_loop(tmp_path):

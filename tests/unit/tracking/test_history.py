@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_ulysses.storage import RunLock
+from ray_ulysses.storage import LocalStore, RunLock
 from ray_ulysses.tracking.history import build_history, read_history
 from ray_ulysses.tracking.journal import AttemptJournal
 
@@ -64,8 +64,7 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
     for step, text in ((2, '{"world_size": 4}'), (3, None)):
         folder = run_dir / "checkpoints" / f"step-{step:08d}"
         folder.mkdir(parents=True)
-        if text:
-            (folder / "manifest.json").write_text(text)
+        (folder / ("manifest.json" if text else "set-aside-0001.json")).write_text(text or "{}")
     assert json.loads(json.dumps(read_history(run_dir).to_json())) == {
         "name": "demo",
         "status": "stopped",
@@ -187,3 +186,16 @@ def test_whatever_attempts_do_every_kept_step_counts_once(attempts: list[tuple[i
     assert history.lost_steps == trained - at
     assert history.rows_consumed == at * 6
     assert history.missing_steps == ()
+
+
+def test_checkpoints_are_read_from_the_store_that_they_lie_in(tmp_path: Path) -> None:
+    folder = tmp_path / "elsewhere" / "checkpoints" / "step-00000007"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text('{"world_size": 6}')
+    (folder.parent / "attempts").mkdir()
+    (folder.parent / "attempts" / "0001.claimed").write_text("")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    assert read_history(run_dir, is_held=False).checkpoints == ()
+    (found,) = read_history(run_dir, is_held=False, store=LocalStore(tmp_path / "elsewhere")).checkpoints
+    assert (found.step, found.path, found.committed, found.world_size) == (7, "checkpoints/step-00000007", True, 6)

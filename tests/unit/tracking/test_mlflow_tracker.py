@@ -8,28 +8,10 @@ import sys
 import textwrap
 import time
 
-import pytest
-
-from ray_ulysses.tracking.mlflow_tracker import MlflowSink, MlflowTracker, TrackingIdentity
+from ray_ulysses.tracking.mlflow_tracker import MlflowSink, MlflowTracker, TrackingIdentity, deliver_backlog
+from tests.unit.tracking.checkpoints import committed
 
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
-
-
-@pytest.fixture(scope="module")
-def uri(tmp_path_factory):
-    """Return one SQLite database for all tests here: making its tables takes seconds."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    patch.setenv("DO_NOT_TRACK", "true")
-    yield f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
-    patch.undo()
-
-
-@pytest.fixture
-def client(uri):
-    from mlflow import MlflowClient
-
-    return MlflowClient(tracking_uri=uri)
 
 
 def make_tracker(uri, run_dir, **changes):
@@ -111,14 +93,7 @@ def test_a_committed_checkpoint_can_be_found_by_its_loss(uri, client, tmp_path):
     tracker.start({}, {})
     for step in (5, 10):
         log_steps(tracker, range(step - 4, step + 1))
-        tracker.log_checkpoint(
-            step,
-            f"/runs/c/{step}",
-            {"world_size": 4, "sp_size": 2},
-            {"next_row": 6 * step},
-            {"loss": 5.0 - step / 10},
-            digest=f"{step:016x}",
-        )
+        tracker.log_checkpoint(committed(step, metrics={"loss": 5.0 - step / 10}, path=f"/runs/c/{step}"))
     tracker.finish("finished")
     run_id = TrackingIdentity.load(tmp_path).run_id
     run = client.get_run(run_id)
@@ -134,19 +109,6 @@ def test_a_committed_checkpoint_can_be_found_by_its_loss(uri, client, tmp_path):
     assert run.data.tags["checkpoint.path"] == "/runs/c/10"
     assert found[0].tags["digest"] == run.data.tags["checkpoint.digest"] == f"{10:016x}"
     assert curve(client, run_id) == expected(range(1, 11))
-
-
-def test_a_checkpoint_that_was_begun_is_completed_and_not_doubled(uri, client, tmp_path):
-    run_id = run_attempt(uri, tmp_path, [1]).run_id
-    experiment = client.get_run(run_id).info.experiment_id
-    client.create_logged_model(experiment, name="step-00000001", source_run_id=run_id, tags={"step": "1"})
-    tracker = make_tracker(uri, tmp_path)
-    tracker.start({}, {})
-    tracker.log_checkpoint(1, "/runs/c/1", {}, {}, {"loss": 4.9})
-    tracker.finish("finished")
-    (model,) = client.search_logged_models([experiment], filter_string=f"source_run_id='{run_id}'")
-    assert model.status == "READY"
-    assert [metric.value for metric in model.metrics] == [4.9]
 
 
 def test_a_killed_process_leaves_a_spool_that_the_next_start_replays(uri, client, tmp_path):
@@ -177,12 +139,11 @@ def test_what_the_run_already_has_is_asked_of_mlflow(uri, client, tmp_path):
     tracker = make_tracker(uri, tmp_path)
     tracker.start({}, {})
     log_steps(tracker, range(1, 6))
-    tracker.log_checkpoint(4, "/runs/c/4", {}, {}, {})
     tracker.finish("failed")
     sink = MlflowSink(uri=uri, experiment="tests", run_name="demo", run_dir=tmp_path)
     sink.connect()
     events = [{"kind": "step", "step": 6, "metrics": {"loss": 1.0, "new": 1.0}}, {"kind": "checkpoint", "step": 6}]
-    assert sink.existing_marks(events) == {"metric:loss": 5, "checkpoint": 4}
+    assert sink.existing_marks(events) == {"metric:loss": 5}
 
 
 def test_a_death_before_the_id_was_written_makes_no_second_run(uri, client, tmp_path):
@@ -206,7 +167,7 @@ def test_a_metric_that_mlflow_refuses_costs_only_itself(uri, client, tmp_path, c
     with caplog.at_level("WARNING", logger="ray_ulysses"):
         tracker.start({}, {})
         tracker.log_step(1, {"loss": 4.9})
-        tracker.log_checkpoint(1, "/runs/c/1", {}, {}, {"loss": 4.9})
+        tracker.log_checkpoint(committed(1))
         tracker.log_step(1, {"a bad name \n?": 1.0})
         tracker.log_step(2, {"loss": 4.8})
         tracker.finish("finished")
@@ -240,6 +201,38 @@ def test_a_server_that_is_away_is_waited_for_briefly_and_its_points_come_later(u
         assert time.monotonic() - begin < 5.0
     run_id = run_attempt(uri, tmp_path, range(4, 6)).run_id
     assert curve(client, run_id) == expected(range(1, 6))
+
+
+def test_a_run_that_ended_while_the_server_was_away_is_caught_up_without_an_attempt(uri, client, tmp_path):
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        away = f"http://127.0.0.1:{reserved.getsockname()[1]}"
+        tracker = make_tracker(away, tmp_path, drain_s=0.2)
+        tracker.start({}, {"world_size": 4})
+        log_steps(tracker, range(1, 4))
+        tracker.log_checkpoint(committed(3))
+        tracker.finish("finished")
+        given = {"experiment": "tests", "run_name": "demo"}
+        assert deliver_backlog(tmp_path, uri=away, **given, wait_s=0.2) == 6
+    assert deliver_backlog(tmp_path, uri=uri, **given, wait_s=60.0) == 0
+    run_id = TrackingIdentity.load(tmp_path).run_id
+    run = client.get_run(run_id)
+    assert (run.info.status, run.data.tags["world_size"]) == ("FINISHED", "4")
+    assert curve(client, run_id) == expected(range(1, 4))
+    models = client.search_logged_models([run.info.experiment_id], filter_string=f"source_run_id='{run_id}'")
+    assert [model.name for model in models] == ["step-00000003"]
+    # Whatever is asked of an address where nobody answers would be left over.
+    assert deliver_backlog(tmp_path, uri=away, **given) == 0
+
+
+def test_a_checkpoint_event_that_an_editor_has_spoilt_costs_only_itself(uri, client, tmp_path, caplog):
+    spool = tmp_path / "tracking"
+    spool.mkdir()
+    (spool / "00000001.jsonl").write_text('{"kind":"checkpoint","step":1,"time_ms":1}\n')
+    with caplog.at_level("WARNING", logger="ray_ulysses"):
+        run_id = run_attempt(uri, tmp_path, range(1, 3)).run_id
+    assert caplog.text.count("refuses an event") == 1
+    assert curve(client, run_id) == expected(range(1, 3))
 
 
 def test_artifacts_stay_beside_the_database(uri, client, tmp_path):

@@ -24,6 +24,7 @@ from ray_ulysses.trainer.batches import batch_checksum, batch_of
 from ray_ulysses.trainer.data import open_data
 from ray_ulysses.trainer.loop import _due, _padded
 from ray_ulysses.trainer.preflight import claim_directory, prepare_run
+from ray_ulysses.trainer.agreement import Flags
 from ray_ulysses.trainer.step import StepResult, evaluate, train_step
 from tests.distributed.run_case import make_config, make_corpus
 from tests.unit.attention.meshes import place
@@ -70,6 +71,9 @@ class FakeEngine:
     def step(self) -> None:
         self.micro_steps += 1
 
+    def zero_optimization_stage(self) -> int:
+        return 3
+
     def train(self) -> None:
         self.training = True
 
@@ -100,7 +104,6 @@ def take(engine: FakeEngine, mesh: SequenceMesh, slices: list[RowSlice], **chang
         "device": DEVICE,
         "accumulation": len(slices),
         "seed": 5,
-        "stop": False,
     }
     return train_step(engine, slices, **{**arguments, **changes})
 
@@ -170,8 +173,15 @@ def test_a_loss_that_is_not_finite_ends_the_run(mesh: SequenceMesh) -> None:
 
 
 def test_a_request_to_stop_reaches_the_result(mesh: SequenceMesh) -> None:
-    assert take(FakeEngine(3), mesh, slices_of(1), stop=True).stop is True
-    assert take(FakeEngine(3), mesh, slices_of(1)).stop is False
+    assert take(FakeEngine(3), mesh, slices_of(1), flags=lambda: Flags(stop=True)).flags == Flags(stop=True)
+    assert take(FakeEngine(3), mesh, slices_of(1)).flags == Flags()
+
+
+def test_the_weights_are_not_updated_before_the_copies_of_the_last_state_are_waited_for(mesh: SequenceMesh) -> None:
+    """Once a step, right before the engine's last micro-step, which is the one that changes the weights."""
+    engine, seen = FakeEngine(3), []
+    take(engine, mesh, slices_of(1), before_update=lambda: seen.append(engine.micro_steps))
+    assert seen == [2]
 
 
 def test_too_few_micro_steps_are_our_own_mistake(mesh: SequenceMesh) -> None:

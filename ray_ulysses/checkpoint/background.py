@@ -1,0 +1,204 @@
+"""Writes checkpoints while training goes on: one thread a rank, which meets the others over a group of its own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ray_ulysses.checkpoint.errors import CheckpointError, FencedError
+from ray_ulysses.checkpoint.exchange import Exchange
+from ray_ulysses.checkpoint.manifest import CheckpointMeta, CheckpointRef
+from ray_ulysses.checkpoint.save import save_checkpoint
+from ray_ulysses.checkpoint.staging import StagedState, Staging
+from ray_ulysses.checkpoint.state import StateSource
+from ray_ulysses.clock import Clock
+from ray_ulysses.storage import Store
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """A checkpoint that was committed.
+
+    Attributes:
+        ref: Its name.
+        meta: What the loop added to it.
+        stall_s: How long this rank's training stood still for it, in seconds.
+        save_s: From the request to the commit, in seconds.
+        num_bytes: What this rank wrote.
+    """
+
+    ref: CheckpointRef
+    meta: CheckpointMeta
+    stall_s: float
+    save_s: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Job:
+    step: int
+    staged: StagedState
+    meta: CheckpointMeta
+    part: int
+    asked_at: float
+    stall_s: float
+
+
+class BackgroundSaver:
+    """Saves states in the order in which they are asked for, one at a time.
+
+    Every rank makes one and asks it for the same saves in the same order. A save that fails is reported by `failure`,
+    on every rank, and changes nothing of those before it.
+
+    Args:
+        store: Where checkpoints are kept.
+        attempt: The attempt's number.
+        rank: This rank.
+        world_size: All ranks.
+        exchange: Joins the ranks' threads: over a group that nothing else uses, since training's collectives go on.
+        staging: Host buffers.
+        clock: Time.
+        on_saved: Called on this rank's thread after each commit, before the next save begins.
+        on_failed: Called there when a save has failed.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        attempt: int,
+        rank: int,
+        world_size: int,
+        exchange: Exchange,
+        staging: Staging,
+        clock: Clock,
+        on_saved: Callable[[Saved], Any],
+        on_failed: Callable[[int, CheckpointError], Any],
+    ) -> None:
+        self._store, self._attempt, self._rank, self._world_size = store, attempt, rank, world_size
+        self._exchange, self._staging, self._clock = exchange, staging, clock
+        self._on_saved, self._on_failed = on_saved, on_failed
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._lock = threading.Condition()
+        self._pending = 0
+        self._failures = 0
+        self._failure: BaseException | None = None
+        self._last_saved = -1
+        self._tries: dict[int, int] = {}
+        self._thread = threading.Thread(target=self._run, name="checkpoint-save", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being saved."""
+        with self._lock:
+            return self._pending == 0
+
+    @property
+    def last_saved(self) -> int:
+        """Step of the newest checkpoint that this saver has committed; -1 if there is none."""
+        with self._lock:
+            return self._last_saved
+
+    @property
+    def failures(self) -> int:
+        """How many saves in a row have failed up to now."""
+        with self._lock:
+            return self._failures
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What the last save failed with; None if it did not."""
+        with self._lock:
+            return self._failure
+
+    def save(self, step: int, state: StateSource, meta: CheckpointMeta, *, timeout_s: float) -> float:
+        """Take a state and save it in the background; returns when training may go on.
+
+        If every buffer holds a state that is still being written, this waits for one.
+
+        Args:
+            step: Completed optimizer steps.
+            state: Live views; on a GPU they must not change before `Staging.before_update`.
+            meta: What the loop adds.
+            timeout_s: Longest wait for a buffer.
+
+        Returns:
+            How long it took, in seconds.
+
+        Raises:
+            CheckpointError: No buffer became free in time: the storage takes nothing.
+        """
+        asked_at = self._clock.monotonic()
+        if not self._staging.wait_for_buffer(timeout_s):
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be begun: the one before it has not been written within "
+                f"{timeout_s:.0f} s; repair run.storage, or save less often with checkpoint.every_steps"
+            )
+        staged = self._staging.stage(state)
+        stall_s = self._clock.monotonic() - asked_at
+        part = self._tries.get(step, 0)
+        self._tries[step] = part + 1
+        with self._lock:
+            self._pending += 1
+        self._jobs.put(_Job(step=step, staged=staged, meta=meta, part=part, asked_at=asked_at, stall_s=stall_s))
+        return stall_s
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until nothing is being saved; return whether that came in time."""
+        with self._lock:
+            return self._lock.wait_for(lambda: self._pending == 0, timeout=timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Finish what was asked for and end the thread; return whether that came in time."""
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            failure: BaseException | None = None
+            try:
+                self._save(job)
+            except BaseException as error:
+                failure = error
+            finally:
+                self._staging.release(job.staged.buffer)
+            with self._lock:
+                self._failure = failure
+                self._failures = self._failures + 1 if failure is not None else 0
+                self._last_saved = job.step if failure is None else self._last_saved
+                self._pending -= 1
+                self._lock.notify_all()
+
+    def _save(self, job: _Job) -> None:
+        job.staged.wait()
+        try:
+            ref = save_checkpoint(
+                self._store,
+                step=job.step,
+                attempt=self._attempt,
+                rank=self._rank,
+                world_size=self._world_size,
+                state=job.staged.state,
+                meta=job.meta,
+                exchange=self._exchange,
+                part=job.part,
+            )
+        except CheckpointError as error:
+            if not isinstance(error, FencedError):
+                self._on_failed(job.step, error)
+            raise
+        pieces = job.staged.state.pieces
+        self._on_saved(
+            Saved(
+                ref=ref,
+                meta=job.meta,
+                stall_s=job.stall_s,
+                save_s=self._clock.monotonic() - job.asked_at,
+                num_bytes=sum(piece.tensor.numel() * piece.tensor.element_size() for piece in pieces),
+            )
+        )

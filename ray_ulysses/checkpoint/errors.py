@@ -1,0 +1,17 @@
+"""What can go wrong with a checkpoint, told apart by what is to be done about it."""
+
+from __future__ import annotations
+
+from ray_ulysses.errors import RunError
+
+
+class CheckpointError(RunError):
+    """A checkpoint could not be saved or loaded; every rank raises the same text."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A committed checkpoint is not what was written: the one before it is to be taken."""
+
+
+class FencedError(CheckpointError):
+    """A newer attempt has taken over; this one must not commit or delete anything."""

@@ -1,0 +1,86 @@
+"""Which attempt may commit: a dead one's late writes are never loaded, and it never deletes anything.
+
+An attempt claims ``attempts/0003.claimed`` before it looks for what to resume from, and creates
+``attempts/0003.from-00000010`` once it has chosen. Both are created if absent, their content is nothing,
+and they stay. From their names alone follows the lineage: a checkpoint beyond the step from which a later attempt started
+is not part of the run, whenever it was committed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ray_ulysses.storage import AlreadyExistsError, Store
+
+ATTEMPT_FOLDER = "attempts"
+_KEY = re.compile(rf"^{ATTEMPT_FOLDER}/(\d{{4,}})\.(?:claimed|from-(\d{{8,}}))$")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lineage:
+    """The attempts of a run, as far as they got to saying where they started.
+
+    Attributes:
+        newest_attempt: Largest number that was claimed; 0 if none was.
+        started_from: Step from which each attempt started, by its number.
+    """
+
+    newest_attempt: int
+    started_from: dict[int, int]
+
+    def holds(self, step: int, attempt: int) -> bool:
+        """Whether a checkpoint that an attempt committed after so many steps is part of the run (pure)."""
+        return all(start >= step for later, start in self.started_from.items() if later > attempt)
+
+
+def lineage_of(keys: Iterable[str]) -> Lineage:
+    """Return what the names of the attempts' files say (pure); other keys are passed over."""
+    newest, started = 0, {}
+    for key in keys:
+        match = _KEY.match(key)
+        if match:
+            attempt = int(match[1])
+            newest = max(newest, attempt)
+            if match[2] is not None:
+                # An attempt starts once; of two files the smaller step is the one that hides less.
+                started[attempt] = min(int(match[2]), started.get(attempt, int(match[2])))
+    return Lineage(newest_attempt=newest, started_from=started)
+
+
+def read_lineage(store: Store) -> Lineage:
+    """Return the attempts that a store knows."""
+    return lineage_of(store.list(ATTEMPT_FOLDER))
+
+
+def claim_attempt(store: Store, attempt: int) -> bool:
+    """Announce an attempt before it looks for what to resume from; one rank calls.
+
+    Returns:
+        Whether the number was free.
+
+    Raises:
+        OSError: The store can't be written.
+    """
+    try:
+        store.create(f"{ATTEMPT_FOLDER}/{attempt:04d}.claimed", [b"\n"])
+    except AlreadyExistsError:
+        return False
+    return True
+
+
+def start_attempt(store: Store, attempt: int, step: int) -> None:
+    """Announce from which step an attempt starts, before it trains; one rank calls.
+
+    Raises:
+        OSError: The store can't be written.
+    """
+    with contextlib.suppress(AlreadyExistsError):
+        store.create(f"{ATTEMPT_FOLDER}/{attempt:04d}.from-{step:08d}", [b"\n"])
+
+
+def is_overtaken(store: Store, attempt: int) -> bool:
+    """Whether a newer attempt has been claimed: then this one must neither commit nor delete."""
+    return read_lineage(store).newest_attempt > attempt

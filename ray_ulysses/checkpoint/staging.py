@@ -1,0 +1,125 @@
+"""Takes state out of the way of training: copies of its pieces in host memory, in buffers that are used in turn.
+
+An optimizer step overwrites what a checkpoint has to hold. So the pieces are copied at once, and written from the
+copies while training goes on. On a GPU the copies run on a stream of their own into pinned memory; nothing waits for
+them but the next update of the weights, and the thread that writes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ray_ulysses.checkpoint.state import HeldInterval, Piece, ShardedState, StateSource
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagedState:
+    """A copy of one rank's state that training can't change.
+
+    Attributes:
+        state: The copies. Wait for `ready` before reading them.
+        copied: CUDA's event behind the last copy; None where copies are done already.
+        buffer: Number of the buffer that holds them.
+    """
+
+    state: ShardedState
+    copied: torch.cuda.Event | None
+    buffer: int
+
+    def wait(self) -> None:
+        """Wait until the copies are there; the thread that reads them calls."""
+        if self.copied is not None:
+            self.copied.synchronize()
+
+
+class Staging:
+    """Host buffers for copies of the state; one thread stages, another releases.
+
+    Args:
+        num_buffers: States that may be held at once; 0 copies nothing, and whoever stages must wait until what was
+            staged is released before the state may change.
+        device: Where the state lives.
+    """
+
+    def __init__(self, num_buffers: int, device: torch.device) -> None:
+        self._in_place = num_buffers == 0
+        self._buffers: list[torch.Tensor | None] = [None] * max(num_buffers, 1)
+        self._free = list(reversed(range(len(self._buffers))))
+        self._changed = threading.Condition()
+        self._is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._is_cuda else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the host memory that the buffers take."""
+        return sum(buffer.numel() for buffer in self._buffers if buffer is not None)
+
+    def wait_for_buffer(self, timeout_s: float) -> bool:
+        """Wait until a state can be staged; return whether one can."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._free), timeout=timeout_s)
+
+    def stage(self, source: StateSource) -> StagedState:
+        """Copy a state into a free buffer; returns when the copies are under way.
+
+        On a GPU the state must not be changed before `before_update` was called.
+        """
+        with self._changed:
+            assert self._free, "no buffer is free: call wait_for_buffer first"
+            number = self._free.pop()
+        if self._in_place and isinstance(source, ShardedState):
+            return StagedState(state=source, copied=None, buffer=number)
+        try:
+            copies = self._room_for(number, source.intervals)
+            copied = self._copy(source, [copy.tensor for copy in copies])
+        except BaseException:
+            self.release(number)
+            raise
+        staged = ShardedState(pieces=copies, description=source.description)
+        return StagedState(state=staged, copied=copied, buffer=number)
+
+    def before_update(self) -> None:
+        """Keep the next update of the weights behind the copies; nothing waits on the host."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def release(self, number: int) -> None:
+        """Give a buffer back; any thread may call."""
+        with self._changed:
+            self._free.append(number)
+            self._changed.notify_all()
+
+    def _copy(self, source: StateSource, destinations: Sequence[torch.Tensor]) -> torch.cuda.Event | None:
+        if self._stream is None:
+            source.copy_to(destinations)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            source.copy_to(destinations)
+            copied = torch.cuda.Event()
+            copied.record(self._stream)
+        return copied
+
+    def _room_for(self, number: int, intervals: Sequence[HeldInterval]) -> tuple[Piece, ...]:
+        """Return pieces for these intervals whose memory lies in a buffer, which is made when it is first needed."""
+        offsets, size = [], 0
+        for held in intervals:
+            offsets.append(size)
+            size += -(-held.num_elements * held.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        buffer = self._buffers[number]
+        if buffer is None or buffer.numel() < size:
+            # Let go of the old one first: two of them might not fit.
+            self._buffers[number] = buffer = None
+            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._is_cuda)
+            self._buffers[number] = buffer
+        copies = []
+        for held, offset in zip(intervals, offsets, strict=True):
+            memory = buffer[offset : offset + held.num_elements * held.dtype.itemsize].view(held.dtype)
+            copies.append(Piece(key=held.key, start=held.start, tensor=memory))
+        return tuple(copies)

@@ -1,0 +1,118 @@
+"""How ``model.resume_from`` names a checkpoint of another run: in its directory or store, or through MLflow (pure)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from ray_ulysses.errors import UserError
+
+Which = int | Literal["latest", "best"]
+"""A step, the newest checkpoint, or the one of the lowest loss."""
+
+SETTING = "model.resume_from"
+
+_MLFLOW = "mlflow:"
+_STEP_FOLDER = re.compile(r"^(?P<run>.+)/checkpoints/step-(?P<step>\d{8,})/?(?P<options>\?.*)?$")
+_FORMS = (
+    "write RUN, RUN@200, RUN@latest or RUN@best, where RUN is a run's directory or the URI of the store of its "
+    "checkpoints, or mlflow:RUN/200, mlflow:RUN/latest or mlflow:RUN/best, where RUN is the id or the name of an "
+    "MLflow run"
+)
+
+
+class ReferenceProblem(UserError):
+    """A text names no checkpoint.
+
+    Attributes:
+        rule: The rule that it breaks.
+        way_out: What to write instead.
+    """
+
+    def __init__(self, text: str, rule: str, way_out: str = _FORMS) -> None:
+        self.rule, self.way_out = rule, way_out
+        super().__init__(f"{SETTING}={text!r}: {rule}; {way_out}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunReference:
+    """A checkpoint of a run that is found by where it lies.
+
+    Attributes:
+        location: The run's directory, or the URI of the store of its checkpoints.
+        which: Which of them.
+    """
+
+    location: str
+    which: Which
+
+    def __str__(self) -> str:
+        return f"{self.location}@{self.which}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MlflowReference:
+    """A checkpoint of a run that is found through MLflow alone.
+
+    Attributes:
+        run: Id or name of the MLflow run.
+        which: Which of its checkpoints.
+    """
+
+    run: str
+    which: Which
+
+    def __str__(self) -> str:
+        return f"{_MLFLOW}{self.run}/{self.which}"
+
+
+def parse_reference(text: str) -> RunReference | MlflowReference:
+    """Return which checkpoint a text means; the newest one where it does not say.
+
+    Args:
+        text: ``<run>[@<step|latest|best>]``, ``<run>/checkpoints/step-<step>``, or
+            ``mlflow:<run>/<step|latest|best>``.
+
+    Raises:
+        ReferenceProblem: It names none.
+    """
+    if not text.strip() or text != text.strip():
+        raise ReferenceProblem(text, "must name a checkpoint, without blanks around it")
+    if text.startswith(_MLFLOW):
+        return _parse_mlflow(text)
+    run, mark, selector = text.rpartition("@")
+    # What follows the mark in s3://key@bucket/runs is a part of the path.
+    if mark and "/" not in selector:
+        if not run:
+            raise ReferenceProblem(text, f"names no run before @{selector}")
+        return RunReference(location=run, which=_which(text, selector))
+    folder = _STEP_FOLDER.match(text)
+    if folder:
+        return RunReference(location=folder["run"] + (folder["options"] or ""), which=int(folder["step"]))
+    return RunReference(location=text, which="latest")
+
+
+def _parse_mlflow(text: str) -> MlflowReference:
+    rest = text.removeprefix(_MLFLOW)
+    run, mark, selector = rest.rpartition("/")
+    if not mark:
+        return MlflowReference(run=_run(text, rest), which="latest")
+    return MlflowReference(run=_run(text, run), which=_which(text, selector))
+
+
+def _run(text: str, run: str) -> str:
+    if not run or "/" in run or "@" in run:
+        raise ReferenceProblem(text, f"{run!r} is no id or name of an MLflow run")
+    return run
+
+
+def _which(text: str, selector: str) -> Which:
+    if selector == "latest" or selector == "best":
+        return selector
+    if not selector.isascii() or not selector.isdigit():
+        way_out = _FORMS
+        if not text.startswith(_MLFLOW):
+            way_out += f"; where {selector!r} is the end of a directory's name, add @latest"
+        raise ReferenceProblem(text, f"{selector!r} is no step, latest or best", way_out)
+    return int(selector)

@@ -1,0 +1,106 @@
+"""The pieces of a training state by name: what of each tensor this rank holds, as views of the live state.
+
+Keys are ``fp32/<parameter>`` for the master weights of a trained parameter, ``<moment>/<parameter>`` for the
+optimizer's, ``model/<parameter>`` for a trained parameter in the model's own precision where that is not fp32,
+``frozen/<parameter>`` and ``buffer/<name>``. A tied parameter appears once, under its first name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ray_ulysses.checkpoint.state import HeldInterval, Piece
+from ray_ulysses.engine.state_tables import StateTables, flat_view
+
+FP32 = "fp32"
+MODEL = "model"
+FROZEN = "frozen"
+BUFFER = "buffer"
+
+
+def trainable(engine: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the parameters that are trained, a tied one once, under its first name."""
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            yield name, parameter
+
+
+def frozen(engine: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the parameters that are not trained."""
+    for name, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            yield name, parameter
+
+
+def buffers(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers that belong to the model's state (a RoPE table does not)."""
+    seen: set[int] = set()
+    for prefix, module in engine.module.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+def stepped_pieces(engine: Any, tables: StateTables, portion: Sequence[int], moments: Sequence[str]) -> Iterator[Piece]:
+    """Yield what this rank's optimizer steps on: master weights and moments, in flat tensors that are at hand.
+
+    Args:
+        engine: The engine.
+        tables: Where its state lies.
+        portion: Numbers of the flat tensors.
+        moments: Names of the optimizer's state tensors.
+    """
+    for name, parameter in trainable(engine):
+        slot = tables.slot(parameter)
+        if slot.length and slot.flat in portion:
+            flat = tables.flats[slot.flat]
+            for kind in (FP32, *moments):
+                tensor = flat if kind == FP32 else tables.inner.state[flat][kind]
+                elements = tensor.data.narrow(0, slot.offset, slot.length)
+                yield Piece(key=f"{kind}/{name}", start=slot.start, tensor=elements)
+
+
+def stepped_intervals(engine: Any, tables: StateTables, moments: Sequence[str]) -> Iterator[HeldInterval]:
+    """Yield what `stepped_pieces` would of every flat tensor, at hand or not."""
+    for name, parameter in trainable(engine):
+        slot = tables.slot(parameter)
+        if slot.length:
+            for kind in (FP32, *moments):
+                yield HeldInterval(
+                    key=f"{kind}/{name}", start=slot.start, num_elements=slot.length, dtype=torch.float32
+                )
+
+
+def rounded_pieces(engine: Any, tables: StateTables) -> Iterator[Piece]:
+    """Yield this rank's share of the trained weights in the model's precision, where that is not fp32."""
+    for name, parameter in trainable(engine):
+        if parameter.dtype != torch.float32:
+            start, tensor = tables.weights(parameter, is_writing=False)
+            yield from _unless_empty(f"{MODEL}/{name}", start, tensor)
+
+
+def untrained_pieces(engine: Any, tables: StateTables, *, is_writing: bool) -> Iterator[Piece]:
+    """Yield frozen parameters and buffers.
+
+    Args:
+        engine: The engine.
+        tables: Where its state lies.
+        is_writing: Whether the pieces are to be filled: then every rank wants the buffers, not rank 0 alone, and of
+            the frozen parameters all that it has in memory.
+    """
+    for name, parameter in frozen(engine):
+        start, tensor = tables.weights(parameter, is_writing=is_writing)
+        yield from _unless_empty(f"{FROZEN}/{name}", start, tensor)
+    if is_writing or dist.get_rank() == 0:
+        for name, buffer in buffers(engine):
+            yield from _unless_empty(f"{BUFFER}/{name}", 0, flat_view(buffer, is_writing=is_writing))
+
+
+def _unless_empty(key: str, start: int, tensor: torch.Tensor) -> Iterator[Piece]:
+    if tensor.numel():
+        yield Piece(key=key, start=start, tensor=tensor)

@@ -1,0 +1,51 @@
+"""A folder for what one process swaps out: nobody else's, and taken away when the process is gone."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import tempfile
+from pathlib import Path
+
+LOCK_FILE = "in-use"
+_PREFIX = "process-"
+
+
+class SwapFolder:
+    """A new folder under a root on a local disk, locked as long as this object lives.
+
+    Two attempts of a run may live on one node for a while, the older one unaware that it was given up: sharing files,
+    they would overwrite each other's state. What dead processes left behind is deleted first.
+
+    Args:
+        root: The directory that the run swaps to; it is made where it is missing.
+
+    Raises:
+        OSError: The root can't be written.
+    """
+
+    def __init__(self, root: Path) -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        # One at a time: a folder that is being made is not locked yet.
+        with open(root / LOCK_FILE, "w") as turn:
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            for folder in root.glob(f"{_PREFIX}*"):
+                _delete_if_dead(folder)
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+            self._lock = open(self.path / LOCK_FILE, "w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def close(self) -> None:
+        """Delete the folder; nothing may be swapped in any more."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+def _delete_if_dead(folder: Path) -> None:
+    """Delete a folder unless the process that locked it still lives."""
+    try:
+        with open(folder / LOCK_FILE, "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:
+        return

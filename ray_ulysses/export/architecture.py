@@ -1,0 +1,140 @@
+"""What the exported directory says of the model beside its weights: config.json and generation_config.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ray_ulysses.engine.model import described_config
+from ray_ulysses.export.request import WeightType
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+
+# What a class of Transformers gives where a configuration leaves it out belongs to another tokenizer.
+_TOKEN_SETTINGS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Architecture:
+    """A run's model without its weights.
+
+    Attributes:
+        model: The model on the meta device, where it takes no memory; its configuration is what config.json gets.
+        generation: What generation_config.json gets; None where the model can't generate.
+    """
+
+    model: Any
+    generation: dict[str, Any] | None
+
+    @property
+    def class_name(self) -> str:
+        """Return the class of Transformers that it is."""
+        return type(self.model).__name__
+
+    @property
+    def vocab_size(self) -> int:
+        """Return how many tokens it knows."""
+        return int(self.model.config.get_text_config(decoder=True).vocab_size)
+
+    @property
+    def max_positions(self) -> int | None:
+        """Return ``max_position_embeddings``, where it has one."""
+        return getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+    @property
+    def rope(self) -> str:
+        """Return its rotary embedding in words; empty where it has none, or each kind of layer has its own."""
+        settings = getattr(self.model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+        kind = settings.get("rope_type", "default")
+        if "rope_theta" not in settings:
+            return ""
+        factor = f", factor {settings['factor']:g}" if "factor" in settings else ""
+        return f"rope {kind}{factor}, theta {settings['rope_theta']:g}"
+
+    def files(self) -> dict[str, bytes]:
+        """Return the JSON files by name."""
+        fields = with_older_names(json.loads(self.model.config.to_json_string(use_diff=True)))
+        found = {"config.json": json.dumps(fields, indent=2, sort_keys=True).encode() + b"\n"}
+        if self.generation is not None:
+            found["generation_config.json"] = json.dumps(self.generation, indent=2, sort_keys=True).encode() + b"\n"
+        return found
+
+
+def describe(config: Config, weights: WeightType, eos_token_id: int | None) -> Architecture:
+    """Return a run's model without its weights.
+
+    Rotary scaling and ``max_position_embeddings`` stay as the run trained with them.
+
+    Args:
+        config: The run's configuration.
+        weights: Precision of the exported weights.
+        eos_token_id: The token that ended every document of the run's corpus; None where it is not known.
+
+    Raises:
+        UserError: The model's configuration can't be read.
+    """
+    from transformers import AutoModelForCausalLM
+
+    hf_config = described_config(config)
+    if config.model.init == "random" and eos_token_id is not None and config.model.config is not None:
+        for name in _TOKEN_SETTINGS:
+            if hasattr(hf_config, name) and name not in config.model.config:
+                setattr(hf_config, name, eos_token_id if name == "eos_token_id" else None)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(hf_config)
+    model.config.dtype = _DTYPE_NAMES[config.model.dtype if weights == "model" else weights]
+    model.config.architectures = [type(model).__name__]
+    # A path of the machine that trained it.
+    model.config._name_or_path = ""
+    generation = _generation(config, model, eos_token_id) if model.can_generate() else None
+    return Architecture(model=model, generation=generation)
+
+
+def with_older_names(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json that tools of before Transformers 5 read rightly as well (pure).
+
+    They look for ``torch_dtype``, ``rope_theta`` and ``rope_scaling``, and take their defaults in silence where those
+    are missing: another model. Transformers 5 gives its own names precedence.
+
+    Args:
+        fields: As Transformers 5 writes it.
+    """
+    older: dict[str, Any] = {"torch_dtype": fields["dtype"]}
+    rope = fields.get("rope_parameters")
+    if isinstance(rope, dict) and "rope_theta" in rope:
+        scaling = {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
+        older["rope_theta"] = rope["rope_theta"]
+        older["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else scaling
+        if "partial_rotary_factor" in rope:
+            older["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    return older | fields
+
+
+def _generation(config: Config, model: Any, eos_token_id: int | None) -> dict[str, Any]:
+    """Return how to generate: as the base model says, and until the token that ended the run's documents."""
+    from transformers import GenerationConfig
+
+    found = None
+    if config.model.init == "pretrained":
+        try:
+            found = GenerationConfig.from_pretrained(str(config.model.path))
+        except (OSError, ValueError):
+            # Many models have none; it is then made from their configuration, as Transformers does.
+            found = None
+    found = GenerationConfig.from_model_config(model.config) if found is None else found
+    fields: dict[str, Any] = json.loads(found.to_json_string(use_diff=True))
+    fields["eos_token_id"] = merged_ends(fields.get("eos_token_id"), eos_token_id)
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def merged_ends(known: int | list[int] | None, trained: int | None) -> int | list[int] | None:
+    """Return the tokens that end a text: those of the base model, and before them the one trained with (pure)."""
+    ends = [known] if isinstance(known, int) else list(known or ())
+    if trained is not None and trained not in ends:
+        ends.insert(0, trained)
+    return ends[0] if len(ends) == 1 else (ends or None)

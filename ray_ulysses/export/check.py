@@ -1,0 +1,171 @@
+"""Holds an exported directory against the live model: the same tokens must give the same logits.
+
+The live model is built as the run builds it, filled from the checkpoint by the names that its parameters have there,
+and attends through Ulysses over both documents in one row. The exported one is what `from_pretrained` makes of the
+directory, with Transformers' own attention, one document at a time. Both compute in fp32 on the host, from weights that
+were rounded as they are published: what is left between them is the order of additions, and the bound is that of fp32
+whatever the weights' type. One of them is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+
+from ray_ulysses.attention.batch import shard_batch, unshard
+from ray_ulysses.attention.ulysses import apply_ulysses
+from ray_ulysses.engine.model import build_model
+from ray_ulysses.errors import RunError
+from ray_ulysses.export.report import CheckResult
+from ray_ulysses.export.sample import Sample
+from ray_ulysses.export.stream import Stretch, Weights
+from ray_ulysses.export.tensors import Stored
+from ray_ulysses.parallel.mesh import SequenceMesh
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+
+BOUND = 1e-5
+"""Largest difference of a logit, as a share of the largest logit: law 1's bound for fp32."""
+
+_MEMORY_FILE = Path("/proc/meminfo")
+
+
+def refuse_small_memory(num_parameters: int) -> None:
+    """Refuse the check where the machine can't hold the model in fp32; does nothing where that can't be known.
+
+    Raises:
+        RunError: It can't.
+    """
+    try:
+        lines = dict(line.split(":", 1) for line in _MEMORY_FILE.read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError):
+        return
+    needed = 4 * num_parameters
+    if needed > free:
+        raise RunError(
+            f"the check loads the model in fp32, which takes {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of "
+            "memory are free; export on a larger machine, or without the check: --no-check"
+        )
+
+
+def check_export(
+    folder: Path,
+    config: Config,
+    model_config: Mapping[str, Any],
+    stored: Mapping[str, Stored],
+    weights: Weights,
+    sample: Sample,
+) -> CheckResult:
+    """Compare the logits of an exported directory with those of the live model.
+
+    Args:
+        folder: The exported directory.
+        config: The run's configuration.
+        model_config: The model's, as a mapping with ``model_type``.
+        stored: Where each tensor of the model lies, by its name in it.
+        weights: Reads them.
+        sample: What both are given.
+
+    Raises:
+        RunError: The directory can't be loaded whole.
+    """
+    live = _live_logits(config, model_config, stored, weights, sample)
+    # Hooks and modules hold one another: without this the live model would stay beside the exported one.
+    gc.collect()
+    exported = _exported_logits(folder, sample)
+    if live.shape != exported.shape:
+        raise RunError(
+            f"the export failed its check: logits of shape {list(exported.shape)}, the live model's {list(live.shape)}"
+        )
+    return CheckResult(
+        tokens=live.shape[0],
+        documents=len(sample.documents),
+        origin=sample.origin,
+        difference=float((live - exported).abs().max()),
+        scale=float(live.abs().max()),
+        bound=BOUND,
+    )
+
+
+@torch.no_grad()
+def _live_logits(
+    config: Config, model_config: Mapping[str, Any], stored: Mapping[str, Stored], weights: Weights, sample: Sample
+) -> torch.Tensor:
+    """Return ``[T, V]``: the logits of all documents, one after the other."""
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        # Every weight is filled from the checkpoint: nothing is drawn, and the base model is not read.
+        model: Any = build_model(_filled_config(config, model_config))
+    # Transformers 5.23 ties in the same function that draws.
+    model.tie_weights()
+    _fill(model, stored, weights)
+    mesh = SequenceMesh.from_group(None)
+    apply_ulysses(model.eval(), mesh, attention="math")
+    tokens = torch.tensor([[token for document in sample.documents for token in document]])
+    lengths = [[len(document) for document in sample.documents]]
+    batch = shard_batch(tokens, tokens, lengths, mesh)
+    logits: torch.Tensor = unshard(model(**batch.model_inputs()).logits, batch)[0]
+    return logits
+
+
+def _filled_config(config: Config, model_config: Mapping[str, Any]) -> Config:
+    model = config.model.model_copy(update={"init": "random", "config": dict(model_config), "dtype": "fp32"})
+    memory = config.memory.model_copy(update={"gradient_checkpointing": False})
+    return config.model_copy(update={"model": model, "memory": memory})
+
+
+def _fill(model: Any, stored: Mapping[str, Stored], weights: Weights) -> None:
+    """Fill a model's tensors; those that share memory with another were stored once."""
+    targets: dict[str, torch.Tensor] = model.state_dict()
+    by_key = {place.key: targets[name] for name, place in stored.items()}
+    stretches = [Stretch(stored=place, start=0, stop=targets[name].numel()) for name, place in stored.items()]
+    for stretch, values in weights.read_ahead(stretches):
+        target = by_key[stretch.stored.key]
+        assert target.is_contiguous(), f"{stretch.stored.key} is not contiguous in the model"
+        target.view(-1)[stretch.start : stretch.stop].copy_(values)
+
+
+@torch.no_grad()
+def _exported_logits(folder: Path, sample: Sample) -> torch.Tensor:
+    """Return ``[T, V]``: the logits of all documents, one after the other."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with _without_progress_bar():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
+            )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise RunError(
+            f"the export failed its check: from_pretrained can't load it ({error}); nothing was published"
+        ) from error
+    model, info = loaded
+    problems = [f"{kind.replace('_', ' ')} {sorted(map(str, names))[:3]}" for kind, names in info.items() if names]
+    if problems:
+        raise RunError(f"the export failed its check: from_pretrained finds {', '.join(problems)}")
+    model.eval()
+    return torch.cat(
+        [model(input_ids=torch.tensor([document]), use_cache=False).logits[0] for document in sample.documents]
+    )
+
+
+@contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    from transformers.utils import logging
+
+    was_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_shown:
+            logging.enable_progress_bar()

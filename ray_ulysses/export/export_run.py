@@ -1,0 +1,205 @@
+"""An export from the first question to the published directory: read it from top to bottom."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ray_ulysses.checkpoint.manifest import Manifest, manifest_key, step_folder
+from ray_ulysses.clock import Clock, SystemClock
+from ray_ulysses.errors import RunError
+from ray_ulysses.export.architecture import Architecture, describe
+from ray_ulysses.export.card import model_card
+from ray_ulysses.export.check import check_export, refuse_small_memory
+from ray_ulysses.export.directory import RECORD_FILE, Identity, Record, already_exported, unpublished
+from ray_ulysses.export.files import INDEX_FILE, WeightFile, index_json, lay_out
+from ray_ulysses.export.report import CheckResult, ExportReport, decimal_size
+from ray_ulysses.export.request import ExportRequest
+from ray_ulysses.export.sample import take_sample
+from ray_ulysses.export.source import choose_checkpoint, open_checkpoints, read_config
+from ray_ulysses.export.stream import Weights, write_files
+from ray_ulysses.export.tensors import Stored, published_tensors, stored_tensors
+from ray_ulysses.export.tokenizer_files import TokenizerFiles, find_tokenizer
+from ray_ulysses.storage.store import read_bytes
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+    from ray_ulysses.storage import Store
+
+EXPORT_FOLDER = "export"
+CARD_FILE = "README.md"
+_Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Export:
+    """All that is known before anything is written."""
+
+    request: ExportRequest
+    config: Config
+    store: Store
+    manifest: Manifest
+    out: Path
+    architecture: Architecture
+    tokenizer: TokenizerFiles
+    stored: dict[str, Stored]
+    files: tuple[WeightFile, ...]
+    identity: Identity
+
+
+def export_run(request: ExportRequest, say: _Say, clock: Clock | None = None) -> ExportReport:
+    """Export a committed checkpoint of a run as a Hugging Face model directory.
+
+    Args:
+        request: What is asked for.
+        say: Is told in a line what is going on.
+        clock: Time.
+
+    Returns:
+        What was done; the directory is there, whole and, unless that was left out, checked.
+
+    Raises:
+        UserError: Something asked for can't be had.
+        RunError: The checkpoint is damaged, the disk is full, or the check fails; then nothing was published.
+    """
+    config = read_config(request.run_dir)
+    store = open_checkpoints(request.run_dir, config)
+    return export_checkpoint(
+        store, choose_checkpoint(store, request.step), config, request, say, clock or SystemClock()
+    )
+
+
+def export_checkpoint(
+    store: Store, manifest: Manifest, config: Config, request: ExportRequest, say: _Say, clock: Clock
+) -> ExportReport:
+    """Export a checkpoint wherever it lies; see `export_run`.
+
+    Args:
+        store: Where it lies.
+        manifest: Its manifest.
+        config: The configuration of the run that wrote it.
+        request: What is asked for; its ``step`` is not looked at.
+        say: Is told in a line what is going on.
+        clock: Time.
+    """
+    started = clock.monotonic()
+    export = _prepare(store, manifest, config, request)
+    record = already_exported(export.out, export.identity, overwrite=request.overwrite)
+    if record is not None:
+        return _from_record(record, export.out)
+    if request.check:
+        refuse_small_memory(sum(tensor.num_elements for file in export.files for tensor in file.tensors))
+    weights = Weights(store, manifest)
+    with unpublished(export.out, sum(file.num_bytes for file in export.files)) as folder:
+        small = export.architecture.files() | export.tokenizer.files
+        if len(export.files) > 1:
+            small[INDEX_FILE] = index_json(export.files)
+        for name, content in small.items():
+            (folder / name).write_bytes(content)
+        write_files(folder, export.files, weights, lambda file: say(f"{file.name}: {decimal_size(file.num_bytes)}"))
+        check = _check(export, folder, weights, say) if request.check else None
+        report = _report(export, check, {name: len(content) for name, content in small.items()})
+        card = model_card(report)
+        (folder / CARD_FILE).write_bytes(card)
+        report = replace(
+            report, files=report.files | {CARD_FILE: len(card)}, seconds=round(clock.monotonic() - started, 3)
+        )
+        (folder / RECORD_FILE).write_bytes(Record(identity=export.identity, report=asdict(report)).to_bytes())
+    return report
+
+
+def _prepare(store: Store, manifest: Manifest, config: Config, request: ExportRequest) -> _Export:
+    """Find out everything that can be refused before a byte is written."""
+    out = request.out or request.run_dir / EXPORT_FOLDER / Path(step_folder(manifest.step)).name
+    tokenizer = find_tokenizer(request.run_dir, request.tokenizer)
+    architecture = describe(config, request.weights, tokenizer.eos_token_id)
+    tokenizer.refuse_unknown_tokens(architecture.vocab_size)
+    stored = stored_tensors(architecture.model, manifest.state, request.weights, config.model.dtype)
+    files = lay_out(published_tensors(architecture.model, stored), request.max_shard_bytes)
+    contents = b"".join(name.encode() + b"\0" + content for name, content in sorted(tokenizer.files.items()))
+    identity = Identity(
+        manifest=hashlib.sha256(read_bytes(store, manifest_key(manifest.step))).hexdigest()[:16],
+        weights=request.weights,
+        max_shard_bytes=request.max_shard_bytes,
+        tokenizer=hashlib.sha256(contents).hexdigest()[:16],
+        checked=request.check,
+    )
+    return _Export(
+        request=request,
+        config=config,
+        store=store,
+        manifest=manifest,
+        out=out.absolute(),
+        architecture=architecture,
+        tokenizer=tokenizer,
+        stored=stored,
+        files=files,
+        identity=identity,
+    )
+
+
+def _check(export: _Export, folder: Path, weights: Weights, say: _Say) -> CheckResult:
+    """Hold the written directory against the live model.
+
+    Raises:
+        RunError: They are not the same model.
+    """
+    architecture = export.architecture
+    sample = take_sample(export.request.run_dir, architecture.vocab_size, architecture.max_positions)
+    say(f"checking: {sum(map(len, sample.documents))} tokens through the live model and the exported one")
+    model_config: dict[str, Any] = architecture.model.config.to_dict()
+    result = check_export(folder, export.config, model_config, export.stored, weights, sample)
+    if not result.holds:
+        raise RunError(
+            f"the export failed its check: {result.words}; nothing was published. Please report the architecture "
+            f"({architecture.class_name}); --no-check publishes without the check"
+        )
+    return result
+
+
+def _report(export: _Export, check: CheckResult | None, small: dict[str, int]) -> ExportReport:
+    manifest = export.manifest
+    tensors = [tensor for file in export.files for tensor in file.tensors]
+    return ExportReport(
+        run=manifest.meta.run or export.config.run.name,
+        step=manifest.step,
+        attempt=manifest.attempt,
+        trained_tokens=manifest.meta.tokens,
+        data_digest=manifest.meta.digest,
+        out=str(export.out),
+        architecture=export.architecture.class_name,
+        parameters=sum(tensor.num_elements for tensor in tensors),
+        weights=_weights_words(export),
+        files={file.name: file.num_bytes for file in export.files} | small,
+        context_tokens=export.config.data.context_tokens,
+        max_positions=export.architecture.max_positions,
+        rope=export.architecture.rope,
+        tokenizer=export.tokenizer.words,
+        has_tokenizer=bool(export.tokenizer.files),
+        versions=dict(manifest.meta.versions),
+        check=check,
+        seconds=0.0,
+        was_there=False,
+    )
+
+
+def _weights_words(export: _Export) -> str:
+    """Return the precision of the weights, and whether they are those that the model computed with."""
+    name = export.config.model.dtype if export.request.weights == "model" else export.request.weights
+    if name == export.config.model.dtype:
+        return f"{name}, as the run computed with"
+    if name == "fp32":
+        return "fp32, the optimizer's master weights"
+    return f"{name}, rounded from the fp32 master weights"
+
+
+def _from_record(record: Record, out: Path) -> ExportReport:
+    """Return what an earlier export reported, wherever its directory lies now."""
+    fields = dict(record.report)
+    check = CheckResult(**fields.pop("check")) if fields.get("check") else None
+    fields.pop("check", None)
+    fields |= {"out": str(out), "was_there": True}
+    return ExportReport(check=check, **fields)

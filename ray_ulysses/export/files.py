@@ -1,0 +1,85 @@
+"""How tensors are laid out in safetensors files; pure.
+
+Format: https://huggingface.co/docs/safetensors (8 bytes header length, JSON header, data without gaps).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ray_ulysses.checkpoint.state import dtype_name
+from ray_ulysses.export.tensors import PublishedTensor
+
+INDEX_FILE = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightFile:
+    """One file of weights.
+
+    Attributes:
+        name: Its name.
+        tensors: Its tensors, in the order of the file.
+    """
+
+    name: str
+    tensors: tuple[PublishedTensor, ...]
+
+    @property
+    def header(self) -> bytes:
+        """Return the length field and the JSON header, padded with spaces so that the data are aligned."""
+        fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for tensor in self.tensors:
+            fields[tensor.name] = {
+                "dtype": dtype_name(tensor.dtype),
+                "shape": list(tensor.shape),
+                "data_offsets": [offset, offset + tensor.num_bytes],
+            }
+            offset += tensor.num_bytes
+        text = json.dumps(fields, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    @property
+    def num_bytes(self) -> int:
+        """Return its size."""
+        return len(self.header) + sum(tensor.num_bytes for tensor in self.tensors)
+
+
+def lay_out(tensors: Sequence[PublishedTensor], max_bytes: int) -> tuple[WeightFile, ...]:
+    """Return the files of a model, none of which holds more than ``max_bytes`` of tensors unless one tensor does."""
+    groups: list[list[PublishedTensor]] = []
+    room = 0
+    for tensor in tensors:
+        if not groups or tensor.num_bytes > room:
+            groups.append([])
+            room = max_bytes
+        groups[-1].append(tensor)
+        room -= tensor.num_bytes
+    return tuple(
+        WeightFile(name=_file_name(number, len(groups)), tensors=_aligned(group))
+        for number, group in enumerate(groups, 1)
+    )
+
+
+def index_json(files: Sequence[WeightFile]) -> bytes:
+    """Return the index of a model of several files."""
+    tensors = [tensor for file in files for tensor in file.tensors]
+    metadata = {
+        "total_parameters": sum(tensor.num_elements for tensor in tensors),
+        "total_size": sum(tensor.num_bytes for tensor in tensors),
+    }
+    weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
+    return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def _file_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _aligned(tensors: Sequence[PublishedTensor]) -> tuple[PublishedTensor, ...]:
+    """Return the widest types first, else in the order given: then every tensor begins at a multiple of its type."""
+    return tuple(sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize))

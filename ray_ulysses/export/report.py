@@ -1,0 +1,117 @@
+"""What an export has done, for a person and for the model card."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckResult:
+    """How the exported directory compares with the live model.
+
+    Attributes:
+        tokens: Tokens whose logits were compared.
+        documents: Documents that they are of.
+        origin: Where they came from, in words.
+        difference: Largest difference of a logit.
+        scale: Largest logit of the live model.
+        bound: Most that ``difference / scale`` may be.
+    """
+
+    tokens: int
+    documents: int
+    origin: str
+    difference: float
+    scale: float
+    bound: float
+
+    @property
+    def relative(self) -> float:
+        """Return the largest difference as a share of the largest logit."""
+        return self.difference / self.scale if self.scale else self.difference
+
+    @property
+    def words(self) -> str:
+        """Return the outcome in words."""
+        where = f"over {self.tokens} tokens of {self.documents} documents ({self.origin})"
+        if self.difference == 0:
+            return f"its logits {where} are bitwise those of the live model"
+        return (
+            f"its logits {where} differ from the live model's by {self.relative:.1e} of the largest, where "
+            f"{self.bound:.0e} is allowed"
+        )
+
+    @property
+    def holds(self) -> bool:
+        """Return whether the two are the same model; not a number is not the same."""
+        return self.relative <= self.bound
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportReport:
+    """One export.
+
+    Attributes:
+        run: The run's name.
+        step: Step of the checkpoint.
+        attempt: Attempt that committed it.
+        trained_tokens: Supervised tokens trained on up to it.
+        data_digest: Sum of the digests of all data up to it, 16 hexadecimal digits.
+        out: The directory.
+        architecture: Class of the model.
+        parameters: Its parameters.
+        weights: Precision of the files, in words.
+        files: Their sizes in bytes, by name.
+        context_tokens: Longest row that it was trained on.
+        max_positions: ``max_position_embeddings``, unchanged; None where the model has none.
+        rope: Its rotary embedding in words; empty where there is nothing to say.
+        tokenizer: What became of the tokenizer, in words.
+        has_tokenizer: Whether the directory has one.
+        versions: Versions of the libraries that wrote the checkpoint.
+        check: The check; None where it was left out.
+        seconds: Time that it took.
+        was_there: Whether it had been exported before, so that nothing was written.
+    """
+
+    run: str
+    step: int
+    attempt: int
+    trained_tokens: int
+    data_digest: str
+    out: str
+    architecture: str
+    parameters: int
+    weights: str
+    files: dict[str, int]
+    context_tokens: int
+    max_positions: int | None
+    rope: str
+    tokenizer: str
+    has_tokenizer: bool
+    versions: dict[str, str]
+    check: CheckResult | None
+    seconds: float
+    was_there: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of all files."""
+        return sum(self.files.values())
+
+    @property
+    def weight_files(self) -> int:
+        """Return how many files hold weights."""
+        return sum(name.endswith(".safetensors") for name in self.files)
+
+    @property
+    def serving_tokens(self) -> int:
+        """Return the longest context that it was trained on and that its configuration allows."""
+        return min(self.context_tokens, self.max_positions or self.context_tokens)
+
+
+def decimal_size(num_bytes: int) -> str:
+    """Return a size as ``--max-shard-size`` counts: ``16.1 GB``, ``740 MB``."""
+    for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.3g} {name}"
+    return f"{num_bytes} B"

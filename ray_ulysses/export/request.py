@@ -1,0 +1,110 @@
+"""What an export is asked for, read from the words of the command line; pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from ray_ulysses.errors import UserError
+
+WeightType = Literal["model", "fp32", "bf16", "fp16"]
+"""Precision of the exported weights; ``model`` is the one that the run trained in."""
+
+StepChoice = int | Literal["latest", "best"]
+
+_SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?i?b)$", re.IGNORECASE)
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportRequest:
+    """One export.
+
+    Attributes:
+        run_dir: The run's directory.
+        step: Which checkpoint.
+        out: Directory to publish; None for ``export/step-XXXXXXXX`` in the run's directory.
+        weights: Precision of the weights.
+        max_shard_bytes: Most bytes of tensors in one file; a larger tensor has a file of its own.
+        tokenizer: Directory whose tokenizer is added; None for the one that prepared the run's corpus.
+        check: Whether the directory is loaded and held against the live model before it is published.
+        overwrite: Whether another export at ``out`` is replaced.
+    """
+
+    run_dir: Path
+    step: StepChoice = "latest"
+    out: Path | None = None
+    weights: WeightType = "model"
+    max_shard_bytes: int = 5 * 10**9
+    tokenizer: Path | None = None
+    check: bool = True
+    overwrite: bool = False
+
+    @classmethod
+    def from_options(
+        cls,
+        run_dir: Path,
+        *,
+        step: str,
+        out: Path | None,
+        dtype: str,
+        max_shard_size: str,
+        tokenizer: Path | None,
+        check: bool,
+        overwrite: bool,
+    ) -> ExportRequest:
+        """Read the options as they were typed.
+
+        Raises:
+            UserError: Names the option that can't be understood, and what it takes.
+        """
+        for name, path in (("RUN", run_dir), ("--out", out)):
+            if path is not None and re.match(r"^[a-z0-9+]+:/", str(path)):
+                raise UserError(f"{name}={str(path)!r}: is a URI; give a directory of this machine")
+        return cls(
+            run_dir=run_dir,
+            step=parse_step(step),
+            out=out,
+            weights=_parse_weights(dtype),
+            max_shard_bytes=parse_size(max_shard_size),
+            tokenizer=tokenizer,
+            check=check,
+            overwrite=overwrite,
+        )
+
+
+def parse_step(text: str) -> StepChoice:
+    """Return which checkpoint ``--step`` names.
+
+    Raises:
+        UserError: It is no step and none of the words.
+    """
+    if text in ("latest", "best"):
+        return "latest" if text == "latest" else "best"
+    if not text.isdecimal():
+        raise UserError(f"--step={text}: must be the number of a committed step, or latest, or best")
+    return int(text)
+
+
+def parse_size(text: str) -> int:
+    """Return a size in bytes: ``5GB`` is 5e9, as Hugging Face counts, ``5GiB`` is 5 x 2^30.
+
+    Raises:
+        UserError: It is no size, or less than a byte.
+    """
+    match = _SIZE.match(text.strip())
+    size = int(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
+    if size < 1:
+        raise UserError(f"--max-shard-size={text}: must be a number and a unit, such as 5GB, 500MB or 2GiB")
+    return size
+
+
+def _parse_weights(text: str) -> WeightType:
+    choices: tuple[WeightType, ...] = get_args(WeightType)
+    for choice in choices:
+        if choice == text:
+            return choice
+    raise UserError(f"--dtype={text}: must be one of {', '.join(choices)}")

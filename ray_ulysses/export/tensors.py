@@ -1,0 +1,231 @@
+"""Every tensor of the published model: its name and shape, and which elements of the checkpoint it is made of.
+
+A model's tensors in memory are not always those of its published files: Transformers 5 holds the experts of a layer in
+one tensor and publishes each alone, under the names that every other tool knows. `revert_weight_conversion`, which
+``save_pretrained`` calls, makes the one from the other. Here it is run on the meta device, where nothing is computed,
+and asked of each result which elements of which tensor it shows. For nearly all architectures those are consecutive, so
+that a published tensor is nothing but an interval of a stored one and can be streamed; the others are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ray_ulysses.checkpoint.intervals import CoverError, Interval, check_cover
+from ray_ulysses.checkpoint.state import StateDescription, dtype_name, dtype_of
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.export.request import WeightType
+
+DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_ADAPTER_MARKS = ("base_model.model.", ".lora_", ".modules_to_save.")
+_MOST_NAMED = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """Where a tensor of the model lies in a checkpoint.
+
+    Attributes:
+        key: Its key there.
+        shape: Its shape.
+        dtype: Type that it is stored in.
+        published: Type that it is published in.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    published: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedTensor:
+    """One tensor of the exported files: consecutive elements of a stored one.
+
+    Attributes:
+        name: Its name in the files.
+        shape: Its shape.
+        dtype: Its type.
+        stored: The tensor that holds its elements.
+        start: The first of them, counted in the flat stored tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stored: Stored
+    start: int
+
+    @property
+    def num_elements(self) -> int:
+        """Return how many elements it has."""
+        return int(torch.Size(self.shape).numel())
+
+    @property
+    def num_bytes(self) -> int:
+        """Return its size in the file."""
+        return self.num_elements * self.dtype.itemsize
+
+
+def stored_tensors(model: Any, state: StateDescription, weights: WeightType, model_dtype: str) -> dict[str, Stored]:
+    """Return where each tensor of a model lies in a checkpoint, a tied one once, by its name in the model.
+
+    Args:
+        model: The model on the meta device.
+        state: What the checkpoint holds.
+        weights: Precision to publish trained and frozen weights in; buffers keep their own.
+        model_dtype: Precision that the run trained in, ``bf16`` or ``fp32``.
+
+    Raises:
+        UserError: The checkpoint is of adapters.
+        RunError: It is not of this model.
+    """
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    names = {key.split("/", 1)[1] for key in state.tensors if key.split("/", 1)[0] in ("fp32", "frozen", "buffer")}
+    _refuse_adapters(names)
+    expected: dict[str, Any] = model.state_dict()
+    kept = remove_tied_weights_from_state_dict(dict(expected), model)
+    found: dict[str, Stored] = {}
+    problems = []
+    for name, tensor in kept.items():
+        place = _find(name, state, weights, model_dtype)
+        if place is None:
+            problems.append(f"{name} is not in the checkpoint")
+        elif place.shape != tuple(tensor.shape):
+            problems.append(f"{name} is {list(tensor.shape)} in the model and {list(place.shape)} in the checkpoint")
+        else:
+            found[name] = place
+    known = {state.tied.get(name, name) for name in expected}
+    problems += [f"{name} is in the checkpoint only" for name in sorted(names - known)]
+    if problems:
+        more = f", and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
+        raise RunError(
+            "the checkpoint is not of the model that config.yaml describes: "
+            f"{'; '.join(problems[:_MOST_NAMED])}{more}; restore model.path or model.config as the run was started "
+            "with"
+        )
+    return found
+
+
+def published_tensors(model: Any, stored: Mapping[str, Stored]) -> tuple[PublishedTensor, ...]:
+    """Return the tensors of the published files, in the order of the model.
+
+    Args:
+        model: The model on the meta device.
+        stored: Where each of its tensors lies.
+
+    Raises:
+        RunError: The architecture rearranges elements, so that it can't be streamed.
+    """
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    on_meta = {name: torch.empty(place.shape, device="meta") for name, place in stored.items() if name not in ignored}
+    owner = {_storage(tensor): name for name, tensor in on_meta.items()}
+    assert len(owner) == len(on_meta), "a name for each storage"
+    published, rearranged = [], []
+    for name, view in _revert(model, dict(on_meta)).items():
+        source = owner.get(_storage(view))
+        if source is None or not view.is_contiguous():
+            rearranged.append(name)
+            continue
+        place = stored[source]
+        published.append(
+            PublishedTensor(
+                name=name,
+                shape=tuple(view.shape),
+                dtype=place.published,
+                stored=place,
+                start=int(view.storage_offset()),
+            )
+        )
+    if rearranged:
+        raise _cannot_stream(model, f"{rearranged[0]} is not made of consecutive elements of one tensor")
+    _check_once(model, published, [stored[name] for name in on_meta])
+    order = {place.key: number for number, place in enumerate(stored.values())}
+    return tuple(sorted(published, key=lambda tensor: (order[tensor.stored.key], tensor.start)))
+
+
+class _Views(TorchDispatchMode):
+    """Lets a copy be a view of what it copies, so that a result still shows where its elements come from."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.clone.default:
+            return torch.ops.aten.alias.default(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _revert(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors as ``save_pretrained`` would publish them, views of those given where that can be."""
+    # Transformers 5.20 to 5.23: not in its documentation, but what save_pretrained itself calls; a test holds every
+    # architecture of the zoo against save_pretrained.
+    from transformers.core_model_loading import revert_weight_conversion
+
+    try:
+        with _Views():
+            reverted: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
+    except (RuntimeError, ValueError, IndexError, AttributeError) as error:
+        raise _cannot_stream(model, str(error).splitlines()[0]) from error
+    return reverted
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _cannot_stream(model: Any, why: str) -> RunError:
+    return RunError(
+        f"{type(model).__name__} can't be exported: its published tensors rearrange those that are trained, which is "
+        f"not done in bounded memory ({why}); load the checkpoint into the model and call its save_pretrained"
+    )
+
+
+def _check_once(model: Any, published: list[PublishedTensor], stored: list[Stored]) -> None:
+    """Check that every stored element is published exactly once."""
+    sizes = {place.key: int(torch.Size(place.shape).numel()) for place in stored}
+    intervals = [
+        Interval(key=tensor.stored.key, start=tensor.start, stop=tensor.start + tensor.num_elements)
+        for tensor in published
+    ]
+    try:
+        check_cover(sizes, intervals)
+    except CoverError as error:
+        raise _cannot_stream(model, str(error)) from error
+
+
+def _find(name: str, state: StateDescription, weights: WeightType, model_dtype: str) -> Stored | None:
+    name = name if _is_stored(name, state) else state.tied.get(name, name)
+    buffer, frozen, model, master = (
+        state.tensors.get(f"{kind}/{name}") for kind in ("buffer", "frozen", "model", "fp32")
+    )
+    spec, key = (buffer, f"buffer/{name}") if buffer is not None else (frozen, f"frozen/{name}")
+    if spec is not None:
+        own = dtype_of(spec.dtype)
+        wanted = own if weights == "model" or buffer is not None or not own.is_floating_point else DTYPES[weights]
+    elif master is not None:
+        own = dtype_of(model.dtype) if model is not None else DTYPES[model_dtype]
+        wanted = own if weights == "model" else DTYPES[weights]
+        # What the model computed with, where that is what is wanted; else rounded once, from the master.
+        use_model = model is not None and dtype_name(wanted) == model.dtype
+        spec, key = (model, f"model/{name}") if use_model else (master, f"fp32/{name}")
+    if spec is None:
+        return None
+    return Stored(key=key, shape=spec.shape, dtype=dtype_of(spec.dtype), published=wanted)
+
+
+def _is_stored(name: str, state: StateDescription) -> bool:
+    return any(f"{kind}/{name}" in state.tensors for kind in ("buffer", "frozen", "fp32"))
+
+
+def _refuse_adapters(names: set[str]) -> None:
+    adapters = sorted(name for name in names if any(mark in f".{name}" for mark in _ADAPTER_MARKS))
+    if adapters:
+        raise UserError(
+            f"RUN: its checkpoint holds PEFT adapters ({adapters[0]} and {len(adapters) - 1} more tensors), and not "
+            "the settings that peft needs to build them, so no adapter directory can be written; load the checkpoint "
+            "into the PEFT model that was trained and call its save_pretrained"
+        )

@@ -1,0 +1,168 @@
+"""The tokenizer of an exported directory: the one that prepared the run's corpus, or the one that is given."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ray_ulysses.data.corpus import Corpus
+from ray_ulysses.data.plan_files import PLAN_FOLDER, has_plan, load_plan
+from ray_ulysses.data.tokenizers import BYTES, ByteTokenizer, TokenizerInfo, load_tokenizer
+from ray_ulysses.errors import UserError
+from ray_ulysses.forensics.run_data import find_sources
+
+# What Hugging Face's tokenizers read; weights and the model's own files must not come along.
+_PATTERNS = (
+    "tokenizer*.json",
+    "tokenizer.model*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.*",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece*.model",
+    "tokenization_*.py",
+)
+_ADD = "; add one with --tokenizer DIR, or copy its files into the directory"
+_END = "<|end|>"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerFiles:
+    """A tokenizer as files.
+
+    Attributes:
+        words: What it is, or why there is none.
+        files: Its files by name; empty where there is none.
+        eos_token_id: The token that ended every document of the corpus; None where it is not known.
+        vocab_size: One more than its largest token id; 0 where there is none.
+    """
+
+    words: str
+    files: dict[str, bytes] = field(default_factory=dict)
+    eos_token_id: int | None = None
+    vocab_size: int = 0
+
+    def refuse_unknown_tokens(self, model_size: int) -> None:
+        """Refuse a tokenizer that has tokens which the model does not know.
+
+        Raises:
+            UserError: It has.
+        """
+        if self.vocab_size > model_size:
+            raise UserError(
+                f"--tokenizer: its largest token id is {self.vocab_size - 1}, and the model knows {model_size} "
+                "tokens; give the tokenizer that prepared the run's corpus"
+            )
+
+
+def find_tokenizer(run_dir: Path, given: Path | None) -> TokenizerFiles:
+    """Return the tokenizer to export.
+
+    Args:
+        run_dir: The run's directory, whose plan says what prepared its corpus.
+        given: A directory whose tokenizer is taken instead, or ``bytes``.
+
+    Raises:
+        UserError: The one that is given can't be read.
+    """
+    fingerprint, info = _prepared_with(run_dir)
+    if given is not None:
+        return _given(given, fingerprint)
+    if fingerprint == ByteTokenizer().info.fingerprint:
+        return TokenizerFiles(
+            words=f"{BYTES}, written as a tokenizer.json that gives the same tokens for every text",
+            files=byte_tokenizer_files(),
+            eos_token_id=ByteTokenizer().info.eos_token_id,
+            vocab_size=ByteTokenizer().info.vocab_size,
+        )
+    if info is None:
+        return TokenizerFiles(words=f"none: the run's corpus, which names its tokenizer, is not there{_ADD}")
+    try:
+        found = load_tokenizer(info.name).info
+        if found.fingerprint != info.fingerprint:
+            raise UserError(f"its files in {info.name} are not those that prepared the corpus")
+    except UserError as error:
+        return TokenizerFiles(words=f"none: {error}{_ADD}", eos_token_id=info.eos_token_id)
+    return TokenizerFiles(
+        words=f"from {info.name}",
+        files=_copy(Path(info.name)),
+        eos_token_id=info.eos_token_id,
+        vocab_size=info.vocab_size,
+    )
+
+
+def _prepared_with(run_dir: Path) -> tuple[str | None, TokenizerInfo | None]:
+    """Return the fingerprint of the tokenizer of a run's corpora, and all about it where one of them is there."""
+    if not has_plan(run_dir / PLAN_FOLDER):
+        return None, None
+    plan = load_plan(run_dir / PLAN_FOLDER)
+    sources = find_sources(run_dir, plan)
+    for source in sources:
+        try:
+            info = Corpus.open(source.path).tokenizer
+        except UserError:
+            # It is not there any more, or it is another one; the next may be.
+            continue
+        if source.tokenizer in ("", info.fingerprint):
+            return info.fingerprint, info
+    return next((source.tokenizer for source in sources if source.tokenizer), None), None
+
+
+def _given(directory: Path, fingerprint: str | None) -> TokenizerFiles:
+    if str(directory) == BYTES:
+        info, files = ByteTokenizer().info, byte_tokenizer_files()
+    else:
+        info, files = load_tokenizer(directory).info, _copy(directory.expanduser())
+    same = "the one" if info.fingerprint == fingerprint else "NOT the one"
+    said = f", {same} that prepared the corpus" if fingerprint is not None else ""
+    return TokenizerFiles(
+        words=f"from {directory}, as --tokenizer asks{said}",
+        files=files,
+        eos_token_id=info.eos_token_id,
+        vocab_size=info.vocab_size,
+    )
+
+
+def _copy(directory: Path) -> dict[str, bytes]:
+    names = sorted(path.name for path in directory.iterdir() if path.is_file())
+    return {
+        name: (directory / name).read_bytes()
+        for name in names
+        if any(fnmatch.fnmatch(name, pattern) for pattern in _PATTERNS)
+    }
+
+
+def byte_tokenizer_files() -> dict[str, bytes]:
+    """Return the byte tokenizer as Hugging Face files: the same tokens for every text, without the end token.
+
+    Every byte is a token of its own and nothing is merged, so no text gives the end token, even if it spells it.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    end = ByteTokenizer().info.eos_token_id
+    vocabulary = {character: byte for byte, character in _byte_characters().items()} | {_END: end}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": _END,
+        "clean_up_tokenization_spaces": False,
+        # Text that spells the end token stays text, as it was in training.
+        "split_special_tokens": True,
+    }
+    return {
+        "tokenizer.json": tokenizer.to_str(pretty=True).encode(),
+        "tokenizer_config.json": json.dumps(settings, indent=2).encode() + b"\n",
+    }
+
+
+def _byte_characters() -> dict[int, str]:
+    """Return the printable character that byte-level tokenizers write each byte as, as GPT-2's encoder.py has it."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}

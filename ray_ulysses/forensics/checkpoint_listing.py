@@ -1,0 +1,257 @@
+"""Every checkpoint directory of a run: what is in it, what state it is in, and why it is kept."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ray_ulysses.checkpoint.choice import Damage, examine
+from ray_ulysses.checkpoint.fence import Lineage, read_lineage
+from ray_ulysses.checkpoint.manifest import (
+    CHECKPOINT_FOLDER,
+    MANIFEST_FILE,
+    Manifest,
+    ManifestError,
+    read_manifest,
+    step_folder,
+)
+from ray_ulysses.checkpoint.retention import Committed, KeepRules, keep_reasons
+from ray_ulysses.forensics.checkpoint_place import CheckpointPlace, find_checkpoints, storage_answers
+from ray_ulysses.forensics.checkpoint_report import (
+    CheckpointCondition,
+    CheckpointListing,
+    CheckpointReport,
+    SetAside,
+)
+from ray_ulysses.storage import Store, current_owner
+from ray_ulysses.storage.store import read_bytes
+from ray_ulysses.tracking.journal import read_records
+
+_KEY = re.compile(rf"^{CHECKPOINT_FOLDER}/step-(\d{{8,}})/(.+)$")
+_SHARD = re.compile(r"^attempt-(\d{4,})/(?:rank-\d+-of-(\d+))?")
+_NOTE = re.compile(r"^set-aside-(\d{4,})\.json$")
+_MOST_THREADS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Folder:
+    """What lies in a checkpoint directory.
+
+    Attributes:
+        step: Its step.
+        files: Size of each file in bytes, by its key relative to the directory.
+        notes: What each note of a set-aside says, by the attempt that wrote it.
+        found: The manifest if the checkpoint is whole by size and part of the run, else what is wrong with it; None if
+            it was never committed.
+        manifest: The manifest if it can be read, whatever the state of the rest.
+    """
+
+    step: int
+    files: Mapping[str, int]
+    notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    found: Manifest | Damage | None = None
+    manifest: Manifest | None = None
+
+
+def list_checkpoints(run_dir: Path) -> CheckpointListing:
+    """Return every checkpoint directory of a run; changes nothing, and reads no shard.
+
+    Args:
+        run_dir: The run's directory; the checkpoints may lie on another store, which its configuration names.
+
+    Raises:
+        UserError: The configuration names a store that can't be opened.
+        RunError: The store can't be listed.
+    """
+    place = find_checkpoints(run_dir)
+    with storage_answers(place.location):
+        lineage = read_lineage(place.store)
+        folders = _look_into_all(place.store)
+    records = read_records(run_dir)
+    writing = lineage.newest_attempt if current_owner(run_dir) is not None else None
+    reports = [_report(folder, records, writing) for folder in folders]
+    whole = [report.step for report in reports if report.condition == "whole"]
+    return CheckpointListing(
+        name=run_dir.absolute().name,
+        location=place.location,
+        checkpoints=tuple(_with_reasons(reports, place, lineage)),
+        resumes_from=max(whole, default=None),
+    )
+
+
+def _look_into_all(store: Store) -> list[_Folder]:
+    """Return what lies in each directory, by step; a few are looked into at once."""
+    keys: dict[int, list[str]] = {}
+    for key in store.list(CHECKPOINT_FOLDER):
+        match = _KEY.match(key)
+        if match:
+            keys.setdefault(int(match[1]), []).append(match[2])
+    with ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="ray-ulysses-list") as threads:
+        return list(threads.map(lambda step: _look(store, step, keys[step]), sorted(keys)))
+
+
+def _look(store: Store, step: int, names: Iterable[str]) -> _Folder:
+    """Return what lies in a directory; a file that is deleted meanwhile is left out."""
+    folder, files, notes = step_folder(step), {}, {}
+    for name in names:
+        size = _size(store, f"{folder}/{name}")
+        if size is not None:
+            files[name] = size
+        match = _NOTE.match(name)
+        if match:
+            notes[int(match[1])] = _read_note(store, f"{folder}/{name}")
+    if MANIFEST_FILE not in files:
+        return _Folder(step=step, files=files, notes=notes)
+    found = examine(store, step, "sizes")
+    manifest = found if isinstance(found, Manifest) else _readable(store, step)
+    return _Folder(step=step, files=files, notes=notes, found=found, manifest=manifest)
+
+
+def _size(store: Store, key: str) -> int | None:
+    """Return a file's size in bytes; None if it is gone, or not given now."""
+    try:
+        with store.open(key) as stream:
+            return stream.seek(0, 2)
+    except OSError:
+        return None
+
+
+def _read_note(store: Store, key: str) -> Mapping[str, Any]:
+    try:
+        note = json.loads(read_bytes(store, key))
+    except (OSError, ValueError):
+        return {}
+    return note if isinstance(note, dict) else {}
+
+
+def _readable(store: Store, step: int) -> Manifest | None:
+    try:
+        return read_manifest(store, step)
+    except ManifestError:
+        return None
+
+
+def _report(folder: _Folder, records: Sequence[Mapping[str, Any]], writing: int | None) -> CheckpointReport:
+    """Return what is told of a directory (pure).
+
+    Args:
+        folder: What lies in it.
+        records: The run's journal.
+        writing: The attempt that a live process trains at the moment; None if there is none.
+    """
+    condition, why = _condition(folder, writing)
+    manifest = folder.manifest
+    named = {MANIFEST_FILE, *(shard.file for shard in manifest.shards)} if manifest is not None else set(folder.files)
+    notes = tuple(_set_aside(folder.step, attempt, folder.notes[attempt], records) for attempt in sorted(folder.notes))
+    report = CheckpointReport(
+        step=folder.step,
+        path=step_folder(folder.step),
+        committed=MANIFEST_FILE in folder.files,
+        condition=condition,
+        why=why,
+        num_bytes=sum(size for name, size in folder.files.items() if name in named),
+        leftover_bytes=sum(size for name, size in folder.files.items() if name not in named),
+        set_aside=notes,
+    )
+    if manifest is None:
+        manifest = _manifest_of(folder)
+    if manifest is None:
+        return _with_names(report, folder.files)
+    meta = manifest.meta
+    noted = _time(records, "checkpoint_committed", folder.step, manifest.attempt)
+    return replace(
+        report,
+        attempt=manifest.attempt,
+        world_size=manifest.world_size,
+        sp_size=meta.sp_size,
+        ring_size=meta.ring_size,
+        dp_size=manifest.world_size // meta.sp_size,
+        zero_stage=meta.zero_stage,
+        written_at=meta.written_at or noted,
+        reason=meta.reason,
+        metrics=dict(meta.metrics),
+    )
+
+
+def _condition(folder: _Folder, writing: int | None) -> tuple[CheckpointCondition, str | None]:
+    if isinstance(folder.found, Damage):
+        return folder.found.kind, folder.found.reason
+    if folder.found is not None:
+        return "whole", None
+    attempts = _attempts(folder.files)
+    if writing is not None and writing in attempts:
+        return "being_written", f"attempt {writing} has not committed it yet"
+    if folder.notes:
+        return "set_aside", str(folder.notes[max(folder.notes)].get("reason", "its note can't be read"))
+    who = ", ".join(str(attempt) for attempt in sorted(attempts)) or "unknown"
+    return "not_committed", f"left by attempt {who}, which ended before the commit; a later commit deletes it"
+
+
+def _attempts(names: Iterable[str]) -> set[int]:
+    matches = (_SHARD.match(name) for name in names)
+    return {int(match[1]) for match in matches if match}
+
+
+def _manifest_of(folder: _Folder) -> Manifest | None:
+    """Return the manifest of a checkpoint that was set aside, which its newest note has kept."""
+    if not folder.notes:
+        return None
+    text = folder.notes[max(folder.notes)].get("manifest")
+    try:
+        return Manifest.from_bytes(text.encode()) if isinstance(text, str) else None
+    except ManifestError:
+        return None
+
+
+def _with_names(report: CheckpointReport, names: Iterable[str]) -> CheckpointReport:
+    """Add what the names of the shards say of who wrote them, where there is no manifest."""
+    attempts = sorted(_attempts(names))
+    if not attempts:
+        return report
+    matches = (_SHARD.match(name) for name in names)
+    sizes = {int(match[2]) for match in matches if match and match[2] and int(match[1]) == attempts[-1]}
+    return replace(report, attempt=attempts[-1], world_size=max(sizes, default=None))
+
+
+def _set_aside(step: int, attempt: int, note: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> SetAside:
+    reason = str(note.get("reason", "its note can't be read"))
+    return SetAside(attempt=attempt, reason=reason, at=_time(records, "checkpoint_set_aside", step, attempt))
+
+
+def _time(records: Sequence[Mapping[str, Any]], event: str, step: int, attempt: int) -> float | None:
+    """Return when the journal noted an event of a step; None if it did not."""
+    times = (
+        float(record["time"])
+        for record in records
+        if record["event"] == event and record["step"] == step and record["attempt"] == attempt
+    )
+    return max(times, default=None)
+
+
+def _with_reasons(
+    reports: Sequence[CheckpointReport], place: CheckpointPlace, lineage: Lineage
+) -> list[CheckpointReport]:
+    """Add why each is kept, by the rules of the run's configuration; without one that is not known."""
+    if place.config is None:
+        return list(reports)
+    section = place.config.checkpoint
+    rules = KeepRules(
+        last=section.keep_last,
+        every_steps=section.keep_every_steps,
+        best=section.keep_best,
+        best_metric=section.best_metric,
+    )
+    committed = {
+        report.step: Committed(attempt=report.attempt, metrics=report.metrics)
+        for report in reports
+        if report.committed and (report.attempt is None or lineage.holds(report.step, report.attempt))
+    }
+    if not committed:
+        return list(reports)
+    reasons = keep_reasons(committed, newest=max(committed), rules=rules)
+    return [replace(report, kept=reasons.get(report.step, ())) for report in reports]

@@ -1,0 +1,100 @@
+"""Where a run's checkpoints lie: in its directory, or where its configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ray_ulysses.config import load_config
+from ray_ulysses.errors import ConfigError, RunError
+from ray_ulysses.logging import get_logger
+from ray_ulysses.storage import LocalStore, current_owner
+from ray_ulysses.tracking.history import build_history, read_history
+from ray_ulysses.tracking.journal import read_records
+from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_store
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+    from ray_ulysses.storage import Store
+    from ray_ulysses.tracking.history import RunHistory
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointPlace:
+    """Where they lie.
+
+    Attributes:
+        store: Their store.
+        location: Its root, a path or a URI.
+        config: The run's configuration; None if its directory holds none.
+    """
+
+    store: Store
+    location: str
+    config: Config | None
+
+
+def read_run(run_dir: Path) -> RunHistory:
+    """Return what happened in a run, with its checkpoints from wherever they lie.
+
+    Where the storage does not answer, a warning says so and the rest is returned.
+    """
+    place = find_checkpoints(run_dir)
+    try:
+        return read_history(run_dir, store=place.store)
+    except OSError as error:
+        _log.warning("the checkpoints in %s can't be listed (%s)", place.location, error.strerror or error)
+        name, is_held = run_dir.absolute().name, current_owner(run_dir) is not None
+        return build_history(name=name, records=read_records(run_dir), is_held=is_held)
+
+
+@contextmanager
+def storage_answers(location: str) -> Iterator[None]:
+    """Turn a failure of the storage into an error that names it.
+
+    Args:
+        location: What is read in the block.
+
+    Raises:
+        RunError: It could not be read.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"the checkpoints in {location} can't be read ({error.strerror or error}); see that the storage is there "
+            "and may be read, then try again"
+        ) from error
+
+
+def find_checkpoints(run_dir: Path) -> CheckpointPlace:
+    """Return where a run's checkpoints lie; a run that was moved has those in its directory moved along.
+
+    Where its configuration can't be read, a warning says so, and they are looked for in its directory.
+
+    Args:
+        run_dir: The run's directory.
+
+    Raises:
+        UserError: The configuration names a store that can't be opened.
+    """
+    config = _configuration(run_dir / "config.yaml")
+    if config is None or config.checkpoint.storage is None:
+        return CheckpointPlace(store=LocalStore(run_dir), location=str(run_dir.absolute()), config=config)
+    return CheckpointPlace(store=checkpoint_store(config), location=checkpoint_location(config), config=config)
+
+
+def _configuration(file: Path) -> Config | None:
+    if not file.is_file():
+        return None
+    try:
+        return load_config(file)
+    except ConfigError as error:
+        problem = error.problems[0] if error.problems else error
+        _log.warning("%s can't be read (%s): checkpoints are looked for beside it", file, problem)
+        return None

@@ -1,0 +1,105 @@
+"""Verifying a checkpoint: its manifest, the cover of its tensors, and every byte of every file."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from ray_ulysses.checkpoint.choice import Damage, committed_steps, read_committed
+from ray_ulysses.checkpoint.fence import read_lineage
+from ray_ulysses.checkpoint.manifest import Manifest, step_folder
+from ray_ulysses.checkpoint.shards import ShardDamage, ShardEntry, verified_chunks
+from ray_ulysses.clock import Clock
+from ray_ulysses.errors import UserError
+from ray_ulysses.forensics.checkpoint_place import find_checkpoints, storage_answers
+from ray_ulysses.forensics.checkpoint_report import CheckpointVerdict, FileVerdict
+from ray_ulysses.storage import Store
+
+_NUM_THREADS = 4
+
+
+Watch = Callable[[int, int], None]
+"""Is told of the bytes read so far and of all to read, by one thread at a time."""
+
+
+def verify_checkpoint(
+    run_dir: Path, step: int, *, clock: Clock, watch: Watch = lambda done, total: None
+) -> CheckpointVerdict:
+    """Read every byte of a committed checkpoint and hold it against its checksums; changes nothing.
+
+    Args:
+        run_dir: The run's directory; the checkpoints may lie on another store, which its configuration names.
+        step: The checkpoint's step.
+        clock: How long it takes.
+        watch: Is told of what was read.
+
+    Raises:
+        UserError: That step was not committed, or the configuration names a store that can't be opened.
+        RunError: The store can't be listed.
+    """
+    started = clock.monotonic()
+    place = find_checkpoints(run_dir)
+    with storage_answers(place.location):
+        steps, lineage = committed_steps(place.store), read_lineage(place.store)
+    if step not in steps:
+        there = ", ".join(map(str, steps)) or "none"
+        raise UserError(
+            f"--verify-checkpoint={step}: no checkpoint of step {step} is committed in {place.location}; committed: "
+            f"{there} (`inspect RUN --checkpoints` lists what else is there)"
+        )
+    verdict = CheckpointVerdict(
+        name=run_dir.absolute().name, location=place.location, step=step, path=step_folder(step), problem=None
+    )
+    manifest = read_committed(place.store, step)
+    if isinstance(manifest, Damage):
+        return replace(verdict, problem=manifest.reason, seconds=clock.monotonic() - started)
+    return replace(
+        verdict,
+        problem=None if lineage.holds(step, manifest.attempt) else _not_of_the_run(manifest),
+        attempt=manifest.attempt,
+        world_size=manifest.world_size,
+        num_tensors=len(manifest.state.tensors),
+        num_elements=sum(spec.num_elements for spec in manifest.state.tensors.values()),
+        files=_read_files(place.store, manifest, watch),
+        seconds=clock.monotonic() - started,
+    )
+
+
+def _not_of_the_run(manifest: Manifest) -> str:
+    return (
+        f"attempt {manifest.attempt} committed it after a later attempt had started before step {manifest.step}: it is "
+        "not part of the run, and is never loaded"
+    )
+
+
+def _read_files(store: Store, manifest: Manifest, watch: Watch) -> tuple[FileVerdict, ...]:
+    """Read all files, a few at a time; those of a large world are read while others are waited for."""
+    total = sum(shard.num_bytes for shard in manifest.shards)
+    lock, done = threading.Lock(), 0
+
+    def tell(num_bytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += num_bytes
+            watch(done, total)
+
+    folder = step_folder(manifest.step)
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="ray-ulysses-verify") as threads:
+        return tuple(threads.map(lambda shard: _read_file(store, folder, shard, tell), manifest.shards))
+
+
+def _read_file(store: Store, folder: str, shard: ShardEntry, tell: Callable[[int], None]) -> FileVerdict:
+    problem = None
+    try:
+        for num_bytes in verified_chunks(store, folder, shard):
+            tell(num_bytes)
+    except FileNotFoundError:
+        problem = f"{shard.file} is missing"
+    except OSError as error:
+        problem = f"{shard.file} can't be read ({error.strerror or error}), which may pass"
+    except ShardDamage as damage:
+        problem = str(damage)
+    return FileVerdict(file=shard.file, num_bytes=shard.num_bytes, num_tensors=len(shard.intervals), problem=problem)

@@ -1,0 +1,187 @@
+"""What the training state takes of a rank's memory at each ZeRO stage: weights, gradients, optimizer, copies.
+
+What DeepSpeed 0.19 holds was read from its stage3.py, stage_1_and_2.py and bf16_optimizer.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.planner.memory_terms import FP32_BYTES, MemoryTerm, Phase
+
+# DeepSpeed 0.19's default of `stage3_max_live_parameters`: weights that may stay gathered for later use.
+_LIVE_PARAMETERS = 1_000_000_000
+# What engine/zero.py sets as `reduce_bucket_size`: one buffer of so many gradients is made at the start.
+_REDUCE_BUCKET = 50_000_000
+# What engine/zero.py sets with NVMe: `sub_group_size`, and as many buffers as weights, gradients and two moments.
+_NVME_SUB_GROUP = 100_000_000
+_NVME_BUFFERS = 4
+_MOMENTS = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateSharing:
+    """How a run shares its state out.
+
+    Attributes:
+        stage: ZeRO stage.
+        world_size: Ranks that share.
+        value_bytes: Bytes of a weight in the model's precision.
+        offload: Where the optimizer's state lives.
+        host_buffers: Copies of a rank's state that checkpoints are written from.
+    """
+
+    stage: Literal[1, 2, 3]
+    world_size: int
+    value_bytes: int
+    offload: Literal["none", "cpu", "nvme"]
+    host_buffers: int
+
+    @property
+    def is_fp32(self) -> bool:
+        """Whether the model computes in fp32."""
+        return self.value_bytes == FP32_BYTES
+
+    def shard(self, shape: ModelShape) -> int:
+        """Return a rank's share of the parameters."""
+        return -(-shape.num_parameters // self.world_size)
+
+
+def device_state(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
+    """Return what of the state lives on the device."""
+    terms = [_weights(shape, sharing)]
+    if sharing.offload == "none":
+        terms += _optimizer(shape, sharing)
+    gradients = _device_gradients(shape, sharing)
+    if gradients is not None:
+        terms.append(gradients)
+    if sharing.stage == 3:
+        terms.append(_gathered(shape, sharing))
+    return [*terms, _unreduced(shape, sharing)]
+
+
+def host_state(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
+    """Return what of the state lives in host memory beside the device's."""
+    shard = sharing.shard(shape)
+    each = _each(shape, sharing)
+    terms: list[MemoryTerm] = []
+    if sharing.offload == "cpu":
+        terms += _optimizer(shape, sharing)
+        terms += _host_gradients(shape, sharing)
+    if sharing.offload == "nvme":
+        held = min(shard, _NVME_SUB_GROUP)
+        text = f"{each} x 4 bytes: accumulated over the micro-batches of a step in fp32"
+        terms.append(_always("gradients, fp32", shard * FP32_BYTES, text))
+        text = f"{_NVME_BUFFERS} buffers x {held:,} parameters x 4 bytes: the sub-group that is stepped on"
+        terms.append(_always("buffers for NVMe", _NVME_BUFFERS * held * FP32_BYTES, text))
+    if sharing.host_buffers:
+        size = (1 + _MOMENTS) * FP32_BYTES + (0 if sharing.is_fp32 else sharing.value_bytes)
+        text = (
+            f"{sharing.host_buffers} copies (checkpoint.host_buffers) x {each} x {size} bytes: master weights, moments "
+            "and rounded weights of this rank's share, from which checkpoints are written"
+        )
+        terms.append(_always("checkpoints, staged", sharing.host_buffers * shard * size, text))
+    return terms
+
+
+def load_terms(
+    shape: ModelShape, init: Literal["pretrained", "random"], sharing: StateSharing
+) -> tuple[MemoryTerm, MemoryTerm | None]:
+    """Return what loading takes on the host and, where the model is not partitioned as it comes, on the device."""
+    count, value = shape.num_parameters, sharing.value_bytes
+    if init == "pretrained":
+        then = ", then partitions" if sharing.stage == 3 else ""
+        text = f"{count:,} parameters x {value} bytes: Transformers reads every weight on each rank{then}"
+        host = MemoryTerm(name="the model, while it is loaded", bytes=count * value, phase="load", source=text)
+    else:
+        text = f"{count:,} parameters x 4 bytes: each rank draws the whole model from the seed, in fp32"
+        host = MemoryTerm(name="the model, while it is drawn", bytes=count * FP32_BYTES, phase="load", source=text)
+    if sharing.stage < 3:
+        text = f"2 x {count:,} parameters x {value} bytes: DeepSpeed flattens the whole model into a copy"
+        return host, MemoryTerm(
+            name="the model, beside its flat copy", bytes=2 * count * value, phase="load", source=text
+        )
+    if init == "pretrained":
+        return host, None
+    text = f"{count:,} parameters x {value} bytes: DeepSpeed moves the whole model to the device, then partitions"
+    return host, MemoryTerm(name="the model, before it is sharded", bytes=count * value, phase="load", source=text)
+
+
+def _weights(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
+    count, value = shape.num_parameters, sharing.value_bytes
+    if sharing.stage < 3:
+        text = f"{count:,} parameters x {value} bytes: ZeRO-{sharing.stage} keeps them whole on every rank"
+        return _always("weights, whole", count * value, text)
+    text = f"{count:,} parameters / {sharing.world_size} ranks x {value} bytes: ZeRO-3 shards them"
+    return _always("weights, sharded", sharing.shard(shape) * value, text)
+
+
+def _optimizer(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
+    shard, each = sharing.shard(shape), _each(shape, sharing)
+    master = f"{each} x 4 bytes: the optimizer's own copy, which ZeRO-{sharing.stage} shards"
+    return [
+        _always("master weights, fp32", shard * FP32_BYTES, master),
+        _always("AdamW moments, fp32", _MOMENTS * shard * FP32_BYTES, f"{each} x 2 x 4 bytes: mean and variance"),
+    ]
+
+
+def _device_gradients(shape: ModelShape, sharing: StateSharing) -> MemoryTerm | None:
+    """Return the gradients that are accumulated on the device over the micro-batches of a step."""
+    if sharing.stage == 1:
+        text = (
+            f"{shape.num_parameters:,} parameters x 4 bytes: accumulated over the micro-batches of a step in fp32, "
+            "whole on every rank, since ZeRO-1 does not shard them"
+        )
+        return _always("gradients, fp32", shape.num_parameters * FP32_BYTES, text)
+    # Offloaded, only ZeRO-2 in bf16 accumulates its share on the device, and copies it at the end of a step.
+    if sharing.offload == "none" or (sharing.stage == 2 and not sharing.is_fp32):
+        text = f"{_each(shape, sharing)} x 4 bytes: accumulated over the micro-batches of a step in fp32"
+        return _always("gradients, fp32", sharing.shard(shape) * FP32_BYTES, text)
+    return None
+
+
+def _host_gradients(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
+    """Return the gradients in host memory: those that the optimizer steps with, and where they are accumulated."""
+    shard, each = sharing.shard(shape), _each(shape, sharing)
+    stepped = _always(
+        "gradients of the step, fp32", shard * FP32_BYTES, f"{each} x 4 bytes: what the optimizer steps with"
+    )
+    if sharing.stage == 3 or sharing.is_fp32:
+        text = f"{each} x 4 bytes: accumulated over the micro-batches of a step in fp32"
+        return [_always("gradients, fp32", shard * FP32_BYTES, text), stepped]
+    return [stepped]
+
+
+def _gathered(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
+    working = max(2 * shape.layer_parameters, shape.embedding_parameters)
+    live = max(working, min(shape.num_parameters, _LIVE_PARAMETERS))
+    text = (
+        f"{live:,} parameters x {sharing.value_bytes} bytes: a layer, the one fetched ahead, and what DeepSpeed keeps "
+        "for reuse (stage3_max_live_parameters)"
+    )
+    return _always("weights, gathered", live * sharing.value_bytes, text)
+
+
+def _unreduced(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
+    """Return the gradients on their way into the accumulated ones."""
+    value, embedding = sharing.value_bytes, shape.embedding_parameters
+    # ZeRO-1 reduces what it has accumulated in fp32; in bf16 without offload from where that lies.
+    bucket = FP32_BYTES if sharing.stage == 1 else value
+    if sharing.stage == 1 and not sharing.is_fp32 and sharing.offload == "none":
+        bucket = 0
+    text = (
+        f"{_REDUCE_BUCKET:,} x {bucket} + {embedding:,} x {value} bytes: DeepSpeed's bucket (reduce_bucket_size), and "
+        "the embedding's gradient, whole on every rank until it is reduced"
+    )
+    return _always("gradients, before reduction", _REDUCE_BUCKET * bucket + embedding * value, text)
+
+
+def _each(shape: ModelShape, sharing: StateSharing) -> str:
+    return f"{sharing.shard(shape):,} parameters a rank (1/{sharing.world_size})"
+
+
+def _always(name: str, size: int, source: str) -> MemoryTerm:
+    phase: Phase = "always"
+    return MemoryTerm(name=name, bytes=size, phase=phase, source=source)

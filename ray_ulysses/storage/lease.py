@@ -1,0 +1,252 @@
+"""One writer a checkpoint prefix on a store that has no locks: a lease that has to be renewed.
+
+The holder is whoever created the highest ``lock/holder-<generation>.json``; creating one is exclusive. Beside it the
+holder replaces ``lock/beat-<generation>`` all the time. Whoever comes watches that beat: if it moves, the holder
+lives, and he is refused; if it has not moved for `lease_s` of his *own* clock, he creates the next generation. No
+clock is ever compared with another's.
+
+Why two never hold it at once, as long as no clock runs a fifth faster than another: a beat counts from when it was
+*begun*, and the holder trusts it for four fifths of `lease_s`; a newcomer counts from when he first *saw* it, which
+is later, and waits all of `lease_s`. A beat that was not through in the time of the one before counts for nothing,
+since a newcomer may have missed it; the holder then has to win the next generation, as everybody else. Writes that
+were on their way when the lease was lost may still arrive: that is what attempts are for, whose names differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Self
+
+from ray_ulysses.clock import Clock, SystemClock
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.storage.lock import LockOwner
+from ray_ulysses.storage.store import AlreadyExistsError, Store, read_bytes
+
+LOCK_FOLDER = "lock"
+LEASE_S = 30.0
+_TRUSTED_SHARE = 0.8
+_BEATS_A_LEASE = 6
+_RELEASED = "released"
+_HOLDER = re.compile(rf"^{LOCK_FOLDER}/holder-(\d{{7,}})\.json$")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sight:
+    """What a newcomer sees of the newest holder; generation 0 is nobody."""
+
+    generation: int
+    beat: str | None
+
+
+class RunLease:
+    """Holds a prefix of a store for this process, as `RunLock` holds a directory.
+
+    Attributes:
+        run: Name of the run, for errors.
+        taken_over_from: The holder that stopped without releasing, if there was one.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        run: str,
+        clock: Clock | None = None,
+        lease_s: float = LEASE_S,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Prepare a lease; nothing is asked of the store yet.
+
+        Args:
+            store: The store; the lease's files lie in its folder ``lock``.
+            run: Name of the run.
+            clock: The time.
+            lease_s: A holder that gives no sign for so long is taken for dead, in seconds. It must be the same for
+                everybody who comes.
+            sleep: Waits, in seconds.
+        """
+        self.run = run
+        self.taken_over_from: LockOwner | None = None
+        self._store, self._lease_s, self._sleep = store, lease_s, sleep
+        self._clock = clock if clock is not None else SystemClock()
+        self._nonce = uuid.uuid4().hex
+        self._generation, self._count, self._trusted_until = 0, 0, float("-inf")
+        self._lost = False
+        self._mutex = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def acquire(self, *, beat_in_background: bool = True) -> None:
+        """Take the prefix; waits until a holder that is there has given a sign of life, or for `lease_s`.
+
+        Args:
+            beat_in_background: Renew it in a thread; otherwise the caller calls `beat`.
+
+        Raises:
+            UserError: Another live process holds it (the text says who and since when), or the store can't be
+                written.
+        """
+        assert self._generation == 0, "the lease is held already"
+        try:
+            sight = self._see()
+            if sight.generation and sight.beat != _RELEASED:
+                self._wait_for_silence(sight)
+                self.taken_over_from = self._owner(sight.generation)
+            if not self._win(sight.generation + 1):
+                raise self._refusal(self._see().generation)
+        except OSError as error:
+            raise UserError(
+                f"the checkpoint storage of run {self.run!r} can't be used ({error.strerror or error}); repair it or "
+                "set another checkpoint.storage"
+            ) from error
+        if beat_in_background:
+            self._thread = threading.Thread(target=self._keep_beating, name="run-lease", daemon=True)
+            self._thread.start()
+
+    @property
+    def held(self) -> bool:
+        """Return whether this process holds the prefix; asks the clock and not the store."""
+        return bool(self._generation) and not self._lost and self._clock.monotonic() < self._trusted_until
+
+    def check(self) -> None:
+        """Raise `RunError` if this process does not hold the prefix now."""
+        if self.held:
+            return
+        if not self._lost:
+            raise RunError(f"run {self.run!r} could not renew its hold on the checkpoint storage in time")
+        owner = None
+        with contextlib.suppress(OSError):
+            owner = self._owner(self._see().generation)
+        raise RunError(f"run {self.run!r} was taken over by {owner or 'another process'}")
+
+    def beat(self) -> None:
+        """Renew the lease once; raises `OSError` if the store fails. The thread does this by itself."""
+        with self._mutex:
+            if self._generation and not self._lost:
+                self._renew()
+
+    def release(self) -> None:
+        """Give the prefix back; releasing twice does nothing."""
+        self._stop.set()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(self._lease_s)
+        generation, self._generation = self._generation, 0
+        if generation and not self._lost and (thread is None or not thread.is_alive()):
+            # If the store is away, the next one waits for the lease to end.
+            with contextlib.suppress(OSError):
+                self._store.replace(_beat_key(generation), [_RELEASED.encode()])
+
+    def __enter__(self) -> Self:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _keep_beating(self) -> None:
+        while not self._stop.wait(self._lease_s / _BEATS_A_LEASE):
+            # A store that is away is asked again; meanwhile the lease runs out by itself.
+            with contextlib.suppress(OSError):
+                self.beat()
+
+    def _renew(self) -> None:
+        """Replace the beat and see that nobody has a higher generation."""
+        begun = self._clock.monotonic()
+        if begun >= self._trusted_until:
+            # Somebody may be taking over at this moment, so the hold has to be won anew.
+            if not self._win(self._generation + 1):
+                self._lost = True
+            return
+        self._count += 1
+        self._store.replace(_beat_key(self._generation), [f"{self._nonce} {self._count}".encode()])
+        if _newest(self._store) > self._generation:
+            self._lost = True
+        elif self._clock.monotonic() < self._trusted_until:
+            self._trusted_until = begun + _TRUSTED_SHARE * self._lease_s
+
+    def _win(self, generation: int) -> bool:
+        """Try to become the holder of a generation; return whether this process is."""
+        begun = self._clock.monotonic()
+        owner = LockOwner(host=socket.gethostname(), pid=os.getpid(), since=self._clock.now())
+        note = json.dumps({**asdict(owner), "run": self.run, "nonce": self._nonce})
+        try:
+            self._store.create(_holder_key(generation), [note.encode()])
+        except AlreadyExistsError:
+            return False
+        if _newest(self._store) > generation:
+            # This number had been used and cleaned away while we were on our way.
+            self._store.delete(_holder_key(generation))
+            return False
+        self._generation, self._trusted_until = generation, begun + _TRUSTED_SHARE * self._lease_s
+        self._clean(generation)
+        return True
+
+    def _clean(self, generation: int) -> None:
+        """Delete what is left of the generations before; what can't be deleted the next holder deletes."""
+        with contextlib.suppress(OSError):
+            for key in self._store.list(LOCK_FOLDER):
+                number = re.search(r"-(\d+)", key)
+                if number is not None and int(number[1]) < generation:
+                    self._store.delete(key)
+
+    def _wait_for_silence(self, sight: _Sight) -> None:
+        """Return once the holder has given no sign for `lease_s`; raise as soon as he gives one."""
+        seen_at = self._clock.monotonic()
+        while self._clock.monotonic() - seen_at < self._lease_s:
+            self._sleep(self._lease_s / _BEATS_A_LEASE / 2)
+            now = self._see()
+            if now.generation == sight.generation and now.beat == _RELEASED:
+                return
+            if now != sight:
+                raise self._refusal(now.generation)
+
+    def _see(self) -> _Sight:
+        generation = _newest(self._store)
+        try:
+            beat = read_bytes(self._store, _beat_key(generation)).decode() if generation else None
+        except FileNotFoundError:
+            beat = None
+        return _Sight(generation=generation, beat=beat)
+
+    def _owner(self, generation: int) -> LockOwner | None:
+        """Return who holds a generation; None if the file is gone or torn."""
+        try:
+            fields = json.loads(read_bytes(self._store, _holder_key(generation)))
+            return LockOwner(host=str(fields["host"]), pid=int(fields["pid"]), since=float(fields["since"]))
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
+
+    def _refusal(self, generation: int) -> UserError:
+        owner = self._owner(generation)
+        who = str(owner) if owner is not None else "another process that has not left its name yet"
+        return UserError(
+            f"run.name={self.run!r} is already running on its checkpoint storage: held by {who}; wait for it, stop "
+            "it, or set another run.name"
+        )
+
+
+def _newest(store: Store) -> int:
+    """Return the highest generation there is, 0 if there is none."""
+    found = (_HOLDER.match(key) for key in store.list(LOCK_FOLDER))
+    return max((int(match[1]) for match in found if match), default=0)
+
+
+def _holder_key(generation: int) -> str:
+    return f"{LOCK_FOLDER}/holder-{generation:07d}.json"
+
+
+def _beat_key(generation: int) -> str:
+    return f"{LOCK_FOLDER}/beat-{generation:07d}"

@@ -1,0 +1,216 @@
+"""Where a store is, as a person writes it: a path, or the URI of an object store in the words of `pyarrow.fs`.
+
+A URI is written into ``config.yaml`` and shown in MLflow, so it may not hold a secret: credentials come from the
+environment, as the cloud's own tools read them.
+
+The options behind ``?`` are spelled as in https://arrow.apache.org/docs/python/filesystems.html.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+
+from ray_ulysses.errors import UserError
+from ray_ulysses.storage.local import LocalStore
+from ray_ulysses.storage.store import Store
+
+RETRY_S = 60.0
+
+Provider = Literal["s3", "gs", "az"]
+
+_PROVIDERS: dict[str, Provider] = {
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gs",
+    "gcs": "gs",
+    "abfs": "az",
+    "abfss": "az",
+    "az": "az",
+}
+_OPTIONS: dict[Provider, frozenset[str]] = {
+    "s3": frozenset({"endpoint_override", "force_virtual_addressing", "region", "scheme"}),
+    "gs": frozenset({"endpoint_override", "scheme"}),
+    "az": frozenset({"account_name", "blob_storage_authority", "enable_tls"}),
+}
+_VALUES = {
+    "scheme": ("http", "https"),
+    "force_virtual_addressing": ("true", "false"),
+    "enable_tls": ("true", "false"),
+}
+_SECRET_WORDS = ("key", "secret", "token", "password", "credential", "sig", "sas")
+_CREDENTIALS: dict[Provider, str] = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment of every node, or give the nodes a role",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS in the environment of every node, or give the nodes a service account",
+    "az": "set AZURE_STORAGE_ACCOUNT_KEY in the environment of every node, or give the nodes a managed identity",
+}
+_KNOWN = "a path, file://, s3://bucket/prefix, gs://bucket/prefix or abfs://container@account/prefix"
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):(/{1,2})")
+
+
+class LocationError(UserError):
+    """A location that can't be used.
+
+    Attributes:
+        rule: What is wrong with it.
+        way_out: What to write instead.
+    """
+
+    def __init__(self, location: str, rule: str, way_out: str) -> None:
+        self.rule, self.way_out = rule, way_out
+        super().__init__(f"storage {location!r}: {rule}; {way_out}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectLocation:
+    """A folder of an object store.
+
+    Attributes:
+        provider: Whose protocol is spoken.
+        bucket: The bucket, or Azure's container.
+        prefix: The folder in it, without slashes at its ends; empty for the whole bucket.
+        account: Azure's storage account, if the URI names it.
+        options: What stands behind the question mark, in its order.
+    """
+
+    provider: Provider
+    bucket: str
+    prefix: str
+    account: str | None
+    options: tuple[tuple[str, str], ...]
+
+    def option(self, name: str) -> str | None:
+        """Return an option's value, or None if it is not given."""
+        return dict(self.options).get(name)
+
+    @property
+    def name(self) -> str:
+        """Return what errors call it: without options, and so without hosts."""
+        return f"{self.provider}://{self.bucket}/{self.prefix}".rstrip("/")
+
+    def __str__(self) -> str:
+        scheme = "abfs" if self.provider == "az" else self.provider
+        where = f"{self.bucket}@{self.account}" if self.account else self.bucket
+        folder = f"/{quote(self.prefix)}" if self.prefix else ""
+        query = f"?{urlencode(self.options)}" if self.options else ""
+        return f"{scheme}://{where}{folder}{query}"
+
+
+def parse_location(location: str | Path) -> Path | ObjectLocation:
+    """Return what a location names (pure).
+
+    Raises:
+        LocationError: It is none that a store can be opened at, or it holds a secret; the text shows no secret.
+    """
+    text = str(location)
+    found = _SCHEME.match(text)
+    if not text:
+        raise LocationError(text, "names nothing", f"give {_KNOWN}")
+    if found is None:
+        return Path(text)
+    scheme, slashes = found[1].lower(), found[2]
+    if slashes == "/":
+        # Path("s3://bucket") has lost a slash by the time it arrives here.
+        raise LocationError(text, "has one slash behind the scheme", f"write {scheme}:// and pass it as text")
+    if scheme == "file":
+        return _file_path(text)
+    if scheme not in _PROVIDERS:
+        raise LocationError(_shown(text), f"{scheme}:// is no storage", f"give {_KNOWN}")
+    return _object_location(text, scheme)
+
+
+def join_location(location: str | Path, name: str) -> str:
+    """Return the location of a folder inside a location; options stay where they belong.
+
+    Args:
+        location: A path or URI.
+        name: Relative POSIX path of the folder.
+    """
+    where = parse_location(location)
+    if isinstance(where, Path):
+        return str(where / name)
+    return str(replace(where, prefix=f"{where.prefix}/{name}" if where.prefix else name))
+
+
+def open_store(location: str | Path, *, retry_s: float = RETRY_S) -> Store:
+    """Return the store at a location; neither asks it anything nor creates anything.
+
+    Args:
+        location: A path, or a URI: ``file://``, ``s3://bucket/prefix``, ``gs://bucket/prefix``,
+            ``abfs://container@account/prefix``. Credentials, region and endpoint come from the environment;
+            ``?endpoint_override=127.0.0.1:9000&scheme=http&region=us-east-1`` may name the latter two.
+        retry_s: How long a request to an object store is tried again while it is away or overloaded, in seconds.
+
+    Raises:
+        LocationError: It is none of these, or it holds a secret.
+    """
+    where = parse_location(location)
+    if isinstance(where, Path):
+        return LocalStore(where)
+    # Imported here, since whoever keeps runs on paths needs none of it.
+    from ray_ulysses.storage.object_client import connect
+    from ray_ulysses.storage.object_store import ObjectStore
+
+    return ObjectStore(connect(where, retry_s=retry_s), name=where.name, retry_s=retry_s)
+
+
+def _file_path(text: str) -> Path:
+    parts = urlsplit(text)
+    if parts.netloc not in ("", "localhost"):
+        raise LocationError(text, f"names the host {parts.netloc!r}", "write three slashes: file:///mnt/shared/runs")
+    if not parts.path or parts.query or parts.fragment:
+        raise LocationError(text, "is not the URI of a path", "write file:///mnt/shared/runs")
+    return Path(unquote(parts.path))
+
+
+def _object_location(text: str, scheme: str) -> ObjectLocation:
+    parts, provider, shown = urlsplit(text), _PROVIDERS[scheme], _shown(text)
+    user, at, host = parts.netloc.rpartition("@")
+    account = None
+    if at and (":" in user or provider != "az"):
+        raise LocationError(shown, "may not hold credentials, since it is stored with the run", _CREDENTIALS[provider])
+    if at:
+        user, host, account = "", unquote(user), host.partition(".")[0]
+    if not host or ":" in host:
+        raise LocationError(shown, "names no bucket", f"write {scheme}://bucket/prefix")
+    if parts.fragment:
+        raise LocationError(shown, "has a '#'", "leave it out")
+    prefix = unquote(parts.path).strip("/")
+    if any(part in ("", ".", "..") for part in prefix.split("/")) and prefix:
+        raise LocationError(shown, "has an empty or dotted folder", "write every folder by its name")
+    return ObjectLocation(
+        provider=provider, bucket=host, prefix=prefix, account=account, options=_options(parts.query, provider, shown)
+    )
+
+
+def _options(query: str, provider: Provider, shown: str) -> tuple[tuple[str, str], ...]:
+    """Return the options of a URI, each of them known and given once."""
+    options = tuple(parse_qsl(query, keep_blank_values=True))
+    known = _OPTIONS[provider]
+    for name, value in options:
+        if name not in known and _is_secret(name):
+            rule = f"may not hold {name}, since it is stored with the run"
+            raise LocationError(shown, rule, _CREDENTIALS[provider])
+        if name not in known:
+            raise LocationError(shown, f"has the unknown option {name!r}", f"use {', '.join(sorted(known))}")
+        if not value or value not in _VALUES.get(name, (value,)):
+            allowed = " or ".join(_VALUES.get(name, ("a value",)))
+            raise LocationError(shown, f"gives {name} as {value!r}", f"give {allowed}")
+    if len({name for name, _ in options}) < len(options):
+        raise LocationError(shown, "gives an option twice", "give it once")
+    return options
+
+
+def _is_secret(name: str) -> bool:
+    return any(word in name.lower() for word in _SECRET_WORDS)
+
+
+def _shown(text: str) -> str:
+    """Return a URI without what may be a secret."""
+    head, mark, query = text.partition("?")
+    head = re.sub(r"//[^/@]*:[^/@]*@", "//***@", head)
+    pairs = (pair.partition("=") for pair in query.split("&"))
+    return head + mark + "&".join(f"{name}=***" if _is_secret(name) else name + eq + value for name, eq, value in pairs)

@@ -1,0 +1,141 @@
+"""Connects to an object store: endpoint, region and credentials from the URI and the environment, and patience."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from obstore.exceptions import BaseError
+from obstore.store import AzureStore, GCSStore, S3Store
+
+from ray_ulysses.errors import UserError
+from ray_ulysses.storage.location import RETRY_S, ObjectLocation, Provider
+
+if TYPE_CHECKING:
+    from obstore.store import AzureConfig, ClientConfig, GCSConfig, RetryConfig, S3Config
+
+Client = S3Store | GCSStore | AzureStore
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_CONNECT_S, _STALL_S = 5.0, 60.0
+# No limit of time for a whole request: one ranged GET may fetch gigabytes. A stall ends it.
+_REQUEST_S = 24 * 3600.0
+
+
+def connect(location: ObjectLocation, *, retry_s: float = RETRY_S) -> Client:
+    """Return a client for a location; nothing is sent yet.
+
+    What the environment says is read as the clouds' own tools read it: ``AWS_*``, ``GOOGLE_*`` and ``AZURE_*``
+    variables, and the machine's role where there are none. The URI's options come before it.
+
+    Args:
+        location: Bucket, prefix and options.
+        retry_s: How long a request is tried again while the store is away or overloaded, in seconds.
+
+    Raises:
+        UserError: What the environment says can't be used.
+    """
+    makers: dict[Provider, Callable[[ObjectLocation, float], Client]]
+    makers = {"s3": _connect_s3, "gs": _connect_gcs, "az": _connect_azure}
+    try:
+        return makers[location.provider](location, retry_s)
+    except (BaseError, OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"storage {str(location)!r} can't be set up ({reason}); look at the environment") from error
+
+
+def _connect_s3(location: ObjectLocation, retry_s: float) -> S3Store:
+    config: S3Config = {}
+    endpoint = _endpoint(location)
+    used = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    region, virtual = location.option("region"), location.option("force_virtual_addressing") == "true"
+    if virtual:
+        config["virtual_hosted_style_request"] = True
+    if used:
+        # With virtual addressing the library expects the bucket's own host as its endpoint. A variable for S3
+        # alone comes before the general one, so the choice is made here and given as both.
+        used = used.replace("://", f"://{location.bucket}.", 1) if virtual else used
+        config["endpoint"] = config["aws_endpoint_url_s3"] = used
+    if region:
+        config["region"] = region
+    options = _client_options(used)
+    if os.environ.get("AWS_CA_BUNDLE"):
+        options["root_certificate"] = Path(os.environ["AWS_CA_BUNDLE"]).read_bytes()
+    return S3Store(
+        location.bucket,
+        prefix=location.prefix or None,
+        config=config,
+        client_options=options,
+        retry_config=_retry_config(retry_s),
+    )
+
+
+def _connect_gcs(location: ObjectLocation, retry_s: float) -> GCSStore:
+    config: GCSConfig = {}
+    endpoint = _endpoint(location) or os.environ.get("STORAGE_EMULATOR_HOST") or ""
+    if endpoint:
+        config["base_url"] = endpoint if "://" in endpoint else f"http://{endpoint}"
+    if "STORAGE_EMULATOR_HOST" in os.environ:
+        # As in Google's own libraries: an emulator knows no credentials.
+        config["skip_signature"] = True
+    return GCSStore(
+        location.bucket,
+        prefix=location.prefix or None,
+        config=config,
+        client_options=_client_options(config.get("base_url", "")),
+        retry_config=_retry_config(retry_s),
+    )
+
+
+def _connect_azure(location: ObjectLocation, retry_s: float) -> AzureStore:
+    config: AzureConfig = {}
+    account = location.account or location.option("account_name")
+    if account:
+        config["account_name"] = account
+    authority, endpoint = location.option("blob_storage_authority"), ""
+    if authority:
+        scheme = "http" if location.option("enable_tls") == "false" else "https"
+        account = account or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
+        endpoint = f"{scheme}://{account}{authority}" if authority[0] == "." else f"{scheme}://{authority}/{account}"
+        config["endpoint"] = endpoint
+    return AzureStore(
+        location.bucket,
+        prefix=location.prefix or None,
+        config=config,
+        client_options=_client_options(endpoint),
+        retry_config=_retry_config(retry_s),
+    )
+
+
+def _endpoint(location: ObjectLocation) -> str:
+    """Return the endpoint that the URI names, with its scheme; empty if it names none."""
+    endpoint = location.option("endpoint_override")
+    if endpoint is None:
+        return ""
+    return endpoint if "://" in endpoint else f"{location.option('scheme') or 'https'}://{endpoint}"
+
+
+def _client_options(endpoint: str) -> ClientConfig:
+    return {
+        # Plain HTTP only where somebody wrote it out.
+        "allow_http": endpoint.startswith("http://"),
+        "connect_timeout": timedelta(seconds=_CONNECT_S),
+        "read_timeout": timedelta(seconds=_STALL_S),
+        "timeout": timedelta(seconds=_REQUEST_S),
+    }
+
+
+def _retry_config(retry_s: float) -> RetryConfig:
+    return {
+        # The time alone decides.
+        "max_retries": 10_000,
+        "retry_timeout": timedelta(seconds=retry_s),
+        "backoff": {
+            "init_backoff": timedelta(seconds=_FIRST_PAUSE_S),
+            "max_backoff": timedelta(seconds=_LONGEST_PAUSE_S),
+            "base": 2,
+        },
+    }

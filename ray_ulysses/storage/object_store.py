@@ -1,0 +1,261 @@
+"""A `Store` on S3 and what speaks its protocol, on Google Cloud Storage and on Azure.
+
+It stands on `obstore` (the Rust crate `object_store`) and not on `pyarrow.fs`, since the latter has no put that
+fails where the key is taken, and without that a checkpoint can't be committed.
+
+What is atomic, and what is not:
+
+- A file that is given whole (a list of chunks) or fits into one part is one conditional put: it appears at once,
+  and of several writers exactly one succeeds. Manifests, journal segments and locks are such files.
+- A longer stream goes up in parts, in bounded memory. It, too, appears at once and whole, when it is completed, and
+  if its chunks break off nothing appears and the upload is aborted. But exclusion is a look at the key before the
+  first part: two writers of the same name at the same time may both succeed, and the later one's bytes stay. Shards
+  therefore carry names that no other attempt or rank uses.
+- A process that is killed in the middle of such an upload leaves parts that no listing shows but that are paid for.
+  Let the bucket abort incomplete uploads by itself, after a day, say: that is a rule of its life cycle.
+- A put whose answer was lost is sent again. A mark in the object's metadata tells its own earlier success from
+  somebody else's file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import BinaryIO, Literal, TypeVar, cast
+
+import obstore
+
+from ray_ulysses.storage.location import RETRY_S
+from ray_ulysses.storage.object_client import Client
+from ray_ulysses.storage.object_errors import explain
+from ray_ulysses.storage.object_stream import ObjectStream
+from ray_ulysses.storage.store import AlreadyExistsError, Buffer, checked_key
+
+# 10,000 parts of 16 MiB make 156 GiB, S3's limit for a file of parts of this size.
+PART_BYTES = 16 * 2**20
+MAX_PARTS = 10_000
+_PARALLEL_PARTS = 4
+_LARGEST_PUT_BYTES = 2**30
+_LIST_BATCH, _DELETE_BATCH = 1000, 1000
+# No dash: Azure takes only names that are identifiers in C#.
+_MARK = "ulysseswriter"
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
+
+_T = TypeVar("_T")
+
+
+class ObjectStore:
+    """Files under a prefix of a bucket.
+
+    Attributes:
+        name: What errors call it: scheme, bucket and prefix, without host.
+    """
+
+    def __init__(self, client: Client, *, name: str, retry_s: float = RETRY_S, part_bytes: int = PART_BYTES) -> None:
+        """Use a client.
+
+        Args:
+            client: From `object_client.connect`; its prefix is this store's root.
+            name: Scheme, bucket and prefix.
+            retry_s: How long a request is tried again while the store is away or overloaded, in seconds.
+            part_bytes: Size of a part of a long file; the services ask for at least 5 MiB.
+        """
+        self.name = name
+        self._client, self._retry_s, self._part_bytes = client, retry_s, part_bytes
+
+    def open(self, key: str) -> BinaryIO:
+        """Return a seekable stream; see `ObjectStream`. Raises `FileNotFoundError` if there is no such file."""
+        stream = ObjectStream(self._client, checked_key(key), name=self._named(key), retry_s=self._retry_s)
+        return cast(BinaryIO, stream)
+
+    def create(self, key: str, chunks: Iterable[Buffer]) -> int:
+        """Write a new file and return its size in bytes; see the module for what is atomic, and `Store.create`."""
+        return self._write(checked_key(key), chunks, "create")
+
+    def replace(self, key: str, chunks: Iterable[Buffer]) -> int:
+        """Write a file in place of the one there, if any; readers see the old or the new one."""
+        return self._write(checked_key(key), chunks, "overwrite")
+
+    def list(self, prefix: str) -> list[str]:
+        """Return the keys of all files at or under a folder, sorted; an absent folder is an empty one."""
+        checked_key(prefix)
+
+        def attempt() -> list[str]:
+            batches = obstore.list(self._client, prefix, chunk_size=_LIST_BATCH)
+            return sorted(meta["path"] for batch in batches for meta in batch)
+
+        keys = self._tried(prefix, attempt)
+        if not keys and self._mark_of(prefix) is not None:
+            return [prefix]
+        return keys
+
+    def delete(self, prefix: str) -> None:
+        """Delete a file, or a folder with all that is in it; what is not there is deleted already."""
+        while keys := self.list(prefix):
+            for start in range(0, len(keys), _DELETE_BATCH):
+                self._delete(keys[start : start + _DELETE_BATCH])
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        try:
+            self._tried(keys[0], lambda: obstore.delete(self._client, keys))
+        except FileNotFoundError:
+            # Google and Azure say so when somebody else was faster; the caller lists again.
+            return
+
+    def _write(self, key: str, chunks: Iterable[Buffer], mode: Literal["create", "overwrite"]) -> int:
+        """Write a file as one put, or as a stream of parts where it is too long for that."""
+        whole = _given_whole(chunks)
+        if whole is None:
+            parts = _parts(chunks, self._part_bytes)
+            first = next(parts, b"")
+            second = next(parts, None)
+            if second is not None:
+                return self._put_parts(key, chain((first, second), parts), mode)
+            whole = bytes(first)
+        self._put(key, whole, mode)
+        return len(whole)
+
+    def _put(self, key: str, content: bytes, mode: Literal["create", "overwrite"]) -> None:
+        """Write a file by one put, which with `create` succeeds for exactly one of several writers."""
+        mark = uuid.uuid4().hex
+
+        def attempt() -> None:
+            try:
+                obstore.put(self._client, key, content, mode=mode, attributes={_MARK: mark}, use_multipart=False)
+            except Exception as error:
+                if explain(error).meaning not in ("taken", "changed"):
+                    raise
+                # Our own earlier success whose answer was lost, another's file, or neither: S3 says the same of two
+                # conditional puts that met, of which none may have been carried out.
+                found = self._mark_of(key)
+                if found is None:
+                    raise ConnectionError("another write of it was under way") from error
+                if found != mark:
+                    raise self._taken(key) from error
+
+        try:
+            self._tried(key, attempt)
+        except OSError as error:
+            # A put of which only the answers were lost has written the file, and has to say so.
+            if error.errno != errno.EIO or not self._is_ours(key, mark):
+                raise
+
+    def _put_parts(self, key: str, parts: Iterator[Buffer], mode: Literal["create", "overwrite"]) -> int:
+        """Write a long file in parts and return its size in bytes."""
+        if mode == "create" and self._mark_of(key) is not None:
+            raise self._taken(key)
+        counted = _Counted(parts, self._part_bytes)
+        mark = uuid.uuid4().hex
+        begun = time.monotonic()
+        try:
+            obstore.put(
+                self._client,
+                key,
+                counted,
+                attributes={_MARK: mark},
+                use_multipart=True,
+                chunk_size=self._part_bytes,
+                max_concurrency=_PARALLEL_PARTS,
+            )
+        except BaseException as error:
+            if counted.failure is not None:
+                # What the caller's own chunks raised is the caller's.
+                raise counted.failure from None
+            if not isinstance(error, Exception):
+                raise
+            refusal = explain(error)
+            if refusal.meaning == "away" or not self._is_ours(key, mark):
+                raise refusal.as_os_error(self._named(key), time.monotonic() - begun) from error
+        return counted.num_bytes
+
+    def _mark_of(self, key: str) -> str | None:
+        """Return the mark of who wrote a file, empty if there is none on it; None if there is no such file."""
+
+        def attempt() -> str:
+            found = obstore.get(self._client, key, options={"head": True}).attributes
+            return next((value for name, value in found.items() if name.lower() == _MARK), "")
+
+        try:
+            return self._tried(key, attempt)
+        except FileNotFoundError:
+            return None
+
+    def _is_ours(self, key: str, mark: str) -> bool:
+        """Return whether a file is there and was written with this mark, as far as the store says."""
+        with contextlib.suppress(OSError):
+            return self._mark_of(key) == mark
+        return False
+
+    def _tried(self, key: str, attempt: Callable[[], _T]) -> _T:
+        """Carry out a request, again and again while it fails for a reason that may pass."""
+        begun, pause_s = time.monotonic(), _FIRST_PAUSE_S
+        while True:
+            try:
+                return attempt()
+            except AlreadyExistsError:
+                raise
+            except Exception as error:
+                refusal, cause = explain(error), error
+            tried_s = time.monotonic() - begun
+            if not refusal.may_pass or tried_s >= self._retry_s:
+                raise refusal.as_os_error(self._named(key), tried_s) from cause
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _taken(self, key: str) -> AlreadyExistsError:
+        return AlreadyExistsError(f"{self._named(key)} exists already; nothing was written over it")
+
+    def _named(self, key: str) -> str:
+        return f"{self.name}/{key}"
+
+
+class _Counted:
+    """Hands parts on, counts their bytes, and keeps what they raise, which must reach the caller as it is."""
+
+    def __init__(self, parts: Iterator[Buffer], part_bytes: int) -> None:
+        self.num_bytes = 0
+        self.failure: BaseException | None = None
+        self._parts, self._limit = parts, part_bytes * MAX_PARTS
+
+    def __iter__(self) -> Iterator[Buffer]:
+        return self
+
+    def __next__(self) -> Buffer:
+        try:
+            part = next(self._parts)
+            self.num_bytes += len(part)
+            if self.num_bytes > self._limit:
+                raise ValueError(f"a file of more than {self._limit} bytes can't be stored; use more ranks")
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.failure = error
+            raise
+        return part
+
+
+def _given_whole(chunks: Iterable[Buffer]) -> bytes | None:
+    """Return the content of a file whose chunks are all in memory already; None if they are made one by one."""
+    if not isinstance(chunks, list | tuple) or sum(memoryview(chunk).nbytes for chunk in chunks) > _LARGEST_PUT_BYTES:
+        return None
+    return bytes(chunks[0]) if len(chunks) == 1 else b"".join(chunks)
+
+
+def _parts(chunks: Iterable[Buffer], part_bytes: int) -> Iterator[Buffer]:
+    """Copy chunks of any size into parts of one size, the last one shorter; the caller may reuse its chunks."""
+    part = bytearray()
+    for chunk in chunks:
+        view = memoryview(chunk).cast("B")
+        while view.nbytes:
+            taken = view[: part_bytes - len(part)]
+            part += taken
+            view = view[taken.nbytes :]
+            if len(part) == part_bytes:
+                yield part
+                part = bytearray()
+    if part:
+        yield part

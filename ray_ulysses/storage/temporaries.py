@@ -1,0 +1,65 @@
+"""Files that are being written: their names, who still writes them, and the sweep of those whose writer died.
+
+A writer holds an `flock` on its temporary file from before the first byte until the file has its name. The kernel
+(on NFS the server) gives a dead writer's lock back, and never a stopped or slow one's. So whoever gets the lock knows
+that nobody writes any more; a file's age alone would not tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+import uuid
+from pathlib import Path
+
+TEMPORARY_PREFIX = ".writing-"
+# A writer has its file for an instant before it has the lock; only younger files can be in that instant.
+SETTLE_S = 600.0
+
+
+def temporary_name() -> str:
+    """Return a new name for a file that is being written."""
+    return f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+
+
+def mark_as_written(descriptor: int) -> None:
+    """Take the writer's lock on a temporary file; a file system without locks leaves it unmarked, and unswept."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def sweep_temporaries(folder: Path, *, settle_s: float = SETTLE_S) -> tuple[Path, ...]:
+    """Delete what dead writers left at or below a folder; what a live writer holds stays, however old it is.
+
+    Args:
+        folder: Where to look; an absent folder is an empty one.
+        settle_s: Files changed within this time stay too, in seconds.
+
+    Returns:
+        What was deleted, sorted. A file that can't be looked at or deleted is left.
+    """
+    found = []
+    for parent, _, names in os.walk(folder):
+        found += [Path(parent) / name for name in names if name.startswith(TEMPORARY_PREFIX)]
+    return tuple(path for path in sorted(found) if _sweep(path, settle_s))
+
+
+def _sweep(path: Path, settle_s: float) -> bool:
+    """Delete one file if nobody writes it; return whether it was deleted."""
+    try:
+        # Open for writing: NFS gives an exclusive lock on nothing less.
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        if time.time() - os.fstat(descriptor).st_mtime < settle_s:
+            return False
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True

@@ -1,0 +1,270 @@
+"""Checkpoints in MLflow: each is a logged model of type ``checkpoint`` of the run that wrote it.
+
+Its tags say where it lies and what became of it (``state``); its parameters say how it came about, as columns that
+MLflow can sort and compare; its metrics are named ``checkpoint_<name>``, since MLflow adds a model's metrics to its
+run's curves too. Every call may be repeated: what is there already is not made twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ray_ulysses.tracking.commits import (
+    CheckpointInventory,
+    CheckpointState,
+    CommittedCheckpoint,
+    GoneCheckpoint,
+    TrackedCheckpoint,
+    reconcile,
+    store_of,
+)
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import LoggedModel
+
+MODEL_TYPE = "checkpoint"
+METRIC_PREFIX = "checkpoint_"
+
+_MODELS_A_PAGE = 1000
+_TAG_CHARACTERS = 8000
+_PARAM_CHARACTERS = 500
+
+
+class CheckpointModels:
+    """Keeps the checkpoints of one MLflow run."""
+
+    def __init__(self, client: MlflowClient, *, experiment_id: str, run_id: str, lineage: Mapping[str, str]) -> None:
+        """Prepare; nothing is asked of MLflow yet.
+
+        Args:
+            client: The connection.
+            experiment_id: Experiment of the run.
+            run_id: The run.
+            lineage: Tags of every checkpoint that say which run it is of.
+        """
+        self._client, self._experiment_id, self._run_id = client, experiment_id, run_id
+        self._lineage = dict(lineage)
+
+    def commit(self, checkpoint: CommittedCheckpoint, time_ms: int) -> None:
+        """Record a committed checkpoint; one of the same step by an earlier attempt is superseded by it.
+
+        Args:
+            checkpoint: What was committed.
+            time_ms: Time of its metrics, in milliseconds since the epoch.
+        """
+        of_step = self._tracked(f" AND name='{_name(checkpoint.step)}'")
+        matching = [one for one in of_step if one.is_of(checkpoint.step, checkpoint.attempt)]
+        # One whose attempt is not known is taken for this one only where there is none that says so.
+        own = min(matching, key=lambda one: one.attempt is None, default=None)
+        others = [one for one in of_step if own is None or one.model_id != own.model_id]
+        later = [one for one in others if (one.attempt or 0) > (checkpoint.attempt or 0)]
+        if own is None or not own.is_complete:
+            self._record(checkpoint, own, "superseded" if later else "committed", time_ms)
+        elif own.attempt is None and checkpoint.attempt is not None:
+            self._client.set_logged_model_tags(own.model_id, {**_tags(checkpoint), **self._lineage})
+        for one in others:
+            if one not in later and one.state == "committed":
+                reason = f"attempt {checkpoint.attempt} committed step {checkpoint.step} again"
+                self._set_state(one.model_id, "superseded", reason)
+        if not later:
+            self._point_run_at(checkpoint)
+
+    def take_away(self, gone: GoneCheckpoint) -> None:
+        """Record that a checkpoint is not to be used any more; one that MLflow does not have needs no word."""
+        for one in self._tracked(f" AND name='{_name(gone.step)}'"):
+            if one.is_of(gone.step, gone.attempt) and (gone.attempt is not None or one.state == "committed"):
+                self._set_state(one.model_id, gone.state, gone.reason)
+
+    def reconcile(self, inventory: CheckpointInventory, time_ms: int) -> None:
+        """Record what is committed and missing here, and take away what is shown here and gone."""
+        found = reconcile(inventory, self._tracked(""))
+        for checkpoint in sorted(found.missing, key=lambda one: one.step):
+            self.commit(checkpoint, int(checkpoint.written_at * 1000) or time_ms)
+        for one in found.vanished:
+            reason = f"was not among the run's checkpoints when attempt {inventory.attempt} started"
+            self._set_state(one.model_id, "deleted", reason)
+
+    def _record(
+        self, checkpoint: CommittedCheckpoint, own: TrackedCheckpoint | None, state: CheckpointState, time_ms: int
+    ) -> None:
+        """Make a checkpoint's model, or complete the one that an earlier process began."""
+        from mlflow.entities import LoggedModelOutput
+
+        tags = {**_tags(checkpoint), **self._lineage, "state": state}
+        if own is None:
+            model_id = self._client.create_logged_model(
+                self._experiment_id,
+                name=_name(checkpoint.step),
+                source_run_id=self._run_id,
+                tags=tags,
+                params=_params(checkpoint),
+                model_type=MODEL_TYPE,
+            ).model_id
+        else:
+            model_id = own.model_id
+            self._client.set_logged_model_tags(model_id, tags)
+        for name, value in checkpoint.metrics.items():
+            self._client.log_metric(
+                self._run_id,
+                f"{METRIC_PREFIX}{name}",
+                float(value),
+                timestamp=time_ms,
+                step=checkpoint.step,
+                synchronous=True,
+                model_id=model_id,
+            )
+        # MLflow refuses an output that it has, as after a delivery whose answer was lost.
+        outputs = self._client.get_run(self._run_id).outputs
+        if outputs is None or model_id not in {output.model_id for output in outputs.model_outputs}:
+            self._client.log_outputs(self._run_id, [LoggedModelOutput(model_id=model_id, step=checkpoint.step)])
+        # Last: until then the model counts as begun.
+        self._client.finalize_logged_model(model_id, "READY")
+
+    def _set_state(self, model_id: str, state: CheckpointState, reason: str) -> None:
+        self._client.set_logged_model_tags(model_id, {"state": state, "state_reason": reason[:_TAG_CHARACTERS]})
+
+    def _point_run_at(self, checkpoint: CommittedCheckpoint) -> None:
+        """Let the run's tags name its newest checkpoint; an older one that is recorded late does not."""
+        from mlflow.entities import RunTag
+
+        tags = self._client.get_run(self._run_id).data.tags
+        newest = (_number(tags.get("checkpoint.attempt")) or 0, _number(tags.get("checkpoint.step")) or 0)
+        if (checkpoint.attempt or 0, checkpoint.step) < newest:
+            return
+        values = {
+            "step": str(checkpoint.step),
+            "attempt": _text(checkpoint.attempt),
+            "path": checkpoint.path,
+            "digest": checkpoint.digest,
+        }
+        new = [RunTag(f"checkpoint.{name}", value[:_TAG_CHARACTERS]) for name, value in values.items()]
+        self._client.log_batch(self._run_id, tags=new, synchronous=True)
+
+    def _tracked(self, condition: str) -> list[TrackedCheckpoint]:
+        return tracked_checkpoints(self._client, self._experiment_id, self._run_id, condition)
+
+
+def tracked_checkpoints(
+    client: MlflowClient, experiment_id: str, run_id: str, condition: str = ""
+) -> list[TrackedCheckpoint]:
+    """Return the checkpoints that MLflow has of a run, whatever became of them.
+
+    Args:
+        client: The connection.
+        experiment_id: Experiment of the run.
+        run_id: The run.
+        condition: More of MLflow's filter, such as `` AND name='step-00000010'``.
+    """
+    models = _search(client, experiment_id, f"source_run_id='{run_id}'{condition}")
+    found = (_tracked_checkpoint(model, run_id) for model in models)
+    return [one for one in found if one is not None]
+
+
+def _search(client: MlflowClient, experiment_id: str, query: str) -> Iterator[LoggedModel]:
+    token = None
+    while True:
+        page = client.search_logged_models(
+            [experiment_id], filter_string=query, max_results=_MODELS_A_PAGE, page_token=token
+        )
+        yield from page
+        token = page.token
+        if not token:
+            return
+
+
+def _tracked_checkpoint(model: LoggedModel, run_id: str) -> TrackedCheckpoint | None:
+    """Return a model's checkpoint; None for a model that somebody else logged to the run."""
+    tags = model.tags
+    step = _number(tags.get("step"))
+    if step is None:
+        return None
+    path = str(tags.get("path", ""))
+    return TrackedCheckpoint(
+        model_id=str(model.model_id),
+        run_id=run_id,
+        is_complete=model.status == "READY",
+        step=step,
+        attempt=_number(tags.get("attempt")),
+        state=_state(tags.get("state")),
+        path=path,
+        store=str(tags.get("store", store_of(path))),
+        topology=_json(tags.get("topology")),
+        cursor=_json(tags.get("cursor")),
+        digest=str(tags.get("digest", "")),
+        metrics=_metrics(model),
+    )
+
+
+def _metrics(model: LoggedModel) -> dict[str, float]:
+    points: Sequence[Any] = model.metrics or ()
+    return {
+        point.key.removeprefix(METRIC_PREFIX): float(point.value)
+        for point in points
+        if point.key.startswith(METRIC_PREFIX)
+    }
+
+
+def _tags(checkpoint: CommittedCheckpoint) -> dict[str, str]:
+    tags = {
+        "step": str(checkpoint.step),
+        "attempt": _text(checkpoint.attempt),
+        "path": checkpoint.path,
+        "store": checkpoint.store,
+        "topology": json.dumps(checkpoint.topology),
+        "cursor": json.dumps(checkpoint.cursor),
+        "digest": checkpoint.digest,
+        "plan_id": checkpoint.plan_id,
+        "reason": checkpoint.reason,
+        "parent": checkpoint.parent,
+        "zero_stage": _text(checkpoint.zero_stage),
+    }
+    return {name: value[:_TAG_CHARACTERS] for name, value in tags.items() if value}
+
+
+def _params(checkpoint: CommittedCheckpoint) -> dict[str, str]:
+    """Return what MLflow shows as columns of a checkpoint and compares between two of them."""
+    params = {
+        "step": str(checkpoint.step),
+        "attempt": _text(checkpoint.attempt),
+        "reason": checkpoint.reason,
+        **{name: _text(value) for name, value in checkpoint.topology.items()},
+        "zero_stage": _text(checkpoint.zero_stage),
+        "tokens": _text(checkpoint.tokens or None),
+        "plan_id": checkpoint.plan_id,
+        "parent": checkpoint.parent,
+    }
+    return {name: value[:_PARAM_CHARACTERS] for name, value in params.items() if value}
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _text(value: object | None) -> str:
+    return "" if value is None else str(value)
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdigit() else None
+
+
+def _state(text: str | None) -> CheckpointState:
+    """Return a state; a version that tracked none tracked committed ones."""
+    states: dict[str | None, CheckpointState] = {
+        "superseded": "superseded",
+        "deleted": "deleted",
+        "damaged": "damaged",
+    }
+    return states.get(text, "committed")
+
+
+def _json(text: str | None) -> dict[str, Any]:
+    """Return a tag's JSON object; a tag that was cut or edited is no reason to fail."""
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

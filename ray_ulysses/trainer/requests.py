@@ -1,0 +1,67 @@
+"""Requests to a run, left as files in its directory and seen by rank 0: to stop, to save now, to expect a node's end.
+
+Storage is shared by construction (every node is probed for it), so a file needs no other channel.
+
+======================  ====================  ==========================================================
+file                    left by               what happens
+======================  ====================  ==========================================================
+``stop-request``        the driver            saves after the step it is in, and stops
+``save-request``        anybody, any content  saves after the step it is in, and goes on; the file is removed
+``preemption-notice``   anybody, any content  saves as often as storage takes it, for as long as the file is there
+======================  ====================  ==========================================================
+
+A request to stop carries the session that it is meant for: one left over from an earlier session stops nothing. The
+other two are for people and scripts, who know no session: ``touch RUN/save-request``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+STOP_FILE = "stop-request"
+SAVE_FILE = "save-request"
+NOTICE_FILE = "preemption-notice"
+
+StopReason = Literal["stop", "resize"]
+"""Why a run is to stop: for good, or to go on at another size."""
+
+
+def request_stop(run_dir: Path, session: str, reason: StopReason = "stop") -> None:
+    """Ask the running session to save and stop after the step it is in."""
+    (run_dir / STOP_FILE).write_text(f"{session} {reason}")
+
+
+def stop_requested(run_dir: Path, session: str) -> StopReason | None:
+    """Return why this session was asked to stop; ``None`` if it was not."""
+    try:
+        words = (run_dir / STOP_FILE).read_text().split()
+    except OSError:
+        return None
+    if words[:1] != [session]:
+        return None
+    return "resize" if words[1:] == ["resize"] else "stop"
+
+
+def clear_stop(run_dir: Path) -> None:
+    """Remove a request to stop, this session's or a left-over one."""
+    (run_dir / STOP_FILE).unlink(missing_ok=True)
+
+
+def request_save(run_dir: Path) -> None:
+    """Ask for a checkpoint after the step that is being taken."""
+    (run_dir / SAVE_FILE).touch()
+
+
+def take_save_request(run_dir: Path) -> bool:
+    """Whether a checkpoint was asked for; the request is taken away."""
+    try:
+        (run_dir / SAVE_FILE).unlink()
+    except OSError:
+        return False
+    return True
+
+
+def preemption_noticed(run_dir: Path) -> bool:
+    """Whether somebody has announced that a node is going to be taken away."""
+    return (run_dir / NOTICE_FILE).exists()

@@ -1,0 +1,235 @@
+"""When and how the loop saves: asks whether a checkpoint is due, takes the state, and lets it be written behind it."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ray_ulysses.checkpoint import CheckpointError, CheckpointMeta, FencedError, KeepRules, Retention
+from ray_ulysses.checkpoint.background import BackgroundSaver
+from ray_ulysses.checkpoint.staging import Staging
+from ray_ulysses.checkpoint.triggers import Triggers, due, time_is_up
+from ray_ulysses.config.resume import resume_fingerprint
+from ray_ulysses.engine.zero_state import state_source
+from ray_ulysses.logging import get_logger
+from ray_ulysses.trainer.agreement import Flags
+from ray_ulysses.trainer.requests import preemption_noticed, stop_requested, take_save_request
+from ray_ulysses.trainer.settings import versions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ray_ulysses.checkpoint.background import Saved
+    from ray_ulysses.checkpoint.triggers import Reason
+    from ray_ulysses.config import Config
+    from ray_ulysses.data.cursor import Cursor
+    from ray_ulysses.parallel.layout import ParallelLayout
+    from ray_ulysses.trainer.record import Recorder
+    from ray_ulysses.trainer.resume import Progress
+    from ray_ulysses.trainer.worker import Worker
+
+_log = get_logger(__name__)
+_PAUSES_S = (1.0, 5.0, 15.0)
+"""Between tries of the last save of an attempt, in seconds."""
+_LAST_WORD_S = 20.0
+"""Longest wait for a save that is under way when an attempt has failed: its peers may be gone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutcome:
+    """What a step left for its checkpoint.
+
+    Attributes:
+        progress: How far the run has come.
+        metrics: The step's numbers.
+        flags: What all ranks have agreed on.
+    """
+
+    progress: Progress
+    metrics: Mapping[str, float]
+    flags: Flags
+
+
+class CheckpointKeeper:
+    """Saves a run's state in the background, and deletes what that makes superfluous.
+
+    Every rank makes one and calls the same methods after the same steps.
+    """
+
+    def __init__(self, config: Config, worker: Worker, layout: ParallelLayout, recorder: Recorder) -> None:
+        self._config, self._worker, self._layout, self._recorder = config, worker, layout, recorder
+        section = config.checkpoint
+        self._triggers = Triggers(
+            every_steps=section.every_steps,
+            every_s=None if section.every_minutes is None else 60 * section.every_minutes,
+            at_end=section.save_at_end,
+        )
+        self._retention = Retention(recorder.store, keep_rules(config))
+        self.staging = Staging(section.host_buffers, worker.device)
+        self._taken_at = worker.clock.monotonic()
+        self._taken_step = -1
+        self._noticed = False
+        self._saver = BackgroundSaver(
+            recorder.store,
+            attempt=recorder.attempt,
+            rank=worker.rank,
+            world_size=worker.world_size,
+            exchange=recorder.save_exchange,
+            staging=self.staging,
+            clock=worker.clock,
+            on_saved=self._on_saved,
+            on_failed=self._on_failed,
+        )
+
+    def resumed(self, step: int) -> None:
+        """Note the step that the attempt starts from: its state needs no saving."""
+        self._taken_step = step
+
+    def flags(self) -> Flags:
+        """Return what this rank has to say after a step."""
+        worker, run_dir, saver = self._worker, self._config.run_dir, self._saver
+        failure = saver.failure
+        notice = worker.notice()
+        if worker.rank != 0:
+            return Flags(notice=notice, failed=failure is not None, saving=not saver.is_idle, ended=_ends(failure))
+        stop = stop_requested(run_dir, worker.session)
+        return Flags(
+            time_is_up=time_is_up(self._triggers, last_save=self._taken_at, now=worker.clock.monotonic()),
+            asked=take_save_request(run_dir),
+            notice=notice or preemption_noticed(run_dir),
+            failed=failure is not None,
+            stop=stop is not None,
+            resize=stop == "resize",
+            saving=not saver.is_idle,
+            ended=_ends(failure),
+        )
+
+    def after_step(self, engine: Any, outcome: StepOutcome, cursor: Cursor, last_step: int) -> None:
+        """Save if a checkpoint is due; every rank must call after every step.
+
+        Raises:
+            CheckpointError: Too many saves in a row have failed, or the storage takes nothing.
+            FencedError: A newer attempt has taken the run over.
+        """
+        flags, step = outcome.flags, outcome.progress.step
+        if flags.ended or (flags.failed and not flags.saving):
+            self._give_up_or_go_on()
+        if flags.notice != self._noticed:
+            self._noticed = flags.notice
+            if flags.notice:
+                self._recorder.preemption_noticed(step)
+        agreed = flags.agreed()
+        reason = due(self._triggers, agreed, step=step, taken_step=self._taken_step, last_step=last_step)
+        if reason is not None:
+            self._save(engine, outcome, cursor, reason)
+
+    def finish(self) -> None:
+        """Wait until everything is committed; every rank must call, at the end of an attempt.
+
+        Raises:
+            CheckpointError: The last save failed: the state is not on storage.
+        """
+        self._wait()
+        self._saver.close(_LAST_WORD_S)
+        failure = self._saver.failure
+        if failure is not None:
+            raise failure
+
+    def abandon(self) -> None:
+        """Give a save that is under way a last chance, when the attempt has failed; never raises."""
+        self._saver.close(_LAST_WORD_S)
+
+    def _save(self, engine: Any, outcome: StepOutcome, cursor: Cursor, reason: Reason) -> None:
+        self._recorder.sync()
+        self._take(engine, outcome, cursor, reason)
+        if reason in ("end", "stop", "resize"):
+            # Nothing is left to do meanwhile, and no later step to try again with.
+            self._wait()
+            for pause_s in _PAUSES_S[: self._config.checkpoint.max_failed_saves]:
+                if self._saver.failure is None or _ends(self._saver.failure):
+                    break
+                _log.warning("%s; trying again in %g s", self._saver.failure, pause_s)
+                time.sleep(pause_s)
+                self._take(engine, outcome, cursor, reason)
+                self._wait()
+        elif self._config.checkpoint.host_buffers == 0:
+            # The state is written from where the next step would change it.
+            self._wait()
+
+    def _take(self, engine: Any, outcome: StepOutcome, cursor: Cursor, reason: Reason) -> None:
+        """Take the state; it is written behind the loop's back."""
+        worker, step = self._worker, outcome.progress.step
+        worker.on_event("save", step)
+        meta = self._meta(outcome, cursor, reason)
+        self._saver.save(step, state_source(engine), meta, timeout_s=self._config.elastic.collective_timeout_s)
+        self._taken_step, self._taken_at = step, worker.clock.monotonic()
+
+    def _wait(self) -> None:
+        timeout_s = self._config.elastic.collective_timeout_s
+        if not self._saver.wait(timeout_s):
+            raise CheckpointError(
+                f"the checkpoint of step {self._taken_step} was not written within "
+                f"elastic.collective_timeout_s={timeout_s:g} s; the checkpoint before it is untouched. Repair "
+                "run.storage, then start the same command again"
+            )
+
+    def _meta(self, outcome: StepOutcome, cursor: Cursor, reason: Reason) -> CheckpointMeta:
+        progress = outcome.progress
+        return CheckpointMeta(
+            sp_size=self._layout.sp_size,
+            ring_size=self._layout.ring_size,
+            zero_stage=self._config.memory.zero_stage,
+            cursor=cursor.to_json(),
+            digest=f"{progress.digest:016x}",
+            tokens=progress.tokens,
+            config_fingerprint=resume_fingerprint(self._config),
+            versions=versions(),
+            metrics={name: value for name, value in outcome.metrics.items() if math.isfinite(value)},
+            reason=reason,
+            written_at=self._worker.clock.now(),
+            run=self._config.run.name,
+            # Each row draws from a state of its own, so that no rank's generator has to be kept.
+            extra={"random_state": "run.seed and row", "journal": self._recorder.journal_position()},
+        )
+
+    def _give_up_or_go_on(self) -> None:
+        failure, failures = self._saver.failure, self._saver.failures
+        allowed = self._config.checkpoint.max_failed_saves
+        if isinstance(failure, CheckpointError) and not isinstance(failure, FencedError) and failures <= allowed:
+            _log.warning("%s; it is tried again now (%d of %d)", failure, failures, allowed)
+            return
+        # Another rank's failure ends this one, too; its own thread may not have heard of it yet.
+        raise failure if failure is not None else CheckpointError("another rank could not save; its log says why")
+
+    def _on_saved(self, saved: Saved) -> None:
+        """Record a commit and let go of what it replaces, on rank 0's thread."""
+        if self._worker.rank == 0:
+            self._recorder.checkpoint_committed(saved)
+            try:
+                for step in self._retention.apply(saved.ref):
+                    self._recorder.checkpoint_deleted(step)
+            except OSError as error:
+                _log.warning("old checkpoints could not be deleted (%s); trying again after the next commit", error)
+        self._worker.on_event("saved", saved.ref.step)
+
+    def _on_failed(self, step: int, error: CheckpointError) -> None:
+        if self._worker.rank == 0:
+            self._recorder.checkpoint_failed(step, str(error))
+
+
+def keep_rules(config: Config) -> KeepRules:
+    """Return what is kept of a run's checkpoints."""
+    section = config.checkpoint
+    return KeepRules(
+        last=section.keep_last,
+        every_steps=section.keep_every_steps,
+        best=section.keep_best,
+        best_metric=section.best_metric,
+    )
+
+
+def _ends(failure: BaseException | None) -> bool:
+    """Whether a failed save can't be made good by another: the attempt is not the run's any more, or it is a bug."""
+    return failure is not None and (isinstance(failure, FencedError) or not isinstance(failure, CheckpointError))

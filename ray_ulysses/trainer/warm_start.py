@@ -1,0 +1,168 @@
+"""A start from another run's checkpoint: found once by the driver, pinned in the run's directory, loaded by all."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ray_ulysses.checkpoint import DamagedCheckpointError, Manifest, load_pieces
+from ray_ulysses.checkpoint.choice import Damage, committed_steps, examine
+from ray_ulysses.checkpoint.retention import best_steps, read_committed_facts
+from ray_ulysses.checkpoint.state import begun_anew
+from ray_ulysses.config.reference_to_checkpoint import SETTING, MlflowReference, RunReference, parse_reference
+from ray_ulysses.config.resume import resume_fingerprint
+from ray_ulysses.data.cursor import Cursor
+from ray_ulysses.engine.zero_state import import_state
+from ray_ulysses.errors import UserError
+from ray_ulysses.storage.local import LocalStore
+from ray_ulysses.storage.location import open_store
+from ray_ulysses.storage.store import read_bytes
+from ray_ulysses.tracking.checkpoint_lookup import find_checkpoint
+from ray_ulysses.trainer.progress import Progress
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+    from ray_ulysses.data.plan import Plan
+    from ray_ulysses.storage import Store
+    from ray_ulysses.trainer.record import Recorder
+
+_PIN_KEY = "resumed-from.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """The checkpoint that a run starts from.
+
+    Attributes:
+        asked: ``model.resume_from`` as it was when it was found.
+        location: Root of its store, a path or a URI.
+        step: Its step.
+    """
+
+    asked: str
+    location: str
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.location}@{self.step}"
+
+
+def find_origin(config: Config) -> Origin | None:
+    """Return the checkpoint that ``model.resume_from`` names now; ``None`` if it is not set.
+
+    Raises:
+        UserError: There is none of that name, or it is damaged.
+        RunError: MLflow does not answer.
+    """
+    asked = config.model.resume_from
+    if asked is None:
+        return None
+    reference = parse_reference(asked)
+    if isinstance(reference, MlflowReference):
+        uri = config.tracking_uri
+        if uri is None:
+            raise UserError(f"{SETTING}={asked!r}: tracking.enabled is false, so no MLflow is named; set tracking.uri")
+        tracked = find_checkpoint(reference.run, reference.which, uri=uri)
+        return Origin(asked=asked, location=tracked.store, step=tracked.step)
+    store = open_store(reference.location)
+    return Origin(asked=asked, location=reference.location, step=_step_of(store, reference, asked))
+
+
+def check_origin(origin: Origin, config: Config, plan: Plan) -> Manifest:
+    """Return the manifest of a checkpoint that a run may start from; reads no weights.
+
+    Raises:
+        UserError: It is not there or not whole, or ``resume_state=all`` and it is of a run of other settings or data.
+    """
+    found = examine(open_store(origin.location), origin.step, "sizes")
+    if isinstance(found, Damage):
+        raise UserError(f"{SETTING}={origin.asked!r}: {found}; name another step")
+    if config.model.resume_state != "all":
+        return found
+    other = "set model.resume_state to weights or optimizer to begin a run of its own with it"
+    if found.meta.config_fingerprint != resume_fingerprint(config):
+        raise UserError(
+            f"{SETTING}={origin.asked!r}: the checkpoint of step {found.step} was written under other settings, so the "
+            f"run can't go on with it; restore them (run {found.meta.run!r}), or {other}"
+        )
+    try:
+        plan.check_cursor(Cursor.from_json(dict(found.meta.cursor)))
+    except UserError as error:
+        raise UserError(f"{SETTING}={origin.asked!r}: {error}; or {other}") from error
+    return found
+
+
+def pin_origin(config: Config, origin: Origin | None) -> None:
+    """Write down what a run starts from, so that every attempt starts from the same; the driver calls it."""
+    if origin is not None:
+        text = json.dumps({"asked": origin.asked, "location": origin.location, "step": origin.step})
+        LocalStore(config.run_dir).replace(_PIN_KEY, [text.encode()])
+
+
+def pinned_origin(config: Config) -> Origin | None:
+    """Return what was written down for the present ``model.resume_from``; ``None`` if nothing was."""
+    try:
+        found = Origin(**json.loads(read_bytes(LocalStore(config.run_dir), _PIN_KEY)))
+    except (OSError, ValueError, TypeError):
+        return None
+    return found if found.asked == config.model.resume_from else None
+
+
+def warm_start(engine: Any, config: Config, plan: Plan, recorder: Recorder) -> Progress:
+    """Put another run's checkpoint into the engine; every rank must call.
+
+    Raises:
+        UserError: It can't be used; the text names another way.
+        CheckpointError: It can't be read.
+    """
+    origin = pinned_origin(config) if recorder.rank == 0 else None
+    origin = recorder.exchange.broadcast(origin)
+    if origin is None:
+        raise UserError(f"{SETTING}={config.model.resume_from!r} was not looked up; start the run with `train`")
+    store = open_store(origin.location)
+    manifest = check_origin(origin, config, plan)
+    state = manifest.state
+    if config.model.resume_state != "all":
+        state = begun_anew(state, with_optimizer=config.model.resume_state == "optimizer")
+    try:
+        import_state(engine, state, partial(load_pieces, store, manifest, exchange=recorder.exchange))
+    except DamagedCheckpointError as error:
+        raise UserError(
+            f"{SETTING}={origin.asked!r}: the checkpoint of step {origin.step} is damaged ({error}); name another step"
+        ) from error
+    if config.model.resume_state != "all":
+        return Progress(resumed_from=str(origin))
+    return Progress(
+        step=manifest.step,
+        digest=int(manifest.meta.digest, 16),
+        tokens=manifest.meta.tokens,
+        resumed_from=str(origin),
+    )
+
+
+def _step_of(store: Store, reference: RunReference, asked: str) -> int:
+    """Return the step that a reference means.
+
+    Raises:
+        UserError: The run has no such checkpoint.
+    """
+    steps = committed_steps(store)
+    if not steps:
+        raise UserError(f"{SETTING}={asked!r}: {reference.location} holds no checkpoint; name a run that does")
+    if reference.which == "latest":
+        return steps[-1]
+    if reference.which == "best":
+        facts = {step: read_committed_facts(store, step) for step in steps}
+        best = best_steps(facts, steps, "eval_loss", 1) or best_steps(facts, steps, "loss", 1)
+        if not best:
+            raise UserError(f"{SETTING}={asked!r}: none of its checkpoints has a loss; name a step: {_listed(steps)}")
+        return best[0]
+    if reference.which not in steps:
+        raise UserError(f"{SETTING}={asked!r}: there is no checkpoint of that step; there are {_listed(steps)}")
+    return reference.which
+
+
+def _listed(steps: tuple[int, ...]) -> str:
+    return ", ".join(map(str, steps))

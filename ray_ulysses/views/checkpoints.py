@@ -1,0 +1,235 @@
+"""The text of ``ray-ulysses inspect RUN --checkpoints`` and ``--verify-checkpoint STEP``."""
+
+from __future__ import annotations
+
+import datetime
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ray_ulysses.clock import Clock
+from ray_ulysses.forensics.checkpoint_report import (
+    CheckpointListing,
+    CheckpointReport,
+    CheckpointVerdict,
+    FileVerdict,
+)
+from ray_ulysses.views.words import count, duration, facts, percent, size, table
+
+_SAY_EVERY_S = 5.0
+_MOST_FILES = 64
+_STATES = {
+    "whole": "whole",
+    "damaged": "DAMAGED",
+    "unreadable": "UNREADABLE",
+    "superseded": "fenced out",
+    "set_aside": "set aside",
+    "being_written": "writing",
+    "not_committed": "leftover",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Column:
+    """A column of the table.
+
+    Attributes:
+        name: Its header.
+        cell: What it shows of a checkpoint.
+        rank: Columns of a larger rank are left out first where a line would not fit.
+    """
+
+    name: str
+    cell: Callable[[CheckpointReport], str]
+    rank: int = 0
+
+
+def render_checkpoints(listing: CheckpointListing, width: int | None = None) -> str:
+    """Return a table of a run's checkpoint directories, and what has to be said of some of them.
+
+    Args:
+        listing: What is there.
+        width: Characters of a line; columns that do not fit are left out and named. None leaves none out.
+    """
+    reports = listing.checkpoints
+    lines = [f"run {listing.name!r}: {_summary(listing)}", *facts(_totals(listing))]
+    if reports:
+        columns, hidden = _fitting(reports, width)
+        header = [column.name for column in columns]
+        lines += ["", *table(header, [[column.cell(report) for column in columns] for report in reports])]
+        if hidden:
+            names = ", ".join(column.name for column in _COLUMNS if column in hidden)
+            lines += _wrapped(f"not shown for want of room: {names}", width)
+    for report in reports:
+        for note in _notes(report):
+            lines += ["", *_wrapped(note, width)]
+    return "\n".join(lines)
+
+
+def _summary(listing: CheckpointListing) -> str:
+    if not listing.checkpoints:
+        return "no checkpoint yet"
+    usable = sum(report.condition == "whole" for report in listing.checkpoints)
+    words = [f"{usable} checkpoint{'' if usable == 1 else 's'} whole by size"]
+    for condition, word in _STATES.items():
+        number = sum(report.condition == condition for report in listing.checkpoints)
+        if number and condition != "whole":
+            words.append(f"{number} {word.lower()}")
+    return ", ".join(words)
+
+
+def _totals(listing: CheckpointListing) -> list[tuple[str, str]]:
+    rows = [("store", listing.location)]
+    if listing.checkpoints:
+        start = "the beginning" if listing.resumes_from is None else f"step {listing.resumes_from:,}"
+        named = sum(report.num_bytes for report in listing.checkpoints)
+        left = sum(report.leftover_bytes for report in listing.checkpoints)
+        beside = f", and {size(left)} beside them that later commits delete" if left else ""
+        rows += [("resumes", f"from {start}"), ("size", f"{size(named)}{beside}")]
+    rules = list(dict.fromkeys(rule for report in listing.checkpoints for rule in report.kept))
+    if rules:
+        rows.append(("kept by", ", ".join(rules)))
+    return rows
+
+
+def _fitting(reports: Sequence[CheckpointReport], width: int | None) -> tuple[list[_Column], list[_Column]]:
+    """Return the columns that fit into a line, and those that do not; one with nothing to show is neither."""
+    columns = [column for column in _COLUMNS if any(column.cell(report) != "-" for report in reports)]
+    hidden: list[_Column] = []
+    for column in sorted(columns, key=lambda column: -column.rank):
+        if width is None or _line_width(columns, reports) <= width or column.rank == 0:
+            break
+        columns.remove(column)
+        hidden.append(column)
+    return columns, hidden
+
+
+def _line_width(columns: Sequence[_Column], reports: Sequence[CheckpointReport]) -> int:
+    return max(map(len, table([column.name for column in columns], [[c.cell(r) for c in columns] for r in reports])))
+
+
+def _notes(report: CheckpointReport) -> list[str]:
+    notes = []
+    if report.condition not in ("whole", "set_aside"):
+        notes.append(f"step {report.step}, {_STATES[report.condition]}: {report.why}")
+    for aside in report.set_aside:
+        when = f", {_moment(aside.at)} UTC" if aside.at is not None else ""
+        notes.append(f"step {report.step}, set aside by attempt {aside.attempt}{when}: {aside.reason}")
+    if report.condition == "set_aside":
+        notes[-1] += "; what is left of it is deleted by a later commit"
+    return notes
+
+
+def _layout(report: CheckpointReport) -> str:
+    if report.dp_size is None:
+        return "-"
+    ring = f" (ring {report.ring_size})" if report.ring_size not in (None, 1) else ""
+    return f"{report.dp_size} x {report.sp_size}{ring}"
+
+
+def _loss(name: str) -> Callable[[CheckpointReport], str]:
+    return lambda report: f"{report.metrics[name]:.4f}" if name in report.metrics else "-"
+
+
+def _moment(seconds: float | None, form: str = "%Y-%m-%d %H:%M") -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime(form) if seconds else "-"
+
+
+def _kept(report: CheckpointReport) -> str:
+    """Return each rule's first word; the line above the table has them whole."""
+    return ", ".join(rule.partition(" ")[0] for rule in report.kept) or "-"
+
+
+_COLUMNS: tuple[_Column, ...] = (
+    _Column(name="step", cell=lambda report: str(report.step)),
+    _Column(name="state", cell=lambda report: _STATES[report.condition]),
+    _Column(name="attempt", cell=lambda report: _or_dash(report.attempt), rank=2),
+    _Column(name="ranks", cell=lambda report: _or_dash(report.world_size), rank=4),
+    _Column(name="dp x sp", cell=_layout, rank=6),
+    _Column(name="zero", cell=lambda report: _or_dash(report.zero_stage), rank=7),
+    _Column(name="size", cell=lambda report: size(report.num_bytes)),
+    _Column(name="written UTC", cell=lambda report: _moment(report.written_at, "%m-%d %H:%M"), rank=1),
+    _Column(name="loss", cell=_loss("loss"), rank=3),
+    _Column(name="eval loss", cell=_loss("eval_loss"), rank=5),
+    _Column(name="saved by", cell=lambda report: report.reason or "-", rank=8),
+    _Column(name="kept by", cell=_kept, rank=1),
+)
+
+
+def _or_dash(value: object | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _wrapped(text: str, width: int | None) -> list[str]:
+    if width is None:
+        return [f"  {text}"]
+    return textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+
+
+def render_verdict(verdict: CheckpointVerdict, width: int | None = None) -> str:
+    """Return what reading every byte of a checkpoint has shown.
+
+    Args:
+        verdict: What was found.
+        width: Characters of a line; None for as many as it takes.
+    """
+    lines = [f"checkpoint of step {verdict.step:,} of run {verdict.name!r}: {_said(verdict)}", *facts(_read(verdict))]
+    if verdict.problem is not None:
+        lines += ["", *_wrapped(verdict.problem, width)]
+    bad = [file for file in verdict.files if file.problem is not None]
+    good = [file for file in verdict.files if file.problem is None]
+    # The damaged ones are what matters where there are thousands.
+    shown = [*bad, *good[: max(_MOST_FILES - len(bad), 0)]]
+    if shown:
+        ordered = [file for file in verdict.files if file in shown]
+        lines += ["", *table(("size", "parts", "state", "file"), [_file(file) for file in ordered])]
+    if len(shown) < len(verdict.files):
+        lines.append(f"  and {len(verdict.files) - len(shown):,} more, which are whole (--json lists them)")
+    for file in bad:
+        lines += ["", *_wrapped(str(file.problem), width)]
+    return "\n".join(lines)
+
+
+def _said(verdict: CheckpointVerdict) -> str:
+    if verdict.is_whole:
+        return "whole"
+    is_damaged = verdict.attempt is None or any(file.problem is not None for file in verdict.files)
+    return "DAMAGED" if is_damaged else "NOT PART OF THE RUN"
+
+
+def _read(verdict: CheckpointVerdict) -> list[tuple[str, str]]:
+    rows = [("store", verdict.location), ("directory", verdict.path)]
+    if verdict.attempt is not None:
+        num_bytes = sum(file.num_bytes for file in verdict.files)
+        speed = f" in {duration(verdict.seconds)}, {size(num_bytes / verdict.seconds)}/s" if verdict.seconds > 1 else ""
+        covered = f"{verdict.num_tensors:,} tensors, {count(verdict.num_elements)} elements, each stored once"
+        rows += [
+            ("written by", f"attempt {verdict.attempt}, {verdict.world_size} ranks"),
+            ("manifest", covered),
+            ("read", f"{size(num_bytes)}{speed}"),
+        ]
+    return rows
+
+
+def _file(file: FileVerdict) -> tuple[str, ...]:
+    return (size(file.num_bytes), str(file.num_tensors), "whole" if file.problem is None else "DAMAGED", file.file)
+
+
+class BytesProgress:
+    """Says now and then how far the reading of a checkpoint has come; says nothing of one that is soon over."""
+
+    def __init__(self, say: Callable[[str], None], clock: Clock) -> None:
+        self._say, self._clock = say, clock
+        self._started = self._said = clock.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Take note of bytes that were read."""
+        now = self._clock.monotonic()
+        if now - self._said < _SAY_EVERY_S:
+            return
+        self._said = now
+        elapsed = now - self._started
+        left = duration(elapsed / done * (total - done))
+        self._say(
+            f"read {size(done)} of {size(total)} ({percent(done / total)}), {size(done / elapsed)}/s, about {left} left"
+        )

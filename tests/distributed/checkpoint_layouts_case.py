@@ -1,0 +1,335 @@
+"""One training state, saved at every layout and loaded at every other: what the ranks of one world do.
+
+The decoder is tiny, tied, with a frozen matrix, a frozen norm and a buffer; its second group of parameters has
+hyperparameters of its own. It is trained through the library seam, a row shared by ``sp`` ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, loss_scale, shard_batch
+from ray_ulysses.checkpoint import (
+    CheckpointMeta,
+    Manifest,
+    Piece,
+    ShardedState,
+    StateDescription,
+    TorchExchange,
+    load_pieces,
+    read_manifest,
+    save_checkpoint,
+)
+from ray_ulysses.checkpoint.intervals import check_cover
+from ray_ulysses.engine.zero import ZeroSettings, build_engine
+from ray_ulysses.engine.zero_state import import_state, state_source, state_tables
+from ray_ulysses.parallel.layout import ParallelLayout
+from ray_ulysses.storage import LocalStore
+
+ROWS, TOKENS, VOCAB = 24, 16, 61
+SAVED_AT, LAST = 2, 5
+FROZEN = ("model.layers.0.mlp.gate_proj.weight", "model.layers.1.input_layernorm.weight")
+SECOND_GROUP = {"lr": 3e-4, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.01}
+SPOILED = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Where a state is trained.
+
+    Attributes:
+        world_size: Ranks.
+        sp_size: Ranks that share a row.
+        stage: ZeRO stage.
+        offload: Where the optimizer's state lives.
+        dtype: The model's precision.
+        model: The decoder whole, or frozen under trained LoRA adapters.
+        width: Hidden size.
+        sub_group_elements: Elements of a rank that ZeRO-3 steps on at once.
+    """
+
+    world_size: int
+    sp_size: int = 1
+    stage: Literal[1, 2, 3] = 3
+    offload: Literal["none", "cpu", "nvme"] = "none"
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    model: Literal["decoder", "adapters"] = "decoder"
+    width: int = 28
+    sub_group_elements: int | None = None
+
+    @property
+    def label(self) -> str:
+        """A readable id, also the name of its run directory."""
+        offload = "" if self.offload == "none" else f"-{self.offload}"
+        return f"{self.model}-{self.dtype}-w{self.world_size}-sp{self.sp_size}-zero{self.stage}{offload}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadResult:
+    """What one rank saw after a load.
+
+    Attributes:
+        loader: The layout that loaded.
+        saver: The label of the one that had saved.
+        wrong: What was not bitwise what had been saved.
+        losses: Losses of the steps from there to `LAST`, if they were trained.
+    """
+
+    loader: Layout
+    saver: str
+    wrong: tuple[str, ...]
+    losses: tuple[float, ...] = field(default=())
+
+
+def save_layouts(rank: int, world_size: int, layouts: Sequence[Layout], folder: str) -> dict[str, tuple[float, ...]]:
+    """Train each layout from the beginning, save it once on the way, and return its losses by label."""
+    losses = {}
+    for layout, mesh in _with_meshes(rank, layouts):
+        engine = _engine(layout, mesh, Path(folder))
+        taken = [_train_step(engine, step, layout, mesh) for step in range(1, SAVED_AT + 1)]
+        _save(engine, layout, Path(folder) / layout.label, SAVED_AT)
+        taken += [_train_step(engine, step, layout, mesh) for step in range(SAVED_AT + 1, LAST + 1)]
+        losses[layout.label] = tuple(taken)
+        _dispose(engine)
+    return losses
+
+
+def load_layouts(
+    rank: int, world_size: int, layouts: Sequence[Layout], savers: Sequence[str], trained: Sequence[str], folder: str
+) -> list[LoadResult]:
+    """Load each saved state into each layout, its own too; go on from its own and from those in `trained`.
+
+    One engine takes all states one after the other, and is spoiled before each, so that what is not restored shows.
+    """
+    results = []
+    for layout, mesh in _with_meshes(rank, layouts):
+        engine = _engine(layout, mesh, Path(folder))
+        for saver in savers:
+            manifest = _load(engine, Path(folder) / saver, SAVED_AT)
+            wrong = _differences(engine, manifest, Path(folder) / saver)
+            losses: tuple[float, ...] = ()
+            if saver in (*trained, layout.label):
+                losses = tuple(_train_step(engine, step, layout, mesh) for step in range(SAVED_AT + 1, LAST + 1))
+            results.append(LoadResult(loader=layout, saver=saver, wrong=wrong, losses=losses))
+        _dispose(engine)
+    return results
+
+
+def restore_every_step(rank: int, world_size: int, layouts: Sequence[Layout], folder: str) -> list[LoadResult]:
+    """Save at every step of a run, load each, and go on to its end; the results' `wrong` name what differs."""
+    results = []
+    for layout, mesh in _with_meshes(rank, layouts):
+        engine = _engine(layout, mesh, Path(folder))
+        store = Path(folder) / f"every-step-{layout.label}"
+        unbroken = []
+        for step in range(LAST + 1):
+            if step:
+                unbroken.append(_train_step(engine, step, layout, mesh))
+            _save(engine, layout, store, step)
+        for step in range(LAST + 1):
+            manifest = _load(engine, store, step)
+            wrong = list(_differences(engine, manifest, store))
+            losses = tuple(_train_step(engine, later, layout, mesh) for later in range(step + 1, LAST + 1))
+            if losses != tuple(unbroken[step:]):
+                wrong.append(f"losses {losses} instead of {tuple(unbroken[step:])}")
+            wrong += _differences(engine, read_manifest(LocalStore(store), LAST), store)
+            results.append(LoadResult(loader=layout, saver=f"step {step}", wrong=tuple(wrong), losses=losses))
+        _dispose(engine)
+    return results
+
+
+def can_swap(rank: int, world_size: int) -> bool:
+    """Tell whether DeepSpeed's op for NVMe can be built here."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return bool(AsyncIOBuilder().is_compatible())
+
+
+def _with_meshes(rank: int, layouts: Sequence[Layout]) -> Iterator[tuple[Layout, SequenceMesh]]:
+    """Yield each layout with its mesh; every rank makes the groups of all."""
+    meshes: dict[int, SequenceMesh] = {}
+    for layout in layouts:
+        if layout.sp_size not in meshes:
+            parallel = ParallelLayout(world_size=layout.world_size, sp_size=layout.sp_size)
+            made = [dist.new_group(list(ranks)) for ranks in parallel.sp_groups()]
+            meshes[layout.sp_size] = SequenceMesh.from_group(made[parallel.dp_rank(rank)])
+        yield layout, meshes[layout.sp_size]
+
+
+def _engine(layout: Layout, mesh: SequenceMesh, folder: Path) -> Any:
+    settings = ZeroSettings(
+        stage=layout.stage,
+        dtype=layout.dtype,
+        accumulation=1,
+        max_grad_norm=1.0,
+        learning_rate=1e-3,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=0.1,
+        offload_optimizer=layout.offload,
+        nvme_path=str(folder / "swap") if layout.offload == "nvme" else None,
+        sub_group_elements=layout.sub_group_elements,
+        partition_everything=True,
+    )
+    engine = build_engine(_model(layout, mesh), settings)
+    if layout.offload == "nvme":
+        assert len(state_tables(engine).portions) > 3, "too little is swapped to show that it is done part by part"
+    for group in engine.optimizer.optimizer.param_groups[1:]:
+        group.update(SECOND_GROUP)
+    return engine
+
+
+def _model(layout: Layout, mesh: SequenceMesh) -> torch.nn.Module:
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=layout.width,
+        intermediate_size=layout.width + 5,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=6,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(config)
+    model.register_buffer("seen", torch.arange(3, dtype=torch.float32))
+    apply_ulysses(model, mesh)
+    if layout.model == "adapters":
+        from peft import LoraConfig, get_peft_model
+
+        adapters = LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "down_proj"], modules_to_save=["norm"])
+        model = get_peft_model(model, adapters)
+    else:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name not in FROZEN)
+    module: torch.nn.Module = model.to(torch.float32 if layout.dtype == "fp32" else torch.bfloat16)
+    return module
+
+
+def _dispose(engine: Any) -> None:
+    """Let go of an engine, so that the next one can be made in this process."""
+    engine.destroy()
+    if engine.swap_folder is not None:
+        engine.swap_folder.close()
+    dist.barrier()
+
+
+def _train_step(engine: Any, step: int, layout: Layout, mesh: SequenceMesh) -> float:
+    """Train this rank's slice of its rows; return the loss over all of them."""
+    generator = torch.Generator().manual_seed(step)
+    rows = torch.randint(0, VOCAB, (ROWS, TOKENS), generator=generator)
+    dp_size = layout.world_size // layout.sp_size
+    dp_rank = dist.get_rank() // layout.sp_size
+    batch = shard_batch(rows[dp_rank::dp_size], None, [[10, 6]] * (ROWS // dp_size), mesh)
+    num_tokens = ROWS * (TOKENS - 2)
+    loss_sum, _ = causal_lm_loss(engine, batch)
+    engine.backward(loss_sum * loss_scale(num_tokens, mesh, zero_stage=layout.stage))
+    engine.step()
+    total = loss_sum.detach().double()
+    dist.all_reduce(total)
+    return float(total / num_tokens)
+
+
+def in_memory(engine: Any) -> ShardedState:
+    """Return copies of this rank's pieces, wherever the state lies."""
+    source = state_source(engine)
+    copies = [torch.full((held.num_elements,), -1.0).to(held.dtype) for held in source.intervals]
+    source.copy_to(copies)
+    pieces = tuple(
+        Piece(key=held.key, start=held.start, tensor=copy) for held, copy in zip(source.intervals, copies, strict=True)
+    )
+    return ShardedState(pieces=pieces, description=source.description)
+
+
+def _save(engine: Any, layout: Layout, run_dir: Path, step: int) -> None:
+    """Save a checkpoint, and beside it, by another way, what the ranks held: the truth for every load."""
+    state = in_memory(engine)
+    meta = CheckpointMeta(sp_size=layout.sp_size, cursor={"next_row": step * ROWS}, digest="0", tokens=step)
+    save_checkpoint(
+        LocalStore(run_dir),
+        step=step,
+        attempt=1,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        state=state,
+        meta=meta,
+        exchange=TorchExchange(),
+    )
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, [(piece.key, piece.start, piece.tensor) for piece in state.pieces])
+    if dist.get_rank() == 0:
+        parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        for key, start, tensor in (piece for pieces in gathered for piece in pieces):
+            parts.setdefault(key, []).append((start, tensor))
+        truth = {
+            key: torch.cat([part for _, part in sorted(held, key=lambda item: item[0])]) for key, held in parts.items()
+        }
+        torch.save((truth, _whole_weights(engine)), run_dir / f"truth-{step}.pt")
+    else:
+        _whole_weights(engine)
+    dist.barrier()
+
+
+def _load(engine: Any, run_dir: Path, step: int) -> Manifest:
+    """Spoil whatever the engine holds, then load."""
+    store = LocalStore(run_dir)
+    manifest = read_manifest(store, step)
+    import_state(engine, _spoiled(manifest.state), _spoil)
+    exchange = TorchExchange()
+    import_state(engine, manifest.state, lambda pieces: load_pieces(store, manifest, pieces, exchange))
+    return manifest
+
+
+def _spoiled(description: StateDescription) -> StateDescription:
+    """Return a description whose hyperparameters and counters are nobody's."""
+    groups = tuple({**group, "lr": 9.0, "betas": [0.1, 0.2], "weight_decay": 7.0} for group in description.groups)
+    return replace(description, groups=groups, counters={"global_steps": 77}, optimizer_step=88)
+
+
+def _spoil(pieces: Sequence[Piece]) -> None:
+    for piece in pieces:
+        piece.tensor.fill_(SPOILED)
+
+
+def _differences(engine: Any, manifest: Manifest, run_dir: Path) -> tuple[str, ...]:
+    """Return what of an engine's state is not bitwise what was saved; every rank must call."""
+    truth, weights = torch.load(run_dir / f"truth-{manifest.step}.pt", weights_only=True)
+    state = in_memory(engine)
+    wrong = [
+        piece.key
+        for piece in state.pieces
+        if not torch.equal(piece.tensor, truth[piece.key][piece.start : piece.start + piece.tensor.numel()])
+    ]
+    # As the forward pass sees them, on every rank: the weights, and the buffers.
+    whole = _whole_weights(engine)
+    wrong += [f"whole {name}" for name in whole if not torch.equal(whole[name], weights[name])]
+    wrong += [f"{name} is missing" for name in weights.keys() - whole.keys()]
+    if state.description != manifest.state:
+        wrong.append("the description")
+    if engine.micro_steps != manifest.step:
+        wrong.append(f"{engine.micro_steps} micro-steps")
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, [piece.interval for piece in state.pieces])
+    sizes = {key: spec.num_elements for key, spec in manifest.state.tensors.items()}
+    check_cover(sizes, [interval for held in gathered for interval in held])
+    return tuple(wrong)
+
+
+def _whole_weights(engine: Any) -> dict[str, torch.Tensor]:
+    """Return every parameter and persistent buffer whole, as the forward pass sees them."""
+    import deepspeed
+
+    module = engine.module
+    persistent = module.state_dict().keys()
+    tensors = {name: buffer.detach().clone() for name, buffer in module.named_buffers() if name in persistent}
+    parameters = list(module.parameters())
+    is_partitioned = engine.zero_optimization_stage() == 3
+    with deepspeed.zero.GatheredParameters(parameters, enabled=is_partitioned):
+        return tensors | {name: p.detach().clone() for name, p in module.named_parameters()}

@@ -1,0 +1,176 @@
+"""Saving in the loop: what makes it save, what a storage that is away costs, and starts from another run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_ulysses.checkpoint import read_manifest
+from ray_ulysses.checkpoint.choice import committed_steps
+from ray_ulysses.config import Config
+from ray_ulysses.errors import UserError
+from ray_ulysses.storage import LocalStore
+from ray_ulysses.tracking.history import RunHistory, read_history
+from ray_ulysses.tracking.journal import read_records
+from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
+
+pytestmark = pytest.mark.distributed
+WORLD = 2
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("data"))
+
+
+def _config(storage: Path, corpus: Path, **changes: Any) -> Config:
+    settings: dict[str, Any] = {"cluster__workers": WORLD, "run__stop_step": 12, "checkpoint__keep_last": 99}
+    return make_config(storage, corpus, **{**settings, **changes})
+
+
+def _run(config: Config, session: str = "one", **options: Any) -> RunHistory:
+    prepare_attempt(config, session)
+    run_ranks(run_worker, WORLD, config, session, timeout_s=120, **options)
+    return read_history(config.run_dir)
+
+
+def _reasons(config: Config) -> dict[int, str]:
+    store = LocalStore(config.run_dir)
+    return {step: read_manifest(store, step).meta.reason for step in committed_steps(store)}
+
+
+def _records(config: Config, kind: str) -> list[dict[str, Any]]:
+    return [record for record in read_records(config.run_dir) if record["event"] == kind]
+
+
+def test_every_trigger_saves_and_says_so(tmp_path: Path, corpus: Path) -> None:
+    config = _config(tmp_path, corpus, checkpoint__every_steps=5)
+    _run(config, actions={2: "request save", 7: "notice", 8: "notice over"})
+    reasons = _reasons(config)
+    assert (reasons[3], reasons[5], reasons[12]) == ("request", "steps", "end")
+    # The notice stood for the steps 8 and perhaps 9, as the file is looked at while the step is taken.
+    assert reasons[8] == "preemption"
+    assert set(reasons) <= {3, 5, 8, 9, 10, 12}
+    (notice,) = _records(config, "preemption_notice")
+    assert notice["step"] == 8
+    committed = _records(config, "checkpoint_committed")
+    assert [record["step"] for record in committed] == sorted(reasons)
+    assert all(record["seconds"] >= record["stall_seconds"] > 0 for record in committed)
+    manifest = read_manifest(LocalStore(config.run_dir), 12)
+    assert manifest.meta.metrics["loss"] > 0
+    assert manifest.meta.run == "run"
+    assert manifest.meta.extra["journal"]["attempt"] == 1 and manifest.meta.extra["journal"]["bytes"] > 0
+
+
+def test_minutes_without_steps(tmp_path: Path, corpus: Path) -> None:
+    config = _config(tmp_path, corpus, checkpoint__every_steps=None, checkpoint__every_minutes=1e-6)
+    _run(config)
+    reasons = _reasons(config)
+    assert set(reasons.values()) == {"minutes", "end"} and len(reasons) > 3
+
+
+@pytest.mark.parametrize("buffers", [0, 2])
+def test_a_storage_that_is_away_for_a_while_costs_checkpoints_and_not_the_run(
+    tmp_path: Path, corpus: Path, buffers: int
+) -> None:
+    config = _config(
+        tmp_path, corpus, checkpoint__every_steps=4, checkpoint__max_failed_saves=9, checkpoint__host_buffers=buffers
+    )
+    history = _run(config, actions={5: "storage away", 9: "storage back"})
+    assert history.status == "finished" and history.step == 12
+    failed = _records(config, "checkpoint_failed")
+    assert failed and failed[0]["step"] == 8 and "could not be written" in failed[0]["reason"]
+    reasons = _reasons(config)
+    assert 8 not in reasons and reasons[4] == "steps" and reasons[12] == "end"
+    assert "retry" in reasons.values()
+
+
+def test_a_storage_that_stays_away_ends_the_run_and_says_why(tmp_path: Path, corpus: Path) -> None:
+    config = _config(tmp_path, corpus, checkpoint__every_steps=4, checkpoint__max_failed_saves=1)
+    with pytest.raises(RankFailure) as failure:
+        _run(config, actions={5: "storage away"})
+    text = str(failure.value)
+    assert text.count("the checkpoint of step ") >= WORLD and "could not be saved" in text
+    assert "repair run.storage, then start the same command again" in text
+    assert [record["step"] for record in _records(config, "checkpoint_committed")] == [4]
+
+
+def test_an_attempt_that_was_overtaken_ends_and_commits_nothing_more(tmp_path: Path, corpus: Path) -> None:
+    config = _config(tmp_path, corpus, checkpoint__every_steps=4)
+    with pytest.raises(RankFailure) as failure:
+        _run(config, actions={5: "overtaken"})
+    assert "a newer attempt than attempt 1 has taken the run over" in str(failure.value)
+    assert committed_steps(LocalStore(config.run_dir)) == (4,)
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Config, RunHistory]:
+    storage = tmp_path_factory.mktemp("origin")
+    config = _config(storage, corpus, checkpoint__every_steps=4, tracking__enabled=True)
+    return config, _run(config)
+
+
+@pytest.mark.parametrize("by", ["path", "mlflow"])
+def test_a_run_goes_on_from_another_directory_with_nothing_but_its_checkpoint(
+    origin: tuple[Config, RunHistory], tmp_path: Path, corpus: Path, by: str
+) -> None:
+    """Bitwise what the first run did; through MLflow alone, the reference names no directory."""
+    source, wanted = origin
+    reference = f"{source.run_dir}@8" if by == "path" else "mlflow:run/8"
+    tracking = {"tracking__enabled": by == "mlflow", "tracking__uri": source.tracking_uri}
+    config = _config(tmp_path, corpus, model__resume_from=reference, **tracking)
+    history = _run(config)
+    assert [(s.step, s.loss) for s in history.steps] == [(s.step, s.loss) for s in wanted.steps if s.step > 8]
+    assert _records(config, "attempt_started")[0]["resumed_from"] == f"{source.run_dir}@8"
+    last = read_manifest(LocalStore(config.run_dir), 12)
+    assert last.meta.digest == read_manifest(LocalStore(source.run_dir), 12).meta.digest
+    assert last.meta.tokens == read_manifest(LocalStore(source.run_dir), 12).meta.tokens
+
+
+@pytest.mark.parametrize("state", ["weights", "optimizer"])
+def test_a_run_of_another_context_length_starts_from_the_weights(
+    origin: tuple[Config, RunHistory], tmp_path: Path, corpus: Path, state: str
+) -> None:
+    source, _ = origin
+    changes: dict[str, Any] = {"data__context_tokens": 512, "run__stop_step": 3, "optimizer__lr": 1e-4}
+    warm = _config(
+        tmp_path / "warm", corpus, model__resume_from=f"{source.run_dir}@latest", model__resume_state=state, **changes
+    )
+    history = _run(warm)
+    cold = _run(_config(tmp_path / "cold", corpus, **changes))
+    assert [step.step for step in history.steps] == [1, 2, 3]
+    assert history.rows_consumed == cold.rows_consumed and history.data_digest == cold.data_digest
+    # Trained weights know the text better from the first step on.
+    assert history.steps[0].loss < cold.steps[0].loss - 0.01
+    saved = read_manifest(LocalStore(warm.run_dir), 3).state
+    assert saved.optimizer_step == (3 if state == "weights" else 15)
+    assert saved.counters["global_steps"] == 3
+    # The rate is this run's own, at its own step.
+    assert saved.groups[0]["lr"] == pytest.approx(1e-4 * 3 / 4)
+    pin = json.loads((warm.run_dir / "resumed-from.json").read_text())
+    assert pin["step"] == 12
+
+
+def test_a_start_that_can_not_be_is_refused_before_a_worker_starts(
+    origin: tuple[Config, RunHistory], tmp_path: Path, corpus: Path
+) -> None:
+    source, _ = origin
+
+    def refusal(**changes: Any) -> str:
+        with pytest.raises(UserError) as refused:
+            prepare_attempt(_config(tmp_path, corpus, **changes), "one")
+        return str(refused.value)
+
+    text = refusal(model__resume_from=f"{source.run_dir}@7")
+    assert text.endswith("there is no checkpoint of that step; there are 4, 8, 12")
+    text = refusal(model__resume_from=str(tmp_path / "nowhere"))
+    assert "holds no checkpoint; name a run that does" in text
+    text = refusal(model__resume_from=str(source.run_dir), optimizer__lr=1e-5)
+    assert "was written under other settings" in text and "set model.resume_state to weights or optimizer" in text
+    text = refusal(model__resume_from=str(source.run_dir), data__context_tokens=512)
+    assert "set model.resume_state to weights or optimizer to begin a run of its own with it" in text
+    assert not (tmp_path / "run" / "checkpoints").exists()

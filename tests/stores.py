@@ -1,0 +1,268 @@
+"""Stores for tests: one that fails or dies at a chosen call, one that is slow or held up, one that counts.
+
+Each wraps any store and can wrap another wrapper. Their calls are of these kinds: ``open``, ``create``, ``replace``,
+``list`` and ``delete`` as the store's methods, ``chunk`` for each piece of a file that is being written, and
+``read`` for each read from an opened file.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import BinaryIO, Literal, cast
+
+from ray_ulysses.storage.store import Buffer, Store
+
+Kind = Literal["open", "read", "create", "chunk", "replace", "list", "delete"]
+KINDS: tuple[Kind, ...] = ("open", "read", "create", "chunk", "replace", "list", "delete")
+WRITES: tuple[Kind, ...] = ("create", "chunk", "replace", "delete")
+KILL = "KILL"  # as a `FaultyStore`'s error: the process dies by SIGKILL
+
+
+def disk_full() -> OSError:
+    """Return what a write raises on a full disk."""
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def permission_lost() -> OSError:
+    """Return what a call raises when the right to it was taken away."""
+    return PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+class HookedStore:
+    """A store that calls `before` and `after` around every call of the one inside; alone it changes nothing."""
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+
+    def before(self, kind: Kind, key: str) -> None:
+        """Run before a call; what it raises the caller gets instead of the call."""
+
+    def after(self, kind: Kind, key: str, num_bytes: int) -> None:
+        """Run after a call that succeeded; `num_bytes` were read or written by it."""
+
+    def open(self, key: str) -> BinaryIO:
+        """Return a stream whose reads are hooked too."""
+        self.before("open", key)
+        stream = self.inner.open(key)
+        self.after("open", key, 0)
+        return cast(BinaryIO, HookedStream(self, key, stream))
+
+    def create(self, key: str, chunks: Iterable[Buffer]) -> int:
+        """Create a file of hooked chunks."""
+        self.before("create", key)
+        size = self.inner.create(key, self._hooked(key, chunks))
+        self.after("create", key, size)
+        return size
+
+    def replace(self, key: str, chunks: Iterable[Buffer]) -> int:
+        """Replace a file by one of hooked chunks."""
+        self.before("replace", key)
+        size = self.inner.replace(key, self._hooked(key, chunks))
+        self.after("replace", key, size)
+        return size
+
+    def list(self, prefix: str) -> list[str]:
+        """List a folder."""
+        self.before("list", prefix)
+        keys = self.inner.list(prefix)
+        self.after("list", prefix, 0)
+        return keys
+
+    def delete(self, prefix: str) -> None:
+        """Delete a file or folder."""
+        self.before("delete", prefix)
+        self.inner.delete(prefix)
+        self.after("delete", prefix, 0)
+
+    def _hooked(self, key: str, chunks: Iterable[Buffer]) -> Iterator[Buffer]:
+        for chunk in chunks:
+            self.before("chunk", key)
+            yield chunk
+            self.after("chunk", key, memoryview(chunk).nbytes)
+
+
+class HookedStream(io.BufferedIOBase):
+    """A stream of a `HookedStore`."""
+
+    def __init__(self, store: HookedStore, key: str, stream: BinaryIO) -> None:
+        self._store, self._key, self._stream = store, key, stream
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Read up to `size` bytes."""
+        self._store.before("read", self._key)
+        content = self._stream.read(-1 if size is None else size)
+        self._store.after("read", self._key, len(content))
+        return content
+
+    def readinto(self, buffer: bytearray | memoryview, /) -> int:  # type: ignore[override]
+        """Read into a buffer."""
+        self._store.before("read", self._key)
+        size = self._stream.readinto(buffer)  # type: ignore[attr-defined]
+        self._store.after("read", self._key, size)
+        return int(size)
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        """Go to a position."""
+        return self._stream.seek(offset, whence)
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._stream.tell()
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def close(self) -> None:
+        """Close the stream inside too."""
+        self._stream.close()
+        super().close()
+
+
+class FaultyStore(HookedStore):
+    """Raises an error, or dies, at one call of chosen kinds.
+
+    To fail at every call in turn, count up `fail_at` until a run ends with `has_failed` false.
+
+    Attributes:
+        num_calls: Calls of these kinds so far.
+        has_failed: Whether the fault has come.
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        *,
+        fail_at: int,
+        error: Exception | Literal["KILL"] | None = None,
+        kinds: Iterable[Kind] = KINDS,
+        when: Literal["before", "after"] = "before",
+        lasting: bool = False,
+        only: Callable[[str], bool] = lambda key: True,
+    ) -> None:
+        """Make it.
+
+        Args:
+            inner: The store that does the work.
+            fail_at: Number of the call that fails, from 1; 0 never fails.
+            error: What is raised (by default a full disk's error), or `KILL`.
+            kinds: The kinds of calls that count.
+            when: Before the call is carried out, or after it: its answer is lost.
+            lasting: Whether all later calls of these kinds fail too, as a disk that stays full does.
+            only: Which keys count.
+        """
+        super().__init__(inner)
+        self._fail_at, self._when, self._lasting, self._only = fail_at, when, lasting, only
+        self._error = disk_full() if error is None else error
+        self._kinds = frozenset(kinds)
+        self._lock = threading.Lock()
+        self.num_calls = 0
+        self.has_failed = False
+
+    def before(self, kind: Kind, key: str) -> None:
+        """Count the call, and fail."""
+        if self._when == "before":
+            self._count(kind, key)
+
+    def after(self, kind: Kind, key: str, num_bytes: int) -> None:
+        """Count the call, and lose its answer."""
+        if self._when == "after":
+            self._count(kind, key)
+
+    def _count(self, kind: Kind, key: str) -> None:
+        if kind not in self._kinds or not self._only(key):
+            return
+        with self._lock:
+            self.num_calls += 1
+            fails = self.num_calls == self._fail_at or (self._lasting and 0 < self._fail_at < self.num_calls)
+            self.has_failed = self.has_failed or fails
+        if not fails:
+            return
+        if isinstance(self._error, Exception):
+            raise self._error
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class SlowStore(HookedStore):
+    """Takes its time, or waits for a test to let it go on.
+
+    Attributes:
+        is_waiting: Set as soon as a call waits at the gate.
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        *,
+        seconds: float = 0.0,
+        gate: threading.Event | None = None,
+        kinds: Iterable[Kind] = ("chunk", "read"),
+        only: Callable[[str], bool] = lambda key: True,
+        gate_timeout_s: float = 60.0,
+    ) -> None:
+        """Make it.
+
+        Args:
+            inner: The store that does the work.
+            seconds: How long each call of these kinds sleeps first.
+            gate: Calls of these kinds wait until it is set.
+            kinds: The kinds of calls that are slow.
+            only: Which keys are slow.
+            gate_timeout_s: A call that waits longer at the gate raises `TimeoutError`, in seconds.
+        """
+        super().__init__(inner)
+        self._seconds, self._gate, self._gate_timeout_s, self._only = seconds, gate, gate_timeout_s, only
+        self._kinds = frozenset(kinds)
+        self.is_waiting = threading.Event()
+
+    def before(self, kind: Kind, key: str) -> None:
+        """Sleep, and wait at the gate."""
+        if kind not in self._kinds or not self._only(key):
+            return
+        time.sleep(self._seconds)
+        if self._gate is not None and not self._gate.is_set():
+            self.is_waiting.set()
+            if not self._gate.wait(self._gate_timeout_s):
+                raise TimeoutError(f"nobody opened the gate for {kind} of {key}")
+
+
+class CountingStore(HookedStore):
+    """Counts what is asked of a store.
+
+    Attributes:
+        calls: How often each kind of call was begun.
+        log: Each call's kind and key, in order.
+        bytes_read: Bytes that reads have returned.
+        bytes_written: Bytes of chunks that were written, of failed writes too.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self._lock = threading.Lock()
+        self.calls: Counter[Kind] = Counter()
+        self.log: list[tuple[Kind, str]] = []
+        self.bytes_read = 0
+        self.bytes_written = 0
+
+    def before(self, kind: Kind, key: str) -> None:
+        """Count the call."""
+        with self._lock:
+            self.calls[kind] += 1
+            self.log.append((kind, key))
+
+    def after(self, kind: Kind, key: str, num_bytes: int) -> None:
+        """Count the bytes."""
+        with self._lock:
+            self.bytes_read += num_bytes if kind == "read" else 0
+            self.bytes_written += num_bytes if kind == "chunk" else 0

@@ -1,0 +1,169 @@
+"""Saving in the background: training goes on, a copy is what is written, and a failure is told to every rank."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ray_ulysses.checkpoint import CheckpointError, Piece, ShardedState, load_pieces, newest_committed
+from ray_ulysses.checkpoint.background import BackgroundSaver, Saved
+from ray_ulysses.checkpoint.choice import committed_steps
+from ray_ulysses.checkpoint.exchange import SingleExchange
+from ray_ulysses.checkpoint.fence import claim_attempt
+from ray_ulysses.checkpoint.staging import Staging
+from ray_ulysses.clock import SystemClock
+from ray_ulysses.storage import LocalStore, Store
+from tests.stores import FaultyStore, SlowStore
+from tests.unit.checkpoint.fakes import META, TENSORS, ThreadExchange, on_ranks, shard_of
+
+CPU = torch.device("cpu")
+
+
+def _saver(store: Store, buffers: int = 2, **changes: Any) -> tuple[BackgroundSaver, list[Saved], list[str]]:
+    saved: list[Saved] = []
+    failed: list[str] = []
+    arguments: dict[str, Any] = {
+        "attempt": 1,
+        "rank": 0,
+        "world_size": 1,
+        "exchange": SingleExchange(),
+        "staging": Staging(buffers, CPU),
+        "clock": SystemClock(),
+        "on_saved": saved.append,
+        "on_failed": lambda step, error: failed.append(f"{step}: {error}"),
+    }
+    return BackgroundSaver(store, **{**arguments, **changes}), saved, failed
+
+
+def _live() -> ShardedState:
+    return shard_of(TENSORS, 0, 1)
+
+
+def _overwrite(state: ShardedState) -> None:
+    for piece in state.pieces:
+        piece.tensor.zero_()
+
+
+def _check_whole(store: LocalStore, step: int) -> None:
+    choice = newest_committed(store)
+    assert choice.manifest is not None and choice.manifest.step == step and choice.damaged == ()
+    blank = [Piece(key=p.key, start=p.start, tensor=torch.full_like(p.tensor, 9)) for p in _live().pieces]
+    load_pieces(store, choice.manifest, blank)
+    for piece in blank:
+        assert torch.equal(piece.tensor, TENSORS[piece.key].reshape(-1)), piece.key
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_what_is_written_is_the_state_that_was_asked_for_whatever_training_does_meanwhile(
+    tmp_path: Path, buffers: int
+) -> None:
+    gate = threading.Event()
+    saver, saved, _ = _saver(SlowStore(LocalStore(tmp_path), gate=gate, kinds=("chunk",)), buffers)
+    state = _live()
+    saver.save(10, state, META, timeout_s=5)
+    assert not saver.is_idle and committed_steps(LocalStore(tmp_path)) == ()
+    _overwrite(state)
+    gate.set()
+    assert saver.wait(10) and saver.is_idle and saver.failure is None and saver.last_saved == 10
+    _check_whole(LocalStore(tmp_path), 10)
+    assert [one.ref.step for one in saved] == [10]
+    assert saved[0].num_bytes == sum(p.tensor.numel() * p.tensor.element_size() for p in state.pieces)
+    assert saver.close(5)
+
+
+def test_two_states_are_held_and_a_third_waits_until_one_is_written(tmp_path: Path) -> None:
+    gate = threading.Event()
+    saver, saved, _ = _saver(SlowStore(LocalStore(tmp_path), gate=gate, kinds=("chunk",)))
+    for step in (10, 20):
+        saver.save(step, _live(), META, timeout_s=5)
+    with pytest.raises(CheckpointError, match="step 30 could not be begun: the one before it has not been written"):
+        saver.save(30, _live(), META, timeout_s=0.05)
+    gate.set()
+    saver.save(30, _live(), META, timeout_s=10)
+    assert saver.close(10)
+    assert [one.ref.step for one in saved] == [10, 20, 30]
+    assert committed_steps(LocalStore(tmp_path)) == (10, 20, 30)
+
+
+def test_without_a_buffer_the_live_state_is_written(tmp_path: Path) -> None:
+    saver, _, _ = _saver(LocalStore(tmp_path), buffers=0)
+    saver.save(10, _live(), META, timeout_s=5)
+    assert saver.wait(10)
+    _check_whole(LocalStore(tmp_path), 10)
+    assert saver.close(5)
+
+
+def test_a_failed_save_is_told_and_the_next_one_succeeds(tmp_path: Path) -> None:
+    """A disk that is full for a while costs a checkpoint and not the run."""
+    faulty = FaultyStore(LocalStore(tmp_path), fail_at=2, kinds=("chunk",))
+    saver, saved, failed = _saver(faulty)
+    saver.save(10, _live(), META, timeout_s=5)
+    assert saver.wait(10)
+    assert isinstance(saver.failure, CheckpointError) and saver.failures == 1 and saver.last_saved == -1
+    assert "No space left on device" in failed[0] and failed[0].startswith("10: ")
+    # The same step again: its shard has a name of its own, since the dead one's may be anywhere.
+    saver.save(10, _live(), META, timeout_s=5)
+    assert saver.wait(10)
+    assert saver.failure is None and saver.failures == 0 and saver.last_saved == 10
+    assert any("try-01" in key for key in faulty.list("checkpoints"))
+    _check_whole(LocalStore(tmp_path), 10)
+    assert [one.ref.step for one in saved] == [10]
+    saver.close(5)
+
+
+def test_a_failure_of_one_rank_is_told_to_all(tmp_path: Path) -> None:
+    def call(rank: int, exchange: ThreadExchange) -> str:
+        store: Store = LocalStore(tmp_path)
+        if rank == 1:
+            store = FaultyStore(store, fail_at=1, kinds=("create",))
+        saver, _, failed = _saver(store, rank=rank, world_size=3, exchange=exchange)
+        saver.save(10, shard_of(TENSORS, rank, 3), META, timeout_s=5)
+        assert saver.wait(10) and saver.failures == 1
+        saver.save(20, shard_of(TENSORS, rank, 3), META, timeout_s=5)
+        assert saver.wait(10) and saver.failures == 0 and saver.close(5)
+        return failed[0]
+
+    texts = on_ranks(3, call)
+    assert len(set(texts)) == 1 and "rank 1: attempt-0001/rank-00001-of-00003.safetensors could not" in texts[0]
+    assert committed_steps(LocalStore(tmp_path)) == (20,)
+
+
+def test_an_overtaken_attempt_hears_of_it_and_is_not_told_as_a_failed_save(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    claim_attempt(store, 2)
+    saver, saved, failed = _saver(store)
+    saver.save(10, _live(), META, timeout_s=5)
+    assert saver.close(10)
+    assert "has taken the run over" in str(saver.failure) and saved == [] and failed == []
+
+
+def test_an_error_of_who_is_told_is_a_failure_and_ends_no_thread(tmp_path: Path) -> None:
+    def refuse(saved: Saved) -> None:
+        raise OSError("the journal's disk is full")
+
+    saver, _, _ = _saver(LocalStore(tmp_path), on_saved=refuse)
+    saver.save(10, _live(), META, timeout_s=5)
+    assert saver.wait(10)
+    assert isinstance(saver.failure, OSError)
+    assert committed_steps(LocalStore(tmp_path)) == (10,)
+    assert saver.close(5)
+
+
+def test_buffers_are_used_again_and_grow_with_the_state() -> None:
+    staging = Staging(1, CPU)
+    first = staging.stage(_live())
+    size = staging.num_bytes
+    address = first.state.pieces[0].tensor.data_ptr()
+    staging.release(first.buffer)
+    again = staging.stage(_live())
+    assert again.state.pieces[0].tensor.data_ptr() == address and staging.num_bytes == size
+    staging.release(again.buffer)
+    larger = shard_of({**TENSORS, "exp_avg/a": torch.arange(1000.0)}, 0, 1)
+    grown = staging.stage(larger)
+    for copy, piece in zip(grown.state.pieces, larger.pieces, strict=True):
+        assert torch.equal(copy.tensor, piece.tensor) and copy.start == piece.start
+    assert staging.num_bytes > size

@@ -1,0 +1,132 @@
+"""A fault at every call of a save, one after the other: the checkpoint before stays, the new one is whole or absent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ray_ulysses.checkpoint import (
+    CheckpointError,
+    CheckpointRef,
+    KeepRules,
+    Piece,
+    Retention,
+    load_pieces,
+    newest_committed,
+    set_aside,
+)
+from ray_ulysses.checkpoint.choice import committed_steps
+from ray_ulysses.storage import LocalStore
+from tests.stores import FaultyStore, HookedStore, SlowStore, disk_full, permission_lost
+from tests.unit.checkpoint.fakes import TENSORS, save, shard_of
+
+FAULTS: dict[str, Callable[[], Exception]] = {"disk-full": disk_full, "permission-lost": permission_lost}
+
+
+def _load_newest(store: LocalStore) -> int:
+    choice = newest_committed(store)
+    assert choice.manifest is not None and choice.damaged == ()
+    blank = [
+        Piece(key=p.key, start=p.start, tensor=torch.full_like(p.tensor, 9)) for p in shard_of(TENSORS, 0, 1).pieces
+    ]
+    load_pieces(store, choice.manifest, blank)
+    for piece in blank:
+        assert torch.equal(piece.tensor, TENSORS[piece.key].reshape(-1) + choice.manifest.step)
+    return choice.manifest.step
+
+
+def _save(store: Any, step: int, **changes: Any) -> list[Any]:
+    return save(store, step, tensors={key: tensor + step for key, tensor in TENSORS.items()}, **changes)
+
+
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_that_raises_at_any_call_leaves_the_checkpoint_before(
+    tmp_path: Path, rank: int, fault: str, when: Any, lasting: bool
+) -> None:
+    outcomes = []
+    for fail_at in range(1, 60):
+        inner = LocalStore(tmp_path / str(fail_at))
+        _save(inner, 10)
+        faulty = FaultyStore(inner, fail_at=fail_at, error=FAULTS[fault](), when=when, lasting=lasting)
+        results = _save(inner, 20, stores={rank: faulty})
+        if not faulty.has_failed:
+            break
+        is_saved = all(isinstance(result, CheckpointRef) for result in results)
+        outcomes.append(is_saved)
+        if is_saved:
+            # Only what is done after the commit may fail without harm.
+            assert _load_newest(inner) == 20
+            continue
+        # Every rank says the same, and what is there afterwards is what was there before, or the whole new one: an
+        # answer may be lost behind the commit itself.
+        assert all(isinstance(result, CheckpointError) for result in results)
+        assert len({str(result) for result in results}) == 1
+        assert f"rank {rank}: " in str(results[0]) or "the manifest could not be written" in str(results[0])
+        newest = _load_newest(inner)
+        assert newest == 10 or (when == "after" and rank == 0)
+        # The same attempt tries again and gets through.
+        assert all(isinstance(result, CheckpointRef) for result in _save(inner, 21))
+        assert _load_newest(inner) == 21
+    else:
+        pytest.fail("the save never came to its end")
+    assert outcomes.count(False) >= 8
+
+
+def test_retention_that_fails_at_any_call_leaves_every_checkpoint_whole_or_absent(tmp_path: Path) -> None:
+    for fail_at in range(1, 60):
+        inner = LocalStore(tmp_path / str(fail_at))
+        for step in (10, 20):
+            _save(inner, step)
+        (ref, _) = _save(inner, 30)
+        faulty = FaultyStore(inner, fail_at=fail_at, error=permission_lost())
+        try:
+            Retention(faulty, KeepRules(last=1)).apply(ref)
+        except OSError:
+            assert faulty.has_failed
+        assert _load_newest(inner) == 30
+        assert all(newest_committed(inner, unless=range(step + 1, 99)).damaged == () for step in committed_steps(inner))
+        Retention(inner, KeepRules(last=1)).apply(ref)
+        assert committed_steps(inner) == (30,)
+        assert {key.split("/")[1] for key in inner.list("checkpoints")} == {"step-00000030"}
+        if not faulty.has_failed:
+            break
+    else:
+        pytest.fail("retention never came to its end")
+    assert fail_at > 5
+
+
+def test_slow_storage_is_only_slow(tmp_path: Path) -> None:
+    _save(SlowStore(LocalStore(tmp_path), seconds=0.01), 10)
+    assert _load_newest(LocalStore(tmp_path)) == 10
+
+
+class _Hidden(HookedStore):
+    """A store that does not give some files at the moment."""
+
+    def __init__(self, inner: LocalStore, hidden: str) -> None:
+        super().__init__(inner)
+        self._hidden = hidden
+
+    def before(self, kind: Any, key: str) -> None:
+        if kind in ("open", "read") and self._hidden in key:
+            raise permission_lost()
+
+
+@pytest.mark.parametrize("hidden", ["manifest.json", "rank-00001"])
+def test_what_can_not_be_read_now_is_passed_over_and_not_destroyed(tmp_path: Path, hidden: str) -> None:
+    inner = LocalStore(tmp_path)
+    _save(inner, 10)
+    _save(inner, 20)
+    choice = newest_committed(_Hidden(inner, f"step-00000020/{'attempt-0001/' * ('rank' in hidden)}{hidden}"))
+    assert choice.manifest is not None and choice.manifest.step == 10
+    (damage,) = choice.damaged
+    assert damage.kind == "unreadable" and "Permission denied" in damage.reason
+    set_aside(inner, damage, attempt=2)
+    assert _load_newest(inner) == 20

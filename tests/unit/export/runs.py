@@ -1,0 +1,97 @@
+"""Runs that have only what an export reads: a configuration and a checkpoint, written by `save_checkpoint`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from ray_ulysses.checkpoint import CheckpointMeta, ShardedState, StateDescription, save_checkpoint
+from ray_ulysses.config.loading import parse_config
+from ray_ulysses.storage import LocalStore
+from tests.unit.checkpoint.fakes import ThreadExchange, on_ranks, shard_of
+from tests.unit.config.trees import small_tree
+
+META = CheckpointMeta(
+    sp_size=1, cursor={"next_row": 12}, digest="00000000000000ff", tokens=1200, versions={"torch": "2.13.0"}
+)
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def write_config(run_dir: Path, model_config: Mapping[str, Any], dtype: str = "fp32", **changes: Any) -> None:
+    """Write the configuration of a run whose model is described in line."""
+    tree = small_tree(model__config=dict(model_config), model__dtype=dtype, **changes)
+    tree["run"] |= {"name": run_dir.name, "storage": str(run_dir.parent)}
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(parse_config(tree).to_yaml())
+
+
+def write_checkpoint(
+    run_dir: Path,
+    model: Any,
+    *,
+    dtype: str = "fp32",
+    step: int = 4,
+    world_size: int = 2,
+    frozen: Collection[str] = (),
+    with_model: bool = True,
+    moments: bool = True,
+    **meta: Any,
+) -> None:
+    """Write the state of a model in fp32, as a run that computes in ``dtype`` saves it.
+
+    Args:
+        run_dir: The run's directory.
+        model: The model; its parameters are the masters.
+        dtype: What the run computes in; with ``bf16`` the rounded weights are stored beside the masters.
+        step: Completed steps.
+        world_size: Ranks that write.
+        frozen: Parameters that are not trained.
+        with_model: Whether the rounded weights are stored.
+        moments: Whether a moment of the optimizer is stored, as large as the masters and other in value.
+        meta: Changes to what the loop adds.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if name in frozen:
+            tensors[f"frozen/{name}"] = parameter.detach().to(_DTYPES[dtype])
+            continue
+        tensors[f"fp32/{name}"] = parameter.detach()
+        if moments:
+            tensors[f"exp_avg/{name}"] = torch.full_like(parameter, 7.0)
+        if dtype == "bf16" and with_model:
+            tensors[f"model/{name}"] = parameter.detach().bfloat16()
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name, tensor in model.state_dict().items():
+        if name not in parameters:
+            tensors[f"buffer/{name}"] = tensor
+    aliases = model.named_parameters(remove_duplicate=False)
+    tied = {name: first[id(parameter)] for name, parameter in aliases if first[id(parameter)] != name}
+
+    def save(rank: int, exchange: ThreadExchange) -> None:
+        state = shard_of(tensors, rank, world_size)
+        description = StateDescription(tensors=state.description.tensors, tied=tied)
+        save_checkpoint(
+            LocalStore(run_dir),
+            step=step,
+            attempt=1,
+            rank=rank,
+            world_size=world_size,
+            state=ShardedState(pieces=state.pieces, description=description),
+            meta=replace(META, run=run_dir.name, **meta),
+            exchange=exchange,
+        )
+
+    assert on_ranks(world_size, save) == [None] * world_size
+
+
+def fields_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return a model's configuration as `model.config` of a run has it."""
+    # Families such as GPT-2 have names of their own for sizes that a run's configuration must name.
+    sizes = ("hidden_size", "num_attention_heads", "num_hidden_layers")
+    return config.to_dict() | {name: getattr(config, name) for name in sizes}

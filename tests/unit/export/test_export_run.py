@@ -1,0 +1,331 @@
+"""The exported directory is what save_pretrained would write of the same model, and the model that was trained."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.export.export_run import export_run
+from ray_ulysses.export.report import ExportReport
+from ray_ulysses.export.request import ExportRequest, WeightType
+from tests.unit.attention.models import ARCHITECTURES, VOCAB, zoo_model
+from tests.unit.export.runs import fields_of, write_checkpoint, write_config
+
+TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def silent(line: str) -> None:
+    del line
+
+
+def make_run(run_dir: Path, architecture: str, dtype: str = "fp32", model: Any = None, **checkpoint: Any) -> Any:
+    """Write a run of a model of the zoo; return the model, whose parameters are the masters."""
+    model = zoo_model(architecture) if model is None else model
+    write_config(run_dir, fields_of(ARCHITECTURES[architecture]()), dtype)
+    write_checkpoint(run_dir, model, dtype=dtype, **checkpoint)
+    return model
+
+
+def export(run_dir: Path, **request: Any) -> ExportReport:
+    return export_run(ExportRequest(run_dir=run_dir, **request), silent)
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a directory, read by safetensors itself; none may be there twice."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            for name in file.keys():  # noqa: SIM118 -- not a mapping
+                assert name not in tensors
+                tensors[name] = file.get_tensor(name)
+    return tensors
+
+
+def assert_same(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name], tensor), name
+
+
+def saved_by_transformers(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+    model.save_pretrained(folder)
+    return tensors_in(folder)
+
+
+def test_the_zoo_is_exported_and_gives_the_logits_of_the_live_model(tmp_path: Path, architecture: str) -> None:
+    model = make_run(tmp_path / "run", architecture)
+    report = export(tmp_path / "run", max_shard_bytes=20_000)
+    assert report.check is not None and report.check.holds and report.check.bound == 1e-5
+    print(f"{architecture}: {report.check.relative:.1e}")
+    out = Path(report.out)
+    assert out == tmp_path / "run/export/step-00000004"
+    assert_same(tensors_in(out), saved_by_transformers(model, tmp_path / "wanted"))
+    loaded, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, dtype="auto")
+    assert not any(info.values())
+    assert type(loaded) is type(model)
+    assert loaded.dtype == torch.float32
+    ids = torch.randint(1, VOCAB, (1, 24), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        ours, wanted = (each(input_ids=ids, use_cache=False).logits for each in (loaded.eval(), model.eval()))
+    assert (ours - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "architecture" in metafunc.fixturenames:
+        metafunc.parametrize("architecture", ARCHITECTURES)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
+@pytest.mark.parametrize("weights", ["model", "bf16", "fp32", "fp16"])
+def test_each_precision_is_rounded_once_from_the_masters(tmp_path: Path, name: str, weights: WeightType) -> None:
+    model = make_run(tmp_path / "run", name, "bf16")
+    report = export(tmp_path / "run", weights=weights, max_shard_bytes=30_000)
+    assert report.check is not None and report.check.holds
+    dtype = TORCH["bf16" if weights == "model" else weights]
+    assert_same(tensors_in(Path(report.out)), saved_by_transformers(model.to(dtype), tmp_path / "wanted"))
+    fields = json.loads((Path(report.out) / "config.json").read_text())
+    assert fields["dtype"] == fields["torch_dtype"] == str(dtype).removeprefix("torch.")
+    assert AutoModelForCausalLM.from_pretrained(report.out, dtype="auto").dtype == dtype
+
+
+def test_weights_that_were_not_stored_rounded_are_rounded_as_the_engine_rounds_them(tmp_path: Path) -> None:
+    model = make_run(tmp_path / "run", "llama", "bf16", with_model=False)
+    report = export(tmp_path / "run")
+    assert_same(tensors_in(Path(report.out)), saved_by_transformers(model.bfloat16(), tmp_path / "wanted"))
+
+
+def test_the_models_own_precision_is_read_where_it_was_stored(tmp_path: Path) -> None:
+    # The stored bf16 weights are what the run computed with, even if somebody changed the masters.
+    model = zoo_model("llama")
+    write_config(tmp_path / "run", fields_of(ARCHITECTURES["llama"]()), "bf16")
+    rounded = {name: p.detach().bfloat16() for name, p in model.named_parameters()}
+    write_checkpoint(tmp_path / "run", model, dtype="bf16")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    report = export(tmp_path / "run", check=False)
+    assert_same(tensors_in(Path(report.out)), rounded)
+
+
+def test_frozen_parameters_and_buffers_come_along(tmp_path: Path) -> None:
+    model = zoo_model("deepseek_v3")
+    bias = next(name for name in model.state_dict() if name.endswith("e_score_correction_bias"))
+    with torch.no_grad():
+        model.get_buffer(bias).uniform_(-1, 1)
+    frozen = [name for name, _ in model.named_parameters() if ".0." in name or "embed" in name]
+    make_run(tmp_path / "run", "deepseek_v3", "bf16", model=model, frozen=frozen)
+    report = export(tmp_path / "run")
+    assert report.check is not None and report.check.holds
+    ours = tensors_in(Path(report.out))
+    assert torch.equal(ours[bias], model.get_buffer(bias))
+    assert ours[bias].dtype == torch.float32
+    wanted = saved_by_transformers(model, tmp_path / "wanted")
+    assert ours.keys() == wanted.keys()
+    assert all(torch.equal(ours[name].float(), wanted[name].to(ours[name].dtype).float()) for name in wanted)
+
+
+def test_files_hold_no_more_than_asked_and_the_index_says_where_each_tensor_is(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", "qwen3_moe", "bf16")
+    report = export(tmp_path / "run", max_shard_bytes=6_000)
+    out = Path(report.out)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert files == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
+    assert len(files) > 5
+    total = 0
+    for name in files:
+        with safe_open(out / name, framework="pt") as file:
+            held = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        size = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
+        assert size <= 6_000 or len(held) == 1
+        assert {index["weight_map"][key] for key in held} == {name}
+        total += size
+    assert index["metadata"]["total_size"] == total
+    assert index["metadata"]["total_parameters"] == report.parameters
+    assert report.files == {path.name: path.stat().st_size for path in out.iterdir() if path.name in report.files}
+    assert report.files.keys() | {"ray_ulysses_export.json"} == {path.name for path in out.iterdir()}
+
+
+def test_one_file_has_no_index(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", "llama")
+    out = Path(export(tmp_path / "run", check=False).out)
+    assert (out / "model.safetensors").is_file()
+    assert not (out / "model.safetensors.index.json").exists()
+
+
+def test_rope_and_positions_are_exported_as_trained_under_new_names_and_old(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    config = ARCHITECTURES["llama"](rope_parameters=rope, max_position_embeddings=512)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    write_config(tmp_path / "run", fields_of(config))
+    write_checkpoint(tmp_path / "run", model)
+    report = export(tmp_path / "run")
+    fields = json.loads((Path(report.out) / "config.json").read_text())
+    assert fields["rope_parameters"] == rope
+    assert fields["rope_theta"] == 500000.0
+    assert fields["rope_scaling"] == {name: value for name, value in rope.items() if name != "rope_theta"}
+    assert fields["max_position_embeddings"] == 512
+    assert fields["architectures"] == ["LlamaForCausalLM"]
+    assert fields["use_cache"] is True
+    loaded = AutoConfig.from_pretrained(report.out)
+    assert loaded.rope_parameters == rope
+    assert (report.max_positions, report.rope) == (512, "rope llama3, factor 8, theta 500000")
+
+
+def test_a_value_beyond_fp16_is_refused(tmp_path: Path) -> None:
+    model = zoo_model("llama")
+    with torch.no_grad():
+        model.model.norm.weight[3] = 1e6
+    make_run(tmp_path / "run", "llama", model=model)
+    with pytest.raises(RunError) as error:
+        export(tmp_path / "run", weights="fp16")
+    assert str(error.value) == (
+        "--dtype=fp16: model.norm.weight holds 1e+06, beyond the 65504 that fp16 can hold; use bf16 or fp32"
+    )
+    assert list((tmp_path / "run/export").iterdir()) == []
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", "llama")
+    write_config(tmp_path / "run", fields_of(ARCHITECTURES["llama"](num_hidden_layers=3, hidden_size=64)))
+    with pytest.raises(RunError) as error:
+        export(tmp_path / "run")
+    assert "is not of the model that config.yaml describes: model.embed_tokens.weight is [61, 64] in the model and" in str(
+        error.value
+    )
+    assert not (tmp_path / "run/export").exists()
+
+
+def test_adapters_are_refused_clearly(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(zoo_model("llama"), LoraConfig(target_modules=["q_proj"], r=2))
+    make_run(tmp_path / "run", "llama", model=model)
+    with pytest.raises(UserError, match=r"RUN: its checkpoint holds PEFT adapters \(base_model.model.lm_head.weight and"):
+        export(tmp_path / "run")
+
+
+def test_an_architecture_that_rearranges_elements_is_refused(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("hrm_text", num_hidden_layers=2, vocab_size=61)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    from ray_ulysses.export.tensors import Stored, published_tensors
+
+    stored = {
+        name: Stored(key=f"fp32/{name}", shape=tuple(tensor.shape), dtype=torch.float32, published=torch.float32)
+        for name, tensor in model.state_dict().items()
+    }
+    with pytest.raises(RunError) as error:
+        published_tensors(model, stored)
+    assert str(error.value).startswith("HrmTextForCausalLM can't be exported: its published tensors rearrange")
+    assert str(error.value).endswith("load the checkpoint into the model and call its save_pretrained")
+
+
+def test_a_live_model_that_differs_fails_the_check_and_nothing_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path / "run", "llama")
+    import ray_ulysses.export.export_run as module
+
+    original = module.write_files
+
+    def write_and_change(folder: Path, *args: Any) -> None:
+        original(folder, *args)
+        path = folder / "model.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-2] ^= 0x01
+        path.write_bytes(content)
+
+    monkeypatch.setattr(module, "write_files", write_and_change)
+    with pytest.raises(RunError) as error:
+        export(tmp_path / "run")
+    assert str(error.value).startswith("the export failed its check: its logits over 512 tokens of 2 documents (seeded")
+    assert "nothing was published" in str(error.value)
+    assert list((tmp_path / "run/export").iterdir()) == []
+
+
+def test_the_newest_the_best_and_any_step_can_be_exported(tmp_path: Path) -> None:
+    for step, losses in ((2, {"loss": 3.0}), (4, {"loss": 1.0, "eval_loss": 2.0}), (6, {"loss": 2.0, "eval_loss": 4.0})):
+        make_run(tmp_path / "run", "llama", step=step, metrics=losses)
+    request = ExportRequest(run_dir=tmp_path / "run", check=False)
+    for asked, wanted in (("latest", 6), ("best", 4), (2, 2)):
+        report = export_run(replace(request, step=asked), silent)  # type: ignore[arg-type]
+        assert (report.step, Path(report.out).name) == (wanted, f"step-{wanted:08d}")
+    with pytest.raises(UserError) as error:
+        export_run(replace(request, step=3), silent)
+    assert str(error.value) == "--step=3: is not a committed step of this run; give one of 2, 4, 6"
+
+
+def test_a_run_without_a_checkpoint_or_a_loss_is_told_so(tmp_path: Path) -> None:
+    write_config(tmp_path / "run", fields_of(ARCHITECTURES["llama"]()))
+    with pytest.raises(UserError, match="RUN: has no committed checkpoint; `ray-ulysses train` commits one"):
+        export(tmp_path / "run")
+    make_run(tmp_path / "run", "llama", step=2)
+    with pytest.raises(UserError, match="--step=best: none of the run's checkpoints has a loss; give a step: 2"):
+        export(tmp_path / "run", step="best")
+    with pytest.raises(UserError, match="is no run directory; give <run.storage>/<run.name>, which holds config.yaml"):
+        export(tmp_path / "other")
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["flipped", "cut"])
+def test_a_damaged_file_is_named_and_nothing_is_published(tmp_path: Path, cut: bool) -> None:
+    make_run(tmp_path / "run", "llama", step=2)
+    make_run(tmp_path / "run", "llama", step=4)
+    shards = tmp_path / "run/checkpoints/step-00000004/attempt-0001"
+    damaged = shards / "rank-00001-of-00002.safetensors"
+    content = damaged.read_bytes()
+    if cut:
+        damaged.write_bytes(content[:-1])
+    else:
+        header = int.from_bytes(content[:8], "little")
+        entry = json.loads(content[8 : 8 + header])["fp32/model.norm.weight"]
+        byte = 8 + header + entry["data_offsets"][0]
+        damaged.write_bytes(content[:byte] + bytes([content[byte] ^ 0x40]) + content[byte + 1 :])
+    with pytest.raises(RunError) as error:
+        export(tmp_path / "run")
+    text = str(error.value)
+    assert "attempt-0001/rank-00001-of-00002.safetensors" in text
+    if cut:
+        assert "export --step 2, which is whole" in text
+    else:
+        assert "fp32/model.norm.weight" in text
+        assert "nothing was exported" in text
+    assert not (tmp_path / "run/export/step-00000004").exists()
+    assert export(tmp_path / "run", step=2).step == 2
+
+
+def test_a_checkpoint_that_retention_deletes_meanwhile_is_told_apart_from_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    import ray_ulysses.export.export_run as module
+
+    make_run(tmp_path / "run", "llama")
+    original = module.write_files
+
+    def delete_and_write(*args: Any) -> None:
+        shutil.rmtree(tmp_path / "run/checkpoints/step-00000004")
+        original(*args)
+
+    monkeypatch.setattr(module, "write_files", delete_and_write)
+    with pytest.raises(RunError, match="of step 4 was deleted while it was exported: the run went on and keeps only its"):
+        export(tmp_path / "run")

@@ -1,0 +1,80 @@
+"""An export's memory does not grow with the model: a fresh process exports one that is many times its files' size."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_LARGEST_GROWTH_BYTES = 200 * 10**6
+_SHARD_BYTES = 50 * 10**6
+
+_WRITE = """
+import sys
+from pathlib import Path
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from tests.unit.export.runs import fields_of, write_checkpoint, write_config
+
+config = AutoConfig.for_model(
+    "llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=7, num_attention_heads=8,
+    num_key_value_heads=8, vocab_size=32768, tie_word_embeddings=True,
+)
+torch.set_default_dtype(torch.float32)
+model = AutoModelForCausalLM.from_config(config)
+run_dir = Path(sys.argv[1])
+write_config(run_dir, fields_of(config), "fp32")
+write_checkpoint(run_dir, model, moments=False)
+"""
+
+_EXPORT = """
+import gc, json, sys, time
+from pathlib import Path
+from ray_ulysses.export.export_run import export_run
+from ray_ulysses.export.request import ExportRequest
+
+def resident(name):
+    return int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0]) * 1024
+
+def export(weights, out):
+    request = ExportRequest(
+        run_dir=Path(sys.argv[1]), out=Path(sys.argv[2]) / out, weights=weights, max_shard_bytes=int(sys.argv[3]),
+        check=False,
+    )
+    started = time.monotonic()
+    report = export_run(request, lambda line: None)
+    return report.num_bytes, report.weight_files, time.monotonic() - started
+
+# What Transformers imports and builds for any model counts for none.
+from ray_ulysses.config import load_config
+from ray_ulysses.export.architecture import describe
+describe(load_config(Path(sys.argv[1]) / "config.yaml"), "fp32", None)
+gc.collect()
+before = resident("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+results = [export("fp32", "fp32"), export("bf16", "bf16")]
+print(json.dumps({"growth": resident("VmHWM") - before, "before": before, "results": results}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.timeout(300)
+def test_memory_is_bounded_by_a_few_chunks(tmp_path: Path) -> None:
+    root = Path(__file__).parents[3]
+
+    def run(code: str, *arguments: str) -> str:
+        command = [sys.executable, "-c", code, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=root, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run(_WRITE, str(tmp_path / "run"))
+    found = json.loads(run(_EXPORT, str(tmp_path / "run"), str(tmp_path), str(_SHARD_BYTES)).splitlines()[-1])
+    print(found)
+    (fp32_bytes, fp32_files, _), (bf16_bytes, bf16_files, _) = found["results"]
+    assert fp32_bytes > 600e6 and fp32_files > 8
+    assert bf16_bytes > 300e6 and bf16_files > 4
+    assert found["growth"] < _LARGEST_GROWTH_BYTES

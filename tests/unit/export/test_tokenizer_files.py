@@ -1,0 +1,101 @@
+"""The tokenizer of an export gives the tokens that the run was trained on."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import models, pre_tokenizers
+from transformers import AutoTokenizer
+
+from ray_ulysses.data.tokenizers import ByteTokenizer, load_tokenizer
+from ray_ulysses.errors import UserError
+from ray_ulysses.export.tokenizer_files import byte_tokenizer_files, find_tokenizer
+
+
+@pytest.fixture(scope="module")
+def byte_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bytes")
+    for name, content in byte_tokenizer_files().items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def texts() -> list[str]:
+    draw = random.Random(0)
+    points = [[draw.randrange(0x110000) for _ in range(60)] for _ in range(200)]
+    drawn = ["".join(chr(point) for point in row if not 0xD800 <= point < 0xE000) for row in points]
+    return ["", " lead", "<|end|>", "a<|end|>b <|end|>", "\x00\r\n\t  x ", "don't 12 345", "日本語 é 😀", *drawn]
+
+
+def test_the_byte_tokenizer_is_exact_for_every_text_in_every_library(byte_directory: Path) -> None:
+    ours = ByteTokenizer()
+    hugging_face = AutoTokenizer.from_pretrained(byte_directory)
+    rust = RustTokenizer.from_file(str(byte_directory / "tokenizer.json"))
+    again = load_tokenizer(byte_directory)
+    for text in texts():
+        wanted = ours.encode(text).tolist()
+        assert hugging_face(text)["input_ids"] == wanted[:-1]
+        assert rust.encode(text).ids == wanted[:-1]
+        assert again.encode(text).tolist() == wanted
+        assert hugging_face.decode(wanted, skip_special_tokens=True) == text
+    assert hugging_face.eos_token_id == again.info.eos_token_id == ours.info.eos_token_id
+    assert len(hugging_face) == ours.info.vocab_size
+
+
+def test_a_cut_character_is_decoded_as_the_byte_tokenizer_does(byte_directory: Path) -> None:
+    hugging_face = AutoTokenizer.from_pretrained(byte_directory)
+    draw = random.Random(1)
+    for _ in range(200):
+        ids = [draw.randrange(256) for _ in range(20)]
+        assert hugging_face.decode(ids) == bytes(ids).decode("utf-8", errors="replace")
+
+
+def word_tokenizer(folder: Path, words: int) -> Path:
+    folder.mkdir()
+    vocabulary = {f"w{number}": number for number in range(words)} | {"<end>": words}
+    tokenizer = RustTokenizer(models.WordLevel(vocab=vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_a_tokenizer_that_is_given_is_copied_and_nothing_else_of_its_directory(tmp_path: Path) -> None:
+    folder = word_tokenizer(tmp_path / "words", 8)
+    found = find_tokenizer(tmp_path / "run", folder)
+    assert found.files.keys() == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert found.files["tokenizer.json"] == (folder / "tokenizer.json").read_bytes()
+    assert (found.eos_token_id, found.vocab_size) == (8, 9)
+    assert found.words == f"from {folder}, as --tokenizer asks"
+
+
+def test_a_tokenizer_with_tokens_that_the_model_does_not_know_is_refused(tmp_path: Path) -> None:
+    found = find_tokenizer(tmp_path / "run", word_tokenizer(tmp_path / "words", 8))
+    found.refuse_unknown_tokens(9)
+    with pytest.raises(UserError) as error:
+        found.refuse_unknown_tokens(8)
+    assert str(error.value) == (
+        "--tokenizer: its largest token id is 8, and the model knows 8 tokens; give the tokenizer that prepared the run's "
+        "corpus"
+    )
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such directory"):
+        find_tokenizer(tmp_path / "run", tmp_path / "none")
+
+
+def test_a_run_whose_corpus_is_not_known_says_so(tmp_path: Path) -> None:
+    found = find_tokenizer(tmp_path, None)
+    assert found.files == {}
+    assert found.words == (
+        "none: the run's corpus, which names its tokenizer, is not there; add one with --tokenizer DIR, or copy its files "
+        "into the directory"
+    )

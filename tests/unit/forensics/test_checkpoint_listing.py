@@ -1,0 +1,219 @@
+"""Every checkpoint directory of a run is told of: whole, damaged, set aside, fenced out, or left over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ray_ulysses.checkpoint import newest_committed, set_aside
+from ray_ulysses.checkpoint.fence import claim_attempt, start_attempt
+from ray_ulysses.errors import RunError
+from ray_ulysses.forensics.checkpoint_listing import list_checkpoints
+from ray_ulysses.forensics.checkpoint_place import read_run
+from ray_ulysses.forensics.checkpoint_report import CheckpointReport
+from ray_ulysses.storage import LocalStore, RunLock
+from ray_ulysses.tracking.journal import AttemptJournal
+from tests.unit.forensics.saved import WRITTEN, cut, flip, make_folder, manifest, save, shard
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "demo"
+
+
+def by_step(folder: Path) -> dict[int, CheckpointReport]:
+    return {report.step: report for report in list_checkpoints(folder).checkpoints}
+
+
+def files_bytes(folder: Path, step: int) -> int:
+    where = folder / "checkpoints" / f"step-{step:08d}"
+    return sum(path.stat().st_size for path in where.rglob("*") if path.is_file())
+
+
+def test_a_checkpoint_says_who_wrote_it_when_why_and_how_large_it_is(folder: Path) -> None:
+    store = make_folder(folder)
+    save(store, 20, attempt=3, world_size=4, ring_size=2, zero_stage=1, metrics={"loss": 4.0, "eval_loss": 4.5})
+    assert by_step(folder)[20] == CheckpointReport(
+        step=20,
+        path="checkpoints/step-00000020",
+        committed=True,
+        condition="whole",
+        attempt=3,
+        world_size=4,
+        sp_size=2,
+        ring_size=2,
+        dp_size=2,
+        zero_stage=1,
+        num_bytes=files_bytes(folder, 20),
+        written_at=WRITTEN + 20,
+        reason="steps",
+        metrics={"loss": 4.0, "eval_loss": 4.5},
+        kept=("last 3",),
+    )
+    listing = list_checkpoints(folder)
+    assert (listing.name, listing.location, listing.resumes_from) == ("demo", str(folder), 20)
+
+
+def test_it_says_which_rules_keep_each(folder: Path) -> None:
+    changes = {"checkpoint__keep_last": 1, "checkpoint__keep_every_steps": 20, "checkpoint__keep_best": 1}
+    store = make_folder(folder, **changes, checkpoint__best_metric="loss")
+    for step, loss in ((10, 1.0), (20, 3.0), (30, 4.0), (40, 2.0)):
+        save(store, step, metrics={"loss": loss})
+    kept = {step: report.kept for step, report in by_step(folder).items()}
+    assert kept == {10: ("best loss",), 20: ("every 20",), 30: (), 40: ("last 1", "every 20")}
+
+
+def test_without_a_configuration_it_is_not_known_why_they_are_kept(folder: Path) -> None:
+    store = make_folder(folder)
+    save(store, 10)
+    (folder / "config.yaml").unlink()
+    report = by_step(folder)[10]
+    assert (report.condition, report.kept) == ("whole", ())
+
+
+def test_a_truncated_file_is_named_and_a_missing_one(folder: Path) -> None:
+    store = make_folder(folder)
+    for step in (10, 20, 30):
+        save(store, step)
+    cut(shard(folder, 20), 5)
+    shard(folder, 30).unlink()
+    found = by_step(folder)
+    assert [found[step].condition for step in (10, 20, 30)] == ["whole", "damaged", "damaged"]
+    assert "rank-00001-of-00002.safetensors has" in str(found[20].why)
+    assert "rank-00001-of-00002.safetensors is missing" in str(found[30].why)
+    # Who wrote it is known all the same.
+    assert (found[20].attempt, found[20].world_size) == (1, 2)
+    assert list_checkpoints(folder).resumes_from == 10
+
+
+def test_a_torn_manifest_is_named_and_the_shards_say_who_wrote_it(folder: Path) -> None:
+    store = make_folder(folder)
+    save(store, 10)
+    cut(manifest(folder, 10), 50)
+    report = by_step(folder)[10]
+    assert (report.condition, report.committed) == ("damaged", True)
+    assert "torn or no JSON" in str(report.why)
+    assert (report.attempt, report.world_size, report.dp_size) == (1, 2, None)
+
+
+def test_one_that_was_set_aside_says_why_by_whom_and_when(folder: Path) -> None:
+    store = make_folder(folder)
+    for step in (10, 20):
+        save(store, step)
+    cut(shard(folder, 20), 5)
+    (damage,) = newest_committed(store).damaged
+    AttemptJournal.claim(folder).close()
+    journal = AttemptJournal.claim(folder)
+    set_aside(store, damage, attempt=journal.attempt)
+    journal.append({"event": "checkpoint_set_aside", "step": 20, "reason": damage.reason})
+    report = by_step(folder)[20]
+    assert (report.condition, report.committed, report.why) == ("set_aside", False, damage.reason)
+    # From the manifest that the note has kept.
+    assert (report.attempt, report.world_size, report.metrics) == (1, 2, {"loss": 4.8})
+    (aside,) = report.set_aside
+    assert (aside.attempt, aside.reason) == (2, damage.reason)
+    assert aside.at is not None and aside.at > WRITTEN - 10**9
+    save(store, 20, attempt=2)
+    again = by_step(folder)[20]
+    assert (again.condition, again.attempt, again.set_aside) == ("whole", 2, (aside,))
+    assert again.leftover_bytes > 0 and again.num_bytes + again.leftover_bytes == files_bytes(folder, 20)
+
+
+def test_what_a_dead_attempt_committed_too_late_is_fenced_out(folder: Path) -> None:
+    store = make_folder(folder)
+    save(store, 10, attempt=1)
+    save(store, 30, attempt=1)
+    start_attempt(store, 2, 10)
+    save(store, 20, attempt=2)
+    found = by_step(folder)
+    assert {step: report.condition for step, report in found.items()} == {10: "whole", 20: "whole", 30: "superseded"}
+    assert found[30].kept == ()
+    assert list_checkpoints(folder).resumes_from == 20
+
+
+def test_shards_without_a_manifest_are_a_dead_attempts_or_are_being_written(folder: Path) -> None:
+    store = make_folder(folder)
+    claim_attempt(store, 1)
+    save(store, 10)
+    save(store, 20)
+    manifest(folder, 20).unlink()
+    report = by_step(folder)[20]
+    assert (report.condition, report.committed, report.attempt, report.world_size) == ("not_committed", False, 1, 2)
+    assert report.num_bytes == files_bytes(folder, 20)
+    assert str(report.why).startswith("left by attempt 1, which ended before the commit")
+    with RunLock(folder):
+        assert by_step(folder)[20].condition == "being_written"
+        claim_attempt(store, 2)
+        assert by_step(folder)[20].condition == "not_committed"
+
+
+def test_a_manifest_without_a_time_takes_the_journals(folder: Path) -> None:
+    store = make_folder(folder)
+    save(store, 10, written_at=0.0)
+    assert by_step(folder)[10].written_at is None
+    journal = AttemptJournal.claim(folder)
+    journal.append({"event": "checkpoint_committed", "step": 10, "path": "x", "world_size": 2})
+    assert by_step(folder)[10].written_at is not None
+
+
+def test_checkpoints_are_found_where_the_configuration_says(folder: Path, tmp_path: Path) -> None:
+    make_folder(folder, checkpoint__storage=str(tmp_path / "elsewhere"))
+    save(LocalStore(tmp_path / "elsewhere" / "demo"), 10)
+    listing = list_checkpoints(folder)
+    assert (listing.location, listing.resumes_from) == (str(tmp_path / "elsewhere" / "demo"), 10)
+    assert [(one.step, one.committed, one.world_size) for one in read_run(folder).checkpoints] == [(10, True, 2)]
+
+
+def test_a_run_that_was_moved_has_its_checkpoints_with_it(folder: Path, tmp_path: Path) -> None:
+    save(make_folder(folder), 10)
+    moved = folder.rename(tmp_path / "moved")
+    assert list_checkpoints(moved).resumes_from == 10
+
+
+def test_a_run_without_a_checkpoint_has_an_empty_list(folder: Path) -> None:
+    make_folder(folder)
+    listing = list_checkpoints(folder)
+    assert (listing.checkpoints, listing.resumes_from) == ((), None)
+
+
+def test_a_storage_that_does_not_answer_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_folder(folder)
+
+    def away(self: LocalStore, prefix: str) -> list[str]:
+        raise OSError(5, "Input/output error")
+
+    listed = LocalStore.list
+
+    def only_elsewhere(self: LocalStore, prefix: str) -> list[str]:
+        return away(self, prefix) if self.root == folder else listed(self, prefix)
+
+    monkeypatch.setattr(LocalStore, "list", only_elsewhere)
+    with pytest.raises(RunError, match=rf"the checkpoints in {folder} can't be read \(Input/output error\)"):
+        list_checkpoints(folder)
+    with caplog.at_level("WARNING", logger="ray_ulysses"):
+        assert read_run(folder).checkpoints == ()
+    assert f"the checkpoints in {folder} can't be listed (Input/output error)" in caplog.text
+
+
+def test_a_configuration_that_can_not_be_read_is_said_and_passed_over(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(make_folder(folder), 10)
+    (folder / "config.yaml").write_text("no: configuration")
+    with caplog.at_level("WARNING", logger="ray_ulysses"):
+        assert list_checkpoints(folder).resumes_from == 10
+    assert f"{folder}/config.yaml can't be read (" in caplog.text
+    assert "checkpoints are looked for beside it" in caplog.text
+
+
+def test_nothing_is_changed_by_looking(folder: Path) -> None:
+    store = make_folder(folder)
+    save(store, 10)
+    save(store, 20)
+    flip(shard(folder, 20), -9)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    list_checkpoints(folder)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before

@@ -1,0 +1,42 @@
+"""Checkpoints as an attempt tells a tracker of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray_ulysses.tracking.commits import CheckpointState, CommittedCheckpoint, TrackedCheckpoint
+
+STORE = "/runs/demo"
+
+
+def committed(step: int, attempt: int = 1, **changes: Any) -> CommittedCheckpoint:
+    fields: dict[str, Any] = {
+        "step": step,
+        "attempt": attempt,
+        "path": f"{STORE}/checkpoints/step-{step:08d}",
+        "store": STORE,
+        "topology": {"world_size": 4, "sp_size": 2},
+        "cursor": {"next_row": 6 * step},
+        "metrics": {"loss": 5.0 - step / 100},
+        "digest": f"{step:016x}",
+        "written_at": 1_700_000_000.0 + step,
+    }
+    return CommittedCheckpoint(**{**fields, **changes})
+
+
+def tracked(step: int, attempt: int | None = 1, state: CheckpointState = "committed", **changes: Any):
+    fields: dict[str, Any] = {
+        "model_id": f"m-{step}-{attempt}",
+        "run_id": "r",
+        "is_complete": True,
+        "step": step,
+        "attempt": attempt,
+        "state": state,
+        "path": f"{STORE}/checkpoints/step-{step:08d}",
+        "store": STORE,
+        "topology": {},
+        "cursor": {},
+        "digest": "",
+        "metrics": {"loss": 5.0 - step / 100},
+    }
+    return TrackedCheckpoint(**{**fields, **changes})

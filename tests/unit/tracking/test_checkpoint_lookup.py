@@ -1,0 +1,154 @@
+"""A checkpoint found through MLflow alone: the one that is meant, or an error that lists what there is."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+
+import pytest
+
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.tracking.checkpoint_lookup import choose, find_checkpoint
+from ray_ulysses.tracking.commits import GoneCheckpoint
+from ray_ulysses.tracking.mlflow_tracker import MlflowTracker, TrackingIdentity
+from tests.unit.tracking.checkpoints import STORE, committed, tracked
+
+ASKED = "model.resume_from='mlflow:demo/x'"
+
+
+def chosen(have, which):
+    one = choose(have, which, asked=ASKED)
+    return one.step, one.attempt
+
+
+def test_the_latest_is_of_the_latest_attempt_and_not_of_the_largest_step():
+    # Attempt 2 went back before step 30, which is no longer part of the run.
+    have = [tracked(10), tracked(30), tracked(20, 2), tracked(15, 2), tracked(40, 2, "damaged")]
+    assert chosen(have, "latest") == (20, 2)
+
+
+def test_the_best_is_of_the_lowest_loss_of_evaluation_else_of_training():
+    by_loss = [tracked(step, metrics={"loss": loss}) for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0))]
+    assert chosen(by_loss, "best") == (20, 1)
+    evaluated = tracked(30, metrics={"loss": 2.0, "eval_loss": 5.0})
+    assert chosen([*by_loss[:2], evaluated], "best") == (30, 1)
+    none = float("nan")
+    assert chosen([tracked(10, metrics={"loss": none}), tracked(20, metrics={"loss": 9.0})], "best") == (20, 1)
+    # Of equal ones the newest.
+    assert chosen([tracked(10, metrics={"loss": 1.0}), tracked(20, metrics={"loss": 1.0})], "best") == (20, 1)
+
+
+def test_a_step_is_the_one_that_is_live():
+    have = [tracked(20, 1, "superseded"), tracked(20, 2), tracked(10)]
+    assert chosen(have, 20) == (20, 2)
+
+
+@pytest.mark.parametrize("state", ["deleted", "damaged", "superseded"])
+@pytest.mark.parametrize("which", ["latest", "best", 20])
+def test_what_is_gone_is_not_offered(state, which):
+    gone = tracked(20, 2, state, metrics={"loss": 0.1})
+    with pytest.raises(UserError) if which == 20 else contextlib.nullcontext():
+        assert chosen([tracked(10), gone], which) == (10, 1)
+
+
+@pytest.mark.parametrize(
+    ("have", "which", "said"),
+    [
+        ([], "latest", "MLflow knows of no checkpoint of that run that is still there; name another"),
+        ([tracked(10, 1, "deleted")], "latest", "; 1 that it had are deleted or damaged; name another"),
+        ([tracked(10, is_complete=False)], "best", "no checkpoint of that run that is still there"),
+        ([tracked(10), tracked(20)], 15, "that run has no checkpoint of step 15; there are 10, 20"),
+        ([tracked(10), tracked(20, 1, "damaged")], 20, "the checkpoint of step 20 is damaged; there are 10"),
+        ([tracked(10, metrics={}), tracked(20, metrics={})], "best", "has a loss; name a step: 10, 20"),
+    ],
+)
+def test_an_error_says_what_there_is(have, which, said):
+    with pytest.raises(UserError) as caught:
+        choose(have, which, asked=ASKED)
+    assert said in str(caught.value)
+    assert str(caught.value).startswith(f"{ASKED}: ")
+
+
+def track(uri, run_dir, name, *checkpoints, gone=()):
+    run_dir.mkdir()
+    tracker = MlflowTracker(uri=uri, experiment="lookup", run_name=name, run_dir=run_dir, drain_s=60.0)
+    tracker.start({}, {})
+    for news in (*checkpoints, *gone):
+        tracker.log_checkpoint(news)
+    tracker.finish("finished")
+    return TrackingIdentity.load(run_dir).run_id
+
+
+def test_a_run_is_found_by_its_name_and_by_its_id(uri, tmp_path):
+    run_id = track(
+        uri,
+        tmp_path / "a",
+        "by-name",
+        committed(10, metrics={"loss": 1.0}),
+        committed(20, metrics={"loss": 2.0}),
+        committed(30),
+        gone=[GoneCheckpoint(step=30, attempt=1, state="damaged", reason="x")],
+    )
+    for run in ("by-name", run_id):
+        found = find_checkpoint(run, "latest", uri=uri)
+        assert (found.step, found.store, found.run_id, found.attempt) == (20, STORE, run_id, 1)
+        assert (found.path, found.digest) == (f"{STORE}/checkpoints/step-00000020", f"{20:016x}")
+        assert (found.cursor, found.topology) == ({"next_row": 120}, {"world_size": 4, "sp_size": 2})
+        assert find_checkpoint(run, "best", uri=uri).step == 10
+        assert find_checkpoint(run, 10, uri=uri).metrics == {"loss": 1.0}
+        with pytest.raises(UserError, match=r"mlflow:.*/30': the checkpoint of step 30 is damaged; there are 10, 20"):
+            find_checkpoint(run, 30, uri=uri)
+
+
+def test_a_name_that_several_runs_have_is_answered_with_their_ids(uri, tmp_path):
+    ids = [track(uri, tmp_path / name, "twice", committed(step)) for name, step in (("a", 10), ("b", 20))]
+    with pytest.raises(UserError) as caught:
+        find_checkpoint("twice", "latest", uri=uri)
+    text = str(caught.value)
+    assert "2 MLflow runs have that name; name one of them by its id:" in text
+    for run_id, step in zip(ids, (10, 20), strict=True):
+        assert f"mlflow:{run_id}/latest  (experiment lookup, since " in text
+        assert f"newest checkpoint at step {step})" in text
+
+
+def test_a_run_of_ours_is_meant_where_others_have_its_name(uri, client, tmp_path):
+    run_id = track(uri, tmp_path / "a", "shared", committed(10))
+    client.create_run(client.get_experiment_by_name("lookup").experiment_id, run_name="shared")
+    assert find_checkpoint("shared", "latest", uri=uri).run_id == run_id
+
+
+@pytest.mark.parametrize("name", ["nobody", "it's", 'it\'s "both"', "f0" * 16])
+def test_a_name_that_nobody_has_is_answered_with_the_newest_runs(uri, tmp_path, name):
+    run_id = track(uri, tmp_path / "a", "somebody", committed(10))
+    with pytest.raises(UserError) as caught:
+        find_checkpoint(name, "latest", uri=uri)
+    assert "has no run with that id or name; its newest runs are:" in str(caught.value)
+    assert f"  - somebody  {run_id}  (experiment lookup" in str(caught.value)
+
+
+def test_a_deleted_run_is_not_found(uri, client, tmp_path):
+    run_id = track(uri, tmp_path / "a", "thrown-away", committed(10))
+    client.delete_run(run_id)
+    for run in (run_id, "thrown-away"):
+        with pytest.raises(UserError, match="has no run with that id or name"):
+            find_checkpoint(run, "latest", uri=uri)
+
+
+def test_a_server_that_is_away_is_said_soon_and_without_its_password():
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        uri = f"http://me:secret@127.0.0.1:{reserved.getsockname()[1]}"
+        begin = time.monotonic()
+        with pytest.raises(RunError) as caught:
+            find_checkpoint("demo", "latest", uri=uri)
+        assert time.monotonic() - begin < 30
+    assert str(caught.value).startswith("model.resume_from='mlflow:demo/latest': MLflow at http://***@127.0.0.1:")
+    assert "does not answer" in str(caught.value) and "correct tracking.uri" in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_database_that_is_not_there_is_not_made(tmp_path):
+    with pytest.raises(UserError, match=r"is no database that exists; set tracking\.uri to where it is"):
+        find_checkpoint("demo", "latest", uri=f"sqlite:///{tmp_path}/mlflow.db")
+    assert list(tmp_path.iterdir()) == []

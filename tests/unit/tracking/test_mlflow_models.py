@@ -1,0 +1,172 @@
+"""Checkpoints in a real MLflow: one model each, told as often as a broken line asks for, and live or gone."""
+
+from __future__ import annotations
+
+import json
+import uuid
+
+import pytest
+
+from ray_ulysses.tracking.commits import CheckpointInventory, GoneCheckpoint
+from ray_ulysses.tracking.mlflow_models import CheckpointModels, tracked_checkpoints
+from tests.unit.tracking.checkpoints import STORE, committed
+
+NOW_MS = 1_700_000_000_000
+
+
+class Demo:
+    """One MLflow run and its checkpoints."""
+
+    def __init__(self, client):
+        self.client = client
+        found = client.get_experiment_by_name("models")
+        self.experiment = found.experiment_id if found else client.create_experiment("models")
+        self.run_id = client.create_run(self.experiment, run_name=f"demo-{uuid.uuid4().hex[:6]}").info.run_id
+        self.models = CheckpointModels(
+            client,
+            experiment_id=self.experiment,
+            run_id=self.run_id,
+            lineage={"run_name": "demo", "run_dir": "/runs/demo"},
+        )
+
+    def states(self):
+        found = tracked_checkpoints(self.client, self.experiment, self.run_id)
+        return sorted((one.step, one.attempt, one.state) for one in found)
+
+    def logged(self):
+        return self.client.search_logged_models([self.experiment], filter_string=f"source_run_id='{self.run_id}'")
+
+    def tags(self):
+        return self.client.get_run(self.run_id).data.tags
+
+
+@pytest.fixture
+def demo(client):
+    return Demo(client)
+
+
+def test_a_checkpoint_says_what_it_is_where_it_lies_and_where_it_came_from(demo):
+    checkpoint = committed(
+        20, 2, reason="minutes", plan_id="0123abcd", zero_stage=3, parent="checkpoints/step-00000010", tokens=99
+    )
+    demo.models.commit(checkpoint, NOW_MS)
+    (model,) = demo.logged()
+    assert (model.name, model.model_type, model.status) == ("step-00000020", "checkpoint", "READY")
+    assert dict(model.tags) == {
+        "step": "20",
+        "attempt": "2",
+        "path": f"{STORE}/checkpoints/step-00000020",
+        "store": STORE,
+        "topology": json.dumps({"world_size": 4, "sp_size": 2}),
+        "cursor": json.dumps({"next_row": 120}),
+        "digest": f"{20:016x}",
+        "plan_id": "0123abcd",
+        "reason": "minutes",
+        "parent": "checkpoints/step-00000010",
+        "zero_stage": "3",
+        "run_name": "demo",
+        "run_dir": "/runs/demo",
+        "state": "committed",
+    }
+    assert model.params == {
+        "step": "20",
+        "attempt": "2",
+        "reason": "minutes",
+        "world_size": "4",
+        "sp_size": "2",
+        "zero_stage": "3",
+        "tokens": "99",
+        "plan_id": "0123abcd",
+        "parent": "checkpoints/step-00000010",
+    }
+    assert [(metric.key, metric.value) for metric in model.metrics] == [("checkpoint_loss", 4.8)]
+    assert demo.tags()["checkpoint.step"] == "20" and demo.tags()["checkpoint.attempt"] == "2"
+    (back,) = tracked_checkpoints(demo.client, demo.experiment, demo.run_id)
+    assert (back.step, back.attempt, back.store, back.metrics) == (20, 2, STORE, {"loss": 4.8})
+    assert (back.cursor, back.topology, back.digest) == (checkpoint.cursor, checkpoint.topology, checkpoint.digest)
+
+
+def test_what_is_told_again_changes_nothing(demo):
+    gone = GoneCheckpoint(step=10, attempt=1, state="deleted", reason="keep_last")
+    for _ in range(3):
+        demo.models.commit(committed(10), NOW_MS)
+        demo.models.take_away(gone)
+    assert demo.states() == [(10, 1, "deleted")]
+    assert len(demo.client.get_metric_history(demo.run_id, "checkpoint_loss")) == 1
+    assert len(demo.client.get_run(demo.run_id).outputs.model_outputs) == 1
+
+
+def test_one_that_an_earlier_process_began_is_completed_and_not_doubled(demo):
+    demo.client.create_logged_model(
+        demo.experiment, name="step-00000010", source_run_id=demo.run_id, tags={"step": "10", "attempt": "1"}
+    )
+    assert not tracked_checkpoints(demo.client, demo.experiment, demo.run_id)[0].is_complete
+    demo.models.commit(committed(10), NOW_MS)
+    (model,) = demo.logged()
+    assert (model.status, [metric.value for metric in model.metrics]) == ("READY", [4.9])
+
+
+def test_a_step_that_a_later_attempt_commits_again_is_the_live_one(demo):
+    for step, attempt in ((10, 1), (20, 1), (15, 2), (20, 2)):
+        demo.models.commit(committed(step, attempt), NOW_MS)
+    assert demo.states() == [(10, 1, "committed"), (15, 2, "committed"), (20, 1, "superseded"), (20, 2, "committed")]
+    # Delivered late, the first attempt's takes nothing from the second's.
+    demo.models.commit(committed(20, 1), NOW_MS)
+    demo.models.commit(committed(15, 1), NOW_MS)
+    assert (15, 1, "superseded") in demo.states() and (15, 2, "committed") in demo.states()
+    assert (demo.tags()["checkpoint.attempt"], demo.tags()["checkpoint.step"]) == ("2", "20")
+
+
+def test_a_damaged_one_is_told_from_a_deleted_one_and_keeps_its_reason(demo):
+    for step in (10, 20):
+        demo.models.commit(committed(step), NOW_MS)
+    demo.models.take_away(GoneCheckpoint(step=20, attempt=None, state="damaged", reason="a flipped byte"))
+    demo.models.take_away(GoneCheckpoint(step=10, attempt=1, state="deleted"))
+    demo.models.take_away(GoneCheckpoint(step=99, attempt=1, state="deleted"))
+    demo.models.commit(committed(20, 2), NOW_MS)
+    assert demo.states() == [(10, 1, "deleted"), (20, 1, "damaged"), (20, 2, "committed")]
+    reasons = {model.tags["state"]: model.tags.get("state_reason") for model in demo.logged()}
+    assert reasons["damaged"] == "a flipped byte"
+
+
+def test_an_inventory_makes_good_what_a_death_has_lost(demo):
+    for step in (10, 20, 30):
+        demo.models.commit(committed(step), NOW_MS)
+    # Attempt 1 died before it could say that it had deleted 10 and committed 40; 30 was set aside.
+    demo.models.take_away(GoneCheckpoint(step=30, attempt=1, state="damaged", reason="x"))
+    there = CheckpointInventory(attempt=2, store=STORE, checkpoints=(committed(20), committed(40)))
+    demo.models.reconcile(there, NOW_MS)
+    expected = [(10, 1, "deleted"), (20, 1, "committed"), (30, 1, "damaged"), (40, 1, "committed")]
+    assert demo.states() == expected
+    reasons = {model.name: model.tags.get("state_reason") for model in demo.logged()}
+    assert reasons["step-00000010"] == "was not among the run's checkpoints when attempt 2 started"
+    demo.models.commit(committed(50, 2), NOW_MS)
+    demo.models.reconcile(there, NOW_MS)
+    assert demo.states() == [*expected, (50, 2, "committed")]
+    points = demo.client.get_metric_history(demo.run_id, "checkpoint_loss")
+    assert [(point.step, point.timestamp) for point in points if point.step == 40] == [(40, 1_700_000_040_000)]
+
+
+def test_a_checkpoint_of_the_version_before_is_gone_on_with(demo):
+    old = {"step": "10", "path": f"{STORE}/checkpoints/step-00000010", "topology": "{}", "cursor": "{}", "digest": "ff"}
+    model = demo.client.create_logged_model(
+        demo.experiment, name="step-00000010", source_run_id=demo.run_id, tags=old, model_type="checkpoint"
+    )
+    demo.client.finalize_logged_model(model.model_id, "READY")
+    assert demo.states() == [(10, None, "committed")]
+    demo.models.reconcile(CheckpointInventory(attempt=2, store=STORE, checkpoints=(committed(10),)), NOW_MS)
+    assert demo.states() == [(10, 1, "committed")]
+    assert len(demo.logged()) == 1
+
+
+def test_models_that_somebody_else_logged_to_the_run_are_let_be(demo):
+    demo.client.create_logged_model(demo.experiment, name="exported", source_run_id=demo.run_id)
+    demo.models.reconcile(CheckpointInventory(attempt=2, store=STORE, checkpoints=()), NOW_MS)
+    assert demo.states() == []
+
+
+def test_more_checkpoints_than_a_page_holds_are_all_seen(demo, monkeypatch):
+    monkeypatch.setattr("ray_ulysses.tracking.mlflow_models._MODELS_A_PAGE", 2)
+    for step in range(1, 6):
+        demo.models.commit(committed(step), NOW_MS)
+    assert [step for step, _, _ in demo.states()] == [1, 2, 3, 4, 5]

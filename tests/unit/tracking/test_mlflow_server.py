@@ -1,0 +1,131 @@
+"""A real MLflow server that goes and comes: nothing waits for it, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+from ray_ulysses.errors import RunError
+from ray_ulysses.tracking.checkpoint_lookup import find_checkpoint
+from ray_ulysses.tracking.commits import CheckpointInventory, GoneCheckpoint
+from ray_ulysses.tracking.mlflow_tracker import MlflowTracker, TrackingIdentity, deliver_backlog
+from tests.unit.tracking.checkpoints import STORE, committed
+
+pytestmark = pytest.mark.slow
+_START_S = 120.0
+
+
+class Server:
+    """An MLflow server over one SQLite file, which can be ended and started again."""
+
+    def __init__(self, folder, port):
+        self.uri = f"http://127.0.0.1:{port}"
+        self._folder, self._port = folder, port
+        self._process = None
+
+    def start(self):
+        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self._port)]
+        command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{self._folder}/mlflow.db"]
+        command += ["--artifacts-destination", str(self._folder / "artifacts")]
+        quiet = {
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+            "DO_NOT_TRACK": "true",
+            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        }
+        with open(self._folder / "server.log", "ab") as log:
+            self._process = subprocess.Popen(
+                command, env={**os.environ, **quiet}, stdout=log, stderr=log, start_new_session=True
+            )
+        deadline = time.monotonic() + _START_S
+        while not self._answers():
+            assert self._process.poll() is None, (self._folder / "server.log").read_text()[-2000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+    def stop(self):
+        if self._process is not None:
+            os.killpg(self._process.pid, 15)
+            try:
+                self._process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, 9)
+                self._process.wait(20)
+            self._process = None
+
+    def _answers(self):
+        try:
+            with urllib.request.urlopen(f"{self.uri}/health", timeout=2) as answer:
+                return answer.status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+
+@pytest.fixture
+def server(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder = tmp_path / "server"
+    folder.mkdir()
+    server = Server(folder, port)
+    yield server
+    server.stop()
+
+
+def track(server, run_dir, attempt, *news, drain_s):
+    tracker = MlflowTracker(
+        uri=server.uri, experiment="away", run_name="demo", run_dir=run_dir, retry_s=(0.1, 0.5), drain_s=drain_s
+    )
+    begin = time.monotonic()
+    tracker.start({"lr": 0.1}, {"attempt": attempt})
+    for one in news:
+        tracker.log_step(getattr(one, "step", 0) or 1, {"loss": 1.0})
+        tracker.log_checkpoint(one)
+    assert time.monotonic() - begin < 2.0
+    return tracker
+
+
+def test_an_outage_is_caught_up_and_what_was_committed_can_be_found(server, tmp_path):
+    run_dir = tmp_path / "demo"
+    run_dir.mkdir()
+    # Away from the start: the first attempt ends before the server has ever been there.
+    track(server, run_dir, 1, committed(10), committed(20), drain_s=0.5).finish("failed")
+    with pytest.raises(RunError, match="does not answer"):
+        find_checkpoint("demo", "latest", uri=server.uri)
+    # It comes up in the middle of the second, ...
+    there = CheckpointInventory(attempt=2, store=STORE, checkpoints=(committed(10), committed(20)))
+    gone = GoneCheckpoint(step=10, attempt=1, state="deleted")
+    tracker = track(server, run_dir, 2, there, committed(30, 2), gone, drain_s=60.0)
+    server.start()
+    tracker.finish("failed")
+    found = find_checkpoint("demo", "latest", uri=server.uri)
+    assert (found.step, found.attempt, found.store) == (30, 2, STORE)
+    # ... and is gone again at the end of the third, which completes the run.
+    server.stop()
+    track(server, run_dir, 3, committed(40, 3), drain_s=0.5).finish("finished")
+    assert deliver_backlog(run_dir, uri=server.uri, experiment="away", run_name="demo", wait_s=0.5) == 4
+    server.start()
+    assert deliver_backlog(run_dir, uri=server.uri, experiment="away", run_name="demo", wait_s=60.0) == 0
+    assert find_checkpoint("demo", "latest", uri=server.uri).step == 40
+
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=server.uri)
+    run = client.get_run(TrackingIdentity.load(run_dir).run_id)
+    models = client.search_logged_models([run.info.experiment_id])
+    states = sorted((model.name, model.tags["attempt"], model.tags["state"]) for model in models)
+    assert states == [
+        ("step-00000010", "1", "deleted"),
+        ("step-00000020", "1", "committed"),
+        ("step-00000030", "2", "committed"),
+        ("step-00000040", "3", "committed"),
+    ]
+    assert run.info.status == "FINISHED"
+    assert len(client.search_runs([run.info.experiment_id])) == 1

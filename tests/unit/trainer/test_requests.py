@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from ray_ulysses.trainer.requests import (
+    NOTICE_FILE,
+    SAVE_FILE,
+    STOP_FILE,
+    clear_stop,
+    preemption_noticed,
+    request_save,
+    request_stop,
+    stop_requested,
+    take_save_request,
+)
+
+
+def test_a_request_stops_the_session_that_it_is_meant_for(tmp_path: Path) -> None:
+    assert not stop_requested(tmp_path, "now")
+    request_stop(tmp_path, "now")
+    assert stop_requested(tmp_path, "now")
+
+
+def test_a_request_left_over_from_an_earlier_session_stops_nothing(tmp_path: Path) -> None:
+    request_stop(tmp_path, "earlier")
+    assert not stop_requested(tmp_path, "now")
+    assert not stop_requested(tmp_path, "")
+
+
+def test_a_request_that_was_cleared_is_gone_and_clearing_again_is_no_error(tmp_path: Path) -> None:
+    request_stop(tmp_path, "now")
+    clear_stop(tmp_path)
+    clear_stop(tmp_path)
+    assert not stop_requested(tmp_path, "now")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_read_asks_for_nothing(tmp_path: Path) -> None:
+    assert not stop_requested(tmp_path / "missing", "now")
+    (tmp_path / STOP_FILE).mkdir()
+    assert not stop_requested(tmp_path, "now")
+
+
+def test_a_request_says_why_it_stops(tmp_path: Path) -> None:
+    request_stop(tmp_path, "now", "resize")
+    assert stop_requested(tmp_path, "now") == "resize"
+    # As a version before reasons wrote it.
+    (tmp_path / STOP_FILE).write_text("now")
+    assert stop_requested(tmp_path, "now") == "stop"
+    (tmp_path / STOP_FILE).write_text("")
+    assert stop_requested(tmp_path, "now") is None
+
+
+def test_a_request_to_save_is_taken_once(tmp_path: Path) -> None:
+    assert not take_save_request(tmp_path)
+    request_save(tmp_path)
+    (tmp_path / SAVE_FILE).write_text("written by a person")
+    assert take_save_request(tmp_path)
+    assert not take_save_request(tmp_path)
+
+
+def test_a_notice_stands_for_as_long_as_its_file(tmp_path: Path) -> None:
+    (tmp_path / NOTICE_FILE).touch()
+    assert preemption_noticed(tmp_path) and preemption_noticed(tmp_path)
+    (tmp_path / NOTICE_FILE).unlink()
+    assert not preemption_noticed(tmp_path)
