@@ -209,6 +209,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, status: int, headers: dict[str, str], content: bytes, *, cut: bool = False) -> None:
         left_out = {"connection", "transfer-encoding", "date", "server"}
+        sent = content[: len(content) // 2] if cut else content
+        # First the note: who has the answer may ask for the count at once.
+        self._note(status, len(sent))
         self.send_response(status)
         for name, value in headers.items():
             if name.lower() not in left_out and not (name.lower() == "content-length" and self.command != "HEAD"):
@@ -216,9 +219,6 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        sent = content[: len(content) // 2] if cut else content
-        # First the note: who has the answer may ask for the count at once.
-        self._note(status, len(sent))
         if self.command != "HEAD":
             # Whoever asked may be gone, for one after a stall.
             with contextlib.suppress(OSError):

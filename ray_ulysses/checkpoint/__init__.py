@@ -10,25 +10,7 @@ from ray_ulysses.checkpoint.save import save_checkpoint
 from ray_ulysses.checkpoint.state import Piece, ShardedState, StateDescription, TensorSpec
 
 __all__ = [
-    "CheckpointError",
-    "CheckpointMeta",
-    "CheckpointRef",
-    "Choice",
-    "Damage",
-    "DamagedCheckpointError",
-    "Exchange",
-    "FencedError",
-    "KeepRules",
-    "Manifest",
-    "Piece",
-    "Retention",
-    "ShardedState",
-    "StateDescription",
-    "TensorSpec",
-    "TorchExchange",
-    "load_pieces",
-    "newest_committed",
-    "read_manifest",
-    "save_checkpoint",
-    "set_aside",
-]
+    "CheckpointError", "CheckpointMeta", "CheckpointRef", "Choice", "Damage", "DamagedCheckpointError", "Exchange",
+    "FencedError", "KeepRules", "Manifest", "Piece", "Retention", "ShardedState", "StateDescription", "TensorSpec",
+    "TorchExchange", "load_pieces", "newest_committed", "read_manifest", "save_checkpoint", "set_aside",
+]  # fmt: skip

@@ -95,8 +95,8 @@ def examine(store: Store, step: int, depth: Depth = "content") -> Manifest | Dam
     if isinstance(manifest, Damage):
         return manifest
     if not read_lineage(store).holds(step, manifest.attempt):
-        reason = f"attempt {manifest.attempt} committed it after a later attempt had started before step {step}"
-        return Damage(step=step, reason=reason, kind="superseded")
+        late = f"attempt {manifest.attempt} committed it after a later attempt had started before step {step}"
+        return Damage(step=step, reason=late, kind="superseded")
     for shard in manifest.shards:
         try:
             reason = find_damage(store, step_folder(step), shard, read_content=depth == "content")

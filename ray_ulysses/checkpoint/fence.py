@@ -2,8 +2,8 @@
 
 An attempt claims ``attempts/0003.claimed`` before it looks for what to resume from, and creates
 ``attempts/0003.from-00000010`` once it has chosen. Both are created if absent, their content is nothing,
-and they stay. From their names alone follows the lineage: a checkpoint beyond the step from which a later attempt started
-is not part of the run, whenever it was committed.
+and they stay. From their names alone follows the lineage: a checkpoint beyond the step from which a later attempt
+started is not part of the run, whenever it was committed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Lineage:
 
 def lineage_of(keys: Iterable[str]) -> Lineage:
     """Return what the names of the attempts' files say (pure); other keys are passed over."""
-    newest, started = 0, {}
+    newest = 0
+    started: dict[int, int] = {}
     for key in keys:
         match = _KEY.match(key)
         if match:

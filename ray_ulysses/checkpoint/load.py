@@ -48,7 +48,8 @@ def load_pieces(store: Store, manifest: Manifest, pieces: Sequence[Piece], excha
             may have been filled in part.
     """
     exchange = exchange if exchange is not None else SingleExchange()
-    problem, damage, cause, num_bytes = None, None, None, 0
+    problem, damage, num_bytes = None, None, 0
+    cause: Exception | None = None
     try:
         num_bytes = _load(store, manifest, pieces)
     except (ShardDamage, FileNotFoundError) as error:

@@ -23,7 +23,7 @@ from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.storage.lock import RunLock
 from ray_ulysses.tracking.history import read_history
-from ray_ulysses.trainer.checkpoint_store import checkpoint_store
+from ray_ulysses.trainer.checkpoint_store import checkpoint_lock, checkpoint_store
 from ray_ulysses.trainer.preflight import check_resume, check_writable, claim_directory, completed
 from ray_ulysses.trainer.requests import clear_stop, request_save, request_stop
 from ray_ulysses.trainer.shared_storage import announce_session
@@ -72,7 +72,7 @@ def train(prepared: PreparedRun, console: Console) -> TrainResult:
     started = time.monotonic()
     check_writable(config)
     check_resume(prepared)
-    with RunLock(config.run_dir):
+    with RunLock(config.run_dir), checkpoint_lock(config):
         # Once more: another command may have started the run between the check and the lock.
         check_resume(prepared)
         history = completed(prepared)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from ray_ulysses.config.reference_to_checkpoint import ReferenceProblem, parse_reference
 from ray_ulysses.config.section import Section, refusal
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -91,6 +92,16 @@ class ModelSection(Section):
     """What is taken from `resume_from`: `all` goes on with that run at its step and place in the data, under the same
     settings; `optimizer` takes weights and the optimizer's moments and begins at step 0 with data of its own, and
     `weights` the weights alone, as for the next stage of context extension. Default `all`: recovery."""
+
+    @field_validator("resume_from")
+    @classmethod
+    def _names_a_checkpoint(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                parse_reference(value)
+            except ReferenceProblem as error:
+                raise refusal(error.rule, error.way_out) from error
+        return value
 
     @field_validator("config")
     @classmethod

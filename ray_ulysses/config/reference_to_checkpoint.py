@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from ray_ulysses.errors import UserError
+from ray_ulysses.storage.location import absolute_location
 
 Which = int | Literal["latest", "best"]
 """A step, the newest checkpoint, or the one of the lowest loss."""
@@ -116,3 +118,19 @@ def _which(text: str, selector: str) -> Which:
             way_out += f"; where {selector!r} is the end of a directory's name, add @latest"
         raise ReferenceProblem(text, f"{selector!r} is no step, latest or best", way_out)
     return int(selector)
+
+
+def absolute_reference(text: str, base: Path) -> RunReference | MlflowReference:
+    """Return a reference whose run's directory does not depend on where a process works; others as they are.
+
+    Args:
+        text: As in `parse_reference`.
+        base: Absolute directory that relative paths start from.
+
+    Raises:
+        ReferenceProblem: The text names no checkpoint.
+    """
+    reference = parse_reference(text)
+    if isinstance(reference, MlflowReference):
+        return reference
+    return replace(reference, location=absolute_location(reference.location, base))

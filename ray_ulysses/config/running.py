@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from ray_ulysses.config.section import Section, refusal
+from ray_ulysses.storage.location import LocationError, parse_location
 
 _TRACKING_SCHEMES = ("http://", "https://", "sqlite:///", "postgresql", "mysql", "mssql")
 
@@ -114,6 +115,16 @@ class CheckpointSection(Section):
     max_failed_saves: int = Field(default=2, ge=0)
     """Saves in a row that may fail, on a full disk or a storage that is away, before the run ends; each is repeated
     with the state of the next step. Default 2: a short outage costs nothing, a long one is not trained into."""
+
+    @field_validator("storage")
+    @classmethod
+    def _is_a_store(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                parse_location(value)
+            except LocationError as error:
+                raise refusal(error.rule, error.way_out) from error
+        return value
 
 
 class ElasticSection(Section):

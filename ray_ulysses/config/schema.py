@@ -13,6 +13,7 @@ from ray_ulysses.config.learning import (
     RunSection,
     ScheduleSection,
 )
+from ray_ulysses.config.reference_to_checkpoint import absolute_reference
 from ray_ulysses.config.running import (
     CheckpointSection,
     ClusterSection,
@@ -23,6 +24,7 @@ from ray_ulysses.config.running import (
 )
 from ray_ulysses.config.section import Section
 from ray_ulysses.config.yaml_text import dump_yaml
+from ray_ulysses.storage.location import absolute_location
 
 
 class Config(Section):
@@ -68,7 +70,7 @@ class Config(Section):
         return self.tracking.uri or f"sqlite:///{Path(self.run.storage) / 'mlflow.db'}"
 
     def with_absolute_paths(self, base: Path) -> Config:
-        """Return this configuration with ``run.storage`` and the paths of the data made absolute.
+        """Return this configuration with every path that workers open made absolute.
 
         Workers of a cluster have working directories of their own, in which a relative path means something
         else.
@@ -90,7 +92,13 @@ class Config(Section):
         if model.path is not None and (base / Path(model.path).expanduser()).is_dir():
             # Else it is a hub id, which is no path.
             model = model.model_copy(update={"path": str(base / Path(model.path).expanduser())})
-        return self.model_copy(update={"run": run, "data": data, "model": model})
+        if model.resume_from is not None:
+            model = model.model_copy(update={"resume_from": str(absolute_reference(model.resume_from, base))})
+        checkpoint = self.checkpoint
+        if checkpoint.storage is not None:
+            where = absolute_location(checkpoint.storage, base)
+            checkpoint = checkpoint.model_copy(update={"storage": where})
+        return self.model_copy(update={"run": run, "data": data, "model": model, "checkpoint": checkpoint})
 
     def to_yaml(self) -> str:
         """Return the configuration, defaults filled in, as YAML that loads into an equal one."""

@@ -45,6 +45,25 @@ class GroupPlace:
     offset: int
 
 
+def cut(place: GroupPlace, num_elements: int, *, partition_size: int, rank: int) -> Slot:
+    """Return what a rank's partition of a group holds of one parameter: the intersection of the two.
+
+    Args:
+        place: Where the parameter lies in the group.
+        num_elements: Its exact size.
+        partition_size: Elements of a partition, padding included.
+        rank: Whose partition.
+    """
+    first = rank * partition_size
+    begin = max(place.offset, first)
+    end = min(place.offset + num_elements, first + partition_size)
+    if end <= begin:
+        return Slot(group=place.group, flat=place.group, offset=0, start=0, length=0)
+    return Slot(
+        group=place.group, flat=place.group, offset=begin - first, start=begin - place.offset, length=end - begin
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupTables:
     """The state of an optimizer that cuts each group's flat tensor evenly over the world.
@@ -75,19 +94,7 @@ class GroupTables:
     def slot(self, parameter: Any) -> Slot:
         """Return where this rank's elements of a trained parameter lie: its partition, cut to the parameter."""
         place = self.places[id(parameter)]
-        size = self.flats[place.group].numel()
-        first = self.rank * size
-        begin = max(place.offset, first)
-        end = min(place.offset + parameter.numel(), first + size)
-        if end <= begin:
-            return Slot(group=place.group, flat=place.group, offset=0, start=0, length=0)
-        return Slot(
-            group=place.group,
-            flat=place.group,
-            offset=begin - first,
-            start=begin - place.offset,
-            length=end - begin,
-        )
+        return cut(place, parameter.numel(), partition_size=self.flats[place.group].numel(), rank=self.rank)
 
     def weights(self, parameter: Any, *, is_writing: bool) -> tuple[int, torch.Tensor]:
         """Return an even share of a parameter to store, or all of it to fill."""

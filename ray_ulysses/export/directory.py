@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.export.report import decimal_size
 
 RECORD_FILE = "ray_ulysses_export.json"
 _LOCK_FILE = ".exporting"

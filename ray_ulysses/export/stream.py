@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +20,14 @@ from ray_ulysses.export.files import WeightFile
 from ray_ulysses.export.tensors import Stored
 from ray_ulysses.storage import Store
 
-CHUNK_BYTES = 32 * 2**20
-"""Most bytes that are read at once, as they are stored; the next chunk is read while one is written."""
+PART_BYTES = 8 * 2**20
+"""Most bytes of a tensor that are read in one go, as they are stored."""
+
+BATCH_BYTES = 24 * 2**20
+"""Size of a buffer, of which there are two: one is filled while the other is written."""
+
+_ALIGNMENT_BYTES = 64
+_CONVERTED_ELEMENTS = 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,20 +50,37 @@ class Stretch:
         return (self.stop - self.start) * self.stored.dtype.itemsize
 
 
-def batches(stretches: Sequence[Stretch], most_bytes: int = CHUNK_BYTES) -> Iterator[list[Stretch]]:
-    """Yield the stretches in order, long ones cut and short ones together, at most so many bytes a batch (pure)."""
+def cut(stretch: Stretch, borders: Sequence[int], most_bytes: int) -> Iterator[Stretch]:
+    """Yield a stretch in parts that lie in one stored interval each and begin where whole blocks of it do (pure).
+
+    Such a part is read straight to where it is wanted, without a copy of the blocks around it.
+
+    Args:
+        stretch: What is wanted.
+        borders: First elements of the tensor's stored intervals, ascending; the first is 0.
+        most_bytes: Most bytes of a part, as it is stored: a multiple of the checkpoint's block.
+    """
+    most = most_bytes // stretch.stored.dtype.itemsize
+    start = stretch.start
+    while start < stretch.stop:
+        place = bisect_right(borders, start) - 1
+        begin = borders[place]
+        end = borders[place + 1] if place + 1 < len(borders) else stretch.stop
+        stop = min(stretch.stop, end, begin + ((start - begin) // most + 1) * most)
+        yield Stretch(stored=stretch.stored, start=start, stop=stop)
+        start = stop
+
+
+def batches(parts: Iterable[Stretch], most_bytes: int) -> Iterator[list[Stretch]]:
+    """Yield parts in order, in batches of at most so many bytes as they are stored (pure)."""
     batch: list[Stretch] = []
-    room = most_bytes
-    for stretch in stretches:
-        start, width = stretch.start, stretch.stored.dtype.itemsize
-        while start < stretch.stop:
-            if room < width:
-                yield batch
-                batch, room = [], most_bytes
-            stop = min(stretch.stop, start + room // width)
-            batch.append(Stretch(stored=stretch.stored, start=start, stop=stop))
-            room -= (stop - start) * width
-            start = stop
+    num_bytes = 0
+    for part in parts:
+        if batch and num_bytes + _padded(part.stored_bytes) > most_bytes:
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(part)
+        num_bytes += _padded(part.stored_bytes)
     if batch:
         yield batch
 
@@ -71,41 +95,52 @@ class Weights:
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self._store, self._manifest = store, manifest
+        self._buffers = [torch.empty(BATCH_BYTES, dtype=torch.uint8) for _ in range(2)]
+        self._borders: dict[str, list[int]] = {}
+        for shard in manifest.shards:
+            for entry in shard.intervals:
+                if entry.interval.stop > entry.interval.start:
+                    self._borders.setdefault(entry.interval.key, []).append(entry.interval.start)
+        for borders in self._borders.values():
+            borders.sort()
 
-    def read(self, stretches: Sequence[Stretch]) -> list[torch.Tensor]:
-        """Return the elements of each stretch, 1-D, in the type that they are published in.
+    def read_ahead(self, stretches: Sequence[Stretch]) -> Iterator[tuple[Stretch, torch.Tensor]]:
+        """Yield the stretches in order, cut as needed, with their elements; the next batch is read meanwhile.
+
+        Elements are 1-D, in the type that they are published in, and good until the next ones are asked for: two
+        buffers are all the memory that this takes.
 
         Raises:
             RunError: A file is missing or damaged, or a value does not fit the type.
         """
-        pieces = [
-            Piece(
-                key=stretch.stored.key,
-                start=stretch.start,
-                tensor=torch.empty(stretch.stop - stretch.start, dtype=stretch.stored.dtype),
-            )
+        parts = (
+            part
             for stretch in stretches
-        ]
+            for part in cut(stretch, self._borders.get(stretch.stored.key, [0]), PART_BYTES)
+        )
+        with ThreadPoolExecutor(1, thread_name_prefix="export-read") as reader:
+            following: Future[list[Piece]] | None = None
+            held: list[Stretch] = []
+            for number, batch in enumerate(batches(parts, BATCH_BYTES)):
+                ready, job = following, reader.submit(self._read, batch, self._buffers[number % 2])
+                if ready is not None:
+                    yield from _converted(held, ready.result())
+                following, held = job, batch
+            if following is not None:
+                yield from _converted(held, following.result())
+
+    def _read(self, batch: Sequence[Stretch], buffer: torch.Tensor) -> list[Piece]:
+        """Fill views of a buffer with the elements of each stretch, as they are stored."""
+        pieces, offset = [], 0
+        for stretch in batch:
+            view = buffer[offset : offset + stretch.stored_bytes].view(stretch.stored.dtype)
+            pieces.append(Piece(key=stretch.stored.key, start=stretch.start, tensor=view))
+            offset += _padded(stretch.stored_bytes)
         try:
             load_pieces(self._store, self._manifest, pieces)
         except CheckpointError as error:
             raise self._explained(error) from error
-        # One at a time, so that what was read is let go of as it is converted.
-        return [_converted(pieces.pop(0), stretch.stored.published) for stretch in stretches]
-
-    def read_ahead(self, stretches: Sequence[Stretch]) -> Iterator[tuple[Stretch, torch.Tensor]]:
-        """Yield the stretches in order, cut as needed, with their elements; the next batch is read meanwhile."""
-        pending = batches(stretches)
-        with ThreadPoolExecutor(1, thread_name_prefix="export-read") as reader:
-            batch = next(pending, None)
-            job = reader.submit(self.read, batch) if batch is not None else None
-            while batch is not None and job is not None:
-                tensors = job.result()
-                following = next(pending, None)
-                job = reader.submit(self.read, following) if following is not None else None
-                yield from zip(batch, tensors, strict=True)
-                del tensors
-                batch = following
+        return pieces
 
     def _explained(self, error: CheckpointError) -> RunError:
         step = self._manifest.step
@@ -157,14 +192,29 @@ def _write_all(descriptor: int, content: memoryview) -> None:
         content = content[os.write(descriptor, content) :]
 
 
-def _converted(piece: Piece, dtype: torch.dtype) -> torch.Tensor:
-    values = piece.tensor.to(dtype)
-    if dtype == torch.float16 and piece.tensor.dtype != dtype:
-        lost = values.isinf() & piece.tensor.isfinite()
-        if bool(lost.any()):
-            largest = float(piece.tensor[lost].abs().max())
-            raise RunError(
-                f"--dtype=fp16: {piece.key.split('/', 1)[1]} holds {largest:.4g}, beyond the 65504 that fp16 can "
-                "hold; use bf16 or fp32"
-            )
-    return values
+def _padded(num_bytes: int) -> int:
+    """Return a size rounded up, so that whatever comes behind it in a buffer is aligned."""
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _converted(stretches: Sequence[Stretch], pieces: Sequence[Piece]) -> Iterator[tuple[Stretch, torch.Tensor]]:
+    """Yield what was read in the type that it is published in, a little at a time."""
+    for stretch, piece in zip(stretches, pieces, strict=True):
+        for first in range(0, piece.tensor.numel(), _CONVERTED_ELEMENTS):
+            read = piece.tensor[first : first + _CONVERTED_ELEMENTS]
+            values = read.to(stretch.stored.published)
+            if values.dtype == torch.float16 and bool(values.isinf().any()):
+                _refuse_overflow(stretch.stored.key, read)
+            start = stretch.start + first
+            yield Stretch(stored=stretch.stored, start=start, stop=start + values.numel()), values
+
+
+def _refuse_overflow(key: str, read: torch.Tensor) -> None:
+    """Refuse finite values that fp16 can't hold."""
+    finite = read[read.isfinite()].abs()
+    largest = float(finite.max()) if finite.numel() else 0.0
+    if largest > torch.finfo(torch.float16).max:
+        raise RunError(
+            f"--dtype=fp16: {key.split('/', 1)[1]} holds {largest:.4g}, beyond the 65504 that fp16 can hold; use bf16 or "
+            "fp32"
+        )

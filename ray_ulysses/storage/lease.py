@@ -2,7 +2,8 @@
 
 The holder is whoever created the highest ``lock/holder-<generation>.json``; creating one is exclusive. Beside it the
 holder replaces ``lock/beat-<generation>`` all the time. Whoever comes watches that beat: if it moves, the holder
-lives, and he is refused; if it has not moved for `lease_s` of his *own* clock, he creates the next generation. No
+lives, and the newcomer is refused; if it has not moved for `lease_s` of the newcomer's *own* clock, it creates the
+next generation. No
 clock is ever compared with another's.
 
 Why two never hold it at once, as long as no clock runs a fifth faster than another: a beat counts from when it was
@@ -100,8 +101,8 @@ class RunLease:
         try:
             sight = self._see()
             if sight.generation and sight.beat != _RELEASED:
-                self._wait_for_silence(sight)
-                self.taken_over_from = self._owner(sight.generation)
+                is_dead = self._is_silent(sight)
+                self.taken_over_from = self._owner(sight.generation) if is_dead else None
             if not self._win(sight.generation + 1):
                 raise self._refusal(self._see().generation)
         except OSError as error:
@@ -202,16 +203,17 @@ class RunLease:
                 if number is not None and int(number[1]) < generation:
                     self._store.delete(key)
 
-    def _wait_for_silence(self, sight: _Sight) -> None:
-        """Return once the holder has given no sign for `lease_s`; raise as soon as he gives one."""
+    def _is_silent(self, sight: _Sight) -> bool:
+        """Watch a holder: True after `lease_s` without a sign, False if it releases; raise as soon as it lives."""
         seen_at = self._clock.monotonic()
         while self._clock.monotonic() - seen_at < self._lease_s:
             self._sleep(self._lease_s / _BEATS_A_LEASE / 2)
             now = self._see()
             if now.generation == sight.generation and now.beat == _RELEASED:
-                return
+                return False
             if now != sight:
                 raise self._refusal(now.generation)
+        return True
 
     def _see(self) -> _Sight:
         generation = _newest(self._store)

@@ -135,6 +135,16 @@ def join_location(location: str | Path, name: str) -> str:
     return str(replace(where, prefix=f"{where.prefix}/{name}" if where.prefix else name))
 
 
+def absolute_location(location: str, base: Path) -> str:
+    """Return a location that means the same in every working directory; a URI is returned as it is.
+
+    Args:
+        location: A path or URI.
+        base: Absolute directory that relative paths start from.
+    """
+    return location if _SCHEME.match(location) else str(base / Path(location).expanduser())
+
+
 def open_store(location: str | Path, *, retry_s: float = RETRY_S) -> Store:
     """Return the store at a location; neither asks it anything nor creates anything.
 
@@ -211,6 +221,8 @@ def _is_secret(name: str) -> bool:
 def _shown(text: str) -> str:
     """Return a URI without what may be a secret."""
     head, mark, query = text.partition("?")
-    head = re.sub(r"//[^/@]*:[^/@]*@", "//***@", head)
+    # Azure's container stands before the at sign; anything else there, and what follows a colon, may be a secret.
+    secret = r"//[^/@]*:[^/@]*@" if text.lower().startswith("a") else r"//[^/@]*@"
+    head = re.sub(secret, "//***@", head)
     pairs = (pair.partition("=") for pair in query.split("&"))
     return head + mark + "&".join(f"{name}=***" if _is_secret(name) else name + eq + value for name, eq, value in pairs)

@@ -51,7 +51,8 @@ def _connect_s3(location: ObjectLocation, retry_s: float) -> S3Store:
     config: S3Config = {}
     endpoint = _endpoint(location)
     used = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-    region, virtual = location.option("region"), location.option("force_virtual_addressing") == "true"
+    region = location.option("region") or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    virtual = location.option("force_virtual_addressing") == "true"
     if virtual:
         config["virtual_hosted_style_request"] = True
     if used:

@@ -13,7 +13,7 @@ from ray_ulysses.storage.location import ObjectLocation, open_store, parse_locat
 from ray_ulysses.storage.store import AlreadyExistsError, Store, read_bytes
 
 _NUM_WRITERS = 4
-_RETRY_S = 10.0
+_RETRY_S = 5.0
 _FIRST, _SECOND = b"0123456789", b"abcdefghij"
 
 
@@ -60,7 +60,7 @@ def _probe(store: Store, folder: str) -> None:
     store.create(key, [_FIRST])
     if _creates(store, key, _SECOND) or read_bytes(store, key) != _FIRST:
         raise _UnfitError(
-            "a second writer can create the same file there (conditional puts are ignored), so a checkpoint can't be "
+            "two writers can create the same file there (conditional puts are ignored), so a checkpoint can't be "
             "committed safely"
         )
     with ThreadPoolExecutor(_NUM_WRITERS) as pool:

@@ -139,6 +139,7 @@ class SpooledTracker:
             return
         if not self._drained.wait(self._drain_s):
             self._given_up.set()
+            self._wake.set()
             self._warn_once(
                 "drain",
                 f"the tracker could not be reached within {self._drain_s:g} s; what is missing waits in "
@@ -165,6 +166,10 @@ class SpooledTracker:
         pause, connected = self._retry_s[0], False
         while True:
             self._wake.clear()
+            if self._given_up.is_set():
+                # Whoever opens the spool next delivers what is left; two that do would double it.
+                self._spool.close()
+                return
             stopping = self._stop.is_set()
             try:
                 if not connected:
@@ -179,9 +184,8 @@ class SpooledTracker:
                 # Not `_wake`, which would turn every step of a busy run into an attempt.
                 if not stopping:
                     self._stop.wait(pause)
-                elif self._given_up.wait(min(pause, 1.0)):
-                    self._spool.close()
-                    return
+                else:
+                    self._given_up.wait(min(pause, 1.0))
                 pause = min(2 * pause, self._retry_s[1])
                 continue
             if stopping and self._spool.is_empty:
@@ -208,6 +212,8 @@ class SpooledTracker:
         except RefusedEvent:
             self._deliver_singly(spool, entries)
             return True
+        if self._given_up.is_set():
+            return False
         spool.acknowledge(entries[-1].end, marks)
         return True
 

@@ -1,8 +1,9 @@
 """Checkpoints in MLflow: each is a logged model of type ``checkpoint`` of the run that wrote it.
 
-Its tags say where it lies and what became of it (``state``); its parameters say how it came about, as columns that
-MLflow can sort and compare; its metrics are named ``checkpoint_<name>``, since MLflow adds a model's metrics to its
-run's curves too. Every call may be repeated: what is there already is not made twice.
+Its tags say where it lies and what became of it (``state``), which its page does not show: so does its description. In
+a list one that can't be used any more is ``Failed``. Its parameters say how it came about, as columns that MLflow can
+sort and compare; its metrics are named ``checkpoint_<name>``, since MLflow adds a model's metrics to its run's curves
+too. Every call may be repeated: what is there already is not made twice.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ if TYPE_CHECKING:
 
 MODEL_TYPE = "checkpoint"
 METRIC_PREFIX = "checkpoint_"
+DESCRIPTION = "mlflow.note.content"
+"""The tag that MLflow shows as a model's description, in Markdown."""
 
+_STATE_MARK = "⚠ "
+_FINAL = ("READY", "FAILED")
 _MODELS_A_PAGE = 1000
 _TAG_CHARACTERS = 8000
 _PARAM_CHARACTERS = 500
@@ -93,7 +98,8 @@ class CheckpointModels:
         """Make a checkpoint's model, or complete the one that an earlier process began."""
         from mlflow.entities import LoggedModelOutput
 
-        tags = {**_tags(checkpoint), **self._lineage, "state": state}
+        description = _description(checkpoint, self._lineage.get("run_name", ""), self._run_id)
+        tags = {**_tags(checkpoint), **self._lineage, "state": state, DESCRIPTION: description}
         if own is None:
             model_id = self._client.create_logged_model(
                 self._experiment_id,
@@ -121,10 +127,22 @@ class CheckpointModels:
         if outputs is None or model_id not in {output.model_id for output in outputs.model_outputs}:
             self._client.log_outputs(self._run_id, [LoggedModelOutput(model_id=model_id, step=checkpoint.step)])
         # Last: until then the model counts as begun.
-        self._client.finalize_logged_model(model_id, "READY")
+        self._client.finalize_logged_model(model_id, "READY" if state == "committed" else "FAILED")
 
     def _set_state(self, model_id: str, state: CheckpointState, reason: str) -> None:
-        self._client.set_logged_model_tags(model_id, {"state": state, "state_reason": reason[:_TAG_CHARACTERS]})
+        """Say what became of a checkpoint, before what its description said, which a person may have edited."""
+        said = str(self._client.get_logged_model(model_id).tags.get(DESCRIPTION, ""))
+        if said.startswith(_STATE_MARK):
+            said = said.partition("\n\n")[2]
+        why = f": {reason}" if reason else ""
+        tags = {
+            "state": state,
+            "state_reason": reason,
+            DESCRIPTION: f"{_STATE_MARK}**{state.capitalize()}, not to be loaded**{why}\n\n{said}",
+        }
+        tags = {name: value[:_TAG_CHARACTERS] for name, value in tags.items()}
+        self._client.set_logged_model_tags(model_id, tags)
+        self._client.finalize_logged_model(model_id, "FAILED")
 
     def _point_run_at(self, checkpoint: CommittedCheckpoint) -> None:
         """Let the run's tags name its newest checkpoint; an older one that is recorded late does not."""
@@ -185,7 +203,7 @@ def _tracked_checkpoint(model: LoggedModel, run_id: str) -> TrackedCheckpoint | 
     return TrackedCheckpoint(
         model_id=str(model.model_id),
         run_id=run_id,
-        is_complete=model.status == "READY",
+        is_complete=model.status in _FINAL,
         step=step,
         attempt=_number(tags.get("attempt")),
         state=_state(tags.get("state")),
@@ -222,6 +240,19 @@ def _tags(checkpoint: CommittedCheckpoint) -> dict[str, str]:
         "zero_stage": _text(checkpoint.zero_stage),
     }
     return {name: value[:_TAG_CHARACTERS] for name, value in tags.items() if value}
+
+
+def _description(checkpoint: CommittedCheckpoint, run_name: str, run_id: str) -> str:
+    """Return what the page of a checkpoint says to a person."""
+    layout = ", ".join(f"{name} {value}" for name, value in checkpoint.topology.items())
+    zero = f", ZeRO {checkpoint.zero_stage}" if checkpoint.zero_stage is not None else ""
+    lines = [
+        f"Checkpoint after step {checkpoint.step:,} of run `{run_name}`, written by attempt {_text(checkpoint.attempt)}"
+        f" ({layout}{zero}).",
+        f"Files: `{checkpoint.path}`",
+        f"Start another run from it: `model.resume_from: mlflow:{run_id}/{checkpoint.step}`",
+    ]
+    return "\n\n".join(lines)
 
 
 def _params(checkpoint: CommittedCheckpoint) -> dict[str, str]:

@@ -191,9 +191,9 @@ class MlflowSink:
         found = self._client.get_experiment_by_name(self._experiment)
         if found is None:
             try:
-                return str(
-                    self._client.create_experiment(self._experiment, artifact_location=_artifact_root(self._uri))
-                )
+                root = _artifact_root(self._uri)
+                made = self._client.create_experiment(self._experiment, artifact_location=root)
+                return str(made)
             except MlflowException:  # another run made it in between
                 found = self._client.get_experiment_by_name(self._experiment)
                 if found is None:

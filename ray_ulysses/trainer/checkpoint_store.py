@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+from ray_ulysses.storage.lease import RunLease
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.location import join_location, open_store
+from ray_ulysses.storage.lock import RunLock
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -17,6 +20,19 @@ def checkpoint_location(config: Config) -> str:
     if config.checkpoint.storage is None:
         return str(config.run_dir)
     return join_location(config.checkpoint.storage, config.run.name)
+
+
+def checkpoint_lock(config: Config) -> AbstractContextManager[object]:
+    """Return what keeps a second command from writing the run's checkpoints; entering it may raise `UserError`.
+
+    In the run's directory that is the run's own lock, which the caller holds.
+    """
+    if config.checkpoint.storage is None:
+        return nullcontext()
+    store = checkpoint_store(config)
+    if isinstance(store, LocalStore):
+        return RunLock(store.root)
+    return RunLease(store, run=config.run.name)
 
 
 def checkpoint_store(config: Config) -> Store:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ray_ulysses.parallel.layout import ParallelLayout
     from ray_ulysses.storage import Store
     from ray_ulysses.tracking.tracker import Tracker
-    from ray_ulysses.trainer.resume import Progress
+    from ray_ulysses.trainer.progress import Progress
     from ray_ulysses.trainer.step import StepResult
     from ray_ulysses.trainer.worker import Worker
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.data.cursor import Cursor
     from ray_ulysses.parallel.layout import ParallelLayout
+    from ray_ulysses.trainer.progress import Progress
     from ray_ulysses.trainer.record import Recorder
-    from ray_ulysses.trainer.resume import Progress
     from ray_ulysses.trainer.worker import Worker
 
 _log = get_logger(__name__)

@@ -16,6 +16,7 @@ import pytest
 
 from ray_ulysses.config import Config
 from ray_ulysses.tracking.history import RunHistory, read_history
+from ray_ulysses.tracking.journal import read_records
 from tests.distributed.run_case import make_config, make_corpus
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -118,6 +119,7 @@ def test_a_run_goes_on_over_completion_stop_kill_and_resize(corpus: Path, tmp_pa
     try:
         wait_for_step(config, 9)
         worker_processes(config)[0].kill()
+        command.process.send_signal(signal.SIGUSR1)
         wait_for_step(config, 14)
         command.process.send_signal(signal.SIGTERM)
         assert command.wait() == 0, command.text
@@ -127,6 +129,8 @@ def test_a_run_goes_on_over_completion_stop_kill_and_resize(corpus: Path, tmp_pa
     assert stopped.status == "stopped"
     assert stopped.checkpoints[-1].step == stopped.step and stopped.checkpoints[-1].committed
     assert [attempt.world_size for attempt in stopped.attempts] == [2, 2, 2]
+    reasons = [record["reason"] for record in read_records(config.run_dir) if record["event"] == "checkpoint_committed"]
+    assert {"steps", "request", "stop"} <= set(reasons)
 
     # The whole command is killed in the middle of the run, and resumed with sp=4 on 4 workers.
     command = start(config_for(4, 2, 160), tmp_path / "third")

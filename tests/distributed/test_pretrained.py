@@ -1,9 +1,10 @@
-"""Weights loaded from a directory under ZeRO-3: partitioned as they come, whole, and equal to those on disk."""
+"""Weights loaded from a directory: partitioned as they come under ZeRO-3, else whole, and equal to those on disk."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import build_model
-from ray_ulysses.engine.zero import ZeroSettings, build_engine, zero_config
+from ray_ulysses.engine.zero import ZeroSettings, build_engine, partition_config
 from ray_ulysses.errors import UserError
 from tests.distributed.harness import run_ranks
 from tests.unit.config.trees import small_tree
@@ -29,20 +30,23 @@ SETTINGS = ZeroSettings(
 )
 
 
-def loaded(rank: int, world_size: int, path: str) -> tuple[dict[str, torch.Tensor], int, str]:
+def loaded(
+    rank: int, world_size: int, path: str, stage: Literal[1, 2, 3] = 3
+) -> tuple[dict[str, torch.Tensor], int, str]:
     """Return the gathered weights, the most elements of a parameter that this rank held, and what was refused."""
     import deepspeed
 
     tree = small_tree(model__init="pretrained", model__path=path, model__config=None)
+    settings = replace(SETTINGS, stage=stage)
     try:
-        model: Any = build_model(parse_config(tree), partition=zero_config(SETTINGS))
+        model: Any = build_model(parse_config(tree), partition=partition_config(settings))
     except UserError as error:
         return {}, 0, str(error)
     held = max(parameter.numel() for parameter in model.parameters())
-    engine = build_engine(model, SETTINGS)
+    engine = build_engine(model, settings)
     weights = {}
     for name, parameter in engine.module.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter]):
+        with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
             weights[name] = parameter.detach().clone()
     engine.destroy()
     return weights, held, ""
@@ -58,6 +62,18 @@ def test_weights_are_partitioned_while_they_are_loaded(tmp_path: Path, tied: boo
     for weights, held, refused in run_ranks(loaded, 2, str(tmp_path)):
         assert refused == ""
         assert held == 0, "a parameter was whole on a rank"
+        assert weights.keys() == wanted.keys()
+        assert all(torch.equal(weights[name], wanted[name].detach()) for name in wanted)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stages_that_keep_weights_whole_load_them_whole(tmp_path: Path, stage: Literal[1, 2]) -> None:
+    model = build_model(parse_config(small_tree()))
+    model.save_pretrained(tmp_path)
+    wanted = dict(model.named_parameters())
+    largest = max(parameter.numel() for parameter in wanted.values())
+    for weights, held, refused in run_ranks(loaded, 2, str(tmp_path), stage):
+        assert (refused, held) == ("", largest)
         assert weights.keys() == wanted.keys()
         assert all(torch.equal(weights[name], wanted[name].detach()) for name in wanted)
 

@@ -1,7 +1,8 @@
-"""ZeRO-3 state: saved at one world size, loaded bitwise at another, and training goes on as before."""
+"""ZeRO state: saved at one world size, loaded bitwise at another, and training goes on as before."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -186,6 +187,21 @@ def test_a_checkpoint_before_the_first_step_has_no_moments_and_loads(tmp_path: P
     results = _run(2, Leg(load_from=str(tmp_path), until=2))
     assert results[0].losses == expected[0].losses
     _assert_bitwise(_ends(results), _ends(expected))
+
+
+def test_another_precision_goes_on_from_the_same_master_weights(tmp_path: Path) -> None:
+    """Both ways: what is rounded is not read, and need not be there."""
+    fp32 = _saved(_run(2, Leg(save_to=str(tmp_path / "fp32"), save_at=1, until=1, all_trained=True)))
+    bf16_leg = Leg(
+        load_from=str(tmp_path / "fp32"), save_to=str(tmp_path / "bf16"), save_at=1, dtype="bf16", all_trained=True
+    )
+    bf16 = _saved(_run(3, replace(bf16_leg, stage=1)))
+    assert bf16.keys() - fp32.keys() == {key.replace("fp32/", "model/") for key in fp32 if key.startswith("fp32/")}
+    for key, tensor in bf16.items():
+        kind, name = key.split("/", 1)
+        assert torch.equal(tensor, fp32[f"fp32/{name}"].bfloat16() if kind == "model" else fp32[key]), key
+    back = _saved(_run(2, Leg(load_from=str(tmp_path / "bf16"), all_trained=True)))
+    _assert_bitwise(back, fp32)
 
 
 def test_another_model_is_refused_on_every_rank_with_what_differs(unbroken: _Unbroken) -> None:

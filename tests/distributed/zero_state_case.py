@@ -44,6 +44,7 @@ class Leg:
         offload: Where the optimizer's state lives.
         partition_everything: Keep nothing gathered; otherwise every parameter of this tiny model stays whole.
         num_layers: Another number makes another model.
+        all_trained: Nothing is frozen, and there is no buffer.
         group_settings: Put into the optimizer's second group before anything is loaded.
     """
 
@@ -57,6 +58,7 @@ class Leg:
     offload: Literal["none", "cpu"] = "none"
     partition_everything: bool = True
     num_layers: int = 2
+    all_trained: bool = False
     group_settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -148,9 +150,10 @@ def _engine(leg: Leg) -> Any:
     torch.manual_seed(0)
     model: torch.nn.Module = LlamaForCausalLM(config)
     seen = torch.arange(3, dtype=torch.float32)
-    model.register_buffer("seen", seen)
+    if not leg.all_trained:
+        model.register_buffer("seen", seen)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name not in FROZEN)
+        parameter.requires_grad_(leg.all_trained or name not in FROZEN)
     if leg.load_from is not None:
         # Whatever is not restored must show.
         for tensor in (*model.parameters(), seen):

@@ -103,6 +103,16 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
         "model.attention='sdpa': the kernel runs on a CPU, and cluster.gpus_per_worker is 1; use auto",
     ),
     (
+        {"memory__offload_optimizer": "nvme"},
+        "memory.nvme_path=None: memory.offload_optimizer=nvme needs a directory to swap to; give a directory on a "
+        "local NVMe disk of each node, or set memory.offload_optimizer: cpu",
+    ),
+    (
+        {"memory__offload_optimizer": "nvme", "memory__nvme_path": "/nvme", "memory__zero_stage": 2},
+        "memory.offload_optimizer='nvme': memory.zero_stage=2 keeps the optimizer's state in memory; "
+        "set memory.zero_stage: 3, or memory.offload_optimizer: cpu",
+    ),
+    (
         {"run__storage_kind": "nfs"},
         "tracking.uri=None: run.storage_kind=nfs needs an MLflow server, since SQLite is not safe there; "
         "give the server's http:// or https:// address, or set tracking.enabled=false",
@@ -138,6 +148,8 @@ def test_a_broken_rule_says_the_setting_the_rule_and_the_way_out(changes: dict[s
         {"model__attention": "flash_attn", "model__dtype": "bf16", "cluster__gpus_per_worker": 1},
         {"run__storage_kind": "nfs", "tracking__uri": "http://mlflow:5000"},
         {"run__storage_kind": "nfs", "tracking__enabled": False},
+        {"memory__offload_optimizer": "nvme", "memory__nvme_path": "/nvme"},
+        {"memory__offload_optimizer": "cpu", "memory__zero_stage": 1},
         {"run__stop_step": 5, "schedule__horizon_steps": 1000},
     ],
 )

@@ -1,4 +1,4 @@
-"""What the ZeRO-3 state's door refuses, and the canary of DeepSpeed's private tables."""
+"""What the state's door refuses, the canary of DeepSpeed's private tables, and the cut of a group."""
 
 from __future__ import annotations
 
@@ -9,42 +9,95 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from ray_ulysses.engine.zero_state import _PRIVATE_TABLES, export_state
+from ray_ulysses.checkpoint.state import Piece, ShardedState, StateDescription
+from ray_ulysses.engine.bf16_tables import BF16_TABLES
+from ray_ulysses.engine.state_tables import flat_view, require_tables, shape_of
+from ray_ulysses.engine.zero3_tables import ZERO3_TABLES
+from ray_ulysses.engine.zero12_tables import ZERO12_TABLES
+from ray_ulysses.engine.zero_state import export_state
 from ray_ulysses.errors import RunError, UserError
 
-
-def _engine(stage: int = 3, **optimizer: Any) -> SimpleNamespace:
-    tables = dict.fromkeys(_PRIVATE_TABLES, None)
-    tables |= {"fp16_partitioned_groups_flat": [], "swap_optimizer": False, **optimizer}
-    return SimpleNamespace(zero_optimization_stage=lambda: stage, optimizer=SimpleNamespace(**tables))
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_another_zero_stage_is_refused(stage: int) -> None:
-    with pytest.raises(UserError, match=f"zero_stage={stage}: checkpoints hold the state of ZeRO stage 3 only; use"):
-        export_state(_engine(stage))
+SOURCES = {
+    "runtime/zero/stage3.py": ZERO3_TABLES,
+    "runtime/zero/stage_1_and_2.py": ZERO12_TABLES,
+    "runtime/bf16_optimizer.py": BF16_TABLES,
+}
 
 
-@pytest.mark.parametrize("swapped", [{"swap_optimizer": True}, {"fp16_partitioned_groups_flat": [None]}])
-def test_state_on_nvme_is_refused(swapped: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"memory\.offload_optimizer: .* NVMe can't be .*; use 'none' or 'cpu'"):
-        export_state(_engine(**swapped))
+def _engine(stage: int, tables: tuple[str, ...] = (), **own: Any) -> SimpleNamespace:
+    optimizer = SimpleNamespace(**(dict.fromkeys(tables, None) | own))
+    return SimpleNamespace(zero_optimization_stage=lambda: stage, optimizer=optimizer)
 
 
-def test_a_deepspeed_without_the_private_tables_is_refused() -> None:
-    engine = _engine()
-    del engine.optimizer.grad_position
-    with pytest.raises(RunError, match=r"optimizer lacks grad_position; install the version .* pins \(0\.19\)"):
+def test_an_engine_without_zero_is_refused() -> None:
+    with pytest.raises(UserError, match="zero_stage=0: checkpoints hold the state of ZeRO stages 1, 2 and 3; use one"):
+        export_state(_engine(0))
+
+
+def test_weights_on_nvme_are_refused() -> None:
+    engine = _engine(3, ZERO3_TABLES, fp16_partitioned_groups_flat=[None])
+    with pytest.raises(UserError, match=r"offload_param: weights .* NVMe can't be .*memory\.offload_optimizer=nvme"):
         export_state(engine)
 
 
-def test_the_installed_deepspeed_still_has_the_private_tables() -> None:
+@pytest.mark.parametrize(
+    ("stage", "tables", "name"),
+    [
+        pytest.param(3, ZERO3_TABLES, "grad_position", id="zero3"),
+        pytest.param(2, ZERO12_TABLES, "round_robin_bit16_offsets", id="zero2"),
+        pytest.param(1, ZERO12_TABLES, "update_lp_params", id="zero1"),
+        pytest.param(1, BF16_TABLES, "fp32_groups_flat_partition", id="zero1-bf16"),
+    ],
+)
+def test_a_deepspeed_without_the_private_tables_is_refused(stage: int, tables: tuple[str, ...], name: str) -> None:
+    engine = _engine(stage, tables)
+    delattr(engine.optimizer, name)
+    with pytest.raises(RunError, match=rf"SimpleNamespace lacks {name}; install the version .* pins \(0\.19\)"):
+        export_state(engine)
+
+
+def test_every_table_that_is_missing_is_named() -> None:
+    with pytest.raises(RunError, match="lacks a, b;"):
+        require_tables(SimpleNamespace(c=1), ("a", "b", "c"))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_installed_deepspeed_still_has_the_private_tables(source: str) -> None:
     """Read from its source, since importing it takes seconds and a distributed test does that anyway."""
     spec = importlib.util.find_spec("deepspeed")
     assert spec is not None and spec.origin is not None
-    source = (Path(spec.origin).parent / "runtime/zero/stage3.py").read_text()
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = list(ast.walk(ast.parse((Path(spec.origin).parent / source).read_text())))
     names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     names |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
-    assert set(_PRIVATE_TABLES) <= names
+    assert set(SOURCES[source]) <= names
+
+
+def test_a_tensor_that_is_not_contiguous_is_read_in_order_and_filled_in_place() -> None:
+    parameter = torch.nn.Parameter(torch.arange(6.0).view(2, 3).T, requires_grad=False)
+    assert flat_view(parameter, is_writing=False).tolist() == [0, 3, 1, 4, 2, 5]
+    flat_view(parameter, is_writing=True).copy_(torch.arange(6.0))
+    assert parameter.tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_a_partitioned_parameter_has_the_shape_that_zero_3_keeps_beside_it() -> None:
+    assert shape_of(torch.empty(2, 3)) == (2, 3)
+    assert shape_of(SimpleNamespace(ds_shape=torch.Size((4, 5)), shape=torch.Size((0,)))) == (4, 5)
+
+
+def test_a_state_in_memory_is_a_source_like_any_other() -> None:
+    description = StateDescription(tensors={})
+    pieces = (
+        Piece(key="fp32/a", start=3, tensor=torch.tensor([1.0, 2.0])),
+        Piece(key="model/a", start=1, tensor=torch.tensor([4.0], dtype=torch.bfloat16)),
+    )
+    state = ShardedState(pieces=pieces, description=description)
+    assert [(held.key, held.start, held.num_elements, held.dtype) for held in state.intervals] == [
+        ("fp32/a", 3, 2, torch.float32),
+        ("model/a", 1, 1, torch.bfloat16),
+    ]
+    assert [held.interval for held in state.intervals] == [piece.interval for piece in pieces]
+    copies = [torch.zeros(2), torch.zeros(1, dtype=torch.bfloat16)]
+    state.copy_to(copies)
+    assert [copy.tolist() for copy in copies] == [[1.0, 2.0], [4.0]]

@@ -208,8 +208,9 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_written(tmp
     write_config(tmp_path / "run", fields_of(ARCHITECTURES["llama"](num_hidden_layers=3, hidden_size=64)))
     with pytest.raises(RunError) as error:
         export(tmp_path / "run")
-    assert "is not of the model that config.yaml describes: model.embed_tokens.weight is [61, 64] in the model and" in str(
-        error.value
+    assert (
+        "is not of the model that config.yaml describes: model.embed_tokens.weight is [61, 64] in the model and"
+        in str(error.value)
     )
     assert not (tmp_path / "run/export").exists()
 
@@ -219,7 +220,9 @@ def test_adapters_are_refused_clearly(tmp_path: Path) -> None:
 
     model = get_peft_model(zoo_model("llama"), LoraConfig(target_modules=["q_proj"], r=2))
     make_run(tmp_path / "run", "llama", model=model)
-    with pytest.raises(UserError, match=r"RUN: its checkpoint holds PEFT adapters \(base_model.model.lm_head.weight and"):
+    with pytest.raises(
+        UserError, match=r"RUN: its checkpoint holds PEFT adapters \(base_model.model.lm_head.weight and"
+    ):
         export(tmp_path / "run")
 
 
@@ -263,7 +266,11 @@ def test_a_live_model_that_differs_fails_the_check_and_nothing_is_published(
 
 
 def test_the_newest_the_best_and_any_step_can_be_exported(tmp_path: Path) -> None:
-    for step, losses in ((2, {"loss": 3.0}), (4, {"loss": 1.0, "eval_loss": 2.0}), (6, {"loss": 2.0, "eval_loss": 4.0})):
+    for step, losses in (
+        (2, {"loss": 3.0}),
+        (4, {"loss": 1.0, "eval_loss": 2.0}),
+        (6, {"loss": 2.0, "eval_loss": 4.0}),
+    ):
         make_run(tmp_path / "run", "llama", step=step, metrics=losses)
     request = ExportRequest(run_dir=tmp_path / "run", check=False)
     for asked, wanted in (("latest", 6), ("best", 4), (2, 2)):
@@ -327,5 +334,7 @@ def test_a_checkpoint_that_retention_deletes_meanwhile_is_told_apart_from_damage
         original(*args)
 
     monkeypatch.setattr(module, "write_files", delete_and_write)
-    with pytest.raises(RunError, match="of step 4 was deleted while it was exported: the run went on and keeps only its"):
+    with pytest.raises(
+        RunError, match="of step 4 was deleted while it was exported: the run went on and keeps only its"
+    ):
         export(tmp_path / "run")

@@ -229,6 +229,24 @@ def test_a_run_that_is_complete_is_caught_up_without_a_word_of_a_new_attempt(tmp
     assert len(list((tmp_path / "tracking").glob("*.jsonl"))) == 1
 
 
+def test_a_tracker_that_was_given_up_delivers_nothing_beside_its_successor(tmp_path):
+    slow = FakeSink()
+    slow.slow.clear()
+    first = make_tracker(slow, tmp_path, drain_s=0.1, batch_events=2)
+    first.start({}, {})
+    log_steps(first, range(1, 6))
+    first.finish("failed")
+    slow.slow.set()
+    first._thread.join(5)
+    assert not first._thread.is_alive()
+    # What was under way arrived; its answer was not waited for, so that the next one asks what is there.
+    assert slow.kinds() == ["start", "step"]
+    second = make_tracker(slow, tmp_path)
+    second.start({}, {})
+    second.finish("finished")
+    assert slow.points() == [1, 2, 3, 4, 5]
+
+
 def test_a_run_that_was_never_tracked_has_nothing_to_catch_up(tmp_path):
     assert make_tracker(FakeSink(), tmp_path).catch_up() == 0
     assert list(tmp_path.iterdir()) == []

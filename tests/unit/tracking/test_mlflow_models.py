@@ -8,7 +8,7 @@ import uuid
 import pytest
 
 from ray_ulysses.tracking.commits import CheckpointInventory, GoneCheckpoint
-from ray_ulysses.tracking.mlflow_models import CheckpointModels, tracked_checkpoints
+from ray_ulysses.tracking.mlflow_models import DESCRIPTION, CheckpointModels, tracked_checkpoints
 from tests.unit.tracking.checkpoints import STORE, committed
 
 NOW_MS = 1_700_000_000_000
@@ -52,7 +52,13 @@ def test_a_checkpoint_says_what_it_is_where_it_lies_and_where_it_came_from(demo)
     demo.models.commit(checkpoint, NOW_MS)
     (model,) = demo.logged()
     assert (model.name, model.model_type, model.status) == ("step-00000020", "checkpoint", "READY")
-    assert dict(model.tags) == {
+    tags = dict(model.tags)
+    assert tags.pop(DESCRIPTION).split("\n\n") == [
+        "Checkpoint after step 20 of run `demo`, written by attempt 2 (world_size 4, sp_size 2, ZeRO 3).",
+        f"Files: `{STORE}/checkpoints/step-00000020`",
+        f"Start another run from it: `model.resume_from: mlflow:{demo.run_id}/20`",
+    ]
+    assert tags == {
         "step": "20",
         "attempt": "2",
         "path": f"{STORE}/checkpoints/step-00000020",
@@ -125,8 +131,27 @@ def test_a_damaged_one_is_told_from_a_deleted_one_and_keeps_its_reason(demo):
     demo.models.take_away(GoneCheckpoint(step=99, attempt=1, state="deleted"))
     demo.models.commit(committed(20, 2), NOW_MS)
     assert demo.states() == [(10, 1, "deleted"), (20, 1, "damaged"), (20, 2, "committed")]
-    reasons = {model.tags["state"]: model.tags.get("state_reason") for model in demo.logged()}
-    assert reasons["damaged"] == "a flipped byte"
+    by_state = {model.tags["state"]: model for model in demo.logged()}
+    assert by_state["damaged"].tags["state_reason"] == "a flipped byte"
+    # What a person sees in the list, and on the page of one.
+    assert {state: str(model.status) for state, model in by_state.items()} == {
+        "committed": "READY",
+        "damaged": "FAILED",
+        "deleted": "FAILED",
+    }
+    first, second, _ = by_state["damaged"].tags[DESCRIPTION].split("\n\n", 2)
+    assert first == "⚠ **Damaged, not to be loaded**: a flipped byte"
+    assert second.startswith("Checkpoint after step 20 of run `demo`, written by attempt 1")
+
+
+def test_what_a_person_wrote_in_the_description_stays(demo):
+    demo.models.commit(committed(10), NOW_MS)
+    (model,) = demo.logged()
+    demo.client.set_logged_model_tags(model.model_id, {DESCRIPTION: "the one for the paper"})
+    for state in ("damaged", "deleted"):
+        demo.models.take_away(GoneCheckpoint(step=10, attempt=1, state=state))
+    (model,) = demo.logged()
+    assert model.tags[DESCRIPTION] == "⚠ **Deleted, not to be loaded**\n\nthe one for the paper"
 
 
 def test_an_inventory_makes_good_what_a_death_has_lost(demo):

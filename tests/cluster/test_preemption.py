@@ -1,0 +1,79 @@
+"""A node that Ray announces as going away: every worker hears of it, and state is saved before it is gone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ray._raylet import GcsClient
+from ray.cluster_utils import Cluster
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+from ray.train.v2._internal.execution.context import TrainContext
+from ray.train.v2._internal.execution.preemption import PreemptionContext
+
+from ray_ulysses.config import Config
+from ray_ulysses.tracking.history import read_history
+from ray_ulysses.tracking.journal import read_records
+from tests.distributed.run_case import make_config, make_corpus
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+TIMEOUT_S = 150.0
+
+
+def test_ray_hands_the_announcement_to_every_worker() -> None:
+    """A canary of Ray Train 2.60: where `cluster.preemption` reads it."""
+    assert "preemption_context" in TrainContext.__dataclass_fields__
+    assert PreemptionContext().preemption_info is None
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "node_ip_address": "127.0.1.1"})
+    try:
+        for number in (2, 3):
+            cluster.add_node(num_cpus=1, node_ip_address=f"127.0.1.{number}", resources={"spot": 1})
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def _wait(config: Config, step: int, event: str = "step") -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not any(r["event"] == event and r["step"] >= step for r in read_records(config.run_dir)):
+        assert time.monotonic() < deadline, f"no {event} of step {step} within {TIMEOUT_S} s"
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_a_drained_node_makes_the_run_save_before_its_time_is_up(cluster: Cluster, tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=400, data__epochs=3, parallel__sp_size=1, cluster__workers=2,
+        cluster__cpus_per_worker=0.6, cluster__address=cluster.address, checkpoint__every_steps=None,
+    )  # fmt: skip
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml())
+    with (tmp_path / "log.txt").open("w") as log:
+        command = subprocess.Popen(
+            [sys.executable, "-m", "ray_ulysses", "train", str(path)], stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        _wait(config, 3)
+        node = cluster.list_all_nodes()[-1].node_id
+        deadline_ms = int((time.time() + 60) * 1000)
+        reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        accepted, text = GcsClient(address=cluster.address).drain_node(node, reason, "spot", deadline_ms)
+        assert accepted, text
+        _wait(config, 1, "preemption_notice")
+        _wait(config, 1, "checkpoint_committed")
+        command.terminate()
+        command.wait(TIMEOUT_S)
+    finally:
+        command.kill()
+        command.wait()
+    committed = [record for record in read_records(config.run_dir) if record["event"] == "checkpoint_committed"]
+    assert committed[0]["reason"] == "preemption"
+    assert read_history(config.run_dir).checkpoints[-1].committed

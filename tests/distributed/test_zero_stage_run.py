@@ -1,0 +1,59 @@
+"""A run whose ZeRO stage, world and offload change at every resume is the run in which they did not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_ulysses.config import Config
+from ray_ulysses.tracking.history import RunHistory, read_history
+from tests.distributed.harness import run_ranks
+from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+
+ANOTHER_LAYOUT = 1e-5
+"""Law 2 over these few steps, fp32: layouts add in another order."""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("data"))
+
+
+def _run(storage: Path, corpus: Path, session: str, **settings: Any) -> Config:
+    config = make_config(storage, corpus, checkpoint__every_steps=2, **settings)
+    prepare_attempt(config, session)
+    run_ranks(run_worker, config.cluster.workers, config, session, timeout_s=200)
+    return config
+
+
+def _worst_loss(ours: RunHistory, wanted: RunHistory) -> float:
+    assert [step.step for step in ours.steps] == [step.step for step in wanted.steps]
+    return max(abs(a.loss - b.loss) / b.loss for a, b in zip(ours.steps, wanted.steps, strict=True))
+
+
+def test_stage_offload_and_world_may_change_at_every_resume(corpus: Path, tmp_path: Path) -> None:
+    wanted = read_history(_run(tmp_path / "unbroken", corpus, "unbroken", run__stop_step=8).run_dir)
+    changing = tmp_path / "changing"
+    _run(changing, corpus, "first", run__stop_step=2, memory__zero_stage=1, cluster__workers=2)
+    _run(changing, corpus, "second", run__stop_step=4, memory__zero_stage=2, parallel__sp_size=1)
+    _run(changing, corpus, "third", run__stop_step=6, memory__zero_stage=1, memory__offload_optimizer="cpu")
+    ours = read_history(_run(changing, corpus, "fourth", run__stop_step=8, cluster__workers=2).run_dir)
+    assert _worst_loss(ours, wanted) <= ANOTHER_LAYOUT
+    assert [step.rows for step in ours.steps] == [step.rows for step in wanted.steps]
+    assert ours.data_digest == wanted.data_digest
+    assert ours.lost_steps == 0
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_bf16_goes_on_bitwise_at_the_same_layout(corpus: Path, tmp_path: Path, stage: int) -> None:
+    settings: dict[str, Any] = {"model__dtype": "bf16", "memory__zero_stage": stage, "cluster__workers": 2}
+    unbroken = _run(tmp_path / "unbroken", corpus, "unbroken", run__stop_step=4, **settings)
+    _run(tmp_path / "broken", corpus, "first", run__stop_step=2, **settings)
+    broken = _run(tmp_path / "broken", corpus, "second", run__stop_step=4, **settings)
+    losses = [[step.loss for step in read_history(config.run_dir).steps] for config in (unbroken, broken)]
+    assert len(losses[0]) == 4
+    assert losses[0] == losses[1]

@@ -1,0 +1,121 @@
+"""Read plans of every pair of layouts: what ZeRO-1, 2 or 3 holds at one world is read exactly from another's shards."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ray_ulysses.checkpoint.intervals import Interval, check_cover, partition, plan_reads
+from ray_ulysses.engine.zero12_tables import GroupPlace, cut
+
+Sizes = tuple[tuple[int, ...], ...]
+"""Elements of each parameter of each group of the optimizer."""
+
+WORLDS = (1, 2, 3, 4, 6, 8)
+MODELS: dict[str, Sizes] = {
+    "one-element": ((1,),),
+    "fewer-than-ranks": ((3, 1), (2,)),
+    "decoder": ((1708, 672, 924, 924, 336), (28, 28, 28)),
+    "borders-on-borders": ((48, 48, 96), (24, 24)),
+    "primes": ((127, 1, 131, 7), (13, 17)),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """How a layout cuts the trained parameters; sharing a row (sp) does not change it.
+
+    Attributes:
+        world_size: Ranks that share the state.
+        stage: ZeRO stage; 1 and 2 cut alike.
+    """
+
+    world_size: int
+    stage: int
+
+    @property
+    def label(self) -> str:
+        """A readable id."""
+        return f"w{self.world_size}-zero{self.stage}"
+
+
+CUTS = tuple(Cut(world_size=world_size, stage=stage) for world_size, stage in itertools.product(WORLDS, (1, 2, 3)))
+
+
+def held(layout: Cut, rank: int, groups: Sizes) -> list[Interval]:
+    """Return the intervals that a rank holds of every parameter."""
+    if layout.stage == 3:
+        return [
+            Interval(key=f"{number}.{index}", start=start, stop=stop)
+            for number, sizes in enumerate(groups)
+            for index, size in enumerate(sizes)
+            for start, stop in [partition(size, layout.world_size, rank)]
+        ]
+    intervals = []
+    for number, sizes in enumerate(groups):
+        # DeepSpeed pads a group to a multiple of twice the world.
+        alignment = 2 * layout.world_size
+        partition_size = -(-sum(sizes) // alignment) * alignment // layout.world_size
+        offset = 0
+        for index, size in enumerate(sizes):
+            place = GroupPlace(group=number, offset=offset)
+            slot = cut(place, size, partition_size=partition_size, rank=rank)
+            assert slot.offset + slot.length <= partition_size
+            intervals.append(Interval(key=f"{number}.{index}", start=slot.start, stop=slot.start + slot.length))
+            offset += size
+    return intervals
+
+
+def check_pair(saver: Cut, loader: Cut, groups: Sizes) -> None:
+    """Save numbers at one layout, load them at another, and compare every element."""
+    sizes = {f"{n}.{i}": size for n, group in enumerate(groups) for i, size in enumerate(group)}
+    whole = {key: np.arange(size) + 1000 * place for place, (key, size) in enumerate(sizes.items())}
+    stored = [interval for rank in range(saver.world_size) for interval in held(saver, rank, groups)]
+    check_cover(sizes, stored)
+    shards = [whole[interval.key][interval.start : interval.stop] for interval in stored]
+    for rank in range(loader.world_size):
+        wanted = held(loader, rank, groups)
+        filled = [np.full(interval.stop - interval.start, -1) for interval in wanted]
+        num_read = 0
+        for read in plan_reads(wanted, stored):
+            source, target = stored[read.stored], wanted[read.wanted]
+            part = shards[read.stored][read.start - source.start : read.stop - source.start]
+            filled[read.wanted][read.start - target.start : read.stop - target.start] = part
+            num_read += part.size
+        for interval, values in zip(wanted, filled, strict=True):
+            np.testing.assert_array_equal(values, whole[interval.key][interval.start : interval.stop])
+        # What is needed, and nothing twice.
+        assert num_read == sum(interval.stop - interval.start for interval in wanted)
+
+
+@pytest.mark.parametrize("saver", CUTS, ids=lambda layout: layout.label)
+def test_every_layout_reads_every_other_exactly(saver: Cut) -> None:
+    for loader, groups in itertools.product(CUTS, MODELS.values()):
+        check_pair(saver, loader, groups)
+
+
+_ANY_CUT = st.builds(Cut, world_size=st.integers(1, 20), stage=st.sampled_from((1, 3)))
+_ANY_MODEL = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=5).map(tuple), min_size=1, max_size=3)
+
+
+@settings(max_examples=300, deadline=None)
+@given(saver=_ANY_CUT, loader=_ANY_CUT, groups=_ANY_MODEL.map(tuple))
+def test_any_two_layouts_of_any_model_read_each_other_exactly(saver: Cut, loader: Cut, groups: Sizes) -> None:
+    check_pair(saver, loader, groups)
+
+
+def test_a_partition_of_zero_1_crosses_the_borders_of_parameters() -> None:
+    """Otherwise nothing above would show that a rank may start inside one parameter and end inside another."""
+    first, second = (held(Cut(world_size=2, stage=1), rank, ((5, 7, 4),)) for rank in range(2))
+    assert _spans(first) == [(0, 5), (0, 3), (0, 0)]
+    assert _spans(second) == [(0, 0), (3, 7), (0, 4)]
+
+
+def _spans(intervals: Sequence[Interval]) -> list[tuple[int, int]]:
+    return [(interval.start, interval.stop) for interval in intervals]

@@ -1,0 +1,39 @@
+"""Folders to swap to: one for each process, and none left behind by a dead one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from ray_ulysses.engine.swap_folder import SwapFolder
+
+
+def test_two_processes_of_a_run_never_share_a_folder(tmp_path: Path) -> None:
+    """An attempt that was given up may still be writing when the next one starts."""
+    first, second = SwapFolder(tmp_path / "run"), SwapFolder(tmp_path / "run")
+    assert first.path != second.path
+    assert first.path.is_dir() and second.path.is_dir()
+
+
+def test_what_a_dead_process_left_behind_is_deleted_and_what_a_living_one_uses_is_not(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from ray_ulysses.engine.swap_folder import SwapFolder; "
+        "folder = SwapFolder(Path(sys.argv[1])); (folder.path / 'state.swp').write_bytes(b'x'); "
+        "print(folder.path, flush=True); os._exit(9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 9, done.stderr
+    dead = Path(done.stdout.strip())
+    assert (dead / "state.swp").exists()
+    living = SwapFolder(tmp_path)
+    assert not dead.exists()
+    SwapFolder(tmp_path)
+    assert living.path.is_dir()
+
+
+def test_a_folder_is_taken_away_when_it_is_closed(tmp_path: Path) -> None:
+    folder = SwapFolder(tmp_path)
+    (folder.path / "state.swp").write_bytes(b"x")
+    folder.close()
+    assert not folder.path.exists()

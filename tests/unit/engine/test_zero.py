@@ -1,0 +1,59 @@
+"""What DeepSpeed is told for each stage and offload, and what can't be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+
+from ray_ulysses.engine.zero import NVME_SUB_GROUP_ELEMENTS, ZeroSettings, partition_config, zero_config
+from ray_ulysses.errors import UserError
+
+SETTINGS = ZeroSettings(
+    dtype="bf16",
+    accumulation=4,
+    max_grad_norm=1.0,
+    learning_rate=1e-3,
+    betas=(0.9, 0.95),
+    eps=1e-8,
+    weight_decay=0.1,
+)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_are_accumulated_and_reduced_in_fp32_whatever_the_stage(stage: Literal[1, 2, 3]) -> None:
+    config = zero_config(replace(SETTINGS, stage=stage))
+    assert config["zero_optimization"]["stage"] == stage
+    assert config["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert config["communication_data_type"] == "fp32"
+
+
+def test_only_stage_3_partitions_a_model_while_it_is_loaded() -> None:
+    assert partition_config(SETTINGS) == zero_config(SETTINGS)
+    assert partition_config(replace(SETTINGS, stage=1)) is None
+    assert partition_config(replace(SETTINGS, stage=2)) is None
+
+
+def test_nvme_has_a_buffer_for_each_tensor_of_a_sub_group_that_is_not_too_large() -> None:
+    zero = zero_config(replace(SETTINGS, offload_optimizer="nvme", nvme_path="/nvme"))["zero_optimization"]
+    assert zero["offload_optimizer"] == {
+        "device": "nvme",
+        "nvme_path": "/nvme",
+        "pin_memory": False,
+        "buffer_count": 4,
+    }
+    assert zero["sub_group_size"] == NVME_SUB_GROUP_ELEMENTS
+    assert "sub_group_size" not in zero_config(replace(SETTINGS, offload_optimizer="cpu"))["zero_optimization"]
+    assert zero_config(replace(SETTINGS, sub_group_elements=7))["zero_optimization"]["sub_group_size"] == 7
+
+
+@pytest.mark.parametrize(("stage", "path"), [(2, "/nvme"), (3, None)])
+def test_nvme_without_a_place_or_stage_3_is_refused(stage: Literal[2, 3], path: str | None) -> None:
+    settings = replace(SETTINGS, stage=stage, offload_optimizer="nvme", nvme_path=path)
+    with pytest.raises(UserError) as refused:
+        zero_config(settings)
+    assert str(refused.value) == (
+        f"memory.offload_optimizer=nvme with memory.nvme_path={path} and memory.zero_stage={stage}: it needs a "
+        "directory on a local disk, and stage 3; give both, or use cpu"
+    )

@@ -1,0 +1,229 @@
+"""What every store promises, on a directory and on an S3 server alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ray_ulysses.storage import AlreadyExistsError, Store
+from ray_ulysses.storage.store import read_bytes
+from tests.unit.storage.conftest import PART_BYTES
+
+_MIB = 2**20
+_PATTERN = bytes(range(256)) * 4096  # 1 MiB in which every 256 bytes look different from their neighbours shifted
+
+_CREATOR = """
+import json, sys, time
+from ray_ulysses.storage import AlreadyExistsError, open_store
+location, me, start = sys.argv[1], sys.argv[2], float(sys.argv[3])
+store, won = open_store(location), []
+store.list("contested")
+time.sleep(max(start - time.time(), 0))
+for number in range(20):
+    try:
+        store.create(f"contested/{number:02d}", [me.encode() * 1000])
+        won.append(number)
+    except AlreadyExistsError:
+        pass
+print(json.dumps(won))
+"""
+
+
+def _breaks_after(num_mib: int) -> Iterator[bytes]:
+    for _ in range(num_mib):
+        yield _PATTERN
+    raise RuntimeError("the GPU is gone")
+
+
+def test_a_file_is_read_back_and_its_size_returned(store: Store) -> None:
+    assert store.create("a/b/c.bin", [b"one", memoryview(b"two"), bytearray(b"!")]) == 7
+    assert store.create("a/empty", []) == 0
+    assert store.create("a/streamed", (part for part in (b"x" * 10, b"", b"y"))) == 11
+    assert read_bytes(store, "a/b/c.bin") == b"onetwo!"
+    assert read_bytes(store, "a/empty") == b""
+    assert read_bytes(store, "a/streamed") == b"x" * 10 + b"y"
+
+
+def test_a_name_may_hold_what_a_uri_would_not(store: Store) -> None:
+    key = "a folder/é+b=c%20&d~#?.json"
+    store.create(key, [b"1"])
+    assert store.list("a folder") == [key]
+    assert read_bytes(store, key) == b"1"
+    store.delete(key)
+    assert store.list("a folder") == []
+
+
+def test_a_file_of_several_parts_is_whole_although_its_chunks_are_reused(store: Store) -> None:
+    scratch = bytearray(_MIB)
+
+    def chunks() -> Iterator[memoryview]:
+        for number in range(17):
+            scratch[:] = bytes([number]) * _MIB
+            yield memoryview(scratch)
+        yield memoryview(b"end")
+
+    assert store.create("shard", chunks()) == 17 * _MIB + 3
+    content = read_bytes(store, "shard")
+    assert content == b"".join(bytes([number]) * _MIB for number in range(17)) + b"end"
+
+
+def test_create_never_writes_over(store: Store) -> None:
+    store.create("a", [b"first"])
+    with pytest.raises(AlreadyExistsError, match=r"a exists already; nothing was written over it"):
+        store.create("a", [b"second"])
+    with pytest.raises(AlreadyExistsError):
+        store.create("a", (_PATTERN for _ in range(12)))
+    assert read_bytes(store, "a") == b"first"
+
+
+def test_of_many_threads_exactly_one_creates(store: Store) -> None:
+    barrier = threading.Barrier(8, timeout=20)
+
+    def attempt(number: int) -> bool:
+        barrier.wait()
+        try:
+            store.create("folder/key", [str(number).encode() * 1000])
+        except AlreadyExistsError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(attempt, range(8)))
+    assert sum(won) == 1
+    assert read_bytes(store, "folder/key") == str(won.index(True)).encode() * 1000
+
+
+def test_of_several_processes_exactly_one_creates_each_file(store: Store, location: str) -> None:
+    start = str(time.time() + 1.5)
+    processes = [
+        subprocess.Popen([sys.executable, "-c", _CREATOR, location, me, start], stdout=subprocess.PIPE, text=True)
+        for me in "abc"
+    ]
+    won = [json.loads(process.communicate(timeout=60)[0]) for process in processes]
+    assert sorted(number for numbers in won for number in numbers) == list(range(20))
+    for me, numbers in zip("abc", won, strict=True):
+        for number in numbers:
+            assert read_bytes(store, f"contested/{number:02d}") == me.encode() * 1000
+
+
+@pytest.mark.parametrize("num_mib", [0, 1, PART_BYTES // _MIB, 18], ids=lambda n: f"after-{n}-MiB")
+@pytest.mark.parametrize("method", ["create", "replace"])
+def test_chunks_that_break_off_leave_nothing_and_raise_their_own_error(
+    store: Store, method: str, num_mib: int, request: pytest.FixtureRequest
+) -> None:
+    with pytest.raises(RuntimeError, match="^the GPU is gone$"):
+        getattr(store, method)("folder/key", _breaks_after(num_mib))
+    assert store.list("folder") == []
+    with pytest.raises(FileNotFoundError):
+        store.open("folder/key")
+    if "s3" in request.node.callspec.id:
+        # Whoever pays for the bucket wants the parts gone too.
+        assert request.getfixturevalue("s3").client().list_multipart_uploads(Bucket="bucket").get("Uploads") is None
+
+
+def test_a_replacement_that_breaks_off_keeps_the_old_file(store: Store) -> None:
+    store.replace("key", [b"old"])
+    with pytest.raises(RuntimeError):
+        store.replace("key", _breaks_after(12))
+    assert read_bytes(store, "key") == b"old"
+    store.replace("key", (_PATTERN for _ in range(12)))
+    assert read_bytes(store, "key") == _PATTERN * 12
+    store.replace("key", [b"new"])
+    assert read_bytes(store, "key") == b"new"
+
+
+def test_any_range_is_read_exactly(store: Store) -> None:
+    store.create("file", [_PATTERN, b"tail"])
+    size = len(_PATTERN) + 4
+    with store.open("file") as stream:
+        assert stream.seek(0, os.SEEK_END) == size
+        assert stream.read(10) == b""
+        for start, length in ((0, 8), (8, 300), (308, 70_000), (100_001, 200_003), (size - 3, 100), (5, 0), (size, 1)):
+            assert stream.seek(start) == start
+            assert stream.read(length) == (_PATTERN + b"tail")[start : start + length]
+            assert stream.tell() == min(start + length, size)
+        stream.seek(-6, os.SEEK_END)
+        target = bytearray(10)
+        assert stream.readinto(target) == 6  # type: ignore[attr-defined]
+        assert bytes(target) == _PATTERN[-2:] + b"tail" + bytes(4)
+        stream.seek(2)
+        stream.seek(3, os.SEEK_CUR)
+        assert stream.read() == (_PATTERN + b"tail")[5:]
+
+
+def test_lines_can_be_read_from_it(store: Store) -> None:
+    store.create("journal", [b"".join(b'{"step": %d}\n' % step for step in range(9000))])
+    with store.open("journal") as stream:
+        assert [json.loads(line)["step"] for line in stream] == list(range(9000))
+
+
+def test_many_threads_read_ranges_at_once(store: Store) -> None:
+    store.create("file", [_PATTERN * 4])
+
+    def read(number: int) -> bool:
+        with store.open("file") as stream:
+            stream.seek(number * 100_003)
+            return stream.read(100_003) == (_PATTERN * 4)[number * 100_003 : (number + 1) * 100_003]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(read, range(40)))
+
+
+def test_a_file_that_is_not_there_is_not_found(store: Store) -> None:
+    store.create("folder/key", [b""])
+    for key in ("absent", "folder/absent", "folder/key2"):
+        with pytest.raises(FileNotFoundError):
+            store.open(key)
+
+
+def test_a_list_is_sorted_recursive_and_of_whole_folders(store: Store) -> None:
+    for key in ("b/2", "b/1", "b/c/3", "bc/4", "a"):
+        store.create(key, [b""])
+    assert store.list("b") == ["b/1", "b/2", "b/c/3"]
+    assert store.list("a") == ["a"]
+    assert store.list("absent") == []
+
+
+def test_a_list_of_more_than_a_page_and_its_deletion_are_whole(store: Store) -> None:
+    keys = [f"many/{number // 100:02d}/{number:04d}" for number in range(1003)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda key: store.create(key, [b"x"]), keys))
+    store.create("many-more", [b""])
+    assert store.list("many") == keys
+    store.delete("many")
+    assert store.list("many") == []
+    assert store.list("many-more") == ["many-more"]
+
+
+def test_delete_takes_files_folders_and_what_is_gone(store: Store) -> None:
+    for key in ("a/b/c", "a/d", "ab", "e"):
+        store.create(key, [b""])
+    store.delete("a")
+    store.delete("e")
+    store.delete("absent/too")
+    store.delete("a")
+    assert store.list("a") == store.list("e") == []
+    assert store.list("ab") == ["ab"]
+
+
+def test_several_may_delete_the_same_folder(store: Store) -> None:
+    for number in range(100):
+        store.create(f"a/{number % 7}/{number}", [b""])
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: store.delete("a"), range(4)))
+    assert store.list("a") == []
+
+
+@pytest.mark.parametrize("key", ["", "/etc/passwd", "../other", "a/../../b", "a//b", "./a", "a/"])
+@pytest.mark.parametrize("method", ["open", "create", "replace", "list", "delete"])
+def test_keys_stay_inside_the_store(store: Store, key: str, method: str) -> None:
+    with pytest.raises(ValueError, match="not a plain relative path"):
+        getattr(store, method)(*([key, [b""]] if method in ("create", "replace") else [key]))

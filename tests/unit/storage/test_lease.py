@@ -1,0 +1,393 @@
+"""The lease: one holder at a time by nobody's clock but one's own, on any store."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.storage import Buffer, LocalStore, RunLease, Store
+from ray_ulysses.storage.store import read_bytes
+from tests.stores import FaultyStore, HookedStore, Kind
+
+LEASE_S = 30.0
+_SINCE = 1_700_000_000.0
+
+
+class ManualClock:
+    """A clock that only sleeping moves; what was scheduled happens on the way."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        self.time = start
+        self._scheduled: list[tuple[float, Callable[[], None]]] = []
+
+    def now(self) -> float:
+        return _SINCE + self.time
+
+    def monotonic(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        end = self.time + seconds
+        while self._scheduled and self._scheduled[0][0] <= end:
+            self.time, action = self._scheduled.pop(0)
+            action()
+        self.time = end
+
+    def at(self, when: float, action: Callable[[], None]) -> None:
+        self._scheduled.append((when, action))
+        self._scheduled.sort(key=lambda item: item[0])
+
+
+class SlowBeats(HookedStore):
+    """A store on which replacing a file takes a time of the clock."""
+
+    def __init__(self, inner: Store, clock: ManualClock) -> None:
+        super().__init__(inner)
+        self.clock, self.seconds = clock, 0.0
+
+    def before(self, kind: Kind, key: str) -> None:
+        if kind == "replace":
+            self.clock.sleep(self.seconds)
+
+
+def _lease(store: Store, clock: ManualClock) -> RunLease:
+    return RunLease(store, run="demo", clock=clock, lease_s=LEASE_S, sleep=clock.sleep)
+
+
+def _take(store: Store, clock: ManualClock) -> RunLease:
+    lease = _lease(store, clock)
+    lease.acquire(beat_in_background=False)
+    return lease
+
+
+def _beats_for(lease: RunLease, clock: ManualClock, seconds: float) -> None:
+    for step in range(1, int(seconds / 5) + 1):
+        clock.at(clock.time + 5.0 * step, lease.beat)
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+def test_a_newcomer_is_refused_by_a_beat_with_who_and_since_when(store: Store, clock: ManualClock) -> None:
+    first = _take(store, clock)
+    clock.sleep(3.0)
+    _beats_for(first, clock, LEASE_S)
+    with pytest.raises(UserError) as refused:
+        _take(store, clock)
+    assert str(refused.value) == (
+        f"run.name='demo' is already running on its checkpoint storage: held by process {os.getpid()} on host "
+        f"{socket.gethostname()} since 2023-11-14 22:13:20 UTC; wait for it, stop it, or set another run.name"
+    )
+    # The first beat was enough.
+    assert clock.time < LEASE_S / 3
+    assert first.held
+
+
+def test_a_holder_that_is_silent_for_the_whole_lease_is_taken_over_and_notices(
+    store: Store, clock: ManualClock
+) -> None:
+    first = _take(store, clock)
+    second = _take(store, clock)
+    assert LEASE_S <= clock.time < LEASE_S * 1.2
+    assert second.held and not first.held
+    assert second.taken_over_from is not None
+    assert (second.taken_over_from.pid, second.taken_over_from.since) == (os.getpid(), _SINCE)
+    first.beat()
+    assert not first.held
+    with pytest.raises(RunError, match=f"run 'demo' was taken over by process {os.getpid()} on host"):
+        first.check()
+    first.release()
+    second.check()
+    second.beat()
+    assert second.held
+
+
+def test_only_the_newcomer_s_own_clock_counts(store: Store) -> None:
+    first = _take(store, ManualClock(start=1e9))
+    clock = ManualClock(start=-5e8)
+    _beats_for(first, clock, 10.0)
+    with pytest.raises(UserError, match="is already running"):
+        _take(store, clock)
+
+
+def test_a_lease_that_was_given_back_is_free_at_once(store: Store, clock: ManualClock) -> None:
+    first = _take(store, clock)
+    first.release()
+    first.release()
+    assert not first.held
+    second = _take(store, clock)
+    assert clock.time == 0.0
+    assert second.held and second.taken_over_from is None
+
+
+def test_one_that_is_given_back_while_somebody_waits_is_taken(store: Store, clock: ManualClock) -> None:
+    first = _take(store, clock)
+    clock.at(6.0, first.release)
+    second = _take(store, clock)
+    assert clock.time < LEASE_S / 3
+    assert second.held and second.taken_over_from is None
+
+
+def test_of_several_newcomers_exactly_one_takes_over(store: Store, clock: ManualClock) -> None:
+    _take(store, clock)
+    barrier = threading.Barrier(6, timeout=30)
+    leases: list[RunLease] = []
+
+    def come(number: int) -> bool:
+        own = ManualClock()
+        own.at(LEASE_S - 0.1, lambda: barrier.wait() and None)
+        lease = _lease(store, own)
+        leases.append(lease)
+        try:
+            lease.acquire(beat_in_background=False)
+        except UserError as error:
+            assert "is already running" in str(error)
+            return False
+        return True
+
+    with ThreadPoolExecutor(6) as pool:
+        assert sum(pool.map(come, range(6))) == 1
+    assert sum(lease.held for lease in leases) == 1
+
+
+def test_the_holder_trusts_itself_for_less_than_others_wait(store: Store, clock: ManualClock) -> None:
+    first = _take(store, clock)
+    clock.sleep(LEASE_S * 0.79)
+    assert first.held
+    clock.sleep(LEASE_S * 0.02)
+    assert not first.held
+    with pytest.raises(RunError, match="could not renew its hold on the checkpoint storage in time"):
+        first.check()
+
+
+def test_a_holder_that_was_away_has_to_win_again(store: Store, clock: ManualClock) -> None:
+    first = _take(store, clock)
+    clock.sleep(LEASE_S)
+    first.beat()
+    assert first.held
+    assert store.list("lock") == ["lock/holder-0000002.json"]
+    # Somebody who watched the first generation sees that it is not dead.
+    newcomer = ManualClock()
+    _beats_for(first, newcomer, LEASE_S)
+    with pytest.raises(UserError):
+        _take(store, newcomer)
+
+
+def test_a_beat_that_was_not_through_in_time_counts_for_nothing(tmp_path: Path, clock: ManualClock) -> None:
+    slow = SlowBeats(LocalStore(tmp_path), clock)
+    first = _take(slow, clock)
+    slow.seconds = LEASE_S
+    first.beat()
+    # The newcomer may have looked just before this beat arrived, and be creating the next generation now.
+    assert not first.held
+    slow.seconds = 0.0
+    first.beat()
+    assert first.held
+    assert slow.list("lock") == ["lock/holder-0000002.json"]
+
+
+def test_a_beat_counts_from_its_beginning(tmp_path: Path, clock: ManualClock) -> None:
+    slow = SlowBeats(LocalStore(tmp_path), clock)
+    first = _take(slow, clock)
+    clock.sleep(5.0)
+    slow.seconds = 10.0
+    first.beat()
+    assert clock.time == 15.0
+    clock.sleep(5.0 + LEASE_S * 0.8 - 15.0 - 0.1)
+    assert first.held
+    clock.sleep(0.2)
+    assert not first.held
+
+
+def test_a_number_that_was_used_and_cleaned_away_is_not_taken_again(tmp_path: Path, clock: ManualClock) -> None:
+    store = LocalStore(tmp_path)
+    _take(store, clock)
+
+    class Late(HookedStore):
+        """Two others come and go between this one's decision and its deed."""
+
+        def create(self, key: str, chunks: Iterable[Buffer]) -> int:
+            if key.endswith("holder-0000002.json"):
+                others = ManualClock()
+                _take(self.inner, others)
+                _take(self.inner, others)
+            return super().create(key, chunks)
+
+    with pytest.raises(UserError, match="is already running"):
+        _take(Late(store), clock)
+    assert store.list("lock") == ["lock/holder-0000003.json"]
+
+
+def test_old_generations_are_cleaned_and_numbers_go_on(store: Store, clock: ManualClock) -> None:
+    for _ in range(3):
+        _take(store, clock).release()
+    assert store.list("lock") == ["lock/beat-0000003", "lock/holder-0000003.json"]
+    note = json.loads(read_bytes(store, "lock/holder-0000003.json"))
+    assert (note["run"], note["host"], note["pid"]) == ("demo", socket.gethostname(), os.getpid())
+
+
+def test_a_torn_note_stops_nobody(store: Store, clock: ManualClock) -> None:
+    store.create("lock/holder-0000001.json", [b'{"host": "a", "pi'])
+    lease = _take(store, clock)
+    assert lease.held and lease.taken_over_from is None
+
+
+def test_a_store_that_fails_is_said(tmp_path: Path, clock: ManualClock) -> None:
+    with pytest.raises(UserError, match=r"storage of run 'demo' can't be used \(No space left on device\); repair it"):
+        _take(FaultyStore(LocalStore(tmp_path), fail_at=1, kinds=["create"]), clock)
+
+
+def test_a_holder_whose_store_is_away_for_a_while_goes_on(tmp_path: Path, clock: ManualClock) -> None:
+    lease = _take(FaultyStore(LocalStore(tmp_path), fail_at=1, kinds=["replace"]), clock)
+    clock.sleep(10.0)
+    with pytest.raises(OSError):
+        lease.beat()
+    assert lease.held
+    clock.sleep(5.0)
+    lease.beat()
+    clock.sleep(20.0)
+    assert lease.held
+
+
+class Interleaved(HookedStore):
+    """Before and after every call the others may do something, and time passes."""
+
+    def __init__(self, inner: Store, between: Callable[[], None]) -> None:
+        super().__init__(inner)
+        self._between = between
+
+    def before(self, kind: Kind, key: str) -> None:
+        self._between()
+
+    def after(self, kind: Kind, key: str, num_bytes: int) -> None:
+        self._between()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_two_never_hold_it_at_once_whatever_happens_in_between(tmp_path: Path, seed: int) -> None:
+    """Processes as threads of which one runs at a time; a drawn number says which goes on, and how late it is."""
+    rng, mutex = random.Random(seed), threading.Condition()
+    state = {"time": 0.0, "turn": -1, "taken": 0}
+    alive, leases = set(range(3)), {}
+    problems: list[str] = []
+
+    class Shared:
+        def __init__(self, rate: float) -> None:
+            self.rate = rate
+
+        def now(self) -> float:
+            return _SINCE
+
+        def monotonic(self) -> float:
+            return state["time"] * self.rate
+
+    def hand_on(me: int) -> None:
+        """Let somebody go on, perhaps a good while later, and wait for the next turn."""
+        holding = [number for number, lease in leases.items() if lease.held]
+        if len(holding) > 1:
+            problems.append(f"{holding} hold it at {state['time']:.1f}")
+        state["time"] += rng.choice((0.0, 0.1, 1.0, 4.0, 12.0, 27.0))
+        state["turn"] = rng.choice(sorted(alive)) if alive else -1
+        mutex.notify_all()
+        assert mutex.wait_for(lambda: state["turn"] == me, timeout=30)
+
+    def live(me: int, rate: float) -> None:
+        with mutex:
+            assert mutex.wait_for(lambda: state["turn"] == me, timeout=30)
+            store = Interleaved(LocalStore(tmp_path), lambda: hand_on(me))
+            for _ in range(4):
+                lease = RunLease(store, run="demo", clock=Shared(rate), lease_s=LEASE_S, sleep=lambda s: hand_on(me))
+                leases[me] = lease
+                try:
+                    lease.acquire(beat_in_background=False)
+                    state["taken"] += 1
+                    for _ in range(rng.randrange(6)):
+                        lease.beat()
+                        hand_on(me)
+                    if rng.random() < 0.5:
+                        lease.release()
+                except UserError:
+                    hand_on(me)
+            alive.discard(me)
+            state["turn"] = rng.choice(sorted(alive)) if alive else -1
+            mutex.notify_all()
+
+    with ThreadPoolExecutor(3) as pool:
+        jobs = [pool.submit(live, me, 1.0 + 0.05 * (me - 1)) for me in range(3)]
+        with mutex:
+            state["turn"] = 0
+            mutex.notify_all()
+        for job in jobs:
+            job.result(timeout=60)
+    assert problems == []
+    assert state["taken"] >= 1
+
+
+_HOLDER = """
+import sys, time
+from ray_ulysses.storage import RunLease, open_store
+lease = RunLease(open_store(sys.argv[1]), run="demo", lease_s=float(sys.argv[2]))
+lease.acquire()
+print("held", flush=True)
+while True:
+    time.sleep(0.05)
+    if not lease.held:
+        break
+time.sleep(0.5)
+try:
+    lease.check()
+except Exception as error:
+    print(error, flush=True)
+"""
+
+
+@pytest.mark.parametrize("deed", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_real_holder_is_respected_while_it_lives_and_taken_over_when_it_does_not(
+    store: Store, location: str, deed: signal.Signals
+) -> None:
+    lease_s = 2.0
+    command = [sys.executable, "-c", _HOLDER, location, str(lease_s)]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=f"held by process {holder.pid} on host {socket.gethostname()} since 20"):
+            RunLease(store, run="demo", lease_s=lease_s).acquire()
+        holder.send_signal(deed)
+        begun = time.monotonic()
+        with RunLease(store, run="demo", lease_s=lease_s) as lease:
+            assert time.monotonic() - begun >= lease_s
+            assert lease.held
+            assert lease.taken_over_from is not None and lease.taken_over_from.pid == holder.pid
+            if deed == signal.SIGSTOP:
+                holder.send_signal(signal.SIGCONT)
+                # It finds out by itself.
+                assert f"taken over by process {os.getpid()} on host" in holder.stdout.readline()
+            lease.check()
+    finally:
+        holder.kill()
+        holder.wait(timeout=10)
+        if holder.stdout is not None:
+            holder.stdout.close()
+
+
+def test_the_thread_keeps_it_alive_and_ends_with_it(tmp_path: Path) -> None:
+    with RunLease(LocalStore(tmp_path), run="demo", lease_s=0.9) as lease:
+        time.sleep(1.5)
+        assert lease.held
+    assert not any(thread.name == "run-lease" for thread in threading.enumerate())

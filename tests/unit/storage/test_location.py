@@ -1,0 +1,201 @@
+"""Locations: what opens which store, what is refused with a way out, and that no secret is repeated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ray_ulysses.errors import UserError
+from ray_ulysses.storage import LocalStore, LocationError, join_location, open_store, parse_location
+from ray_ulysses.storage.location import ObjectLocation
+from ray_ulysses.storage.object_client import connect
+from ray_ulysses.storage.object_store import ObjectStore
+
+_ENDPOINT = "endpoint_override=127.0.0.1:9000&scheme=http&region=us-east-1"
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR")):
+            monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("location", "path"),
+    [
+        ("/mnt/runs", "/mnt/runs"),
+        ("runs/demo", "runs/demo"),
+        (Path("/mnt/runs"), "/mnt/runs"),
+        ("file:///mnt/my%20runs", "/mnt/my runs"),
+        ("file://localhost/mnt/runs", "/mnt/runs"),
+        ("C:colon", "C:colon"),
+    ],
+)
+def test_a_path_is_a_path(location: str | Path, path: str) -> None:
+    assert parse_location(location) == Path(path)
+    store = open_store(location)
+    assert isinstance(store, LocalStore)
+    assert store.root == Path(path).absolute()
+
+
+@pytest.mark.parametrize(
+    ("location", "provider", "bucket", "prefix", "account", "options"),
+    [
+        ("s3://bucket", "s3", "bucket", "", None, {}),
+        ("s3://bucket/", "s3", "bucket", "", None, {}),
+        ("S3://bucket/a/b/", "s3", "bucket", "a/b", None, {}),
+        ("s3a://bucket/a%20b", "s3", "bucket", "a b", None, {}),
+        (
+            f"s3://bucket/a?{_ENDPOINT}",
+            "s3",
+            "bucket",
+            "a",
+            None,
+            {"endpoint_override": "127.0.0.1:9000", "scheme": "http", "region": "us-east-1"},
+        ),
+        ("gs://bucket/a", "gs", "bucket", "a", None, {}),
+        ("gcs://bucket/a", "gs", "bucket", "a", None, {}),
+        ("abfs://container@account.dfs.core.windows.net/a", "az", "container", "a", "account", {}),
+        ("abfss://container@account/a", "az", "container", "a", "account", {}),
+        ("az://container/a?account_name=me", "az", "container", "a", None, {"account_name": "me"}),
+    ],
+)
+def test_a_uri_is_taken_apart(
+    location: str, provider: str, bucket: str, prefix: str, account: str | None, options: dict[str, str]
+) -> None:
+    found = parse_location(location)
+    assert isinstance(found, ObjectLocation)
+    assert (found.provider, found.bucket, found.prefix, found.account) == (provider, bucket, prefix, account)
+    assert dict(found.options) == options
+    assert parse_location(str(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("location", "text"),
+    [
+        ("", "storage '': names nothing; give a path, file://, s3://bucket/prefix, "),
+        ("http://host/runs", "storage 'http://host/runs': http:// is no storage; give a path, file://, s3://"),
+        ("https://bucket.s3.amazonaws.com/runs", "https:// is no storage"),
+        ("hdfs://namenode/runs", "hdfs:// is no storage"),
+        ("s3:/bucket/runs", "storage 's3:/bucket/runs': has one slash behind the scheme; write s3:// and"),
+        ("s3://", "names no bucket; write s3://bucket/prefix"),
+        ("s3:///runs", "names no bucket"),
+        ("s3://bucket:9000/runs", "names no bucket"),
+        ("s3://bucket/a/../b", "has an empty or dotted folder; write every folder by its name"),
+        ("s3://bucket/a//b", "has an empty or dotted folder"),
+        ("s3://bucket/a#b", "has a '#'; leave it out"),
+        ("s3://bucket/a?colour=red", "has the unknown option 'colour'; use endpoint_override, force_virtual"),
+        ("s3://bucket/a?scheme=ftp", "gives scheme as 'ftp'; give http or https"),
+        ("s3://bucket/a?region=", "gives region as ''; give a value"),
+        ("s3://bucket/a?region=a&region=b", "gives an option twice; give it once"),
+        ("gs://bucket/a?region=a", "has the unknown option 'region'; use endpoint_override, scheme"),
+        ("file://host/runs", "names the host 'host'; write three slashes: file:///mnt/shared/runs"),
+        ("file:///runs?a=b", "is not the URI of a path"),
+    ],
+)
+def test_anything_else_is_refused_with_a_way_out(location: str, text: str) -> None:
+    with pytest.raises(LocationError) as refused:
+        open_store(location)
+    assert isinstance(refused.value, UserError)
+    assert text in str(refused.value)
+    assert refused.value.rule in str(refused.value) and refused.value.way_out in str(refused.value)
+
+
+def test_a_uri_that_went_through_a_path_is_told_so() -> None:
+    with pytest.raises(LocationError, match="pass it as text"):
+        open_store(Path("s3://bucket/runs"))
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        "s3://me:hunter2@bucket/runs",
+        "s3://hunter2@bucket/runs",
+        "s3://bucket/runs?access_key=me&secret_key=hunter2",
+        "s3://bucket/runs?AWS_SECRET_ACCESS_KEY=hunter2",
+        "s3://bucket/runs?region=a&session_token=hunter2",
+        "gs://bucket/runs?access_token=hunter2",
+        "abfs://container@account/runs?sig=hunter2",
+        "abfs://container:hunter2@account/runs",
+        "az://container/runs?client_secret=hunter2",
+    ],
+)
+def test_a_secret_is_refused_and_not_repeated(location: str) -> None:
+    with pytest.raises(LocationError, match=r"may not hold .* since it is stored with the run; set [A-Z]+_") as refused:
+        open_store(location)
+    assert "hunter2" not in str(refused.value)
+
+
+def test_a_location_is_joined_before_its_options() -> None:
+    assert join_location("/mnt/runs", "demo") == "/mnt/runs/demo"
+    assert join_location("file:///mnt/runs", "demo") == "/mnt/runs/demo"
+    assert join_location("s3://bucket", "demo") == "s3://bucket/demo"
+    joined = join_location(f"s3://bucket/a?{_ENDPOINT}", "demo/x")
+    assert joined == "s3://bucket/a/demo/x?endpoint_override=127.0.0.1%3A9000&scheme=http&region=us-east-1"
+    assert join_location("abfs://c@account.dfs.core.windows.net/a", "demo") == "abfs://c@account/a/demo"
+
+
+def _config(location: str) -> tuple[dict[str, object], dict[str, object]]:
+    where = parse_location(location)
+    assert isinstance(where, ObjectLocation)
+    client = connect(where)
+    return dict(client.config), dict(client.client_options or {})
+
+
+def test_the_uri_names_endpoint_and_region() -> None:
+    config, options = _config(f"s3://bucket/a?{_ENDPOINT}")
+    assert config["endpoint"] == "http://127.0.0.1:9000"
+    assert config["region"] == "us-east-1"
+    assert str(options["allow_http"]).lower() == "true"
+
+
+@pytest.mark.parametrize(
+    ("variables", "endpoint"),
+    [
+        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:1"}, "http://127.0.0.1:1"),
+        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:1", "AWS_ENDPOINT_URL_S3": "http://127.0.0.1:2"}, "http://127.0.0.1:2"),
+    ],
+)
+def test_the_environment_names_them_as_the_sdks_read_it(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], endpoint: str
+) -> None:
+    for name, value in {**variables, "AWS_REGION": "eu-west-3"}.items():
+        monkeypatch.setenv(name, value)
+    config, options = _config("s3://bucket/a")
+    assert (config["endpoint"], config["region"]) == (endpoint, "eu-west-3")
+    assert str(options["allow_http"]).lower() == "true"
+    config, _ = _config("s3://bucket/a?endpoint_override=127.0.0.1:3&region=us-east-2")
+    assert (config["endpoint"], config["region"]) == ("https://127.0.0.1:3", "us-east-2")
+
+
+def test_plain_http_is_only_spoken_where_it_was_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert str(_config("s3://bucket/a?region=us-east-1")[1]["allow_http"]).lower() == "false"
+    assert str(_config("s3://bucket/a?endpoint_override=10.0.0.1")[1]["allow_http"]).lower() == "false"
+
+
+def test_certificates_that_are_not_there_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_CA_BUNDLE", "/no/such.pem")
+    with pytest.raises(UserError, match=r"storage 's3://bucket' can't be set up \(.*No such file"):
+        open_store("s3://bucket")
+
+
+def test_an_azure_account_has_to_be_named() -> None:
+    with pytest.raises(UserError, match=r"storage 'abfs://container/a' can't be set up \(.*[Aa]ccount"):
+        open_store("az://container/a")
+
+
+def test_azure_and_google_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = "?blob_storage_authority=127.0.0.1:10000&enable_tls=false"
+    azure, _ = _config(f"abfs://container@devstore/a{options}")
+    assert (azure["account_name"], azure["endpoint"]) == ("devstore", "http://127.0.0.1:10000/devstore")
+    azure, _ = _config("abfs://container@devstore/a?blob_storage_authority=.blob.local")
+    assert azure["endpoint"] == "https://devstore.blob.local"
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "127.0.0.1:4443")
+    google, _ = _config("gs://bucket/a")
+    assert google["base_url"] == "http://127.0.0.1:4443"
+    for location in ("abfs://container@devstore/a", "gs://bucket/a"):
+        assert isinstance(open_store(location), ObjectStore)

@@ -1,0 +1,247 @@
+"""The object store when the other side fails: lost answers, overload, refusals, no space, nobody there."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ray_ulysses.storage import AlreadyExistsError, open_store
+from ray_ulysses.storage.object_store import ObjectStore
+from ray_ulysses.storage.store import read_bytes
+from tests.s3_server import FaultyProxy, S3Server
+from tests.unit.storage.conftest import PART_BYTES, object_store
+
+_EVERY_TIME = 10**6
+_NUM_PARTS = 4
+
+
+def _is_put(method: str, path: str) -> bool:
+    return method == "PUT" and "uploadId" not in path
+
+
+def _is_get(method: str, path: str) -> bool:
+    return method == "GET" and "list-type" not in path
+
+
+def _is_completion(method: str, path: str) -> bool:
+    return method == "POST" and "uploadId" in path
+
+
+def _is_second_part(method: str, path: str) -> bool:
+    return "partNumber=2" in path
+
+
+def _shard() -> Iterator[bytes]:
+    for number in range(_NUM_PARTS):
+        yield bytes([number]) * PART_BYTES
+
+
+@pytest.mark.parametrize("fault", ["503", "429", "drop", "409"])
+def test_a_create_that_fails_once_succeeds_at_the_next_try(
+    broken_s3: ObjectStore, proxy: FaultyProxy, fault: str
+) -> None:
+    proxy.fail(fault, _is_put)  # type: ignore[arg-type]
+    broken_s3.create("manifest.json", [b"{}"])
+    assert read_bytes(broken_s3, "manifest.json") == b"{}"
+    assert proxy.count("PUT") == 2
+
+
+def test_a_create_whose_answer_was_lost_knows_its_own_file(broken_s3: ObjectStore, proxy: FaultyProxy) -> None:
+    proxy.fail("lose-answer", _is_put)
+    assert broken_s3.create("manifest.json", [b"{}"]) == 2
+    assert [exchange.status for exchange in proxy.exchanges] == [0, 412, 200]
+    with pytest.raises(AlreadyExistsError):
+        # The same bytes, but not the same writer.
+        broken_s3.create("manifest.json", [b"{}"])
+
+
+def test_a_create_whose_answers_are_all_lost_says_what_is_true(broken_s3: ObjectStore, proxy: FaultyProxy) -> None:
+    proxy.fail("lose-answer", _is_put, _EVERY_TIME)
+    assert broken_s3.create("manifest.json", [b"{}"]) == 2
+    proxy.heal()
+    assert read_bytes(broken_s3, "manifest.json") == b"{}"
+
+
+def test_a_create_that_lost_against_another_while_it_was_tried_again_says_so(
+    broken_s3: ObjectStore, proxy: FaultyProxy, s3: S3Server, prefix: str
+) -> None:
+    proxy.fail("drop", _is_put)
+    object_store(s3.uri(prefix)).create("manifest.json", [b"theirs"])
+    with pytest.raises(AlreadyExistsError, match=rf"^s3://bucket/{prefix}/manifest.json exists already"):
+        broken_s3.create("manifest.json", [b"ours"])
+    assert read_bytes(broken_s3, "manifest.json") == b"theirs"
+
+
+@pytest.mark.parametrize("fault", ["503", "drop", "lose-answer"])
+@pytest.mark.parametrize("where", [_is_second_part, _is_completion], ids=["a-part", "the-completion"])
+def test_a_long_file_that_meets_a_failure_is_whole(
+    broken_s3: ObjectStore, proxy: FaultyProxy, fault: str, where: object
+) -> None:
+    proxy.fail(fault, where)  # type: ignore[arg-type]
+    assert broken_s3.create("shard", _shard()) == _NUM_PARTS * PART_BYTES
+    assert read_bytes(broken_s3, "shard") == b"".join(_shard())
+
+
+@pytest.mark.parametrize("fault", ["403", "507"])
+@pytest.mark.parametrize("where", [_is_second_part, _is_completion], ids=["a-part", "the-completion"])
+def test_a_long_file_that_is_refused_leaves_nothing(
+    broken_s3: ObjectStore, proxy: FaultyProxy, s3: S3Server, prefix: str, fault: str, where: object
+) -> None:
+    proxy.fail(fault, where, _EVERY_TIME)  # type: ignore[arg-type]
+    with pytest.raises(OSError) as refused:
+        broken_s3.create("shard", _shard())
+    assert refused.value.errno == {"403": errno.EACCES, "507": errno.ENOSPC}[fault]
+    assert broken_s3.list("shard") == []
+    uploads = s3.client().list_multipart_uploads(Bucket="bucket", Prefix=prefix).get("Uploads")
+    assert uploads is None
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "text"),
+    [
+        ("403", PermissionError, "the store refused: its answer to the credentials was 403 Forbidden AccessDenied"),
+        ("507", OSError, "the store refused: no space left"),
+        ("503", OSError, r"the store failed for \d\.\d s: 503 Service Unavailable SlowDown"),
+        ("drop", OSError, r"the store failed for \d\.\d s: the exchange was cut short"),
+        ("409", OSError, r"the store failed for \d\.\d s: 409 Conflict ConditionalRequestConflict"),
+    ],
+)
+def test_a_create_that_keeps_failing_ends_in_time_and_says_why_without_naming_hosts(
+    broken_s3: ObjectStore, proxy: FaultyProxy, fault: str, kind: type[OSError], text: str
+) -> None:
+    proxy.fail(fault, _is_put, _EVERY_TIME)  # type: ignore[arg-type]
+    begun = time.monotonic()
+    with pytest.raises(kind, match=text) as refused:
+        broken_s3.create("manifest.json", [b"{}"])
+    # 1 s of patience, at most one pause beyond it, and one more look.
+    assert time.monotonic() - begun < 8
+    assert "127.0.0.1" not in str(refused.value)
+    proxy.heal()
+    assert broken_s3.list("manifest.json") == []
+
+
+def test_a_read_that_breaks_off_is_taken_up_where_it_broke(broken_s3: ObjectStore, proxy: FaultyProxy) -> None:
+    broken_s3.create("shard", _shard())
+    proxy.fail("cut-body", _is_get, 2)
+    with broken_s3.open("shard") as stream:
+        stream.seek(1000)
+        content = stream.read(2 * PART_BYTES)
+    assert content == b"".join(_shard())[1000 : 1000 + 2 * PART_BYTES]
+    ranges = [exchange.range for exchange in proxy.exchanges if _is_get(exchange.method, exchange.path)]
+    assert ranges == [
+        f"bytes={1000 + start}-{999 + 2 * PART_BYTES}" for start in (0, PART_BYTES, PART_BYTES + PART_BYTES // 2)
+    ]
+
+
+@pytest.mark.parametrize("fault", ["503", "drop"])
+def test_a_read_that_keeps_failing_is_an_error_in_time(broken_s3: ObjectStore, proxy: FaultyProxy, fault: str) -> None:
+    broken_s3.create("shard", [b"x" * 100_000])
+    with broken_s3.open("shard") as stream:
+        proxy.fail(fault, _is_get, _EVERY_TIME)  # type: ignore[arg-type]
+        begun = time.monotonic()
+        with pytest.raises(OSError, match=r"the store failed for \d\.\d s"):
+            stream.read()
+        assert time.monotonic() - begun < 8
+
+
+def test_a_store_that_is_away_is_an_error_in_time(s3: S3Server) -> None:
+    away = object_store(s3.uri("run", port=1), retry_s=0.2)
+    calls = [
+        lambda: away.create("a", [b""]),
+        lambda: away.create("a", _shard()),
+        lambda: away.replace("a", [b""]),
+        lambda: away.open("a"),
+        lambda: away.list("a"),
+        lambda: away.delete("a"),
+    ]
+    for call in calls:
+        begun = time.monotonic()
+        with pytest.raises(OSError, match=r"the store failed for \d\.\d s: it could not be reached") as refused:
+            call()
+        assert not isinstance(refused.value, FileNotFoundError)
+        assert time.monotonic() - begun < 3
+
+
+def test_a_bucket_that_is_not_there_is_no_empty_store(s3: S3Server) -> None:
+    store = open_store(s3.uri("run").replace("bucket/", "no-such-bucket/"), retry_s=0.5)
+    for call in (lambda: store.create("a", [b""]), lambda: store.list("a"), lambda: store.delete("a")):
+        with pytest.raises(FileNotFoundError, match="there is no such bucket"):
+            call()
+
+
+def test_wrong_credentials_are_denied(s3: S3Server, prefix: str) -> None:
+    store = object_store(s3.uri(prefix))
+    s3.require_credentials(True)
+    try:
+        for call in (lambda: store.create("a", [b""]), lambda: store.open("a"), lambda: store.list("a")):
+            with pytest.raises(PermissionError, match="its answer to the credentials was 403 Forbidden"):
+                call()
+    finally:
+        s3.require_credentials(False)
+
+
+def test_a_short_file_costs_one_request_and_a_long_one_its_parts(broken_s3: ObjectStore, proxy: FaultyProxy) -> None:
+    broken_s3.create("short", (b"x" * 100 for _ in range(5)))
+    assert [exchange.method for exchange in proxy.exchanges] == ["PUT"]
+    proxy.exchanges.clear()
+    broken_s3.create("long", _shard())
+    assert proxy.count("PUT", "partNumber") == _NUM_PARTS
+    proxy.exchanges.clear()
+    # All in memory already, as a manifest is: one conditional put, however long.
+    broken_s3.create("manifest", [b"".join(_shard())])
+    assert [exchange.method for exchange in proxy.exchanges] == ["PUT"]
+
+
+_STREAMER = """
+import resource, sys
+from ray_ulysses.storage import parse_location
+from ray_ulysses.storage.object_client import connect
+from ray_ulysses.storage.object_store import ObjectStore
+location = parse_location(sys.argv[1])
+store = ObjectStore(connect(location), name="s3", part_bytes=5 * 2**20)
+store.create("warm", (bytes(2**20) for _ in range(11)))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+store.create("shard", (bytes(2**20) for _ in range(int(sys.argv[2]))))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+def test_a_long_file_is_written_in_the_memory_of_a_few_parts(s3: S3Server, prefix: str) -> None:
+    command = [sys.executable, "-c", _STREAMER, s3.uri(prefix), "120"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    # Four parts under way, one being filled, two looked at before the upload began, and the allocator's slack.
+    assert float(done.stdout) < 50
+    s3.client().delete_object(Bucket="bucket", Key=f"{prefix}/shard")
+
+
+def test_the_mark_of_the_writer_is_no_part_of_the_file(s3: S3Server, prefix: str) -> None:
+    store = object_store(s3.uri(prefix))
+    store.create("a", [b"abc"])
+    found = s3.client().get_object(Bucket="bucket", Key=f"{prefix}/a")
+    assert found["Body"].read() == b"abc"
+    assert list(found["Metadata"]) == ["ulysseswriter"]
+
+
+def test_a_file_that_others_wrote_without_a_mark_is_taken_all_the_same(s3: S3Server, prefix: str) -> None:
+    s3.client().put_object(Bucket="bucket", Key=f"{prefix}/a", Body=b"theirs")
+    store = object_store(s3.uri(prefix))
+    for chunks in ([b"ours"], _shard()):
+        with pytest.raises(AlreadyExistsError):
+            store.create("a", chunks)
+    assert read_bytes(store, "a") == b"theirs"
+
+
+def test_a_file_beyond_the_largest_number_of_parts_is_refused(
+    s3: S3Server, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray_ulysses.storage.object_store.MAX_PARTS", 3)
+    store = object_store(s3.uri(prefix))
+    with pytest.raises(ValueError, match=f"more than {3 * PART_BYTES} bytes can't be stored"):
+        store.create("shard", itertools.islice(_shard(), 4))
+    assert store.list("shard") == []
