@@ -1,6 +1,6 @@
-"""Stores for tests: one that fails or dies at a chosen call, one that is slow or held up, one that counts.
+"""Stores for tests: one in memory, one that fails or dies at a chosen call, one that is slow, one that counts.
 
-Each wraps any store and can wrap another wrapper. Their calls are of these kinds: ``open``, ``create``, ``replace``,
+Each of the latter wraps any store and can wrap another wrapper. Their calls are of these kinds: ``open``, ``create``, ``replace``,
 ``list`` and ``delete`` as the store's methods, ``chunk`` for each piece of a file that is being written, and
 ``read`` for each read from an opened file.
 """
@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO, Literal, cast
 
-from ray_ulysses.storage.store import Buffer, Store
+from ray_ulysses.storage.store import AlreadyExistsError, Buffer, Store, checked_key
 
 Kind = Literal["open", "read", "create", "chunk", "replace", "list", "delete"]
 KINDS: tuple[Kind, ...] = ("open", "read", "create", "chunk", "replace", "list", "delete")
@@ -33,6 +33,48 @@ def disk_full() -> OSError:
 def permission_lost() -> OSError:
     """Return what a call raises when the right to it was taken away."""
     return PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+class MemoryStore:
+    """A store in this process's memory: fast, with no failures of its own, and safe between threads."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def open(self, key: str) -> BinaryIO:
+        """Return a stream of the file as it is now."""
+        with self._lock:
+            if key not in self._files:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
+            return io.BytesIO(self._files[key])
+
+    def create(self, key: str, chunks: Iterable[Buffer]) -> int:
+        """Keep a new file."""
+        content = b"".join(chunks)
+        with self._lock:
+            if key in self._files:
+                raise AlreadyExistsError(f"{key} exists already; nothing was written over it")
+            self._files[checked_key(key)] = content
+        return len(content)
+
+    def replace(self, key: str, chunks: Iterable[Buffer]) -> int:
+        """Keep a file in place of another."""
+        content = b"".join(chunks)
+        with self._lock:
+            self._files[checked_key(key)] = content
+        return len(content)
+
+    def list(self, prefix: str) -> list[str]:
+        """Return the keys at or under a folder."""
+        with self._lock:
+            return sorted(key for key in self._files if key == prefix or key.startswith(f"{prefix}/"))
+
+    def delete(self, prefix: str) -> None:
+        """Forget a file or a folder."""
+        for key in self.list(prefix):
+            with self._lock:
+                self._files.pop(key, None)
 
 
 class HookedStore:

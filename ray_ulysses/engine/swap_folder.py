@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -12,7 +13,7 @@ _PREFIX = "process-"
 
 
 class SwapFolder:
-    """A new folder under a root on a local disk, locked as long as this object lives.
+    """A new folder under a root on a local disk, locked until it is closed or the process ends.
 
     Two attempts of a run may live on one node for a while, the older one unaware that it was given up: sharing files,
     they would overwrite each other's state. What dead processes left behind is deleted first.
@@ -32,13 +33,13 @@ class SwapFolder:
             for folder in root.glob(f"{_PREFIX}*"):
                 _delete_if_dead(folder)
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
-            self._lock = open(self.path / LOCK_FILE, "w")
+            self._lock = os.open(self.path / LOCK_FILE, os.O_CREAT | os.O_RDWR)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def close(self) -> None:
-        """Delete the folder; nothing may be swapped in any more."""
+        """Delete the folder, once; nothing may be swapped in any more."""
         shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.close()
+        os.close(self._lock)
 
 
 def _delete_if_dead(folder: Path) -> None:

@@ -43,10 +43,13 @@ class SwappedState:
         return (*stepped_intervals(self.engine, self.tables, self.moments), *resident)
 
     def copy_to(self, destinations: Sequence[torch.Tensor]) -> None:
-        """Copy every interval's elements; beside the destinations one sub-group is in memory at a time."""
+        """Copy every interval's elements; beside the destinations one sub-group is in memory at a time.
+
+        What is on a device is on its way into pinned memory, on the current stream, when this returns.
+        """
         wanted = {interval.key: destination for interval, destination in zip(self.intervals, destinations, strict=True)}
         for piece in self.resident:
-            wanted.pop(piece.key).copy_(piece.tensor)
+            wanted.pop(piece.key).copy_(piece.tensor.detach(), non_blocking=True)
         for portion in self.tables.portions:
             with self.tables.at_hand(portion, is_writing=False):
                 for piece in stepped_pieces(self.engine, self.tables, portion, self.moments):

@@ -158,7 +158,7 @@ def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
         config=config,
         dist_init_required=False,
     )
-    # It stays this process's as long as the engine lives.
+    # Whoever destroys the engine may close it; a process that ends gives it up anyway.
     engine.swap_folder = swap_folder
     return engine
 

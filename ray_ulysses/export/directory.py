@@ -40,8 +40,17 @@ class Identity:
     checked: bool
 
     def differences(self, other: Identity) -> list[str]:
-        """Return what sets this one apart from another, in words."""
-        return [f"{name} is {value!r} there" for name, value in asdict(other).items() if getattr(self, name) != value]
+        """Return what another one, which is there already, lacks of this one, in words."""
+        found = ["it is of another checkpoint"] if self.manifest != other.manifest else []
+        if self.weights != other.weights:
+            found.append(f"its weights are --dtype {other.weights}")
+        if self.max_shard_bytes != other.max_shard_bytes:
+            found.append(f"its files hold up to {decimal_size(other.max_shard_bytes)}")
+        if self.tokenizer != other.tokenizer:
+            found.append("its tokenizer is another one")
+        if self.checked and not other.checked:
+            found.append("it was not checked")
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,8 +140,8 @@ def unpublished(out: Path, num_bytes: int) -> Iterator[Path]:
         free = shutil.disk_usage(out.parent).free
         if free < num_bytes + _SPARE_BYTES:
             raise RunError(
-                f"--out={str(out)!r}: the export takes {decimal_size(num_bytes)}, and {decimal_size(free)} are free there; "
-                "make room or give another directory"
+                f"--out={str(out)!r}: the export takes {decimal_size(num_bytes)}, and {decimal_size(free)} are free "
+                "there; make room or give another directory"
             )
         folder = out.parent / f"{_prefix(out)}{uuid.uuid4().hex[:8]}"
         folder.mkdir()

@@ -215,6 +215,6 @@ def _refuse_overflow(key: str, read: torch.Tensor) -> None:
     largest = float(finite.max()) if finite.numel() else 0.0
     if largest > torch.finfo(torch.float16).max:
         raise RunError(
-            f"--dtype=fp16: {key.split('/', 1)[1]} holds {largest:.4g}, beyond the 65504 that fp16 can hold; use bf16 or "
-            "fp32"
+            f"--dtype=fp16: {key.split('/', 1)[1]} holds {largest:.4g}, beyond the 65504 that fp16 can hold; use "
+            "bf16 or fp32"
         )

@@ -108,7 +108,8 @@ def _check_cursor(plan: Plan, claim: Claim) -> Iterator[Finding]:
 def _check_sums(trained: Trained, claims: Sequence[Claim]) -> Iterator[Finding]:
     """Compare running sums; a difference that stays the same from one checkpoint to the next is told once."""
     claims = sorted(claims, key=lambda claim: claim.step)
-    digest = tokens = count = place = 0
+    before = trained.before
+    digest, tokens, count, place = before.digest, before.tokens, before.step, 0
     shifts = {"digest": 0, "tokens": 0}
     for claim in claims:
         while place < len(trained.steps) and trained.steps[place].step <= claim.step:
@@ -123,7 +124,7 @@ def _check_sums(trained: Trained, claims: Sequence[Claim]) -> Iterator[Finding]:
                 meaning="what its state was trained on can't be proved",
             )
             continue
-        if place != claim.step:
+        if before.step + place != claim.step:
             # Steps are missing before it, which is a finding of its own.
             continue
         yield from _check_tokens(claim, tokens, shifts)

@@ -21,11 +21,11 @@ def check_journal(plan: Plan, trained: Trained) -> list[Finding]:
     wrong = list(_wrong_rows(plan, trained.steps))
     return [
         *_other_plans(plan, trained),
-        *_missing_steps(plan, trained.steps),
+        *_missing_steps(plan, trained),
         *_repeated_steps(trained),
         *wrong,
         # Steps with the rows that the plan gives them can't meet.
-        *(_coverage(trained.steps) if wrong else ()),
+        *(_coverage(trained) if wrong else ()),
         *_wrong_tokens(plan, trained.steps),
     ]
 
@@ -48,9 +48,9 @@ def _other_plans(plan: Plan, trained: Trained) -> Iterator[Finding]:
         )
 
 
-def _missing_steps(plan: Plan, steps: Sequence[TrainedStep]) -> Iterator[Finding]:
-    before = 0
-    for step in steps:
+def _missing_steps(plan: Plan, trained: Trained) -> Iterator[Finding]:
+    before = trained.before.step
+    for step in trained.steps:
         if step.step > before + 1:
             first, last = before + 1, step.step - 1
             yield Finding(
@@ -106,10 +106,10 @@ def _wrong_rows(plan: Plan, steps: Iterable[TrainedStep]) -> Iterator[Finding]:
             )
 
 
-def _coverage(steps: Sequence[TrainedStep]) -> Iterator[Finding]:
+def _coverage(trained: Trained) -> Iterator[Finding]:
     """Find rows that several steps trained, and rows between them that none did."""
-    reached, last = 0, None
-    for step in sorted(steps, key=lambda step: step.rows):
+    reached, last = trained.before.rows, None
+    for step in sorted(trained.steps, key=lambda step: step.rows):
         first, stop = step.rows
         if first < reached and last is not None and stop > first:
             overlap = rows_text(first, min(stop, reached))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ray_ulysses.data.digest import add_digests
 from ray_ulysses.data.plan import Plan
 from ray_ulysses.tracking.history import steps_that_count
+from ray_ulysses.tracking.taken_over import TakenOver, taken_over
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +46,7 @@ class Trained:
             throw them away.
         lost: Those that were thrown away, because an attempt resumed before them.
         repeated: Those that an attempt trained, and then again without resuming before them.
+        before: What was taken over from another run.
         other_plans: The plan ids of each attempt whose steps count though it trained by a plan that is not the run's.
     """
 
@@ -53,16 +55,17 @@ class Trained:
     lost: tuple[TrainedStep, ...]
     repeated: tuple[TrainedStep, ...]
     other_plans: Mapping[int, tuple[str, ...]]
+    before: TakenOver = field(default_factory=TakenOver)
 
     @property
     def digest(self) -> int:
         """Return the sum of the digests of the steps that count."""
-        return add_digests(*(step.digest for step in self.steps))
+        return add_digests(self.before.digest, *(step.digest for step in self.steps))
 
     @property
     def tokens(self) -> int:
         """Return the supervised tokens of the steps that count."""
-        return sum(step.tokens for step in self.steps)
+        return self.before.tokens + sum(step.tokens for step in self.steps)
 
 
 def trained_steps(records: Sequence[Mapping[str, Any]], plan: Plan) -> Trained:
@@ -90,6 +93,7 @@ def trained_steps(records: Sequence[Mapping[str, Any]], plan: Plan) -> Trained:
         superseded=tuple(superseded),
         lost=tuple(_step(record) for record in counted.lost),
         repeated=tuple(_step(record) for record in counted.repeated),
+        before=taken_over(records),
         other_plans={
             attempt: plan_ids
             for attempt, plan_ids in plans.items()

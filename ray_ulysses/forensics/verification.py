@@ -110,6 +110,11 @@ def _notes(plan: Plan, trained: Trained) -> list[str]:
     notes = []
     if not trained.steps:
         notes.append("nothing is trained yet that counts, so nothing can be wrong with it")
+    if trained.before.step:
+        notes.append(
+            f"steps 1 to {trained.before.step} were taken over from {trained.before.origin}, and are proved by that "
+            "run's journal"
+        )
     if trained.superseded:
         first, last = trained.superseded[0].step, trained.superseded[-1].step
         notes.append(

@@ -2,15 +2,15 @@
 
 The holder is whoever created the highest ``lock/holder-<generation>.json``; creating one is exclusive. Beside it the
 holder replaces ``lock/beat-<generation>`` all the time. Whoever comes watches that beat: if it moves, the holder
-lives, and the newcomer is refused; if it has not moved for `lease_s` of the newcomer's *own* clock, it creates the
-next generation. No
-clock is ever compared with another's.
+lives, and the newcomer is refused; if it has not moved for `lease_s` of the newcomer's *own* clock, it creates the next
+generation. No clock is ever compared with another's.
 
 Why two never hold it at once, as long as no clock runs a fifth faster than another: a beat counts from when it was
-*begun*, and the holder trusts it for four fifths of `lease_s`; a newcomer counts from when he first *saw* it, which
-is later, and waits all of `lease_s`. A beat that was not through in the time of the one before counts for nothing,
-since a newcomer may have missed it; the holder then has to win the next generation, as everybody else. Writes that
-were on their way when the lease was lost may still arrive: that is what attempts are for, whose names differ.
+*begun*, and the holder trusts it for four fifths of `lease_s`; a newcomer counts from when it has *seen* it, which is
+later, and looks once more after all of `lease_s`. A beat that was not through in the time of the one before counts
+for nothing, since a newcomer may have missed it; the holder then has to win the next generation, as everybody else.
+Writes that were on their way when the lease was lost may still arrive: that is what attempts are for, whose names
+differ.
 """
 
 from __future__ import annotations
@@ -206,14 +206,17 @@ class RunLease:
     def _is_silent(self, sight: _Sight) -> bool:
         """Watch a holder: True after `lease_s` without a sign, False if it releases; raise as soon as it lives."""
         seen_at = self._clock.monotonic()
-        while self._clock.monotonic() - seen_at < self._lease_s:
+        while True:
             self._sleep(self._lease_s / _BEATS_A_LEASE / 2)
+            # The look that decides must begin after the lease has ended: a late answer tells of an earlier time.
+            asked_at = self._clock.monotonic()
             now = self._see()
             if now.generation == sight.generation and now.beat == _RELEASED:
                 return False
             if now != sight:
                 raise self._refusal(now.generation)
-        return True
+            if asked_at - seen_at >= self._lease_s:
+                return True
 
     def _see(self) -> _Sight:
         generation = _newest(self._store)

@@ -66,13 +66,13 @@ class GoneCheckpoint:
     Attributes:
         step: Its step.
         attempt: The attempt that wrote it; None if it is not known.
-        state: Whether retention deleted it, or it was set aside as damaged.
+        state: Whether retention deleted it, it was set aside as damaged, or an attempt went on from one before it.
         reason: Why.
     """
 
     step: int
     attempt: int | None
-    state: Literal["deleted", "damaged"]
+    state: Literal["deleted", "damaged", "superseded"]
     reason: str = ""
 
     def to_event(self) -> dict[str, Any]:
@@ -95,11 +95,13 @@ class CheckpointInventory:
         attempt: The attempt that starts; what it commits itself later is not its business.
         store: The store.
         checkpoints: What is committed there.
+        unread: Steps that are committed there too, of which no more can be said now.
     """
 
     attempt: int
     store: str
     checkpoints: tuple[CommittedCheckpoint, ...]
+    unread: tuple[int, ...] = ()
 
     def to_event(self) -> dict[str, Any]:
         """Return what is spooled."""
@@ -108,13 +110,15 @@ class CheckpointInventory:
             "attempt": self.attempt,
             "store": self.store,
             "checkpoints": [asdict(checkpoint) for checkpoint in self.checkpoints],
+            "unread": list(self.unread),
         }
 
     @classmethod
     def from_event(cls, event: Mapping[str, Any]) -> CheckpointInventory:
         """Read back what was spooled."""
         checkpoints = tuple(CommittedCheckpoint.from_event(fields) for fields in event["checkpoints"])
-        return cls(attempt=event["attempt"], store=event["store"], checkpoints=checkpoints)
+        unread = tuple(event.get("unread", ()))
+        return cls(attempt=event["attempt"], store=event["store"], checkpoints=checkpoints, unread=unread)
 
 
 CheckpointNews = CommittedCheckpoint | GoneCheckpoint | CheckpointInventory
@@ -181,6 +185,7 @@ def reconcile(inventory: CheckpointInventory, tracked: Sequence[TrackedCheckpoin
         tracked: Everything that the tracker has of the run.
     """
     committed = inventory.checkpoints
+    there = {checkpoint.step for checkpoint in committed} | set(inventory.unread)
     complete = [one for one in tracked if one.is_complete]
     missing = [
         checkpoint
@@ -194,7 +199,7 @@ def reconcile(inventory: CheckpointInventory, tracked: Sequence[TrackedCheckpoin
         and one.store == inventory.store
         and (one.attempt is None or one.attempt < inventory.attempt)
         # One whose step was committed again is superseded, which is said with the new one.
-        and one.step not in {checkpoint.step for checkpoint in committed}
+        and one.step not in there
     ]
     return Reconciliation(missing=tuple(missing), vanished=tuple(vanished))
 

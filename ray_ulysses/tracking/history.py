@@ -12,6 +12,7 @@ from typing import Any, Literal
 from ray_ulysses.storage import LocalStore, Store, current_owner
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.journal import read_records
+from ray_ulysses.tracking.taken_over import taken_over
 
 Status = Literal["not_started", "running", "interrupted", "stopped", "failed", "finished"]
 
@@ -166,20 +167,21 @@ def build_history(
     ordered = [kept[step] for step in sorted(kept)]
     last = ordered[-1]["step"] if ordered else 0
     attempts = _by_attempt(records)
-    digest = sum(int(record["digest"], 16) for record in ordered) % 2**64
+    before = taken_over(records)
+    digest = (before.digest + sum(int(record["digest"], 16) for record in ordered)) % 2**64
     return RunHistory(
         name=name,
         status=_status(attempts, is_held),
-        step=last,
-        tokens=sum(int(record["tokens"]) for record in ordered),
+        step=max(last, before.step),
+        tokens=before.tokens + sum(int(record["tokens"]) for record in ordered),
         steps=tuple(_step_record(record) for record in ordered),
         attempts=tuple(_attempt_record(attempt) for attempt in attempts),
         checkpoints=tuple(checkpoints),
-        rows_consumed=sum(int(record["rows"][1]) - int(record["rows"][0]) for record in ordered),
+        rows_consumed=before.rows + sum(int(record["rows"][1]) - int(record["rows"][0]) for record in ordered),
         data_digest=f"{digest:016x}",
         lost_steps=len(counted.lost),
         goodput=_goodput(ordered, attempts),
-        missing_steps=tuple(step for step in range(1, last) if step not in kept),
+        missing_steps=tuple(step for step in range(before.step + 1, last) if step not in kept),
     )
 
 

@@ -191,9 +191,9 @@ class MlflowSink:
         found = self._client.get_experiment_by_name(self._experiment)
         if found is None:
             try:
-                root = _artifact_root(self._uri)
-                made = self._client.create_experiment(self._experiment, artifact_location=root)
-                return str(made)
+                return str(
+                    self._client.create_experiment(self._experiment, artifact_location=_artifact_root(self._uri))
+                )
             except MlflowException:  # another run made it in between
                 found = self._client.get_experiment_by_name(self._experiment)
                 if found is None:
@@ -253,29 +253,6 @@ class MlflowSink:
         ]
         for part in _slices(points, _METRICS_A_BATCH):
             self._client.log_batch(self._run_id, metrics=part, synchronous=True)
-
-
-def deliver_backlog(run_dir: Path | str, *, uri: str, experiment: str, run_name: str, wait_s: float = 30.0) -> int:
-    """Send what a run's attempts could not send to MLflow; takes nothing up and starts nothing.
-
-    For a run that ended while MLflow was away. Where nothing waits, MLflow is not even imported. Only the holder of the
-    run's lock may call.
-
-    Args:
-        run_dir: The run's directory.
-        uri: Tracking URI.
-        experiment: Made when absent.
-        run_name: How MLflow shows the run.
-        wait_s: Longest time to wait for MLflow, in seconds.
-
-    Returns:
-        How many events are left; 0 when MLflow has everything.
-
-    Raises:
-        OSError: The run directory can't be read or written.
-    """
-    tracker = MlflowTracker(uri=uri, experiment=experiment, run_name=run_name, run_dir=run_dir, drain_s=wait_s)
-    return tracker.catch_up()
 
 
 def _read(kind: type[_News], event: Event) -> _News:

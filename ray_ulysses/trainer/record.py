@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ray_ulysses.checkpoint.exchange import TorchExchange
 from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage
 from ray_ulysses.planner.flops import mfu, peak_bf16_flops, step_flops
+from ray_ulysses.storage.location import join_location
 from ray_ulysses.tracking.commits import CheckpointInventory, CommittedCheckpoint, GoneCheckpoint
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.tracking.mlflow_tracker import MlflowTracker
@@ -23,7 +24,7 @@ from ray_ulysses.trainer.settings import model_shape, versions
 from ray_ulysses.trainer.shared_storage import probe_storage
 
 if TYPE_CHECKING:
-    from ray_ulysses.checkpoint import CheckpointMeta, CheckpointRef, Manifest
+    from ray_ulysses.checkpoint import CheckpointMeta, CheckpointRef, Damage, Manifest
     from ray_ulysses.checkpoint.background import Saved
     from ray_ulysses.config import Config
     from ray_ulysses.data.plan import Plan
@@ -128,6 +129,7 @@ class Recorder:
             resumed_step=progress.step,
             resumed_from=progress.resumed_from,
             last_step=last_step,
+            **({} if progress.taken_over is None else {"taken_over": progress.taken_over.to_json()}),
             plan_ids=[segment.plan_id for segment in plan.segments],
             versions=versions(),
         )
@@ -218,10 +220,17 @@ class Recorder:
         )
         self._tracker.log_checkpoint(committed_checkpoint(self._location, ref, meta, parent=self._parent))
 
-    def checkpoints_found(self, manifests: Sequence[Manifest]) -> None:
-        """Tell the tracker which checkpoints there are as the attempt starts: a death may have kept it from hearing."""
+    def checkpoints_found(self, manifests: Sequence[Manifest], unread: Sequence[int]) -> None:
+        """Tell the tracker which checkpoints there are as the attempt starts: a death may have kept it from hearing.
+
+        Args:
+            manifests: Those that are part of the run.
+            unread: Steps whose manifest can't be read now.
+        """
         found = tuple(committed_checkpoint(self._location, one.ref, one.meta) for one in manifests)
-        self._tracker.log_checkpoint(CheckpointInventory(attempt=self.attempt, store=self._location, checkpoints=found))
+        self._tracker.log_checkpoint(
+            CheckpointInventory(attempt=self.attempt, store=self._location, checkpoints=found, unread=tuple(unread))
+        )
 
     def checkpoint_deleted(self, step: int) -> None:
         """Record that retention has deleted a checkpoint."""
@@ -244,10 +253,11 @@ class Recorder:
         if self._journal is not None:
             self._journal.sync()
 
-    def checkpoint_set_aside(self, step: int, reason: str) -> None:
-        """Record a damaged checkpoint that was passed over."""
-        self._append("checkpoint_set_aside", step=step, reason=reason)
-        self._tracker.log_checkpoint(GoneCheckpoint(step=step, attempt=None, state="damaged", reason=reason))
+    def checkpoint_set_aside(self, damage: Damage) -> None:
+        """Record a checkpoint that was passed over; from now on it is not part of the run, whatever was wrong."""
+        self._append("checkpoint_set_aside", step=damage.step, reason=damage.reason)
+        state: Literal["damaged", "superseded"] = "damaged" if damage.kind == "damaged" else "superseded"
+        self._tracker.log_checkpoint(GoneCheckpoint(step=damage.step, attempt=None, state=state, reason=damage.reason))
 
     def ended(self, status: Literal["finished", "stopped"], step: int) -> None:
         """Record that the attempt ended as it was meant to."""
@@ -290,7 +300,7 @@ def committed_checkpoint(
     return CommittedCheckpoint(
         step=ref.step,
         attempt=ref.attempt,
-        path=f"{location.rstrip('/')}/{ref.folder}",
+        path=join_location(location, ref.folder),
         store=location,
         topology={
             "world_size": ref.world_size,

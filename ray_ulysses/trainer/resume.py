@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.checkpoint import Damage, DamagedCheckpointError, Manifest, load_pieces, newest_committed, set_aside
 from ray_ulysses.checkpoint.choice import committed_steps, read_committed
-from ray_ulysses.checkpoint.fence import start_attempt
+from ray_ulysses.checkpoint.fence import read_lineage, start_attempt
 from ray_ulysses.config.resume import resume_fingerprint
 from ray_ulysses.data.cursor import Cursor
 from ray_ulysses.engine.zero_state import import_state
@@ -57,8 +57,12 @@ def resume(engine: Any, config: Config, plan: Plan, recorder: Recorder) -> Progr
         break
     if recorder.rank == 0:
         start_attempt(recorder.store, recorder.attempt, progress.step)
-        found = (read_committed(recorder.store, step) for step in committed_steps(recorder.store))
-        recorder.checkpoints_found([one for one in found if isinstance(one, Manifest)])
+        found = [read_committed(recorder.store, step) for step in committed_steps(recorder.store)]
+        lineage = read_lineage(recorder.store)
+        recorder.checkpoints_found(
+            [one for one in found if isinstance(one, Manifest) and lineage.holds(one.step, one.attempt)],
+            [one.step for one in found if isinstance(one, Damage)],
+        )
     return progress
 
 
@@ -80,7 +84,7 @@ def _pass_over(recorder: Recorder, damage: Damage) -> None:
         return
     _log.warning("%s", damage)
     set_aside(recorder.store, damage, attempt=recorder.attempt)
-    recorder.checkpoint_set_aside(damage.step, damage.reason)
+    recorder.checkpoint_set_aside(damage)
 
 
 def _check_origin(manifest: Manifest, config: Config, plan: Plan) -> None:

@@ -20,6 +20,7 @@ from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.location import open_store
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.checkpoint_lookup import find_checkpoint
+from ray_ulysses.tracking.taken_over import TakenOver
 from ray_ulysses.trainer.progress import Progress
 
 if TYPE_CHECKING:
@@ -139,6 +140,13 @@ def warm_start(engine: Any, config: Config, plan: Plan, recorder: Recorder) -> P
         digest=int(manifest.meta.digest, 16),
         tokens=manifest.meta.tokens,
         resumed_from=str(origin),
+        taken_over=TakenOver(
+            step=manifest.step,
+            tokens=manifest.meta.tokens,
+            rows=int(manifest.meta.cursor["next_row"]),
+            digest=int(manifest.meta.digest, 16),
+            origin=str(origin),
+        ),
     )
 
 

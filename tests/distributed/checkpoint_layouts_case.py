@@ -39,6 +39,10 @@ FROZEN = ("model.layers.0.mlp.gate_proj.weight", "model.layers.1.input_layernorm
 SECOND_GROUP = {"lr": 3e-4, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.01}
 SPOILED = 0.5
 
+Stage = Literal[1, 2, 3]
+Offload = Literal["none", "cpu", "nvme"]
+Dtype = Literal["fp32", "bf16"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
@@ -57,9 +61,9 @@ class Layout:
 
     world_size: int
     sp_size: int = 1
-    stage: Literal[1, 2, 3] = 3
-    offload: Literal["none", "cpu", "nvme"] = "none"
-    dtype: Literal["fp32", "bf16"] = "fp32"
+    stage: Stage = 3
+    offload: Offload = "none"
+    dtype: Dtype = "fp32"
     model: Literal["decoder", "adapters"] = "decoder"
     width: int = 28
     sub_group_elements: int | None = None

@@ -17,7 +17,7 @@ CASES = list(product((1, 2, 3), ("none", "cpu")))
 
 
 def test_equal_micro_batches_add_up_to_the_gradient_of_one_in_every_stage() -> None:
-    """A sixteenth of a bf16 value is exact, and so is the sum of sixteen in fp32; the sums on the way are not in bf16."""
+    """A sixteenth of a bf16 value is exact, and so are sums of sixteenths in fp32; in bf16 they are not."""
     for moments in run_ranks(first_moments, 2, CASES, [1, NUM_MICRO_BATCHES], timeout_s=120):
         for stage, offload in CASES:
             one, many = moments[stage, offload, 1], moments[stage, offload, NUM_MICRO_BATCHES]

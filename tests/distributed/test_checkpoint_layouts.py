@@ -12,8 +12,11 @@ import pytest
 from tests.distributed.checkpoint_layouts_case import (
     LAST,
     SAVED_AT,
+    Dtype,
     Layout,
     LoadResult,
+    Offload,
+    Stage,
     can_swap,
     load_layouts,
     restore_every_step,
@@ -24,7 +27,11 @@ from tests.result_table import ResultTable
 
 pytestmark = pytest.mark.distributed
 
-WORLDS, STAGES = (1, 2, 3, 4, 6, 8), (1, 2, 3)
+WORLDS = (1, 2, 3, 4, 6, 8)
+STAGES: tuple[Stage, ...] = (1, 2, 3)
+DTYPES: tuple[Dtype, ...] = ("fp32", "bf16")
+WITH_CPU: tuple[Offload, ...] = ("none", "cpu")
+WITH_NVME: tuple[Offload, ...] = ("none", "nvme")
 ANOTHER_LAYOUT = 1e-5
 """Law 2: a step from the same state at another layout, fp32, relative. Two layouts add in another order."""
 
@@ -45,15 +52,15 @@ CHOSEN = (
 BF16 = tuple(Layout(world_size=world_size, stage=stage, dtype="bf16") for world_size, stage in product(WORLDS, STAGES))
 ADAPTERS = tuple(
     Layout(world_size=world_size, sp_size=sp_size, stage=stage, model="adapters", dtype=dtype)
-    for (world_size, sp_size), stage, dtype in product(((1, 1), (3, 1), (4, 2)), STAGES, ("fp32", "bf16"))
+    for (world_size, sp_size), stage, dtype in product(((1, 1), (3, 1), (4, 2)), STAGES, DTYPES)
 )
 OFFLOADED = tuple(
     Layout(world_size=world_size, stage=stage, offload=offload, dtype=dtype)
-    for world_size, stage, offload, dtype in product((1, 2, 3), STAGES, ("none", "cpu"), ("fp32", "bf16"))
+    for world_size, stage, offload, dtype in product((1, 2, 3), STAGES, WITH_CPU, DTYPES)
 )
 ON_NVME = tuple(
     Layout(world_size=world_size, offload=offload, dtype=dtype, width=640, sub_group_elements=300_000)
-    for world_size, offload, dtype in product((1, 2), ("none", "nvme"), ("fp32", "bf16"))
+    for world_size, offload, dtype in product((1, 2), WITH_NVME, DTYPES)
 )
 
 

@@ -12,6 +12,7 @@ from ray_ulysses.checkpoint import read_manifest
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.config import Config
 from ray_ulysses.errors import UserError
+from ray_ulysses.forensics.verification import verify_run
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.history import RunHistory, read_history
 from ray_ulysses.tracking.journal import read_records
@@ -126,6 +127,12 @@ def test_a_run_goes_on_from_another_directory_with_nothing_but_its_checkpoint(
     history = _run(config)
     assert [(s.step, s.loss) for s in history.steps] == [(s.step, s.loss) for s in wanted.steps if s.step > 8]
     assert _records(config, "attempt_started")[0]["resumed_from"] == f"{source.run_dir}@8"
+    # What was taken over counts, as if this had been one run all along.
+    assert (history.step, history.tokens, history.rows_consumed) == (12, wanted.tokens, wanted.rows_consumed)
+    assert history.data_digest == wanted.data_digest and history.missing_steps == ()
+    verification = verify_run(config.run_dir, other=source.run_dir)
+    assert verification.holds, verification.findings
+    assert f"steps 1 to 8 were taken over from {source.run_dir}@8" in verification.notes[0]
     last = read_manifest(LocalStore(config.run_dir), 12)
     assert last.meta.digest == read_manifest(LocalStore(source.run_dir), 12).meta.digest
     assert last.meta.tokens == read_manifest(LocalStore(source.run_dir), 12).meta.tokens

@@ -9,6 +9,7 @@ import pytest
 
 from ray_ulysses.config import Config
 from ray_ulysses.tracking.history import RunHistory, read_history
+from tests.distributed.checkpoint_layouts_case import can_swap
 from tests.distributed.harness import run_ranks
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
 
@@ -57,3 +58,23 @@ def test_bf16_goes_on_bitwise_at_the_same_layout(corpus: Path, tmp_path: Path, s
     losses = [[step.loss for step in read_history(config.run_dir).steps] for config in (unbroken, broken)]
     assert len(losses[0]) == 4
     assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_an_optimizer_on_nvme_is_checkpointed_by_a_run(corpus: Path, tmp_path: Path) -> None:
+    if not run_ranks(can_swap, 1, process_group=False)[0]:
+        pytest.skip("DeepSpeed's async_io is not compatible with this machine: libaio or a compiler is missing")
+    config = make_config(tmp_path, corpus).model_dump(mode="json")["model"]["config"]
+    # A rank's matrices must take more than the 1 MiB below which DeepSpeed keeps them in memory.
+    settings: dict[str, Any] = {
+        "model__config": config | {"hidden_size": 256, "intermediate_size": 512},
+        "cluster__workers": 2,
+    }
+    swapped = settings | {"memory__offload_optimizer": "nvme", "memory__nvme_path": str(tmp_path / "nvme")}
+    wanted = read_history(_run(tmp_path / "unbroken", corpus, "unbroken", run__stop_step=5, **settings).run_dir)
+    _run(tmp_path / "swapped", corpus, "first", run__stop_step=3, **swapped)
+    ours = read_history(_run(tmp_path / "swapped", corpus, "second", run__stop_step=5, **swapped).run_dir)
+    assert _worst_loss(ours, wanted) <= ANOTHER_LAYOUT
+    files = [path for path in (tmp_path / "nvme" / "run").rglob("*.swp") if path.stat().st_size > 2**20]
+    assert files, "nothing was swapped"

@@ -79,6 +79,41 @@ def test_a_store_that_raises_at_any_call_leaves_the_checkpoint_before(
     assert outcomes.count(False) >= 8
 
 
+def test_a_manifest_whose_answer_was_lost_is_committed(tmp_path: Path) -> None:
+    inner = LocalStore(tmp_path)
+    faulty = FaultyStore(inner, fail_at=1, kinds=("create",), when="after", only=lambda key: "manifest" in key)
+    assert all(isinstance(result, CheckpointRef) for result in _save(inner, 20, stores={0: faulty}))
+    assert faulty.has_failed and _load_newest(inner) == 20
+
+
+def test_a_manifest_of_which_nobody_knows_keeps_its_shards(tmp_path: Path) -> None:
+    """The storage goes away in the moment of the commit: the save has failed, and if it has not, it is whole."""
+    inner = LocalStore(tmp_path)
+    faulty = FaultyStore(inner, fail_at=2, when="after", lasting=True, only=lambda key: "manifest" in key)
+    errors = _save(inner, 20, stores={0: faulty})
+    assert all("the manifest could not be written" in str(error) for error in errors)
+    assert _load_newest(inner) == 20
+
+
+class _Flipping(HookedStore):
+    """A store that writes another byte than it was given, as a bad link does."""
+
+    def create(self, key: str, chunks: Any) -> int:
+        if "rank-00001" not in key:
+            return super().create(key, chunks)
+        content = bytearray(b"".join(bytes(chunk) for chunk in chunks))
+        content[len(content) // 2] ^= 1
+        return super().create(key, [bytes(content)])
+
+
+def test_bytes_that_change_on_their_way_to_the_disk_are_never_committed(tmp_path: Path) -> None:
+    inner = LocalStore(tmp_path)
+    _save(inner, 10)
+    errors = _save(inner, 20, stores={1: _Flipping(inner)})
+    assert "rank 1: attempt-0001/rank-00001-of-00002.safetensors: the" in str(errors[0])
+    assert _load_newest(inner) == 10
+
+
 def test_retention_that_fails_at_any_call_leaves_every_checkpoint_whole_or_absent(tmp_path: Path) -> None:
     for fail_at in range(1, 60):
         inner = LocalStore(tmp_path / str(fail_at))

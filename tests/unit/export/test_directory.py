@@ -46,23 +46,27 @@ def test_an_empty_directory_is_filled(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_of_an_export_that_fails(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), unpublished(tmp_path / "out", 10) as folder:
-        (folder / "file").write_text("x")
-        raise KeyError
+    def export(error: Exception) -> None:
+        with unpublished(tmp_path / "out", 10) as folder:
+            (folder / "file").write_text("x")
+            raise error
+
+    with pytest.raises(KeyError):
+        export(KeyError())
     assert names(tmp_path) == []
-    with pytest.raises(RunError) as error, unpublished(tmp_path / "out", 10):
-        raise OSError(28, "No space left on device")
+    with pytest.raises(RunError) as error:
+        export(OSError(28, "No space left on device"))
     assert str(error.value) == (
-        f"--out='{tmp_path}/out': could not be written (No space left on device); nothing was published. Make room, or give "
-        "another directory"
+        f"--out='{tmp_path}/out': could not be written (No space left on device); nothing was published. Make room, or "
+        "give another directory"
     )
     assert names(tmp_path) == []
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"the export takes 1e\+09 GB, and .* GB are free there; make room"):
-        with unpublished(tmp_path / "out", 10**18):
-            pytest.fail("must not begin")
+    said = r"the export takes 1e\+06 TB, and .*B are free there; make room or give another directory"
+    with pytest.raises(RunError, match=said), unpublished(tmp_path / "out", 10**18):
+        pytest.fail("must not begin")
     assert names(tmp_path) == []
 
 
@@ -115,10 +119,9 @@ def test_the_same_export_is_done_already(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"manifest": "cc"}, "manifest is 'aa' there"),
-        ({"weights": "fp32"}, "weights is 'model' there"),
-        ({"max_shard_bytes": 6}, "max_shard_bytes is 5 there"),
-        ({"checked": False}, "checked is True there"),
+        ({"manifest": "cc"}, "it is of another checkpoint"),
+        ({"weights": "fp32"}, "its weights are --dtype model"),
+        ({"max_shard_bytes": 6, "tokenizer": "x"}, "its files hold up to 5 B; its tokenizer is another one"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -136,6 +139,12 @@ def test_another_export_is_replaced_only_on_request(tmp_path: Path, change: dict
     publish(out, other, "two")
     assert (out / "file").read_text() == "two"
     assert names(tmp_path) == ["out"]
+
+
+def test_an_unchecked_export_does_not_stand_for_a_checked_one(tmp_path: Path) -> None:
+    unchecked = replace(SAME, checked=False)
+    assert unchecked.differences(SAME) == []
+    assert SAME.differences(unchecked) == ["it was not checked"]
 
 
 def test_an_export_that_lost_a_file_is_not_done(tmp_path: Path) -> None:

@@ -288,7 +288,9 @@ def test_a_run_without_a_checkpoint_or_a_loss_is_told_so(tmp_path: Path) -> None
     make_run(tmp_path / "run", "llama", step=2)
     with pytest.raises(UserError, match="--step=best: none of the run's checkpoints has a loss; give a step: 2"):
         export(tmp_path / "run", step="best")
-    with pytest.raises(UserError, match="is no run directory; give <run.storage>/<run.name>, which holds config.yaml"):
+    with pytest.raises(
+        UserError, match=r"is no run directory; give <run\.storage>/<run\.name>, which holds config\.yaml"
+    ):
         export(tmp_path / "other")
 
 

@@ -82,8 +82,8 @@ def test_a_tokenizer_with_tokens_that_the_model_does_not_know_is_refused(tmp_pat
     with pytest.raises(UserError) as error:
         found.refuse_unknown_tokens(8)
     assert str(error.value) == (
-        "--tokenizer: its largest token id is 8, and the model knows 8 tokens; give the tokenizer that prepared the run's "
-        "corpus"
+        "--tokenizer: its largest token id is 8, and the model knows 8 tokens; give the tokenizer that prepared the "
+        "run's corpus"
     )
 
 
@@ -96,6 +96,6 @@ def test_a_run_whose_corpus_is_not_known_says_so(tmp_path: Path) -> None:
     found = find_tokenizer(tmp_path, None)
     assert found.files == {}
     assert found.words == (
-        "none: the run's corpus, which names its tokenizer, is not there; add one with --tokenizer DIR, or copy its files "
-        "into the directory"
+        "none: the run's corpus, which names its tokenizer, is not there; add one with --tokenizer DIR, or copy its "
+        "files into the directory"
     )

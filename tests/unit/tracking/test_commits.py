@@ -43,6 +43,11 @@ def test_a_step_that_was_committed_again_is_superseded_and_has_not_vanished() ->
     assert found.vanished == ()
 
 
+def test_one_that_can_not_be_read_now_has_not_vanished() -> None:
+    there = CheckpointInventory(attempt=3, store=STORE, checkpoints=(committed(10),), unread=(20,))
+    assert [one.step for one in reconcile(there, [tracked(10), tracked(20), tracked(30)]).vanished] == [30]
+
+
 def test_checkpoints_of_another_store_are_not_spoken_of() -> None:
     assert reconcile(inventory(store="s3://bucket/demo"), [tracked(10)]).vanished == ()
 
@@ -69,7 +74,7 @@ def test_after_a_reconciliation_the_tracker_shows_what_is_there(
 def test_what_is_told_survives_the_spool() -> None:
     told = committed(10, 2, reason="steps", plan_id="p", zero_stage=3, parent="x", tokens=7)
     gone = GoneCheckpoint(step=10, attempt=2, state="deleted", reason="keep_last")
-    there = inventory(told, committed(20))
+    there = CheckpointInventory(attempt=3, store=STORE, checkpoints=(told, committed(20)), unread=(30,))
     for one in (told, gone, there):
         assert type(one).from_event(json.loads(json.dumps({**one.to_event(), "time_ms": 5}))) == one  # type: ignore[attr-defined]
 

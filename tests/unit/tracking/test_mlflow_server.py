@@ -15,7 +15,7 @@ import pytest
 from ray_ulysses.errors import RunError
 from ray_ulysses.tracking.checkpoint_lookup import find_checkpoint
 from ray_ulysses.tracking.commits import CheckpointInventory, GoneCheckpoint
-from ray_ulysses.tracking.mlflow_tracker import MlflowTracker, TrackingIdentity, deliver_backlog
+from ray_ulysses.tracking.mlflow_tracker import MlflowTracker, TrackingIdentity
 from tests.unit.tracking.checkpoints import STORE, committed
 
 pytestmark = pytest.mark.slow
@@ -79,10 +79,13 @@ def server(tmp_path):
     server.stop()
 
 
+def make_tracker(server, run_dir, drain_s):
+    given = {"uri": server.uri, "experiment": "away", "run_name": "demo", "run_dir": run_dir}
+    return MlflowTracker(**given, retry_s=(0.1, 0.5), drain_s=drain_s)
+
+
 def track(server, run_dir, attempt, *news, drain_s):
-    tracker = MlflowTracker(
-        uri=server.uri, experiment="away", run_name="demo", run_dir=run_dir, retry_s=(0.1, 0.5), drain_s=drain_s
-    )
+    tracker = make_tracker(server, run_dir, drain_s)
     begin = time.monotonic()
     tracker.start({"lr": 0.1}, {"attempt": attempt})
     for one in news:
@@ -111,9 +114,9 @@ def test_an_outage_is_caught_up_and_what_was_committed_can_be_found(server, tmp_
     # ... and is gone again at the end of the third, which completes the run.
     server.stop()
     track(server, run_dir, 3, committed(40, 3), drain_s=0.5).finish("finished")
-    assert deliver_backlog(run_dir, uri=server.uri, experiment="away", run_name="demo", wait_s=0.5) == 4
+    assert make_tracker(server, run_dir, drain_s=0.5).catch_up() == 4
     server.start()
-    assert deliver_backlog(run_dir, uri=server.uri, experiment="away", run_name="demo", wait_s=60.0) == 0
+    assert make_tracker(server, run_dir, drain_s=60.0).catch_up() == 0
     assert find_checkpoint("demo", "latest", uri=server.uri).step == 40
 
     from mlflow import MlflowClient

@@ -8,7 +8,7 @@ import sys
 import textwrap
 import time
 
-from ray_ulysses.tracking.mlflow_tracker import MlflowSink, MlflowTracker, TrackingIdentity, deliver_backlog
+from ray_ulysses.tracking.mlflow_tracker import MlflowSink, MlflowTracker, TrackingIdentity
 from tests.unit.tracking.checkpoints import committed
 
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
@@ -212,9 +212,8 @@ def test_a_run_that_ended_while_the_server_was_away_is_caught_up_without_an_atte
         log_steps(tracker, range(1, 4))
         tracker.log_checkpoint(committed(3))
         tracker.finish("finished")
-        given = {"experiment": "tests", "run_name": "demo"}
-        assert deliver_backlog(tmp_path, uri=away, **given, wait_s=0.2) == 6
-    assert deliver_backlog(tmp_path, uri=uri, **given, wait_s=60.0) == 0
+        assert make_tracker(away, tmp_path, drain_s=0.2).catch_up() == 6
+    assert make_tracker(uri, tmp_path).catch_up() == 0
     run_id = TrackingIdentity.load(tmp_path).run_id
     run = client.get_run(run_id)
     assert (run.info.status, run.data.tags["world_size"]) == ("FINISHED", "4")
@@ -222,7 +221,7 @@ def test_a_run_that_ended_while_the_server_was_away_is_caught_up_without_an_atte
     models = client.search_logged_models([run.info.experiment_id], filter_string=f"source_run_id='{run_id}'")
     assert [model.name for model in models] == ["step-00000003"]
     # Whatever is asked of an address where nobody answers would be left over.
-    assert deliver_backlog(tmp_path, uri=away, **given) == 0
+    assert make_tracker(away, tmp_path).catch_up() == 0
 
 
 def test_a_checkpoint_event_that_an_editor_has_spoilt_costs_only_itself(uri, client, tmp_path, caplog):
