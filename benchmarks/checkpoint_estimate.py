@@ -68,7 +68,7 @@ def estimate() -> dict[str, Any]:
         # Each byte is written and read back.
         "save_s": 2 * rank_bytes * RANKS_A_NODE / STORAGE_BYTES_S,
         "load_s": read_bytes * RANKS_A_NODE / STORAGE_BYTES_S,
-        # DeepSpeed's load reads each file whole on each rank, its conversion reads everything twice and writes it twice.
+        # DeepSpeed's load reads each file whole on each rank; its conversion reads and writes everything twice.
         "theirs_read_bytes": 12 * num_parameters,
         "theirs_conversion_bytes": 4 * 12 * num_parameters,
     }

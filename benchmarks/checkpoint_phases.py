@@ -17,8 +17,9 @@ from benchmarks.fresh_process import forget_pages, run_fresh
 from benchmarks.process_use import measured
 
 BOUND_BYTES = 256 * 2**20
+"""At most so much of a rank's state is taken for the bounds."""
 CHUNK_BYTES = 16 * 2**20
-QUIET_STEPS = 3
+QUIET_STEPS = 2
 CONVERSION_TIMEOUT_S = 300.0
 SIDES = ("ours", "theirs")
 
@@ -40,7 +41,7 @@ def save_rank(rank: int, _: int, size: Size, folder: str, rounds: int) -> dict[s
                 parts["ours"] = _alone(ours, 2 * number + 1)
             else:
                 parts["theirs"] = _save_theirs(trained, root / "theirs", f"round-{number}")
-        found.append({**parts, "bounds": _bounds(root, rank)})
+        found.append({**parts, "bounds": _bounds(root, rank, trained)})
         _keep_newest(root, rank, f"round-{number}", 2 * number + 1)
     pieces = trained.pieces
     return {
@@ -61,7 +62,7 @@ def load_rank(rank: int, world_size: int, size: Size, folder: str, rounds: int, 
     found = []
     for number in range(rounds + cold_rounds):
         is_cold = number >= rounds
-        parts: dict[str, Any] = {"is_cold": is_cold, "bounds": {"read_s": _read_bound(root, rank)}}
+        parts: dict[str, Any] = {"is_cold": is_cold, "bounds": _read_bound(root, rank)}
         for side in SIDES if number % 2 == 0 else SIDES[::-1]:
             if side == "ours":
                 parts["ours"] = _load(trained, root / "ours", is_cold, lambda: load_ours(trained, root / "ours"))
@@ -153,14 +154,15 @@ def _load(trained: Trained, folder: Path, is_cold: bool, load: Callable[[], int 
     }
 
 
-def _bounds(root: Path, rank: int) -> dict[str, float]:
-    """Return the seconds that all ranks at once need to copy, and to write durably, so many bytes."""
-    source, target = torch.ones(BOUND_BYTES, dtype=torch.uint8), torch.ones(BOUND_BYTES, dtype=torch.uint8)
+def _bounds(root: Path, rank: int, trained: Trained) -> dict[str, float]:
+    """Return the seconds that all ranks at once need to copy, and to write durably, as much as each of them saves."""
+    num_bytes = min(BOUND_BYTES, sum(piece.tensor.nbytes for piece in trained.pieces))
+    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8)
     _settle()
     start = time.perf_counter()
     target.copy_(source)
     copied = time.perf_counter()
-    fresh = torch.empty(BOUND_BYTES, dtype=torch.uint8)
+    fresh = torch.empty(num_bytes, dtype=torch.uint8)
     fresh.copy_(source)
     fresh_s = time.perf_counter() - copied
     del fresh, target
@@ -168,24 +170,27 @@ def _bounds(root: Path, rank: int) -> dict[str, float]:
     path = root / f"bound-{rank}"
     begin = time.perf_counter()
     with path.open("wb", buffering=0) as file:
-        for offset in range(0, BOUND_BYTES, CHUNK_BYTES):
+        for offset in range(0, num_bytes, CHUNK_BYTES):
             file.write(source[offset : offset + CHUNK_BYTES].numpy().data)
         os.fsync(file.fileno())
-    return {"copy_s": copied - start, "fresh_copy_s": fresh_s, "write_s": time.perf_counter() - begin}
+    write_s = time.perf_counter() - begin
+    return {"num_bytes": num_bytes, "copy_s": copied - start, "fresh_copy_s": fresh_s, "write_s": write_s}
 
 
-def _read_bound(root: Path, rank: int) -> float:
-    """Return the seconds that all ranks at once need to read so many bytes from the page cache into new memory."""
+def _read_bound(root: Path, rank: int) -> dict[str, float]:
+    """Return the seconds that all ranks at once need to read so many bytes from the page cache."""
     path = root / f"bound-{rank}"
-    target = torch.empty(BOUND_BYTES, dtype=torch.uint8).numpy().data
+    num_bytes, seconds = path.stat().st_size, 0.0
+    target = torch.empty(num_bytes, dtype=torch.uint8).numpy().data
+    # Once more than needed, so that the memory is there.
     for _ in range(2):
         dist.barrier()
         start = time.perf_counter()
         with path.open("rb", buffering=0) as file:
-            for offset in range(0, BOUND_BYTES, CHUNK_BYTES):
+            for offset in range(0, num_bytes, CHUNK_BYTES):
                 file.readinto(target[offset : offset + CHUNK_BYTES])
         seconds = time.perf_counter() - start
-    return seconds
+    return {"num_bytes": num_bytes, "read_s": seconds}
 
 
 def _settle() -> None:

@@ -7,7 +7,6 @@ from statistics import median
 from typing import Any
 
 from benchmarks.checkpoint_estimate import estimate_text
-from benchmarks.checkpoint_phases import BOUND_BYTES
 from benchmarks.stored_result import MIB, NOT_MEASURED, met, origin, spread, table
 
 STALL_GOAL, LOAD_GOAL = 0.1, 3.0
@@ -23,8 +22,8 @@ processes, imports and building the engine are left out of every time. **Theirs*
 `ds_to_universal` (its command's defaults) and `load_checkpoint` with `load_universal`. Theirs neither brings its files
 to the disk nor reads them back; ours writes each shard, `fsync`s it, reads it back against its checksums and commits
 the manifest. Theirs holds 12 bytes a parameter, ours 14: the bf16 model besides, for export and evaluation. Bounds are
-of the same round, all ranks at once: copying, writing with `fsync`, or reading 256 MiB a rank, scaled to the
-checkpoint's size. CPU seconds are of a rank's whole process."""
+of the same round, all ranks at once: copying, writing with `fsync` in calls of 16 MiB, or reading as much as a rank
+saves (at most 256 MiB, scaled up). CPU seconds are of a rank's whole process."""
 
 
 def markdown(record: Mapping[str, Any]) -> str:
@@ -97,8 +96,12 @@ def _ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
     return [one / other for one, other in zip(above, below, strict=True)]
 
 
-def _of_bound(world: Mapping[str, Any], name: str, num_bytes: float) -> list[float]:
-    return [seconds * num_bytes / BOUND_BYTES for seconds in over_ranks(world["saves"], "bounds", name)]
+def _of_bound(
+    ranks: Sequence[Mapping[str, Any]], name: str, num_bytes: float, rounds: slice = slice(1, None)
+) -> list[float]:
+    """Return the seconds that the bound of each round would take for so many bytes."""
+    measured = over_ranks(ranks, "bounds", "num_bytes", rounds)
+    return [s * num_bytes / one for s, one in zip(over_ranks(ranks, "bounds", name, rounds), measured, strict=True)]
 
 
 def _state_bytes(world: Mapping[str, Any]) -> float:
@@ -126,7 +129,7 @@ def _stall(worlds: Sequence[Mapping[str, Any]]) -> str:
                 f"**{spread(ratios, '{:.1%}')}**",
                 f"**{spread(beside, '{:.1%}')}**",
                 met(max(median(ratios), median(beside)) <= STALL_GOAL),
-                _s(_of_bound(world, "copy_s", _state_bytes(world))),
+                _s(_of_bound(saves, "copy_s", _state_bytes(world))),
                 f"{first_ours:.3f} s, {first_ours / first_theirs:.1%}",
                 _s(over_ranks(saves, "ours", "source_s")),
             ]
@@ -195,7 +198,7 @@ def _save(worlds: Sequence[Mapping[str, Any]]) -> str:
                 f"**{spread(_ratios(alone, theirs))}**",
                 _s(synced),
                 f"**{spread(_ratios(alone, synced))}**",
-                _s(_of_bound(world, "write_s", _state_bytes(world))),
+                _s(_of_bound(saves, "write_s", _state_bytes(world))),
             ]
         )
     head = (
@@ -266,8 +269,7 @@ def _load(worlds: Sequence[Mapping[str, Any]]) -> str:
 
 def _read_bound(world: Mapping[str, Any]) -> list[float]:
     loads = warm_or_cold(world, is_cold=False)["loads"]
-    needed = max(rank["needed_bytes"] for rank in loads)
-    return [s * needed / BOUND_BYTES for s in over_ranks(loads, "bounds", "read_s", slice(None))]
+    return _of_bound(loads, "read_s", max(rank["needed_bytes"] for rank in loads), slice(None))
 
 
 def _bytes(worlds: Sequence[Mapping[str, Any]]) -> str:

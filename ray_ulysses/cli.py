@@ -303,7 +303,9 @@ def export(
 
 @app.command(epilog="Example: ray-ulysses doctor --storage /mnt/shared/runs")
 def doctor(
-    storage: Annotated[Path | None, typer.Option(help="Directory that runs are to be kept in.")] = None,
+    storage: Annotated[
+        str | None, typer.Option(help="Directory of runs, or s3://, gs:// or abfs:// location of checkpoints.")
+    ] = None,
     address: Annotated[str | None, typer.Option(help="Ray cluster to look at; else RAY_ADDRESS, if set.")] = None,
 ) -> None:
     """Say whether this machine, and the cluster at hand, are ready."""

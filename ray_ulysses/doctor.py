@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage import check_storage
+from ray_ulysses.storage import check_storage, parse_location
 
 Level = Literal["ok", "warn", "fail"]
 
@@ -49,7 +49,7 @@ def check_machine(storage: Path | str | None = None) -> tuple[Check, ...]:
     """Look at everything on this machine that needs no cluster; imports the heavy packages, one after another.
 
     Args:
-        storage: Directory of runs to check too; made if absent.
+        storage: Location of runs or checkpoints to check too: a directory, made if absent, or an object store's URI.
     """
     checks: list[Check] = [check_python(sys.version_info[:2])]
     checks += [check_import(name) for name in _REQUIRED]
@@ -59,7 +59,11 @@ def check_machine(storage: Path | str | None = None) -> tuple[Check, ...]:
         # Without its packages it can't start, and what is missing has been said.
         checks.append(check_exactness())
     if storage is not None:
-        checks += [check_run_storage(storage), check_free_disk(Path(storage))]
+        checks.append(check_run_storage(storage))
+        with contextlib.suppress(UserError):
+            # A bucket has no size, and what is no location has been said.
+            if isinstance(location := parse_location(storage), Path):
+                checks.append(check_free_disk(location))
     return tuple(checks)
 
 
@@ -176,12 +180,15 @@ def check_shared_memory(path: Path) -> Check:
 
 
 def check_run_storage(storage: Path | str) -> Check:
-    """Check that a directory can hold runs: writable, and creates files atomically."""
+    """Check that a location can hold runs: writable, creates files atomically, reads and lists what was written."""
     try:
-        check_storage(storage)
+        location = parse_location(storage)
+        # Runs lie on paths; an object store can hold their checkpoints.
+        check_storage(storage, setting="run.storage" if isinstance(location, Path) else "checkpoint.storage")
     except UserError as error:
         return Check(name="storage", level="fail", detail=str(error), way_out="see above")
-    return Check(name="storage", level="ok", detail=f"{Path(storage).absolute()} can be written, atomically")
+    shown = location.absolute() if isinstance(location, Path) else location.name
+    return Check(name="storage", level="ok", detail=f"{shown} can be written, atomically")
 
 
 def check_free_disk(path: Path) -> Check:

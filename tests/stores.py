@@ -1,8 +1,8 @@
 """Stores for tests: one in memory, one that fails or dies at a chosen call, one that is slow, one that counts.
 
-Each of the latter wraps any store and can wrap another wrapper. Their calls are of these kinds: ``open``, ``create``, ``replace``,
-``list`` and ``delete`` as the store's methods, ``chunk`` for each piece of a file that is being written, and
-``read`` for each read from an opened file.
+Each of the latter wraps any store and can wrap another wrapper. Their calls are of these kinds: ``open``, ``create``,
+``replace``, ``list`` and ``delete`` as the store's methods, ``chunk`` for each piece of a file that is being written,
+and ``read`` for each read from an opened file.
 """
 
 from __future__ import annotations

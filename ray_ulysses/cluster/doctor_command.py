@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -14,7 +13,7 @@ from ray_ulysses.doctor import Check, check_machine, exit_code, render_checks
 from ray_ulysses.errors import RunError
 
 
-def run_doctor(*, storage: Path | None, address: str | None, say: Callable[[str], Any]) -> bool:
+def run_doctor(*, storage: str | None, address: str | None, say: Callable[[str], Any]) -> bool:
     """Look at machine and cluster and say what was found; returns whether a run can start."""
     checks = [*check_machine(storage)]
     if address is not None or os.environ.get("RAY_ADDRESS"):

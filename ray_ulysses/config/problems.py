@@ -54,7 +54,7 @@ def _problem(detail: ErrorDetails) -> Problem:
         return _unknown(path, detail["input"])
     words = _WORDS.get(detail["type"])
     rule, way_out = words(detail.get("ctx", {})) if words else (detail["msg"], _REFERENCE)
-    value = None if detail["type"] == "missing" else detail["input"]
+    value = None if detail["type"] == "missing" else detail.get("ctx", {}).get("shown", detail["input"])
     return Problem(path=path, value=value, rule=rule, way_out=way_out)
 
 

@@ -16,6 +16,7 @@ Which = int | Literal["latest", "best"]
 SETTING = "model.resume_from"
 
 _MLFLOW = "mlflow:"
+_WORDS: dict[str, Which] = {"latest": "latest", "best": "best"}
 _STEP_FOLDER = re.compile(r"^(?P<run>.+)/checkpoints/step-(?P<step>\d{8,})/?(?P<options>\?.*)?$")
 _FORMS = (
     "write RUN, RUN@200, RUN@latest or RUN@best, where RUN is a run's directory or the URI of the store of its "
@@ -110,8 +111,8 @@ def _run(text: str, run: str) -> str:
 
 
 def _which(text: str, selector: str) -> Which:
-    if selector == "latest" or selector == "best":
-        return selector
+    if selector in _WORDS:
+        return _WORDS[selector]
     if not selector.isascii() or not selector.isdigit():
         way_out = _FORMS
         if not text.startswith(_MLFLOW):

@@ -123,7 +123,7 @@ class CheckpointSection(Section):
             try:
                 parse_location(value)
             except LocationError as error:
-                raise refusal(error.rule, error.way_out) from error
+                raise refusal(error.rule, error.way_out, error.shown) from error
         return value
 
 

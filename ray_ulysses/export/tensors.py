@@ -166,7 +166,7 @@ def _revert(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     from transformers.core_model_loading import revert_weight_conversion
 
     try:
-        with _Views():
+        with _Views():  # type: ignore[no-untyped-call]  # torch leaves its __init__ untyped
             reverted: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
     except (RuntimeError, ValueError, IndexError, AttributeError) as error:
         raise _cannot_stream(model, str(error).splitlines()[0]) from error
@@ -174,7 +174,7 @@ def _revert(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _cannot_stream(model: Any, why: str) -> RunError:

@@ -20,7 +20,7 @@ from ray_ulysses.checkpoint.manifest import (
     read_manifest,
     step_folder,
 )
-from ray_ulysses.checkpoint.retention import Committed, KeepRules, keep_reasons
+from ray_ulysses.checkpoint.retention import Committed, keep_reasons
 from ray_ulysses.forensics.checkpoint_place import CheckpointPlace, find_checkpoints, storage_answers
 from ray_ulysses.forensics.checkpoint_report import (
     CheckpointCondition,
@@ -31,6 +31,7 @@ from ray_ulysses.forensics.checkpoint_report import (
 from ray_ulysses.storage import Store, current_owner
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.journal import read_records
+from ray_ulysses.trainer.checkpoint_store import keep_rules
 
 _KEY = re.compile(rf"^{CHECKPOINT_FOLDER}/step-(\d{{8,}})/(.+)$")
 _SHARD = re.compile(r"^attempt-(\d{4,})/(?:rank-\d+-of-(\d+))?")
@@ -239,13 +240,7 @@ def _with_reasons(
     """Add why each is kept, by the rules of the run's configuration; without one that is not known."""
     if place.config is None:
         return list(reports)
-    section = place.config.checkpoint
-    rules = KeepRules(
-        last=section.keep_last,
-        every_steps=section.keep_every_steps,
-        best=section.keep_best,
-        best_metric=section.best_metric,
-    )
+    rules = keep_rules(place.config)
     committed = {
         report.step: Committed(attempt=report.attempt, metrics=report.metrics)
         for report in reports

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from ray_ulysses.data.plan import Plan
 from ray_ulysses.forensics.trained import Trained, TrainedStep

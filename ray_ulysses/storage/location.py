@@ -55,13 +55,14 @@ class LocationError(UserError):
     """A location that can't be used.
 
     Attributes:
+        shown: The location, less any secret.
         rule: What is wrong with it.
         way_out: What to write instead.
     """
 
-    def __init__(self, location: str, rule: str, way_out: str) -> None:
-        self.rule, self.way_out = rule, way_out
-        super().__init__(f"storage {location!r}: {rule}; {way_out}")
+    def __init__(self, shown: str, rule: str, way_out: str) -> None:
+        self.shown, self.rule, self.way_out = shown, rule, way_out
+        super().__init__(f"storage {shown!r}: {rule}; {way_out}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -147,7 +147,7 @@ class SpooledTracker:
             )
 
     def _put(self, event: dict[str, Any]) -> None:
-        if self._spool is None and self._thread is None:
+        if self._spool is None:
             # Steps come after the start; a checkpoint that is set aside while the run resumes does not.
             if event["kind"].startswith("checkpoint"):
                 self._early.append(event)

@@ -1,14 +1,18 @@
-"""Where a run's checkpoints are kept: in its directory, or under a place of their own."""
+"""Where a run keeps its checkpoints, who may write there, and what is kept of them."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ray_ulysses.checkpoint.retention import KeepRules
+from ray_ulysses.config.loading import load_config
 from ray_ulysses.storage.lease import RunLease
 from ray_ulysses.storage.local import LocalStore
-from ray_ulysses.storage.location import join_location, open_store
+from ray_ulysses.storage.location import join_location, open_store, parse_location
 from ray_ulysses.storage.lock import RunLock
+from ray_ulysses.trainer.settings import CONFIG_FILE
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -44,3 +48,31 @@ def checkpoint_store(config: Config) -> Store:
     if config.checkpoint.storage is None:
         return LocalStore(config.run_dir)
     return open_store(checkpoint_location(config))
+
+
+def checkpoints_of(location: str) -> str:
+    """Return the path or URI under which ``checkpoints/`` lies for what a person names.
+
+    Args:
+        location: A run's directory, whose configuration may have put them elsewhere, or the root of a store itself.
+
+    Raises:
+        ConfigError: The directory's configuration can't be read.
+    """
+    where = parse_location(location)
+    if not isinstance(where, Path) or not (where / CONFIG_FILE).is_file():
+        return location
+    config = load_config(where / CONFIG_FILE)
+    # One that was moved has the checkpoints in its directory moved along.
+    return location if config.checkpoint.storage is None else checkpoint_location(config)
+
+
+def keep_rules(config: Config) -> KeepRules:
+    """Return what is kept of a run's checkpoints."""
+    section = config.checkpoint
+    return KeepRules(
+        last=section.keep_last,
+        every_steps=section.keep_every_steps,
+        best=section.keep_best,
+        best_metric=section.best_metric,
+    )

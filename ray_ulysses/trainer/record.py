@@ -73,7 +73,6 @@ class Recorder:
         self._layout = layout
         self._journal = journal
         self._tracker = tracker
-        self._parent = ""
         self._location = checkpoint_location(config)
         self._shape = model_shape(config)
         name = torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else None
@@ -117,7 +116,6 @@ class Recorder:
     def attempt_started(self, progress: Progress, last_step: int, plan: Plan) -> None:
         """Record who trains what, and from where."""
         config, layout = self._config, self._layout
-        self._parent = progress.resumed_from or ""
         self._append(
             "attempt_started",
             session=self._worker.session,
@@ -218,7 +216,7 @@ class Recorder:
             stall_seconds=round(saved.stall_s, 6),
             seconds=round(saved.save_s, 6),
         )
-        self._tracker.log_checkpoint(committed_checkpoint(self._location, ref, meta, parent=self._parent))
+        self._tracker.log_checkpoint(committed_checkpoint(self._location, ref, meta))
 
     def checkpoints_found(self, manifests: Sequence[Manifest], unread: Sequence[int]) -> None:
         """Tell the tracker which checkpoints there are as the attempt starts: a death may have kept it from hearing.
@@ -285,16 +283,13 @@ class Recorder:
             self._journal.close()
 
 
-def committed_checkpoint(
-    location: str, ref: CheckpointRef, meta: CheckpointMeta, *, parent: str = ""
-) -> CommittedCheckpoint:
+def committed_checkpoint(location: str, ref: CheckpointRef, meta: CheckpointMeta) -> CommittedCheckpoint:
     """Return what the tracker is told of a checkpoint (pure).
 
     Args:
         location: Root of its store.
         ref: Its name.
         meta: What the loop added to it.
-        parent: The checkpoint that its attempt went on from, where that is known.
     """
     names = ("loss", "eval_loss")
     return CommittedCheckpoint(
@@ -315,7 +310,7 @@ def committed_checkpoint(
         reason=meta.reason,
         plan_id=str(meta.cursor.get("plan_id", "")),
         zero_stage=meta.zero_stage,
-        parent=parent,
+        parent=str(meta.extra.get("parent") or ""),
         written_at=meta.written_at,
     )
 

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ray_ulysses.checkpoint import CheckpointError, CheckpointMeta, FencedError, KeepRules, Retention
+from ray_ulysses.checkpoint import CheckpointError, CheckpointMeta, FencedError, Retention
 from ray_ulysses.checkpoint.background import BackgroundSaver
 from ray_ulysses.checkpoint.staging import Staging
 from ray_ulysses.checkpoint.triggers import Triggers, due, time_is_up
@@ -15,6 +15,7 @@ from ray_ulysses.config.resume import resume_fingerprint
 from ray_ulysses.engine.zero_state import state_source
 from ray_ulysses.logging import get_logger
 from ray_ulysses.trainer.agreement import Flags
+from ray_ulysses.trainer.checkpoint_store import keep_rules
 from ray_ulysses.trainer.requests import preemption_noticed, stop_requested, take_save_request
 from ray_ulysses.trainer.settings import versions
 
@@ -191,7 +192,11 @@ class CheckpointKeeper:
             written_at=self._worker.clock.now(),
             run=self._config.run.name,
             # Each row draws from a state of its own, so that no rank's generator has to be kept.
-            extra={"random_state": "run.seed and row", "journal": self._recorder.journal_position()},
+            extra={
+                "random_state": "run.seed and row",
+                "journal": self._recorder.journal_position(),
+                "parent": progress.resumed_from,
+            },
         )
 
     def _give_up_or_go_on(self) -> None:
@@ -217,17 +222,6 @@ class CheckpointKeeper:
     def _on_failed(self, step: int, error: CheckpointError) -> None:
         if self._worker.rank == 0:
             self._recorder.checkpoint_failed(step, str(error))
-
-
-def keep_rules(config: Config) -> KeepRules:
-    """Return what is kept of a run's checkpoints."""
-    section = config.checkpoint
-    return KeepRules(
-        last=section.keep_last,
-        every_steps=section.keep_every_steps,
-        best=section.keep_best,
-        best_metric=section.best_metric,
-    )
 
 
 def _ends(failure: BaseException | None) -> bool:

@@ -21,6 +21,7 @@ from ray_ulysses.storage.location import open_store
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.checkpoint_lookup import find_checkpoint
 from ray_ulysses.tracking.taken_over import TakenOver
+from ray_ulysses.trainer.checkpoint_store import checkpoints_of
 from ray_ulysses.trainer.progress import Progress
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ def find_origin(config: Config) -> Origin | None:
             raise UserError(f"{SETTING}={asked!r}: tracking.enabled is false, so no MLflow is named; set tracking.uri")
         tracked = find_checkpoint(reference.run, reference.which, uri=uri)
         return Origin(asked=asked, location=tracked.store, step=tracked.step)
-    store = open_store(reference.location)
-    return Origin(asked=asked, location=reference.location, step=_step_of(store, reference, asked))
+    location = checkpoints_of(reference.location)
+    return Origin(asked=asked, location=location, step=_step_of(open_store(location), reference, asked))
 
 
 def check_origin(origin: Origin, config: Config, plan: Plan) -> Manifest:

@@ -34,7 +34,7 @@ from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.storage import LocalStore
 
 ROWS, TOKENS, VOCAB = 24, 16, 61
-SAVED_AT, LAST = 2, 5
+SAVED_AT, LAST = 2, 4
 FROZEN = ("model.layers.0.mlp.gate_proj.weight", "model.layers.1.input_layernorm.weight")
 SECOND_GROUP = {"lr": 3e-4, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.01}
 SPOILED = 0.5
@@ -286,6 +286,7 @@ def _load(engine: Any, run_dir: Path, step: int) -> Manifest:
     store = LocalStore(run_dir)
     manifest = read_manifest(store, step)
     import_state(engine, _spoiled(manifest.state), _spoil)
+    _spoil_untrained(engine)
     exchange = TorchExchange()
     import_state(engine, manifest.state, lambda pieces: load_pieces(store, manifest, pieces, exchange))
     return manifest
@@ -300,6 +301,20 @@ def _spoiled(description: StateDescription) -> StateDescription:
 def _spoil(pieces: Sequence[Piece]) -> None:
     for piece in pieces:
         piece.tensor.fill_(SPOILED)
+
+
+def _spoil_untrained(engine: Any) -> None:
+    """Overwrite what training leaves alone, so that what a load leaves alone is not right by chance."""
+    for parameter in engine.module.parameters():
+        if not parameter.requires_grad:
+            getattr(parameter, "ds_tensor", parameter).data.fill_(SPOILED)
+    for buffer in _persistent_buffers(engine.module).values():
+        buffer.fill_(SPOILED)
+
+
+def _persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    stored = module.state_dict().keys()
+    return {name: buffer for name, buffer in module.named_buffers() if name in stored}
 
 
 def _differences(engine: Any, manifest: Manifest, run_dir: Path) -> tuple[str, ...]:
@@ -331,8 +346,7 @@ def _whole_weights(engine: Any) -> dict[str, torch.Tensor]:
     import deepspeed
 
     module = engine.module
-    persistent = module.state_dict().keys()
-    tensors = {name: buffer.detach().clone() for name, buffer in module.named_buffers() if name in persistent}
+    tensors = {name: buffer.detach().clone() for name, buffer in _persistent_buffers(module).items()}
     parameters = list(module.parameters())
     is_partitioned = engine.zero_optimization_stage() == 3
     with deepspeed.zero.GatheredParameters(parameters, enabled=is_partitioned):

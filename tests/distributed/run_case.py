@@ -117,6 +117,7 @@ def run_worker(
     stop_at: int | None = None,
     reverse: bool = False,
     actions: Mapping[int, str] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[str, int]:
     """Be one worker of an attempt.
 
@@ -128,8 +129,11 @@ def run_worker(
         kill: ``(rank, event, step)``: that rank is killed with SIGKILL at that event of the loop.
         stop_at: Rank 0 asks for a stop after this step.
         reverse: Train the micro-batches of each step in reverse order: law 2's yardstick for drift.
+        environment: Variables for this worker.
         actions: What happens to the run's directory after a step, one of `ACTIONS`; rank 0 does it.
     """
+
+    os.environ.update(environment or {})
 
     def on_event(name: str, step: int) -> None:
         if kill == (rank, name, step):

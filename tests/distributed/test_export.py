@@ -233,8 +233,8 @@ def test_the_exported_model_gives_the_logits_of_the_engine_that_trained(
         parts = [loaded(input_ids=part, use_cache=False).logits[0] for part in row.split(LENGTHS, dim=1)]
     difference = float((torch.cat(parts).float() - live).abs().max() / live.abs().max())
     print(f"{init} {dtype}: {difference:.1e}")
-    # In bf16 the two round after other orders of additions: a few units in the last of 8 bits.
-    assert difference <= (1e-5 if dtype == "fp32" else 2**-6)
+    # In bf16 the two round after other orders of additions: two units in the last of 8 bits at most (0 was measured).
+    assert difference <= (1e-5 if dtype == "fp32" else 2**-7)
     if init == "pretrained":
         fields = json.loads((out / "generation_config.json").read_text())
         assert (fields["eos_token_id"], fields["temperature"]) == ([7, 9], 0.6)

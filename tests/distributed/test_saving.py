@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ray_ulysses.checkpoint import read_manifest
+from ray_ulysses.checkpoint import newest_committed, read_manifest
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.config import Config
 from ray_ulysses.errors import UserError
@@ -16,8 +17,10 @@ from ray_ulysses.forensics.verification import verify_run
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.history import RunHistory, read_history
 from ray_ulysses.tracking.journal import read_records
-from tests.distributed.harness import RankFailure, run_ranks
+from ray_ulysses.trainer.checkpoint_store import checkpoint_store
+from tests.distributed.harness import RankFailure, run_ranks, run_ranks_to_outcomes
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
+from tests.s3_server import serve_s3
 
 pytestmark = pytest.mark.distributed
 WORLD = 2
@@ -106,6 +109,35 @@ def test_an_attempt_that_was_overtaken_ends_and_commits_nothing_more(tmp_path: P
         _run(config, actions={5: "overtaken"})
     assert "a newer attempt than attempt 1 has taken the run over" in str(failure.value)
     assert committed_steps(LocalStore(config.run_dir)) == (4,)
+
+
+def test_checkpoints_on_an_object_store_carry_a_run_to_another_size(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed, and gone on with on three workers; the run's directory holds no weights."""
+    with serve_s3() as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        storage, environment = server.uri("runs"), server.environment()
+        changes: dict[str, Any] = {"checkpoint__every_steps": 4, "checkpoint__storage": storage}
+        config = _config(tmp_path, corpus, **changes)
+        prepare_attempt(config, "one")
+        outcomes = run_ranks_to_outcomes(
+            run_worker, WORLD, config, "one", kill=(1, "step", 7), environment=environment, timeout_s=120
+        )
+        assert outcomes[1].exit_code == -signal.SIGKILL
+        store = checkpoint_store(config)
+        assert committed_steps(store) == (4,)
+        wider = _config(tmp_path, corpus, cluster__workers=3, parallel__sp_size=1, **changes)
+        prepare_attempt(wider, "two")
+        run_ranks(run_worker, 3, wider, "two", environment=environment, timeout_s=120)
+        assert committed_steps(store) == (4, 8, 12)
+        assert newest_committed(store).damaged == ()
+        history = read_history(wider.run_dir, store=store)
+    assert [attempt.world_size for attempt in history.attempts] == [2, 3]
+    assert history.status == "finished" and history.lost_steps > 0
+    assert _records(wider, "attempt_started")[1]["resumed_step"] == 4
+    assert not (wider.run_dir / "checkpoints").exists()
 
 
 @pytest.fixture(scope="module")

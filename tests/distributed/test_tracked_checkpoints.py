@@ -55,4 +55,4 @@ def test_the_next_attempt_tells_of_what_the_dead_one_could_not(tmp_path: Path) -
         assert found.topology == {"world_size": 2, "sp_size": 2, "ring_size": 1, "dp_size": 1}
         assert found.metrics["loss"] == pytest.approx(manifest.meta.metrics["loss"], rel=1e-12)
     (last,) = [model for model in models if model.tags["step"] == "20"]
-    assert (last.tags["parent"], last.tags["reason"]) == ("checkpoints/step-00000005", "steps")
+    assert (last.tags["parent"], last.tags["reason"]) == ("checkpoints/step-00000005", "end")

@@ -10,14 +10,28 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import best_fit_decreasing, data_report, imbalance_report, packing_report, random_reads, resume_report
+from benchmarks import (
+    best_fit_decreasing,
+    checkpoint_report,
+    data_report,
+    imbalance_report,
+    packing_report,
+    random_reads,
+    resume_report,
+)
 from benchmarks.attention_report import markdown, ratios, relative, slowest
 from benchmarks.attention_sides import Case, reference
 from benchmarks.bench_attention import count_rank, error_rank, parse
+from benchmarks.bench_checkpoint import parse as parse_checkpoint
 from benchmarks.bench_imbalance import case, random_imbalance, row_costs
 from benchmarks.bench_packing import TRL_BATCH, trl_documents
+from benchmarks.checkpoint_estimate import estimate_text, large_manifest, llama_8b
+from benchmarks.checkpoint_phases import save_rank
+from benchmarks.checkpoint_sides import SIZES, Trained, load_ours
 from benchmarks.document_lengths import LONGEST, log_normal, mixed, near_context, write_log_normal
 from benchmarks.synthetic_corpus import write_corpus
+from ray_ulysses.checkpoint import Manifest
+from ray_ulysses.checkpoint.intervals import check_cover
 from ray_ulysses.data.steps import balance_windows, step_times
 from tests.distributed.harness import run_ranks
 from tests.unit.data.corpora import text_corpus, varied_texts
@@ -232,3 +246,113 @@ def test_a_page_of_the_engines_has_every_process_and_the_worst_ranks_waits() -> 
     # Two steps of 1 s; the second rank waited 0.1 s in them.
     assert "| Ray Data, segments of 7 blocks | 2 | 0.750 s | 2.00 ms | 100.0 ms | 5.000% | 20.0 ms |" in page
     assert "| 2.00 (1.00 to 3.00) ms | **3.0** | **6.0** |" in page
+
+
+def _checkpoint_world(theirs_load: dict[str, Any] | None) -> dict[str, Any]:
+    """A world of two ranks, of which the second is slower."""
+
+    def use(seconds: float) -> dict[str, float]:
+        return {
+            "seconds": seconds, "cpu_s": 0.5, "read_bytes": 3.5 * 2**20, "written_bytes": 2.0**20,
+            "grown_bytes": 2.0**21, "peak_bytes": 2.0**22,
+        }  # fmt: skip
+
+    def saves(slow: float) -> dict[str, Any]:
+        ours = use(1.0) | {"stall_s": 0.1 * slow, "save_s": 1.0, "write_s": 0.5, "source_s": 0.01}
+        ours |= {"check_s": 0.2, "commit_s": 0.1} if slow == 1.0 else {}
+        beside = ours | {"quiet_steps_s": [1.0, 1.0, 9.0], "beside_steps_s": [1.5, 1.25]}
+        theirs = use(2.0 * slow) | {"sync_s": 1.0, "num_bytes": 1}
+        bounds = {"num_bytes": 2**20, "copy_s": 0.5, "fresh_copy_s": 1.0, "write_s": 2.0}
+        one = {"ours": ours, "beside": beside, "theirs": theirs, "bounds": bounds}
+        first = one | {"beside": None, "theirs": use(0.5) | {"sync_s": 1.0}}
+        return {
+            "rounds": [first, one, one], "buffer_bytes": 2**20, "state_bytes": 2**20, "num_parameters": 7,
+            "digest": 11, "weight_decays": [0.1, 0.0],
+        }  # fmt: skip
+
+    ours = use(2.0) | {"returned_bytes": 3 * 2**20, "digest": 11, "weight_decays": [0.1, 0.0]}
+    conversion = {"failure": "it broke"} if theirs_load is None else use(6.0)
+    theirs = None if theirs_load is None else use(2.0) | theirs_load
+    load = {
+        "is_cold": False,
+        "bounds": {"num_bytes": 1, "read_s": 1.0},
+        "ours": ours,
+        "conversion": conversion,
+        "theirs": theirs,
+    }
+    loads = [{"rounds": [load], "needed_bytes": 3 * 2**20}]
+    return {"world_size": 2, "saves": [saves(1.0), saves(2.0)], "loads": loads}
+
+
+def test_a_stall_is_the_slowest_ranks_over_the_slowest_ranks_save_of_the_same_round() -> None:
+    world = _checkpoint_world({"digest": 11, "weight_decays": [0.1, 0.1]})
+    assert checkpoint_report.stall_ratios(world, "ours") == pytest.approx([0.2 / 4.0] * 2)
+    # Two steps of 1.5 s and 1.25 s where the median step takes 1 s.
+    assert checkpoint_report.slowed_s(world["saves"][0]["rounds"][1]["beside"]) == pytest.approx(0.75)
+
+
+def test_a_page_of_checkpoints_names_what_failed_and_what_is_not_met() -> None:
+    estimate = {
+        "world_size": 64, "ranks_a_node": 8, "step_s": 10.0, "pcie_bytes_s": 1e9, "storage_bytes_s": 1e9,
+        "num_parameters": 1, "num_tensors": 1, "num_intervals": 1, "rank_bytes": 10**9, "sums_bytes": 1,
+        "manifest_bytes": 1, "manifest_s": {}, "num_batches": 1, "read_bytes": 1, "staging_s": 1.0, "save_s": 1.0,
+        "load_s": 1.0, "theirs_read_bytes": 1, "theirs_conversion_bytes": 1,
+    }  # fmt: skip
+    assert "| copy/step | assumed step of 10 s | **10.00%**" in estimate_text(estimate)
+    good = _checkpoint_world({"digest": 12, "weight_decays": [0.1, 0.1]})
+    record = {
+        "date": "a day", "commit": "abc", "hardware": "a machine", "versions": {}, "command": "c",
+        "size": {"layers": 1, "hidden": 1, "tokens": 1}, "worlds": [good], "estimate": estimate,
+    }  # fmt: skip
+    page = checkpoint_report.markdown(record)
+    assert "| **4.0 (4.0 to 4.0)** | met |" in page
+    assert "| 2 → 1 | theirs | **differs** | 0.1, 0.1 | 0.1, 0.0 |" in page
+    assert "| 2 → 1 | ours | bitwise | 0.1, 0.0 | 0.1, 0.0 |" in page
+    good["saves"][1]["rounds"][2]["beside"]["stall_s"] = good["saves"][1]["rounds"][1]["beside"]["stall_s"] = 2.0
+    assert "| **50.0% (50.0% to 50.0%)** | **not met** |" in checkpoint_report.markdown(record)
+    failed = checkpoint_report.markdown(record | {"worlds": [_checkpoint_world(None)]})
+    assert "Theirs failed: it broke" in failed
+    assert "| 2 → 1, warm | 1 | not yet measured |" in failed
+
+
+def test_a_checkpoint_benchmark_of_a_world_without_a_half_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_checkpoint(["--world", "3"])
+    assert "give even numbers" in capsys.readouterr().err
+    assert parse_checkpoint(["--quick"]).out is None
+    assert parse_checkpoint([]).out is not None
+
+
+def test_the_calculated_manifest_is_one_that_would_be_loaded() -> None:
+    shapes = llama_8b()
+    # https://huggingface.co/meta-llama/Meta-Llama-3-8B: the sum of its safetensors' parameters.
+    assert sum(int(np.prod(shape)) for shape in shapes.values()) == 8_030_261_248
+    manifest = large_manifest({name: shapes[name] for name in list(shapes)[1:12]}, 5)
+    read = Manifest.from_bytes(manifest.to_bytes())
+    assert read == manifest
+    sizes = {key: spec.num_elements for key, spec in read.state.tensors.items()}
+    check_cover(sizes, [stored.interval for shard in read.shards for stored in shard.intervals])
+
+
+def _reloaded(rank: int, world_size: int, folder: str) -> list[int]:
+    trained = Trained(SIZES["small"])
+    trained.forget()
+    forgotten = trained.digest()
+    load_ours(trained, Path(folder) / "ours")
+    return [forgotten, trained.digest()]
+
+
+@pytest.mark.distributed
+def test_both_sides_save_and_what_ours_loads_on_another_world_is_what_was_saved(tmp_path: Path) -> None:
+    saves = run_ranks(save_rank, 2, SIZES["small"], str(tmp_path), 2)
+    forgotten, loaded = run_ranks(_reloaded, 1, str(tmp_path))[0]
+    assert loaded == saves[0]["digest"] == saves[1]["digest"] != forgotten
+    for rank in saves:
+        first, later = rank["rounds"]
+        assert first["beside"] is None
+        assert 0 < later["beside"]["stall_s"] < later["beside"]["save_s"]
+        assert 0 < later["ours"]["write_s"] < later["ours"]["save_s"]
+        assert later["beside"]["beside_steps_s"]
+    # Twelve bytes a parameter, and what pickles add.
+    assert saves[0]["rounds"][1]["theirs"]["num_bytes"] >= 12 * saves[0]["num_parameters"]
+    assert sum(rank["state_bytes"] for rank in saves) == 14 * saves[0]["num_parameters"]

@@ -19,6 +19,7 @@ _HOMES = {
     "ray": ("cluster/",),
     "mlflow": ("tracking/mlflow_",),
     "deepspeed": ("engine/",),
+    "obstore": ("storage/",),
 }
 
 

@@ -12,10 +12,14 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ray_ulysses.clock import SystemClock
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.export.export_run import export_run
+from ray_ulysses.export.export_run import export_checkpoint, export_run
 from ray_ulysses.export.report import ExportReport
 from ray_ulysses.export.request import ExportRequest, WeightType
+from ray_ulysses.export.source import choose_checkpoint, read_config
+from ray_ulysses.storage import LocalStore
+from tests.stores import CountingStore
 from tests.unit.attention.models import ARCHITECTURES, VOCAB, zoo_model
 from tests.unit.export.runs import fields_of, write_checkpoint, write_config
 
@@ -213,6 +217,37 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_written(tmp
         in str(error.value)
     )
     assert not (tmp_path / "run/export").exists()
+
+
+def test_only_what_is_exported_is_read(tmp_path: Path) -> None:
+    model = zoo_model("mixtral", hidden_size=128, intermediate_size=256)
+    config = ARCHITECTURES["mixtral"](hidden_size=128, intermediate_size=256)
+    write_config(tmp_path / "run", fields_of(config), "bf16")
+    write_checkpoint(tmp_path / "run", model, dtype="bf16")
+    store = CountingStore(LocalStore(tmp_path / "run"))
+    request = ExportRequest(run_dir=tmp_path / "run", check=False)
+    manifest = choose_checkpoint(store, "latest")
+    before = store.bytes_read
+    report = export_checkpoint(store, manifest, read_config(tmp_path / "run"), request, silent, SystemClock())
+    weights = 2 * report.parameters
+    # Beside them the manifest, and a table of checksums for each batch; neither moments nor masters.
+    assert weights <= store.bytes_read - before < 1.5 * weights
+
+
+def test_checkpoints_that_lie_in_a_storage_of_their_own_are_found(tmp_path: Path) -> None:
+    model = zoo_model("llama")
+    fields = fields_of(ARCHITECTURES["llama"]())
+    write_config(tmp_path / "runs/first", fields, checkpoint__storage=str(tmp_path / "far"))
+    write_checkpoint(tmp_path / "far/first", model)
+    report = export(tmp_path / "runs/first", check=False)
+    assert Path(report.out) == tmp_path / "runs/first/export/step-00000004"
+    assert_same(tensors_in(Path(report.out)), saved_by_transformers(model, tmp_path / "wanted"))
+
+
+def test_a_run_that_was_moved_is_exported_from_where_it_is(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", "llama")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert Path(export(tmp_path / "moved", check=False).out).parent == tmp_path / "moved/export"
 
 
 def test_adapters_are_refused_clearly(tmp_path: Path) -> None:

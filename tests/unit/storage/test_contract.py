@@ -119,7 +119,7 @@ def test_of_several_processes_exactly_one_creates_each_file(store: Store, locati
 def test_chunks_that_break_off_leave_nothing_and_raise_their_own_error(
     store: Store, method: str, num_mib: int, request: pytest.FixtureRequest
 ) -> None:
-    with pytest.raises(RuntimeError, match="^the GPU is gone$"):
+    with pytest.raises(RuntimeError, match=r"^the GPU is gone$"):
         getattr(store, method)("folder/key", _breaks_after(num_mib))
     assert store.list("folder") == []
     with pytest.raises(FileNotFoundError):

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
+import shutil
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage import AlreadyExistsError, LocalStore
+from ray_ulysses.storage.local import write_all
 from ray_ulysses.storage.store import read_bytes
+from tests.stores import SlowStore
 
 
 def _chunks_that_fail() -> Iterator[bytes]:
@@ -103,3 +111,168 @@ def test_a_file_system_without_links_is_refused(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UserError, match=r"run\.storage: .* has no hard links .*; use a local disk or NFS"):
         LocalStore(tmp_path).create("a", [b""])
     assert os.listdir(tmp_path) == []
+
+
+def test_slow_storage_shows_nothing_until_all_is_there(tmp_path: Path) -> None:
+    gate = threading.Event()
+    slow = SlowStore(LocalStore(tmp_path), gate=gate, only=lambda key: key == "new")
+    slow.create("old", [b"1"])
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(slow.create, "new", [b"a" * 100_000, b"b"])
+        assert slow.is_waiting.wait(10)
+        assert slow.list("old") + slow.list("new") == ["old"]
+        with pytest.raises(FileNotFoundError):
+            slow.inner.open("new")
+        gate.set()
+        assert job.result(10) == 100_001
+    assert sorted(os.listdir(tmp_path)) == ["new", "old"]
+
+
+class _TakesSeven(io.RawIOBase):
+    """A file of which the kernel takes at most seven bytes at a time."""
+
+    def __init__(self) -> None:
+        self.content = b""
+
+    def write(self, chunk: Any) -> int:
+        self.content += bytes(chunk[:7])
+        return min(len(chunk), 7)
+
+
+def test_a_short_write_is_gone_on_with() -> None:
+    stream = _TakesSeven()
+    content = bytes(range(100))
+    assert write_all(stream, memoryview(content)) == 100
+    assert stream.content == content
+
+
+_FULL_DISK = """
+import os, subprocess, sys
+from pathlib import Path
+from ray_ulysses.storage import LocalStore
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", sys.argv[1]], check=True)
+store = LocalStore(sys.argv[1])
+store.create("old", [b"o" * 600_000])
+for write in (store.create, store.replace):
+    for chunks in ([b"n" * 600_000], (b"n" * 100_000 for _ in range(6)), [b"n" * 400_000, b"m" * 200_000]):
+        try:
+            write("new", chunks)
+        except OSError as error:
+            print(error.strerror, os.listdir(sys.argv[1]))
+store.delete("old")
+print(store.create("new", [b"n" * 600_000]))
+"""
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    """The kernel's own full disk: a small file system in a mount namespace that ends with its process."""
+    unshare = shutil.which("unshare")
+    if unshare is None or subprocess.run([unshare, "-m", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount a file system")
+    command = [unshare, "-m", sys.executable, "-c", _FULL_DISK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["No space left on device ['old']"] * 6 + ["600000"]
+
+
+_LIMITED = """
+import os, resource, signal, sys
+from ray_ulysses.storage import LocalStore
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+store = LocalStore(sys.argv[1])
+for chunks in ([b"n" * 150_000], [b"n" * 99_999, b"mm"]):
+    try:
+        store.create("new", chunks)
+    except OSError as error:
+        print(error.strerror, os.listdir(sys.argv[1]))
+print(store.create("new", [b"n" * 100_000]))
+"""
+
+
+def test_a_quota_that_cuts_a_write_short_leaves_nothing(tmp_path: Path) -> None:
+    """The kernel takes the first part of the write and refuses the rest."""
+    done = subprocess.run(
+        [sys.executable, "-c", _LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["File too large []"] * 2 + ["100000"]
+
+
+_UNPRIVILEGED = """
+import os, sys
+from ray_ulysses.storage import LocalStore
+root = sys.argv[1]
+if os.geteuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+store = LocalStore(root)
+store.create("folder/old", [b"old"])
+def chunks():
+    yield b"first"
+    os.chmod(root + "/folder", 0o500)
+    yield b"second"
+for write in (store.create, store.replace):
+    os.chmod(root + "/folder", 0o700)
+    try:
+        write("folder/new", chunks())
+    except PermissionError as error:
+        print(error.strerror, store.list("folder"))
+os.chmod(root + "/folder", 0o000)
+try:
+    print(store.list("folder"))
+except PermissionError as error:
+    print("list:", error.strerror)
+os.chmod(root + "/folder", 0o700)
+"""
+
+
+def test_a_right_that_is_lost_on_the_way_shows_nothing_and_an_unreadable_folder_is_not_empty(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    # Nobody may come through the folders above, which are this user's own.
+    with_access = [folder for folder in tmp_path.parents if folder.name.startswith("pytest-")]
+    modes = [folder.stat().st_mode for folder in with_access]
+    try:
+        for folder in with_access:
+            folder.chmod(0o755)
+        done = subprocess.run(
+            [sys.executable, "-c", _UNPRIVILEGED, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            env={**os.environ, "HOME": str(tmp_path)},
+        )
+    finally:
+        for folder, mode in zip(with_access, modes, strict=True):
+            folder.chmod(mode)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "Permission denied ['folder/old']",
+        "Permission denied ['folder/old']",
+        "list: Permission denied",
+    ]
+    # What could not be deleted is the sweep's to take: the writers are dead.
+    left = list((tmp_path / "folder").glob(".writing-*"))
+    assert len(left) == 2
+
+
+def test_a_file_whose_name_may_not_last_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(folder: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("ray_ulysses.storage.local._sync_folder", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        LocalStore(tmp_path).create("key", [b"x"])
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_error_of_the_write_is_not_hidden_by_that_of_the_clean_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(self: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "unlink", denied)
+    with pytest.raises(OSError, match="No space left"):
+        LocalStore(tmp_path).create("key", _chunks_that_fail())

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
+from ray_ulysses.config.problems import problems_of
+from ray_ulysses.config.running import CheckpointSection
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage import LocalStore, LocationError, join_location, open_store, parse_location
 from ray_ulysses.storage.location import ObjectLocation
@@ -128,6 +131,13 @@ def test_a_secret_is_refused_and_not_repeated(location: str) -> None:
     with pytest.raises(LocationError, match=r"may not hold .* since it is stored with the run; set [A-Z]+_") as refused:
         open_store(location)
     assert "hunter2" not in str(refused.value)
+
+
+def test_the_configuration_does_not_repeat_it_either() -> None:
+    with pytest.raises(ValidationError) as refused:
+        CheckpointSection(storage="s3://me:hunter2@bucket/runs")
+    (problem,) = problems_of(refused.value)
+    assert str(problem).startswith("storage='s3://***@bucket/runs': may not hold credentials, since it is stored")
 
 
 def test_a_location_is_joined_before_its_options() -> None:

@@ -8,11 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from ray_ulysses.errors import UserError
+from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.storage import RunLock, current_owner
 from ray_ulysses.storage.lock import LOCK_FILE
 
@@ -67,6 +69,127 @@ def test_another_process_is_respected_while_it_lives_and_taken_over_when_it_died
         assert lock.taken_over_from is not None
         assert lock.taken_over_from.pid == holder.pid
         assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+
+
+def test_a_stopped_holder_is_still_respected(tmp_path: Path) -> None:
+    holder = _start_holder(tmp_path)
+    try:
+        holder.send_signal(signal.SIGSTOP)
+        with pytest.raises(UserError, match=f"held by process {holder.pid} on host"):
+            RunLock(tmp_path).acquire()
+        holder.send_signal(signal.SIGCONT)
+        with pytest.raises(UserError, match=f"held by process {holder.pid} on host"):
+            RunLock(tmp_path).acquire()
+    finally:
+        holder.kill()
+        holder.wait(timeout=10)
+    with RunLock(tmp_path):
+        pass
+
+
+_CHILD = """
+import subprocess, sys, time
+from ray_ulysses.storage import RunLock
+lock = RunLock(sys.argv[1])
+lock.acquire()
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_child_that_outlives_the_holder_does_not_hold_the_run(tmp_path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", _CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    child = int(holder.stdout.readline())
+    holder.kill()
+    holder.wait(timeout=10)
+    try:
+        os.kill(child, 0)
+        with RunLock(tmp_path) as lock:
+            assert lock.taken_over_from is not None and lock.taken_over_from.pid == holder.pid
+    finally:
+        os.kill(child, signal.SIGKILL)
+        holder.stdout.close()
+
+
+def test_of_several_that_wait_for_a_dead_one_exactly_one_takes_over(tmp_path: Path) -> None:
+    _start_holder(tmp_path).kill()
+    barrier = threading.Barrier(6, timeout=20)
+
+    def come(number: int) -> RunLock | None:
+        lock = RunLock(tmp_path)
+        barrier.wait()
+        try:
+            lock.acquire()
+        except UserError:
+            return None
+        return lock
+
+    with ThreadPoolExecutor(6) as pool:
+        locks = [lock for lock in pool.map(come, range(6)) if lock is not None]
+    assert len(locks) == 1
+    assert locks[0].held
+    locks[0].release()
+
+
+def test_a_holder_notices_that_its_lock_was_given_to_another(tmp_path: Path) -> None:
+    """As on NFS, when the server lost sight of a host, or when a person deleted the file."""
+    first = RunLock(tmp_path, _StillClock())
+    first.acquire()
+    first.check()
+    (tmp_path / LOCK_FILE).unlink()
+    assert not first.held
+    with pytest.raises(RunError, match=r"is no longer held by this process: its run\.lock is gone"):
+        first.check()
+    with RunLock(tmp_path) as second:
+        assert second.held
+        with pytest.raises(RunError, match=f"it was taken over by process {os.getpid()} on host"):
+            first.check()
+        first.release()
+        # The late release leaves the new holder's note alone.
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+        assert second.held
+    assert not second.held
+
+
+def test_a_note_that_somebody_else_wrote_means_that_the_lock_is_lost(tmp_path: Path) -> None:
+    with RunLock(tmp_path) as lock:
+        (tmp_path / LOCK_FILE).write_text('{"host": "other", "pid": 7, "since": 1700000000.0}')
+        assert not lock.held
+        with pytest.raises(RunError, match="taken over by process 7 on host other since 2023-11-14 22:13:20 UTC"):
+            lock.check()
+
+
+def test_a_lock_that_another_host_holds_comes_with_a_way_out(tmp_path: Path) -> None:
+    with RunLock(tmp_path):
+        (tmp_path / LOCK_FILE).write_text('{"host": "other", "pid": 7, "since": 1700000000.0}')
+        with pytest.raises(UserError) as refused:
+            RunLock(tmp_path).acquire()
+    assert str(refused.value).endswith(
+        f"or set another run.name. If that host is gone for good and two minutes have passed, delete "
+        f"{tmp_path / LOCK_FILE}"
+    )
+
+
+def test_a_lock_file_that_was_deleted_in_between_is_not_the_one_that_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / LOCK_FILE
+    path.write_text("")
+    real_open = os.open
+
+    def delete_after_opening(name: object, *args: object) -> int:
+        descriptor = real_open(name, *args)  # type: ignore[call-overload]
+        monkeypatch.setattr(os, "open", real_open)
+        path.unlink()
+        return int(descriptor)
+
+    monkeypatch.setattr(os, "open", delete_after_opening)
+    with RunLock(tmp_path) as lock:
+        assert lock.held
+        with pytest.raises(UserError, match="is already running"):
+            RunLock(tmp_path).acquire()
 
 
 def test_a_released_lock_is_free_and_names_nobody(tmp_path: Path) -> None:

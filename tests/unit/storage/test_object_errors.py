@@ -36,7 +36,9 @@ def _status(status: str, code: str = "") -> str:
         (GenericError(_AT + "HTTP error\n inner: HttpError { kind: Connect,"), "away", "could not be reached"),
         (GenericError(_AT + "HTTP error\n inner: HttpError { kind: Timeout,"), "transient", "did not answer in time"),
         (
-            GenericError("Generic S3 error: Error performing PUT http://1.2.3.4/latest/api/token in 1ms - kind: Connect"),
+            GenericError(
+                "Generic S3 error: Error performing PUT http://1.2.3.4/latest/api/token in 1ms - kind: Connect"
+            ),
             "denied",
             "no credentials in the environment, and no role of this machine",
         ),

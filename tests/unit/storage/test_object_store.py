@@ -18,7 +18,7 @@ from tests.s3_server import FaultyProxy, S3Server
 from tests.unit.storage.conftest import PART_BYTES, object_store
 
 _EVERY_TIME = 10**6
-_NUM_PARTS = 4
+_NUM_PARTS = 3
 
 
 def _is_put(method: str, path: str) -> bool:
@@ -213,7 +213,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 
 def test_a_long_file_is_written_in_the_memory_of_a_few_parts(s3: S3Server, prefix: str) -> None:
-    command = [sys.executable, "-c", _STREAMER, s3.uri(prefix), "120"]
+    command = [sys.executable, "-c", _STREAMER, s3.uri(prefix), "90"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     # Four parts under way, one being filled, two looked at before the upload began, and the allocator's slack.
     assert float(done.stdout) < 50

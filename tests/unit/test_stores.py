@@ -1,0 +1,112 @@
+"""The stores that other tests rely on fail, wait and count as they say."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ray_ulysses.storage import AlreadyExistsError, LocalStore, Store
+from ray_ulysses.storage.store import read_bytes
+from tests.stores import CountingStore, FaultyStore, Kind, MemoryStore, SlowStore, permission_lost
+
+
+def _work(store: Store) -> None:
+    """Make the calls of `_CALLS`."""
+    store.create("a", [b"1", b"2"])
+    read_bytes(store, "a")
+    store.replace("a", [b"3"])
+    store.list("a")
+    store.delete("a")
+
+
+_CALLS: list[Kind] = ["create", "chunk", "chunk", "open", "read", "replace", "chunk", "list", "delete"]
+
+
+def test_calls_and_bytes_are_counted(tmp_path: Path) -> None:
+    store = CountingStore(LocalStore(tmp_path))
+    _work(store)
+    assert [kind for kind, _ in store.log] == _CALLS
+    assert (store.bytes_read, store.bytes_written) == (2, 3)
+    assert store.calls["chunk"] == 3
+    store.create("b", [b"0123456789"])
+    with store.open("b") as stream:
+        target = bytearray(4)
+        stream.seek(3)
+        assert stream.readinto(target) == 4  # type: ignore[attr-defined]
+    assert (bytes(target), store.bytes_read) == (b"3456", 6)
+
+
+@pytest.mark.parametrize("call", range(1, len(_CALLS) + 2))
+def test_a_fault_comes_at_its_call_and_leaves_nothing_half_written(tmp_path: Path, call: int) -> None:
+    counting = CountingStore(LocalStore(tmp_path))
+    store = FaultyStore(counting, fail_at=call)
+    if call > len(_CALLS):
+        _work(store)
+        assert not store.has_failed
+        return
+    with pytest.raises(OSError) as failed:
+        _work(store)
+    assert failed.value.errno == errno.ENOSPC
+    assert (store.has_failed, store.num_calls) == (True, call)
+    begun = [kind for kind, _ in counting.log if kind != "chunk"]
+    assert begun == [kind for kind in _CALLS[: call - 1] if kind != "chunk"]
+    assert LocalStore(tmp_path).list("a") == (["a"] if call > 3 else [])
+
+
+def test_a_fault_may_come_after_the_deed_last_and_know_its_keys() -> None:
+    store = FaultyStore(MemoryStore(), fail_at=1, kinds=["create"], when="after", error=permission_lost())
+    with pytest.raises(PermissionError):
+        store.create("a", [b"1"])
+    assert read_bytes(store, "a") == b"1"
+    store.create("b", [b"1"])
+
+    store = FaultyStore(MemoryStore(), fail_at=1, kinds=["create"], lasting=True, only=lambda key: key != "free")
+    for _ in range(3):
+        with pytest.raises(OSError):
+            store.create("a", [b"1"])
+        store.replace("free", [b"1"])
+
+
+def test_a_fault_may_be_a_death(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from ray_ulysses.storage import LocalStore\n"
+        "from tests.stores import KILL, FaultyStore\n"
+        "FaultyStore(LocalStore(sys.argv[1]), fail_at=2, error=KILL, kinds=['chunk']).create('a', [b'1', b'2'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert LocalStore(tmp_path).list("a") == []
+
+
+def test_a_gate_holds_a_call_until_it_opens() -> None:
+    gate = threading.Event()
+    store = SlowStore(MemoryStore(), gate=gate, kinds=["create"])
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(store.create, "a", [b"1"])
+        assert store.is_waiting.wait(10)
+        assert store.list("a") == []
+        gate.set()
+        assert job.result(10) == 1
+    with pytest.raises(TimeoutError, match="nobody opened the gate for create of b"):
+        SlowStore(MemoryStore(), gate=threading.Event(), kinds=["create"], gate_timeout_s=0.01).create("b", [b""])
+
+
+def test_the_store_in_memory_keeps_the_contract() -> None:
+    store = MemoryStore()
+    store.create("a/b", [b"1"])
+    with pytest.raises(AlreadyExistsError):
+        store.create("a/b", [b"2"])
+    store.replace("ab", [b"3"])
+    assert store.list("a") == ["a/b"]
+    store.delete("a")
+    with pytest.raises(FileNotFoundError):
+        store.open("a/b")
+    assert read_bytes(store, "ab") == b"3"
