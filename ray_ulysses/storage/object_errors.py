@@ -84,7 +84,7 @@ def explain(error: Exception) -> Refusal:
         return Refusal(meaning="transient", reason=text)
     if code in _TRANSIENT_CODES or number in _TRANSIENT_STATUS:
         return Refusal(meaning="transient", reason=reason)
-    if code == "NoSuchBucket":
+    if code in ("NoSuchBucket", "ContainerNotFound"):
         return Refusal(meaning="absent", reason="there is no such bucket")
     if isinstance(error, AlreadyExistsError):
         return Refusal(meaning="taken", reason=reason)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
+from ray_ulysses.checkpoint.errors import CheckpointError
 from ray_ulysses.checkpoint.exchange import TorchExchange
 from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage
 from ray_ulysses.planner.flops import mfu, peak_bf16_flops, step_flops
@@ -316,12 +317,23 @@ def committed_checkpoint(location: str, ref: CheckpointRef, meta: CheckpointMeta
 
 
 def _claim(config: Config, store: Store, worker: Worker) -> AttemptJournal:
-    """Claim a number that neither the journal nor the store of the checkpoints has seen."""
-    while True:
-        journal = AttemptJournal.claim(config.run_dir, worker.clock, after=read_lineage(store).newest_attempt)
-        if claim_attempt(store, journal.attempt):
-            return journal
-        journal.close()
+    """Claim a number that neither the journal nor the store of the checkpoints has seen.
+
+    Raises:
+        UserError: The journal can't be written.
+        CheckpointError: The store of the checkpoints can't be.
+    """
+    try:
+        while True:
+            journal = AttemptJournal.claim(config.run_dir, worker.clock, after=read_lineage(store).newest_attempt)
+            if claim_attempt(store, journal.attempt):
+                return journal
+            journal.close()
+    except OSError as error:
+        raise CheckpointError(
+            f"attempts can't be noted beside the checkpoints in {checkpoint_location(config)} ({error}); repair the "
+            "storage, then start the same command again"
+        ) from error
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ray_ulysses.checkpoint import Damage, DamagedCheckpointError, Manifest, load_pieces, newest_committed, set_aside
+from ray_ulysses.checkpoint import (
+    CheckpointError,
+    Damage,
+    DamagedCheckpointError,
+    Manifest,
+    load_pieces,
+    newest_committed,
+    set_aside,
+)
 from ray_ulysses.checkpoint.choice import committed_steps, read_committed
 from ray_ulysses.checkpoint.fence import read_lineage, start_attempt
 from ray_ulysses.config.resume import resume_fingerprint
@@ -25,6 +34,8 @@ if TYPE_CHECKING:
     from ray_ulysses.trainer.record import Recorder
 
 _log = get_logger(__name__)
+_PAUSES_S = (1.0, 4.0)
+"""Between two looks at checkpoints of which one can't be read, in seconds."""
 
 
 def resume(engine: Any, config: Config, plan: Plan, recorder: Recorder) -> Progress:
@@ -67,15 +78,42 @@ def resume(engine: Any, config: Config, plan: Plan, recorder: Recorder) -> Progr
 
 
 def _choose(recorder: Recorder, known: Sequence[int]) -> Choice:
-    """Return rank 0's choice on every rank; whatever it passes over is recorded."""
+    """Return rank 0's choice on every rank; whatever it passes over is recorded.
+
+    Raises:
+        CheckpointError: The storage does not give what is there; every rank raises it.
+    """
     chosen: Choice | None = None
+    problem: str | None = None
     if recorder.rank == 0:
-        chosen = newest_committed(recorder.store, "sizes", unless=known)
-        for damage in chosen.damaged:
-            if damage.step not in known:
+        try:
+            chosen = _patient_choice(recorder, known)
+            for damage in chosen.damaged:
                 _pass_over(recorder, damage)
-    choice: Choice = recorder.exchange.broadcast(chosen)
-    return choice
+        except OSError as error:
+            problem = f"the checkpoints of the run can't be read ({error}); repair the storage, then start again"
+        else:
+            unread = [damage for damage in chosen.damaged if damage.kind == "unreadable"]
+            if chosen.manifest is None and unread:
+                # To begin anew now would give up a run whose state is there.
+                problem = f"no checkpoint of the run can be read: {unread[0]}; repair the storage, then start again"
+    choice, problem = recorder.exchange.broadcast((chosen, problem))
+    if problem is not None:
+        raise CheckpointError(problem)
+    assert choice is not None
+    found: Choice = choice
+    return found
+
+
+def _patient_choice(recorder: Recorder, known: Sequence[int]) -> Choice:
+    """Choose, and choose again a few times while something newer can't be read: an outage may be short."""
+    for pause_s in _PAUSES_S:
+        chosen = newest_committed(recorder.store, "sizes", unless=known)
+        if not any(damage.kind == "unreadable" for damage in chosen.damaged):
+            return chosen
+        _log.warning("%s; looking again in %g s", chosen.damaged[0], pause_s)
+        time.sleep(pause_s)
+    return newest_committed(recorder.store, "sizes", unless=known)
 
 
 def _pass_over(recorder: Recorder, damage: Damage) -> None:

@@ -28,6 +28,7 @@ def _status(status: str, code: str = "") -> str:
         (FileNotFoundError(_status("404 Not Found", "NoSuchKey")), "absent", "there is no such file"),
         (FileNotFoundError(_status("404 Not Found", "NoSuchBucket")), "absent", "there is no such bucket"),
         (GenericError(_status("404 Not Found", "NoSuchBucket")), "absent", "there is no such bucket"),
+        (GenericError(_status("404 Not Found", "ContainerNotFound")), "absent", "there is no such bucket"),
         (PermissionDeniedError(_status("403 Forbidden", "AccessDenied")), "denied", "403 Forbidden AccessDenied"),
         (GenericError(_status("400 Bad Request", "ExpiredToken")), "denied", "ExpiredToken"),
         (GenericError(_status("507 Insufficient Storage")), "full", "no space left"),
