@@ -17,7 +17,8 @@ from ray_ulysses.checkpoint.manifest import (
     read_manifest,
     step_folder,
 )
-from ray_ulysses.storage import Store
+from ray_ulysses.storage import LocalStore, Store
+from ray_ulysses.storage.temporaries import sweep_temporaries
 
 _ATTEMPT_KEY = re.compile(rf"^({CHECKPOINT_FOLDER}/step-(\d{{8,}})/attempt-(\d{{4,}}))/")
 
@@ -169,6 +170,9 @@ class Retention:
         kept = {step: found.attempt for step, found in alive.items() if step not in deleted}
         for folder in leftovers(store.list(CHECKPOINT_FOLDER), kept, attempt=newest.attempt):
             store.delete(folder)
+        if isinstance(store, LocalStore):
+            # What a process was writing when it was killed has no name that a listing shows.
+            sweep_temporaries(store.path(CHECKPOINT_FOLDER))
         return deleted
 
     def _committed(self, newest: CheckpointRef) -> dict[int, Committed]:

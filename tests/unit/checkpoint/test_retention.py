@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -154,3 +155,16 @@ def test_what_a_dead_attempt_committed_late_is_deleted_with_the_next_checkpoint(
     assert Retention(store, KeepRules(last=3)).apply(ref) == (40,)
     assert committed_steps(store) == (10, 20)
     assert not store.list("checkpoints/step-00000040")
+
+
+def test_what_a_killed_process_was_writing_is_swept_once_it_is_old(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    old, fresh = (tmp_path / f"checkpoints/step-00000010/attempt-000{n}/.writing-x" for n in (1, 2))
+    for path in (old, fresh):
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"half a shard")
+    hour_ago = time.time() - 3600
+    os.utime(old, (hour_ago, hour_ago))
+    (ref, _) = save(store, 20, attempt=3)
+    Retention(store, KeepRules(last=1)).apply(ref)
+    assert not old.exists() and fresh.exists()
