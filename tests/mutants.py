@@ -324,6 +324,14 @@ MUTANTS = (
         killer="tests/unit/checkpoint/test_retention.py::test_an_attempt_that_was_overtaken_deletes_nothing",
     ),
     Mutant(
+        name="a shard deleted that a faster rank has just written",
+        file="ray_ulysses/checkpoint/retention.py",
+        old="saving = owner == attempt and step > newest",
+        new="saving = False",
+        killer="tests/unit/checkpoint/test_background.py::"
+        "test_retention_does_not_touch_what_ranks_ahead_of_it_are_writing",
+    ),
+    Mutant(
         name="shards deleted under a manifest whose answer was lost",
         file="ray_ulysses/checkpoint/save.py",
         old="if found == content:",
@@ -355,7 +363,7 @@ MUTANTS = (
     Mutant(
         name="an unreadable checkpoint destroyed",
         file="ray_ulysses/checkpoint/choice.py",
-        old='if damage.kind == "unreadable":',
+        old='if damage.kind in ("unreadable", "foreign"):',
         new="if False:",
         killer="tests/unit/checkpoint/test_faults.py::test_what_can_not_be_read_now_is_passed_over_and_not_destroyed",
     ),

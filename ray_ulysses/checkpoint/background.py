@@ -15,7 +15,11 @@ from ray_ulysses.checkpoint.save import save_checkpoint
 from ray_ulysses.checkpoint.staging import StagedState, Staging
 from ray_ulysses.checkpoint.state import StateSource
 from ray_ulysses.clock import Clock
+from ray_ulysses.errors import RunError
+from ray_ulysses.logging import get_logger
 from ray_ulysses.storage import Store
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +140,7 @@ class BackgroundSaver:
         if not self._staging.wait_for_buffer(timeout_s):
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be begun: the one before it has not been written within "
-                f"{timeout_s:.0f} s; repair run.storage, or save less often with checkpoint.every_steps"
+                f"checkpoint.save_timeout_s={timeout_s:g} s; repair the storage, raise that time, or save less often"
             )
         staged = self._staging.stage(state)
         stall_s = self._clock.monotonic() - asked_at
@@ -174,6 +178,13 @@ class BackgroundSaver:
                 self._pending -= 1
                 self._lock.notify_all()
 
+    def _tell_of_failure(self, step: int, error: CheckpointError) -> None:
+        """Tell of a failed save; what is told of it may be on the very disk that is full."""
+        try:
+            self._on_failed(step, error)
+        except OSError as again:
+            _log.warning("%s; that could not be recorded either (%s)", error, again)
+
     def _save(self, job: _Job) -> None:
         job.staged.wait()
         try:
@@ -190,15 +201,27 @@ class BackgroundSaver:
             )
         except CheckpointError as error:
             if not isinstance(error, FencedError):
-                self._on_failed(job.step, error)
+                self._tell_of_failure(job.step, error)
             raise
+        except RuntimeError as error:
+            # The group of the threads: a rank died, or took longer than its timeout.
+            raise RunError(
+                f"the checkpoint of step {job.step} was given up, since not every rank came to its end ({error}); the "
+                "checkpoint before it is untouched. Look at the other ranks' logs; if a storage is slow, raise "
+                "checkpoint.save_timeout_s"
+            ) from error
         pieces = job.staged.state.pieces
-        self._on_saved(
-            Saved(
-                ref=ref,
-                meta=job.meta,
-                stall_s=job.stall_s,
-                save_s=self._clock.monotonic() - job.asked_at,
-                num_bytes=sum(piece.tensor.numel() * piece.tensor.element_size() for piece in pieces),
-            )
+        saved = Saved(
+            ref=ref,
+            meta=job.meta,
+            stall_s=job.stall_s,
+            save_s=self._clock.monotonic() - job.asked_at,
+            num_bytes=sum(piece.tensor.numel() * piece.tensor.element_size() for piece in pieces),
         )
+        try:
+            self._on_saved(saved)
+        except OSError as error:
+            raise RunError(
+                f"the checkpoint of step {job.step} is committed, but the journal could not be told ({error}); make "
+                "room or repair run.storage, then start the same command again"
+            ) from error

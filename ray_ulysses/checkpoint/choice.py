@@ -14,6 +14,7 @@ from ray_ulysses.checkpoint.intervals import CoverError, check_cover
 from ray_ulysses.checkpoint.manifest import (
     CHECKPOINT_FOLDER,
     MANIFEST_FILE,
+    ForeignManifestError,
     Manifest,
     ManifestError,
     manifest_key,
@@ -38,15 +39,21 @@ class Damage:
         step: Its step.
         reason: What is wrong with it.
         kind: ``damaged``: it is not what was written. ``unreadable``: the storage does not give it now, which may pass.
-            ``superseded``: a dead attempt committed it after its successor had started before that step.
+            ``superseded``: a dead attempt committed it after its successor had started before that step. ``foreign``:
+            another version of ray-ulysses wrote it, and can load it.
     """
 
     step: int
     reason: str
-    kind: Literal["damaged", "unreadable", "superseded"] = "damaged"
+    kind: Literal["damaged", "unreadable", "superseded", "foreign"] = "damaged"
 
     def __str__(self) -> str:
-        verdict = {"damaged": "is damaged", "unreadable": "can't be read", "superseded": "is not part of the run"}
+        verdict = {
+            "damaged": "is damaged",
+            "unreadable": "can't be read",
+            "superseded": "is not part of the run",
+            "foreign": "is of another version",
+        }
         return f"the checkpoint of step {self.step} {verdict[self.kind]} and not used: {self.reason}"
 
 
@@ -117,7 +124,8 @@ def read_committed(store: Store, step: int) -> Manifest | Damage:
         cause = error.__cause__
         if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
             return _unreadable(step, MANIFEST_FILE, cause)
-        return Damage(step=step, reason=str(error))
+        is_foreign = isinstance(error, ForeignManifestError)
+        return Damage(step=step, reason=str(error), kind="foreign" if is_foreign else "damaged")
     return manifest
 
 
@@ -134,7 +142,7 @@ def set_aside(store: Store, damage: Damage, *, attempt: int) -> None:
         damage: What was found.
         attempt: The attempt that sets it aside.
     """
-    if damage.kind == "unreadable":
+    if damage.kind in ("unreadable", "foreign"):
         return
     key = manifest_key(damage.step)
     try:

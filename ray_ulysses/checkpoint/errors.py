@@ -13,5 +13,9 @@ class DamagedCheckpointError(CheckpointError):
     """A committed checkpoint is not what was written: the one before it is to be taken."""
 
 
+class UnreadableCheckpointError(CheckpointError):
+    """The storage does not give a committed checkpoint now; that may pass."""
+
+
 class FencedError(CheckpointError):
     """A newer attempt has taken over; this one must not commit or delete anything."""

@@ -15,7 +15,7 @@ from typing import BinaryIO
 import torch
 
 from ray_ulysses.checkpoint.checksums import BlockSums
-from ray_ulysses.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from ray_ulysses.checkpoint.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
 from ray_ulysses.checkpoint.exchange import Exchange, SingleExchange, agree
 from ray_ulysses.checkpoint.intervals import CoverError, plan_reads
 from ray_ulysses.checkpoint.manifest import Manifest, step_folder
@@ -44,21 +44,28 @@ def load_pieces(store: Store, manifest: Manifest, pieces: Sequence[Piece], excha
 
     Raises:
         DamagedCheckpointError: A file is missing or is not what was written.
-        CheckpointError: A wanted element is not stored, a dtype differs, or a file can't be read. The pieces
-            may have been filled in part.
+        UnreadableCheckpointError: The storage does not give a file, which may pass.
+        CheckpointError: A wanted element is not stored, or a dtype differs. The pieces may have been filled in part.
     """
     exchange = exchange if exchange is not None else SingleExchange()
-    problem, damage, num_bytes = None, None, 0
+    problem, damage, unread, num_bytes = None, None, None, 0
     cause: Exception | None = None
     try:
         num_bytes = _load(store, manifest, pieces)
     except (ShardDamage, FileNotFoundError) as error:
         damage, cause = _damage_text(error), error
+    except OSError as error:
+        unread, cause = f"{error.filename or 'a shard'} can't be read ({error.strerror or error})", error
     except Exception as error:
         problem, cause = str(error), error
-    problem, damage = agree(exchange, problem), agree(exchange, damage)
+    problem, damage, unread = (agree(exchange, text) for text in (problem, damage, unread))
     if damage is not None:
         raise DamagedCheckpointError(damage) from cause
+    if unread is not None:
+        raise UnreadableCheckpointError(
+            f"the checkpoint of step {manifest.step} could not be loaded: {unread}; see that the storage is there and "
+            "whole, then start the same command again"
+        ) from cause
     if problem is not None:
         raise CheckpointError(f"the checkpoint of step {manifest.step} could not be loaded: {problem}") from cause
     return num_bytes

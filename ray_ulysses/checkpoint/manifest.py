@@ -24,6 +24,10 @@ class ManifestError(RunError):
     """A manifest can't be read; the text is the reason."""
 
 
+class ForeignManifestError(ManifestError):
+    """Another version of ray-ulysses wrote a manifest; nothing is wrong with it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointMeta:
     """What the training loop adds to the model's state.
@@ -131,7 +135,7 @@ class Manifest:
             raise ManifestError("the manifest's checksum is wrong")
         version = values.get("schema_version")
         if version != SCHEMA_VERSION:
-            raise ManifestError(
+            raise ForeignManifestError(
                 f"the manifest has schema version {version}, but this version of ray-ulysses reads "
                 f"{SCHEMA_VERSION}; load it with the version that wrote it"
             )

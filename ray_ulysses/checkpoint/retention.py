@@ -49,8 +49,7 @@ class Committed:
     """What retention knows of a checkpoint.
 
     Attributes:
-        attempt: The attempt that committed it; None if its manifest can't be read: whose shards are its own is
-            unknown then, so all of them stay.
+        attempt: The attempt that committed it; None if its manifest can't be read: then all of it stays.
         metrics: Its numbers.
     """
 
@@ -76,6 +75,8 @@ def steps_to_delete(committed: Mapping[int, Committed], *, newest: int, rules: K
     if rules.every_steps is not None:
         kept |= {step for step in older if step % rules.every_steps == 0}
     kept |= set(best_steps(committed, older, rules.best_metric, rules.best))
+    # What can't be read now may be what a rule wants.
+    kept |= {step for step in older if committed[step].attempt is None}
     return tuple(step for step in older if step not in kept)
 
 
@@ -105,7 +106,7 @@ def leftovers(
     committed: Mapping[int, int | None],
     *,
     attempt: int,
-    in_flight: frozenset[int] = frozenset(),
+    newest: int,
 ) -> tuple[str, ...]:
     """Return the folders of shards that no manifest names (pure).
 
@@ -114,7 +115,8 @@ def leftovers(
         committed: The attempt that each committed step's manifest names; None if it can't be read: whose shards
             are its own is unknown then, so all of them stay.
         attempt: The attempt that asks; folders of later ones are not its business.
-        in_flight: Steps that this attempt is saving at the moment.
+        newest: The step that this attempt has committed last. It saves in the order of its steps, so that what is its
+            own beyond that may be being written now, by ranks that are ahead of this one.
     """
     found = set()
     for key in keys:
@@ -122,7 +124,7 @@ def leftovers(
         if not match:
             continue
         step, owner = int(match[2]), int(match[3])
-        saving = owner == attempt and step in in_flight
+        saving = owner == attempt and step > newest
         needed = step in committed and committed[step] in (owner, None)
         if owner <= attempt and not needed and not saving:
             found.add(match[1])
@@ -161,14 +163,16 @@ class Retention:
             return ()
         committed = self._committed(newest)
         alive = {step: found for step, found in committed.items() if _is_alive(lineage, step, found)}
-        dead = sorted(set(committed) - set(alive))
+        # Beyond the newest a dead one stays: its attempt may have been passed over because it could not be read.
+        dead = {step for step in committed if step not in alive and step <= newest.step}
         deleted = tuple(sorted({*dead, *steps_to_delete(alive, newest=newest.step, rules=self._rules)}))
         for step in deleted:
             store.delete(manifest_key(step))
+            # Up to the newest, nobody is writing: an attempt saves in the order of its steps.
             store.delete(step_folder(step))
             self._known.pop(step, None)
-        kept = {step: found.attempt for step, found in alive.items() if step not in deleted}
-        for folder in leftovers(store.list(CHECKPOINT_FOLDER), kept, attempt=newest.attempt):
+        kept = {step: found.attempt for step, found in committed.items() if step not in deleted}
+        for folder in leftovers(store.list(CHECKPOINT_FOLDER), kept, attempt=newest.attempt, newest=newest.step):
             store.delete(folder)
         if isinstance(store, LocalStore):
             # What a process was writing when it was killed has no name that a listing shows.

@@ -123,7 +123,8 @@ def _commit(store: Store, manifest: Manifest) -> tuple[str | None, Exception | N
         if found == content:
             return None, None, True
         if isinstance(error, AlreadyExistsError):
-            return f"step {manifest.step} is committed already, by another attempt or an earlier save", error, True
+            problem = f"step {manifest.step} is committed already, by another attempt or an earlier save"
+            return problem, error, found is not None
         return f"the manifest could not be written ({error})", error, False
     return None, None, True
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ray_ulysses.checkpoint.errors import CheckpointError
 from ray_ulysses.checkpoint.state import HeldInterval, Piece, ShardedState, StateSource
 
 _ALIGNMENT = 64
@@ -24,11 +25,13 @@ class StagedState:
 
     Attributes:
         state: The copies. Wait for `ready` before reading them.
+        source: What was copied, kept alive until the copies are done.
         copied: CUDA's event behind the last copy; None where copies are done already.
         buffer: Number of the buffer that holds them.
     """
 
     state: ShardedState
+    source: StateSource
     copied: torch.cuda.Event | None
     buffer: int
 
@@ -74,7 +77,7 @@ class Staging:
             assert self._free, "no buffer is free: call wait_for_buffer first"
             number = self._free.pop()
         if self._in_place and isinstance(source, ShardedState):
-            return StagedState(state=source, copied=None, buffer=number)
+            return StagedState(state=source, source=source, copied=None, buffer=number)
         try:
             copies = self._room_for(number, source.intervals)
             copied = self._copy(source, [copy.tensor for copy in copies])
@@ -82,7 +85,7 @@ class Staging:
             self.release(number)
             raise
         staged = ShardedState(pieces=copies, description=source.description)
-        return StagedState(state=staged, copied=copied, buffer=number)
+        return StagedState(state=staged, source=source, copied=copied, buffer=number)
 
     def before_update(self) -> None:
         """Keep the next update of the weights behind the copies; nothing waits on the host."""
@@ -106,6 +109,15 @@ class Staging:
             copied.record(self._stream)
         return copied
 
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
+        except (RuntimeError, MemoryError) as error:
+            raise CheckpointError(
+                f"no {num_bytes / 2**30:.1f} GiB of host memory for a copy of this rank's state ({error}); lower "
+                "checkpoint.host_buffers (0 takes none and waits for each save), or use more workers"
+            ) from error
+
     def _room_for(self, number: int, intervals: Sequence[HeldInterval]) -> tuple[Piece, ...]:
         """Return pieces for these intervals whose memory lies in a buffer, which is made when it is first needed."""
         offsets, size = [], 0
@@ -116,7 +128,7 @@ class Staging:
         if buffer is None or buffer.numel() < size:
             # Let go of the old one first: two of them might not fit.
             self._buffers[number] = buffer = None
-            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._is_cuda)
+            buffer = self._allocate(size)
             self._buffers[number] = buffer
         copies = []
         for held, offset in zip(intervals, offsets, strict=True):

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 _SAME_REQUEST_S = 2.0
 """`timeout` and some schedulers send a signal to the process and to its group: two that close together are one."""
+_STORAGE_PREFIXES = ("AWS_", "AZURE_STORAGE_", "GOOGLE_")
+"""Variables by which an object store is found and entered: what the driver has checked, the workers must find, too."""
 _log = get_logger(__name__)
 
 
@@ -72,7 +74,9 @@ def train(prepared: PreparedRun, console: Console) -> TrainResult:
     started = time.monotonic()
     check_writable(config)
     check_resume(prepared)
-    with RunLock(config.run_dir), checkpoint_lock(config):
+    with RunLock(config.run_dir) as lock, checkpoint_lock(config):
+        if lock.taken_over_from is not None:
+            console.print(f"taken over from {lock.taken_over_from}, which ended without a word", soft_wrap=True)
         # Once more: another command may have started the run between the check and the lock.
         check_resume(prepared)
         history = completed(prepared)
@@ -158,7 +162,8 @@ def _cpus(config: Config) -> float:
 
 def _worker_environment() -> dict[str, str]:
     names = ("HF_HOME", "HF_TOKEN", "HF_HUB_OFFLINE", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
-    return {name: os.environ[name] for name in names if name in os.environ} | {"TOKENIZERS_PARALLELISM": "false"}
+    found = {name: value for name, value in os.environ.items() if name in names or name.startswith(_STORAGE_PREFIXES)}
+    return found | {"TOKENIZERS_PARALLELISM": "false"}
 
 
 def _controller_environment(config: Config) -> dict[str, str]:

@@ -77,6 +77,7 @@ FREE: dict[str, str] = {
     "checkpoint.keep_best": "",
     "checkpoint.best_metric": "",
     "checkpoint.host_buffers": "",
+    "checkpoint.save_timeout_s": "",
     "checkpoint.max_failed_saves": "",
     "checkpoint.save_at_end": "",
     "elastic.max_failures": "counted from the resume on",

@@ -48,5 +48,6 @@ def _delete_if_dead(folder: Path) -> None:
         with open(folder / LOCK_FILE, "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
-    except BlockingIOError:
+    except (BlockingIOError, FileNotFoundError):
+        # Its owner lives, or has just deleted it.
         return

@@ -21,7 +21,7 @@ from ray_ulysses.checkpoint.manifest import (
     step_folder,
 )
 from ray_ulysses.checkpoint.retention import Committed, keep_reasons
-from ray_ulysses.forensics.checkpoint_place import CheckpointPlace, find_checkpoints, storage_answers
+from ray_ulysses.forensics.checkpoint_place import CheckpointPlace, find_checkpoints
 from ray_ulysses.forensics.checkpoint_report import (
     CheckpointCondition,
     CheckpointListing,
@@ -31,7 +31,7 @@ from ray_ulysses.forensics.checkpoint_report import (
 from ray_ulysses.storage import Store, current_owner
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.journal import read_records
-from ray_ulysses.trainer.checkpoint_store import keep_rules
+from ray_ulysses.trainer.checkpoint_store import keep_rules, storage_answers
 
 _KEY = re.compile(rf"^{CHECKPOINT_FOLDER}/step-(\d{{8,}})/(.+)$")
 _SHARD = re.compile(r"^attempt-(\d{4,})/(?:rank-\d+-of-(\d+))?")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ray_ulysses.config import load_config
-from ray_ulysses.errors import ConfigError, RunError
+from ray_ulysses.errors import ConfigError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.storage import LocalStore, current_owner
 from ray_ulysses.tracking.history import build_history, read_history
@@ -51,25 +49,6 @@ def read_run(run_dir: Path) -> RunHistory:
         _log.warning("the checkpoints in %s can't be listed (%s)", place.location, error.strerror or error)
         name, is_held = run_dir.absolute().name, current_owner(run_dir) is not None
         return build_history(name=name, records=read_records(run_dir), is_held=is_held)
-
-
-@contextmanager
-def storage_answers(location: str) -> Iterator[None]:
-    """Turn a failure of the storage into an error that names it.
-
-    Args:
-        location: What is read in the block.
-
-    Raises:
-        RunError: It could not be read.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise RunError(
-            f"the checkpoints in {location} can't be read ({error.strerror or error}); see that the storage is there "
-            "and may be read, then try again"
-        ) from error
 
 
 def find_checkpoints(run_dir: Path) -> CheckpointPlace:

@@ -14,9 +14,10 @@ from ray_ulysses.checkpoint.manifest import Manifest, step_folder
 from ray_ulysses.checkpoint.shards import ShardDamage, ShardEntry, verified_chunks
 from ray_ulysses.clock import Clock
 from ray_ulysses.errors import UserError
-from ray_ulysses.forensics.checkpoint_place import find_checkpoints, storage_answers
+from ray_ulysses.forensics.checkpoint_place import find_checkpoints
 from ray_ulysses.forensics.checkpoint_report import CheckpointVerdict, FileVerdict
 from ray_ulysses.storage import Store
+from ray_ulysses.trainer.checkpoint_store import storage_answers
 
 _NUM_THREADS = 4
 

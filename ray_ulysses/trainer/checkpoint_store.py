@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ray_ulysses.checkpoint.retention import KeepRules
 from ray_ulysses.config.loading import load_config
+from ray_ulysses.errors import RunError
 from ray_ulysses.storage.lease import RunLease
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.location import join_location, open_store, parse_location
@@ -35,7 +37,8 @@ def checkpoint_lock(config: Config) -> AbstractContextManager[object]:
         return nullcontext()
     store = checkpoint_store(config)
     if isinstance(store, LocalStore):
-        return RunLock(store.root)
+        is_own = store.root.resolve() == config.run_dir.resolve()
+        return nullcontext() if is_own else RunLock(store.root)
     return RunLease(store, run=config.run.name)
 
 
@@ -48,6 +51,25 @@ def checkpoint_store(config: Config) -> Store:
     if config.checkpoint.storage is None:
         return LocalStore(config.run_dir)
     return open_store(checkpoint_location(config))
+
+
+@contextmanager
+def storage_answers(location: str) -> Iterator[None]:
+    """Turn a failure of the storage into an error that names it.
+
+    Args:
+        location: What is read in the block.
+
+    Raises:
+        RunError: It could not be read.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"the checkpoints in {location} can't be read ({error.strerror or error}); see that the storage is there "
+            "and may be read, then try again"
+        ) from error
 
 
 def checkpoints_of(location: str) -> str:

@@ -13,7 +13,7 @@ from ray_ulysses.data.plan_files import PLAN_FOLDER, write_segment
 from ray_ulysses.data.planning import NoSink, Remainder, build_segment
 from ray_ulysses.data.remainder import remainder_after
 from ray_ulysses.errors import UserError
-from ray_ulysses.trainer.checkpoint_store import checkpoint_store
+from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_store, storage_answers
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -67,9 +67,18 @@ def store_plan(config: Config, corpora: CorpusSet, plan: Plan, remainder: Remain
 
 
 def committed_step(config: Config) -> int:
-    """Return the step of the newest committed checkpoint; 0 where there is none."""
-    manifest = newest_committed(checkpoint_store(config), "sizes").manifest
-    return manifest.step if manifest is not None else 0
+    """Return the step of the newest checkpoint that is committed, whole and part of the run; 0 where there is none.
+
+    Raises:
+        UserError: A newer one is of another version of ray-ulysses.
+        RunError: The storage does not answer.
+    """
+    with storage_answers(checkpoint_location(config)):
+        choice = newest_committed(checkpoint_store(config), "sizes")
+    for damage in choice.damaged:
+        if damage.kind == "foreign":
+            raise UserError(f"run {config.run.name!r}: {damage}; nothing was changed")
+    return choice.manifest.step if choice.manifest is not None else 0
 
 
 def _refuse_repeats(stored: Plan, corpora: CorpusSet) -> None:

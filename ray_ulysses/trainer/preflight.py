@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.config import Config, load_config
 from ray_ulysses.config.resume import resume_conflicts
 from ray_ulysses.data.corpus_set import CorpusSet
@@ -103,7 +102,7 @@ def _origin(config: Config, plan: Plan) -> Origin | None:
     Raises:
         UserError: There is no such checkpoint, or the run can't go on from it.
     """
-    if config.model.resume_from is None or committed_steps(checkpoint_store(config)):
+    if config.model.resume_from is None or committed_step(config) > 0:
         return None
     origin = pinned_origin(config) or find_origin(config)
     if origin is not None:
@@ -199,7 +198,7 @@ def completed(prepared: PreparedRun) -> RunHistory | None:
     if prepared.remainder is not None and last_step > prepared.remainder.branch.step:
         # What was trained beyond the branch, with the data as they were, does not count.
         return None
-    is_saved = any(checkpoint.committed and checkpoint.step >= last_step for checkpoint in history.checkpoints)
+    is_saved = committed_step(config) >= last_step
     was_finished = history.status == "finished" and history.step >= last_step
     return history if is_saved or was_finished else None
 

@@ -17,7 +17,7 @@ from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage
 from ray_ulysses.planner.flops import mfu, peak_bf16_flops, step_flops
 from ray_ulysses.storage.location import join_location
 from ray_ulysses.tracking.commits import CheckpointInventory, CommittedCheckpoint, GoneCheckpoint
-from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal import AttemptJournal, read_records
 from ray_ulysses.tracking.mlflow_tracker import MlflowTracker
 from ray_ulysses.tracking.tracker import NullTracker
 from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_store
@@ -87,7 +87,10 @@ class Recorder:
             UserError: The storage is not shared by every node, or can't be written.
         """
         timeout = timedelta(seconds=config.elastic.collective_timeout_s)
-        exchange, save_exchange = (TorchExchange(dist.new_group(backend="gloo", timeout=timeout)) for _ in range(2))
+        exchange = TorchExchange(dist.new_group(backend="gloo", timeout=timeout))
+        # A rank's storage may be much slower than another's.
+        patience = timedelta(seconds=config.checkpoint.save_timeout_s)
+        save_exchange = TorchExchange(dist.new_group(backend="gloo", timeout=patience))
         probe_storage(config.run_dir, worker, exchange)
         store = checkpoint_store(config)
         journal = _claim(config, store, worker) if worker.rank == 0 else None
@@ -230,6 +233,10 @@ class Recorder:
         self._tracker.log_checkpoint(
             CheckpointInventory(attempt=self.attempt, store=self._location, checkpoints=found, unread=tuple(unread))
         )
+
+    def committed_before(self) -> bool:
+        """Return whether the journal knows of a checkpoint that an attempt of this run has committed."""
+        return any(record["event"] == "checkpoint_committed" for record in read_records(self._config.run_dir))
 
     def checkpoint_deleted(self, step: int) -> None:
         """Record that retention has deleted a checkpoint."""

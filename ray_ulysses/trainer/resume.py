@@ -16,7 +16,9 @@ from ray_ulysses.checkpoint import (
     set_aside,
 )
 from ray_ulysses.checkpoint.choice import committed_steps, read_committed
+from ray_ulysses.checkpoint.errors import UnreadableCheckpointError
 from ray_ulysses.checkpoint.fence import read_lineage, start_attempt
+from ray_ulysses.checkpoint.manifest import CHECKPOINT_FOLDER
 from ray_ulysses.config.resume import resume_fingerprint
 from ray_ulysses.data.cursor import Cursor
 from ray_ulysses.engine.zero_state import import_state
@@ -49,6 +51,7 @@ def resume(engine: Any, config: Config, plan: Plan, recorder: Recorder) -> Progr
         RunError: None could be loaded; the text says whether to start the command again.
     """
     known: list[int] = []
+    tries = 0
     while True:
         choice = _choose(recorder, known)
         manifest = choice.manifest
@@ -63,6 +66,16 @@ def resume(engine: Any, config: Config, plan: Plan, recorder: Recorder) -> Progr
         except DamagedCheckpointError as error:
             known.append(manifest.step)
             _pass_over(recorder, Damage(step=manifest.step, reason=str(error)))
+            continue
+        except UnreadableCheckpointError as error:
+            if tries < len(_PAUSES_S):
+                time.sleep(_PAUSES_S[tries])
+                tries += 1
+                continue
+            if not _has_older(recorder, manifest.step):
+                raise
+            known.append(manifest.step)
+            _pass_over(recorder, Damage(step=manifest.step, reason=str(error), kind="unreadable"))
             continue
         progress = _progress_of(manifest, manifest.ref.folder)
         break
@@ -88,21 +101,45 @@ def _choose(recorder: Recorder, known: Sequence[int]) -> Choice:
     if recorder.rank == 0:
         try:
             chosen = _patient_choice(recorder, known)
-            for damage in chosen.damaged:
-                _pass_over(recorder, damage)
+            problem = _why_not(recorder, chosen)
+            if problem is None:
+                for damage in chosen.damaged:
+                    _pass_over(recorder, damage)
         except OSError as error:
             problem = f"the checkpoints of the run can't be read ({error}); repair the storage, then start again"
-        else:
-            unread = [damage for damage in chosen.damaged if damage.kind == "unreadable"]
-            if chosen.manifest is None and unread:
-                # To begin anew now would give up a run whose state is there.
-                problem = f"no checkpoint of the run can be read: {unread[0]}; repair the storage, then start again"
     choice, problem = recorder.exchange.broadcast((chosen, problem))
     if problem is not None:
         raise CheckpointError(problem)
     assert choice is not None
     found: Choice = choice
     return found
+
+
+def _why_not(recorder: Recorder, chosen: Choice) -> str | None:
+    """Return why the run may not go on from a choice; to begin anew must not give up a run whose state is there."""
+    foreign = [damage for damage in chosen.damaged if damage.kind == "foreign"]
+    if foreign:
+        return f"{foreign[0]}; nothing was changed"
+    if chosen.manifest is not None:
+        return None
+    unread = [damage for damage in chosen.damaged if damage.kind == "unreadable"]
+    if unread:
+        return f"no checkpoint of the run can be read: {unread[0]}; repair the storage, then start again"
+    if recorder.committed_before() and not recorder.store.list(CHECKPOINT_FOLDER):
+        return (
+            "the journal knows of committed checkpoints, but where they should be there are none; mount or correct "
+            "the storage of the run (checkpoint.storage), or start a new run under another run.name"
+        )
+    return None
+
+
+def _has_older(recorder: Recorder, step: int) -> bool:
+    """Whether a checkpoint before a step is whole, as far as sizes tell; the same on every rank."""
+    older: bool | None = None
+    if recorder.rank == 0:
+        newer = [one for one in committed_steps(recorder.store) if one >= step]
+        older = newest_committed(recorder.store, "sizes", unless=newer).manifest is not None
+    return bool(recorder.exchange.broadcast(older))
 
 
 def _patient_choice(recorder: Recorder, known: Sequence[int]) -> Choice:

@@ -115,7 +115,12 @@ class CheckpointKeeper:
             FencedError: A newer attempt has taken the run over.
         """
         flags, step = outcome.flags, outcome.progress.step
-        if flags.ended or (flags.failed and not flags.saving):
+        if flags.ended:
+            failure = self._saver.failure
+            # Another rank's failure ends this one, too; its own thread may not have heard of it.
+            other = CheckpointError("another rank could not save; its log says why")
+            raise failure if failure is not None and _ends(failure) else other
+        if flags.failed and not flags.saving:
             self._give_up_or_go_on()
         if flags.notice != self._noticed:
             self._noticed = flags.notice
@@ -164,16 +169,16 @@ class CheckpointKeeper:
         worker, step = self._worker, outcome.progress.step
         worker.on_event("save", step)
         meta = self._meta(outcome, cursor, reason)
-        self._saver.save(step, state_source(engine), meta, timeout_s=self._config.elastic.collective_timeout_s)
+        self._saver.save(step, state_source(engine), meta, timeout_s=self._config.checkpoint.save_timeout_s)
         self._taken_step, self._taken_at = step, worker.clock.monotonic()
 
     def _wait(self) -> None:
-        timeout_s = self._config.elastic.collective_timeout_s
+        timeout_s = self._config.checkpoint.save_timeout_s
         if not self._saver.wait(timeout_s):
             raise CheckpointError(
                 f"the checkpoint of step {self._taken_step} was not written within "
-                f"elastic.collective_timeout_s={timeout_s:g} s; the checkpoint before it is untouched. Repair "
-                "run.storage, then start the same command again"
+                f"checkpoint.save_timeout_s={timeout_s:g} s; the checkpoint before it is untouched. Repair the storage "
+                "or raise that time, then start the same command again"
             )
 
     def _meta(self, outcome: StepOutcome, cursor: Cursor, reason: Reason) -> CheckpointMeta:
@@ -202,11 +207,10 @@ class CheckpointKeeper:
     def _give_up_or_go_on(self) -> None:
         failure, failures = self._saver.failure, self._saver.failures
         allowed = self._config.checkpoint.max_failed_saves
-        if isinstance(failure, CheckpointError) and not isinstance(failure, FencedError) and failures <= allowed:
-            _log.warning("%s; it is tried again now (%d of %d)", failure, failures, allowed)
-            return
-        # Another rank's failure ends this one, too; its own thread may not have heard of it yet.
-        raise failure if failure is not None else CheckpointError("another rank could not save; its log says why")
+        assert failure is not None, "a failed save is a failure on every rank"
+        if failures > allowed:
+            raise failure
+        _log.warning("%s; it is tried again now (%d of %d)", failure, failures, allowed)
 
     def _on_saved(self, saved: Saved) -> None:
         """Record a commit and let go of what it replaces, on rank 0's thread."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.checkpoint import DamagedCheckpointError, Manifest, load_pieces
 from ray_ulysses.checkpoint.choice import Damage, committed_steps, examine
+from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.checkpoint.retention import best_steps, read_committed_facts
 from ray_ulysses.checkpoint.state import begun_anew
 from ray_ulysses.config.reference_to_checkpoint import SETTING, MlflowReference, RunReference, parse_reference
@@ -21,7 +22,7 @@ from ray_ulysses.storage.location import open_store
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.checkpoint_lookup import find_checkpoint
 from ray_ulysses.tracking.taken_over import TakenOver
-from ray_ulysses.trainer.checkpoint_store import checkpoints_of
+from ray_ulysses.trainer.checkpoint_store import checkpoints_of, storage_answers
 from ray_ulysses.trainer.progress import Progress
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def find_origin(config: Config) -> Origin | None:
         tracked = find_checkpoint(reference.run, reference.which, uri=uri)
         return Origin(asked=asked, location=tracked.store, step=tracked.step)
     location = checkpoints_of(reference.location)
-    return Origin(asked=asked, location=location, step=_step_of(open_store(location), reference, asked))
+    with storage_answers(location):
+        return Origin(asked=asked, location=location, step=_step_of(open_store(location), reference, asked))
 
 
 def check_origin(origin: Origin, config: Config, plan: Plan) -> Manifest:
@@ -78,7 +80,8 @@ def check_origin(origin: Origin, config: Config, plan: Plan) -> Manifest:
     Raises:
         UserError: It is not there or not whole, or ``resume_state=all`` and it is of a run of other settings or data.
     """
-    found = examine(open_store(origin.location), origin.step, "sizes")
+    with storage_answers(origin.location):
+        found = examine(open_store(origin.location), origin.step, "sizes")
     if isinstance(found, Damage):
         raise UserError(f"{SETTING}={origin.asked!r}: {found}; name another step")
     if config.model.resume_state != "all":
@@ -157,13 +160,16 @@ def _step_of(store: Store, reference: RunReference, asked: str) -> int:
     Raises:
         UserError: The run has no such checkpoint.
     """
-    steps = committed_steps(store)
+    lineage = read_lineage(store)
+    committed = {step: read_committed_facts(store, step) for step in committed_steps(store)}
+    # What a dead attempt committed late, or what can't be read now, is not what somebody means by a name.
+    facts = {s: f for s, f in committed.items() if f.attempt is not None and lineage.holds(s, f.attempt)}
+    steps = tuple(facts)
     if not steps:
         raise UserError(f"{SETTING}={asked!r}: {reference.location} holds no checkpoint; name a run that does")
     if reference.which == "latest":
         return steps[-1]
     if reference.which == "best":
-        facts = {step: read_committed_facts(store, step) for step in steps}
         best = best_steps(facts, steps, "eval_loss", 1) or best_steps(facts, steps, "loss", 1)
         if not best:
             raise UserError(f"{SETTING}={asked!r}: none of its checkpoints has a loss; name a step: {_listed(steps)}")

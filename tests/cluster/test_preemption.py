@@ -51,8 +51,9 @@ def _wait(config: Config, step: int, event: str = "step") -> None:
 @pytest.mark.slow
 def test_a_drained_node_makes_the_run_save_before_its_time_is_up(cluster: Cluster, tmp_path: Path) -> None:
     config = make_config(
-        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=400, data__epochs=3, parallel__sp_size=1, cluster__workers=2,
-        cluster__cpus_per_worker=0.6, cluster__address=cluster.address, checkpoint__every_steps=None,
+        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=400, data__epochs=3, parallel__sp_size=1,
+        cluster__workers=2, cluster__cpus_per_worker=0.6, cluster__address=cluster.address,
+        checkpoint__every_steps=None,
     )  # fmt: skip
     path = tmp_path / "config.yaml"
     path.write_text(config.to_yaml())

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ray_ulysses.checkpoint import CheckpointError, Piece, ShardedState, load_pieces, newest_committed
+from ray_ulysses.checkpoint import (
+    CheckpointError,
+    CheckpointRef,
+    KeepRules,
+    Piece,
+    Retention,
+    ShardedState,
+    load_pieces,
+    newest_committed,
+    save_checkpoint,
+)
 from ray_ulysses.checkpoint.background import BackgroundSaver, Saved
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.exchange import SingleExchange
-from ray_ulysses.checkpoint.fence import claim_attempt
+from ray_ulysses.checkpoint.fence import claim_attempt, start_attempt
 from ray_ulysses.checkpoint.staging import Staging
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.storage import LocalStore, Store
@@ -148,9 +159,70 @@ def test_an_error_of_who_is_told_is_a_failure_and_ends_no_thread(tmp_path: Path)
     saver, _, _ = _saver(LocalStore(tmp_path), on_saved=refuse)
     saver.save(10, _live(), META, timeout_s=5)
     assert saver.wait(10)
-    assert isinstance(saver.failure, OSError)
+    assert "step 10 is committed, but the journal could not be told (the journal's disk is full)" in str(saver.failure)
     assert committed_steps(LocalStore(tmp_path)) == (10,)
     assert saver.close(5)
+
+
+def test_a_full_disk_that_can_not_be_recorded_either_is_still_a_failed_save(tmp_path: Path) -> None:
+    def refuse(step: int, error: CheckpointError) -> None:
+        raise OSError("the journal lies on the same disk")
+
+    saver, _, _ = _saver(FaultyStore(LocalStore(tmp_path), fail_at=1, kinds=("chunk",)), on_failed=refuse)
+    saver.save(10, _live(), META, timeout_s=5)
+    assert saver.wait(10)
+    assert isinstance(saver.failure, CheckpointError) and saver.failures == 1
+    assert saver.close(5)
+
+
+@pytest.mark.parametrize("path", ["leftovers", "dead"])
+def test_retention_does_not_touch_what_ranks_ahead_of_it_are_writing(tmp_path: Path, path: str) -> None:
+    """Rank 0 deletes old checkpoints while rank 1 has written its shard of the next save already."""
+    inner = LocalStore(tmp_path)
+    if path == "dead":
+        # A dead attempt's checkpoint of the very step that is saved next.
+        on_ranks(2, lambda rank, exchange: _commit(inner, rank, exchange, step=20, attempt=1))
+        start_attempt(inner, 2, 0)
+    written = threading.Event()
+
+    def call(rank: int, exchange: ThreadExchange) -> BackgroundSaver:
+        retention = Retention(inner, KeepRules(last=1))
+
+        def on_saved(saved: Saved) -> None:
+            if rank == 0 and saved.ref.step == 10:
+                deadline = time.monotonic() + 10
+                while not any("rank-00001" in key for key in inner.list("checkpoints/step-00000020/attempt-0002")):
+                    assert time.monotonic() < deadline, "rank 1 never came to its next shard"
+                    time.sleep(0.01)
+                written.set()
+            if rank == 0:
+                retention.apply(saved.ref)
+
+        saver, _, _ = _saver(inner, rank=rank, world_size=2, exchange=exchange, attempt=2, on_saved=on_saved)
+        for step in (10, 20):
+            saver.save(step, shard_of(TENSORS, rank, 2), META, timeout_s=5)
+        assert saver.close(20)
+        return saver
+
+    savers = on_ranks(2, call)
+    assert written.is_set() and [saver.failure for saver in savers] == [None, None]
+    choice = newest_committed(inner)
+    assert choice.damaged == () and choice.manifest is not None
+    assert (choice.manifest.step, choice.manifest.attempt) == (20, 2)
+    assert committed_steps(inner) == (20,)
+
+
+def _commit(store: Store, rank: int, exchange: ThreadExchange, *, step: int, attempt: int) -> CheckpointRef:
+    return save_checkpoint(
+        store,
+        step=step,
+        attempt=attempt,
+        rank=rank,
+        world_size=2,
+        state=shard_of(TENSORS, rank, 2),
+        meta=META,
+        exchange=exchange,
+    )
 
 
 def test_buffers_are_used_again_and_grow_with_the_state() -> None:

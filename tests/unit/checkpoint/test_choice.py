@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,6 +77,22 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(tmp_path: Path, name
     assert damage.step == 30
     assert re.search(reason, damage.reason), damage.reason
     assert str(damage).startswith("the checkpoint of step 30 is damaged and not used: ")
+
+
+def test_a_checkpoint_of_another_version_is_named_and_left_alone(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    save(store, 30)
+    fields = json.loads(_manifest(tmp_path).read_text())
+    del fields["crc32"]
+    fields["schema_version"] = 9
+    crc32 = zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
+    _manifest(tmp_path).write_text(json.dumps({"crc32": crc32, **fields}))
+    (damage,) = newest_committed(store).damaged
+    assert damage.kind == "foreign"
+    assert "is of another version and not used: the manifest has schema version 9" in str(damage)
+    before = _manifest(tmp_path).read_bytes()
+    set_aside(store, damage, attempt=2)
+    assert _manifest(tmp_path).read_bytes() == before
 
 
 def test_nothing_saved_means_nothing_to_resume_from(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.fence import claim_attempt, start_attempt
 from ray_ulysses.checkpoint.retention import Committed, keep_reasons, leftovers, steps_to_delete
 from ray_ulysses.storage import LocalStore
+from tests.stores import FaultyStore
 from tests.unit.checkpoint.fakes import save
 
 RULES = st.builds(
@@ -64,7 +65,7 @@ def test_leftovers_are_what_no_manifest_names() -> None:
         return [f"checkpoints/step-{step:08d}/attempt-{a:04d}/rank-00000-of-00001.safetensors" for a in attempts]
 
     listing = [*keys(10, 1, 2), *keys(20, 2), *keys(30, 2, 3), *keys(40, 3, 5), *keys(50, 1)]
-    found = leftovers(listing, {10: 2, 30: 3, 50: None}, attempt=3, in_flight=frozenset({40}))
+    found = leftovers(listing, {10: 2, 30: 3, 50: None}, attempt=3, newest=35)
     assert found == (
         "checkpoints/step-00000010/attempt-0001",
         "checkpoints/step-00000020/attempt-0002",
@@ -146,15 +147,35 @@ def test_an_attempt_that_was_overtaken_deletes_nothing(tmp_path: Path) -> None:
     assert committed_steps(store) == (10, 20)
 
 
-def test_what_a_dead_attempt_committed_late_is_deleted_with_the_next_checkpoint(tmp_path: Path) -> None:
+def test_what_a_dead_attempt_committed_late_is_deleted_once_the_run_is_beyond_it(tmp_path: Path) -> None:
+    """And not before: it may be a checkpoint that was passed over because it could not be read."""
     store = LocalStore(tmp_path)
     save(store, 10)
     save(store, 40)
     start_attempt(store, 2, 10)
+    retention = Retention(store, KeepRules(last=3))
     (ref, _) = save(store, 20, attempt=2)
-    assert Retention(store, KeepRules(last=3)).apply(ref) == (40,)
-    assert committed_steps(store) == (10, 20)
+    assert retention.apply(ref) == ()
+    assert len(store.list("checkpoints/step-00000040")) == 3
+    (ref, _) = save(store, 50, attempt=2)
+    assert retention.apply(ref) == (40,)
+    assert committed_steps(store) == (10, 20, 50)
     assert not store.list("checkpoints/step-00000040")
+
+
+def test_a_checkpoint_that_can_not_be_read_now_stays_whatever_the_rules_say(tmp_path: Path) -> None:
+    """It may be the very one that keep_best wants."""
+    inner = LocalStore(tmp_path)
+    for step, loss in ((10, 1.0), (20, 2.0)):
+        save(inner, step, metrics={"loss": loss})
+    (ref, _) = save(inner, 30, metrics={"loss": 3.0})
+    flaky = FaultyStore(inner, fail_at=1, kinds=("open",), only=lambda key: "step-00000010" in key)
+    rules = KeepRules(last=1, best=1, best_metric="loss")
+    # With nothing known of the one that can't be read, the best of the others stays as well.
+    assert Retention(flaky, rules).apply(ref) == ()
+    assert flaky.has_failed
+    assert Retention(inner, rules).apply(ref) == (20,)
+    assert committed_steps(inner) == (10, 30)
 
 
 def test_what_a_killed_process_was_writing_is_swept_once_it_is_old(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,10 @@ class FakeRecorder:
     attempt: int = 2
     exchange: SingleExchange = field(default_factory=SingleExchange)
     passed_over: list[Damage] = field(default_factory=list)
+    has_committed: bool = False
+
+    def committed_before(self) -> bool:
+        return self.has_committed
 
     def checkpoint_set_aside(self, damage: Damage) -> None:
         self.passed_over.append(damage)
@@ -83,6 +89,32 @@ def test_a_run_whose_checkpoints_can_not_be_read_does_not_begin_anew(tmp_path: P
     with pytest.raises(CheckpointError, match=r"the checkpoints of the run can't be read .*Permission denied"):
         choose(FakeRecorder(gone))
     assert committed_steps(inner) == (10, 20)
+
+
+def test_a_storage_that_lost_everything_is_not_begun_anew(tmp_path: Path) -> None:
+    """Not mounted, or checkpoint.storage mistyped: the journal knows better."""
+    with pytest.raises(CheckpointError, match="the journal knows of committed checkpoints, but where they should be"):
+        choose(FakeRecorder(LocalStore(tmp_path), has_committed=True))
+    assert choose(FakeRecorder(LocalStore(tmp_path))).manifest is None
+    store = _saved(tmp_path / "set aside")
+    for step in (10, 20):
+        store.path(f"checkpoints/step-000000{step}/manifest.json").write_bytes(b"{")
+    assert choose(FakeRecorder(store, has_committed=True)).manifest is None
+    # Set aside by this attempt: the next one may begin anew.
+    assert choose(FakeRecorder(store, has_committed=True)).manifest is None
+
+
+def test_a_run_of_another_version_is_refused_and_untouched(tmp_path: Path) -> None:
+    store = _saved(tmp_path)
+    path = store.path("checkpoints/step-00000020/manifest.json")
+    fields = {**json.loads(path.read_text()), "schema_version": 9}
+    del fields["crc32"]
+    crc32 = zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
+    path.write_text(json.dumps({"crc32": crc32, **fields}))
+    recorder = FakeRecorder(store)
+    with pytest.raises(CheckpointError, match=r"step 20 is of another version and not used.*nothing was changed"):
+        choose(recorder)
+    assert recorder.passed_over == [] and committed_steps(store) == (10, 20)
 
 
 def test_what_is_damaged_is_set_aside_at_once(tmp_path: Path, waits: list[float]) -> None:
