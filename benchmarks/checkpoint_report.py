@@ -76,6 +76,11 @@ def stall_ratios(world: Mapping[str, Any], part: str) -> list[float]:
     return _ratios(over_ranks(world["saves"], part, "stall_s"), over_ranks(world["saves"], "theirs", "seconds"))
 
 
+def stall_cpu_ratios(world: Mapping[str, Any]) -> list[float]:
+    """Return the CPU time of our stall over that of their save, round by round."""
+    return _ratios(over_ranks(world["saves"], "ours", "stall_cpu_s"), over_ranks(world["saves"], "theirs", "cpu_s"))
+
+
 def slowed_s(beside: Mapping[str, Any]) -> float:
     """Return by how many seconds the steps beside a save were longer than as many without one."""
     steps: Sequence[float] = beside["beside_steps_s"]
@@ -129,16 +134,20 @@ def _stall(worlds: Sequence[Mapping[str, Any]]) -> str:
                 f"**{spread(ratios, '{:.1%}')}**",
                 f"**{spread(beside, '{:.1%}')}**",
                 met(max(median(ratios), median(beside)) <= STALL_GOAL),
+                f"**{spread(stall_cpu_ratios(world), '{:.1%}')}**",
                 _s(_of_bound(saves, "copy_s", _state_bytes(world))),
                 f"{first_ours:.3f} s, {first_ours / first_theirs:.1%}",
                 _s(over_ranks(saves, "ours", "source_s")),
             ]
         )
     head = (
-        "ranks", "their save", "our stall", "ours/theirs", "the same, before steps", "goal",
+        "ranks", "their save", "our stall", "ours/theirs", "the same, before steps", "goal", "CPU time: ours/theirs",
         "bound: copying it", "our first, which makes the buffer", "of ours: finding the pieces",
     )  # fmt: skip
-    text = f"Goal: at most {STALL_GOAL:.0%} of their save, in which training stands still to its end."
+    text = (
+        f"Goal: at most {STALL_GOAL:.0%} of their save, in which training stands still to its end. CPU time is what "
+        "the processes were given of the two cores: other work disturbs it less than it does the clock."
+    )
     return f"{text}\n\n{table(head, rows)}"
 
 

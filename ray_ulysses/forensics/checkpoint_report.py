@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 CheckpointCondition = Literal[
-    "whole", "damaged", "unreadable", "superseded", "set_aside", "being_written", "not_committed"
+    "whole", "damaged", "unreadable", "superseded", "foreign", "set_aside", "being_written", "not_committed"
 ]
 """``whole`` and ``damaged`` go by the files' sizes; ``unreadable`` is what the storage does not give now;
 ``superseded`` is what a dead attempt committed after its successor had started before that step; ``set_aside`` was

@@ -24,6 +24,7 @@ _STATES = {
     "unreadable": "UNREADABLE",
     "superseded": "fenced out",
     "set_aside": "set aside",
+    "foreign": "other version",
     "being_written": "writing",
     "not_committed": "leftover",
 }

@@ -258,7 +258,7 @@ def _checkpoint_world(theirs_load: dict[str, Any] | None) -> dict[str, Any]:
         }  # fmt: skip
 
     def saves(slow: float) -> dict[str, Any]:
-        ours = use(1.0) | {"stall_s": 0.1 * slow, "save_s": 1.0, "write_s": 0.5, "source_s": 0.01}
+        ours = use(1.0) | {"stall_s": 0.1 * slow, "stall_cpu_s": 0.05, "save_s": 1.0, "write_s": 0.5, "source_s": 0.01}
         ours |= {"check_s": 0.2, "commit_s": 0.1} if slow == 1.0 else {}
         beside = ours | {"quiet_steps_s": [1.0, 1.0, 9.0], "beside_steps_s": [1.5, 1.25]}
         theirs = use(2.0 * slow) | {"sync_s": 1.0, "num_bytes": 1}
@@ -287,6 +287,7 @@ def _checkpoint_world(theirs_load: dict[str, Any] | None) -> dict[str, Any]:
 def test_a_stall_is_the_slowest_ranks_over_the_slowest_ranks_save_of_the_same_round() -> None:
     world = _checkpoint_world({"digest": 11, "weight_decays": [0.1, 0.1]})
     assert checkpoint_report.stall_ratios(world, "ours") == pytest.approx([0.2 / 4.0] * 2)
+    assert checkpoint_report.stall_cpu_ratios(world) == pytest.approx([0.05 / 0.5] * 2)
     # Two steps of 1.5 s and 1.25 s where the median step takes 1 s.
     assert checkpoint_report.slowed_s(world["saves"][0]["rounds"][1]["beside"]) == pytest.approx(0.75)
 

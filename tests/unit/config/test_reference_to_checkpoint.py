@@ -63,7 +63,7 @@ def test_a_run_is_named_by_what_mlflow_calls_it(text: str, run: str, which: Whic
     [
         ("", "must name a checkpoint"),
         (" runs/demo", "without blanks around it"),
-        ("runs/demo@lastest", "'lastest' is no step, latest or best"),
+        ("runs/demo@final", "'final' is no step, latest or best"),
         ("runs/demo@-1", "'-1' is no step"),
         ("runs/demo@²", "'²' is no step"),
         ("runs/demo@", "'' is no step"),
