@@ -68,6 +68,22 @@ class Staging:
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._free), timeout=timeout_s)
 
+    def reserve(self, intervals: Sequence[HeldInterval]) -> None:
+        """Make the first buffer before it is needed, page by page, so that the first save stalls no longer than others.
+
+        Args:
+            intervals: What will be staged.
+
+        Raises:
+            CheckpointError: There is no memory for it.
+        """
+        if self._in_place or self._buffers[0] is not None:
+            return
+        self._room_for(0, intervals)
+        buffer = self._buffers[0]
+        assert buffer is not None
+        buffer.zero_()
+
     def stage(self, source: StateSource) -> StagedState:
         """Copy a state into a free buffer; returns when the copies are under way.
 

@@ -72,6 +72,7 @@ class CheckpointKeeper:
         self._taken_at = worker.clock.monotonic()
         self._taken_step = -1
         self._noticed = False
+        self._is_reserved = False
         self._saver = BackgroundSaver(
             recorder.store,
             attempt=recorder.attempt,
@@ -115,6 +116,10 @@ class CheckpointKeeper:
             FencedError: A newer attempt has taken the run over.
         """
         flags, step = outcome.flags, outcome.progress.step
+        if not self._is_reserved:
+            # After the first step, since the optimizer's moments are made in it.
+            self.staging.reserve(state_source(engine).intervals)
+            self._is_reserved = True
         if flags.ended:
             failure = self._saver.failure
             # Another rank's failure ends this one, too; its own thread may not have heard of it.

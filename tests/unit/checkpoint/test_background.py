@@ -225,6 +225,21 @@ def _commit(store: Store, rank: int, exchange: ThreadExchange, *, step: int, att
     )
 
 
+def test_a_reserved_buffer_is_the_one_that_is_staged_into() -> None:
+    staging = Staging(2, CPU)
+    staging.reserve(_live().intervals)
+    size = staging.num_bytes
+    assert size >= sum(piece.tensor.numel() * piece.tensor.element_size() for piece in _live().pieces)
+    staged = staging.stage(_live())
+    assert staged.buffer == 0 and staging.num_bytes == size
+    staging.reserve(_live().intervals)
+    for copy, piece in zip(staged.state.pieces, _live().pieces, strict=True):
+        assert torch.equal(copy.tensor, piece.tensor)
+    in_place = Staging(0, CPU)
+    in_place.reserve(_live().intervals)
+    assert in_place.num_bytes == 0
+
+
 def test_buffers_are_used_again_and_grow_with_the_state() -> None:
     staging = Staging(1, CPU)
     first = staging.stage(_live())
