@@ -77,12 +77,9 @@ class Staging:
         Raises:
             CheckpointError: There is no memory for it.
         """
-        if self._in_place or self._buffers[0] is not None:
-            return
-        self._room_for(0, intervals)
-        buffer = self._buffers[0]
-        assert buffer is not None
-        buffer.zero_()
+        if not self._in_place and self._buffers[0] is None:
+            for piece in self._room_for(0, intervals):
+                piece.tensor.zero_()
 
     def stage(self, source: StateSource) -> StagedState:
         """Copy a state into a free buffer; returns when the copies are under way.
