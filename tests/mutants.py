@@ -375,6 +375,13 @@ MUTANTS = (
         killer="tests/distributed/test_zero_state.py::test_each_group_gets_its_own_hyperparameters_back",
     ),
     Mutant(
+        name="a ZeRO-1 partition stored from the parameter's beginning",
+        file="ray_ulysses/engine/zero12_tables.py",
+        old="start=begin - place.offset, length=end - begin",
+        new="start=0, length=end - begin",
+        killer="tests/distributed/test_checkpoint_layouts.py::test_every_stage_and_world_loads_every_other_and_goes_on",
+    ),
+    Mutant(
         name="the moments of another run taken with its weights",
         file="ray_ulysses/checkpoint/state.py",
         old="optimizer_step=description.optimizer_step if with_optimizer else 0,",

@@ -136,6 +136,13 @@ def _nvme_has_a_place(config: Config) -> Iterator[Problem]:
             rule=f"memory.zero_stage={memory.zero_stage} keeps the optimizer's state in memory",
             way_out="set memory.zero_stage: 3, or memory.offload_optimizer: cpu",
         )
+    if config.checkpoint.host_buffers == 0:
+        yield Problem(
+            path="checkpoint.host_buffers",
+            value=0,
+            rule="memory.offload_optimizer=nvme has no state in memory to write a checkpoint from",
+            way_out="set checkpoint.host_buffers to 1 or 2",
+        )
 
 
 def _heads_allow_sp(config: Config) -> Iterator[Problem]:

@@ -108,6 +108,11 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
         "local NVMe disk of each node, or set memory.offload_optimizer: cpu",
     ),
     (
+        {"memory__offload_optimizer": "nvme", "memory__nvme_path": "/nvme", "checkpoint__host_buffers": 0},
+        "checkpoint.host_buffers=0: memory.offload_optimizer=nvme has no state in memory to write a checkpoint from; "
+        "set checkpoint.host_buffers to 1 or 2",
+    ),
+    (
         {"memory__offload_optimizer": "nvme", "memory__nvme_path": "/nvme", "memory__zero_stage": 2},
         "memory.offload_optimizer='nvme': memory.zero_stage=2 keeps the optimizer's state in memory; "
         "set memory.zero_stage: 3, or memory.offload_optimizer: cpu",
