@@ -22,8 +22,8 @@ processes, imports and building the engine are left out of every time. **Theirs*
 `ds_to_universal` (its command's defaults) and `load_checkpoint` with `load_universal`. Theirs neither brings its files
 to the disk nor reads them back; ours writes each shard, `fsync`s it, reads it back against its checksums and commits
 the manifest. Theirs holds 12 bytes a parameter, ours 14: the bf16 model besides, for export and evaluation. Bounds are
-of the same round, all ranks at once: copying, writing with `fsync` in calls of 16 MiB, or reading as much as a rank
-saves (at most 256 MiB, scaled up). CPU seconds are of a rank's whole process."""
+of the same round, all ranks at once: copying (the fastest of three), writing with `fsync` in calls of 16 MiB, or
+reading as much as a rank saves (at most 256 MiB, scaled up). CPU seconds are of a rank's whole process."""
 
 
 def markdown(record: Mapping[str, Any]) -> str:
@@ -138,15 +138,17 @@ def _stall(worlds: Sequence[Mapping[str, Any]]) -> str:
                 _s(_of_bound(saves, "copy_s", _state_bytes(world))),
                 f"{first_ours:.3f} s, {first_ours / first_theirs:.1%}",
                 _s(over_ranks(saves, "ours", "source_s")),
+                f"{max(rank['reserved']['seconds'] for rank in saves):.3f} s",
             ]
         )
     head = (
         "ranks", "their save", "our stall", "ours/theirs", "the same, before steps", "goal", "CPU time: ours/theirs",
-        "bound: copying it", "our first, which makes the buffer", "of ours: finding the pieces",
+        "bound: copying it", "our first", "of ours: finding the pieces", "making the buffer, once",
     )  # fmt: skip
     text = (
         f"Goal: at most {STALL_GOAL:.0%} of their save, in which training stands still to its end. CPU time is what "
-        "the processes were given of the two cores: other work disturbs it less than it does the clock."
+        "the processes were given of the two cores: other work disturbs it less than it does the clock. The loop makes "
+        "its buffer after the first step, before any save."
     )
     return f"{text}\n\n{table(head, rows)}"
 
@@ -325,8 +327,8 @@ def _memory(worlds: Sequence[Mapping[str, Any]]) -> str:
         saves, loads, first, every = world["saves"], world["loads"], slice(0, 1), slice(None)
         has_theirs = all(one["theirs"] is not None for one in loads[0]["rounds"])
         largest = {
-            "our save, buffer made in it": over_ranks(saves, "ours", "grown_bytes", first),
-            "their save": over_ranks(saves, "theirs", "grown_bytes", first),
+            "our first save, beyond its buffer": over_ranks(saves, "ours", "grown_bytes", first),
+            "their first save": over_ranks(saves, "theirs", "grown_bytes", first),
             "our load": over_ranks(loads, "ours", "grown_bytes", every),
             "their load": over_ranks(loads, "theirs", "grown_bytes", every) if has_theirs else [],
             "their conversion, all its processes": (

@@ -169,6 +169,10 @@ class OurSaver:
         """Host memory of the buffers."""
         return self._staging.num_bytes
 
+    def reserve(self) -> None:
+        """Make the buffer, as the training loop does after its first step."""
+        self._staging.reserve(state_source(self._trained.engine).intervals)
+
     def begin(self, step: int) -> dict[str, float]:
         """Ask for a save and return how long training stood still for it, this included: finding the state's pieces."""
         start, cpu = time.perf_counter(), time.thread_time()

@@ -266,8 +266,8 @@ def _checkpoint_world(theirs_load: dict[str, Any] | None) -> dict[str, Any]:
         one = {"ours": ours, "beside": beside, "theirs": theirs, "bounds": bounds}
         first = one | {"beside": None, "theirs": use(0.5) | {"sync_s": 1.0}}
         return {
-            "rounds": [first, one, one], "buffer_bytes": 2**20, "state_bytes": 2**20, "num_parameters": 7,
-            "digest": 11, "weight_decays": [0.1, 0.0],
+            "rounds": [first, one, one], "reserved": use(3.0), "buffer_bytes": 2**20, "state_bytes": 2**20,
+            "num_parameters": 7, "digest": 11, "weight_decays": [0.1, 0.0],
         }  # fmt: skip
 
     ours = use(2.0) | {"returned_bytes": 3 * 2**20, "digest": 11, "weight_decays": [0.1, 0.0]}
