@@ -383,9 +383,9 @@ MUTANTS = (
     ),
     Mutant(
         name="the moments of another run taken with its weights",
-        file="ray_ulysses/checkpoint/state.py",
-        old="optimizer_step=description.optimizer_step if with_optimizer else 0,",
-        new="optimizer_step=description.optimizer_step,",
+        file="ray_ulysses/trainer/warm_start.py",
+        old='with_optimizer=config.model.resume_state == "optimizer"',
+        new="with_optimizer=True",
         killer="tests/distributed/test_saving.py::test_a_run_of_another_context_length_starts_from_the_weights",
     ),
     Mutant(
