@@ -21,6 +21,7 @@ from ray_ulysses.storage.temporaries import TEMPORARY_PREFIX, mark_as_written, t
 
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _DELETE_TRIES = 5
+_MOST_MEETINGS = 1000
 
 
 class LocalStore:
@@ -131,15 +132,18 @@ def _link_new(temporary: Path, path: Path) -> None:
 
 def _delete_folder(top: Path) -> None:
     """Delete a folder although others may delete in it, or still write into it, at the same time."""
-    for tries_left in reversed(range(_DELETE_TRIES)):
+    met, refilled = 0, 0
+    while True:
         try:
             return shutil.rmtree(top)
         except OSError as error:
             if not top.exists():
                 return None
-            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY) or not tries_left:
+            # Another one was faster with a file, which is progress; one who still writes is not.
+            met += error.errno == errno.ENOENT
+            refilled += error.errno == errno.ENOTEMPTY
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY) or met > _MOST_MEETINGS or refilled >= _DELETE_TRIES:
                 raise
-    return None
 
 
 def _raise_unless_absent(error: OSError) -> None:

@@ -193,7 +193,8 @@ def live_run(rank: int, world_size: int, run_dir: str, dtype: str, path: str | N
     with torch.no_grad():
         logits: torch.Tensor = unshard(engine(**batch.model_inputs()).logits, batch)
     if rank == 0:
-        Path(run_dir).mkdir(parents=True)
+        # The other rank's shard may have made it already.
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
         (Path(run_dir) / "config.yaml").write_text(config.to_yaml())
     save_checkpoint(
         LocalStore(run_dir),
