@@ -19,11 +19,12 @@ from ray_ulysses.export.files import INDEX_FILE, WeightFile, index_json, lay_out
 from ray_ulysses.export.report import CheckResult, ExportReport, decimal_size
 from ray_ulysses.export.request import ExportRequest
 from ray_ulysses.export.sample import take_sample
-from ray_ulysses.export.source import choose_checkpoint, open_checkpoints, read_config
+from ray_ulysses.export.source import choose_checkpoint, read_config
 from ray_ulysses.export.stream import Weights, write_files
 from ray_ulysses.export.tensors import Stored, published_tensors, stored_tensors
 from ray_ulysses.export.tokenizer_files import TokenizerFiles, find_tokenizer
 from ray_ulysses.storage.store import read_bytes
+from ray_ulysses.trainer.checkpoint_store import checkpoint_store
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -66,7 +67,7 @@ def export_run(request: ExportRequest, say: _Say, clock: Clock | None = None) ->
         RunError: The checkpoint is damaged, the disk is full, or the check fails; then nothing was published.
     """
     config = read_config(request.run_dir)
-    store = open_checkpoints(request.run_dir, config)
+    store = checkpoint_store(config, request.run_dir)
     return export_checkpoint(
         store, choose_checkpoint(store, request.step), config, request, say, clock or SystemClock()
     )

@@ -6,12 +6,11 @@ from pathlib import Path
 
 from ray_ulysses.checkpoint.choice import Damage, committed_steps, examine, newest_committed
 from ray_ulysses.checkpoint.manifest import Manifest
-from ray_ulysses.checkpoint.retention import best_steps, read_committed_facts
+from ray_ulysses.checkpoint.named import best_of, nameable
 from ray_ulysses.config import Config, load_config
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.request import StepChoice
-from ray_ulysses.storage import LocalStore, Store
-from ray_ulysses.trainer.checkpoint_store import checkpoint_store
+from ray_ulysses.storage import Store
 from ray_ulysses.trainer.settings import CONFIG_FILE
 
 
@@ -27,11 +26,6 @@ def read_config(run_dir: Path) -> Config:
             f"RUN={str(run_dir)!r}: is no run directory; give <run.storage>/<run.name>, which holds {CONFIG_FILE}"
         )
     return load_config(path)
-
-
-def open_checkpoints(run_dir: Path, config: Config) -> Store:
-    """Return where a run's checkpoints lie: in its directory, wherever that was moved to, or where it keeps them."""
-    return LocalStore(run_dir) if config.checkpoint.storage is None else checkpoint_store(config)
 
 
 def choose_checkpoint(store: Store, step: StepChoice) -> Manifest:
@@ -55,7 +49,10 @@ def choose_checkpoint(store: Store, step: StepChoice) -> Manifest:
     if step == "latest":
         return _latest(store)
     if step == "best":
-        step = _best(store, steps)
+        best = best_of(nameable(store))
+        if best is None:
+            raise UserError(f"--step=best: none of the run's checkpoints has a loss; give a step: {_listed(steps)}")
+        step = best
     if step not in steps:
         raise UserError(f"--step={step}: is not a committed step of this run; give one of {_listed(steps)}")
     found = examine(store, step, "sizes")
@@ -77,14 +74,6 @@ def _latest(store: Store) -> Manifest:
     if choice.manifest is None:
         raise UserError("RUN: has no committed checkpoint that is part of the run; `ray-ulysses train` goes on with it")
     return choice.manifest
-
-
-def _best(store: Store, steps: tuple[int, ...]) -> int:
-    facts = {step: read_committed_facts(store, step) for step in steps}
-    best = best_steps(facts, steps, "eval_loss", 1) or best_steps(facts, steps, "loss", 1)
-    if not best:
-        raise UserError(f"--step=best: none of the run's checkpoints has a loss; give a step: {_listed(steps)}")
-    return best[0]
 
 
 def _listed(steps: tuple[int, ...]) -> str:

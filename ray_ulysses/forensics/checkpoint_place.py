@@ -10,9 +10,11 @@ from ray_ulysses.config import load_config
 from ray_ulysses.errors import ConfigError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.storage import LocalStore, current_owner
+from ray_ulysses.storage.location import open_store
 from ray_ulysses.tracking.history import build_history, read_history
 from ray_ulysses.tracking.journal import read_records
-from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_store
+from ray_ulysses.trainer.checkpoint_store import checkpoint_location
+from ray_ulysses.trainer.settings import CONFIG_FILE
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -62,10 +64,11 @@ def find_checkpoints(run_dir: Path) -> CheckpointPlace:
     Raises:
         UserError: The configuration names a store that can't be opened.
     """
-    config = _configuration(run_dir / "config.yaml")
-    if config is None or config.checkpoint.storage is None:
-        return CheckpointPlace(store=LocalStore(run_dir), location=str(run_dir.absolute()), config=config)
-    return CheckpointPlace(store=checkpoint_store(config), location=checkpoint_location(config), config=config)
+    config = _configuration(run_dir / CONFIG_FILE)
+    if config is None:
+        return CheckpointPlace(store=LocalStore(run_dir), location=str(run_dir.absolute()), config=None)
+    location = checkpoint_location(config, run_dir)
+    return CheckpointPlace(store=open_store(location), location=location, config=config)
 
 
 def _configuration(file: Path) -> Config | None:

@@ -21,10 +21,15 @@ if TYPE_CHECKING:
     from ray_ulysses.storage import Store
 
 
-def checkpoint_location(config: Config) -> str:
-    """Return the path or URI under which ``checkpoints/`` of a run lies."""
+def checkpoint_location(config: Config, run_dir: Path | None = None) -> str:
+    """Return the path or URI under which ``checkpoints/`` of a run lies.
+
+    Args:
+        config: The run's configuration.
+        run_dir: Where its directory lies now, if it may have been moved: checkpoints in it were moved along.
+    """
     if config.checkpoint.storage is None:
-        return str(config.run_dir)
+        return str(config.run_dir if run_dir is None else run_dir.absolute())
     return join_location(config.checkpoint.storage, config.run.name)
 
 
@@ -42,15 +47,13 @@ def checkpoint_lock(config: Config) -> AbstractContextManager[object]:
     return RunLease(store, run=config.run.name)
 
 
-def checkpoint_store(config: Config) -> Store:
-    """Return the store of a run's checkpoints; opening it touches nothing.
+def checkpoint_store(config: Config, run_dir: Path | None = None) -> Store:
+    """Return the store at `checkpoint_location`; opening it touches nothing.
 
     Raises:
         UserError: The location is no path and no URI of a known kind.
     """
-    if config.checkpoint.storage is None:
-        return LocalStore(config.run_dir)
-    return open_store(checkpoint_location(config))
+    return open_store(checkpoint_location(config, run_dir))
 
 
 @contextmanager
@@ -84,9 +87,7 @@ def checkpoints_of(location: str) -> str:
     where = parse_location(location)
     if not isinstance(where, Path) or not (where / CONFIG_FILE).is_file():
         return location
-    config = load_config(where / CONFIG_FILE)
-    # One that was moved has the checkpoints in its directory moved along.
-    return location if config.checkpoint.storage is None else checkpoint_location(config)
+    return checkpoint_location(load_config(where / CONFIG_FILE), where)
 
 
 def keep_rules(config: Config) -> KeepRules:

@@ -8,9 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.checkpoint import DamagedCheckpointError, Manifest, load_pieces
-from ray_ulysses.checkpoint.choice import Damage, committed_steps, examine
-from ray_ulysses.checkpoint.fence import read_lineage
-from ray_ulysses.checkpoint.retention import best_steps, read_committed_facts
+from ray_ulysses.checkpoint.choice import Damage, examine
+from ray_ulysses.checkpoint.named import best_of, nameable
 from ray_ulysses.checkpoint.state import begun_anew
 from ray_ulysses.config.reference_to_checkpoint import SETTING, MlflowReference, RunReference, parse_reference
 from ray_ulysses.config.resume import resume_fingerprint
@@ -160,20 +159,17 @@ def _step_of(store: Store, reference: RunReference, asked: str) -> int:
     Raises:
         UserError: The run has no such checkpoint.
     """
-    lineage = read_lineage(store)
-    committed = {step: read_committed_facts(store, step) for step in committed_steps(store)}
-    # What a dead attempt committed late, or what can't be read now, is not what somebody means by a name.
-    facts = {s: f for s, f in committed.items() if f.attempt is not None and lineage.holds(s, f.attempt)}
-    steps = tuple(facts)
+    committed = nameable(store)
+    steps = tuple(committed)
     if not steps:
         raise UserError(f"{SETTING}={asked!r}: {reference.location} holds no checkpoint; name a run that does")
     if reference.which == "latest":
         return steps[-1]
     if reference.which == "best":
-        best = best_steps(facts, steps, "eval_loss", 1) or best_steps(facts, steps, "loss", 1)
-        if not best:
+        best = best_of(committed)
+        if best is None:
             raise UserError(f"{SETTING}={asked!r}: none of its checkpoints has a loss; name a step: {_listed(steps)}")
-        return best[0]
+        return best
     if reference.which not in steps:
         raise UserError(f"{SETTING}={asked!r}: there is no checkpoint of that step; there are {_listed(steps)}")
     return reference.which
