@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
 from typing import Literal
 
 Reason = Literal["steps", "minutes", "request", "preemption", "retry", "end", "stop", "resize"]
@@ -25,17 +26,20 @@ class Triggers:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Agreed:
-    """What every rank knows after a step, because all were asked in the step's own collective.
+class Flags:
+    """What one rank has to say after a step; each becomes true for all when one rank says so.
+
+    Ranks add them up in the collective that a step ends with anyway.
 
     Attributes:
-        time_is_up: Rank 0's clock says that `every_s` has passed since the last checkpoint.
-        asked: Somebody asked for a checkpoint.
+        time_is_up: Rank 0: the rule of minutes asks for a checkpoint.
+        asked: Rank 0: somebody asked for a checkpoint.
         notice: A node is going to be taken away.
-        failed: The save before has failed and is to be repeated.
-        stop: The run was asked to stop.
-        resize: It was asked to stop because its size is to change.
-        all_idle: No rank is saving.
+        failed: The save before has failed.
+        stop: Rank 0: the run was asked to stop.
+        resize: Rank 0: it is to stop because its size is to change.
+        saving: A checkpoint is being written.
+        ended: The save before has failed in a way that ends the attempt.
     """
 
     time_is_up: bool = False
@@ -44,7 +48,20 @@ class Agreed:
     failed: bool = False
     stop: bool = False
     resize: bool = False
-    all_idle: bool = True
+    saving: bool = False
+    ended: bool = False
+
+    def to_counts(self) -> list[int]:
+        """Return the flags as numbers that are added up over the ranks."""
+        return [int(flag) for flag in astuple(self)]
+
+    @classmethod
+    def from_counts(cls, counts: Sequence[int]) -> Flags:
+        """Return what at least one rank has said, from the sums over all of them."""
+        return cls(**{field.name: count > 0 for field, count in zip(fields(cls), counts, strict=True)})
+
+
+NUM_FLAGS = len(fields(Flags))
 
 
 def time_is_up(triggers: Triggers, *, last_save: float, now: float) -> bool:
@@ -58,7 +75,7 @@ def time_is_up(triggers: Triggers, *, last_save: float, now: float) -> bool:
     return triggers.every_s is not None and now - last_save >= triggers.every_s
 
 
-def due(triggers: Triggers, agreed: Agreed, *, step: int, taken_step: int, last_step: int) -> Reason | None:
+def due(triggers: Triggers, flags: Flags, *, step: int, taken_step: int, last_step: int) -> Reason | None:
     """Return why a checkpoint is due after a step, or None (pure; equal on every rank).
 
     While a node's end is announced, state is taken whenever nothing is being written: what the node's end will cost is
@@ -66,22 +83,25 @@ def due(triggers: Triggers, agreed: Agreed, *, step: int, taken_step: int, last_
 
     Args:
         triggers: The rules.
-        agreed: What all ranks know.
+        flags: What at least one rank has said.
         step: Completed steps.
         taken_step: The step whose state was taken last, or that was resumed from.
         last_step: The run's last.
     """
+    # A failure counts once every rank's thread has come to its end: a rank that hears of it later would otherwise
+    # repeat a save that the others have begun already.
+    failed = flags.failed and not flags.saving
     # In the order of what a person would call it first.
     rules: tuple[tuple[Reason, bool], ...] = (
-        ("preemption", agreed.notice and agreed.all_idle),
-        ("request", agreed.asked),
-        ("resize", agreed.resize),
-        ("stop", agreed.stop and triggers.at_end),
+        ("preemption", flags.notice and not flags.saving),
+        ("request", flags.asked),
+        ("resize", flags.resize),
+        ("stop", flags.stop and triggers.at_end),
         ("end", step >= last_step and triggers.at_end),
         ("steps", triggers.every_steps is not None and step % triggers.every_steps == 0),
-        ("minutes", agreed.time_is_up),
+        ("minutes", flags.time_is_up),
     )
     if step == taken_step:
-        return "retry" if agreed.failed else None
+        return "retry" if failed else None
     found = next((reason for reason, holds in rules if holds), None)
-    return found or ("retry" if agreed.failed else None)
+    return found or ("retry" if failed else None)

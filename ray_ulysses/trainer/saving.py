@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 from ray_ulysses.checkpoint import CheckpointError, CheckpointMeta, FencedError, Retention
 from ray_ulysses.checkpoint.background import BackgroundSaver
 from ray_ulysses.checkpoint.staging import Staging
-from ray_ulysses.checkpoint.triggers import Triggers, due, time_is_up
+from ray_ulysses.checkpoint.triggers import Flags, Triggers, due, time_is_up
 from ray_ulysses.config.resume import resume_fingerprint
 from ray_ulysses.engine.zero_state import state_source
 from ray_ulysses.logging import get_logger
-from ray_ulysses.trainer.agreement import Flags
 from ray_ulysses.trainer.checkpoint_store import keep_rules
 from ray_ulysses.trainer.requests import preemption_noticed, stop_requested, take_save_request
 from ray_ulysses.trainer.settings import versions
@@ -131,8 +130,7 @@ class CheckpointKeeper:
             self._noticed = flags.notice
             if flags.notice:
                 self._recorder.preemption_noticed(step)
-        agreed = flags.agreed()
-        reason = due(self._triggers, agreed, step=step, taken_step=self._taken_step, last_step=last_step)
+        reason = due(self._triggers, flags, step=step, taken_step=self._taken_step, last_step=last_step)
         if reason is not None:
             self._save(engine, outcome, cursor, reason)
 

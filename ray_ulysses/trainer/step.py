@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ray_ulysses.checkpoint.triggers import NUM_FLAGS, Flags
 from ray_ulysses.data.digest import MODULUS, add_digests, from_int64, row_digest, to_int64
 from ray_ulysses.data.mixing import mix_int
 from ray_ulysses.engine.loss import causal_lm_loss, loss_scale
 from ray_ulysses.errors import RunError
-from ray_ulysses.trainer.agreement import NUM_FLAGS, Flags
 from ray_ulysses.trainer.batches import batch_checksum, batch_of
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ray_ulysses.checkpoint.triggers import Agreed, Reason, Triggers, due, time_is_up
+from ray_ulysses.checkpoint.triggers import Flags, Reason, Triggers, due, time_is_up
 
 RULES = Triggers(every_steps=10, every_s=60.0, at_end=True)
 SILENT = Triggers(every_steps=None, every_s=None, at_end=False)
@@ -13,35 +13,36 @@ SILENT = Triggers(every_steps=None, every_s=None, at_end=False)
 @pytest.mark.parametrize(
     ("agreed", "step", "reason"),
     [
-        (Agreed(), 10, "steps"),
-        (Agreed(), 11, None),
-        (Agreed(time_is_up=True), 11, "minutes"),
-        (Agreed(asked=True), 11, "request"),
-        (Agreed(asked=True), 10, "request"),
-        (Agreed(notice=True), 11, "preemption"),
-        (Agreed(notice=True, all_idle=False), 11, None),
-        (Agreed(notice=True, all_idle=False), 20, "steps"),
-        (Agreed(stop=True), 11, "stop"),
-        (Agreed(stop=True, resize=True), 11, "resize"),
-        (Agreed(), 99, "end"),
-        (Agreed(failed=True), 11, "retry"),
-        (Agreed(failed=True), 20, "steps"),
+        (Flags(), 10, "steps"),
+        (Flags(), 11, None),
+        (Flags(time_is_up=True), 11, "minutes"),
+        (Flags(asked=True), 11, "request"),
+        (Flags(asked=True), 10, "request"),
+        (Flags(notice=True), 11, "preemption"),
+        (Flags(notice=True, saving=True), 11, None),
+        (Flags(notice=True, saving=True), 20, "steps"),
+        (Flags(stop=True), 11, "stop"),
+        (Flags(stop=True, resize=True), 11, "resize"),
+        (Flags(), 99, "end"),
+        (Flags(failed=True), 11, "retry"),
+        (Flags(failed=True), 20, "steps"),
+        (Flags(failed=True, saving=True), 11, None),
     ],
 )
-def test_what_is_due_has_a_reason(agreed: Agreed, step: int, reason: Reason | None) -> None:
+def test_what_is_due_has_a_reason(agreed: Flags, step: int, reason: Reason | None) -> None:
     assert due(RULES, agreed, step=step, taken_step=0, last_step=99) == reason
 
 
-@pytest.mark.parametrize("agreed", [Agreed(), Agreed(asked=True), Agreed(stop=True), Agreed(notice=True)])
-def test_a_state_that_was_taken_is_not_taken_again(agreed: Agreed) -> None:
+@pytest.mark.parametrize("agreed", [Flags(), Flags(asked=True), Flags(stop=True), Flags(notice=True)])
+def test_a_state_that_was_taken_is_not_taken_again(agreed: Flags) -> None:
     assert due(RULES, agreed, step=20, taken_step=20, last_step=20) is None
 
 
 def test_without_rules_a_request_still_saves_and_an_end_does_not() -> None:
-    assert due(SILENT, Agreed(asked=True), step=5, taken_step=0, last_step=9) == "request"
-    assert due(SILENT, Agreed(resize=True, stop=True), step=5, taken_step=0, last_step=9) == "resize"
-    assert due(SILENT, Agreed(stop=True), step=5, taken_step=0, last_step=9) is None
-    assert due(SILENT, Agreed(), step=9, taken_step=0, last_step=9) is None
+    assert due(SILENT, Flags(asked=True), step=5, taken_step=0, last_step=9) == "request"
+    assert due(SILENT, Flags(resize=True, stop=True), step=5, taken_step=0, last_step=9) == "resize"
+    assert due(SILENT, Flags(stop=True), step=5, taken_step=0, last_step=9) is None
+    assert due(SILENT, Flags(), step=9, taken_step=0, last_step=9) is None
 
 
 def test_minutes_are_counted_from_the_last_state_taken() -> None:

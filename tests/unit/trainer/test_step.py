@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ray_ulysses.checkpoint.triggers import Flags
 from ray_ulysses.data.digest import add_digests, row_digest, slice_checksum
 from ray_ulysses.data.plan import Plan, PlanSettings
 from ray_ulysses.data.planning import build_plan
@@ -20,7 +21,6 @@ from ray_ulysses.data.row_source import DirectSource
 from ray_ulysses.errors import RunError
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.parallel.mesh import SequenceMesh
-from ray_ulysses.trainer.agreement import Flags
 from ray_ulysses.trainer.batches import batch_checksum, batch_of
 from ray_ulysses.trainer.data import open_data
 from ray_ulysses.trainer.loop import _due, _padded
