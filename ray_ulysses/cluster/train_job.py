@@ -24,10 +24,10 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.storage.lock import RunLock
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.trainer.checkpoint_store import checkpoint_lock, checkpoint_store
-from ray_ulysses.trainer.preflight import check_resume, check_writable, claim_directory, completed
+from ray_ulysses.trainer.completion import settle_completed
+from ray_ulysses.trainer.preflight import check_resume, check_writable, claim_directory
 from ray_ulysses.trainer.requests import clear_stop, request_save, request_stop
 from ray_ulysses.trainer.shared_storage import announce_session
-from ray_ulysses.trainer.tracking_backlog import catch_up_tracking
 from ray_ulysses.views.progress import ProgressView
 
 if TYPE_CHECKING:
@@ -79,9 +79,8 @@ def train(prepared: PreparedRun, console: Console) -> TrainResult:
             console.print(f"taken over from {lock.taken_over_from}, which ended without a word", soft_wrap=True)
         # Once more: another command may have started the run between the check and the lock.
         check_resume(prepared)
-        history = completed(prepared)
+        history = settle_completed(prepared)
         if history is not None:
-            catch_up_tracking(config)
             return TrainResult(history=history, was_complete=True, seconds=time.monotonic() - started)
         claim_directory(prepared)
         session = uuid.uuid4().hex

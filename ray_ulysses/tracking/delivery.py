@@ -94,10 +94,14 @@ class SpooledTracker:
         self._early.clear()
         self._begin()
 
-    def catch_up(self) -> int:
+    def catch_up(self, news: CheckpointNews | None = None, *, status: RunStatus | None = None) -> int:
         """Deliver what earlier processes left, in place of an attempt; takes at most ``drain_s``.
 
         Only the holder of the run's lock may call: the spool has one reader.
+
+        Args:
+            news: Delivered after that; nothing is of a run that was never tracked.
+            status: How the run ended, if no attempt lived to say it.
 
         Returns:
             How many events are left.
@@ -108,6 +112,10 @@ class SpooledTracker:
         if not self._spool_dir.is_dir():
             return 0
         self._spool = Spool(self._spool_dir, max_bytes=self._max_bytes)
+        if news is not None:
+            self.log_checkpoint(news)
+        if status is not None:
+            self._put({"kind": "finish", "status": status})
         if self._spool.is_empty:
             self._spool.close()
             return 0

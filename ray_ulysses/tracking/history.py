@@ -223,15 +223,15 @@ def steps_that_count(records: Iterable[Mapping[str, Any]]) -> CountedSteps:
     return CountedSteps(kept=kept, lost=tuple(lost), repeated=tuple(repeated))
 
 
-def _by_attempt(records: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+def _by_attempt(records: Iterable[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
     """Return the records of each attempt that started, in order."""
-    attempts: dict[int, list[dict[str, Any]]] = {}
+    attempts: dict[int, list[Mapping[str, Any]]] = {}
     for record in records:
         attempts.setdefault(record["attempt"], []).append(record)
     return [attempt for attempt in attempts.values() if _first(attempt, "attempt_started") is not None]
 
 
-def _first(attempt: Iterable[dict[str, Any]], kind: str) -> dict[str, Any] | None:
+def _first(attempt: Iterable[Mapping[str, Any]], kind: str) -> Mapping[str, Any] | None:
     """Return an attempt's first event of a kind."""
     return next((record for record in attempt if record["event"] == kind), None)
 
@@ -246,7 +246,7 @@ def _step_record(record: Mapping[str, Any]) -> StepRecord:
     )
 
 
-def _attempt_record(attempt: Sequence[dict[str, Any]]) -> AttemptRecord:
+def _attempt_record(attempt: Sequence[Mapping[str, Any]]) -> AttemptRecord:
     started = _first(attempt, "attempt_started")
     assert started is not None
     steps = [record for record in attempt if record["event"] == "step"]
@@ -263,7 +263,7 @@ def _attempt_record(attempt: Sequence[dict[str, Any]]) -> AttemptRecord:
     )
 
 
-def _status(attempts: Sequence[Sequence[dict[str, Any]]], is_held: bool) -> Status:
+def _status(attempts: Sequence[Sequence[Mapping[str, Any]]], is_held: bool) -> Status:
     """Return where the run stands after its last attempt."""
     if not attempts:
         return "running" if is_held else "not_started"
@@ -277,7 +277,18 @@ def _status(attempts: Sequence[Sequence[dict[str, Any]]], is_held: bool) -> Stat
     return "stopped" if str(ended["reason"]).startswith(STOP_REASONS) else "failed"
 
 
-def _goodput(ordered: Sequence[Mapping[str, Any]], attempts: Sequence[Sequence[dict[str, Any]]]) -> float | None:
+def finished_step(records: Iterable[Mapping[str, Any]]) -> int | None:
+    """Return the step at which a run was finished (pure); None if its last attempt did not say that it was.
+
+    Args:
+        records: As `tracking.journal.read_records` gives them.
+    """
+    attempts = _by_attempt(records)
+    found = _first(attempts[-1], "run_finished") if attempts else None
+    return int(found["step"]) if found is not None else None
+
+
+def _goodput(ordered: Sequence[Mapping[str, Any]], attempts: Sequence[Sequence[Mapping[str, Any]]]) -> float | None:
     """Return the share of the time that went into steps that count."""
     if not ordered:
         return None

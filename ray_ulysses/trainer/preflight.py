@@ -20,15 +20,12 @@ from ray_ulysses.planner.report import PlanReport, build_report
 from ray_ulysses.planner.settings import fits_rows, plan_settings
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.probe import check_storage
-from ray_ulysses.tracking.history import read_history
-from ray_ulysses.trainer.checkpoint_store import checkpoint_store
 from ray_ulysses.trainer.planning import committed_step, plan_run, store_plan
 from ray_ulysses.trainer.settings import CONFIG_FILE, last_step_of, local_model_config, model_shape
 from ray_ulysses.trainer.warm_start import Origin, check_origin, find_origin, pin_origin, pinned_origin
 
 if TYPE_CHECKING:
     from ray_ulysses.model_shape import ModelShape
-    from ray_ulysses.tracking.history import RunHistory
 
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
@@ -187,20 +184,6 @@ def claim_directory(prepared: PreparedRun) -> None:
     store_plan(config, prepared.corpora, prepared.plan, prepared.remainder)
     pin_origin(config, prepared.origin)
     LocalStore(config.run_dir).replace(CONFIG_FILE, [config.to_yaml().encode()])
-
-
-def completed(prepared: PreparedRun) -> RunHistory | None:
-    """Return the run's history if there is nothing left to do up to its last step, else ``None``."""
-    # The caller holds the run's lock, so nobody is training it now, whatever the lock says.
-    config = prepared.config
-    history = read_history(config.run_dir, is_held=False, store=checkpoint_store(config))
-    last_step = prepared.last_step
-    if prepared.remainder is not None and last_step > prepared.remainder.branch.step:
-        # What was trained beyond the branch, with the data as they were, does not count.
-        return None
-    is_saved = committed_step(config) >= last_step
-    was_finished = history.status == "finished" and history.step >= last_step
-    return history if is_saved or was_finished else None
 
 
 def check_writable(config: Config) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,17 +15,17 @@ from ray_ulysses.checkpoint.errors import CheckpointError
 from ray_ulysses.checkpoint.exchange import TorchExchange
 from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage
 from ray_ulysses.planner.flops import mfu, peak_bf16_flops, step_flops
-from ray_ulysses.storage.location import join_location
-from ray_ulysses.tracking.commits import CheckpointInventory, CommittedCheckpoint, GoneCheckpoint
+from ray_ulysses.tracking.commits import GoneCheckpoint
 from ray_ulysses.tracking.journal import AttemptJournal, read_records
 from ray_ulysses.tracking.mlflow_tracker import MlflowTracker
 from ray_ulysses.tracking.tracker import NullTracker
 from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_store
+from ray_ulysses.trainer.inventory import committed_checkpoint, take_inventory
 from ray_ulysses.trainer.settings import model_shape, versions
 from ray_ulysses.trainer.shared_storage import probe_storage
 
 if TYPE_CHECKING:
-    from ray_ulysses.checkpoint import CheckpointMeta, CheckpointRef, Damage, Manifest
+    from ray_ulysses.checkpoint import Damage
     from ray_ulysses.checkpoint.background import Saved
     from ray_ulysses.config import Config
     from ray_ulysses.data.plan import Plan
@@ -222,17 +222,9 @@ class Recorder:
         )
         self._tracker.log_checkpoint(committed_checkpoint(self._location, ref, meta))
 
-    def checkpoints_found(self, manifests: Sequence[Manifest], unread: Sequence[int]) -> None:
-        """Tell the tracker which checkpoints there are as the attempt starts: a death may have kept it from hearing.
-
-        Args:
-            manifests: Those that are part of the run.
-            unread: Steps whose manifest can't be read now.
-        """
-        found = tuple(committed_checkpoint(self._location, one.ref, one.meta) for one in manifests)
-        self._tracker.log_checkpoint(
-            CheckpointInventory(attempt=self.attempt, store=self._location, checkpoints=found, unread=tuple(unread))
-        )
+    def checkpoints_found(self) -> None:
+        """Tell the tracker which checkpoints there are as the attempt starts: a death may have kept it from hearing."""
+        self._tracker.log_checkpoint(take_inventory(self.store, self._location, self.attempt))
 
     def committed_before(self) -> bool:
         """Return whether the journal knows of a checkpoint that an attempt of this run has committed."""
@@ -289,38 +281,6 @@ class Recorder:
         self._tracker.finish(status)
         if self._journal is not None:
             self._journal.close()
-
-
-def committed_checkpoint(location: str, ref: CheckpointRef, meta: CheckpointMeta) -> CommittedCheckpoint:
-    """Return what the tracker is told of a checkpoint (pure).
-
-    Args:
-        location: Root of its store.
-        ref: Its name.
-        meta: What the loop added to it.
-    """
-    names = ("loss", "eval_loss")
-    return CommittedCheckpoint(
-        step=ref.step,
-        attempt=ref.attempt,
-        path=join_location(location, ref.folder),
-        store=location,
-        topology={
-            "world_size": ref.world_size,
-            "sp_size": meta.sp_size,
-            "ring_size": meta.ring_size,
-            "dp_size": ref.world_size // meta.sp_size,
-        },
-        cursor=dict(meta.cursor),
-        metrics={name: meta.metrics[name] for name in names if name in meta.metrics},
-        digest=meta.digest,
-        tokens=meta.tokens,
-        reason=meta.reason,
-        plan_id=str(meta.cursor.get("plan_id", "")),
-        zero_stage=meta.zero_stage,
-        parent=str(meta.extra.get("parent") or ""),
-        written_at=meta.written_at,
-    )
 
 
 def _claim(config: Config, store: Store, worker: Worker) -> AttemptJournal:

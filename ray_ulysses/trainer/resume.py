@@ -15,9 +15,9 @@ from ray_ulysses.checkpoint import (
     newest_committed,
     set_aside,
 )
-from ray_ulysses.checkpoint.choice import committed_steps, read_committed
+from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.errors import UnreadableCheckpointError
-from ray_ulysses.checkpoint.fence import read_lineage, start_attempt
+from ray_ulysses.checkpoint.fence import start_attempt
 from ray_ulysses.checkpoint.manifest import CHECKPOINT_FOLDER
 from ray_ulysses.config.resume import resume_fingerprint
 from ray_ulysses.data.cursor import Cursor
@@ -81,12 +81,7 @@ def resume(engine: Any, config: Config, plan: Plan, recorder: Recorder) -> Progr
         break
     if recorder.rank == 0:
         start_attempt(recorder.store, recorder.attempt, progress.step)
-        found = [read_committed(recorder.store, step) for step in committed_steps(recorder.store)]
-        lineage = read_lineage(recorder.store)
-        recorder.checkpoints_found(
-            [one for one in found if isinstance(one, Manifest) and lineage.holds(one.step, one.attempt)],
-            [one.step for one in found if isinstance(one, Damage)],
-        )
+        recorder.checkpoints_found()
     return progress
 
 

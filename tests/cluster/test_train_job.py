@@ -17,7 +17,8 @@ import pytest
 from ray_ulysses.config import Config
 from ray_ulysses.tracking.history import RunHistory, read_history
 from ray_ulysses.tracking.journal import read_records
-from tests.distributed.run_case import make_config, make_corpus
+from tests.distributed.harness import run_ranks
+from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 TIMEOUT_S = 240.0
@@ -136,27 +137,29 @@ def test_a_run_goes_on_over_completion_stop_kill_and_resize(corpus: Path, tmp_pa
     command = start(config_for(4, 2, 160), tmp_path / "third")
     try:
         wait_for_step(config, stopped.step + 6)
+        # Afterwards they are no children of this process any more.
+        workers = worker_processes(config)
+        assert len(workers) == 4
     finally:
         command.kill()
-    deadline = time.monotonic() + 30
-    while worker_processes(config):
-        assert time.monotonic() < deadline, "workers outlive the command that started them"
-        time.sleep(0.2)
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert not alive, "workers outlive the command that started them"
     last = read_history(config.run_dir).step + 3
     code, text = train(config_for(4, 4, last), tmp_path / "fourth")
     assert code == 0, text
 
     ours = read_history(config.run_dir)
-    check_against_unbroken(ours, config_for(1, 1, last, name="unbroken").model_copy(), tmp_path)
+    unbroken = config_for(1, 1, last, name="unbroken")
+    data = unbroken.data.model_copy(update={"engine": "local"})
+    check_against_unbroken(ours, unbroken.model_copy(update={"data": data}))
     check_inspect(config, tmp_path)
     check_mlflow(config, ours)
 
 
-def check_against_unbroken(ours: RunHistory, config: Config, folder: Path) -> None:
-    """Hold rows, digest and losses to a run that nothing disturbed, through the direct reader."""
-    data = config.data.model_copy(update={"engine": "local"})
-    code, text = train(config.model_copy(update={"data": data}), folder / "unbroken")
-    assert code == 0, text
+def check_against_unbroken(ours: RunHistory, config: Config) -> None:
+    """Hold rows, digest and losses to one process that nothing disturbed, without Ray."""
+    prepare_attempt(config, "unbroken")
+    run_ranks(run_worker, 1, config, "unbroken", timeout_s=TIMEOUT_S)
     wanted = read_history(config.run_dir)
     assert [step.rows for step in ours.steps] == [step.rows for step in wanted.steps]
     assert ours.data_digest == wanted.data_digest

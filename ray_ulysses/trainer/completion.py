@@ -1,0 +1,88 @@
+"""A run that has nothing left to do, and what its last attempt died before saying."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ray_ulysses.checkpoint.fence import read_lineage
+from ray_ulysses.logging import get_logger
+from ray_ulysses.tracking.history import finished_step, read_history
+from ray_ulysses.tracking.journal import AttemptJournal, read_records
+from ray_ulysses.tracking.mlflow_tracker import MlflowTracker
+from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_store
+from ray_ulysses.trainer.inventory import take_inventory
+from ray_ulysses.trainer.planning import committed_step
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+    from ray_ulysses.tracking.history import RunHistory
+    from ray_ulysses.trainer.preflight import PreparedRun
+
+_log = get_logger(__name__)
+_WRITER = "command"
+
+
+def settle_completed(prepared: PreparedRun) -> RunHistory | None:
+    """Return a run's history if there is nothing left to do up to its last step, else ``None``.
+
+    An attempt may have died, or was stopped, after it had saved the last step and before it said that the run is
+    finished: that is said here, in the journal and to the tracker, and so is whatever an outage of the tracker has
+    left unsaid. The caller holds the run's lock.
+
+    Raises:
+        UserError: The newest checkpoint is of another version of ray-ulysses.
+        RunError: The storage of the checkpoints does not answer.
+    """
+    config = prepared.config
+    last_step = prepared.last_step
+    if prepared.remainder is not None and last_step > prepared.remainder.branch.step:
+        # What was trained beyond the branch, with the data as they were, does not count.
+        return None
+    saved = committed_step(config)
+    said = finished_step(read_records(config.run_dir))
+    if saved < last_step and (said is None or said < last_step):
+        return None
+    if said is None:
+        _say_finished(config, saved)
+    _catch_up_tracking(config, is_news=said is None)
+    # Nobody is training it now, whatever the lock says: it is the caller's.
+    return read_history(config.run_dir, is_held=False, store=checkpoint_store(config))
+
+
+def _say_finished(config: Config, step: int) -> None:
+    """Write into the journal of the last attempt what it did not live to write."""
+    started = [one["attempt"] for one in read_records(config.run_dir) if one["event"] == "attempt_started"]
+    if not started:
+        return
+    journal = AttemptJournal.open(config.run_dir, started[-1], writer=_WRITER)
+    try:
+        journal.append({"event": "run_finished", "step": step})
+    finally:
+        journal.close()
+
+
+def _catch_up_tracking(config: Config, *, is_news: bool) -> None:
+    """Tell the tracker what it has not been told; takes a bounded time, and an outage is no error of a run.
+
+    Args:
+        config: The run's configuration.
+        is_news: Whether the last attempt did not say how it ended, and perhaps not what it had committed.
+    """
+    if config.tracking_uri is None:
+        return
+    tracker = MlflowTracker(
+        uri=config.tracking_uri,
+        experiment=config.tracking.experiment,
+        run_name=config.run.name,
+        run_dir=config.run_dir,
+    )
+    try:
+        if is_news:
+            store = checkpoint_store(config)
+            next_attempt = read_lineage(store).newest_attempt + 1
+            inventory = take_inventory(store, checkpoint_location(config), next_attempt)
+            tracker.catch_up(inventory, status="finished")
+        else:
+            tracker.catch_up()
+    except OSError as error:
+        _log.warning("MLflow was not told everything of run %s (%s)", config.run.name, error)

@@ -1,0 +1,72 @@
+"""What the tracker is told of the checkpoints that a run has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ray_ulysses.checkpoint import Damage, Manifest
+from ray_ulysses.checkpoint.choice import committed_steps, read_committed
+from ray_ulysses.checkpoint.fence import read_lineage
+from ray_ulysses.storage.location import join_location
+from ray_ulysses.tracking.commits import CheckpointInventory, CommittedCheckpoint
+
+if TYPE_CHECKING:
+    from ray_ulysses.checkpoint import CheckpointMeta, CheckpointRef
+    from ray_ulysses.storage import Store
+
+
+def take_inventory(store: Store, location: str, attempt: int) -> CheckpointInventory:
+    """Return all checkpoints that are part of a run.
+
+    Args:
+        store: The run's.
+        location: Where it lies.
+        attempt: The attempt that takes it; what it or a later one has committed since is not its business.
+
+    Raises:
+        OSError: The store can't be listed.
+    """
+    found = [read_committed(store, step) for step in committed_steps(store)]
+    lineage = read_lineage(store)
+    return CheckpointInventory(
+        attempt=attempt,
+        store=location,
+        checkpoints=tuple(
+            committed_checkpoint(location, one.ref, one.meta)
+            for one in found
+            if isinstance(one, Manifest) and lineage.holds(one.step, one.attempt)
+        ),
+        unread=tuple(one.step for one in found if isinstance(one, Damage)),
+    )
+
+
+def committed_checkpoint(location: str, ref: CheckpointRef, meta: CheckpointMeta) -> CommittedCheckpoint:
+    """Return what the tracker is told of a checkpoint (pure).
+
+    Args:
+        location: Root of its store.
+        ref: Its name.
+        meta: What the loop added to it.
+    """
+    names = ("loss", "eval_loss")
+    return CommittedCheckpoint(
+        step=ref.step,
+        attempt=ref.attempt,
+        path=join_location(location, ref.folder),
+        store=location,
+        topology={
+            "world_size": ref.world_size,
+            "sp_size": meta.sp_size,
+            "ring_size": meta.ring_size,
+            "dp_size": ref.world_size // meta.sp_size,
+        },
+        cursor=dict(meta.cursor),
+        metrics={name: meta.metrics[name] for name in names if name in meta.metrics},
+        digest=meta.digest,
+        tokens=meta.tokens,
+        reason=meta.reason,
+        plan_id=str(meta.cursor.get("plan_id", "")),
+        zero_stage=meta.zero_stage,
+        parent=str(meta.extra.get("parent") or ""),
+        written_at=meta.written_at,
+    )

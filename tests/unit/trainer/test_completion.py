@@ -1,0 +1,107 @@
+"""What counts as complete: never a step that was not saved; and what a death left unsaid is said by the next start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_ulysses.storage import LocalStore
+from ray_ulysses.tracking.history import read_history
+from ray_ulysses.tracking.journal import AttemptJournal, read_records
+from ray_ulysses.tracking.mlflow_tracker import MlflowTracker, TrackingIdentity
+from ray_ulysses.trainer.completion import settle_completed
+from ray_ulysses.trainer.preflight import PreparedRun, claim_directory, prepare_run
+from tests.distributed.run_case import make_config, make_corpus
+from tests.unit.checkpoint.fakes import save
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    return make_corpus(tmp_path, ("bisect.py", "cmd.py"))
+
+
+def _prepared(tmp_path: Path, corpus: Path, stop_step: int = 2, **changes: Any) -> PreparedRun:
+    config = make_config(tmp_path / "runs", corpus, run__stop_step=stop_step, **changes)
+    return prepare_run(config, Path("/"))
+
+
+def _attempt(run_dir: Path, steps: int) -> AttemptJournal:
+    """Write what an attempt writes until it dies."""
+    journal = AttemptJournal.claim(run_dir)
+    sizes = {"world_size": 1, "sp_size": 1, "dp_size": 1}
+    journal.append({"event": "attempt_started", **sizes, "nodes": [], "resumed_step": 0, "resumed_from": None})
+    for step in range(1, steps + 1):
+        rows = [6 * step - 6, 6 * step]
+        record = {"step": step, "loss": 1.0, "tokens": 9, "rows": rows, "digest": "0" * 16, "seconds": 1.0}
+        journal.append({"event": "step", **record})
+    return journal
+
+
+def test_a_last_step_that_was_trained_and_not_saved_is_not_complete(tmp_path: Path, corpus: Path) -> None:
+    prepared = _prepared(tmp_path, corpus)
+    claim_directory(prepared)
+    journal = _attempt(prepared.config.run_dir, 2)
+    assert settle_completed(prepared) is None
+    journal.append({"event": "attempt_ended", "reason": "failed: CheckpointError: disk full"})
+    assert settle_completed(prepared) is None
+    journal.append({"event": "attempt_ended", "reason": "finished"})
+    journal.append({"event": "run_finished", "step": 2})
+    history = settle_completed(prepared)
+    assert history is not None and history.status == "finished"
+
+
+def test_an_attempt_that_died_after_its_last_save_is_finished_by_the_next_command(tmp_path: Path, corpus: Path) -> None:
+    prepared = _prepared(tmp_path, corpus)
+    run_dir = prepared.config.run_dir
+    claim_directory(prepared)
+    _attempt(run_dir, 3)
+    save(LocalStore(run_dir), 2)
+    assert read_history(run_dir).status == "interrupted"
+    history = settle_completed(prepared)
+    assert history is not None and history.status == "finished"
+    assert read_history(run_dir).status == "finished"
+    # Once: the command may be given again and again.
+    settle_completed(prepared)
+    assert [one["step"] for one in read_records(run_dir) if one["event"] == "run_finished"] == [2]
+    # The third step was trained and not saved, whatever was said since.
+    assert settle_completed(_prepared(tmp_path, corpus, stop_step=3)) is None
+
+
+def test_a_stopped_run_that_is_asked_for_no_more_is_finished(tmp_path: Path, corpus: Path) -> None:
+    prepared = _prepared(tmp_path, corpus)
+    claim_directory(prepared)
+    _attempt(prepared.config.run_dir, 2).append({"event": "attempt_ended", "reason": "stopped"})
+    save(LocalStore(prepared.config.run_dir), 2)
+    history = settle_completed(prepared)
+    assert history is not None and history.status == "finished"
+
+
+def test_mlflow_hears_of_the_last_checkpoint_and_of_the_end(tmp_path: Path, corpus: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    prepared = _prepared(tmp_path, corpus, tracking__enabled=True)
+    config = prepared.config
+    claim_directory(prepared)
+    _attempt(config.run_dir, 2)
+    # The attempt got as far as its first steps with MLflow; what it committed it died before saying.
+    assert config.tracking_uri is not None
+    tracker = MlflowTracker(
+        uri=config.tracking_uri,
+        experiment=config.tracking.experiment,
+        run_name=config.run.name,
+        run_dir=config.run_dir,
+        drain_s=60.0,
+    )
+    tracker.start({}, {})
+    tracker._drain()
+    save(LocalStore(config.run_dir), 2)
+    assert settle_completed(prepared) is not None
+    identity = TrackingIdentity.load(config.run_dir)
+    assert identity is not None and identity.run_id is not None
+    client = MlflowClient(config.tracking_uri)
+    run = client.get_run(identity.run_id)
+    assert run.info.status == "FINISHED"
+    models = client.search_logged_models([run.info.experiment_id])
+    assert [(model.tags["step"], model.tags["state"]) for model in models] == [("2", "committed")]
