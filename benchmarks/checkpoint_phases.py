@@ -141,7 +141,7 @@ def _load_theirs(trained: Trained, folder: Path, tag: str, is_cold: bool) -> dic
     return {"conversion": box[0], "theirs": loaded}
 
 
-def _load(trained: Trained, folder: Path, is_cold: bool, load: Callable[[], int | None]) -> dict[str, Any]:
+def _load(trained: Trained, folder: Path, is_cold: bool, load: Callable[[], tuple[int, int] | None]) -> dict[str, Any]:
     """Load into the engine, whose state was forgotten, and say what is in it then."""
     trained.forget()
     if dist.get_rank() == 0:
@@ -150,10 +150,11 @@ def _load(trained: Trained, folder: Path, is_cold: bool, load: Callable[[], int 
             forget_pages(folder)
     dist.barrier()
     with measured() as use:
-        returned = load()
+        returned = load() or (None, None)
     return {
         **use,
-        "returned_bytes": returned,
+        "returned_bytes": returned[0],
+        "verified_bytes": returned[1],
         "digest": trained.digest(),
         "weight_decays": trained.weight_decays,
     }

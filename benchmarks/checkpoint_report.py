@@ -296,18 +296,20 @@ def _bytes(worlds: Sequence[Mapping[str, Any]]) -> str:
                 f"{returned / MIB:,.1f} MiB",
                 f"**{returned / needed:.3f}**",
                 met(returned <= READ_GOAL * needed),
+                f"{max(over_ranks(loads, 'ours', 'verified_bytes', every)) / MIB:,.1f} MiB",
                 f"{max(over_ranks(loads, 'ours', 'read_bytes', every)) / MIB:,.1f} MiB",
                 *_their_bytes(loads, needed),
             ]
         )
     head = (
-        "ranks", "needed a rank", "ours: read a rank", "read/needed", "goal", "ours, by the kernel",
-        "theirs: load, a rank", "over needed", "theirs: conversion reads", "writes",
+        "ranks", "needed a rank", "ours: read a rank", "read/needed", "goal", "ours: verified besides",
+        "ours, by the kernel", "theirs: load, a rank", "over needed", "theirs: conversion reads", "writes",
     )  # fmt: skip
     text = (
-        "Ours is what `load_pieces` returns: whole blocks of 64 KiB and their checksums. By the kernel is `rchar` of "
-        "`/proc/self/io` over the whole load, with the manifest, and what gloo passes through `read`. The conversion "
-        "runs once, on one machine."
+        "Ours is what `load_pieces` returns: whole blocks of 64 KiB and their checksums. Verified besides "
+        "is what nobody has to load, so that a checkpoint is taken as whole or not at all: headers, and the bf16 model "
+        "that is kept for export; the ranks share it. By the kernel is `rchar` of `/proc/self/io` over the whole load, "
+        "with the manifest, and what gloo passes through `read`. The conversion runs once, on one machine."
     )
     return f"{text}\n\n{table(head, rows)}"
 

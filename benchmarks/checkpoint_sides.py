@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks.process_use import FamilyMemory, measured
 from ray_ulysses.checkpoint import CheckpointMeta, TorchExchange, load_pieces, newest_committed
 from ray_ulysses.checkpoint.background import BackgroundSaver, Saved
+from ray_ulysses.checkpoint.load import verify_rest
 from ray_ulysses.checkpoint.staging import Staging
 from ray_ulysses.checkpoint.state import Piece
 from ray_ulysses.clock import SystemClock
@@ -205,17 +206,24 @@ class OurSaver:
         self._committed_at = time.perf_counter()
 
 
-def load_ours(trained: Trained, folder: Path) -> int:
-    """Resume from the newest checkpoint as the training loop does, and return the bytes read."""
+def load_ours(trained: Trained, folder: Path) -> tuple[int, int]:
+    """Resume from the newest checkpoint as the training loop does.
+
+    Returns:
+        Bytes that were read to be loaded, and to be verified alone.
+    """
     store, exchange = LocalStore(folder), TorchExchange()
     manifest = exchange.broadcast(newest_committed(store, "sizes").manifest if dist.get_rank() == 0 else None)
     num_bytes: list[int] = []
+    loaded: set[str] = set()
 
     def fill(pieces: Any) -> None:
+        loaded.update(piece.key for piece in pieces)
         num_bytes.append(load_pieces(store, manifest, pieces, exchange))
 
     import_state(trained.engine, manifest.state, fill)
-    return sum(num_bytes)
+    place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    return sum(num_bytes), verify_rest(store, manifest, loaded, **place, exchange=exchange)
 
 
 def convert_theirs(source: Path, target: Path) -> dict[str, float]:

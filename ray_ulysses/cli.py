@@ -134,6 +134,8 @@ def train(
 
     prepared = prepare_run(load_config(config, overrides), Path.cwd(), branch=branch)
     prepared.report.raise_problems()
+    for note in prepared.report.notes:
+        typer.echo(f"note: {note}", err=True)
     result = run_training(prepared, Console(stderr=as_json))
     if as_json:
         typer.echo(json.dumps(result.history.to_json(), indent=2))
@@ -179,7 +181,7 @@ def inspect(
     checkpoint: Annotated[
         int | None,
         typer.Option(
-            "--verify-checkpoint", metavar="STEP", help="Read every byte of a checkpoint; exits 1 if damaged."
+            "--verify-checkpoint", metavar="STEP", help="Read every byte of a checkpoint; exits 1 unless it is whole."
         ),
     ] = None,
     as_json: AsJson = False,
@@ -338,9 +340,19 @@ def run(command: Callable[..., Any], arguments: list[str] | None = None) -> int:
         return 130
     except typer.Abort:
         return 1
+    except OSError as error:
+        # The last net: whoever knows what is being read says more than this.
+        typer.echo(f"error: {_of_the_system(error)}", err=True)
+        return 1
     except Exception as error:
         if hasattr(error, "show") and hasattr(error, "exit_code"):
             error.show()
             return int(error.exit_code)
         raise
     return code if isinstance(code, int) else 0
+
+
+def _of_the_system(error: OSError) -> str:
+    """Return the path and the reason of an error of the system, whichever of them it has."""
+    reason = error.strerror or str(error) or type(error).__name__
+    return reason if error.filename is None else f"{error.filename}: {reason}"

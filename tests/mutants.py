@@ -361,6 +361,37 @@ MUTANTS = (
         killer="tests/unit/checkpoint/test_retention.py::test_the_best_and_every_nth_outlive_the_last",
     ),
     Mutant(
+        name="a checkpoint taken though what is not loaded of it is damaged",
+        file="ray_ulysses/trainer/resume.py",
+        old="verify_rest(store, manifest, loaded,",
+        new="(lambda *_, **__: 0)(store, manifest, loaded,",
+        killer="tests/unit/trainer/test_resume.py::test_a_flipped_byte_anywhere_makes_the_one_before_be_taken",
+    ),
+    Mutant(
+        name="a run begun anew over damaged checkpoints",
+        file="ray_ulysses/trainer/start_point.py",
+        old="    if damaged:\n",
+        new="    if False:\n",
+        killer="tests/unit/trainer/test_resume.py::"
+        "test_a_run_of_which_nothing_is_whole_does_not_begin_anew_and_nothing_goes",
+    ),
+    Mutant(
+        name="a checkpoint set aside that was mended meanwhile",
+        file="ray_ulysses/checkpoint/choice.py",
+        old="if isinstance(found, Manifest) and found.attempt != damage.attempt:",
+        new="if False:",
+        killer="tests/unit/checkpoint/test_choice.py::"
+        "test_what_was_committed_anew_since_it_was_looked_at_is_not_set_aside",
+    ),
+    Mutant(
+        name="a run that is complete and never said so",
+        file="ray_ulysses/trainer/completion.py",
+        old="    if said is None:\n        _say_finished(config, saved)\n",
+        new="",
+        killer="tests/unit/trainer/test_completion.py::"
+        "test_an_attempt_that_died_after_its_last_save_is_finished_by_the_next_command",
+    ),
+    Mutant(
         name="an unreadable checkpoint destroyed",
         file="ray_ulysses/checkpoint/choice.py",
         old='if damage.kind in ("unreadable", "foreign"):',

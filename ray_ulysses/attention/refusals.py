@@ -90,6 +90,7 @@ def refuse_inexact(model: nn.Module, config: Any, mesh: SequenceMesh | None) -> 
             "replaced; use an architecture that supports attention backends (Llama, Qwen, Mistral and most others do)"
         )
     refuse_config(config)
+    _refuse_empty(model, kind)
     _refuse_modules(model, kind)
     sight = look_through(base)
     if sight.unseen:
@@ -103,6 +104,17 @@ def refuse_inexact(model: nn.Module, config: Any, mesh: SequenceMesh | None) -> 
         raise UserError(f"{kind} can't be trained exactly over slices of a row: {'; '.join(sight.problems)}")
     if mesh is not None:
         _refuse_heads(kind, config, sight, mesh)
+
+
+def _refuse_empty(model: nn.Module, kind: str) -> None:
+    """Refuse parameters without elements, which ZeRO's flat tensors have no place for."""
+    # ZeRO-3 leaves an empty placeholder behind, which knows its size.
+    empty = [name for name, one in model.named_parameters() if getattr(one, "ds_numel", one.numel()) == 0]
+    if empty:
+        raise UserError(
+            f"{kind}: the parameter {empty[0]} has no elements, so it can't be partitioned; correct the model's sizes "
+            "in its configuration, or take it out of the model"
+        )
 
 
 def refuse_mixed_devices(model: nn.Module) -> None:

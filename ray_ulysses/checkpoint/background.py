@@ -47,6 +47,7 @@ class _Job:
     staged: StagedState
     meta: CheckpointMeta
     part: int
+    obstacle: str | None
     asked_at: float
     stall_s: float
 
@@ -119,7 +120,15 @@ class BackgroundSaver:
         with self._lock:
             return self._failure
 
-    def save(self, step: int, state: StateSource, meta: CheckpointMeta, *, timeout_s: float) -> float:
+    def save(
+        self,
+        step: int,
+        state: StateSource,
+        meta: CheckpointMeta,
+        *,
+        timeout_s: float,
+        obstacle: str | None = None,
+    ) -> float:
         """Take a state and save it in the background; returns when training may go on.
 
         If every buffer holds a state that is still being written, this waits for one.
@@ -129,6 +138,7 @@ class BackgroundSaver:
             state: Live views; on a GPU they must not change before `Staging.before_update`.
             meta: What the loop adds.
             timeout_s: Longest wait for a buffer.
+            obstacle: Why nothing may be committed now, if this rank knows a reason: the save fails on every rank.
 
         Returns:
             How long it took, in seconds.
@@ -148,7 +158,17 @@ class BackgroundSaver:
         self._tries[step] = part + 1
         with self._lock:
             self._pending += 1
-        self._jobs.put(_Job(step=step, staged=staged, meta=meta, part=part, asked_at=asked_at, stall_s=stall_s))
+        self._jobs.put(
+            _Job(
+                step=step,
+                staged=staged,
+                meta=meta,
+                part=part,
+                obstacle=obstacle,
+                asked_at=asked_at,
+                stall_s=stall_s,
+            )
+        )
         return stall_s
 
     def wait(self, timeout_s: float) -> bool:
@@ -198,6 +218,7 @@ class BackgroundSaver:
                 meta=job.meta,
                 exchange=self._exchange,
                 part=job.part,
+                obstacle=job.obstacle,
             )
         except CheckpointError as error:
             if not isinstance(error, FencedError):

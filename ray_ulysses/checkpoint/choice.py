@@ -41,11 +41,13 @@ class Damage:
         kind: ``damaged``: it is not what was written. ``unreadable``: the storage does not give it now, which may pass.
             ``superseded``: a dead attempt committed it after its successor had started before that step. ``foreign``:
             another version of ray-ulysses wrote it, and can load it.
+        attempt: The attempt that committed what was looked at; None if that can't be read.
     """
 
     step: int
     reason: str
     kind: Literal["damaged", "unreadable", "superseded", "foreign"] = "damaged"
+    attempt: int | None = None
 
     def __str__(self) -> str:
         verdict = {
@@ -103,14 +105,14 @@ def examine(store: Store, step: int, depth: Depth = "content") -> Manifest | Dam
         return manifest
     if not read_lineage(store).holds(step, manifest.attempt):
         late = f"attempt {manifest.attempt} committed it after a later attempt had started before step {step}"
-        return Damage(step=step, reason=late, kind="superseded")
+        return Damage(step=step, reason=late, kind="superseded", attempt=manifest.attempt)
     for shard in manifest.shards:
         try:
             reason = find_damage(store, step_folder(step), shard, read_content=depth == "content")
         except OSError as error:
             return _unreadable(step, shard.file, error)
         if reason is not None:
-            return Damage(step=step, reason=reason)
+            return Damage(step=step, reason=reason, attempt=manifest.attempt)
     return manifest
 
 
@@ -134,8 +136,8 @@ def set_aside(store: Store, damage: Damage, *, attempt: int) -> None:
 
     What it said, and why it was set aside, stays in ``set-aside-<attempt>.json`` beside it; its shards stay
     until retention takes them after the next commit. One that can't be read now is left alone: it is passed over,
-    and once this attempt has said where it starts, it is no longer part of the run. Only the holder of the run's lock
-    may call.
+    and once this attempt has said where it starts, it is no longer part of the run. So is one that somebody has
+    committed anew since it was looked at. Only the holder of the run's lock may call.
 
     Args:
         store: The run's store.
@@ -143,6 +145,9 @@ def set_aside(store: Store, damage: Damage, *, attempt: int) -> None:
         attempt: The attempt that sets it aside.
     """
     if damage.kind in ("unreadable", "foreign"):
+        return
+    found = read_committed(store, damage.step)
+    if isinstance(found, Manifest) and found.attempt != damage.attempt:
         return
     key = manifest_key(damage.step)
     try:

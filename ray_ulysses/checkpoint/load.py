@@ -7,7 +7,7 @@ it whole.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import BinaryIO
@@ -20,7 +20,7 @@ from ray_ulysses.checkpoint.exchange import Exchange, SingleExchange, agree
 from ray_ulysses.checkpoint.intervals import CoverError, plan_reads
 from ray_ulysses.checkpoint.manifest import Manifest, step_folder
 from ray_ulysses.checkpoint.read_batches import Batch, plan_batches
-from ray_ulysses.checkpoint.shards import ShardDamage, check_blocks, read_sums
+from ray_ulysses.checkpoint.shards import ShardDamage, ShardEntry, check_blocks, read_sums, verified_chunks
 from ray_ulysses.checkpoint.state import Piece, dtype_name
 from ray_ulysses.storage import Store
 
@@ -47,11 +47,56 @@ def load_pieces(store: Store, manifest: Manifest, pieces: Sequence[Piece], excha
         UnreadableCheckpointError: The storage does not give a file, which may pass.
         CheckpointError: A wanted element is not stored, or a dtype differs. The pieces may have been filled in part.
     """
+    return _together(exchange, manifest.step, lambda: _load(store, manifest, pieces))
+
+
+def verify_rest(
+    store: Store,
+    manifest: Manifest,
+    loaded: Collection[str],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    exchange: Exchange | None = None,
+) -> int:
+    """Verify what no rank had to load: headers, and tensors that are kept for others; every rank must call.
+
+    The ranks share the shards between them.
+
+    Args:
+        store: The run's store.
+        manifest: The checkpoint's.
+        loaded: Keys whose bytes were verified while they were loaded.
+        rank: This rank.
+        world_size: All ranks that load.
+        exchange: Joins the ranks, so that a failure of one is raised by all.
+
+    Returns:
+        How many bytes were read.
+
+    Raises:
+        DamagedCheckpointError: A file is missing or is not what was written.
+        UnreadableCheckpointError: The storage does not give a file, which may pass.
+    """
+    folder = step_folder(manifest.step)
+
+    def verify(shard: ShardEntry) -> int:
+        return sum(verified_chunks(store, folder, shard, unless=loaded))
+
+    def read() -> int:
+        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="checkpoint-verify") as pool:
+            return sum(pool.map(verify, manifest.shards[rank::world_size]))
+
+    return _together(exchange, manifest.step, read)
+
+
+def _together(exchange: Exchange | None, step: int, read: Callable[[], int]) -> int:
+    """Read on every rank, and raise on every rank what goes wrong on one; return what was read here, in bytes."""
     exchange = exchange if exchange is not None else SingleExchange()
     problem, damage, unread, num_bytes = None, None, None, 0
     cause: Exception | None = None
     try:
-        num_bytes = _load(store, manifest, pieces)
+        num_bytes = read()
     except (ShardDamage, FileNotFoundError) as error:
         damage, cause = _damage_text(error), error
     except OSError as error:
@@ -63,11 +108,11 @@ def load_pieces(store: Store, manifest: Manifest, pieces: Sequence[Piece], excha
         raise DamagedCheckpointError(damage) from cause
     if unread is not None:
         raise UnreadableCheckpointError(
-            f"the checkpoint of step {manifest.step} could not be loaded: {unread}; see that the storage is there and "
+            f"the checkpoint of step {step} could not be loaded: {unread}; see that the storage is there and "
             "whole, then start the same command again"
         ) from cause
     if problem is not None:
-        raise CheckpointError(f"the checkpoint of step {manifest.step} could not be loaded: {problem}") from cause
+        raise CheckpointError(f"the checkpoint of step {step} could not be loaded: {problem}") from cause
     return num_bytes
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import zlib
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ray_ulysses.checkpoint.intervals import Interval
-from ray_ulysses.checkpoint.shards import ShardEntry, place_intervals
-from ray_ulysses.checkpoint.state import StateDescription, TensorSpec
+from ray_ulysses.checkpoint.json_fields import FieldError, Fields, is_number, is_text
+from ray_ulysses.checkpoint.manifest_json import encode, has_checksum, shards_from_json, state_from_json, state_to_json
+from ray_ulysses.checkpoint.shards import ShardEntry
+from ray_ulysses.checkpoint.state import StateDescription
 from ray_ulysses.errors import RunError
 from ray_ulysses.storage import Store
 from ray_ulysses.storage.store import read_bytes
@@ -18,6 +19,9 @@ from ray_ulysses.storage.store import read_bytes
 SCHEMA_VERSION = 2
 CHECKPOINT_FOLDER = "checkpoints"
 MANIFEST_FILE = "manifest.json"
+
+_DIGEST = re.compile(r"[0-9a-f]{1,16}")
+_YEAR_10000_S = 253_402_300_800
 
 
 class ManifestError(RunError):
@@ -107,47 +111,73 @@ class Manifest:
         return CheckpointRef(step=self.step, attempt=self.attempt, world_size=self.world_size, folder=folder)
 
     def to_bytes(self) -> bytes:
-        """Return the file: JSON with a checksum of everything else in it."""
-        values = {
+        """Return the file: JSON with a checksum of everything else in it.
+
+        Raises:
+            ManifestError: The file could not be read back: the loop or the engine gave a value that can't be.
+        """
+        head = {
             "schema_version": SCHEMA_VERSION,
             "step": self.step,
             "attempt": self.attempt,
             "world_size": self.world_size,
-            **_meta_to_json(self.meta),
-            **_state_to_json(self.state),
-            "shards": [_shard_to_json(shard) for shard in self.shards],
+            **asdict(self.meta),
+            **state_to_json(self.state),
         }
-        text = json.dumps({"crc32": _checksum(values), **values}, separators=(",", ":"))
-        return text.encode() + b"\n"
+        # Through JSON once, since the checksum is of what a reader will see (tuples become lists, for one).
+        head = json.loads(json.dumps(head))
+        try:
+            # What can't be read back must not be committed.
+            _meta_from_json(Fields(values=head))
+            state_from_json(Fields(values=head))
+        except FieldError as error:
+            raise ManifestError(f"the manifest's {error}") from error
+        return encode(head, self.shards)
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest:
-        """Read the file back.
+        """Read the file back; every field is checked, since the checksum does not say who wrote them.
 
         Raises:
-            ManifestError: It is torn or altered, or a newer version wrote it.
+            ForeignManifestError: Another version wrote it.
+            ManifestError: It is torn or altered, or holds what no checkpoint has.
         """
         try:
             values = json.loads(content)
-        except ValueError as error:
+            is_whole_file = isinstance(values, dict) and has_checksum(content, values)
+        except (ValueError, RecursionError) as error:
             raise ManifestError("the manifest is torn or no JSON") from error
-        if not isinstance(values, dict) or values.pop("crc32", None) != _checksum(values):
+        if not is_whole_file:
             raise ManifestError("the manifest's checksum is wrong")
-        version = values.get("schema_version")
-        if version != SCHEMA_VERSION:
-            raise ForeignManifestError(
-                f"the manifest has schema version {version}, but this version of ray-ulysses reads "
-                f"{SCHEMA_VERSION}; load it with the version that wrote it"
-            )
-        state = _state_from_json(values)
-        return cls(
-            step=values["step"],
-            attempt=values["attempt"],
-            world_size=values["world_size"],
-            meta=_meta_from_json(values),
-            state=state,
-            shards=tuple(_shard_from_json(shard, state.tensors) for shard in values["shards"]),
+        try:
+            return _from_fields(Fields(values=values))
+        except FieldError as error:
+            raise ManifestError(f"the manifest's {error}") from error
+
+
+def _from_fields(fields: Fields) -> Manifest:
+    """Return the manifest that a file holds; its version comes first, since it says what else there may be.
+
+    Raises:
+        ForeignManifestError: Another version wrote it.
+        FieldError: A field is missing or wrong.
+    """
+    version = fields.whole("schema_version", least=1)
+    if version != SCHEMA_VERSION:
+        raise ForeignManifestError(
+            f"the manifest has schema version {version}, but this version of ray-ulysses reads "
+            f"{SCHEMA_VERSION}; load it with the version that wrote it"
         )
+    attempt, world_size = fields.whole("attempt", least=1), fields.whole("world_size", least=1)
+    state = state_from_json(fields)
+    return Manifest(
+        step=fields.whole("step"),
+        attempt=attempt,
+        world_size=world_size,
+        meta=_meta_from_json(fields),
+        state=state,
+        shards=shards_from_json(fields, folder=attempt_folder(attempt), world_size=world_size, tensors=state.tensors),
+    )
 
 
 def step_folder(step: int) -> str:
@@ -155,10 +185,15 @@ def step_folder(step: int) -> str:
     return f"{CHECKPOINT_FOLDER}/step-{step:08d}"
 
 
+def attempt_folder(attempt: int) -> str:
+    """Return where an attempt keeps its shards, relative to their step's folder."""
+    return f"attempt-{attempt:04d}"
+
+
 def shard_file(attempt: int, rank: int, world_size: int, part: int = 0) -> str:
     """Return a shard's key relative to its step's folder; no two attempts share one, nor two tries of one attempt."""
     again = f"-try-{part:02d}" if part else ""
-    return f"attempt-{attempt:04d}/rank-{rank:05d}-of-{world_size:05d}{again}.safetensors"
+    return f"{attempt_folder(attempt)}/rank-{rank:05d}-of-{world_size:05d}{again}.safetensors"
 
 
 def manifest_key(step: int) -> str:
@@ -183,70 +218,22 @@ def read_manifest(store: Store, step: int) -> Manifest:
     return manifest
 
 
-def _checksum(values: Mapping[str, Any]) -> int:
-    """Return the checksum of a JSON object, whatever the order of its keys and the spaces in its file."""
-    return zlib.crc32(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
-
-
-def _meta_to_json(meta: CheckpointMeta) -> dict[str, Any]:
-    # Through JSON once, so that the checksum is of what a reader will see (tuples become lists, for one).
-    normal: dict[str, Any] = json.loads(json.dumps(asdict(meta)))
-    return normal
-
-
-def _meta_from_json(values: Mapping[str, Any]) -> CheckpointMeta:
-    return CheckpointMeta(**{known.name: values[known.name] for known in fields(CheckpointMeta)})
-
-
-def _state_to_json(state: StateDescription) -> dict[str, Any]:
-    return {
-        "tensors": {key: {"shape": list(spec.shape), "dtype": spec.dtype} for key, spec in state.tensors.items()},
-        "tied": dict(state.tied),
-        "optimizer": {
-            "step": state.optimizer_step,
-            "groups": [dict(group) for group in state.groups],
-            "group_of": dict(state.group_of),
-        },
-        "counters": dict(state.counters),
-    }
-
-
-def _state_from_json(values: Mapping[str, Any]) -> StateDescription:
-    optimizer = values["optimizer"]
-    return StateDescription(
-        tensors={
-            key: TensorSpec(shape=tuple(spec["shape"]), dtype=spec["dtype"]) for key, spec in values["tensors"].items()
-        },
-        tied=values["tied"],
-        optimizer_step=optimizer["step"],
-        groups=tuple(optimizer["groups"]),
-        group_of=optimizer["group_of"],
-        counters=values["counters"],
-    )
-
-
-def _shard_to_json(shard: ShardEntry) -> dict[str, Any]:
-    # Rows instead of objects: a large world has hundreds of thousands of them. Where each lies follows from the sizes.
-    rows = [[stored.interval.key, stored.interval.start, stored.interval.stop] for stored in shard.intervals]
-    return {
-        "file": shard.file,
-        "bytes": shard.num_bytes,
-        "header_bytes": shard.header_bytes,
-        "header_xxh3": shard.header_sum,
-        "block_sums_xxh3": shard.sums_sum,
-        "interval_fields": ["key", "start", "stop"],
-        "intervals": rows,
-    }
-
-
-def _shard_from_json(values: Mapping[str, Any], tensors: Mapping[str, TensorSpec]) -> ShardEntry:
-    intervals = [Interval(key=key, start=start, stop=stop) for key, start, stop in values["intervals"]]
-    sizes = [(interval, (interval.stop - interval.start) * tensors[interval.key].item_bytes) for interval in intervals]
-    return ShardEntry(
-        file=values["file"],
-        num_bytes=values["bytes"],
-        header_bytes=values["header_bytes"],
-        header_sum=values["header_xxh3"],
-        sums_sum=values["block_sums_xxh3"],
-        intervals=place_intervals(sizes, values["header_bytes"]),
+def _meta_from_json(fields: Fields) -> CheckpointMeta:
+    digest = fields.text("digest")
+    if not _DIGEST.fullmatch(digest):
+        raise fields.wrong("digest", "not up to 16 hexadecimal digits")
+    return CheckpointMeta(
+        sp_size=fields.whole("sp_size", least=1),
+        ring_size=fields.whole("ring_size", least=1),
+        zero_stage=fields.whole("zero_stage", below=4),
+        cursor=fields.free("cursor"),
+        digest=digest,
+        tokens=fields.whole("tokens"),
+        config_fingerprint=fields.text("config_fingerprint"),
+        versions=fields.mapping("versions", is_text, "a text"),
+        metrics=fields.mapping("metrics", is_number, "a number"),
+        reason=fields.text("reason"),
+        written_at=fields.number("written_at", below=_YEAR_10000_S),
+        run=fields.text("run"),
+        extra=fields.free("extra"),
     )

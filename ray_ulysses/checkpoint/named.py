@@ -6,21 +6,45 @@ from collections.abc import Mapping
 
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.fence import read_lineage
-from ray_ulysses.checkpoint.retention import Committed, best_steps, read_committed_facts
+from ray_ulysses.checkpoint.manifest import ManifestError, read_manifest
+from ray_ulysses.checkpoint.retention import Committed, best_steps
 from ray_ulysses.storage import Store
 
 
 def nameable(store: Store) -> dict[int, Committed]:
     """Return the committed checkpoints that somebody can mean by a name, by step, ascending.
 
-    What a dead attempt committed late, and what can't be read now, is not among them.
+    What a dead attempt committed late is not among them. One whose manifest is damaged, of another version or not given
+    now is, with no attempt and no numbers: somebody who means it is told so, and is not handed an older one.
     """
     lineage = read_lineage(store)
-    committed = {step: read_committed_facts(store, step) for step in committed_steps(store)}
-    return {s: found for s, found in committed.items() if found.attempt is not None and lineage.holds(s, found.attempt)}
+    named = {}
+    for step in committed_steps(store):
+        found = _facts(store, step)
+        if found is not None and (found.attempt is None or lineage.holds(step, found.attempt)):
+            named[step] = found
+    return named
+
+
+def unreadable(committed: Mapping[int, Committed]) -> tuple[int, ...]:
+    """Return the steps whose numbers are not known, ascending: any of them may be the best one (pure)."""
+    return tuple(sorted(step for step, found in committed.items() if found.attempt is None))
 
 
 def best_of(committed: Mapping[int, Committed]) -> int | None:
-    """Return the step of the lowest evaluation loss, of the lowest training loss where none was evaluated (pure)."""
-    best = best_steps(committed, committed, "eval_loss", 1) or best_steps(committed, committed, "loss", 1)
+    """Return the step of the lowest evaluation loss, of the lowest training loss where none was evaluated (pure).
+
+    Those that `unreadable` returns are passed over, which the caller has to say.
+    """
+    known = {step: found for step, found in committed.items() if found.attempt is not None}
+    best = best_steps(known, known, "eval_loss", 1) or best_steps(known, known, "loss", 1)
     return best[0] if best else None
+
+
+def _facts(store: Store, step: int) -> Committed | None:
+    """Return what is known of a committed step; None if it was deleted since it was listed."""
+    try:
+        manifest = read_manifest(store, step)
+    except ManifestError as error:
+        return None if isinstance(error.__cause__, FileNotFoundError) else Committed(attempt=None, metrics={})
+    return Committed(attempt=manifest.attempt, metrics=manifest.meta.metrics)

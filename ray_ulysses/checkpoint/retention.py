@@ -163,6 +163,8 @@ class Retention:
             return ()
         committed = self._committed(newest)
         alive = {step: found for step, found in committed.items() if _is_alive(lineage, step, found)}
+        if newest.step not in alive:
+            raise OSError(f"the checkpoint of step {newest.step} was committed a moment ago and is not listed")
         # Beyond the newest a dead one stays: its attempt may have been passed over because it could not be read.
         dead = {step for step in committed if step not in alive and step <= newest.step}
         deleted = tuple(sorted({*dead, *steps_to_delete(alive, newest=newest.step, rules=self._rules)}))

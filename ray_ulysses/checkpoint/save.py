@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ray_ulysses.checkpoint.choice import Damage, read_committed, set_aside
+from dataclasses import dataclass
+
+from ray_ulysses.checkpoint.choice import Damage, examine, read_committed, set_aside
 from ray_ulysses.checkpoint.errors import CheckpointError, FencedError
 from ray_ulysses.checkpoint.exchange import Exchange, join_problems
 from ray_ulysses.checkpoint.fence import is_overtaken, read_lineage
@@ -32,6 +34,7 @@ def save_checkpoint(
     meta: CheckpointMeta,
     exchange: Exchange,
     part: int = 0,
+    obstacle: str | None = None,
 ) -> CheckpointRef:
     """Save the state after `step` steps; when it returns, the checkpoint is committed.
 
@@ -47,33 +50,29 @@ def save_checkpoint(
         meta: What the loop adds; rank 0's is stored.
         exchange: Joins the ranks.
         part: How often this attempt has tried this step before; a shard's name is never used twice.
+        obstacle: Why nothing may be committed now, if this rank knows a reason; every rank fails with it.
 
     Raises:
         FencedError: A newer attempt has taken over.
         CheckpointError: A rank could not write, or the step was committed before. Every rank raises it with
             the same text, nothing is committed, and checkpoints before it are untouched.
     """
-    shard, problem, cause = _write_own(store, step, shard_file(attempt, rank, world_size, part), state)
+    shard, problem, cause = None, obstacle, None
+    if obstacle is None:
+        shard, problem, cause = _write_own(store, step, shard_file(attempt, rank, world_size, part), state)
     gathered = exchange.gather((shard, problem))
-    is_fenced, is_certain = False, True
+    outcome = _Outcome()
     if gathered is not None:
-        problem = join_problems([problem for _, problem in gathered])
-        if problem is None:
-            manifest = Manifest(
-                step=step,
-                attempt=attempt,
-                world_size=world_size,
-                meta=meta,
-                state=state.description,
-                shards=tuple(shard for shard, _ in gathered),
-            )
-            problem, cause, is_certain = _commit(store, manifest)
-            is_fenced = isinstance(cause, FencedError)
-    problem, is_fenced, is_certain = exchange.broadcast((problem, is_fenced, is_certain))
+        shards = tuple(shard for shard, _ in gathered)
+        outcome = _Outcome(problem=join_problems([problem for _, problem in gathered]), cause=cause)
+        if outcome.problem is None:
+            names = {"step": step, "attempt": attempt, "world_size": world_size}
+            outcome = _commit(store, Manifest(**names, meta=meta, state=state.description, shards=shards))
+        cause = outcome.cause
+    problem, is_fenced, is_unused = exchange.broadcast((outcome.problem, outcome.is_fenced, outcome.is_unused))
+    if shard is not None and is_unused:
+        _delete_own(store, step, shard.file)
     if problem is not None:
-        # A manifest of which nobody knows whether it arrived must find its shards.
-        if shard is not None and is_certain:
-            _delete_own(store, step, shard.file)
         if is_fenced:
             raise FencedError(problem) from cause
         raise CheckpointError(
@@ -97,23 +96,46 @@ def _write_own(
         return shard, f"{file} could not be read back ({error})", error
 
 
-def _commit(store: Store, manifest: Manifest) -> tuple[str | None, Exception | None, bool]:
-    """Check that the shards hold the whole state and create the manifest.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Outcome:
+    """How a commit ended.
 
-    Returns:
-        What went wrong, what raised it, and whether it is certain that the checkpoint is not committed.
+    Attributes:
+        problem: What went wrong; None if the step is committed.
+        cause: What raised it.
+        is_certain: Whether it is certain which of the two it is.
+        is_earlier: Whether an earlier try of the same attempt turns out to have committed the step.
     """
+
+    problem: str | None = None
+    cause: Exception | None = None
+    is_certain: bool = True
+    is_earlier: bool = False
+
+    @property
+    def is_fenced(self) -> bool:
+        """Whether a newer attempt has taken over."""
+        return isinstance(self.cause, FencedError)
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no manifest can name this try's shards; one of which nobody knows must find them."""
+        return self.is_certain and (self.problem is not None or self.is_earlier)
+
+
+def _commit(store: Store, manifest: Manifest) -> _Outcome:
+    """Check that the shards hold the whole state and create the manifest."""
     sizes = {key: spec.num_elements for key, spec in manifest.state.tensors.items()}
     intervals = [stored.interval for shard in manifest.shards for stored in shard.intervals]
     try:
         check_cover(sizes, intervals)
         _refuse_overtaken(store, manifest)
     except CoverError as error:
-        return f"the shards do not hold the whole state ({error})", error, True
+        return _Outcome(problem=f"the shards do not hold the whole state ({error})", cause=error)
     except FencedError as error:
-        return str(error), error, True
+        return _Outcome(problem=str(error), cause=error)
     except Exception as error:
-        return f"the manifest could not be written ({error})", error, True
+        return _Outcome(problem=f"the manifest could not be written ({error})", cause=error)
     content = manifest.to_bytes()
     try:
         _create_manifest(store, manifest, content)
@@ -121,12 +143,23 @@ def _commit(store: Store, manifest: Manifest) -> tuple[str | None, Exception | N
         # The answer may have been lost and not the manifest.
         found = _stored_bytes(store, manifest.step)
         if found == content:
-            return None, None, True
+            return _Outcome()
         if isinstance(error, AlreadyExistsError):
-            problem = f"step {manifest.step} is committed already, by another attempt or an earlier save"
-            return problem, error, found is not None
-        return f"the manifest could not be written ({error})", error, False
-    return None, None, True
+            if _is_own(store, manifest):
+                return _Outcome(is_earlier=True)
+            problem = f"step {manifest.step} is committed already, by another attempt"
+            return _Outcome(problem=problem, cause=error, is_certain=found is not None)
+        return _Outcome(problem=f"the manifest could not be written ({error})", cause=error, is_certain=False)
+    return _Outcome()
+
+
+def _is_own(store: Store, manifest: Manifest) -> bool:
+    """Whether this attempt has committed the step before, in a try whose answer was lost."""
+    try:
+        found = examine(store, manifest.step, "sizes")
+    except OSError:
+        return False
+    return isinstance(found, Manifest) and found.attempt == manifest.attempt
 
 
 def _create_manifest(store: Store, manifest: Manifest, content: bytes) -> None:
@@ -166,7 +199,8 @@ def _clear_dead(store: Store, manifest: Manifest) -> None:
     if not isinstance(found, Manifest) or read_lineage(store).holds(manifest.step, found.attempt):
         raise AlreadyExistsError(f"step {manifest.step} has a manifest")
     reason = f"attempt {manifest.attempt} trained this step anew, attempt {found.attempt} had ended before it"
-    set_aside(store, Damage(step=manifest.step, reason=reason, kind="superseded"), attempt=manifest.attempt)
+    damage = Damage(step=manifest.step, reason=reason, kind="superseded", attempt=found.attempt)
+    set_aside(store, damage, attempt=manifest.attempt)
 
 
 def _delete_own(store: Store, step: int, file: str) -> None:

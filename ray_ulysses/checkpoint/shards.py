@@ -9,7 +9,7 @@ header. Nothing is pickled.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -19,6 +19,7 @@ from ray_ulysses.checkpoint.checksums import BLOCK_BYTES, BlockSums, block_sums,
 from ray_ulysses.checkpoint.intervals import Interval
 from ray_ulysses.checkpoint.state import Piece, dtype_name
 from ray_ulysses.storage import Buffer, Store
+from ray_ulysses.storage.store import read_exactly
 
 SUMS_KEY = "block_sums"
 CHUNK_BYTES = 16 * 2**20
@@ -126,7 +127,7 @@ def read_sums(store: Store, folder: str, entry: ShardEntry) -> BlockSums:
         if size != entry.num_bytes:
             raise ShardDamage(f"{entry.file} has {size} bytes instead of {entry.num_bytes}")
         stream.seek(entry.sums_offset)
-        values = stream.read(entry.num_bytes - entry.sums_offset)
+        values = read_exactly(stream, entry.num_bytes - entry.sums_offset)
     if checksum(values) != entry.sums_sum:
         raise ShardDamage(f"{entry.file}: the table of checksums is wrong (from byte {entry.sums_offset} on)")
     return BlockSums(values=values)
@@ -156,8 +157,14 @@ def find_damage(store: Store, folder: str, entry: ShardEntry, *, read_content: b
     return None
 
 
-def verified_chunks(store: Store, folder: str, entry: ShardEntry) -> Iterator[int]:
+def verified_chunks(store: Store, folder: str, entry: ShardEntry, *, unless: Collection[str] = ()) -> Iterator[int]:
     """Read a whole shard and verify every byte; yield how many were read, chunk by chunk.
+
+    Args:
+        store: Where it is.
+        folder: The checkpoint's folder.
+        entry: What the manifest says about it.
+        unless: Keys that need not be read.
 
     Raises:
         ShardDamage: It is not what was written.
@@ -166,14 +173,17 @@ def verified_chunks(store: Store, folder: str, entry: ShardEntry) -> Iterator[in
     sums = read_sums(store, folder, entry)
     yield len(sums.values)
     with store.open(f"{folder}/{entry.file}") as stream:
-        header = stream.read(entry.header_bytes)
+        header = read_exactly(stream, entry.header_bytes)
         if checksum(header) != entry.header_sum:
             raise ShardDamage(f"{entry.file}: the header's checksum is wrong (bytes 0 to {entry.header_bytes - 1})")
         yield len(header)
         for stored in entry.intervals:
+            if stored.interval.key in unless:
+                continue
+            stream.seek(stored.offset)
             for start in range(0, stored.num_bytes, CHUNK_BYTES):
                 size = min(CHUNK_BYTES, stored.num_bytes - start)
-                content = stream.read(size)
+                content = read_exactly(stream, size)
                 if len(content) != size:
                     raise ShardDamage(f"{entry.file} ends too early, in {stored.interval.key}")
                 check_blocks(entry, stored, sums, content, start)

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +18,10 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2.api.config import FailureConfig
 
 from ray_ulysses.cluster.session import missing_resources, ray_session, session_logs
-from ray_ulysses.cluster.worker import refusal, train_worker
+from ray_ulysses.cluster.worker import leave_refusal, refusal, train_worker
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.logging import get_logger
+from ray_ulysses.storage.holding import HoldWatch
 from ray_ulysses.storage.lock import RunLock
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.trainer.checkpoint_store import checkpoint_lock, checkpoint_store
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ray_ulysses.config import Config
+    from ray_ulysses.storage.holding import Hold
     from ray_ulysses.tracking.history import RunHistory
     from ray_ulysses.trainer.preflight import PreparedRun
 
@@ -74,7 +76,7 @@ def train(prepared: PreparedRun, console: Console) -> TrainResult:
     started = time.monotonic()
     check_writable(config)
     check_resume(prepared)
-    with RunLock(config.run_dir) as lock, checkpoint_lock(config):
+    with RunLock(config.run_dir) as lock, checkpoint_lock(config) as lease:
         if lock.taken_over_from is not None:
             console.print(f"taken over from {lock.taken_over_from}, which ended without a word", soft_wrap=True)
         # Once more: another command may have started the run between the check and the lock.
@@ -89,13 +91,13 @@ def train(prepared: PreparedRun, console: Console) -> TrainResult:
         with ray_session(config.cluster.address, cpus=_cpus(config), environment=_worker_environment()) as embedded:
             if not embedded:
                 _say_what_is_missing(config, console)
-            _run_workers(prepared, session, console)
+            _run_workers(prepared, session, console, [lock] if lease is None else [lock, lease])
         clear_stop(config.run_dir)
     history = read_history(config.run_dir, store=checkpoint_store(config))
     return TrainResult(history=history, was_complete=False, seconds=time.monotonic() - started)
 
 
-def _run_workers(prepared: PreparedRun, session: str, console: Console) -> None:
+def _run_workers(prepared: PreparedRun, session: str, console: Console, holds: Sequence[Hold]) -> None:
     config = prepared.config
     trainer = _trainer(config, session)
     failure: list[BaseException] = []
@@ -116,15 +118,43 @@ def _run_workers(prepared: PreparedRun, session: str, console: Console) -> None:
         console=console,
         log_every_steps=config.run.log_every_steps,
     )
-    with _requests_by_signal(config.run_dir, session, console), view:
+    with _requests_by_signal(config.run_dir, session, console), view, HoldWatch(holds) as watch:
         thread.start()
-        while thread.is_alive():
-            thread.join(timeout=0.2)
+        wait_while_held(thread, watch, config.run_dir, session)
+        if failure:
+            # It may be what the loss of the run has done to the workers.
+            watch.look()
+            end_if_lost(watch, config.run_dir, session)
     if failure:
         text = refusal(config.run_dir, session)
         if text is not None:
             raise UserError(text) from failure[0]
         raise RunError(_failure_text(config, failure[0], logs)) from failure[0]
+
+
+def wait_while_held(thread: threading.Thread, watch: HoldWatch, run_dir: Path, session: str) -> None:
+    """Wait for the thread that runs the workers, for as long as the run is this command's.
+
+    Raises:
+        RunError: Another process has taken the run over; the workers end with the connection to Ray, which the caller
+            gives up, without another checkpoint.
+    """
+    while thread.is_alive():
+        end_if_lost(watch, run_dir, session)
+        thread.join(timeout=0.2)
+
+
+def end_if_lost(watch: HoldWatch, run_dir: Path, session: str) -> None:
+    """Raise `RunError` if another process has the run now; then no attempt of this session begins any more."""
+    if watch.problem is None:
+        return
+    text = (
+        f"{watch.problem}; this command ends at once and saves nothing more. Nothing that was committed is lost, and "
+        "the other goes on from it. Let one command at a time train a run"
+    )
+    # Ray would start the workers anew if one of them ended before the others.
+    leave_refusal(run_dir, session, text)
+    raise RunError(text) from watch.problem
 
 
 def _trainer(config: Config, session: str) -> TorchTrainer:

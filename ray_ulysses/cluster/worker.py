@@ -13,7 +13,9 @@ import ray.train
 import ray.train.torch
 import torch
 
+from ray_ulysses.checkpoint import FencedError
 from ray_ulysses.checkpoint.exchange import TorchExchange
+from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.cluster.preemption import preemption_noticed
 from ray_ulysses.cluster.stream import RaySource
 from ray_ulysses.config.loading import parse_config
@@ -22,8 +24,10 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.logging import configure_logging
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
+from ray_ulysses.trainer.checkpoint_store import checkpoint_store
 from ray_ulysses.trainer.data import moved_sources
 from ray_ulysses.trainer.loop import run_attempt
+from ray_ulysses.trainer.takeover import is_taken_over, taken_over_text
 from ray_ulysses.trainer.worker import Worker
 
 if TYPE_CHECKING:
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from ray_ulysses.data.reader import RowReader
     from ray_ulysses.data.row_source import RowSource
     from ray_ulysses.parallel.layout import ParallelLayout
+    from ray_ulysses.storage import Store
 
 REFUSAL_FOLDER = "refused"
 
@@ -67,18 +72,30 @@ def train_worker(job: dict[str, Any]) -> None:
         run_attempt(config, worker)
     except UserError as error:
         # Trying again can't mend what the user gave: the next attempt of this session ends at once.
-        _leave_refusal(config.run_dir, session, error)
+        leave_refusal(config.run_dir, session, str(error))
+        raise
+    except FencedError:
+        # Trying again would take the run back from who has it now, unless that is a newer attempt of this session.
+        refuse_if_taken_over(config.run_dir, checkpoint_store(config), session)
         raise
 
 
-def _leave_refusal(run_dir: Path, session: str, error: UserError) -> None:
-    """Say why, for the driver and for the next attempt; the first rank's word stands."""
+def refuse_if_taken_over(run_dir: Path, store: Store, session: str) -> None:
+    """Leave a refusal if the newest attempt is certainly another command's; a storage that is away proves nothing."""
+    with contextlib.suppress(OSError):
+        newest = read_lineage(store).newest_attempt
+        if is_taken_over(run_dir, newest, session):
+            leave_refusal(run_dir, session, taken_over_text(newest))
+
+
+def leave_refusal(run_dir: Path, session: str, text: str) -> None:
+    """Say why this session is to end, for the driver and for its next attempt; the first word stands."""
     with contextlib.suppress(AlreadyExistsError, OSError):
-        LocalStore(run_dir).create(f"{REFUSAL_FOLDER}/{session}", [str(error).encode()])
+        LocalStore(run_dir).create(f"{REFUSAL_FOLDER}/{session}", [text.encode()])
 
 
 def refusal(run_dir: Path, session: str) -> str | None:
-    """Return why a worker of this session refused the user's input, or ``None``."""
+    """Return why this session is to end, or ``None``: the user's input can't be used, or the run is another's now."""
     try:
         return read_bytes(LocalStore(run_dir), f"{REFUSAL_FOLDER}/{session}").decode()
     except OSError:

@@ -100,7 +100,7 @@ class ModelSection(Section):
             try:
                 parse_reference(value)
             except ReferenceProblem as error:
-                raise refusal(error.rule, error.way_out) from error
+                raise refusal(error.rule, error.way_out, error.shown) from error
         return value
 
     @field_validator("config")

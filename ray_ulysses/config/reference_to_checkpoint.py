@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.location import absolute_location
+from ray_ulysses.storage.location import LocationError, absolute_location, parse_location, without_secret
 
 Which = int | Literal["latest", "best"]
 """A step, the newest checkpoint, or the one of the lowest loss."""
@@ -29,13 +29,14 @@ class ReferenceProblem(UserError):
     """A text names no checkpoint.
 
     Attributes:
+        shown: The text, less any secret.
         rule: The rule that it breaks.
         way_out: What to write instead.
     """
 
     def __init__(self, text: str, rule: str, way_out: str = _FORMS) -> None:
-        self.rule, self.way_out = rule, way_out
-        super().__init__(f"{SETTING}={text!r}: {rule}; {way_out}")
+        self.shown, self.rule, self.way_out = without_secret(text), rule, way_out
+        super().__init__(f"{SETTING}={self.shown!r}: {rule}; {way_out}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +85,15 @@ def parse_reference(text: str) -> RunReference | MlflowReference:
         raise ReferenceProblem(text, "must name a checkpoint, without blanks around it")
     if text.startswith(_MLFLOW):
         return _parse_mlflow(text)
+    reference = _parse_run(text)
+    try:
+        parse_location(reference.location)
+    except LocationError as error:
+        raise ReferenceProblem(text, error.rule, error.way_out) from error
+    return reference
+
+
+def _parse_run(text: str) -> RunReference:
     run, mark, selector = text.rpartition("@")
     # What follows the mark in s3://key@bucket/runs is a part of the path.
     if mark and "/" not in selector:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from ray_ulysses.config.schema import Config
 from ray_ulysses.errors import Problem
@@ -32,6 +34,9 @@ FIXED: dict[str, str] = {
     "schedule.min_lr_ratio": "it belongs to the curve",
     "tracking.experiment": "a run stays one MLflow run for life",
 }
+
+# What a run is called, here and in MLflow: its state may go on under another name elsewhere.
+_NAMES = frozenset({"run.name", "tracking.experiment"})
 
 #: Settings of the data plan: they stay, unless a change is asked for as a branch of the plan (``train --branch``).
 BRANCHABLE: dict[str, str] = {
@@ -69,7 +74,8 @@ FREE: dict[str, str] = {
     "memory.nvme_path": "",
     "memory.device_gib": "",
     "memory.host_gib": "",
-    "checkpoint.storage": "when what is there was moved; where no checkpoint is found, the run begins anew",
+    "checkpoint.storage": "when what is there was moved; where the checkpoints of a run that has saved are not "
+    "found, or are all damaged, it does not begin anew but ends and says so",
     "checkpoint.every_steps": "",
     "checkpoint.every_minutes": "",
     "checkpoint.keep_last": "",
@@ -129,10 +135,28 @@ def resume_conflicts(old: Config, new: Config, *, branch: bool = False) -> tuple
     )
 
 
+def resume_settings(config: Config) -> dict[str, Any]:
+    """Return the settings that a state belongs to, by path, as JSON values: equal for all attempts of a run."""
+    settings = {path: _setting(config, path) for path in FIXED if path not in _NAMES}
+    values: dict[str, Any] = json.loads(json.dumps(settings))
+    return values
+
+
+def settings_that_differ(stored: Mapping[str, Any], config: Config) -> str:
+    """Return in words what a configuration sets otherwise than the one that a state was written under.
+
+    Args:
+        stored: What `resume_settings` returned of that one.
+        config: The present one.
+    """
+    now = resume_settings(config)
+    paths = [path for path in now if path in stored and stored[path] != now[path]]
+    return "; ".join(f"{path} is {now[path]!r} and was {stored[path]!r}" for path in paths)
+
+
 def resume_fingerprint(config: Config) -> str:
-    """Return a hash of the settings that may not change on resume: equal for all attempts of a run."""
-    fixed = {path: _setting(config, path) for path in FIXED}
-    text = json.dumps(fixed, sort_keys=True, separators=(",", ":"))
+    """Return a hash of `resume_settings`."""
+    text = json.dumps(resume_settings(config), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 

@@ -6,9 +6,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
+from ray_ulysses.config.reference_to_checkpoint import MlflowReference, parse_reference
 from ray_ulysses.config.schema import Config
 from ray_ulysses.errors import Problem, UserError
 from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.storage.location import without_secret
 
 _SERVERS = ("http://", "https://")
 
@@ -114,7 +116,8 @@ def _best_has_a_metric(config: Config) -> Iterator[Problem]:
             path="checkpoint.keep_best",
             value=config.checkpoint.keep_best,
             rule="checkpoint.best_metric=eval_loss needs evaluations, and run.eval_every_steps is null",
-            way_out="set run.eval_every_steps to a divisor of checkpoint.every_steps, or checkpoint.best_metric: loss",
+            way_out="set run.eval_every_steps to a divisor or a multiple of checkpoint.every_steps, or "
+            "checkpoint.best_metric: loss",
         )
 
 
@@ -276,10 +279,22 @@ def _network_storage_has_a_server(config: Config) -> Iterator[Problem]:
     if uri is None or not (uri == "databricks" or uri.startswith(_SERVERS)):
         yield Problem(
             path="tracking.uri",
-            value=uri,
+            value=None if uri is None else without_secret(uri),
             rule="run.storage_kind=nfs needs an MLflow server, since SQLite is not safe there",
             way_out="give the server's http:// or https:// address, or set tracking.enabled=false",
         )
+
+
+def _mlflow_reference_has_a_server(config: Config) -> Iterator[Problem]:
+    asked = config.model.resume_from
+    if asked is None or config.tracking.enabled or not isinstance(parse_reference(asked), MlflowReference):
+        return
+    yield Problem(
+        path="tracking.enabled",
+        value=False,
+        rule=f"model.resume_from={asked!r} is looked up in MLflow, which is off",
+        way_out="set tracking.enabled: true, or name the run's directory or store in model.resume_from",
+    )
 
 
 _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
@@ -297,4 +312,5 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _nvme_has_a_place,
     _kernel_suits_the_device,
     _network_storage_has_a_server,
+    _mlflow_reference_has_a_server,
 )

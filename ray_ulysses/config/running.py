@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from ray_ulysses.config.section import Section, refusal
-from ray_ulysses.storage.location import LocationError, parse_location
+from ray_ulysses.storage.location import LocationError, parse_location, without_secret
 
 _TRACKING_SCHEMES = ("http://", "https://", "sqlite:///", "postgresql", "mysql", "mssql")
 
@@ -169,6 +169,7 @@ class TrackingSection(Section):
             raise refusal(
                 "must be the URI of an MLflow server or database",
                 "write http://host:port, https://host or sqlite:///path/to/mlflow.db, or leave it out",
+                without_secret(value),
             )
         return value
 

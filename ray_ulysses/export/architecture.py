@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,7 @@ class Architecture:
         return found
 
 
-def describe(config: Config, weights: WeightType, eos_token_id: int | None) -> Architecture:
+def describe(config: Config, weights: WeightType, end_tokens: Sequence[int] = ()) -> Architecture:
     """Return a run's model without its weights.
 
     Rotary scaling and ``max_position_embeddings`` stay as the run trained with them.
@@ -73,7 +74,8 @@ def describe(config: Config, weights: WeightType, eos_token_id: int | None) -> A
     Args:
         config: The run's configuration.
         weights: Precision of the exported weights.
-        eos_token_id: The token that ended every document of the run's corpus; None where it is not known.
+        end_tokens: The tokens that end a text: the one that ended every document of the run's corpus, and that of the
+            tokenizer that is exported, where it is another one; empty where neither is known.
 
     Raises:
         UserError: The model's configuration can't be read.
@@ -81,17 +83,17 @@ def describe(config: Config, weights: WeightType, eos_token_id: int | None) -> A
     from transformers import AutoModelForCausalLM
 
     hf_config = described_config(config)
-    if config.model.init == "random" and eos_token_id is not None and config.model.config is not None:
+    if config.model.init == "random" and config.model.config is not None:
         for name in _TOKEN_SETTINGS:
             if hasattr(hf_config, name) and name not in config.model.config:
-                setattr(hf_config, name, eos_token_id if name == "eos_token_id" else None)
+                setattr(hf_config, name, merged_ends(None, end_tokens) if name == "eos_token_id" else None)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(hf_config)
     model.config.dtype = _DTYPE_NAMES[config.model.dtype if weights == "model" else weights]
     model.config.architectures = [type(model).__name__]
     # A path of the machine that trained it.
     model.config._name_or_path = ""
-    generation = _generation(config, model, eos_token_id) if model.can_generate() else None
+    generation = _generation(config, model, end_tokens) if model.can_generate() else None
     return Architecture(model=model, generation=generation)
 
 
@@ -115,8 +117,8 @@ def with_older_names(fields: dict[str, Any]) -> dict[str, Any]:
     return older | fields
 
 
-def _generation(config: Config, model: Any, eos_token_id: int | None) -> dict[str, Any]:
-    """Return how to generate: as the base model says, and until the token that ended the run's documents."""
+def _generation(config: Config, model: Any, end_tokens: Sequence[int]) -> dict[str, Any]:
+    """Return how to generate: as the base model says, and until a token that ends a text."""
     from transformers import GenerationConfig
 
     found = None
@@ -128,13 +130,12 @@ def _generation(config: Config, model: Any, eos_token_id: int | None) -> dict[st
             found = None
     found = GenerationConfig.from_model_config(model.config) if found is None else found
     fields: dict[str, Any] = json.loads(found.to_json_string(use_diff=True))
-    fields["eos_token_id"] = merged_ends(fields.get("eos_token_id"), eos_token_id)
+    fields["eos_token_id"] = merged_ends(fields.get("eos_token_id"), end_tokens)
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def merged_ends(known: int | list[int] | None, trained: int | None) -> int | list[int] | None:
-    """Return the tokens that end a text: those of the base model, and before them the one trained with (pure)."""
+def merged_ends(known: int | list[int] | None, trained: Sequence[int]) -> int | list[int] | None:
+    """Return the tokens that end a text: those of the base model, and before them those trained with (pure)."""
     ends = [known] if isinstance(known, int) else list(known or ())
-    if trained is not None and trained not in ends:
-        ends.insert(0, trained)
+    ends = [*(token for token in trained if token not in ends), *ends]
     return ends[0] if len(ends) == 1 else (ends or None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 from ray_ulysses.export.report import ExportReport
 
@@ -61,7 +62,7 @@ def context_words(report: ExportReport) -> str:
 
 def python_lines(report: ExportReport, path: str) -> list[str]:
     """Return the lines of Python that load a directory."""
-    classes, quoted = "AutoModelForCausalLM", json.dumps(path)
+    classes, quoted = "AutoModelForCausalLM", json.dumps(path, ensure_ascii=False)
     lines = [f'model = AutoModelForCausalLM.from_pretrained({quoted}, dtype="auto")']
     if report.has_tokenizer:
         classes += ", AutoTokenizer"
@@ -71,4 +72,4 @@ def python_lines(report: ExportReport, path: str) -> list[str]:
 
 def serve_line(report: ExportReport, path: str) -> str:
     """Return the command that serves a directory with vLLM."""
-    return f"vllm serve {path} --max-model-len {report.serving_tokens}"
+    return f"vllm serve {shlex.quote(path)} --max-model-len {report.serving_tokens}"

@@ -10,7 +10,7 @@ whatever the weights' type. One of them is in memory at a time.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +75,7 @@ def check_export(
         sample: What both are given.
 
     Raises:
-        RunError: The directory can't be loaded whole.
+        RunError: The directory can't be loaded whole, or the live model has diverged.
     """
     live = _live_logits(config, model_config, stored, weights, sample)
     # Hooks and modules hold one another: without this the live model would stay beside the exported one.
@@ -107,14 +107,25 @@ def _live_logits(
         model: Any = build_model(_filled_config(config, model_config))
     # Transformers 5.23 ties in the same function that draws.
     model.tie_weights()
-    _fill(model, stored, weights)
+    not_finite = _fill(model, stored, weights)
     mesh = SequenceMesh.from_group(None)
     apply_ulysses(model.eval(), mesh, attention="math")
     tokens = torch.tensor([[token for document in sample.documents for token in document]])
     lengths = [[len(document) for document in sample.documents]]
     batch = shard_batch(tokens, tokens, lengths, mesh)
     logits: torch.Tensor = unshard(model(**batch.model_inputs()).logits, batch)[0]
+    if not bool(logits.isfinite().all()):
+        raise _diverged(not_finite)
     return logits
+
+
+def _diverged(not_finite: Sequence[str]) -> RunError:
+    """Return the error for a model whose logits are no numbers: nothing equals them, not even they themselves."""
+    where = f"nor {len(not_finite)} of its weights ({not_finite[0]})" if not_finite else "though its weights are"
+    return RunError(
+        f"the export failed its check: the live model's logits are not finite, {where}: the run had diverged by that "
+        "step. Nothing was published; export an earlier step with --step, or this one with --no-check"
+    )
 
 
 def _filled_config(config: Config, model_config: Mapping[str, Any]) -> Config:
@@ -123,15 +134,25 @@ def _filled_config(config: Config, model_config: Mapping[str, Any]) -> Config:
     return config.model_copy(update={"model": model, "memory": memory})
 
 
-def _fill(model: Any, stored: Mapping[str, Stored], weights: Weights) -> None:
-    """Fill a model's tensors; those that share memory with another were stored once."""
+def _fill(model: Any, stored: Mapping[str, Stored], weights: Weights) -> list[str]:
+    """Fill a model's tensors; those that share memory with another were stored once.
+
+    Returns:
+        The names of those weights that are not finite.
+    """
     targets: dict[str, torch.Tensor] = model.state_dict()
     by_key = {place.key: targets[name] for name, place in stored.items()}
+    not_finite: dict[str, None] = {}
     stretches = [Stretch(stored=place, start=0, stop=targets[name].numel()) for name, place in stored.items()]
     for stretch, values in weights.read_ahead(stretches):
         target = by_key[stretch.stored.key]
         assert target.is_contiguous(), f"{stretch.stored.key} is not contiguous in the model"
         target.view(-1)[stretch.start : stretch.stop].copy_(values)
+        # A buffer may hold infinities: a mask does.
+        kind, name = stretch.stored.key.split("/", 1)
+        if kind != "buffer" and not bool(values.isfinite().all()):
+            not_finite[name] = None
+    return list(not_finite)
 
 
 @torch.no_grad()

@@ -4,79 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
+import glob
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.export.record import RECORD_FILE, Existing, Identity, Record, read_existing
 from ray_ulysses.export.report import decimal_size
 
-RECORD_FILE = "ray_ulysses_export.json"
 _LOCK_FILE = ".exporting"
-_SPARE_BYTES = 64 * 2**20
+_MOST_NAMED = 3
+# The model card, the record, and what a file system needs beside the bytes of a file.
+_LEAST_SPARE_BYTES = 2**20
+_SPARE_SHARE = 128
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Identity:
-    """What decides whether two exports are the same.
+def refuse_place(out: Path, own: Sequence[Path], exports: Path) -> None:
+    """Refuse to publish among a run's own files, which the run deletes when it needs them no more.
 
-    Attributes:
-        manifest: Hash of the checkpoint's manifest.
-        weights: Precision of the weights.
-        max_shard_bytes: Most bytes of tensors in a file.
-        tokenizer: Hash of the tokenizer's files.
-        checked: Whether it was held against the live model.
+    Args:
+        out: The directory to publish.
+        own: Directories whose content is the run's.
+        exports: The one in which exports may lie nevertheless.
+
+    Raises:
+        UserError: It lies in one of them.
     """
-
-    manifest: str
-    weights: str
-    max_shard_bytes: int
-    tokenizer: str
-    checked: bool
-
-    def differences(self, other: Identity) -> list[str]:
-        """Return what another one, which is there already, lacks of this one, in words."""
-        found = ["it is of another checkpoint"] if self.manifest != other.manifest else []
-        if self.weights != other.weights:
-            found.append(f"its weights are --dtype {other.weights}")
-        if self.max_shard_bytes != other.max_shard_bytes:
-            found.append(f"its files hold up to {decimal_size(other.max_shard_bytes)}")
-        if self.tokenizer != other.tokenizer:
-            found.append("its tokenizer is another one")
-        if self.checked and not other.checked:
-            found.append("it was not checked")
-        return found
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
-    """What a directory says of how it was made, in ``ray_ulysses_export.json``.
-
-    Attributes:
-        identity: What it is an export of.
-        report: What was reported.
-    """
-
-    identity: Identity
-    report: Mapping[str, Any]
-
-    def to_bytes(self) -> bytes:
-        """Return the file."""
-        return json.dumps(asdict(self), indent=2, sort_keys=True).encode() + b"\n"
-
-
-def read_record(directory: Path) -> Record | None:
-    """Return what a directory says of itself; None where it is no export."""
-    try:
-        fields = json.loads((directory / RECORD_FILE).read_bytes())
-        return Record(identity=Identity(**fields["identity"]), report=fields["report"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+    place = _real(out)
+    if _real(exports) in place.parents:
+        return
+    for directory in own:
+        if _real(directory) in (place, *place.parents):
+            raise UserError(
+                f"--out={str(out)!r}: lies in {directory}, where the run keeps, and deletes, files of its own; give a "
+                f"directory below {exports}, or elsewhere"
+            )
 
 
 def already_exported(out: Path, identity: Identity, *, overwrite: bool) -> Record | None:
@@ -92,24 +57,40 @@ def already_exported(out: Path, identity: Identity, *, overwrite: bool) -> Recor
 
     Raises:
         UserError: Something else is there.
+        RunError: It can't be looked into.
     """
+    try:
+        return _already_exported(out, identity, overwrite)
+    except OSError as error:
+        raise RunError(
+            f"--out={str(out)!r}: can't be looked into ({error.strerror or error}); give another directory"
+        ) from error
+
+
+def _already_exported(out: Path, identity: Identity, overwrite: bool) -> Record | None:
     if not out.exists() and not out.is_symlink():
         return None
     if not out.is_dir():
         raise UserError(f"--out={str(out)!r}: is a file; give a directory")
     if not any(out.iterdir()):
         return None
-    record = read_record(out)
-    if record is None:
+    there = read_existing(out)
+    if there is None:
         raise UserError(
             f"--out={str(out)!r}: holds something that is no export of ray-ulysses, which is never overwritten; give "
             "another directory, or empty it"
         )
-    differences = identity.differences(record.identity)
+    if overwrite:
+        others = _not_exported(out, there)
+        if others:
+            raise UserError(f"--out={str(out)!r}: {others}; move that elsewhere, or give another directory")
+        return None
+    if there.record is None:
+        differences = ["another version of ray-ulysses wrote it"]
+    else:
+        differences = identity.differences(there.record.identity) or _missing(out, there.files)
     if not differences:
-        differences = _missing(out, record.report["files"])
-    if overwrite or not differences:
-        return None if overwrite else record
+        return there.record
     raise UserError(
         f"--out={str(out)!r}: holds another export of ray-ulysses ({'; '.join(differences)}); add --overwrite to "
         "replace it, or give another directory"
@@ -119,6 +100,16 @@ def already_exported(out: Path, identity: Identity, *, overwrite: bool) -> Recor
 def _missing(out: Path, files: Mapping[str, int]) -> list[str]:
     sizes = {path.name: path.stat().st_size for path in out.iterdir()}
     return [f"{name} is not what was exported" for name, size in files.items() if sizes.get(name) != size]
+
+
+def _not_exported(out: Path, there: Existing) -> str:
+    """Return in words what lies in an exported directory and was not exported; empty where nothing does."""
+    own = {*there.files, RECORD_FILE, _LOCK_FILE}
+    others = sorted(path.name for path in out.iterdir() if path.name not in own)
+    if not others:
+        return ""
+    more = f" and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
+    return f"holds what no export wrote ({', '.join(others[:_MOST_NAMED])}{more}), which is never overwritten"
 
 
 @contextlib.contextmanager
@@ -132,16 +123,18 @@ def unpublished(out: Path, num_bytes: int) -> Iterator[Path]:
         num_bytes: What will be written, so that too small a disk is refused before.
 
     Raises:
-        RunError: The disk is too small, or can't be written, or another process exports to the same place.
+        RunError: The disk is too small, or can't be written, another process exports to the same place, or what is
+            there by now is not only an export.
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         _sweep(out)
         free = shutil.disk_usage(out.parent).free
-        if free < num_bytes + _SPARE_BYTES:
+        spare = max(_LEAST_SPARE_BYTES, num_bytes // _SPARE_SHARE)
+        if free < num_bytes + spare:
             raise RunError(
-                f"--out={str(out)!r}: the export takes {decimal_size(num_bytes)}, and {decimal_size(free)} are free "
-                "there; make room or give another directory"
+                f"--out={str(out)!r}: the export takes {decimal_size(num_bytes)} and a reserve of "
+                f"{decimal_size(spare)}, and {decimal_size(free)} are free there; make room or give another directory"
             )
         folder = out.parent / f"{_prefix(out)}{uuid.uuid4().hex[:8]}"
         folder.mkdir()
@@ -163,6 +156,11 @@ def unpublished(out: Path, num_bytes: int) -> Iterator[Path]:
         os.close(descriptor)
 
 
+def _real(path: Path) -> Path:
+    # Not `Path.resolve`, which raises for a circle of links.
+    return Path(os.path.realpath(path))
+
+
 def _prefix(out: Path) -> str:
     return f".{out.name}.exporting-"
 
@@ -180,7 +178,7 @@ def _lock(folder: Path) -> int:
 
 def _sweep(out: Path) -> None:
     """Delete what dead exports to the same place have left."""
-    for leftover in out.parent.glob(f"{_prefix(out)}*"):
+    for leftover in out.parent.glob(f"{glob.escape(_prefix(out))}*"):
         try:
             descriptor = _lock(leftover)
         except BlockingIOError as error:
@@ -198,6 +196,11 @@ def _publish(folder: Path, out: Path) -> None:
     _sync(folder)
     old = None
     if out.is_dir() and any(out.iterdir()):
+        there = read_existing(out)
+        # An export takes long enough for somebody to put something there meanwhile.
+        others = "holds something that is no export by now" if there is None else _not_exported(out, there)
+        if others:
+            raise RunError(f"--out={str(out)!r}: {others}; nothing was published. Give another directory")
         # Under a name that the next export sweeps, should this process die between the two renames.
         old = out.parent / f"{_prefix(out)}{uuid.uuid4().hex[:8]}"
         out.rename(old)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,17 +14,19 @@ from ray_ulysses.errors import RunError
 from ray_ulysses.export.architecture import Architecture, describe
 from ray_ulysses.export.card import model_card
 from ray_ulysses.export.check import check_export, refuse_small_memory
-from ray_ulysses.export.directory import RECORD_FILE, Identity, Record, already_exported, unpublished
+from ray_ulysses.export.directory import already_exported, refuse_place, unpublished
 from ray_ulysses.export.files import INDEX_FILE, WeightFile, index_json, lay_out
+from ray_ulysses.export.record import RECORD_FILE, Identity, Record
 from ray_ulysses.export.report import CheckResult, ExportReport, decimal_size
 from ray_ulysses.export.request import ExportRequest
 from ray_ulysses.export.sample import take_sample
-from ray_ulysses.export.source import choose_checkpoint, read_config
+from ray_ulysses.export.source import find_checkpoint, read_config
 from ray_ulysses.export.stream import Weights, write_files
 from ray_ulysses.export.tensors import Stored, published_tensors, stored_tensors
 from ray_ulysses.export.tokenizer_files import TokenizerFiles, find_tokenizer
+from ray_ulysses.storage import LocalStore
 from ray_ulysses.storage.store import read_bytes
-from ray_ulysses.trainer.checkpoint_store import checkpoint_store
+from ray_ulysses.trainer.checkpoint_store import checkpoint_location, storage_answers
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -64,13 +66,12 @@ def export_run(request: ExportRequest, say: _Say, clock: Clock | None = None) ->
 
     Raises:
         UserError: Something asked for can't be had.
-        RunError: The checkpoint is damaged, the disk is full, or the check fails; then nothing was published.
+        RunError: The checkpoint is damaged or its storage does not answer, the disk is full, or the check fails; then
+            nothing was published.
     """
     config = read_config(request.run_dir)
-    store = checkpoint_store(config, request.run_dir)
-    return export_checkpoint(
-        store, choose_checkpoint(store, request.step), config, request, say, clock or SystemClock()
-    )
+    store, manifest = find_checkpoint(config, request.run_dir, request.step)
+    return export_checkpoint(store, manifest, config, request, say, clock or SystemClock())
 
 
 def export_checkpoint(
@@ -90,14 +91,16 @@ def export_checkpoint(
     export = _prepare(store, manifest, config, request)
     record = already_exported(export.out, export.identity, overwrite=request.overwrite)
     if record is not None:
-        return _from_record(record, export.out)
+        # Wherever its directory lies now.
+        return replace(record.report, out=str(export.out), was_there=True)
     if request.check:
         refuse_small_memory(sum(tensor.num_elements for file in export.files for tensor in file.tensors))
     weights = Weights(store, manifest)
-    with unpublished(export.out, sum(file.num_bytes for file in export.files)) as folder:
-        small = export.architecture.files() | export.tokenizer.files
-        if len(export.files) > 1:
-            small[INDEX_FILE] = index_json(export.files)
+    small = export.architecture.files() | export.tokenizer.files
+    if len(export.files) > 1:
+        small[INDEX_FILE] = index_json(export.files)
+    num_bytes = sum(file.num_bytes for file in export.files) + sum(map(len, small.values()))
+    with unpublished(export.out, num_bytes) as folder:
         for name, content in small.items():
             (folder / name).write_bytes(content)
         write_files(folder, export.files, weights, lambda file: say(f"{file.name}: {decimal_size(file.num_bytes)}"))
@@ -108,21 +111,25 @@ def export_checkpoint(
         report = replace(
             report, files=report.files | {CARD_FILE: len(card)}, seconds=round(clock.monotonic() - started, 3)
         )
-        (folder / RECORD_FILE).write_bytes(Record(identity=export.identity, report=asdict(report)).to_bytes())
+        (folder / RECORD_FILE).write_bytes(Record(identity=export.identity, report=report).to_bytes())
     return report
 
 
 def _prepare(store: Store, manifest: Manifest, config: Config, request: ExportRequest) -> _Export:
     """Find out everything that can be refused before a byte is written."""
-    out = request.out or request.run_dir / EXPORT_FOLDER / Path(step_folder(manifest.step)).name
+    exports = request.run_dir / EXPORT_FOLDER
+    out = request.out or exports / Path(step_folder(manifest.step)).name
+    refuse_place(out, (request.run_dir, *([store.root] if isinstance(store, LocalStore) else [])), exports)
     tokenizer = find_tokenizer(request.run_dir, request.tokenizer)
-    architecture = describe(config, request.weights, tokenizer.eos_token_id)
+    architecture = describe(config, request.weights, tokenizer.end_tokens)
     tokenizer.refuse_unknown_tokens(architecture.vocab_size)
     stored = stored_tensors(architecture.model, manifest.state, request.weights, config.model.dtype)
     files = lay_out(published_tensors(architecture.model, stored), request.max_shard_bytes)
     contents = b"".join(name.encode() + b"\0" + content for name, content in sorted(tokenizer.files.items()))
+    with storage_answers(checkpoint_location(config, request.run_dir)):
+        committed = read_bytes(store, manifest_key(manifest.step))
     identity = Identity(
-        manifest=hashlib.sha256(read_bytes(store, manifest_key(manifest.step))).hexdigest()[:16],
+        manifest=hashlib.sha256(committed).hexdigest()[:16],
         weights=request.weights,
         max_shard_bytes=request.max_shard_bytes,
         tokenizer=hashlib.sha256(contents).hexdigest()[:16],
@@ -195,12 +202,3 @@ def _weights_words(export: _Export) -> str:
     if name == "fp32":
         return "fp32, the optimizer's master weights"
     return f"{name}, rounded from the fp32 master weights"
-
-
-def _from_record(record: Record, out: Path) -> ExportReport:
-    """Return what an earlier export reported, wherever its directory lies now."""
-    fields = dict(record.report)
-    check = CheckResult(**fields.pop("check")) if fields.get("check") else None
-    fields.pop("check", None)
-    fields |= {"out": str(out), "was_there": True}
-    return ExportReport(check=check, **fields)

@@ -14,7 +14,10 @@ WeightType = Literal["model", "fp32", "bf16", "fp16"]
 
 StepChoice = int | Literal["latest", "best"]
 
-_SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?i?b)$", re.IGNORECASE)
+# Python converts no number of any length, and nothing is as large as these.
+_SIZE = re.compile(r"^(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?i?b)$", re.IGNORECASE | re.ASCII)
+_STEP = re.compile(r"^[0-9]{1,15}$")
+_MOST_SHOWN = 40
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -84,8 +87,8 @@ def parse_step(text: str) -> StepChoice:
     """
     if text in ("latest", "best"):
         return "latest" if text == "latest" else "best"
-    if not text.isdecimal():
-        raise UserError(f"--step={text}: must be the number of a committed step, or latest, or best")
+    if not _STEP.match(text):
+        raise UserError(f"--step={_shown(text)}: must be the number of a committed step, or latest, or best")
     return int(text)
 
 
@@ -98,8 +101,12 @@ def parse_size(text: str) -> int:
     match = _SIZE.match(text.strip())
     size = int(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
     if size < 1:
-        raise UserError(f"--max-shard-size={text}: must be a number and a unit, such as 5GB, 500MB or 2GiB")
+        raise UserError(f"--max-shard-size={_shown(text)}: must be a number and a unit, such as 5GB, 500MB or 2GiB")
     return size
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def _parse_weights(text: str) -> WeightType:

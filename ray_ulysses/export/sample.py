@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ray_ulysses.data.corpus_set import CorpusSet
-from ray_ulysses.data.plan_files import PLAN_FOLDER, has_plan, load_plan
+from ray_ulysses.data.rows import Piece
 from ray_ulysses.errors import UserError
-from ray_ulysses.forensics.run_data import find_sources
+from ray_ulysses.export.planned_data import DATA_ERRORS, PlannedData, planned_data, unreadable_plan
 
 _NUM_DOCUMENTS = 2
 _MOST_TOKENS = 256
@@ -40,27 +40,35 @@ def take_sample(run_dir: Path, vocab_size: int, max_positions: int | None) -> Sa
     """
     most = min(_MOST_TOKENS, max_positions or _MOST_TOKENS)
     try:
-        documents = _first_documents(run_dir, most)
+        data = planned_data(run_dir)
+        pieces = _first_pieces(data) if data is not None else ()
     except UserError as error:
-        return _seeded(vocab_size, most, f"the run's corpus can't be read ({error})")
-    if len(documents) < _NUM_DOCUMENTS:
+        return _seeded(vocab_size, most, str(error))
+    if data is None or not pieces:
         return _seeded(vocab_size, most, "the run has no data plan, or too few documents")
+    corpora = CorpusSet(data.sources)
+    try:
+        read = [corpora.read(piece.document, piece.start, min(piece.length, most)) for piece in pieces]
+    except DATA_ERRORS as error:
+        return _seeded(vocab_size, most, f"the run's corpus can't be read ({error})")
+    documents = tuple(tuple(int(token) for token in tokens) for tokens in read)
     return Sample(documents=documents, origin="the run's first training rows")
 
 
-def _first_documents(run_dir: Path, most: int) -> tuple[tuple[int, ...], ...]:
-    if not has_plan(run_dir / PLAN_FOLDER):
-        return ()
-    plan = load_plan(run_dir / PLAN_FOLDER)
-    corpora = CorpusSet(find_sources(run_dir, plan))
-    found: list[tuple[int, ...]] = []
-    for row in range(min(plan.num_rows, _MOST_ROWS)):
-        for piece in plan.pieces(row):
-            if piece.length >= _LEAST_TOKENS:
-                tokens = corpora.read(piece.document, piece.start, min(piece.length, most))
-                found.append(tuple(int(token) for token in tokens))
-            if len(found) == _NUM_DOCUMENTS:
-                return tuple(found)
+def _first_pieces(data: PlannedData) -> tuple[Piece, ...]:
+    """Return the first pieces that are long enough; none where there are too few.
+
+    Raises:
+        UserError: The plan can't be read.
+    """
+    found: list[Piece] = []
+    try:
+        for row in range(min(data.plan.num_rows, _MOST_ROWS)):
+            found += [piece for piece in data.plan.pieces(row) if piece.length >= _LEAST_TOKENS]
+            if len(found) >= _NUM_DOCUMENTS:
+                return tuple(found[:_NUM_DOCUMENTS])
+    except DATA_ERRORS as error:
+        raise unreadable_plan(error) from error
     return ()
 
 

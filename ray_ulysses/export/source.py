@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-from ray_ulysses.checkpoint.choice import Damage, committed_steps, examine, newest_committed
+from ray_ulysses.checkpoint.choice import Damage, committed_steps, examine, newest_committed, read_committed
 from ray_ulysses.checkpoint.manifest import Manifest
-from ray_ulysses.checkpoint.named import best_of, nameable
+from ray_ulysses.checkpoint.named import best_of, nameable, unreadable
 from ray_ulysses.config import Config, load_config
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.request import StepChoice
 from ray_ulysses.storage import Store
+from ray_ulysses.storage.location import open_store
+from ray_ulysses.tracking.journal import read_records
+from ray_ulysses.trainer.checkpoint_store import checkpoint_location, storage_answers
 from ray_ulysses.trainer.settings import CONFIG_FILE
 
 
@@ -28,38 +33,100 @@ def read_config(run_dir: Path) -> Config:
     return load_config(path)
 
 
+def find_checkpoint(config: Config, run_dir: Path, step: StepChoice) -> tuple[Store, Manifest]:
+    """Return where a run's checkpoints lie, and the manifest of the one that is asked for.
+
+    Args:
+        config: The run's configuration.
+        run_dir: Its directory.
+        step: As `choose_checkpoint` takes it.
+
+    Raises:
+        UserError: There is no such checkpoint.
+        RunError: There is one, and it can't be used; or the storage does not answer, or has lost them all.
+    """
+    location = checkpoint_location(config, run_dir)
+    store = open_store(location)
+    with storage_answers(location):
+        if committed_steps(store):
+            return store, choose_checkpoint(store, step)
+    raise _none_committed(run_dir, location)
+
+
+def _none_committed(run_dir: Path, location: str) -> UserError | RunError:
+    """Return why a storage without a checkpoint is refused: the run has saved none, or they are not there now."""
+    try:
+        steps = saved_steps(read_records(run_dir))
+    except OSError as error:
+        return RunError(
+            f"{location} holds no committed checkpoint of the run, and its journal, which says whether it should, "
+            f"can't be read ({error.strerror or error})"
+        )
+    if not steps:
+        return UserError(
+            f"RUN: has no committed checkpoint in {location}; `ray-ulysses train` commits one every "
+            "checkpoint.every_steps"
+        )
+    return RunError(
+        f"{location} holds no committed checkpoint of the run, and its journal tells of {len(steps)}, the newest of "
+        f"step {steps[-1]}; see that the storage is there (mounted, and checkpoint.storage as it was), then try again"
+    )
+
+
+def saved_steps(records: Iterable[Mapping[str, Any]]) -> tuple[int, ...]:
+    """Return the steps that a journal says were committed and not set aside since, ascending (pure)."""
+    steps = set()
+    for record in records:
+        if record["event"] == "checkpoint_committed":
+            steps.add(int(record["step"]))
+        elif record["event"] == "checkpoint_set_aside":
+            steps.discard(int(record["step"]))
+    return tuple(sorted(steps))
+
+
 def choose_checkpoint(store: Store, step: StepChoice) -> Manifest:
     """Return the manifest of the checkpoint that is asked for; no tensor is read, only sizes are compared.
 
-    A damaged one is not passed over in silence: whoever asks for the newest is told which one is whole.
+    A damaged one, or one that can't be read now, is not passed over in silence: whoever asks for the newest is told
+    which one is whole, and whoever asks for the best, which one may have been it.
 
     Args:
-        store: The run's checkpoints.
+        store: The run's checkpoints, of which there is one at least.
         step: A step, ``latest``, or ``best``: the lowest evaluation loss, or training loss where none was evaluated.
 
     Raises:
         UserError: There is no such checkpoint.
         RunError: There is one, and it can't be used.
+        OSError: The storage does not answer.
     """
-    steps = committed_steps(store)
-    if not steps:
-        raise UserError(
-            "RUN: has no committed checkpoint; `ray-ulysses train` commits one every checkpoint.every_steps"
-        )
     if step == "latest":
         return _latest(store)
+    steps = committed_steps(store)
     if step == "best":
-        best = best_of(nameable(store))
-        if best is None:
-            raise UserError(f"--step=best: none of the run's checkpoints has a loss; give a step: {_listed(steps)}")
-        step = best
+        step = _best(store, steps)
     if step not in steps:
         raise UserError(f"--step={step}: is not a committed step of this run; give one of {_listed(steps)}")
     found = examine(store, step, "sizes")
     if isinstance(found, Damage):
-        others = _listed(tuple(other for other in steps if other != step)) or "there is none"
-        raise RunError(f"{found}; export another step with --step: {others}")
+        raise RunError(f"{found}; export another step with --step: {_others(steps, step)}")
     return found
+
+
+def _best(store: Store, steps: tuple[int, ...]) -> int:
+    committed = nameable(store)
+    unread = unreadable(committed)
+    if unread:
+        step = unread[-1]
+        found = read_committed(store, step)
+        why = str(found) if isinstance(found, Damage) else f"the checkpoint of step {step} could not be read just now"
+        raise RunError(
+            f"--step=best: {why}. It may be the best one: make it readable and try again, or name another step: "
+            f"{_others(steps, step)}"
+        )
+    best = best_of(committed)
+    if best is None:
+        raise UserError(f"--step=best: none of the run's checkpoints has a loss; give a step: {_listed(steps)}")
+    return best
 
 
 def _latest(store: Store) -> Manifest:
@@ -78,3 +145,7 @@ def _latest(store: Store) -> Manifest:
 
 def _listed(steps: tuple[int, ...]) -> str:
     return ", ".join(map(str, steps))
+
+
+def _others(steps: tuple[int, ...], step: int) -> str:
+    return _listed(tuple(other for other in steps if other != step)) or "there is none"

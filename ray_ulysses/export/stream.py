@@ -145,7 +145,14 @@ class Weights:
     def _explained(self, error: CheckpointError) -> RunError:
         step = self._manifest.step
         if isinstance(error, DamagedCheckpointError):
-            if manifest_key(step) not in self._store.list(manifest_key(step)):
+            try:
+                is_gone = manifest_key(step) not in self._store.list(manifest_key(step))
+            except OSError as silence:
+                return RunError(
+                    f"the checkpoint of step {step} can't be read: {error}, and its storage does not answer "
+                    f"({silence.strerror or silence}); nothing was exported"
+                )
+            if is_gone:
                 return RunError(
                     f"the checkpoint of step {step} was deleted while it was exported: the run went on and keeps only "
                     "its newest; export again, or raise checkpoint.keep_last"

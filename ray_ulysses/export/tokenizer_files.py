@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ray_ulysses.data.corpus import Corpus
-from ray_ulysses.data.plan_files import PLAN_FOLDER, has_plan, load_plan
 from ray_ulysses.data.tokenizers import BYTES, ByteTokenizer, TokenizerInfo, load_tokenizer
 from ray_ulysses.errors import UserError
-from ray_ulysses.forensics.run_data import find_sources
+from ray_ulysses.export.planned_data import DATA_ERRORS, planned_data
 
 # What Hugging Face's tokenizers read; weights and the model's own files must not come along.
 _PATTERNS = (
@@ -37,13 +36,14 @@ class TokenizerFiles:
     Attributes:
         words: What it is, or why there is none.
         files: Its files by name; empty where there is none.
-        eos_token_id: The token that ended every document of the corpus; None where it is not known.
+        end_tokens: The tokens that end a text: the one that ended every document of the corpus, and its own, where that
+            is another one; empty where neither is known.
         vocab_size: One more than its largest token id; 0 where there is none.
     """
 
     words: str
     files: dict[str, bytes] = field(default_factory=dict)
-    eos_token_id: int | None = None
+    end_tokens: tuple[int, ...] = ()
     vocab_size: int = 0
 
     def refuse_unknown_tokens(self, model_size: int) -> None:
@@ -69,60 +69,87 @@ def find_tokenizer(run_dir: Path, given: Path | None) -> TokenizerFiles:
     Raises:
         UserError: The one that is given can't be read.
     """
-    fingerprint, info = _prepared_with(run_dir)
+    prepared = _prepared_with(run_dir)
     if given is not None:
-        return _given(given, fingerprint)
-    if fingerprint == ByteTokenizer().info.fingerprint:
+        return _given(given, prepared)
+    if prepared.fingerprint == ByteTokenizer().info.fingerprint:
         return TokenizerFiles(
             words=f"{BYTES}, written as a tokenizer.json that gives the same tokens for every text",
             files=byte_tokenizer_files(),
-            eos_token_id=ByteTokenizer().info.eos_token_id,
+            end_tokens=prepared.end_tokens,
             vocab_size=ByteTokenizer().info.vocab_size,
         )
+    info = prepared.info
     if info is None:
-        return TokenizerFiles(words=f"none: the run's corpus, which names its tokenizer, is not there{_ADD}")
+        return TokenizerFiles(words=f"none: {prepared.problem}{_ADD}")
     try:
         found = load_tokenizer(info.name).info
         if found.fingerprint != info.fingerprint:
             raise UserError(f"its files in {info.name} are not those that prepared the corpus")
-    except UserError as error:
-        return TokenizerFiles(words=f"none: {error}{_ADD}", eos_token_id=info.eos_token_id)
+        files = _copy(Path(info.name))
+    except (UserError, OSError) as error:
+        return TokenizerFiles(words=f"none: {error}{_ADD}", end_tokens=prepared.end_tokens)
     return TokenizerFiles(
-        words=f"from {info.name}",
-        files=_copy(Path(info.name)),
-        eos_token_id=info.eos_token_id,
-        vocab_size=info.vocab_size,
+        words=f"from {info.name}", files=files, end_tokens=prepared.end_tokens, vocab_size=info.vocab_size
     )
 
 
-def _prepared_with(run_dir: Path) -> tuple[str | None, TokenizerInfo | None]:
-    """Return the fingerprint of the tokenizer of a run's corpora, and all about it where one of them is there."""
-    if not has_plan(run_dir / PLAN_FOLDER):
-        return None, None
-    plan = load_plan(run_dir / PLAN_FOLDER)
-    sources = find_sources(run_dir, plan)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Prepared:
+    """What prepared a run's corpora.
+
+    Attributes:
+        fingerprint: Its fingerprint; None where it is not known.
+        info: All about it, where one of the corpora is there.
+        problem: Why no more is known.
+    """
+
+    fingerprint: str | None = None
+    info: TokenizerInfo | None = None
+    problem: str = "the run's corpus, which names its tokenizer, is not there"
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Return the token that ended every document; empty where it is not known."""
+        if self.info is not None:
+            return (self.info.eos_token_id,)
+        return (ByteTokenizer().info.eos_token_id,) if self.fingerprint == ByteTokenizer().info.fingerprint else ()
+
+
+def _prepared_with(run_dir: Path) -> _Prepared:
+    try:
+        data = planned_data(run_dir)
+    except UserError as error:
+        return _Prepared(problem=str(error))
+    sources = data.sources if data is not None else ()
     for source in sources:
         try:
             info = Corpus.open(source.path).tokenizer
-        except UserError:
+        except DATA_ERRORS:
             # It is not there any more, or it is another one; the next may be.
             continue
         if source.tokenizer in ("", info.fingerprint):
-            return info.fingerprint, info
-    return next((source.tokenizer for source in sources if source.tokenizer), None), None
+            return _Prepared(fingerprint=info.fingerprint, info=info)
+    return _Prepared(fingerprint=next((source.tokenizer for source in sources if source.tokenizer), None))
 
 
-def _given(directory: Path, fingerprint: str | None) -> TokenizerFiles:
-    if str(directory) == BYTES:
-        info, files = ByteTokenizer().info, byte_tokenizer_files()
-    else:
-        info, files = load_tokenizer(directory).info, _copy(directory.expanduser())
-    same = "the one" if info.fingerprint == fingerprint else "NOT the one"
-    said = f", {same} that prepared the corpus" if fingerprint is not None else ""
+def _given(directory: Path, prepared: _Prepared) -> TokenizerFiles:
+    try:
+        if str(directory) == BYTES:
+            info, files = ByteTokenizer().info, byte_tokenizer_files()
+        else:
+            info, files = load_tokenizer(directory).info, _copy(directory.expanduser())
+    except OSError as error:
+        raise UserError(
+            f"--tokenizer={str(directory)!r}: can't be read ({error.strerror or error}); give a directory that can be"
+        ) from error
+    same = "the one" if info.fingerprint == prepared.fingerprint else "NOT the one"
+    said = f", {same} that prepared the corpus" if prepared.fingerprint is not None else ""
     return TokenizerFiles(
         words=f"from {directory}, as --tokenizer asks{said}",
         files=files,
-        eos_token_id=info.eos_token_id,
+        # The model learned to end a text with the corpus's, whatever else this one can write.
+        end_tokens=tuple(dict.fromkeys((*prepared.end_tokens, info.eos_token_id))),
         vocab_size=info.vocab_size,
     )
 

@@ -17,10 +17,12 @@ from ray_ulysses.checkpoint.manifest import (
     MANIFEST_FILE,
     Manifest,
     ManifestError,
+    manifest_key,
     read_manifest,
     step_folder,
 )
 from ray_ulysses.checkpoint.retention import Committed, keep_reasons
+from ray_ulysses.forensics.checkpoint_outlook import outlook
 from ray_ulysses.forensics.checkpoint_place import CheckpointPlace, find_checkpoints
 from ray_ulysses.forensics.checkpoint_report import (
     CheckpointCondition,
@@ -45,7 +47,7 @@ class _Folder:
 
     Attributes:
         step: Its step.
-        files: Size of each file in bytes, by its key relative to the directory.
+        files: Size of each file in bytes, by its key relative to the directory; None if the storage does not tell.
         notes: What each note of a set-aside says, by the attempt that wrote it.
         found: The manifest if the checkpoint is whole by size and part of the run, else what is wrong with it; None if
             it was never committed.
@@ -53,7 +55,7 @@ class _Folder:
     """
 
     step: int
-    files: Mapping[str, int]
+    files: Mapping[str, int | None]
     notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     found: Manifest | Damage | None = None
     manifest: Manifest | None = None
@@ -76,12 +78,14 @@ def list_checkpoints(run_dir: Path) -> CheckpointListing:
     records = read_records(run_dir)
     writing = lineage.newest_attempt if current_owner(run_dir) is not None else None
     reports = [_report(folder, records, writing) for folder in folders]
-    whole = [report.step for report in reports if report.condition == "whole"]
+    ahead = outlook(reports, records, lineage, place.location)
     return CheckpointListing(
         name=run_dir.absolute().name,
         location=place.location,
         checkpoints=tuple(_with_reasons(reports, place, lineage)),
-        resumes_from=max(whole, default=None),
+        resumes_from=ahead.resumes_from,
+        unless=ahead.unless,
+        refusal=ahead.refusal,
     )
 
 
@@ -98,28 +102,48 @@ def _look_into_all(store: Store) -> list[_Folder]:
 
 def _look(store: Store, step: int, names: Iterable[str]) -> _Folder:
     """Return what lies in a directory; a file that is deleted meanwhile is left out."""
-    folder, files, notes = step_folder(step), {}, {}
+    folder, notes = step_folder(step), {}
+    files: dict[str, int | None] = {}
     for name in names:
-        size = _size(store, f"{folder}/{name}")
-        if size is not None:
-            files[name] = size
+        try:
+            files[name] = _size(store, f"{folder}/{name}")
+        except FileNotFoundError:
+            continue
         match = _NOTE.match(name)
         if match:
             notes[int(match[1])] = _read_note(store, f"{folder}/{name}")
     if MANIFEST_FILE not in files:
         return _Folder(step=step, files=files, notes=notes)
     found = examine(store, step, "sizes")
+    if isinstance(found, Damage) and _is_gone(store, manifest_key(step)):
+        # Retention deletes the manifest first: what is missing from then on is no damage.
+        del files[MANIFEST_FILE]
+        return _Folder(step=step, files=files, notes=notes)
     manifest = found if isinstance(found, Manifest) else _readable(store, step)
     return _Folder(step=step, files=files, notes=notes, found=found, manifest=manifest)
 
 
 def _size(store: Store, key: str) -> int | None:
-    """Return a file's size in bytes; None if it is gone, or not given now."""
+    """Return a file's size in bytes; None if it is not given now.
+
+    Raises:
+        FileNotFoundError: It is gone.
+    """
     try:
         with store.open(key) as stream:
             return stream.seek(0, 2)
+    except FileNotFoundError:
+        raise
     except OSError:
         return None
+
+
+def _is_gone(store: Store, key: str) -> bool:
+    try:
+        _size(store, key)
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _read_note(store: Store, key: str) -> Mapping[str, Any]:
@@ -155,9 +179,10 @@ def _report(folder: _Folder, records: Sequence[Mapping[str, Any]], writing: int 
         committed=MANIFEST_FILE in folder.files,
         condition=condition,
         why=why,
-        num_bytes=sum(size for name, size in folder.files.items() if name in named),
-        leftover_bytes=sum(size for name, size in folder.files.items() if name not in named),
+        num_bytes=sum(size or 0 for name, size in folder.files.items() if name in named),
+        leftover_bytes=sum(size or 0 for name, size in folder.files.items() if name not in named),
         set_aside=notes,
+        is_swept=condition in ("set_aside", "not_committed") and bool(_attempts(folder.files)),
     )
     if manifest is None:
         manifest = _manifest_of(folder)
@@ -189,7 +214,9 @@ def _condition(folder: _Folder, writing: int | None) -> tuple[CheckpointConditio
         return "being_written", f"attempt {writing} has not committed it yet"
     if folder.notes:
         return "set_aside", str(folder.notes[max(folder.notes)].get("reason", "its note can't be read"))
-    who = ", ".join(str(attempt) for attempt in sorted(attempts)) or "unknown"
+    if not attempts:
+        return "not_committed", "nothing in it was written by an attempt; move it out of the run's checkpoints"
+    who = ", ".join(str(attempt) for attempt in sorted(attempts))
     return "not_committed", f"left by attempt {who}, which ended before the commit; a later commit deletes it"
 
 
@@ -249,4 +276,9 @@ def _with_reasons(
     if not committed:
         return list(reports)
     reasons = keep_reasons(committed, newest=max(committed), rules=rules)
-    return [replace(report, kept=reasons.get(report.step, ())) for report in reports]
+    # Retention leaves what it can't read: it may be what a rule wants. Without a manifest no layout is known.
+    unread = {report.step for report in reports if report.committed and report.dp_size is None}
+    return [
+        replace(report, kept=reasons.get(report.step, ("unread manifest",) if report.step in unread else ()))
+        for report in reports
+    ]

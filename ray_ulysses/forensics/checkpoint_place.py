@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.config import load_config
 from ray_ulysses.errors import ConfigError
+from ray_ulysses.forensics.checkpoint_outlook import lost_commits
 from ray_ulysses.logging import get_logger
 from ray_ulysses.storage import LocalStore, current_owner
 from ray_ulysses.storage.location import open_store
@@ -42,15 +44,27 @@ class CheckpointPlace:
 def read_run(run_dir: Path) -> RunHistory:
     """Return what happened in a run, with its checkpoints from wherever they lie.
 
-    Where the storage does not answer, a warning says so and the rest is returned.
+    Where the storage does not answer, or holds none of those that the journal knows of, a warning says so and the rest
+    is returned.
+
+    Raises:
+        UserError: The configuration names a store that can't be opened.
+        OSError: The journal can't be read.
     """
     place = find_checkpoints(run_dir)
     try:
-        return read_history(run_dir, store=place.store)
+        history = read_history(run_dir, store=place.store)
+        if not any(checkpoint.committed for checkpoint in history.checkpoints):
+            lost = lost_commits(read_records(run_dir), read_lineage(place.store), place.location)
+            if lost is not None:
+                _log.warning("%s", lost)
+        return history
     except OSError as error:
+        # Where it is the journal that can't be read, there is nothing to tell, and this raises.
+        records = read_records(run_dir)
         _log.warning("the checkpoints in %s can't be listed (%s)", place.location, error.strerror or error)
         name, is_held = run_dir.absolute().name, current_owner(run_dir) is not None
-        return build_history(name=name, records=read_records(run_dir), is_held=is_held)
+        return build_history(name=name, records=records, is_held=is_held)
 
 
 def find_checkpoints(run_dir: Path) -> CheckpointPlace:

@@ -47,12 +47,14 @@ class CheckpointReport:
         dp_size: Rows in flight at once.
         zero_stage: ZeRO stage.
         num_bytes: Size of what the manifest names, and of the manifest; without one, of all files.
-        leftover_bytes: Size of the files beside those, which a later commit deletes.
+        leftover_bytes: Size of the files beside those: what dead attempts have left, and notes.
         written_at: When its state was taken, in seconds since the epoch.
         reason: What made it be saved.
         metrics: Its numbers.
         kept: The rules that keep it.
         set_aside: What was there before and was taken out of the way, oldest first.
+        is_swept: Whether it has shards that no manifest names, which a later commit deletes; only said of a directory
+            that is not committed.
     """
 
     step: int
@@ -73,6 +75,7 @@ class CheckpointReport:
     metrics: Mapping[str, float] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
     set_aside: tuple[SetAside, ...] = ()
+    is_swept: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,12 +87,16 @@ class CheckpointListing:
         location: Root of the store that they lie in, a path or a URI.
         checkpoints: One a directory, by step.
         resumes_from: Step of the one that the next attempt starts from, as far as sizes tell; None for none.
+        unless: Newer steps that the storage does not give now: the newest that it gives by then is taken instead.
+        refusal: Why the next attempt would refuse to start; None if it would not.
     """
 
     name: str
     location: str
     checkpoints: tuple[CheckpointReport, ...]
     resumes_from: int | None
+    unless: tuple[int, ...] = ()
+    refusal: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that ``inspect RUN --checkpoints --json`` prints."""
@@ -105,12 +112,14 @@ class FileVerdict:
         num_bytes: Its size, as the manifest says.
         num_tensors: How many tensors it holds a part of.
         problem: What is wrong with it, with the tensor and the bytes; None if it is what was written.
+        is_unread: Whether that is only that the storage does not give it now.
     """
 
     file: str
     num_bytes: int
     num_tensors: int
     problem: str | None
+    is_unread: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +133,7 @@ class CheckpointVerdict:
         path: Its directory's key in the store.
         problem: What is wrong with it as a whole: its manifest, the cover of its tensors, or that it is not part of the
             run; None for nothing.
+        kind: What kind of problem that is.
         attempt: The attempt that wrote it; None if the manifest can't be read, as the rest.
         world_size: Ranks that wrote it.
         num_tensors: Tensors of its state.
@@ -137,6 +147,7 @@ class CheckpointVerdict:
     step: int
     path: str
     problem: str | None
+    kind: Literal["damaged", "unreadable", "superseded", "foreign"] = "damaged"
     attempt: int | None = None
     world_size: int | None = None
     num_tensors: int = 0
@@ -149,9 +160,21 @@ class CheckpointVerdict:
         """Whether it can be loaded."""
         return self.problem is None and all(file.problem is None for file in self.files)
 
+    @property
+    def condition(self) -> CheckpointCondition:
+        """What state it is in; only what was read and is not what was written is ``damaged``."""
+        bad = [file for file in self.files if file.problem is not None]
+        if any(not file.is_unread for file in bad):
+            return "damaged"
+        if bad:
+            return "unreadable"
+        return "whole" if self.problem is None else self.kind
+
     def to_json(self) -> dict[str, Any]:
         """Return the object that ``inspect RUN --verify-checkpoint STEP --json`` prints."""
-        return {"whole": self.is_whole, **_to_json(asdict(self))}
+        fields = asdict(self)
+        del fields["kind"]
+        return {"whole": self.is_whole, "condition": self.condition, **_to_json(fields)}
 
 
 def _to_json(fields: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ray_ulysses.checkpoint.choice import Damage, committed_steps, read_committed
-from ray_ulysses.checkpoint.fence import read_lineage
+from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.manifest import Manifest, step_folder
 from ray_ulysses.checkpoint.shards import ShardDamage, ShardEntry, verified_chunks
 from ray_ulysses.clock import Clock
@@ -38,7 +38,8 @@ def verify_checkpoint(
         watch: Is told of what was read.
 
     Raises:
-        UserError: That step was not committed, or the configuration names a store that can't be opened.
+        UserError: That step is not committed or was deleted meanwhile, or the configuration names a store that can't be
+            opened.
         RunError: The store can't be listed.
     """
     started = clock.monotonic()
@@ -54,19 +55,35 @@ def verify_checkpoint(
     verdict = CheckpointVerdict(
         name=run_dir.absolute().name, location=place.location, step=step, path=step_folder(step), problem=None
     )
-    manifest = read_committed(place.store, step)
+    verdict = _read(place.store, verdict, lineage, watch)
+    if not verdict.is_whole and _is_gone(place.store, step):
+        raise UserError(f"--verify-checkpoint={step}: retention has deleted it while it was read; name another step")
+    return replace(verdict, seconds=clock.monotonic() - started)
+
+
+def _read(store: Store, verdict: CheckpointVerdict, lineage: Lineage, watch: Watch) -> CheckpointVerdict:
+    """Return the verdict on a checkpoint, whatever state it is in."""
+    manifest = read_committed(store, verdict.step)
     if isinstance(manifest, Damage):
-        return replace(verdict, problem=manifest.reason, seconds=clock.monotonic() - started)
+        return replace(verdict, problem=manifest.reason, kind=manifest.kind)
     return replace(
         verdict,
-        problem=None if lineage.holds(step, manifest.attempt) else _not_of_the_run(manifest),
+        problem=None if lineage.holds(verdict.step, manifest.attempt) else _not_of_the_run(manifest),
+        kind="superseded",
         attempt=manifest.attempt,
         world_size=manifest.world_size,
         num_tensors=len(manifest.state.tensors),
         num_elements=sum(spec.num_elements for spec in manifest.state.tensors.values()),
-        files=_read_files(place.store, manifest, watch),
-        seconds=clock.monotonic() - started,
+        files=_read_files(store, manifest, watch),
     )
+
+
+def _is_gone(store: Store, step: int) -> bool:
+    try:
+        return step not in committed_steps(store)
+    except OSError:
+        # Then the verdict says what could not be read.
+        return False
 
 
 def _not_of_the_run(manifest: Manifest) -> str:
@@ -93,14 +110,20 @@ def _read_files(store: Store, manifest: Manifest, watch: Watch) -> tuple[FileVer
 
 
 def _read_file(store: Store, folder: str, shard: ShardEntry, tell: Callable[[int], None]) -> FileVerdict:
-    problem = None
+    problem, is_unread = None, False
     try:
         for num_bytes in verified_chunks(store, folder, shard):
             tell(num_bytes)
     except FileNotFoundError:
         problem = f"{shard.file} is missing"
     except OSError as error:
-        problem = f"{shard.file} can't be read ({error.strerror or error}), which may pass"
+        problem, is_unread = f"{shard.file} can't be read ({error.strerror or error}), which may pass", True
     except ShardDamage as damage:
         problem = str(damage)
-    return FileVerdict(file=shard.file, num_bytes=shard.num_bytes, num_tensors=len(shard.intervals), problem=problem)
+    return FileVerdict(
+        file=shard.file,
+        num_bytes=shard.num_bytes,
+        num_tensors=len(shard.intervals),
+        problem=problem,
+        is_unread=is_unread,
+    )

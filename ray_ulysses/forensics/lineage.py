@@ -68,11 +68,11 @@ class Lineage:
 
 def read_lineage(run_dir: Path) -> Lineage:
     """Return the lineage of a run's data; a plan that can't be read hides nothing else of the run."""
-    if not has_plan(run_dir / PLAN_FOLDER):
-        return Lineage()
     try:
+        if not has_plan(run_dir / PLAN_FOLDER):
+            return Lineage()
         plan = load_plan(run_dir / PLAN_FOLDER)
-    except UserError as error:
+    except (UserError, OSError) as error:
         return Lineage(problem=str(error))
     return Lineage(
         segments=tuple(

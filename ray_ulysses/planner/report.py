@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -312,4 +314,33 @@ def _notes(config: Config, shape: ModelShape, plan: Plan) -> tuple[str, ...]:
         )
     if not shape.is_exact:
         notes.append(f"the parameter count of model_type {shape.model_type!r} is an estimate")
-    return tuple(notes)
+    return (*notes, *_checkpoint_notes(config, plan))
+
+
+def _checkpoint_notes(config: Config, plan: Plan) -> Iterator[str]:
+    """Yield what is odd about saving and about where the run starts, though it may be meant."""
+    model, checkpoint, evaluation = config.model, config.checkpoint, config.run.eval_every_steps
+    if model.resume_from is None and model.resume_state != "all":
+        yield (
+            f"model.resume_state={model.resume_state} is ignored, since model.resume_from is null: the run starts from "
+            f"what model.init={model.init} gives"
+        )
+    every = checkpoint.every_steps
+    last_step = min(config.run.stop_step or plan.num_steps, plan.num_steps)
+    # A run that is shorter than its interval, and saves at its end, is an ordinary one.
+    is_rare = every is None if checkpoint.save_at_end else every is None or every > last_step
+    if checkpoint.every_minutes is None and is_rare:
+        when = "only at its end" if checkpoint.save_at_end else "never by itself, but only on demand"
+        yield (
+            f"checkpoint.every_steps={every if every is not None else 'null'} and checkpoint.every_minutes=null up to "
+            f"step {last_step:,}: the run saves {when}, and one that dies before loses everything"
+        )
+    if checkpoint.keep_best == 0 or checkpoint.best_metric != "eval_loss" or evaluation is None:
+        return
+    if every is None or (every % evaluation and evaluation % every):
+        meet = "only by chance" if every is None else f"every {math.lcm(every, evaluation):,} steps"
+        yield (
+            f"run.eval_every_steps={evaluation} and checkpoint.every_steps={every if every is not None else 'null'} "
+            f"fall on one step {meet}: checkpoint.keep_best={checkpoint.keep_best} chooses among those checkpoints "
+            "alone; let one divide the other"
+        )

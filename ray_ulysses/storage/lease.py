@@ -119,6 +119,14 @@ class RunLease:
         """Return whether this process holds the prefix; asks the clock and not the store."""
         return bool(self._generation) and not self._lost and self._clock.monotonic() < self._trusted_until
 
+    @property
+    def lost(self) -> bool:
+        """Whether another process has taken the prefix for certain, as the last beat has found; asks nobody.
+
+        Unlike `held` being false, that is for good: a store that is away for a while takes the hold from nobody.
+        """
+        return self._lost
+
     def check(self) -> None:
         """Raise `RunError` if this process does not hold the prefix now."""
         if self.held:
@@ -168,7 +176,13 @@ class RunLease:
         begun = self._clock.monotonic()
         if begun >= self._trusted_until:
             # Somebody may be taking over at this moment, so the hold has to be won anew.
-            if not self._win(self._generation + 1):
+            successor = self._generation + 1
+            if self._win(successor):
+                return
+            if self._is_own(successor):
+                # An earlier try came through and its answer did not; the next beat wins the one after it.
+                self._generation = successor
+            else:
                 self._lost = True
             return
         self._count += 1
@@ -194,6 +208,14 @@ class RunLease:
         self._generation, self._trusted_until = generation, begun + _TRUSTED_SHARE * self._lease_s
         self._clean(generation)
         return True
+
+    def _is_own(self, generation: int) -> bool:
+        """Return whether this process has created a generation itself."""
+        try:
+            note = json.loads(read_bytes(self._store, _holder_key(generation)))
+        except (FileNotFoundError, ValueError):
+            return False
+        return isinstance(note, dict) and note.get("nonce") == self._nonce
 
     def _clean(self, generation: int) -> None:
         """Delete what is left of the generations before; what can't be deleted the next holder deletes."""

@@ -6,10 +6,12 @@ right to the folder, leaves one; `sweep_temporaries` takes it.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable
 from io import RawIOBase
 from pathlib import Path
@@ -65,28 +67,97 @@ class LocalStore:
     def list(self, prefix: str) -> list[str]:
         """Return the keys of all files at or under a folder, sorted; files being written are left out.
 
+        Links to folders are followed, as they are when a file is opened: a folder that was moved to another disk and
+        linked back is still there. A link that leads out of the store to where nothing is fails, since its disk may not
+        be mounted; what a link into the store led to has been deleted, and it is left out.
+
         Raises:
-            OSError: A folder can't be looked into; an absent one is an empty one.
+            OSError: A folder can't be looked into, or a link can't be followed; an absent folder is an empty one.
         """
         top = self.path(prefix)
         if top.is_file():
             return [prefix]
-        keys = []
-        for folder, _, names in os.walk(top, onerror=_raise_unless_absent):
-            for name in names:
-                if not name.startswith(TEMPORARY_PREFIX):
-                    keys.append((Path(folder) / name).relative_to(self.root).as_posix())
+        keys: list[str] = []
+        self._collect(str(top), prefix, (), keys)
         return sorted(keys)
 
     def delete(self, prefix: str) -> None:
-        """Delete a file, or a folder with all that is in it."""
+        """Delete a file, or a folder with all that is in it.
+
+        Of a link to a folder outside the store, what is in that folder goes, too, and the folder where it can; what
+        lies around it stays. Of any other link, and of those inside a folder, only the link goes.
+        """
         top = self.path(prefix)
-        if top.is_dir() and not top.is_symlink():
+        if top.is_symlink():
+            self._empty_linked(top)
+            top.unlink(missing_ok=True)
+        elif top.is_dir():
             _delete_folder(top)
         else:
             top.unlink(missing_ok=True)
         if top.parent.is_dir():
             _sync_folder(top.parent)
+
+    def _collect(self, folder: str, key: str, above: tuple[str, ...], keys: builtins.list[str]) -> None:
+        """Add the keys of all files under a folder; `above` are the folders through which it was reached."""
+        try:
+            with os.scandir(folder) as found:
+                entries = tuple(found)
+        except FileNotFoundError:
+            # Absent, or deleted by somebody meanwhile.
+            self._refuse_unmounted(Path(folder))
+            return
+        way = (*above, folder)
+        for entry in entries:
+            if entry.name.startswith(TEMPORARY_PREFIX):
+                continue
+            # What an entry is comes with the listing; only a link costs a look.
+            is_folder = self._leads_to_folder(entry, way) if entry.is_symlink() else entry.is_dir(follow_symlinks=False)
+            if is_folder:
+                self._collect(entry.path, f"{key}/{entry.name}", way, keys)
+            elif is_folder is not None:
+                keys.append(f"{key}/{entry.name}")
+
+    def _leads_to_folder(self, link: os.DirEntry[str], way: tuple[str, ...]) -> bool | None:
+        """Return whether a link leads to a folder; None if it leads nowhere.
+
+        Raises:
+            OSError: It leads out of the store to nowhere, or back to a folder through which it was reached.
+        """
+        try:
+            target = link.stat()
+        except FileNotFoundError:
+            self._refuse_unmounted(Path(link.path))
+            return None
+        if not stat.S_ISDIR(target.st_mode):
+            return False
+        if any(os.path.samestat(target, os.stat(folder)) for folder in way):
+            raise OSError(errno.ELOOP, f"{link.path} is a link to a folder that holds it; delete it")
+        return True
+
+    def _refuse_unmounted(self, path: Path) -> None:
+        """Raise `OSError` if a path is absent because a link on the way to it leads out of the store to nowhere."""
+        link = next((one for one in (path, *path.parents) if os.path.lexists(one)), None)
+        if link is None or not link.is_symlink() or os.path.exists(link):
+            return
+        target, root = os.path.realpath(link), os.path.realpath(self.root)
+        if link == self.root or not Path(target).is_relative_to(root):
+            # No `FileNotFoundError`, which would say that there is nothing to be found.
+            raise OSError(errno.ENXIO, f"{link} is a link to {target}, which is not there; mount it or delete the link")
+
+    def _empty_linked(self, link: Path) -> None:
+        """Delete what is in the folder that a link leads to, if that is neither in the store nor around it."""
+        target, root = Path(os.path.realpath(link)), Path(os.path.realpath(self.root))
+        if not target.is_dir() or target.is_relative_to(root) or root.is_relative_to(target):
+            return
+        for path in target.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                _delete_folder(path)
+            else:
+                path.unlink(missing_ok=True)
+        # It may be where a disk is mounted, or in a folder of somebody else's.
+        with contextlib.suppress(OSError):
+            target.rmdir()
 
     def _write(self, path: Path, chunks: Iterable[Buffer], publish: Callable[[Path, Path], None]) -> int:
         """Write beside the target, make it durable, publish it under its name."""
@@ -144,12 +215,6 @@ def _delete_folder(top: Path) -> None:
             refilled += error.errno == errno.ENOTEMPTY
             if error.errno not in (errno.ENOENT, errno.ENOTEMPTY) or met > _MOST_MEETINGS or refilled >= _DELETE_TRIES:
                 raise
-
-
-def _raise_unless_absent(error: OSError) -> None:
-    """Raise what `os.walk` would swallow: a folder that can't be read is not an empty one."""
-    if not isinstance(error, FileNotFoundError):
-        raise error
 
 
 def _make_folders(folder: Path) -> None:

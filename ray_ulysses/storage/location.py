@@ -8,6 +8,7 @@ The options behind ``?`` are spelled as in https://arrow.apache.org/docs/python/
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,6 +50,13 @@ _CREDENTIALS: dict[Provider, str] = {
 }
 _KNOWN = "a path, file://, s3://bucket/prefix, gs://bucket/prefix or abfs://container@account/prefix"
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):(/{1,2})")
+# Much of what is outside of these ends obstore 0.12.1 in a Rust panic, which is no `Exception`.
+_BUCKET = re.compile(r"[A-Za-z0-9$_][A-Za-z0-9$._-]*")
+_WORD = re.compile(r"[A-Za-z0-9._-]+")
+_HOSTS = ("endpoint_override", "blob_storage_authority")
+_HOST = re.compile(
+    r"(?:https?://)?(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(?::(?P<port>[0-9]{1,5}))?(?:/[A-Za-z0-9._~/-]*)?"
+)
 
 
 class LocationError(UserError):
@@ -115,11 +123,13 @@ def parse_location(location: str | Path) -> Path | ObjectLocation:
     scheme, slashes = found[1].lower(), found[2]
     if slashes == "/":
         # Path("s3://bucket") has lost a slash by the time it arrives here.
-        raise LocationError(text, "has one slash behind the scheme", f"write {scheme}:// and pass it as text")
+        raise LocationError(
+            without_secret(text), "has one slash behind the scheme", f"write {scheme}:// and pass it as text"
+        )
     if scheme == "file":
         return _file_path(text)
     if scheme not in _PROVIDERS:
-        raise LocationError(_shown(text), f"{scheme}:// is no storage", f"give {_KNOWN}")
+        raise LocationError(without_secret(text), f"{scheme}:// is no storage", f"give {_KNOWN}")
     return _object_location(text, scheme)
 
 
@@ -171,22 +181,27 @@ def open_store(location: str | Path, *, retry_s: float = RETRY_S) -> Store:
 def _file_path(text: str) -> Path:
     parts = urlsplit(text)
     if parts.netloc not in ("", "localhost"):
-        raise LocationError(text, f"names the host {parts.netloc!r}", "write three slashes: file:///mnt/shared/runs")
+        rule = f"names the host {parts.netloc.rpartition('@')[2]!r}"
+        raise LocationError(without_secret(text), rule, "write three slashes: file:///mnt/shared/runs")
     if not parts.path or parts.query or parts.fragment:
         raise LocationError(text, "is not the URI of a path", "write file:///mnt/shared/runs")
     return Path(unquote(parts.path))
 
 
 def _object_location(text: str, scheme: str) -> ObjectLocation:
-    parts, provider, shown = urlsplit(text), _PROVIDERS[scheme], _shown(text)
+    parts, provider, shown = urlsplit(text), _PROVIDERS[scheme], without_secret(text)
     user, at, host = parts.netloc.rpartition("@")
     account = None
-    if at and (":" in user or provider != "az"):
+    # A secret may hold a slash, which ends what is taken for the host.
+    is_cut = ":" in host and "@" in parts.path
+    if is_cut or (at and (":" in user or provider != "az")):
         raise LocationError(shown, "may not hold credentials, since it is stored with the run", _CREDENTIALS[provider])
     if at:
         user, host, account = "", unquote(user), host.partition(".")[0]
     if not host or ":" in host:
         raise LocationError(shown, "names no bucket", f"write {scheme}://bucket/prefix")
+    if not _BUCKET.fullmatch(host) or (account is not None and not _WORD.fullmatch(account)):
+        raise LocationError(shown, "has a bucket or an account of a name that none has", "correct the name")
     if parts.fragment:
         raise LocationError(shown, "has a '#'", "leave it out")
     prefix = unquote(parts.path).strip("/")
@@ -201,6 +216,7 @@ def _options(query: str, provider: Provider, shown: str) -> tuple[tuple[str, str
     """Return the options of a URI, each of them known and given once."""
     options = tuple(parse_qsl(query, keep_blank_values=True))
     known = _OPTIONS[provider]
+    is_virtual = ("force_virtual_addressing", "true") in options
     for name, value in options:
         if name not in known and _is_secret(name):
             rule = f"may not hold {name}, since it is stored with the run"
@@ -210,20 +226,72 @@ def _options(query: str, provider: Provider, shown: str) -> tuple[tuple[str, str
         if not value or value not in _VALUES.get(name, (value,)):
             allowed = " or ".join(_VALUES.get(name, ("a value",)))
             raise LocationError(shown, f"gives {name} as {value!r}", f"give {allowed}")
+        _check_host(name, value, shown, _CREDENTIALS[provider], is_virtual=is_virtual)
+        if name in ("region", "account_name") and not _WORD.fullmatch(value):
+            raise LocationError(shown, f"gives {name} as {value!r}", "give its name: letters, digits and '-'")
     if len({name for name, _ in options}) < len(options):
         raise LocationError(shown, "gives an option twice", "give it once")
     return options
+
+
+def _check_host(name: str, value: str, shown: str, credentials: str, *, is_virtual: bool) -> None:
+    """Refuse what names no host, and what holds a password.
+
+    Raises:
+        LocationError: An option of a host does.
+    """
+    if name not in _HOSTS:
+        return
+    if "@" in value:
+        raise LocationError(shown, f"may not hold credentials in {name}, since it is stored with the run", credentials)
+    # Azure's ".blob.local" is what follows the account's name.
+    found = _HOST.fullmatch(value.removeprefix("."))
+    if found is None or int(found["port"] or 1) not in range(1, 1 << 16) or not _is_host(found["host"]):
+        raise LocationError(shown, f"gives {name} as {value!r}, which is no host", "give host:port, such as minio:9000")
+    if is_virtual and (found["host"].startswith("[") or _is_address(found["host"])):
+        rule = f"gives {name} as {value!r}, an address, which takes no bucket before it"
+        raise LocationError(shown, rule, "give the host by its name, or leave force_virtual_addressing out")
+
+
+def _is_host(host: str) -> bool:
+    """Whether a host is a name or a valid address; one that ends in a number can only be an address."""
+    if host.startswith("["):
+        try:
+            ipaddress.IPv6Address(host[1:-1])
+        except ValueError:
+            return False
+        return True
+    labels = host.removesuffix(".").split(".")
+    return all(labels) and (_is_address(host) or not re.fullmatch(r"\d+|0[xX][0-9a-fA-F]*", labels[-1]))
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.IPv4Address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_secret(name: str) -> bool:
     return any(word in name.lower() for word in _SECRET_WORDS)
 
 
-def _shown(text: str) -> str:
-    """Return a URI without what may be a secret."""
-    head, mark, query = text.partition("?")
-    # Azure's container stands before the at sign; anything else there, and what follows a colon, may be a secret.
-    secret = r"//[^/@]*:[^/@]*@" if text.lower().startswith("a") else r"//[^/@]*@"
-    head = re.sub(secret, "//***@", head)
+def without_secret(text: str) -> str:
+    """Return a text without what would be a secret if it is a URI (pure); rather too little is shown than too much."""
+    found = _SCHEME.match(text)
+    if found is None:
+        return text
+    head, mark, query = text[found.end() :].partition("?")
+    # Before an at sign may be a secret, which may hold slashes and at signs; Azure's container stands there too.
+    head = re.sub(r"^.*:.*@", "***@", head)
+    if found[1].lower() not in ("abfs", "abfss", "az"):
+        head = re.sub(r"^[^/@]*@", "***@", head)
     pairs = (pair.partition("=") for pair in query.split("&"))
-    return head + mark + "&".join(f"{name}=***" if _is_secret(name) else name + eq + value for name, eq, value in pairs)
+    return found[0] + head + mark + "&".join(name + eq + _shown_value(name, value) for name, eq, value in pairs)
+
+
+def _shown_value(name: str, value: str) -> str:
+    if _is_secret(name):
+        return "***"
+    return f"***@{value.rpartition('@')[2]}" if "@" in value and name in _HOSTS else value

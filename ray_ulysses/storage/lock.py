@@ -59,6 +59,7 @@ class RunLock:
         self.taken_over_from: LockOwner | None = None
         self._clock = clock if clock is not None else SystemClock()
         self._descriptor: int | None = None
+        self._owner: LockOwner | None = None
         self._note = ""
 
     def acquire(self) -> None:
@@ -72,8 +73,14 @@ class RunLock:
         path = self.run_dir / LOCK_FILE
         self._descriptor = self._locked(path)
         self.taken_over_from = _read_owner(path)
-        owner = LockOwner(host=socket.gethostname(), pid=os.getpid(), since=self._clock.now())
-        self._write_note(json.dumps(asdict(owner)))
+        self._owner = LockOwner(host=socket.gethostname(), pid=os.getpid(), since=self._clock.now())
+        try:
+            self._write_note(json.dumps(asdict(self._owner)))
+        except OSError as error:
+            # A disk may be full, and without a note nobody could say who holds the run.
+            os.close(self._descriptor)
+            self._descriptor = None
+            raise self._unwritable(error) from error
 
     @property
     def held(self) -> bool:
@@ -89,9 +96,21 @@ class RunLock:
             return False
         return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino) and note == self._note
 
+    @property
+    def lost(self) -> bool:
+        """Whether another process says that it has taken the run since.
+
+        Unlike `held` being false, that is certain: a file system that does not answer, and a lock file that somebody
+        has deleted, leave the run with this process for as long as nobody comes.
+        """
+        if self._descriptor is None:
+            return False
+        owner = _read_owner(self.run_dir / LOCK_FILE)
+        return owner is not None and owner != self._owner
+
     def check(self) -> None:
         """Raise `RunError` if this process holds the run no more."""
-        if not self.held:
+        if self.lost or not self.held:
             owner = _read_owner(self.run_dir / LOCK_FILE)
             raise RunError(
                 f"run {self.run_dir.name!r} is no longer held by this process: "
@@ -150,8 +169,8 @@ class RunLock:
 
     def _unwritable(self, error: OSError) -> UserError:
         return UserError(
-            f"run.storage: {self.run_dir} can't be written ({error.strerror}); make it writable or set "
-            f"another run.storage"
+            f"run.storage: {self.run_dir} can't be written ({error.strerror}); make room or make it writable, or set "
+            "another run.storage"
         )
 
     def _refusal(self, path: Path, error: OSError) -> UserError:

@@ -58,7 +58,7 @@ def checked_key(key: str) -> str:
         ValueError: The key is absolute, empty, or climbs out.
     """
     path = PurePosixPath(key)
-    if not key or path.is_absolute() or ".." in path.parts or str(path) != key:
+    if not path.parts or path.is_absolute() or ".." in path.parts or str(path) != key:
         raise ValueError(f"storage key {key!r} is not a plain relative path")
     return key
 
@@ -66,4 +66,18 @@ def checked_key(key: str) -> str:
 def read_bytes(store: Store, key: str) -> bytes:
     """Return a whole file; for small ones such as manifests."""
     with store.open(key) as stream:
-        return stream.read()
+        size = stream.seek(0, 2)
+        stream.seek(0)
+        return read_exactly(stream, size)
+
+
+def read_exactly(stream: BinaryIO, num_bytes: int) -> bytes:
+    """Return so many bytes from a stream's position on, fewer only where the file ends.
+
+    A stream may give fewer than it is asked for at once, as files of some mounts do.
+    """
+    parts = []
+    while num_bytes > 0 and (part := stream.read(num_bytes)):
+        parts.append(part)
+        num_bytes -= len(part)
+    return b"".join(parts)

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,17 @@ REQUIRED_FIELDS: Mapping[str, tuple[str, ...]] = {
 _SEGMENT = re.compile(r"^attempt-(\d{4,})(?:\.([A-Za-z0-9_-]+))?\.jsonl$")
 # After these the record must outlive a power cut: recovery reads them.
 _DURABLE = {"attempt_started", "checkpoint_committed", "attempt_ended", "run_finished"}
+# Until a sync they are kept in memory, too: a few thousand steps, in case that nothing else asks for one.
+_MOST_UNSYNCED_BYTES = 2**20
 
 
 class AttemptJournal:
     """Appends events to one segment of an attempt; each is on its way to the disk when `append` returns.
+
+    A record that the disk does not take is kept, and goes there before the next. Each byte has its place in the file
+    from the beginning: what was written in part is completed there, and what may have got lost between the kernel and
+    the disk (a sync that failed) is written there once more, so that no record is torn, doubled or out of order. A
+    segment has one writer, which may append from several threads.
 
     Attributes:
         attempt: The attempt's number, from 1.
@@ -51,10 +59,15 @@ class AttemptJournal:
         self.attempt = attempt
         self.path = path
         self._clock = clock if clock is not None else SystemClock()
-        self._stream = path.open("ab", buffering=0)
-        if _is_torn(path):
-            # A writer died in the middle of a line; its rest must not swallow the next record.
-            self._stream.write(b"\n")
+        # Not opened for appending: Linux then takes no notice of the place that `os.pwrite` names.
+        self._stream = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
+        # The file up to `_num_durable`, then `_tail`, of which the kernel has taken the first `_num_taken` bytes.
+        self._num_durable = self._stream.seek(0, os.SEEK_END)
+        # A writer may have died in the middle of a line; its rest must not swallow the next record.
+        self._tail = bytearray(b"\n" if _is_torn(self._stream.fileno(), self._num_durable) else b"")
+        self._num_taken = 0
+        self._lock = threading.Lock()
+        self._sync_lock = threading.Lock()
 
     @classmethod
     def claim(cls, run_dir: Path | str, clock: Clock | None = None, *, after: int = 0) -> AttemptJournal:
@@ -108,8 +121,10 @@ class AttemptJournal:
 
         Args:
             event: ``event`` is its kind, the other fields are `REQUIRED_FIELDS` and more. A loss that is not
-            finite
-                is stored as a string ("nan", "inf"), which JSON has no number for.
+                finite is stored as a string ("nan", "inf"), which JSON has no number for.
+
+        Raises:
+            OSError: The disk does not take it now. It is kept, and written first by the next call of any kind.
         """
         kind = str(event.get("event"))
         assert kind in REQUIRED_FIELDS, f"{kind!r} is no kind of journal event"
@@ -117,25 +132,68 @@ class AttemptJournal:
         assert not missing, f"journal event {kind!r} lacks {missing}"
         record = {"time": self._clock.now(), "attempt": self.attempt, **event}
         line = json.dumps(_finite(record), allow_nan=False)
-        # One write call: a reader sees the whole line, or a torn one at the end, never two mixed.
-        self._stream.write(line.encode() + b"\n")
-        if kind in _DURABLE:
+        with self._lock:
+            self._tail += line.encode() + b"\n"
+            self._write()
+        if kind in _DURABLE or len(self._tail) > _MOST_UNSYNCED_BYTES:
             self.sync()
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the segment up to now."""
-        return self._stream.tell()
+        """Return the size of the segment up to now, with what is still to be written."""
+        with self._lock:
+            return self._num_durable + len(self._tail)
+
+    @property
+    def num_pending(self) -> int:
+        """Return how many records the disk has not taken yet."""
+        with self._lock:
+            return self._tail.count(b"\n", self._num_taken)
 
     def sync(self) -> None:
-        """Make everything written so far outlive a power cut; call it before a checkpoint is committed."""
-        os.fsync(self._stream.fileno())
+        """Make everything so far outlive a power cut; call it before a checkpoint is committed.
+
+        Raises:
+            OSError: Something is not on the disk, and is written again by the next call.
+        """
+        # One at a time: the kernel tells of a failure once, and it must not be another thread that hears of it.
+        with self._sync_lock:
+            with self._lock:
+                self._write()
+                num_taken = self._num_taken
+            try:
+                # Outside the lock: a slow disk must not hold up who appends a step.
+                os.fsync(self._stream.fileno())
+            except OSError:
+                with self._lock:
+                    # What the kernel had taken it may have dropped.
+                    self._num_taken = 0
+                raise
+            with self._lock:
+                del self._tail[:num_taken]
+                self._num_durable += num_taken
+                self._num_taken -= num_taken
 
     def close(self) -> None:
-        """Close the segment; closing twice does nothing."""
-        if not self._stream.closed:
+        """Close the segment; closing twice does nothing.
+
+        Raises:
+            OSError: The records that `num_pending` counts could not be written, and are lost now.
+        """
+        if self._stream.closed:
+            return
+        try:
             self.sync()
-            self._stream.close()
+        finally:
+            with self._sync_lock, self._lock:
+                self._stream.close()
+
+    def _write(self) -> None:
+        """Hand everything to the kernel; whoever calls holds the lock."""
+        while self._num_taken < len(self._tail):
+            place = self._num_durable + self._num_taken
+            # A disk that is nearly full takes a part and says nothing of the rest before it is asked again.
+            self._num_taken += os.pwrite(self._stream.fileno(), self._tail[self._num_taken :], place)
 
 
 def attempt_numbers(run_dir: Path | str) -> tuple[int, ...]:
@@ -185,13 +243,9 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return record
 
 
-def _is_torn(path: Path) -> bool:
-    """Return whether a file ends in the middle of a line."""
-    with path.open("rb") as stream:
-        if stream.seek(0, os.SEEK_END) == 0:
-            return False
-        stream.seek(-1, os.SEEK_END)
-        return stream.read(1) != b"\n"
+def _is_torn(descriptor: int, size: int) -> bool:
+    """Return whether a file of so many bytes ends in the middle of a line."""
+    return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
 
 
 def _finite(value: Any) -> Any:

@@ -19,6 +19,7 @@ from ray_ulysses.trainer.settings import CONFIG_FILE
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.storage import Store
+    from ray_ulysses.storage.holding import Hold
 
 
 def checkpoint_location(config: Config, run_dir: Path | None = None) -> str:
@@ -33,10 +34,10 @@ def checkpoint_location(config: Config, run_dir: Path | None = None) -> str:
     return join_location(config.checkpoint.storage, config.run.name)
 
 
-def checkpoint_lock(config: Config) -> AbstractContextManager[object]:
+def checkpoint_lock(config: Config) -> AbstractContextManager[Hold | None]:
     """Return what keeps a second command from writing the run's checkpoints; entering it may raise `UserError`.
 
-    In the run's directory that is the run's own lock, which the caller holds.
+    In the run's directory that is the run's own lock, which the caller holds: then entering returns None.
     """
     if config.checkpoint.storage is None:
         return nullcontext()

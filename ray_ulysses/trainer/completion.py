@@ -30,8 +30,7 @@ def settle_completed(prepared: PreparedRun) -> RunHistory | None:
     left unsaid. The caller holds the run's lock.
 
     Raises:
-        UserError: The newest checkpoint is of another version of ray-ulysses.
-        RunError: The storage of the checkpoints does not answer.
+        RunError: The storage of the checkpoints does not answer, or holds nothing whole although it should.
     """
     config = prepared.config
     last_step = prepared.last_step

@@ -12,8 +12,9 @@ from ray_ulysses.data.plan import Plan, segment_id
 from ray_ulysses.data.plan_files import PLAN_FOLDER, write_segment
 from ray_ulysses.data.planning import NoSink, Remainder, build_segment
 from ray_ulysses.data.remainder import remainder_after
-from ray_ulysses.errors import UserError
+from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_store, storage_answers
+from ray_ulysses.trainer.start_point import why_no_start
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -70,14 +71,15 @@ def committed_step(config: Config) -> int:
     """Return the step of the newest checkpoint that is committed, whole and part of the run; 0 where there is none.
 
     Raises:
-        UserError: A newer one is of another version of ray-ulysses.
-        RunError: The storage does not answer.
+        RunError: The storage does not answer, a newer one is of another version of ray-ulysses, or there is nothing
+            whole although there should be.
     """
+    store = checkpoint_store(config)
     with storage_answers(checkpoint_location(config)):
-        choice = newest_committed(checkpoint_store(config), "sizes")
-    for damage in choice.damaged:
-        if damage.kind == "foreign":
-            raise UserError(f"run {config.run.name!r}: {damage}; nothing was changed")
+        choice = newest_committed(store, "sizes")
+        problem = why_no_start(config, store, choice.manifest, choice.damaged)
+    if problem is not None:
+        raise RunError(f"run {config.run.name!r}: {problem}")
     return choice.manifest.step if choice.manifest is not None else 0
 
 

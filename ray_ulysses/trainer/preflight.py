@@ -15,18 +15,21 @@ from ray_ulysses.data.plan_files import PLAN_FOLDER, has_plan, load_plan
 from ray_ulysses.data.planning import Remainder
 from ray_ulysses.engine.model import check_architecture, check_described
 from ray_ulysses.errors import ConfigError, Problem, UserError
+from ray_ulysses.logging import get_logger
 from ray_ulysses.parallel.layout import automatic_ring_size, row_multiple
 from ray_ulysses.planner.report import PlanReport, build_report
 from ray_ulysses.planner.settings import fits_rows, plan_settings
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.probe import check_storage
+from ray_ulysses.trainer.checkpoint_store import storage_answers
 from ray_ulysses.trainer.planning import committed_step, plan_run, store_plan
 from ray_ulysses.trainer.settings import CONFIG_FILE, last_step_of, local_model_config, model_shape
-from ray_ulysses.trainer.warm_start import Origin, check_origin, find_origin, pin_origin, pinned_origin
+from ray_ulysses.trainer.warm_start import Origin, check_origin, find_origin, is_there, pin_origin, pinned_origin
 
 if TYPE_CHECKING:
     from ray_ulysses.model_shape import ModelShape
 
+_log = get_logger(__name__)
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
 
@@ -101,7 +104,14 @@ def _origin(config: Config, plan: Plan) -> Origin | None:
     """
     if config.model.resume_from is None or committed_step(config) > 0:
         return None
-    origin = pinned_origin(config) or find_origin(config)
+    origin = pinned_origin(config)
+    if origin is not None:
+        with storage_answers(origin.location):
+            if not is_there(origin):
+                _log.warning("%s is not there any more; model.resume_from is looked up again", origin)
+                origin = None
+    if origin is None:
+        origin = find_origin(config)
     if origin is not None:
         check_origin(origin, config, plan)
     return origin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
 from collections.abc import Mapping
@@ -14,15 +15,18 @@ import torch.distributed as dist
 from ray_ulysses.checkpoint.errors import CheckpointError
 from ray_ulysses.checkpoint.exchange import TorchExchange
 from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage
+from ray_ulysses.errors import RunError
+from ray_ulysses.logging import get_logger
 from ray_ulysses.planner.flops import mfu, peak_bf16_flops, step_flops
 from ray_ulysses.tracking.commits import GoneCheckpoint
-from ray_ulysses.tracking.journal import AttemptJournal, read_records
+from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.tracking.mlflow_tracker import MlflowTracker
 from ray_ulysses.tracking.tracker import NullTracker
 from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_store
 from ray_ulysses.trainer.inventory import committed_checkpoint, take_inventory
 from ray_ulysses.trainer.settings import model_shape, versions
 from ray_ulysses.trainer.shared_storage import probe_storage
+from ray_ulysses.trainer.takeover import refuse_taken_over
 
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint import Damage
@@ -36,9 +40,17 @@ if TYPE_CHECKING:
     from ray_ulysses.trainer.step import StepResult
     from ray_ulysses.trainer.worker import Worker
 
+_log = get_logger(__name__)
+_MOST_PENDING = 10_000
+"""Records that may wait for the disk, a few MB. Failed saves end a run long before (`checkpoint.max_failed_saves`),
+unless it saves nothing: then the journal is all that tells of it, and has to be there."""
+
 
 class Recorder:
     """The journal and the tracker of one attempt; on ranks other than 0 it records nothing.
+
+    A journal that can't be written now ends nothing at first: its records wait in memory, as a save that failed waits
+    for the next. Any thread may record.
 
     Attributes:
         store: The store of the run's checkpoints.
@@ -74,6 +86,7 @@ class Recorder:
         self._layout = layout
         self._journal = journal
         self._tracker = tracker
+        self._is_warned = False
         self._location = checkpoint_location(config)
         self._shape = model_shape(config)
         name = torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else None
@@ -118,7 +131,11 @@ class Recorder:
         )
 
     def attempt_started(self, progress: Progress, last_step: int, plan: Plan) -> None:
-        """Record who trains what, and from where."""
+        """Record who trains what, and from where.
+
+        Raises:
+            RunError: The journal can't be written.
+        """
         config, layout = self._config, self._layout
         self._append(
             "attempt_started",
@@ -135,6 +152,8 @@ class Recorder:
             plan_ids=[segment.plan_id for segment in plan.segments],
             versions=versions(),
         )
+        # Without it nobody could tell what belongs to this attempt.
+        self._insist()
         self._tracker.start(
             params=_flat(config.model_dump(mode="json", include={"model", "data", "optimizer", "schedule"})),
             tags={
@@ -226,10 +245,6 @@ class Recorder:
         """Tell the tracker which checkpoints there are as the attempt starts: a death may have kept it from hearing."""
         self._tracker.log_checkpoint(take_inventory(self.store, self._location, self.attempt))
 
-    def committed_before(self) -> bool:
-        """Return whether the journal knows of a checkpoint that an attempt of this run has committed."""
-        return any(record["event"] == "checkpoint_committed" for record in read_records(self._config.run_dir))
-
     def checkpoint_deleted(self, step: int) -> None:
         """Record that retention has deleted a checkpoint."""
         self._tracker.log_checkpoint(GoneCheckpoint(step=step, attempt=None, state="deleted"))
@@ -247,9 +262,14 @@ class Recorder:
         return {"attempt": self.attempt, "bytes": self._journal.num_bytes if self._journal is not None else 0}
 
     def sync(self) -> None:
-        """Make the steps so far outlive a power cut, since the checkpoint that counts on them will."""
+        """Make the steps so far outlive a power cut, since the checkpoint that counts on them will.
+
+        Raises:
+            OSError: They can't be written now, so that no checkpoint may be committed.
+        """
         if self._journal is not None:
             self._journal.sync()
+            self._is_warned = False
 
     def checkpoint_set_aside(self, damage: Damage) -> None:
         """Record a checkpoint that was passed over; from now on it is not part of the run, whatever was wrong."""
@@ -258,41 +278,86 @@ class Recorder:
         self._tracker.log_checkpoint(GoneCheckpoint(step=damage.step, attempt=None, state=state, reason=damage.reason))
 
     def ended(self, status: Literal["finished", "stopped"], step: int) -> None:
-        """Record that the attempt ended as it was meant to."""
+        """Record that the attempt ended as it was meant to.
+
+        Raises:
+            RunError: The journal can't be written.
+        """
         self._append("attempt_ended", reason=status)
         if status == "finished":
             self._append("run_finished", step=step)
+        self._insist()
         self._close(status)
 
     def failed(self, error: BaseException) -> None:
         """Record what ended the attempt; never raises, since the error itself is on its way."""
-        try:
+        # The disk that failed the attempt may well be the journal's.
+        with contextlib.suppress(OSError, RunError):
             self._append("attempt_ended", reason=f"failed: {type(error).__name__}: {error}")
+        try:
             self._close("failed")
-        except OSError:
-            # The disk that failed the attempt may well be the journal's.
-            return
+        except OSError as again:
+            _log.warning("%s; what waits is lost with this process", self._unwritten(again))
 
     def _append(self, event: str, **fields: Any) -> None:
-        if self._journal is not None:
-            self._journal.append({"event": event, **fields})
+        """Write a record, or keep it until the disk takes it.
+
+        Raises:
+            RunError: Too many are kept.
+        """
+        journal = self._journal
+        if journal is None:
+            return
+        try:
+            journal.append({"event": event, **fields})
+        except OSError as error:
+            if journal.num_pending > _MOST_PENDING:
+                raise self._unwritten(error) from error
+            if not self._is_warned:
+                self._is_warned = True
+                _log.warning(
+                    "the journal %s can't be written (%s): its records wait in memory, and no checkpoint is committed "
+                    "before they are written; make room or repair run.storage",
+                    journal.path,
+                    error.strerror or error,
+                )
+
+    def _insist(self) -> None:
+        """Write what waits; raises `RunError` if that can't be done."""
+        try:
+            self.sync()
+        except OSError as error:
+            raise self._unwritten(error) from error
+
+    def _unwritten(self, error: OSError) -> RunError:
+        assert self._journal is not None
+        return RunError(
+            f"the journal {self._journal.path} can't be written ({error.strerror or error}), and "
+            f"{self._journal.num_pending} records of it wait; make room or repair run.storage, then start the same "
+            "command again: it resumes from the newest checkpoint"
+        )
 
     def _close(self, status: Literal["finished", "stopped", "failed"]) -> None:
-        self._tracker.finish(status)
-        if self._journal is not None:
-            self._journal.close()
+        try:
+            self._tracker.finish(status)
+        finally:
+            if self._journal is not None:
+                self._journal.close()
 
 
 def _claim(config: Config, store: Store, worker: Worker) -> AttemptJournal:
     """Claim a number that neither the journal nor the store of the checkpoints has seen.
 
     Raises:
-        UserError: The journal can't be written.
+        UserError: The journal can't be written, or another command has taken the run over.
         CheckpointError: The store of the checkpoints can't be.
     """
     try:
         while True:
-            journal = AttemptJournal.claim(config.run_dir, worker.clock, after=read_lineage(store).newest_attempt)
+            newest = read_lineage(store).newest_attempt
+            journal = AttemptJournal.claim(config.run_dir, worker.clock, after=newest)
+            # After a file was made in the journal's folder: NFS then shows what other hosts have made there.
+            refuse_taken_over(config.run_dir, newest, worker.session)
             if claim_attempt(store, journal.attempt):
                 return journal
             journal.close()

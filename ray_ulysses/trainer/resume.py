@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.checkpoint import (
     CheckpointError,
     Damage,
     DamagedCheckpointError,
+    FencedError,
     Manifest,
     load_pieces,
     newest_committed,
@@ -17,20 +17,21 @@ from ray_ulysses.checkpoint import (
 )
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.errors import UnreadableCheckpointError
-from ray_ulysses.checkpoint.fence import start_attempt
-from ray_ulysses.checkpoint.manifest import CHECKPOINT_FOLDER
-from ray_ulysses.config.resume import resume_fingerprint
+from ray_ulysses.checkpoint.fence import is_overtaken, start_attempt
+from ray_ulysses.checkpoint.load import verify_rest
+from ray_ulysses.config.resume import resume_fingerprint, settings_that_differ
 from ray_ulysses.data.cursor import Cursor
 from ray_ulysses.engine.zero_state import import_state
-from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.trainer.progress import Progress
+from ray_ulysses.trainer.start_point import why_no_start
 from ray_ulysses.trainer.warm_start import warm_start
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ray_ulysses.checkpoint import Choice
+    from ray_ulysses.checkpoint import Choice, Piece
     from ray_ulysses.config import Config
     from ray_ulysses.data.plan import Plan
     from ray_ulysses.trainer.record import Recorder
@@ -44,28 +45,26 @@ def resume(engine: Any, config: Config, plan: Plan, recorder: Recorder) -> Progr
     """Put the newest whole checkpoint into the engine and say where the attempt starts; every rank must call.
 
     Only sizes are looked at beforehand, since every byte is verified while it is loaded. A checkpoint that turns out to
-    be damaged is set aside with its reason and the one before is taken.
+    be damaged is set aside with its reason and the one before is taken. A run of which no checkpoint is whole does not
+    begin anew, and nothing of it is changed.
 
     Raises:
         UserError: The checkpoint belongs to another configuration or plan.
-        RunError: None could be loaded; the text says whether to start the command again.
+        CheckpointError: None could be loaded, and there should be one.
+        FencedError: A newer attempt has taken the run over.
     """
-    known: list[int] = []
+    passed: list[Damage] = []
     tries = 0
     while True:
-        choice = _choose(recorder, known)
-        manifest = choice.manifest
+        manifest = _choose(config, recorder, passed)
         if manifest is None:
-            progress = _begin(engine, config, plan, recorder, is_touched=bool(known))
+            progress = _begin(engine, config, plan, recorder)
             break
         _check_origin(manifest, config, plan)
         try:
-            import_state(
-                engine, manifest.state, partial(load_pieces, recorder.store, manifest, exchange=recorder.exchange)
-            )
+            _load(engine, manifest, recorder)
         except DamagedCheckpointError as error:
-            known.append(manifest.step)
-            _pass_over(recorder, Damage(step=manifest.step, reason=str(error)))
+            _pass_over(recorder, passed, Damage(step=manifest.step, reason=str(error), attempt=manifest.attempt))
             continue
         except UnreadableCheckpointError as error:
             if tries < len(_PAUSES_S):
@@ -74,67 +73,78 @@ def resume(engine: Any, config: Config, plan: Plan, recorder: Recorder) -> Progr
                 continue
             if not _has_older(recorder, manifest.step):
                 raise
-            known.append(manifest.step)
-            _pass_over(recorder, Damage(step=manifest.step, reason=str(error), kind="unreadable"))
+            damage = Damage(step=manifest.step, reason=str(error), kind="unreadable", attempt=manifest.attempt)
+            _pass_over(recorder, passed, damage)
             continue
         progress = _progress_of(manifest, manifest.ref.folder)
         break
-    if recorder.rank == 0:
-        start_attempt(recorder.store, recorder.attempt, progress.step)
-        recorder.checkpoints_found()
+    _start(recorder, progress.step, passed)
     return progress
 
 
-def _choose(recorder: Recorder, known: Sequence[int]) -> Choice:
-    """Return rank 0's choice on every rank; whatever it passes over is recorded.
+def _load(engine: Any, manifest: Manifest, recorder: Recorder) -> None:
+    """Load a checkpoint, and see that the rest of it is whole, too; every rank must call.
 
     Raises:
-        CheckpointError: The storage does not give what is there; every rank raises it.
+        DamagedCheckpointError: A byte of it is not what was written; the engine may hold some of it by now.
+        UnreadableCheckpointError: The storage does not give all of it.
     """
-    chosen: Choice | None = None
+    store, exchange = recorder.store, recorder.exchange
+    loaded: set[str] = set()
+
+    def fill(pieces: Sequence[Piece]) -> int:
+        loaded.update(piece.key for piece in pieces)
+        return load_pieces(store, manifest, pieces, exchange=exchange)
+
+    import_state(engine, manifest.state, fill)
+    verify_rest(store, manifest, loaded, rank=recorder.rank, world_size=len(recorder.nodes), exchange=exchange)
+
+
+def _choose(config: Config, recorder: Recorder, passed: list[Damage]) -> Manifest | None:
+    """Return rank 0's choice on every rank; on rank 0, what it passes over is added to what was passed over before.
+
+    Raises:
+        CheckpointError: The storage does not give what is there, or there is nothing whole where there should be;
+            every rank raises it.
+    """
+    chosen: Manifest | None = None
     problem: str | None = None
     if recorder.rank == 0:
         try:
-            chosen = _patient_choice(recorder, known)
-            problem = _why_not(recorder, chosen)
-            if problem is None:
-                for damage in chosen.damaged:
-                    _pass_over(recorder, damage)
+            choice = _patient_choice(recorder, [damage.step for damage in passed])
+            chosen = choice.manifest
+            for damage in choice.damaged:
+                _pass_over(recorder, passed, damage)
+            problem = why_no_start(config, recorder.store, chosen, passed)
         except OSError as error:
             problem = f"the checkpoints of the run can't be read ({error}); repair the storage, then start again"
-    choice, problem = recorder.exchange.broadcast((chosen, problem))
+    # The file and not the object: a large world's takes longer to pickle than to read.
+    content, problem = recorder.exchange.broadcast((chosen.to_bytes() if chosen is not None else None, problem))
     if problem is not None:
         raise CheckpointError(problem)
-    assert choice is not None
-    found: Choice = choice
-    return found
-
-
-def _why_not(recorder: Recorder, chosen: Choice) -> str | None:
-    """Return why the run may not go on from a choice; to begin anew must not give up a run whose state is there."""
-    foreign = [damage for damage in chosen.damaged if damage.kind == "foreign"]
-    if foreign:
-        return f"{foreign[0]}; nothing was changed"
-    if chosen.manifest is not None:
-        return None
-    unread = [damage for damage in chosen.damaged if damage.kind == "unreadable"]
-    if unread:
-        return f"no checkpoint of the run can be read: {unread[0]}; repair the storage, then start again"
-    if recorder.committed_before() and not recorder.store.list(CHECKPOINT_FOLDER):
-        return (
-            "the journal knows of committed checkpoints, but where they should be there are none; mount or correct "
-            "the storage of the run (checkpoint.storage), or start a new run under another run.name"
-        )
-    return None
+    if content is None or chosen is not None:
+        return chosen
+    return Manifest.from_bytes(content)
 
 
 def _has_older(recorder: Recorder, step: int) -> bool:
-    """Whether a checkpoint before a step is whole, as far as sizes tell; the same on every rank."""
+    """Whether a checkpoint before a step is whole, as far as sizes tell; the same on every rank.
+
+    Raises:
+        CheckpointError: The storage does not say; every rank raises it.
+    """
     older: bool | None = None
+    problem: str | None = None
     if recorder.rank == 0:
-        newer = [one for one in committed_steps(recorder.store) if one >= step]
-        older = newest_committed(recorder.store, "sizes", unless=newer).manifest is not None
-    return bool(recorder.exchange.broadcast(older))
+        try:
+            newer = [one for one in committed_steps(recorder.store) if one >= step]
+            older = newest_committed(recorder.store, "sizes", unless=newer).manifest is not None
+        except OSError as error:
+            problem = f"the checkpoints of the run can't be read ({error}); repair the storage, then start again"
+    older, problem = recorder.exchange.broadcast((older, problem))
+    if problem is not None:
+        raise CheckpointError(problem)
+    return bool(older)
 
 
 def _patient_choice(recorder: Recorder, known: Sequence[int]) -> Choice:
@@ -148,12 +158,56 @@ def _patient_choice(recorder: Recorder, known: Sequence[int]) -> Choice:
     return newest_committed(recorder.store, "sizes", unless=known)
 
 
-def _pass_over(recorder: Recorder, damage: Damage) -> None:
-    """Set a checkpoint aside on rank 0, and say so."""
-    if recorder.rank != 0:
-        return
-    _log.warning("%s", damage)
-    set_aside(recorder.store, damage, attempt=recorder.attempt)
+def _pass_over(recorder: Recorder, passed: list[Damage], damage: Damage) -> None:
+    """Note that a checkpoint is not used; it is set aside once another one is, or nothing has to be."""
+    passed.append(damage)
+    if recorder.rank == 0:
+        _log.warning("%s", damage)
+
+
+def _start(recorder: Recorder, step: int, passed: Sequence[Damage]) -> None:
+    """Set aside what was passed over and announce from where the attempt starts; every rank must call.
+
+    Raises:
+        FencedError: A newer attempt has been claimed meanwhile; nothing was changed.
+        CheckpointError: The storage could not be written.
+    """
+    problem: str | None = None
+    is_fenced = False
+    if recorder.rank == 0:
+        try:
+            is_fenced = is_overtaken(recorder.store, recorder.attempt)
+            if not is_fenced:
+                for damage in passed:
+                    _set_aside(recorder, damage)
+                start_attempt(recorder.store, recorder.attempt, step)
+        except OSError as error:
+            problem = (
+                f"attempt {recorder.attempt} could not be announced ({error}); make room or repair the storage of the "
+                "checkpoints, then start the same command again"
+            )
+    problem, is_fenced = recorder.exchange.broadcast((problem, is_fenced))
+    if is_fenced:
+        raise FencedError(
+            f"a newer attempt than attempt {recorder.attempt} has taken the run over; nothing is to be done, this "
+            "attempt ends"
+        )
+    if problem is not None:
+        raise CheckpointError(problem)
+    if recorder.rank == 0:
+        try:
+            recorder.checkpoints_found()
+        except OSError as error:
+            _log.warning("the tracker is not told which checkpoints there are: they can't be listed (%s)", error)
+
+
+def _set_aside(recorder: Recorder, damage: Damage) -> None:
+    """Take a checkpoint out of the way, and say so."""
+    try:
+        set_aside(recorder.store, damage, attempt=recorder.attempt)
+    except OSError as error:
+        # Once the attempt has said where it starts, it is no longer part of the run all the same.
+        _log.warning("the checkpoint of step %d can't be set aside (%s); it is passed over", damage.step, error)
     recorder.checkpoint_set_aside(damage)
 
 
@@ -164,26 +218,19 @@ def _check_origin(manifest: Manifest, config: Config, plan: Plan) -> None:
         UserError: It was written under another configuration, or its place is not in the plan.
     """
     if manifest.meta.config_fingerprint != resume_fingerprint(config):
+        differences = settings_that_differ(manifest.meta.extra.get("settings", {}), config)
         raise UserError(
             f"the checkpoint of step {manifest.step} was written under another configuration than "
-            f"{config.run_dir / 'config.yaml'} says; restore that file, or start a new run under another run.name"
+            f"{config.run_dir / 'config.yaml'} says ({differences or 'by a version that did not note its own'}); "
+            "restore that file, or start a new run under another run.name"
         )
     plan.check_cursor(Cursor.from_json(dict(manifest.meta.cursor)))
 
 
-def _begin(engine: Any, config: Config, plan: Plan, recorder: Recorder, *, is_touched: bool) -> Progress:
-    """Start without a checkpoint of the run's own: from another run's, or at the beginning.
-
-    Raises:
-        RunError: A damaged checkpoint has been read into the engine already, and there is no other.
-    """
+def _begin(engine: Any, config: Config, plan: Plan, recorder: Recorder) -> Progress:
+    """Start without a checkpoint of the run's own: from another run's, or at the beginning."""
     if config.model.resume_from is not None:
         return warm_start(engine, config, plan, recorder)
-    if is_touched:
-        raise RunError(
-            "no checkpoint of the run is whole, and weights have been overwritten by one that is not; what was "
-            "damaged is set aside. The next attempt begins at the first step: start the same command again"
-        )
     return Progress()
 
 

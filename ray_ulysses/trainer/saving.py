@@ -11,7 +11,7 @@ from ray_ulysses.checkpoint import CheckpointError, CheckpointMeta, FencedError,
 from ray_ulysses.checkpoint.background import BackgroundSaver
 from ray_ulysses.checkpoint.staging import Staging
 from ray_ulysses.checkpoint.triggers import Flags, Triggers, due, time_is_up
-from ray_ulysses.config.resume import resume_fingerprint
+from ray_ulysses.config.resume import resume_fingerprint, resume_settings
 from ray_ulysses.engine.zero_state import state_source
 from ray_ulysses.logging import get_logger
 from ray_ulysses.trainer.checkpoint_store import keep_rules
@@ -132,7 +132,8 @@ class CheckpointKeeper:
                 self._recorder.preemption_noticed(step)
         reason = due(self._triggers, flags, step=step, taken_step=self._taken_step, last_step=last_step)
         if reason is not None:
-            self._save(engine, outcome, cursor, reason)
+            is_last = flags.stop or flags.resize or step >= last_step
+            self._save(engine, outcome, cursor, reason, is_last=is_last)
 
     def finish(self) -> None:
         """Wait until everything is committed; every rank must call, at the end of an attempt.
@@ -150,10 +151,9 @@ class CheckpointKeeper:
         """Give a save that is under way a last chance, when the attempt has failed; never raises."""
         self._saver.close(_LAST_WORD_S)
 
-    def _save(self, engine: Any, outcome: StepOutcome, cursor: Cursor, reason: Reason) -> None:
-        self._recorder.sync()
+    def _save(self, engine: Any, outcome: StepOutcome, cursor: Cursor, reason: Reason, *, is_last: bool) -> None:
         self._take(engine, outcome, cursor, reason)
-        if reason in ("end", "stop", "resize"):
+        if is_last:
             # Nothing is left to do meanwhile, and no later step to try again with.
             self._wait()
             for pause_s in _PAUSES_S[: self._config.checkpoint.max_failed_saves]:
@@ -172,8 +172,17 @@ class CheckpointKeeper:
         worker, step = self._worker, outcome.progress.step
         worker.on_event("save", step)
         meta = self._meta(outcome, cursor, reason)
-        self._saver.save(step, state_source(engine), meta, timeout_s=self._config.checkpoint.save_timeout_s)
+        timeout_s = self._config.checkpoint.save_timeout_s
+        self._saver.save(step, state_source(engine), meta, timeout_s=timeout_s, obstacle=self._obstacle())
         self._taken_step, self._taken_at = step, worker.clock.monotonic()
+
+    def _obstacle(self) -> str | None:
+        """Return why the journal does not have the steps that a checkpoint counts on, if it does not."""
+        try:
+            self._recorder.sync()
+        except OSError as error:
+            return f"the journal in {self._config.run_dir} could not be written ({error.strerror or error})"
+        return None
 
     def _wait(self) -> None:
         timeout_s = self._config.checkpoint.save_timeout_s
@@ -202,6 +211,7 @@ class CheckpointKeeper:
             # Each row draws from a state of its own, so that no rank's generator has to be kept.
             extra={
                 "random_state": "run.seed and row",
+                "settings": resume_settings(self._config),
                 "journal": self._recorder.journal_position(),
                 "parent": progress.resumed_from,
             },

@@ -8,11 +8,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.checkpoint import DamagedCheckpointError, Manifest, load_pieces
-from ray_ulysses.checkpoint.choice import Damage, examine
-from ray_ulysses.checkpoint.named import best_of, nameable
+from ray_ulysses.checkpoint.choice import Damage, committed_steps, examine
+from ray_ulysses.checkpoint.named import best_of, nameable, unreadable
 from ray_ulysses.checkpoint.state import begun_anew
 from ray_ulysses.config.reference_to_checkpoint import SETTING, MlflowReference, RunReference, parse_reference
-from ray_ulysses.config.resume import resume_fingerprint
+from ray_ulysses.config.resume import resume_fingerprint, settings_that_differ
 from ray_ulysses.data.cursor import Cursor
 from ray_ulysses.engine.zero_state import import_state
 from ray_ulysses.errors import UserError
@@ -80,22 +80,41 @@ def check_origin(origin: Origin, config: Config, plan: Plan) -> Manifest:
         UserError: It is not there or not whole, or ``resume_state=all`` and it is of a run of other settings or data.
     """
     with storage_answers(origin.location):
-        found = examine(open_store(origin.location), origin.step, "sizes")
+        store = open_store(origin.location)
+        if not is_there(origin):
+            there = _listed(tuple(nameable(store))) or "none"
+            raise UserError(
+                f"{SETTING}={origin.asked!r}: the checkpoint of step {origin.step} should be in {origin.location}, and "
+                f"is not (there: {there}); mount or restore that place, or name where the run lies now, as in "
+                f"/path/of/the/run@{origin.step}"
+            )
+        found = examine(store, origin.step, "sizes")
     if isinstance(found, Damage):
         raise UserError(f"{SETTING}={origin.asked!r}: {found}; name another step")
     if config.model.resume_state != "all":
         return found
     other = "set model.resume_state to weights or optimizer to begin a run of its own with it"
     if found.meta.config_fingerprint != resume_fingerprint(config):
+        differences = settings_that_differ(found.meta.extra.get("settings", {}), config)
         raise UserError(
-            f"{SETTING}={origin.asked!r}: the checkpoint of step {found.step} was written under other settings, so the "
-            f"run can't go on with it; restore them (run {found.meta.run!r}), or {other}"
+            f"{SETTING}={origin.asked!r}: the checkpoint of step {found.step} of run {found.meta.run!r} was written "
+            f"under other settings ({differences or 'by a version that did not note them'}), so the run can't go on "
+            f"with it; restore them, or {other}"
         )
     try:
         plan.check_cursor(Cursor.from_json(dict(found.meta.cursor)))
     except UserError as error:
         raise UserError(f"{SETTING}={origin.asked!r}: {error}; or {other}") from error
     return found
+
+
+def is_there(origin: Origin) -> bool:
+    """Return whether the checkpoint of an origin is committed where it should be.
+
+    Raises:
+        OSError: The storage can't be listed.
+    """
+    return origin.step in committed_steps(open_store(origin.location))
 
 
 def pin_origin(config: Config, origin: Origin | None) -> None:
@@ -166,6 +185,12 @@ def _step_of(store: Store, reference: RunReference, asked: str) -> int:
     if reference.which == "latest":
         return steps[-1]
     if reference.which == "best":
+        unknown = unreadable(committed)
+        if unknown:
+            raise UserError(
+                f"{SETTING}={asked!r}: the best checkpoint can't be told, since the numbers of step {_listed(unknown)} "
+                f"can't be read; repair it, or name a step: {_listed(steps)}"
+            )
         best = best_of(committed)
         if best is None:
             raise UserError(f"{SETTING}={asked!r}: none of its checkpoints has a loss; name a step: {_listed(steps)}")

@@ -28,6 +28,13 @@ _STATES = {
     "being_written": "writing",
     "not_committed": "leftover",
 }
+_VERDICTS = {
+    "whole": "whole",
+    "damaged": "DAMAGED",
+    "unreadable": "UNREADABLE",
+    "superseded": "NOT PART OF THE RUN",
+    "foreign": "OF ANOTHER VERSION",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +61,8 @@ def render_checkpoints(listing: CheckpointListing, width: int | None = None) -> 
     """
     reports = listing.checkpoints
     lines = [f"run {listing.name!r}: {_summary(listing)}", *facts(_totals(listing))]
+    if listing.refusal is not None:
+        lines += ["", *_wrapped(listing.refusal, width)]
     if reports:
         columns, hidden = _fitting(reports, width)
         header = [column.name for column in columns]
@@ -69,7 +78,7 @@ def render_checkpoints(listing: CheckpointListing, width: int | None = None) -> 
 
 def _summary(listing: CheckpointListing) -> str:
     if not listing.checkpoints:
-        return "no checkpoint yet"
+        return "no checkpoint yet" if listing.refusal is None else "NO CHECKPOINT FOUND"
     usable = sum(report.condition == "whole" for report in listing.checkpoints)
     words = [f"{usable} checkpoint{'' if usable == 1 else 's'} whole by size"]
     for condition, word in _STATES.items():
@@ -81,16 +90,26 @@ def _summary(listing: CheckpointListing) -> str:
 
 def _totals(listing: CheckpointListing) -> list[tuple[str, str]]:
     rows = [("store", listing.location)]
+    if listing.checkpoints or listing.refusal is not None:
+        rows.append(("resumes", _start(listing)))
     if listing.checkpoints:
-        start = "the beginning" if listing.resumes_from is None else f"step {listing.resumes_from:,}"
         named = sum(report.num_bytes for report in listing.checkpoints)
         left = sum(report.leftover_bytes for report in listing.checkpoints)
-        beside = f", and {size(left)} beside them that later commits delete" if left else ""
-        rows += [("resumes", f"from {start}"), ("size", f"{size(named)}{beside}")]
+        beside = f", and {size(left)} left over beside them" if left else ""
+        rows.append(("size", f"{size(named)}{beside}"))
     rules = list(dict.fromkeys(rule for report in listing.checkpoints for rule in report.kept))
     if rules:
         rows.append(("kept by", ", ".join(rules)))
     return rows
+
+
+def _start(listing: CheckpointListing) -> str:
+    if listing.refusal is not None:
+        return "not, as things are"
+    if listing.resumes_from is None:
+        return "from model.resume_from where it is set, else from the beginning"
+    by_then = f", or from step {max(listing.unless):,} if that can be read by then" if listing.unless else ""
+    return f"from step {listing.resumes_from:,}{by_then}"
 
 
 def _fitting(reports: Sequence[CheckpointReport], width: int | None) -> tuple[list[_Column], list[_Column]]:
@@ -116,7 +135,7 @@ def _notes(report: CheckpointReport) -> list[str]:
     for aside in report.set_aside:
         when = f", {_moment(aside.at)} UTC" if aside.at is not None else ""
         notes.append(f"step {report.step}, set aside by attempt {aside.attempt}{when}: {aside.reason}")
-    if report.condition == "set_aside":
+    if report.condition == "set_aside" and report.is_swept:
         notes[-1] += "; what is left of it is deleted by a later commit"
     return notes
 
@@ -188,14 +207,13 @@ def render_verdict(verdict: CheckpointVerdict, width: int | None = None) -> str:
         lines.append(f"  and {len(verdict.files) - len(shown):,} more, which are whole (--json lists them)")
     for file in bad:
         lines += ["", *_wrapped(str(file.problem), width)]
+    if verdict.condition == "unreadable":
+        lines += ["", *_wrapped("what can't be read may be whole: repair the storage, then ask again", width)]
     return "\n".join(lines)
 
 
 def _said(verdict: CheckpointVerdict) -> str:
-    if verdict.is_whole:
-        return "whole"
-    is_damaged = verdict.attempt is None or any(file.problem is not None for file in verdict.files)
-    return "DAMAGED" if is_damaged else "NOT PART OF THE RUN"
+    return _VERDICTS[verdict.condition]
 
 
 def _read(verdict: CheckpointVerdict) -> list[tuple[str, str]]:
@@ -213,7 +231,8 @@ def _read(verdict: CheckpointVerdict) -> list[tuple[str, str]]:
 
 
 def _file(file: FileVerdict) -> tuple[str, ...]:
-    return (size(file.num_bytes), str(file.num_tensors), "whole" if file.problem is None else "DAMAGED", file.file)
+    state = "whole" if file.problem is None else "UNREADABLE" if file.is_unread else "DAMAGED"
+    return (size(file.num_bytes), str(file.num_tensors), state, file.file)
 
 
 class BytesProgress:

@@ -133,8 +133,8 @@ def test_a_run_goes_on_over_completion_stop_kill_and_resize(corpus: Path, tmp_pa
     reasons = [record["reason"] for record in read_records(config.run_dir) if record["event"] == "checkpoint_committed"]
     assert {"steps", "request", "stop"} <= set(reasons)
 
-    # The whole command is killed in the middle of the run, and resumed with sp=4 on 4 workers.
-    command = start(config_for(4, 2, 160), tmp_path / "third")
+    # The whole command is killed in the middle of the run with sp=4 on 4 workers, and resumed on fewer.
+    command = start(config_for(4, 4, 160), tmp_path / "third")
     try:
         wait_for_step(config, stopped.step + 6)
         # Afterwards they are no children of this process any more.
@@ -145,7 +145,7 @@ def test_a_run_goes_on_over_completion_stop_kill_and_resize(corpus: Path, tmp_pa
     _, alive = psutil.wait_procs(workers, timeout=30)
     assert not alive, "workers outlive the command that started them"
     last = read_history(config.run_dir).step + 3
-    code, text = train(config_for(4, 4, last), tmp_path / "fourth")
+    code, text = train(config_for(2, 2, last), tmp_path / "fourth")
     assert code == 0, text
 
     ours = read_history(config.run_dir)

@@ -270,7 +270,7 @@ def _checkpoint_world(theirs_load: dict[str, Any] | None) -> dict[str, Any]:
             "num_parameters": 7, "digest": 11, "weight_decays": [0.1, 0.0],
         }  # fmt: skip
 
-    ours = use(2.0) | {"returned_bytes": 3 * 2**20, "digest": 11, "weight_decays": [0.1, 0.0]}
+    ours = use(2.0) | {"returned_bytes": 3 * 2**20, "verified_bytes": 2**20, "digest": 11, "weight_decays": [0.1, 0.0]}
     conversion = {"failure": "it broke"} if theirs_load is None else use(6.0)
     theirs = None if theirs_load is None else use(2.0) | theirs_load
     load = {

@@ -159,6 +159,13 @@ def test_the_architectures_that_can_be_done_exactly_are_taken(
     assert config._attn_implementation != "ray_ulysses_probe"
 
 
+def test_a_parameter_without_elements_is_refused() -> None:
+    model = tiny_model("llama", meta=True)
+    model.model.norm.register_parameter("spare", nn.Parameter(torch.empty(0, device="meta")))
+    with pytest.raises(UserError, match=r"^llama: the parameter model\.norm\.spare has no elements"):
+        apply_ulysses(model, ALONE)
+
+
 def test_an_encoder_decoder_is_refused() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 

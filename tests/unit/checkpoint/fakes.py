@@ -110,6 +110,8 @@ def save(
     tensors: dict[str, torch.Tensor] | None = None,
     stores: dict[int, Store] | None = None,
     metrics: dict[str, float] | None = None,
+    part: int = 0,
+    obstacles: dict[int, str] | None = None,
 ) -> list[Any]:
     """Save these tensors from `world_size` ranks; return each rank's ref or error."""
 
@@ -123,6 +125,8 @@ def save(
             state=shard_of(tensors if tensors is not None else TENSORS, rank, world_size),
             meta=replace(META, metrics=metrics or {}),
             exchange=exchange,
+            part=part,
+            obstacle=(obstacles or {}).get(rank),
         )
 
     return on_ranks(world_size, call)

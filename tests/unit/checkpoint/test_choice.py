@@ -142,9 +142,23 @@ def test_a_step_set_aside_can_be_committed_anew(tmp_path: Path) -> None:
     assert choice.manifest is not None and choice.manifest.attempt == 2
 
 
+def test_what_was_committed_anew_since_it_was_looked_at_is_not_set_aside(tmp_path: Path) -> None:
+    """An attempt that slept while a newer one mended the step must not undo that."""
+    store = LocalStore(tmp_path)
+    save(store, 30)
+    _flip(_shard(tmp_path), -20)
+    (damage,) = newest_committed(store).damaged
+    set_aside(store, damage, attempt=3)
+    assert committed_steps(store) == ()
+    save(store, 30, attempt=3)
+    for seen in (damage, Damage(step=30, reason="its manifest was torn")):
+        set_aside(store, seen, attempt=2)
+        assert committed_steps(store) == (30,)
+
+
 def test_setting_aside_twice_by_one_attempt_does_not_fail(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
-    damage = Damage(step=30, reason="planted")
+    damage = Damage(step=30, reason="planted", attempt=1)
     save(store, 30)
     content = _manifest(tmp_path).read_bytes()
     set_aside(store, damage, attempt=2)

@@ -95,6 +95,26 @@ def test_a_manifest_of_which_nobody_knows_keeps_its_shards(tmp_path: Path) -> No
     assert _load_newest(inner) == 20
 
 
+def test_a_second_try_of_what_turns_out_to_be_committed_succeeds_and_leaves_nothing(tmp_path: Path) -> None:
+    inner = LocalStore(tmp_path)
+    faulty = FaultyStore(inner, fail_at=2, when="after", lasting=True, only=lambda key: "manifest" in key)
+    assert all(isinstance(result, CheckpointError) for result in _save(inner, 20, stores={0: faulty}))
+    files = inner.list("checkpoints")
+    assert all(isinstance(result, CheckpointRef) for result in _save(inner, 20, part=1))
+    assert inner.list("checkpoints") == files and _load_newest(inner) == 20
+    # What another attempt has committed is not this one's.
+    errors = _save(inner, 20, attempt=2)
+    assert all("step 20 is committed already, by another attempt" in str(error) for error in errors)
+    assert inner.list("checkpoints") == files
+
+
+def test_an_obstacle_that_one_rank_knows_fails_the_save_on_all(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    errors = _save(store, 20, obstacles={0: "the journal could not be written"})
+    assert all("rank 0: the journal could not be written" in str(error) for error in errors) and len(errors) == 2
+    assert store.list("checkpoints") == []
+
+
 class _Flipping(HookedStore):
     """A store that writes another byte than it was given, as a bad link does."""
 

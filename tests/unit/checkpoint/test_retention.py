@@ -60,6 +60,16 @@ def test_nothing_is_deleted_in_favour_of_a_step_that_is_not_committed() -> None:
         steps_to_delete({1: known, 2: known}, newest=3, rules=KeepRules(last=1))
 
 
+def test_a_commit_that_is_not_listed_deletes_nothing_and_is_tried_again(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    save(store, 10)
+    (ref, _) = save(store, 20)
+    store.delete("checkpoints/step-00000020/manifest.json")
+    with pytest.raises(OSError, match="step 20 was committed a moment ago and is not listed"):
+        Retention(store, KeepRules(last=1)).apply(ref)
+    assert committed_steps(store) == (10,)
+
+
 def test_leftovers_are_what_no_manifest_names() -> None:
     def keys(step: int, *attempts: int) -> list[str]:
         return [f"checkpoints/step-{step:08d}/attempt-{a:04d}/rank-00000-of-00001.safetensors" for a in attempts]

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from ray_ulysses.checkpoint.shards import ShardEntry, find_damage, write_shard
+from ray_ulysses.checkpoint import CheckpointRef, load_pieces, newest_committed, read_manifest
+from ray_ulysses.checkpoint.checksums import BLOCK_BYTES
+from ray_ulysses.checkpoint.shards import ShardEntry, find_damage, read_sums, verified_chunks, write_shard
 from ray_ulysses.checkpoint.state import Piece
 from ray_ulysses.storage import LocalStore
+from tests.stores import MemoryStore
+from tests.unit.checkpoint.fakes import TENSORS, save, shard_of
+from tests.unit.storage.short_reads import ShortStore, ShortStream
 
 PIECES = (
     Piece(key="fp32/a", start=3, tensor=torch.arange(5, dtype=torch.float32)),
@@ -79,3 +86,48 @@ def test_a_rank_without_pieces_still_has_a_shard(tmp_path: Path) -> None:
     entry = write_shard(store, "c", "s", [])
     assert entry.intervals == ()
     assert find_damage(store, "c", entry, read_content=True) is None
+
+
+def test_a_checkpoint_is_whole_however_little_its_storage_gives_at_once() -> None:
+    """A raw stream may give fewer bytes than it is asked for, which is no damage."""
+    store = MemoryStore()
+    save(store, 20)
+    short = ShortStore(store, 7)
+    manifest = read_manifest(short, 20)
+    for shard in manifest.shards:
+        assert shard.num_bytes > 400 and shard.header_bytes > 200
+        assert find_damage(short, "checkpoints/step-00000020", shard, read_content=True) is None
+        assert sum(verified_chunks(short, "checkpoints/step-00000020", shard)) == shard.num_bytes
+    chosen = newest_committed(short)
+    assert chosen.damaged == () and chosen.manifest == manifest
+    refs = save(short, 30)
+    assert all(isinstance(ref, CheckpointRef) for ref in refs), refs
+    pieces = [replace(piece, tensor=torch.zeros_like(piece.tensor)) for piece in shard_of(TENSORS, 0, 1).pieces]
+    load_pieces(short, manifest, pieces)
+    assert all(torch.equal(piece.tensor, TENSORS[piece.key]) for piece in pieces)
+
+
+def test_a_table_of_checksums_that_comes_in_parts_is_whole() -> None:
+    store = MemoryStore()
+    entry = write_shard(store, "c", "s", [Piece(key="x", start=0, tensor=torch.zeros(20 * BLOCK_BYTES // 4))])
+    table = read_sums(ShortStore(store, 50), "c", entry)
+    assert len(table) == 20 and entry.num_bytes - entry.sums_offset == 160
+
+
+@pytest.mark.parametrize("most", [100, 10**6])
+def test_a_file_that_ends_while_it_is_read_is_damage_and_no_endless_loop(most: int) -> None:
+    store = MemoryStore()
+    entry = write_shard(store, "c", "s", PIECES)
+
+    class EndsEarly(ShortStore):
+        """Says that all is there, and gives the first half of it."""
+
+        def open(self, key: str) -> BinaryIO:
+            with store.open(key) as stream:
+                content = stream.read()
+            stream = ShortStream(content[: len(content) // 2], most)
+            stream.seek = lambda offset, whence=0: len(content)  # type: ignore[method-assign, misc]
+            return stream
+
+    damage = find_damage(EndsEarly(store, most), "c", entry, read_content=True)
+    assert damage is not None and "the table of checksums is wrong" in damage

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from ray_ulysses.config import parse_config
 from ray_ulysses.config.reference_to_checkpoint import (
     MlflowReference,
     ReferenceProblem,
@@ -13,6 +14,8 @@ from ray_ulysses.config.reference_to_checkpoint import (
     Which,
     parse_reference,
 )
+from ray_ulysses.errors import ConfigError
+from tests.unit.config.trees import small_tree
 
 
 @pytest.mark.parametrize(
@@ -86,10 +89,43 @@ def test_what_names_none_is_refused_with_the_way_out(text: str, said: str) -> No
     assert caught.value.rule in str(caught.value) and "mlflow:RUN/200" in caught.value.way_out
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("s3://me:hunter2@bucket/runs@soon", "'soon' is no step, latest or best"),
+        ("s3://me:hunter2@bucket/runs@latest", "may not hold credentials, since it is stored with the run; set AWS_"),
+        ("s3://me:hun/ter2@bucket/runs", "may not hold credentials"),
+        ("s3://me:hun/hunter2@bucket/runs@best", "may not hold credentials"),
+        ("s3://hunter2@bucket", "'bucket' is no step"),
+        ("s3:/me:hunter2@bucket/runs", "has one slash behind the scheme"),
+        ("s3://bucket/runs?secret_key=hunter2@40", "may not hold secret_key"),
+        (
+            "s3://bucket/runs?endpoint_override=me:hunter2@minio:9000@40",
+            "may not hold credentials in endpoint_override",
+        ),
+        ("ftp://me:hunter2@host/runs", "ftp:// is no storage; give a path, file://, s3://"),
+        ("ftp://host/runs@latest", "ftp:// is no storage"),
+        ("s3://bucket/runs?endpoint_override=my host:9", "gives endpoint_override as 'my host:9', which is no host"),
+    ],
+)
+def test_a_place_that_no_store_is_at_is_a_problem_of_the_setting_and_no_secret_is_repeated(
+    text: str, said: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(small_tree(model__resume_from=text, cluster__workers=0))
+    assert [problem.path for problem in caught.value.problems] == ["model.resume_from", "cluster.workers"]
+    assert said in str(caught.value)
+    assert "hunter2" not in str(caught.value) and "ter2" not in str(caught.value)
+    with pytest.raises(ReferenceProblem, match=r"^model\.resume_from=") as refused:
+        parse_reference(text)
+    assert "hunter2" not in str(refused.value)
+
+
 @given(st.text("abz019./-_:", min_size=1), st.one_of(st.integers(0, 10**9), st.sampled_from(["latest", "best"])))
 def test_what_is_written_is_read_back(place: str, which: Which) -> None:
     run = RunReference(location=place, which=which)
     if not place.startswith("mlflow:"):
+        assume(not place.partition(":")[2].startswith("/"))
         assert parse_reference(str(run)) == run
     if "/" not in place:
         assert parse_reference(str(MlflowReference(run=place, which=which))) == MlflowReference(run=place, which=which)

@@ -127,6 +127,11 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
         "tracking.uri='sqlite:///runs/mlflow.db': run.storage_kind=nfs needs an MLflow server, "
         "since SQLite is not safe there; give the server's http:// or https:// address, or set tracking.enabled=false",
     ),
+    (
+        {"model__resume_from": "mlflow:demo/40", "tracking__enabled": False, "tracking__uri": "http://mlflow:5000"},
+        "tracking.enabled=False: model.resume_from='mlflow:demo/40' is looked up in MLflow, which is off; "
+        "set tracking.enabled: true, or name the run's directory or store in model.resume_from",
+    ),
 ]
 
 
@@ -156,6 +161,8 @@ def test_a_broken_rule_says_the_setting_the_rule_and_the_way_out(changes: dict[s
         {"memory__offload_optimizer": "nvme", "memory__nvme_path": "/nvme"},
         {"memory__offload_optimizer": "cpu", "memory__zero_stage": 1},
         {"run__stop_step": 5, "schedule__horizon_steps": 1000},
+        {"model__resume_from": "mlflow:demo/40"},
+        {"model__resume_from": "runs/demo@40", "tracking__enabled": False},
     ],
 )
 def test_what_keeps_the_rules_is_accepted(changes: dict[str, Any]) -> None:
@@ -163,6 +170,20 @@ def test_what_keeps_the_rules_is_accepted(changes: dict[str, Any]) -> None:
     for path, value in changes.items():
         section, name = path.split("__")
         assert config[section][name] == value
+
+
+def test_mlflow_that_is_off_comes_with_all_other_problems() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(small_tree(model__resume_from="mlflow:demo", tracking__enabled=False, cluster__workers=0))
+    assert [problem.path for problem in caught.value.problems] == ["cluster.workers", "tracking.enabled"]
+
+
+@pytest.mark.parametrize("uri", ["postgresql://me:hunter2@host/db", "postgres://me:hunter2@host/db"])
+def test_a_refused_tracking_uri_is_shown_without_its_password(uri: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(small_tree(run__storage_kind="nfs", tracking__uri=uri))
+    assert "hunter2" not in str(caught.value)
+    assert "://***@host/db'" in str(caught.value)
 
 
 def test_a_model_configuration_without_sizes_is_refused_by_what_is_missing() -> None:

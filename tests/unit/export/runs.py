@@ -1,23 +1,53 @@
-"""Runs that have only what an export reads: a configuration and a checkpoint, written by `save_checkpoint`."""
+"""Runs that have only what an export reads, written by `save_checkpoint`; and what an export has written, read back."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedConfig
 
 from ray_ulysses.checkpoint import CheckpointMeta, ShardedState, StateDescription, save_checkpoint
 from ray_ulysses.config.loading import parse_config
+from ray_ulysses.export.export_run import export_run
+from ray_ulysses.export.record import Identity
+from ray_ulysses.export.report import CheckResult, ExportReport
+from ray_ulysses.export.request import ExportRequest
 from ray_ulysses.storage import LocalStore
 from tests.unit.checkpoint.fakes import ThreadExchange, on_ranks, shard_of
 from tests.unit.config.trees import small_tree
 
 META = CheckpointMeta(
     sp_size=1, cursor={"next_row": 12}, digest="00000000000000ff", tokens=1200, versions={"torch": "2.13.0"}
+)
+IDENTITY = Identity(manifest="aa", weights="model", max_shard_bytes=5, tokenizer="bb", checked=True)
+REPORT = ExportReport(
+    run="run",
+    step=4,
+    attempt=1,
+    trained_tokens=12,
+    data_digest="00ff",
+    out="/out",
+    architecture="LlamaForCausalLM",
+    parameters=3,
+    weights="bf16",
+    files={"file": 3},
+    context_tokens=256,
+    max_positions=None,
+    rope="",
+    tokenizer="none",
+    has_tokenizer=False,
+    versions={"torch": "2.13.0"},
+    check=CheckResult(tokens=8, documents=2, origin="seeded", difference=0.5, scale=1.0, bound=1e-5),
+    seconds=0.0,
+    was_there=False,
 )
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -95,3 +125,43 @@ def fields_of(config: PreTrainedConfig) -> dict[str, Any]:
     # Families such as GPT-2 have names of their own for sizes that a run's configuration must name.
     sizes = ("hidden_size", "num_attention_heads", "num_hidden_layers")
     return config.to_dict() | {name: getattr(config, name) for name in sizes}
+
+
+def silent(line: str) -> None:
+    del line
+
+
+def export(run_dir: Path, **request: Any) -> ExportReport:
+    return export_run(ExportRequest(run_dir=run_dir, **request), silent)
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a directory, read by safetensors itself; none may be there twice."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            for name in file.keys():  # noqa: SIM118 -- not a mapping
+                assert name not in tensors
+                tensors[name] = file.get_tensor(name)
+    return tensors
+
+
+def assert_same(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name], tensor), name
+
+
+def word_tokenizer(folder: Path, words: int) -> Path:
+    folder.mkdir()
+    vocabulary = {f"w{number}": number for number in range(words)} | {"<end>": words}
+    tokenizer = RustTokenizer(models.WordLevel(vocab=vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "config.json").write_text("{}")
+    return folder

@@ -55,20 +55,43 @@ def test_older_tools_find_rope_under_its_older_names(rope: dict[str, Any] | None
 
 @pytest.mark.parametrize(
     ("known", "trained", "ends"),
-    [(None, None, None), (2, None, 2), (None, 5, 5), (2, 5, [5, 2]), ([2, 5], 5, [2, 5]), ([2, 3], 5, [5, 2, 3])],
+    [
+        (None, (), None),
+        (2, (), 2),
+        (None, (5,), 5),
+        (2, (5,), [5, 2]),
+        ([2, 5], (5,), [2, 5]),
+        ([2, 3], (5,), [5, 2, 3]),
+        (None, (5, 6), [5, 6]),
+        (6, (5, 6), [5, 6]),
+    ],
 )
-def test_generation_ends_where_training_ended_documents(known: Any, trained: int | None, ends: Any) -> None:
+def test_generation_ends_where_training_ended_documents(known: Any, trained: tuple[int, ...], ends: Any) -> None:
     assert merged_ends(known, trained) == ends
 
 
 def test_an_inline_model_gets_the_end_token_of_its_corpus_unless_it_names_one() -> None:
     tree = small_tree()
-    found = describe(parse_config(tree), "model", 256)
+    found = describe(parse_config(tree), "model", (256,))
     # Llama's class says 1 and 2, which are bytes of a text here.
     assert (found.model.config.bos_token_id, found.model.config.eos_token_id) == (None, 256)
     assert found.generation is not None and found.generation["eos_token_id"] == 256
     assert "bos_token_id" not in found.generation
     tree["model"]["config"]["eos_token_id"] = 7
-    found = describe(parse_config(tree), "model", 256)
+    found = describe(parse_config(tree), "model", (256,))
     assert found.model.config.eos_token_id == 7
     assert found.generation is not None and found.generation["eos_token_id"] == [256, 7]
+
+
+def test_the_end_token_of_the_corpus_stays_beside_that_of_another_tokenizer(tmp_path: Path) -> None:
+    found = describe(parse_config(small_tree()), "model", (256, 65))
+    for name, content in found.files().items():
+        (tmp_path / name).write_bytes(content)
+        assert json.loads(content)["eos_token_id"] == [256, 65], name
+    assert AutoConfig.from_pretrained(tmp_path).eos_token_id == [256, 65]
+
+
+def test_an_inline_model_whose_end_token_is_not_known_does_not_get_that_of_its_class() -> None:
+    found = describe(parse_config(small_tree()), "model")
+    assert (found.model.config.bos_token_id, found.model.config.eos_token_id) == (None, None)
+    assert found.generation is not None and "eos_token_id" not in found.generation

@@ -8,19 +8,22 @@ import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.export.directory import RECORD_FILE, Identity, Record, already_exported, unpublished
-
-SAME = Identity(manifest="aa", weights="model", max_shard_bytes=5, tokenizer="bb", checked=True)
+from ray_ulysses.export import directory
+from ray_ulysses.export.directory import already_exported, refuse_place, unpublished
+from ray_ulysses.export.record import RECORD_FILE, Identity, Record
+from tests.unit.export.runs import IDENTITY as SAME
+from tests.unit.export.runs import REPORT
 
 
 def publish(out: Path, identity: Identity = SAME, text: str = "one") -> None:
     with unpublished(out, 10) as folder:
         (folder / "file").write_text(text)
-        record = Record(identity=identity, report={"files": {"file": len(text)}})
+        record = Record(identity=identity, report=replace(REPORT, files={"file": len(text)}))
         (folder / RECORD_FILE).write_bytes(record.to_bytes())
 
 
@@ -64,7 +67,7 @@ def test_nothing_is_left_of_an_export_that_fails(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    said = r"the export takes 1e\+06 TB, and .*B are free there; make room or give another directory"
+    said = r"takes 1e\+06 TB and a reserve of .*B, and .*B are free there; make room or give another directory"
     with pytest.raises(RunError, match=said), unpublished(tmp_path / "out", 10**18):
         pytest.fail("must not begin")
     assert names(tmp_path) == []
@@ -167,3 +170,117 @@ def test_what_is_no_export_is_never_overwritten(tmp_path: Path, overwrite: bool)
     )
     with pytest.raises(UserError, match="is a file; give a directory"):
         already_exported(out / "thesis.tex", SAME, overwrite=overwrite)
+
+
+def test_overwriting_an_export_spares_what_others_put_there(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    publish(out)
+    (out / "my_eval_results.txt").write_text("hours of work")
+    (out / "nested").mkdir()
+    (out / "nested/k").write_text("x")
+    # Nothing is deleted where nothing is to be written.
+    assert already_exported(out, SAME, overwrite=False) is not None
+    with pytest.raises(UserError) as error:
+        already_exported(out, SAME, overwrite=True)
+    assert str(error.value) == (
+        f"--out='{out}': holds what no export wrote (my_eval_results.txt, nested), which is never overwritten; move "
+        "that elsewhere, or give another directory"
+    )
+    for number in range(3):
+        (out / f"a{number}").write_text("x")
+    with pytest.raises(UserError, match=r"\(a0, a1, a2 and 2 more\)"):
+        already_exported(out, SAME, overwrite=True)
+
+
+def test_what_others_put_there_while_an_export_is_written_is_spared_too(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    publish(out)
+    with pytest.raises(RunError) as error, unpublished(out, 10):
+        (out / "notes.txt").write_text("x")
+    assert str(error.value) == (
+        f"--out='{out}': holds what no export wrote (notes.txt), which is never overwritten; nothing was published. "
+        "Give another directory"
+    )
+    assert names(out) == ["file", "notes.txt", RECORD_FILE]
+    new = tmp_path / "new"
+    new.mkdir()
+    with pytest.raises(RunError, match="something that is no export by now"), unpublished(new, 10):
+        (new / "thesis.tex").write_text("x")
+    assert names(new) == ["thesis.tex"]
+    assert names(tmp_path) == ["new", "out"]
+
+
+def test_an_export_of_another_version_is_replaced_only_on_request(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    publish(out)
+    path = out / RECORD_FILE
+    path.write_text(path.read_text().replace('"trained_tokens"', '"supervised_tokens"'))
+    with pytest.raises(
+        UserError, match=r"another export of ray-ulysses \(another version of ray-ulysses wrote it\); add"
+    ):
+        already_exported(out, SAME, overwrite=False)
+    assert already_exported(out, SAME, overwrite=True) is None
+
+
+@pytest.mark.parametrize("place", ["", "checkpoints/step-00000008", "export", "exports/a", "plan"])
+def test_nothing_is_published_among_a_runs_own_files(tmp_path: Path, place: str) -> None:
+    run, link = tmp_path / "run", tmp_path / "link"
+    (run / "checkpoints").mkdir(parents=True)
+    link.symlink_to(run)
+    for given in (run, link):
+        with pytest.raises(UserError) as error:
+            refuse_place(given / place, [run], run / "export")
+        assert str(error.value) == (
+            f"--out='{given / place}': lies in {run}, where the run keeps, and deletes, files of its own; give a "
+            f"directory below {run}/export, or elsewhere"
+        )
+
+
+def test_an_export_may_lie_below_the_runs_folder_of_exports_or_elsewhere(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for out in (run / "export/step-00000008", run / "export/a/b", tmp_path / "runs", tmp_path, tmp_path / "run-hf"):
+        refuse_place(out, [run], run / "export")
+    (tmp_path / "big").mkdir()
+    run.mkdir()
+    (run / "export").symlink_to(tmp_path / "big")
+    refuse_place(run / "export/step-00000008", [run], run / "export")
+    (run / "circle").symlink_to(run / "circle")
+    with pytest.raises(UserError, match="lies in"):
+        refuse_place(run / "circle", [run], run / "export")
+
+
+def test_a_name_with_brackets_is_guarded_and_swept_like_any_other(tmp_path: Path) -> None:
+    out = tmp_path / "g[1]"
+    other = tmp_path / ".g1.exporting-0"
+    other.mkdir()
+    with unpublished(out, 10) as folder:
+        with pytest.raises(RunError, match="another process is exporting to it"), unpublished(out, 10):
+            pytest.fail("must not begin")
+        assert folder.is_dir()
+    dead = tmp_path / ".g[1].exporting-dead"
+    dead.mkdir()
+    publish(out)
+    assert names(tmp_path) == [other.name, "g[1]"]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "free", "reserve"), [(110_000, 1_100_000, "1.05 MB"), (128 * 10**9, 128 * 10**9, "1 GB")]
+)
+def test_the_reserve_is_small_beside_the_export_and_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int, free: int, reserve: str
+) -> None:
+    monkeypatch.setattr(directory.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    said = f" and a reserve of {reserve}, and .* are free"
+    with pytest.raises(RunError, match=said), unpublished(tmp_path / "out", num_bytes):
+        pytest.fail("must not begin")
+    monkeypatch.setattr(directory.shutil, "disk_usage", lambda path: SimpleNamespace(free=1.01 * free + 2**20))
+    with unpublished(tmp_path / "out", num_bytes):
+        pass
+
+
+def test_a_place_that_can_not_be_looked_into_is_named(tmp_path: Path) -> None:
+    # A name too long is refused by every call, to root as well, as a folder without rights is to others.
+    out = tmp_path / ("x" * 300)
+    with pytest.raises(RunError) as error:
+        already_exported(out, SAME, overwrite=False)
+    assert str(error.value) == f"--out='{out}': can't be looked into (File name too long); give another directory"

@@ -14,20 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.export.export_run import export_checkpoint, export_run
-from ray_ulysses.export.report import ExportReport
+from ray_ulysses.export.export_run import export_checkpoint
 from ray_ulysses.export.request import ExportRequest, WeightType
 from ray_ulysses.export.source import choose_checkpoint, read_config
 from ray_ulysses.storage import LocalStore
-from tests.stores import CountingStore
+from tests.stores import CountingStore, FaultyStore, permission_lost
 from tests.unit.attention.models import ARCHITECTURES, VOCAB, zoo_model
-from tests.unit.export.runs import fields_of, write_checkpoint, write_config
+from tests.unit.export.runs import assert_same, export, fields_of, silent, tensors_in, write_checkpoint, write_config
 
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def silent(line: str) -> None:
-    del line
 
 
 def make_run(run_dir: Path, architecture: str, dtype: str = "fp32", model: Any = None, **checkpoint: Any) -> Any:
@@ -36,29 +31,6 @@ def make_run(run_dir: Path, architecture: str, dtype: str = "fp32", model: Any =
     write_config(run_dir, fields_of(ARCHITECTURES[architecture]()), dtype)
     write_checkpoint(run_dir, model, dtype=dtype, **checkpoint)
     return model
-
-
-def export(run_dir: Path, **request: Any) -> ExportReport:
-    return export_run(ExportRequest(run_dir=run_dir, **request), silent)
-
-
-def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a directory, read by safetensors itself; none may be there twice."""
-    tensors: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            assert file.metadata() == {"format": "pt"}
-            for name in file.keys():  # noqa: SIM118 -- not a mapping
-                assert name not in tensors
-                tensors[name] = file.get_tensor(name)
-    return tensors
-
-
-def assert_same(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert ours[name].dtype == tensor.dtype, name
-        assert torch.equal(ours[name], tensor), name
 
 
 def saved_by_transformers(model: Any, folder: Path) -> dict[str, torch.Tensor]:
@@ -300,35 +272,6 @@ def test_a_live_model_that_differs_fails_the_check_and_nothing_is_published(
     assert list((tmp_path / "run/export").iterdir()) == []
 
 
-def test_the_newest_the_best_and_any_step_can_be_exported(tmp_path: Path) -> None:
-    for step, losses in (
-        (2, {"loss": 3.0}),
-        (4, {"loss": 1.0, "eval_loss": 2.0}),
-        (6, {"loss": 2.0, "eval_loss": 4.0}),
-    ):
-        make_run(tmp_path / "run", "llama", step=step, metrics=losses)
-    request = ExportRequest(run_dir=tmp_path / "run", check=False)
-    for asked, wanted in (("latest", 6), ("best", 4), (2, 2)):
-        report = export_run(replace(request, step=asked), silent)  # type: ignore[arg-type]
-        assert (report.step, Path(report.out).name) == (wanted, f"step-{wanted:08d}")
-    with pytest.raises(UserError) as error:
-        export_run(replace(request, step=3), silent)
-    assert str(error.value) == "--step=3: is not a committed step of this run; give one of 2, 4, 6"
-
-
-def test_a_run_without_a_checkpoint_or_a_loss_is_told_so(tmp_path: Path) -> None:
-    write_config(tmp_path / "run", fields_of(ARCHITECTURES["llama"]()))
-    with pytest.raises(UserError, match="RUN: has no committed checkpoint; `ray-ulysses train` commits one"):
-        export(tmp_path / "run")
-    make_run(tmp_path / "run", "llama", step=2)
-    with pytest.raises(UserError, match="--step=best: none of the run's checkpoints has a loss; give a step: 2"):
-        export(tmp_path / "run", step="best")
-    with pytest.raises(
-        UserError, match=r"is no run directory; give <run\.storage>/<run\.name>, which holds config\.yaml"
-    ):
-        export(tmp_path / "other")
-
-
 @pytest.mark.parametrize("cut", [False, True], ids=["flipped", "cut"])
 def test_a_damaged_file_is_named_and_nothing_is_published(tmp_path: Path, cut: bool) -> None:
     make_run(tmp_path / "run", "llama", step=2)
@@ -375,3 +318,60 @@ def test_a_checkpoint_that_retention_deletes_meanwhile_is_told_apart_from_damage
         RunError, match="of step 4 was deleted while it was exported: the run went on and keeps only its"
     ):
         export(tmp_path / "run")
+
+
+def test_an_export_among_the_runs_own_files_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    model = zoo_model("llama")
+    write_config(tmp_path / "runs/a", fields_of(ARCHITECTURES["llama"]()), checkpoint__storage=str(tmp_path / "far"))
+    write_checkpoint(tmp_path / "far/a", model)
+    for own in (tmp_path / "runs/a", tmp_path / "far/a"):
+        out = own / "checkpoints/step-00000008"
+        with pytest.raises(
+            UserError, match=f"--out='{out}': lies in {own}, where the run keeps, and deletes, files of"
+        ):
+            export(tmp_path / "runs/a", check=False, out=out)
+        assert not out.exists()
+    assert export(tmp_path / "runs/a", check=False, out=tmp_path / "runs/a/export/x").step == 4
+
+
+def test_an_export_of_a_version_that_reported_more_is_done_already(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", "llama")
+    done = export(tmp_path / "run", check=False)
+    path = Path(done.out) / "ray_ulysses_export.json"
+    record = json.loads(path.read_text())
+    record["report"]["later"] = 1
+    path.write_text(json.dumps(record))
+    assert export(tmp_path / "run", check=False) == replace(done, was_there=True)
+    del record["report"]["files"]
+    path.write_text(json.dumps(record))
+    with pytest.raises(UserError, match="holds something that is no export of ray-ulysses"):
+        export(tmp_path / "run", check=False, overwrite=True)
+
+
+def test_a_manifest_that_is_not_given_a_second_time_is_named(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", "llama")
+    store = LocalStore(tmp_path / "run")
+    manifest = choose_checkpoint(store, "latest")
+    kinds: Any = ("open",)
+    lost = FaultyStore(store, fail_at=1, kinds=kinds, error=permission_lost())
+    request = ExportRequest(run_dir=tmp_path / "run", check=False)
+    with pytest.raises(RunError, match=r"the checkpoints in .*/run can't be read \(Permission denied\); see that the"):
+        export_checkpoint(lost, manifest, read_config(tmp_path / "run"), request, silent, SystemClock())
+
+
+def test_what_the_small_files_take_is_counted_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray_ulysses.export.export_run as module
+
+    make_run(tmp_path / "run", "llama")
+    counted: list[int] = []
+    original = module.unpublished
+
+    def unpublished(out: Path, num_bytes: int) -> Any:
+        counted.append(num_bytes)
+        return original(out, num_bytes)
+
+    monkeypatch.setattr(module, "unpublished", unpublished)
+    files = export(tmp_path / "run", check=False).files
+    assert counted == [sum(size for name, size in files.items() if name != "README.md")]

@@ -53,7 +53,7 @@ def export(weights, out):
 # What Transformers imports and builds for any model counts for none.
 from ray_ulysses.config import load_config
 from ray_ulysses.export.architecture import describe
-describe(load_config(Path(sys.argv[1]) / "config.yaml"), "fp32", None)
+describe(load_config(Path(sys.argv[1]) / "config.yaml"), "fp32")
 gc.collect()
 before = resident("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")

@@ -38,6 +38,12 @@ def test_a_step_is_a_number_or_one_of_two_words() -> None:
     [
         ({"step": "newest"}, "--step=newest: must be the number of a committed step, or latest, or best"),
         ({"step": "-1"}, "--step=-1: must be the number of a committed step, or latest, or best"),
+        ({"step": "7" * 5000}, f"--step={'7' * 40}...: must be the number of a committed step, or latest, or best"),
+        ({"step": "٣"}, "--step=٣: must be the number of a committed step, or latest, or best"),
+        (
+            {"max_shard_size": "9" * 400 + "GB"},
+            f"--max-shard-size={'9' * 40}...: must be a number and a unit, such as 5GB, 500MB or 2GiB",
+        ),
         ({"dtype": "int8"}, "--dtype=int8: must be one of model, fp32, bf16, fp16"),
         ({"max_shard_size": "5"}, "--max-shard-size=5: must be a number and a unit, such as 5GB, 500MB or 2GiB"),
         ({"max_shard_size": "0GB"}, "--max-shard-size=0GB: must be a number and a unit, such as 5GB, 500MB or 2GiB"),

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from ray_ulysses.data.tokenizers import ByteTokenizer, load_tokenizer
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.tokenizer_files import byte_tokenizer_files, find_tokenizer
+from tests.unit.data.corpora import text_corpus, varied_texts
+from tests.unit.export.runs import word_tokenizer
+from tests.unit.forensics.runs import make_run
 
 
 @pytest.fixture(scope="module")
@@ -54,25 +55,12 @@ def test_a_cut_character_is_decoded_as_the_byte_tokenizer_does(byte_directory: P
         assert hugging_face.decode(ids) == bytes(ids).decode("utf-8", errors="replace")
 
 
-def word_tokenizer(folder: Path, words: int) -> Path:
-    folder.mkdir()
-    vocabulary = {f"w{number}": number for number in range(words)} | {"<end>": words}
-    tokenizer = RustTokenizer(models.WordLevel(vocab=vocabulary, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
-    (folder / "model.safetensors").write_bytes(b"weights")
-    (folder / "config.json").write_text("{}")
-    return folder
-
-
 def test_a_tokenizer_that_is_given_is_copied_and_nothing_else_of_its_directory(tmp_path: Path) -> None:
     folder = word_tokenizer(tmp_path / "words", 8)
     found = find_tokenizer(tmp_path / "run", folder)
     assert found.files.keys() == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     assert found.files["tokenizer.json"] == (folder / "tokenizer.json").read_bytes()
-    assert (found.eos_token_id, found.vocab_size) == (8, 9)
+    assert (found.end_tokens, found.vocab_size) == ((8,), 9)
     assert found.words == f"from {folder}, as --tokenizer asks"
 
 
@@ -98,4 +86,55 @@ def test_a_run_whose_corpus_is_not_known_says_so(tmp_path: Path) -> None:
     assert found.words == (
         "none: the run's corpus, which names its tokenizer, is not there; add one with --tokenizer DIR, or copy its "
         "files into the directory"
+    )
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> Path:
+    """Return a run whose plan and corpus, of bytes, are there."""
+    corpus = text_corpus(tmp_path / "data", varied_texts(20))
+    return make_run(tmp_path / "run", [corpus.path]).folder
+
+
+@pytest.mark.parametrize("has_corpus", [True, False])
+def test_the_end_token_of_the_corpus_is_not_lost_to_another_tokenizer(
+    planned: Path, tmp_path: Path, has_corpus: bool
+) -> None:
+    folder = word_tokenizer(tmp_path / "words", 65)
+    if not has_corpus:
+        (tmp_path / "data").rename(tmp_path / "away")
+    found = find_tokenizer(planned, folder)
+    assert found.end_tokens == (256, 65)
+    assert found.words == f"from {folder}, as --tokenizer asks, NOT the one that prepared the corpus"
+    assert find_tokenizer(planned, Path("bytes")).end_tokens == (256,)
+    assert find_tokenizer(planned, None).end_tokens == (256,)
+
+
+@pytest.mark.parametrize("file", ["plan.json", "rows.parquet", "pieces.parquet", "fragments.parquet"])
+def test_a_plan_that_is_torn_costs_the_tokenizer_and_nothing_else(planned: Path, file: str) -> None:
+    path = planned / "plan/segment-0000" / file
+    path.write_bytes(path.read_bytes()[:40])
+    found = find_tokenizer(planned, None)
+    assert found.files == {} and found.end_tokens == ()
+    assert found.words.startswith(f"none: the run's data plan can't be read ({path}: the plan can't be read (")
+    assert found.words.endswith("); add one with --tokenizer DIR, or copy its files into the directory")
+    assert "new run" not in found.words
+    assert find_tokenizer(planned, Path("bytes")).words == "from bytes, as --tokenizer asks"
+
+
+def test_a_plan_or_a_tokenizer_that_may_not_be_read_is_named(
+    planned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = word_tokenizer(tmp_path / "words", 8)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    words = find_tokenizer(planned, None).words
+    assert words.startswith(f"none: the run's data plan can't be read ({planned}/plan: Permission denied); add one")
+    with pytest.raises(UserError) as error:
+        find_tokenizer(planned, folder)
+    assert str(error.value) == (
+        f"--tokenizer='{folder}': can't be read (Permission denied); give a directory that can be"
     )

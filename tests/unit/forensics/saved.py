@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+from unittest.mock import patch
 
 import torch
 
@@ -75,3 +80,26 @@ def flip(path: Path, position: int) -> None:
 def cut(path: Path, num_bytes: int) -> None:
     """Take the end off a file."""
     path.write_bytes(path.read_bytes()[:-num_bytes])
+
+
+def make_foreign(path: Path) -> None:
+    """Make a manifest one of another version, sound in itself."""
+    values = json.loads(path.read_bytes())
+    values["schema_version"] = 99
+    del values["crc32"]
+    values["crc32"] = zlib.crc32(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
+    path.write_text(json.dumps(values))
+
+
+@contextmanager
+def denied(path: Path) -> Iterator[None]:
+    """Let no store give a file, as for one without the right to read it."""
+    opened = LocalStore.open
+
+    def guarded(store: LocalStore, key: str) -> BinaryIO:
+        if store.path(key) == path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(store, key)
+
+    with patch.object(LocalStore, "open", guarded):
+        yield

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from ray_ulysses.checkpoint import newest_committed, set_aside
+from ray_ulysses.checkpoint import Damage, Manifest, newest_committed, set_aside
+from ray_ulysses.checkpoint.choice import Depth
 from ray_ulysses.checkpoint.fence import claim_attempt, start_attempt
+from ray_ulysses.config import load_config
 from ray_ulysses.errors import RunError
+from ray_ulysses.forensics import checkpoint_listing
 from ray_ulysses.forensics.checkpoint_listing import list_checkpoints
 from ray_ulysses.forensics.checkpoint_place import read_run
 from ray_ulysses.forensics.checkpoint_report import CheckpointReport
-from ray_ulysses.storage import LocalStore, RunLock
+from ray_ulysses.storage import LocalStore, RunLock, Store
 from ray_ulysses.tracking.journal import AttemptJournal
-from tests.unit.forensics.saved import WRITTEN, cut, flip, make_folder, manifest, save, shard
+from ray_ulysses.trainer.start_point import why_no_start
+from tests.unit.forensics.saved import WRITTEN, cut, denied, flip, make_folder, make_foreign, manifest, save, shard
 
 
 @pytest.fixture
@@ -64,6 +69,16 @@ def test_it_says_which_rules_keep_each(folder: Path) -> None:
     assert kept == {10: ("best loss",), 20: ("every 20",), 30: (), 40: ("last 1", "every 20")}
 
 
+def test_what_can_not_be_read_is_kept_though_no_rule_wants_it(folder: Path) -> None:
+    store = make_folder(folder, checkpoint__keep_last=1)
+    for step in (10, 20, 30):
+        save(store, step)
+    with denied(manifest(folder, 10)):
+        assert {step: one.kept for step, one in by_step(folder).items()} == {
+            10: ("unread manifest",), 20: (), 30: ("last 1",)
+        }  # fmt: skip
+
+
 def test_without_a_configuration_it_is_not_known_why_they_are_kept(folder: Path) -> None:
     store = make_folder(folder)
     save(store, 10)
@@ -109,6 +124,7 @@ def test_one_that_was_set_aside_says_why_by_whom_and_when(folder: Path) -> None:
     journal.append({"event": "checkpoint_set_aside", "step": 20, "reason": damage.reason})
     report = by_step(folder)[20]
     assert (report.condition, report.committed, report.why) == ("set_aside", False, damage.reason)
+    assert report.is_swept
     # From the manifest that the note has kept.
     assert (report.attempt, report.world_size, report.metrics) == (1, 2, {"loss": 4.8})
     (aside,) = report.set_aside
@@ -146,6 +162,137 @@ def test_shards_without_a_manifest_are_a_dead_attempts_or_are_being_written(fold
         assert by_step(folder)[20].condition == "being_written"
         claim_attempt(store, 2)
         assert by_step(folder)[20].condition == "not_committed"
+
+
+def test_a_manifest_that_can_not_be_read_now_is_no_leftover(folder: Path) -> None:
+    store = make_folder(folder)
+    save(store, 10)
+    save(store, 20)
+    with denied(manifest(folder, 20)):
+        listing = list_checkpoints(folder)
+    older, report = listing.checkpoints
+    assert (report.condition, report.committed, report.attempt) == ("unreadable", True, 1)
+    assert report.why == "manifest.json can't be read (Permission denied)"
+    assert older.condition == "whole"
+    assert (listing.resumes_from, listing.unless, listing.refusal) == (10, (20,), None)
+    with denied(shard(folder, 20)):
+        assert by_step(folder)[20].condition == "unreadable"
+    manifest(folder, 10).unlink()
+    with denied(manifest(folder, 20)):
+        listing = list_checkpoints(folder)
+    assert (listing.resumes_from, listing.unless) == (None, (20,))
+    assert "no checkpoint can be read; see that the storage is there" in str(listing.refusal)
+
+
+def test_where_train_refuses_no_start_is_promised(folder: Path) -> None:
+    store = make_folder(folder)
+    save(store, 10)
+    save(store, 20)
+    cut(shard(folder, 20), 5)
+    assert (list_checkpoints(folder).resumes_from, list_checkpoints(folder).refusal) == (10, None)
+    cut(shard(folder, 10), 5)
+    listing = list_checkpoints(folder)
+    assert listing.resumes_from is None
+    assert str(listing.refusal).startswith("no checkpoint is whole, and the run does not begin anew by itself; restore")
+    save(store, 30)
+    save(store, 40)
+    make_foreign(manifest(folder, 40))
+    listing = list_checkpoints(folder)
+    assert by_step(folder)[40].condition == "foreign"
+    assert listing.resumes_from is None
+    assert str(listing.refusal).startswith(
+        "the checkpoint of step 40 is of another version; the version of ray-ulysses"
+    )
+    # An older one of another version is in nobody's way.
+    make_foreign(manifest(folder, 10))
+    manifest(folder, 40).unlink()
+    save(store, 40, attempt=2)
+    assert (list_checkpoints(folder).resumes_from, list_checkpoints(folder).refusal) == (40, None)
+
+
+@pytest.mark.parametrize("newest", ["whole", "cut", "torn", "foreign", "denied", "fenced", "gone"])
+@pytest.mark.parametrize("older", ["whole", "cut", "foreign", "gone"])
+def test_the_listing_refuses_what_train_refuses(folder: Path, newest: str, older: str) -> None:
+    store = make_folder(folder)
+    journal = AttemptJournal.claim(folder)
+    for step, state in ((10, older), (20, newest)):
+        save(store, step)
+        journal.append({"event": "checkpoint_committed", "step": step, "path": "x", "world_size": 2})
+        if state == "cut":
+            cut(shard(folder, step), 5)
+        elif state == "torn":
+            cut(manifest(folder, step), 50)
+        elif state == "foreign":
+            make_foreign(manifest(folder, step))
+        elif state == "gone":
+            manifest(folder, step).unlink()
+    if newest == "fenced":
+        start_attempt(store, 2, 10)
+    with denied(manifest(folder, 20)) if newest == "denied" else nullcontext():
+        listing, choice = list_checkpoints(folder), newest_committed(store, "sizes")
+        refusal = why_no_start(load_config(folder / "config.yaml"), store, choice.manifest, choice.damaged)
+    assert (listing.refusal is None) == (refusal is None)
+    if refusal is None:
+        assert listing.resumes_from == (choice.manifest.step if choice.manifest else None)
+
+
+@pytest.mark.parametrize("is_file", [False, True], ids=["absent", "a-file"])
+def test_checkpoints_that_the_journal_knows_of_and_are_not_there_are_missed(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_file: bool
+) -> None:
+    place = tmp_path / "not-mounted"
+    make_folder(folder, checkpoint__storage=str(place))
+    with caplog.at_level("WARNING", logger="ray_ulysses"):
+        assert read_run(folder).checkpoints == ()
+    assert (list_checkpoints(folder).refusal, caplog.text) == (None, "")
+    journal = AttemptJournal.claim(folder)
+    for step in (2, 4, 6):
+        journal.append({"event": "checkpoint_committed", "step": step, "path": "x", "world_size": 2})
+    if is_file:
+        (place / "demo").mkdir(parents=True)
+        (place / "demo" / "checkpoints").write_text("")
+    said = (
+        f"the journal knows of 3 checkpoints up to step 6, but there is none in {place / 'demo'}; mount or correct the "
+        "storage of the run (checkpoint.storage)"
+    )
+    listing = list_checkpoints(folder)
+    assert (listing.checkpoints, listing.resumes_from, listing.refusal) == ((), None, said)
+    with caplog.at_level("WARNING", logger="ray_ulysses"):
+        assert read_run(folder).checkpoints == ()
+    assert said in caplog.text
+
+
+def test_what_is_no_longer_part_of_the_run_is_not_missed(folder: Path) -> None:
+    store = make_folder(folder)
+    journal = AttemptJournal.claim(folder)
+    journal.append({"event": "checkpoint_committed", "step": 10, "path": "x", "world_size": 2})
+    start_attempt(store, 2, 0)
+    assert list_checkpoints(folder).refusal is None
+
+
+def test_a_folder_that_no_attempt_wrote_is_not_said_to_be_deleted(folder: Path) -> None:
+    make_folder(folder)
+    other = folder / "checkpoints" / "step-00000008" / "model.safetensors"
+    other.parent.mkdir(parents=True)
+    other.write_bytes(b"exported")
+    report = by_step(folder)[8]
+    assert (report.condition, report.is_swept) == ("not_committed", False)
+    assert report.why == "nothing in it was written by an attempt; move it out of the run's checkpoints"
+
+
+def test_one_that_retention_deletes_meanwhile_is_not_called_damaged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(make_folder(folder), 10)
+    examine = checkpoint_listing.examine
+
+    def late(store: Store, step: int, depth: Depth) -> Manifest | Damage:
+        manifest(folder, 10).unlink()
+        shard(folder, 10).unlink()
+        return examine(store, step, depth)
+
+    monkeypatch.setattr(checkpoint_listing, "examine", late)
+    assert (by_step(folder)[10].condition, by_step(folder)[10].committed) == ("not_committed", False)
 
 
 def test_a_manifest_without_a_time_takes_the_journals(folder: Path) -> None:

@@ -14,7 +14,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.checkpoint_report import CheckpointVerdict
 from ray_ulysses.forensics.checkpoint_verification import verify_checkpoint
 from ray_ulysses.storage import LocalStore
-from tests.unit.forensics.saved import cut, flip, make_folder, manifest, save, shard
+from tests.unit.forensics.saved import cut, denied, flip, make_folder, make_foreign, manifest, save, shard
 
 FILE = "attempt-0001/rank-00001-of-00002.safetensors"
 
@@ -77,23 +77,44 @@ def test_other_damage_of_a_file_is_named(folder: Path, damage: Callable[[Path], 
     assert re.fullmatch(said, str(verdict.files[1].problem)), verdict.files[1].problem
 
 
-def test_a_file_that_can_not_be_read_now_is_not_called_altered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = LocalStore.open
-
-    def fails(self: LocalStore, key: str) -> object:
-        if key.endswith(FILE):
-            raise PermissionError(13, "Permission denied")
-        return opened(self, key)
-
-    monkeypatch.setattr(LocalStore, "open", fails)
-    verdict = verify(folder)
+def test_a_file_that_can_not_be_read_now_is_not_called_altered(folder: Path) -> None:
+    with denied(shard(folder, 20)):
+        verdict = verify(folder)
     assert str(verdict.files[1].problem) == f"{FILE} can't be read (Permission denied), which may pass"
+    assert (verdict.condition, verdict.is_whole) == ("unreadable", False)
+    flip(shard(folder, 20, 0), -1)
+    with denied(shard(folder, 20)):
+        assert verify(folder).condition == "damaged"
+
+
+def test_a_manifest_that_can_not_be_read_now_is_not_called_damaged(folder: Path) -> None:
+    with denied(manifest(folder, 20)):
+        verdict = verify(folder)
+    assert verdict.problem == "manifest.json can't be read (Permission denied)"
+    assert (verdict.condition, verdict.is_whole) == ("unreadable", False)
+    assert (verdict.to_json()["condition"], verdict.to_json()["whole"]) == ("unreadable", False)
+
+
+def test_one_of_another_version_is_not_called_damaged(folder: Path) -> None:
+    make_foreign(manifest(folder, 20))
+    verdict = verify(folder)
+    assert "schema version 99" in str(verdict.problem)
+    assert (verdict.condition, verdict.is_whole) == ("foreign", False)
+
+
+def test_one_that_retention_deletes_while_it_is_read_is_said_to_be_gone(folder: Path) -> None:
+    def delete(done: int, total: int) -> None:
+        LocalStore(folder).delete("checkpoints/step-00000020")
+
+    shard(folder, 20).unlink()
+    with pytest.raises(UserError, match="--verify-checkpoint=20: retention has deleted it while it was read"):
+        verify_checkpoint(folder, 20, clock=SystemClock(), watch=delete)
 
 
 def test_a_torn_manifest_is_what_is_wrong(folder: Path) -> None:
     cut(manifest(folder, 20), 30)
     verdict = verify(folder)
-    assert not verdict.is_whole
+    assert (verdict.condition, verdict.is_whole) == ("damaged", False)
     assert "the manifest is torn or no JSON" in str(verdict.problem)
     assert verdict.files == ()
 
@@ -113,7 +134,7 @@ def test_a_manifest_that_does_not_name_every_rank_does_not_cover_the_state(folde
 def test_one_that_is_fenced_out_is_whole_and_can_not_be_used(folder: Path) -> None:
     start_attempt(LocalStore(folder), 2, 10)
     verdict = verify(folder)
-    assert not verdict.is_whole
+    assert (verdict.condition, verdict.is_whole) == ("superseded", False)
     assert "it is not part of the run, and is never loaded" in str(verdict.problem)
     assert [file.problem for file in verdict.files] == [None, None]
     assert verify(folder, 10).is_whole

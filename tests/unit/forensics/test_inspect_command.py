@@ -12,8 +12,9 @@ import pytest
 from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
 from ray_ulysses.storage import LocalStore
+from ray_ulysses.tracking.journal import AttemptJournal
 from tests.unit.forensics.runs import SETTINGS, Run, make_run
-from tests.unit.forensics.saved import cut, flip, make_folder, save, shard
+from tests.unit.forensics.saved import cut, denied, flip, make_folder, make_foreign, manifest, save, shard
 
 Inspect = Callable[..., tuple[int, str, str]]
 
@@ -145,6 +146,55 @@ def test_checkpoints_on_another_store_are_in_what_inspect_says(inspect: Inspect,
     ]
     assert "1 checkpoint whole by size" in inspect(tmp_path / "saved", "--checkpoints")[1]
     assert "checkpoint of step 10 of run 'saved': whole" in inspect(tmp_path / "saved", "--verify-checkpoint", 10)[1]
+
+
+def test_a_journal_that_can_not_be_read_is_named_and_exits_with_1(inspect: Inspect, tmp_path: Path) -> None:
+    save(make_folder(tmp_path / "saved"), 10)
+    (tmp_path / "saved/journal/attempt-0001.jsonl").mkdir()
+    for arguments in ((), ("--checkpoints",)):
+        code, out, err = inspect(tmp_path / "saved", *arguments)
+        assert (code, out) == (1, "")
+        assert err == f"error: {tmp_path}/saved/journal/attempt-0001.jsonl: Is a directory\n"
+
+
+def test_a_plan_that_can_not_be_read_hides_nothing_else_of_the_run(
+    inspect: Inspect, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.trained(3)
+
+    def unreadable(folder: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr("ray_ulysses.forensics.lineage.has_plan", unreadable)
+    code, out, _ = inspect(run.folder)
+    assert code == 0
+    assert "at step 3" in out and "PLAN: [Errno 13] Permission denied" in out
+
+
+def test_checkpoints_that_are_not_where_the_journal_says_are_missed(inspect: Inspect, tmp_path: Path) -> None:
+    place = tmp_path / "not-mounted"
+    make_folder(tmp_path / "saved", checkpoint__storage=str(place))
+    journal = AttemptJournal.claim(tmp_path / "saved")
+    journal.append({"event": "checkpoint_committed", "step": 6, "path": "x", "world_size": 2})
+    said = f"the journal knows of 1 checkpoint up to step 6, but there is none in {place}/saved; mount or correct"
+    code, out, _ = inspect(tmp_path / "saved", "--checkpoints")
+    assert code == 0
+    assert out.startswith("run 'saved': NO CHECKPOINT FOUND\n") and said in out
+    assert said in json.loads(inspect(tmp_path / "saved", "--checkpoints", "--json")[1])["refusal"]
+
+
+def test_what_is_not_damaged_is_not_called_so(inspect: Inspect, tmp_path: Path) -> None:
+    store = make_folder(tmp_path / "saved")
+    for step in (10, 20, 30):
+        save(store, step)
+    make_foreign(manifest(tmp_path / "saved", 30))
+    code, out, _ = inspect(tmp_path / "saved", "--verify-checkpoint", 30)
+    assert (code, "OF ANOTHER VERSION" in out, "DAMAGED" in out) == (1, True, False)
+    with denied(shard(tmp_path / "saved", 20)):
+        code, out, _ = inspect(tmp_path / "saved", "--verify-checkpoint", 20)
+    assert (code, "UNREADABLE" in out, "DAMAGED" in out) == (1, True, False)
+    out = inspect(tmp_path / "saved", "--checkpoints")[1]
+    assert "resumes  not, as things are\n" in out and "the checkpoint of step 30 is of another version; the" in out
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from fnmatch import fnmatch
 
 import pytest
 
@@ -91,6 +92,56 @@ def test_an_estimated_model_is_noted():
     config = make_config({**MODEL, "model_type": "olmo2"})
     (note,) = report_of(config, make_corpus([64] * 9)).notes
     assert note == "the parameter count of model_type 'olmo2' is an estimate"
+
+
+def test_a_start_that_is_ignored_is_noted():
+    config = make_config(model={"resume_state": "weights"})
+    (note,) = report_of(config, make_corpus([64] * 9)).notes
+    assert note == (
+        "model.resume_state=weights is ignored, since model.resume_from is null: the run starts from what "
+        "model.init=random gives"
+    )
+    config = make_config(model={"resume_state": "weights", "resume_from": "runs/other"})
+    assert report_of(config, make_corpus([64] * 9)).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "said"),
+    [
+        ({"every_steps": None, "save_at_end": False}, "every_steps=null and * the run saves never by itself, but only"),
+        ({"every_steps": None}, "every_steps=null and * the run saves only at its end, and one that dies before loses"),
+        ({"every_steps": 9, "save_at_end": False}, "every_steps=9 and * up to step 3: the run saves never by itself"),
+        ({"every_steps": None, "every_minutes": 5.0, "save_at_end": False}, None),
+        ({"every_steps": 3, "save_at_end": False}, None),
+    ],
+    ids=["never", "at-the-end", "beyond-the-end", "minutes", "steps"],
+)
+def test_a_run_that_does_not_save_by_itself_is_noted(checkpoint, said):
+    notes = report_of(make_config(checkpoint=checkpoint), make_corpus([64] * 9)).notes
+    assert [fnmatch(note, f"checkpoint.{said}*") for note in notes] == ([True] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "every", "said"),
+    [
+        (
+            3,
+            2,
+            "run.eval_every_steps=3 and checkpoint.every_steps=2 fall on one step every 6 steps: checkpoint.keep_*",
+        ),
+        (2, None, "run.eval_every_steps=2 and checkpoint.every_steps=null fall on one step only by chance: *"),
+        (1, 3, None),
+        (3, 1, None),
+    ],
+)
+def test_the_best_of_few_that_are_evaluated_is_noted(evaluation, every, said):
+    config = make_config(
+        run={"eval_every_steps": evaluation},
+        data={"eval_fraction": 0.2},
+        checkpoint={"keep_best": 1, "every_steps": every, "every_minutes": 5.0},
+    )
+    notes = report_of(config, make_corpus([64] * 9)).notes
+    assert [fnmatch(note, said or "") for note in notes] == ([True] if said else [])
 
 
 def test_the_report_is_json():

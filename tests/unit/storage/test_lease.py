@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -266,6 +267,64 @@ def test_a_holder_whose_store_is_away_for_a_while_goes_on(tmp_path: Path, clock:
     lease.beat()
     clock.sleep(20.0)
     assert lease.held
+
+
+def test_a_lease_that_could_not_be_renewed_is_lost_only_when_somebody_has_come(
+    store: Store, clock: ManualClock
+) -> None:
+    first = _take(store, clock)
+    clock.sleep(LEASE_S * 10)
+    assert not first.held and not first.lost
+    first.beat()
+    assert first.held and not first.lost
+    second = _take(store, clock)
+    # It is told by the store, at the next beat.
+    assert not first.lost
+    first.beat()
+    assert first.lost and not second.lost
+    with pytest.raises(RunError, match="was taken over by"):
+        first.check()
+
+
+class LostAnswers(HookedStore):
+    """A store that is away from the middle of a call on: what was asked for is done, and nobody hears of it."""
+
+    is_away = False
+
+    def after(self, kind: Kind, key: str, num_bytes: int) -> None:
+        if self.is_away and kind == "create":
+            raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+
+def test_a_hold_that_was_won_without_an_answer_is_not_taken_for_another_s(store: Store, clock: ManualClock) -> None:
+    flaky = LostAnswers(store)
+    lease = _take(flaky, clock)
+    clock.sleep(LEASE_S)
+    flaky.is_away = True
+    with pytest.raises(OSError):
+        lease.beat()
+    assert store.list("lock")[-1] == "lock/holder-0000002.json"
+    flaky.is_away = False
+    lease.beat()
+    # A newcomer may have seen the second generation silent for a while: it is the third that counts.
+    assert not lease.held and not lease.lost
+    lease.beat()
+    assert lease.held and not lease.lost
+    assert store.list("lock") == ["lock/holder-0000003.json"]
+
+
+def test_a_newcomer_that_outwaited_the_unanswered_hold_has_it(store: Store, clock: ManualClock) -> None:
+    flaky = LostAnswers(store)
+    lease = _take(flaky, clock)
+    clock.sleep(LEASE_S)
+    flaky.is_away = True
+    with pytest.raises(OSError):
+        lease.beat()
+    flaky.is_away = False
+    second = _take(store, clock)
+    for _ in range(3):
+        lease.beat()
+    assert lease.lost and not lease.held and second.held
 
 
 class Interleaved(HookedStore):

@@ -98,6 +98,12 @@ def test_a_uri_is_taken_apart(
         ("gs://bucket/a?region=a", "has the unknown option 'region'; use endpoint_override, scheme"),
         ("file://host/runs", "names the host 'host'; write three slashes: file:///mnt/shared/runs"),
         ("file:///runs?a=b", "is not the URI of a path"),
+        ("s3://my bucket/a", "has a bucket or an account of a name that none has; correct the name"),
+        ("s3://b%20ucket/a", "has a bucket or an account of a name that none has"),
+        ("abfs://container@my account/a", "has a bucket or an account of a name that none has"),
+        ("s3://bucket/a?region=us east", "gives region as 'us east'; give its name: letters, digits and '-'"),
+        ("s3://bucket/a?region=us-east-1%0A", "gives region as 'us-east-1\\n'"),
+        ("az://container/a?account_name=a%20b", "gives account_name as 'a b'"),
     ],
 )
 def test_anything_else_is_refused_with_a_way_out(location: str, text: str) -> None:
@@ -106,6 +112,56 @@ def test_anything_else_is_refused_with_a_way_out(location: str, text: str) -> No
     assert isinstance(refused.value, UserError)
     assert text in str(refused.value)
     assert refused.value.rule in str(refused.value) and refused.value.way_out in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "my host:9",
+        "127.0.0.1:99999",
+        "127.0.0.1:0",
+        "127.0.0.1:x",
+        "http://",
+        "ftp://minio:9",
+        "1.2.3.4.5",
+        "256.1.1.1",
+        "a..b",
+        "[::g]:9",
+        "minio:9/a b",
+        "minio:9000%0A",
+        ":9000",
+        "http://http://minio",
+    ],
+)
+def test_a_host_that_is_none_is_refused_before_the_library_panics(host: str) -> None:
+    for location in (
+        f"s3://bucket/a?endpoint_override={host}",
+        f"gs://bucket/a?scheme=http&endpoint_override={host}",
+        f"az://container/a?account_name=me&blob_storage_authority={host}",
+    ):
+        with pytest.raises(LocationError, match=r"gives \w+ as '.*', which is no host; give host:port, such as minio"):
+            parse_location(location)
+
+
+@pytest.mark.parametrize(
+    "host", ["minio", "minio:9000", "127.0.0.1:9000", "[::1]:9000", "http://minio:9000", "https://s3.a-b.org/", "a_b:1"]
+)
+def test_a_host_may_be_a_name_or_an_address_with_a_port_and_a_scheme(
+    monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    assert isinstance(open_store(f"s3://bucket/a?endpoint_override={host}&region=us-east-1"), ObjectStore)
+
+
+def test_an_address_takes_no_bucket_before_it() -> None:
+    location = "s3://bucket/a?endpoint_override={}&force_virtual_addressing=true"
+    for host in ("127.0.0.1:9000", "[::1]:9000"):
+        with pytest.raises(
+            LocationError, match="an address, which takes no bucket before it; give the host by its name"
+        ):
+            parse_location(location.format(host))
+    assert isinstance(parse_location(location.format("minio:9000")), ObjectLocation)
 
 
 def test_a_uri_that_went_through_a_path_is_told_so() -> None:
@@ -125,12 +181,22 @@ def test_a_uri_that_went_through_a_path_is_told_so() -> None:
         "abfs://container@account/runs?sig=hunter2",
         "abfs://container:hunter2@account/runs",
         "az://container/runs?client_secret=hunter2",
+        "s3://me:hun/ter2/hunter2@bucket/runs",
+        "s3://me:hun@hunter2@bucket/runs",
+        "s3://bucket/runs?endpoint_override=http://me:hunter2@minio:9000",
     ],
 )
 def test_a_secret_is_refused_and_not_repeated(location: str) -> None:
     with pytest.raises(LocationError, match=r"may not hold .* since it is stored with the run; set [A-Z]+_") as refused:
         open_store(location)
     assert "hunter2" not in str(refused.value)
+
+
+def test_a_secret_is_not_repeated_where_something_else_is_wrong() -> None:
+    for location in ("ftp://me:hunter2@host/a", "file://me:hunter2@host/a", Path("s3://me:hunter2@bucket/a")):
+        with pytest.raises(LocationError) as refused:
+            open_store(location)
+        assert "hunter2" not in str(refused.value)
 
 
 def test_the_configuration_does_not_repeat_it_either() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -216,3 +217,46 @@ def test_a_storage_that_is_a_file_is_refused(tmp_path: Path) -> None:
 def test_asking_who_holds_a_run_leaves_nothing_behind(tmp_path: Path) -> None:
     assert current_owner(tmp_path) is None
     assert os.listdir(tmp_path) == []
+
+
+def test_a_run_is_lost_only_when_another_says_that_it_has_it(tmp_path: Path) -> None:
+    path, theirs = tmp_path / LOCK_FILE, '{"host": "other", "pid": 7, "since": 1700000000.0}'
+    lock = RunLock(tmp_path)
+    assert not lock.lost
+    with lock:
+        own = path.read_text()
+        assert not lock.lost
+        path.unlink()
+        # Nobody has come yet; nor does an empty or a torn note say who.
+        assert not lock.held and not lock.lost
+        for text in ("", '{"host": "oth'):
+            path.write_text(text)
+            assert not lock.held and not lock.lost
+        path.write_text(own)
+        assert not lock.lost
+        path.write_text(theirs)
+        assert lock.lost
+        with pytest.raises(RunError, match="taken over by process 7 on host other since 2023-11-14 22:13:20 UTC"):
+            lock.check()
+    assert path.read_text() == theirs
+
+
+def test_a_run_directory_that_is_away_is_not_lost(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with RunLock(run_dir) as lock:
+        run_dir.rename(tmp_path / "away")
+        assert not lock.held and not lock.lost
+        (tmp_path / "away").rename(run_dir)
+        assert lock.held and not lock.lost
+
+
+def test_a_full_disk_is_said_and_leaves_the_run_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        with pytest.raises(UserError, match=r"run\.storage: .* can't be written \(No space left on device\)"):
+            RunLock(tmp_path).acquire()
+    with RunLock(tmp_path) as lock:
+        assert lock.held

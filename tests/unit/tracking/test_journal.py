@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import shutil
+import subprocess
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -98,3 +104,180 @@ def test_a_storage_that_is_a_file_is_refused(tmp_path: Path) -> None:
 def test_a_run_without_a_journal_has_no_records(tmp_path: Path) -> None:
     assert read_records(tmp_path) == []
     assert attempt_numbers(tmp_path) == ()
+
+
+def _step(step: int) -> dict[str, object]:
+    return {"event": "step", "step": step, "loss": 1.0, "tokens": 2, "rows": [0, 1], "digest": "0", "seconds": 1.0}
+
+
+def _steps(run_dir: Path) -> list[int]:
+    return [record["step"] for record in read_records(run_dir) if record["event"] == "step"]
+
+
+class _Disk:
+    """A disk with so much room, in front of the real one; a write that does not fit is cut short without an error."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+        self.room, self.syncs = room, True
+        self._pwrite, self._fsync = os.pwrite, os.fsync
+        monkeypatch.setattr(os, "pwrite", self.pwrite)
+        monkeypatch.setattr(os, "fsync", self.fsync)
+
+    def pwrite(self, descriptor: int, content: bytes, place: int) -> int:
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = self._pwrite(descriptor, content[: self.room], place)
+        self.room -= taken
+        return taken
+
+    def fsync(self, descriptor: int) -> None:
+        if not self.syncs:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        self._fsync(descriptor)
+
+
+class _Ticks:
+    """A clock that is one second on at each look."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        self.time += 1.0
+        return self.time
+
+    def monotonic(self) -> float:
+        return self.time
+
+
+@pytest.mark.parametrize("room", [0, 1, 60, 90, 91, 200, 1000])
+def test_what_a_full_disk_does_not_take_is_kept_and_written_first_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    journal = AttemptJournal.claim(tmp_path, _Ticks())
+    journal.append(_step(1))
+    disk = _Disk(monkeypatch, room)
+    failed = []
+    for step in range(2, 30):
+        try:
+            journal.append(_step(step))
+        except OSError:
+            failed.append(step)
+    assert failed and failed == list(range(failed[0], 30))
+    # What a reader sees meanwhile is whole, and what it does not see is known here.
+    assert _steps(tmp_path) == list(range(1, failed[0]))
+    assert journal.num_pending == len(failed)
+    with pytest.raises(OSError):
+        journal.sync()
+    disk.room = 1_000_000
+    journal.append(_step(30))
+    assert journal.num_pending == 0
+    records = read_records(tmp_path)
+    # No line is torn, doubled or empty, and a record tells the time of its event.
+    assert [record["step"] for record in records] == list(range(1, 31))
+    assert [record["time"] for record in records] == [float(step) for step in range(1, 31)]
+    assert len(journal.path.read_bytes().split(b"\n")) == 31
+    assert journal.num_bytes == journal.path.stat().st_size
+
+
+def test_a_sync_that_failed_does_not_count_and_everything_since_the_last_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel tells of a write that it could not finish once, and may have dropped what it was."""
+    journal = AttemptJournal.claim(tmp_path)
+    journal.append(_step(1))
+    journal.sync()
+    journal.append(_step(2))
+    journal.append(_step(3))
+    disk = _Disk(monkeypatch, 10_000)
+    disk.syncs = False
+    with pytest.raises(OSError, match="Input/output error"):
+        journal.sync()
+    assert journal.num_pending == 2
+    # As a server that had no room does: the bytes are gone, and the file is as long as it was.
+    content = journal.path.read_bytes()
+    kept = content.index(b"\n") + 1
+    journal.path.write_bytes(content[:kept] + bytes(len(content) - kept))
+    disk.syncs = True
+    journal.sync()
+    assert journal.path.read_bytes() == content
+    journal.append(_step(4))
+    assert _steps(tmp_path) == [1, 2, 3, 4]
+
+
+def test_closing_tries_once_more_and_says_what_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, lost = AttemptJournal.claim(tmp_path), AttemptJournal.claim(tmp_path)
+    disk = _Disk(monkeypatch, 0)
+    for journal in (kept, lost):
+        with pytest.raises(OSError):
+            journal.append(_step(journal.attempt))
+    with pytest.raises(OSError, match="No space left"):
+        lost.close()
+    lost.close()
+    disk.room = 1000
+    kept.close()
+    assert _steps(tmp_path) == [kept.attempt]
+
+
+def test_what_memory_holds_is_bounded_by_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray_ulysses.tracking.journal._MOST_UNSYNCED_BYTES", 500)
+    journal = AttemptJournal.claim(tmp_path)
+    for step in range(50):
+        journal.append(_step(step))
+        assert len(journal._tail) <= 500
+    assert _steps(tmp_path) == list(range(50))
+
+
+def test_records_of_several_threads_are_whole(tmp_path: Path) -> None:
+    journal = AttemptJournal.claim(tmp_path)
+
+    def write(first: int) -> None:
+        for step in range(first, first + 100):
+            journal.append(_step(step))
+            if step % 10 == 0:
+                journal.sync()
+
+    threads = [threading.Thread(target=write, args=(1000 * number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(_steps(tmp_path)) == [1000 * number + step for number in range(4) for step in range(100)]
+
+
+_FULL_DISK = """
+import os, subprocess, sys
+from ray_ulysses.tracking.journal import AttemptJournal, read_records
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", sys.argv[1]], check=True)
+def step(number):
+    return {"event": "step", "step": number, "loss": 1.0, "tokens": 1, "rows": [0, 1], "digest": "0", "seconds": 1.0}
+journal = AttemptJournal.claim(sys.argv[1] + "/run")
+filler = open(sys.argv[1] + "/filler", "wb", buffering=0)
+failed = 0
+for number in range(90):
+    if number == 10:
+        try:
+            while filler.write(b"x" * 4096):
+                pass
+        except OSError:
+            pass
+    if number == 80:
+        filler.truncate(0)
+    try:
+        journal.append(step(number))
+    except OSError as error:
+        failed, text = failed + 1, error.strerror
+found = [one["step"] for one in read_records(sys.argv[1] + "/run")]
+print(text, failed > 10, found == list(range(90)))
+"""
+
+
+def test_a_full_disk_costs_no_record(tmp_path: Path) -> None:
+    """The kernel's own full disk: a small file system in a mount namespace that ends with its process."""
+    unshare = shutil.which("unshare")
+    if unshare is None or subprocess.run([unshare, "-m", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount a file system")
+    command = [unshare, "-m", sys.executable, "-c", _FULL_DISK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == ""
+    assert done.stdout == "No space left on device True True\n"

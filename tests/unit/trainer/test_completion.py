@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ray_ulysses.errors import RunError
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.journal import AttemptJournal, read_records
@@ -105,3 +106,20 @@ def test_mlflow_hears_of_the_last_checkpoint_and_of_the_end(tmp_path: Path, corp
     assert run.info.status == "FINISHED"
     models = client.search_logged_models([run.info.experiment_id])
     assert [(model.tags["step"], model.tags["state"]) for model in models] == [("2", "committed")]
+
+
+def test_a_run_whose_state_is_gone_or_damaged_is_refused_before_a_worker_starts(tmp_path: Path, corpus: Path) -> None:
+    prepared = _prepared(tmp_path, corpus, stop_step=9)
+    run_dir = prepared.config.run_dir
+    claim_directory(prepared)
+    journal = _attempt(run_dir, 3)
+    save(LocalStore(run_dir), 2)
+    journal.append({"event": "checkpoint_committed", "step": 2, "path": "checkpoints/step-00000002", "world_size": 2})
+    assert settle_completed(prepared) is None
+    manifest = run_dir / "checkpoints" / "step-00000002" / "manifest.json"
+    manifest.write_bytes(b"{")
+    with pytest.raises(RunError, match=r"^run 'run': no checkpoint of the run is whole, .* step 2 is damaged .* torn"):
+        settle_completed(prepared)
+    manifest.unlink()
+    with pytest.raises(RunError, match=r"^run 'run': the journal knows of the checkpoint of step 2, but there is none"):
+        settle_completed(prepared)

@@ -6,17 +6,23 @@ import json
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import ray_ulysses.trainer.resume as module
-from ray_ulysses.checkpoint import CheckpointError, Damage
+from ray_ulysses.checkpoint import CheckpointError, Damage, FencedError, Piece
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.exchange import SingleExchange
+from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage, start_attempt
+from ray_ulysses.checkpoint.manifest import CHECKPOINT_FOLDER, read_manifest
+from ray_ulysses.checkpoint.state import StateDescription
 from ray_ulysses.storage import LocalStore, Store
+from ray_ulysses.tracking.journal import AttemptJournal
 from tests.stores import FaultyStore, permission_lost
-from tests.unit.checkpoint.fakes import save
+from tests.unit.checkpoint.fakes import TENSORS, save
 
 
 @dataclass
@@ -24,15 +30,29 @@ class FakeRecorder:
     store: Store
     rank: int = 0
     attempt: int = 2
+    nodes: tuple[str, ...] = ("node",)
     exchange: SingleExchange = field(default_factory=SingleExchange)
     passed_over: list[Damage] = field(default_factory=list)
-    has_committed: bool = False
-
-    def committed_before(self) -> bool:
-        return self.has_committed
 
     def checkpoint_set_aside(self, damage: Damage) -> None:
         self.passed_over.append(damage)
+
+    def checkpoints_found(self) -> None:
+        pass
+
+
+def _config(run_dir: Path = Path("/nowhere/run")) -> Any:
+    return SimpleNamespace(
+        run_dir=run_dir, checkpoint=SimpleNamespace(storage=None), model=SimpleNamespace(resume_from=None)
+    )
+
+
+def _journal(run_dir: Path, *steps: int) -> Path:
+    """Write what the first attempt has committed."""
+    journal = AttemptJournal.claim(run_dir)
+    for step in steps:
+        journal.append({"event": "checkpoint_committed", "step": step, "path": "p", "world_size": 2})
+    return run_dir
 
 
 @pytest.fixture(autouse=True)
@@ -42,8 +62,28 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return waited
 
 
-def choose(recorder: FakeRecorder) -> Any:
-    return module._choose(recorder, [])  # type: ignore[arg-type]
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """Stand in for the engine, which takes the fp32 tensors and has no use for the others."""
+    taken: dict[str, torch.Tensor] = {}
+
+    def import_state(engine: None, description: StateDescription, fill: Any) -> None:
+        taken.clear()
+        wanted = [key for key in description.tensors if key.startswith("fp32/")]
+        taken.update({key: torch.zeros_like(TENSORS[key]) for key in wanted})
+        fill([Piece(key=key, start=0, tensor=tensor) for key, tensor in taken.items()])
+
+    monkeypatch.setattr(module, "import_state", import_state)
+    monkeypatch.setattr(module, "_check_origin", lambda *_: None)
+    return taken
+
+
+def choose(recorder: FakeRecorder, run_dir: Path = Path("/nowhere/run")) -> Any:
+    return module._choose(_config(run_dir), recorder, recorder.passed_over)  # type: ignore[arg-type]
+
+
+def resume(recorder: FakeRecorder) -> Any:
+    return module.resume(None, _config(), None, recorder)  # type: ignore[arg-type]
 
 
 def _saved(folder: Path) -> LocalStore:
@@ -56,7 +96,7 @@ def _saved(folder: Path) -> LocalStore:
 def test_a_short_outage_is_waited_for(tmp_path: Path, waits: list[float]) -> None:
     flaky = FaultyStore(_saved(tmp_path), fail_at=1, error=permission_lost(), kinds=("open",))
     recorder = FakeRecorder(flaky)
-    assert choose(recorder).manifest.step == 20
+    assert choose(recorder).step == 20
     assert waits == [1.0] and recorder.passed_over == []
 
 
@@ -71,7 +111,7 @@ def test_what_stays_unreadable_is_passed_over_and_kept(tmp_path: Path, waits: li
         only=lambda key: "step-00000020" in key,
     )
     recorder = FakeRecorder(away)
-    assert choose(recorder).manifest.step == 10
+    assert choose(recorder).step == 10
     assert waits == [1.0, 4.0]
     (damage,) = recorder.passed_over
     assert (damage.step, damage.kind) == (20, "unreadable")
@@ -93,15 +133,106 @@ def test_a_run_whose_checkpoints_can_not_be_read_does_not_begin_anew(tmp_path: P
 
 def test_a_storage_that_lost_everything_is_not_begun_anew(tmp_path: Path) -> None:
     """Not mounted, or checkpoint.storage mistyped: the journal knows better."""
-    with pytest.raises(CheckpointError, match="the journal knows of committed checkpoints, but where they should be"):
-        choose(FakeRecorder(LocalStore(tmp_path), has_committed=True))
-    assert choose(FakeRecorder(LocalStore(tmp_path))).manifest is None
-    store = _saved(tmp_path / "set aside")
+    run_dir = _journal(tmp_path / "run", 10, 20)
+    with pytest.raises(
+        CheckpointError, match=r"journal knows of the checkpoint of step 20, .* none in .*/run/check"
+    ):
+        choose(FakeRecorder(LocalStore(tmp_path)), run_dir)
+    assert choose(FakeRecorder(LocalStore(tmp_path)), tmp_path / "fresh") is None
+    # What is left of deleted or unfinished ones is no checkpoint either.
+    store = _saved(tmp_path / "leftovers")
     for step in (10, 20):
-        store.path(f"checkpoints/step-000000{step}/manifest.json").write_bytes(b"{")
-    assert choose(FakeRecorder(store, has_committed=True)).manifest is None
-    # Set aside by this attempt: the next one may begin anew.
-    assert choose(FakeRecorder(store, has_committed=True)).manifest is None
+        store.delete(f"{CHECKPOINT_FOLDER}/step-000000{step}/manifest.json")
+    with pytest.raises(CheckpointError, match="the journal knows of the checkpoint of step 20"):
+        choose(FakeRecorder(store), run_dir)
+
+
+def test_a_late_commit_of_a_dead_attempt_is_not_missed(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    for attempt in (1, 2, 3):
+        claim_attempt(store, attempt)
+    start_attempt(store, 1, 0)
+    start_attempt(store, 2, 0)
+    save(store, 10, attempt=1)
+    assert choose(FakeRecorder(store, attempt=3), _journal(tmp_path / "run", 10)) is None
+
+
+def _damage_manifest(store: LocalStore, step: int) -> None:
+    store.path(f"checkpoints/step-{step:08d}/manifest.json").write_bytes(b"{")
+
+
+def _flip(store: LocalStore, step: int, key: str | None) -> None:
+    """Flip a byte of rank 0's shard: of a tensor, or of the header."""
+    shard = read_manifest(store, step).shards[0]
+    offset = next((one.offset for one in shard.intervals if one.interval.key == key), 12)
+    path = store.path(f"checkpoints/step-{step:08d}/{shard.file}")
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["torn manifests", "flipped bytes", "both"])
+def test_a_run_of_which_nothing_is_whole_does_not_begin_anew_and_nothing_goes(
+    tmp_path: Path, loaded: dict[str, torch.Tensor], how: str
+) -> None:
+    store = _saved(tmp_path)
+    if how == "torn manifests":
+        _damage_manifest(store, 10)
+    else:
+        _flip(store, 10, "fp32/a")
+    if how == "flipped bytes":
+        _flip(store, 20, "fp32/b")
+    else:
+        _damage_manifest(store, 20)
+    before = store.list(CHECKPOINT_FOLDER)
+    recorder = FakeRecorder(store)
+    # However often it is tried.
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"does not begin anew by itself: .*step 20 .*step 10 .*Nothing was"):
+            resume(recorder)
+    assert store.list(CHECKPOINT_FOLDER) == before
+    assert recorder.passed_over == [] and read_lineage(store).started_from == {}
+
+
+@pytest.mark.parametrize("where", ["fp32/a", "frozen/c", None], ids=["loaded", "not loaded", "header"])
+def test_a_flipped_byte_anywhere_makes_the_one_before_be_taken(
+    tmp_path: Path, loaded: dict[str, torch.Tensor], where: str | None
+) -> None:
+    store = _saved(tmp_path)
+    _flip(store, 20, where)
+    recorder = FakeRecorder(store)
+    assert resume(recorder).step == 10
+    assert all(torch.equal(loaded[key], TENSORS[key]) for key in loaded) and len(loaded) == 3
+    (damage,) = recorder.passed_over
+    assert damage.kind == "damaged" and damage.step == 20 and (where or "header") in damage.reason
+    assert committed_steps(store) == (10,)
+    assert read_lineage(store).started_from == {2: 10}
+
+
+def test_an_attempt_that_was_overtaken_while_it_looked_changes_nothing(
+    tmp_path: Path, loaded: dict[str, torch.Tensor]
+) -> None:
+    store = _saved(tmp_path)
+    _damage_manifest(store, 20)
+    claim_attempt(store, 3)
+    with pytest.raises(FencedError, match="a newer attempt than attempt 2 has taken the run over"):
+        resume(FakeRecorder(store))
+    assert committed_steps(store) == (10, 20) and read_lineage(store).started_from == {}
+
+
+def test_what_can_not_be_set_aside_is_passed_over(tmp_path: Path, loaded: dict[str, torch.Tensor]) -> None:
+    inner = _saved(tmp_path)
+    _damage_manifest(inner, 20)
+    store = FaultyStore(inner, fail_at=1, error=permission_lost(), kinds=("delete",), lasting=True)
+    assert resume(FakeRecorder(store)).step == 10
+    assert committed_steps(inner) == (10, 20)
+    assert read_lineage(inner).started_from == {2: 10}
+
+
+def test_a_storage_that_takes_no_announcement_ends_the_attempt(tmp_path: Path, loaded: dict[str, torch.Tensor]) -> None:
+    store = FaultyStore(_saved(tmp_path), fail_at=1, error=permission_lost(), kinds=("create",), lasting=True)
+    with pytest.raises(CheckpointError, match=r"attempt 2 could not be announced \(.*Permission denied"):
+        resume(FakeRecorder(store))
 
 
 def test_a_run_of_another_version_is_refused_and_untouched(tmp_path: Path) -> None:
@@ -114,13 +245,12 @@ def test_a_run_of_another_version_is_refused_and_untouched(tmp_path: Path) -> No
     recorder = FakeRecorder(store)
     with pytest.raises(CheckpointError, match=r"step 20 is of another version and not used.*nothing was changed"):
         choose(recorder)
-    assert recorder.passed_over == [] and committed_steps(store) == (10, 20)
+    assert committed_steps(store) == (10, 20)
 
 
-def test_what_is_damaged_is_set_aside_at_once(tmp_path: Path, waits: list[float]) -> None:
+def test_what_is_damaged_is_not_waited_for(tmp_path: Path, waits: list[float]) -> None:
     store = _saved(tmp_path)
-    store.path("checkpoints/step-00000020/manifest.json").write_bytes(b"{")
+    _damage_manifest(store, 20)
     recorder = FakeRecorder(store)
-    assert choose(recorder).manifest.step == 10
+    assert choose(recorder).step == 10
     assert waits == [] and [damage.kind for damage in recorder.passed_over] == ["damaged"]
-    assert committed_steps(store) == (10,)

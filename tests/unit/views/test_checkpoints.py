@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ray_ulysses.forensics.checkpoint_report import (
@@ -49,6 +50,7 @@ SEVERAL = listing(
         why="a flipped byte",
         kept=(),
         set_aside=(SetAside(attempt=2, reason="a flipped byte", at=1_790_000_000.0),),
+        is_swept=True,
     ),
     report(400, condition="superseded", why="attempt 1 committed it too late", kept=()),
     CheckpointReport(
@@ -118,10 +120,40 @@ def test_a_run_without_one_says_so() -> None:
     text = render_checkpoints(listing(resumes_from=None))
     assert text == "run 'demo': no checkpoint yet\n  store  /runs/demo"
     left = render_checkpoints(
-        listing(report(100, condition="damaged", why="x", leftover_bytes=1 << 20), resumes_from=None)
+        listing(report(100, condition="superseded", why="x", leftover_bytes=1 << 20), resumes_from=None)
     )
-    assert "resumes  from the beginning" in left
-    assert "size     3.00 GiB, and 1.00 MiB beside them that later commits delete" in left
+    assert "resumes  from model.resume_from where it is set, else from the beginning" in left
+    assert "size     3.00 GiB, and 1.00 MiB left over beside them" in left
+
+
+def test_a_start_that_would_be_refused_is_said_and_not_promised() -> None:
+    reports = (report(100), report(200, condition="foreign", why="schema version 99"))
+    other = replace(listing(*reports, resumes_from=None), refusal="the checkpoint of step 200 is of another version")
+    text = render_checkpoints(other)
+    assert "  resumes  not, as things are\n" in text
+    assert "\n\n  the checkpoint of step 200 is of another version\n\n" in text
+    assert "from step" not in text
+    lost = replace(listing(resumes_from=None), refusal="the journal knows of 3 checkpoints")
+    assert render_checkpoints(lost).split("\n") == [
+        "run 'demo': NO CHECKPOINT FOUND",
+        "  store    /runs/demo",
+        "  resumes  not, as things are",
+        "",
+        "  the journal knows of 3 checkpoints",
+    ]
+
+
+def test_a_newer_one_that_may_be_readable_by_then_is_said() -> None:
+    unread = report(200, condition="unreadable", why="manifest.json can't be read (Permission denied)")
+    text = render_checkpoints(replace(listing(report(100), unread), unless=(200,)))
+    assert "resumes  from step 100, or from step 200 if that can be read by then" in text
+    assert "step 200, UNREADABLE: manifest.json can't be read (Permission denied)" in text
+
+
+def test_only_what_a_later_commit_deletes_is_said_to_go() -> None:
+    aside = SetAside(attempt=2, reason="a flipped byte", at=None)
+    gone = report(300, committed=False, condition="set_aside", kept=(), set_aside=(aside,))
+    assert render_checkpoints(listing(gone)).endswith("step 300, set aside by attempt 2: a flipped byte")
 
 
 def verdict(*files: FileVerdict, **changes: Any) -> CheckpointVerdict:
@@ -187,8 +219,22 @@ def test_what_is_wrong_with_the_whole_is_said_first() -> None:
         "",
         "  the manifest is torn or no JSON",
     ]
-    fenced = render_verdict(verdict(file(0), problem="it is not part of the run"))
+    fenced = render_verdict(verdict(file(0), problem="it is not part of the run", kind="superseded"))
     assert fenced.startswith("checkpoint of step 100 of run 'demo': NOT PART OF THE RUN\n")
+    foreign = render_verdict(verdict(problem="the manifest has schema version 99", kind="foreign", attempt=None))
+    assert foreign.startswith("checkpoint of step 100 of run 'demo': OF ANOTHER VERSION\n")
+
+
+def test_what_can_not_be_read_now_is_not_called_damaged() -> None:
+    unread = replace(file(1, "rank-00001 can't be read (Permission denied), which may pass"), is_unread=True)
+    text = render_verdict(verdict(file(0), unread))
+    assert text.startswith("checkpoint of step 100 of run 'demo': UNREADABLE\n")
+    assert "UNREADABLE  attempt-0002/rank-00001" in text and "DAMAGED" not in text
+    assert text.endswith("what can't be read may be whole: repair the storage, then ask again")
+    manifest = render_verdict(verdict(problem="manifest.json can't be read", kind="unreadable", attempt=None))
+    assert manifest.startswith("checkpoint of step 100 of run 'demo': UNREADABLE\n")
+    both = render_verdict(verdict(file(0, "rank-00000 is missing"), unread))
+    assert both.startswith("checkpoint of step 100 of run 'demo': DAMAGED\n")
 
 
 class _Clock:

@@ -101,3 +101,9 @@ def test_the_card_names_run_step_data_and_versions() -> None:
 def test_sizes_are_counted_as_the_option_counts_them() -> None:
     sizes = (12, 1_500, 5 * 10**9, 740 * 10**6, 3 * 10**12)
     assert [decimal_size(size) for size in sizes] == ["12 B", "1.5 kB", "5 GB", "740 MB", "3 TB"]
+
+
+def test_paths_can_be_pasted_into_a_shell_and_into_python() -> None:
+    lines = render_export(replace(REPORT, out="/my models/ünïcode 😀")).splitlines()
+    assert lines[-1] == "# or: vllm serve '/my models/ünïcode 😀' --max-model-len 131072"
+    assert lines[-3] == 'model = AutoModelForCausalLM.from_pretrained("/my models/ünïcode 😀", dtype="auto")'

@@ -1,0 +1,63 @@
+"""Whether a run may start from what its storage gives: never anew where there was state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ray_ulysses.checkpoint.fence import read_lineage
+from ray_ulysses.checkpoint.manifest import CHECKPOINT_FOLDER
+from ray_ulysses.tracking.journal import read_records
+from ray_ulysses.trainer.checkpoint_store import checkpoint_location
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ray_ulysses.checkpoint import Damage, Manifest
+    from ray_ulysses.config import Config
+    from ray_ulysses.storage import Store
+
+
+def why_no_start(config: Config, store: Store, chosen: Manifest | None, passed: Sequence[Damage]) -> str | None:
+    """Return why a run may not start from a choice, or None.
+
+    To begin anew would give up a run whose state is there, or can be brought back.
+
+    Args:
+        config: The run's configuration.
+        store: The store of its checkpoints.
+        chosen: The newest whole checkpoint, if there is one.
+        passed: Newer ones that can't be used.
+
+    Raises:
+        OSError: The store can't be listed.
+    """
+    foreign = [damage for damage in passed if damage.kind == "foreign"]
+    if foreign:
+        return f"{foreign[0]}; nothing was changed"
+    if chosen is not None:
+        return None
+    unread = [damage for damage in passed if damage.kind == "unreadable"]
+    if unread:
+        return f"no checkpoint of the run can be read: {unread[0]}; repair the storage, then start again"
+    folder = f"{checkpoint_location(config)}/{CHECKPOINT_FOLDER}"
+    damaged = [str(damage) for damage in passed if damage.kind == "damaged"]
+    if damaged:
+        return (
+            f"no checkpoint of the run is whole, and it does not begin anew by itself: {'; '.join(damaged)}. Nothing "
+            f"was changed: restore the files in {folder}, or start a new run under another run.name "
+            "(model.resume_from starts it from another run's checkpoint)"
+        )
+    known = _committed_by_journal(config, store)
+    if known:
+        return (
+            f"the journal knows of the checkpoint of step {max(known)}, but there is none in {folder}; mount or "
+            "correct the storage of the run (checkpoint.storage), or start a new run under another run.name"
+        )
+    return None
+
+
+def _committed_by_journal(config: Config, store: Store) -> list[int]:
+    """Return the steps that the journal says were committed and are part of the run."""
+    lineage = read_lineage(store)
+    records = [one for one in read_records(config.run_dir) if one["event"] == "checkpoint_committed"]
+    return [one["step"] for one in records if lineage.holds(one["step"], one["attempt"])]

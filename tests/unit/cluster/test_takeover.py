@@ -1,0 +1,115 @@
+"""A command whose run another one has taken ends at once, and its workers do not begin again."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import ray_ulysses.cluster.worker as worker_module
+from ray_ulysses.checkpoint import FencedError
+from ray_ulysses.checkpoint.fence import claim_attempt
+from ray_ulysses.cluster.train_job import end_if_lost, wait_while_held
+from ray_ulysses.cluster.worker import refusal, refuse_if_taken_over, train_worker
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.storage import LocalStore, RunLock
+from ray_ulysses.storage.holding import HoldWatch
+from ray_ulysses.storage.lock import LOCK_FILE
+from ray_ulysses.tracking.journal import AttemptJournal
+from tests.distributed.run_case import make_config
+from tests.stores import FaultyStore
+
+_FIELDS = dict.fromkeys(("world_size", "sp_size", "dp_size", "nodes", "resumed_step", "resumed_from"))
+
+
+def _attempt(run_dir: Path, session: str | None) -> None:
+    journal = AttemptJournal.claim(run_dir)
+    if session is not None:
+        journal.append({"event": "attempt_started", "session": session, **_FIELDS})
+    journal.close()
+    assert claim_attempt(LocalStore(run_dir), journal.attempt)
+
+
+def _training() -> tuple[threading.Thread, threading.Event]:
+    """Return workers that train until they are told to end."""
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait, daemon=True)
+    thread.start()
+    return thread, end
+
+
+def test_a_command_whose_run_was_taken_ends_while_its_workers_still_train(tmp_path: Path) -> None:
+    thread, end = _training()
+    theirs = '{"host": "other", "pid": 7, "since": 1700000000.0}'
+    timer = threading.Timer(0.1, lambda: (tmp_path / LOCK_FILE).write_text(theirs))
+    with RunLock(tmp_path) as lock, HoldWatch([lock], every_s=0.01) as watch:
+        timer.start()
+        with pytest.raises(RunError) as ended:
+            wait_while_held(thread, watch, tmp_path, "one")
+    assert thread.is_alive()
+    end.set()
+    text = str(ended.value)
+    assert "taken over by process 7 on host other since 2023-11-14 22:13:20 UTC; this command ends at once" in text
+    assert "Nothing that was committed is lost, and the other goes on from it" in text
+    # Whatever Ray starts of this session after that says the same, and trains nothing.
+    assert refusal(tmp_path, "one") == text
+
+
+def test_a_command_that_keeps_its_run_waits_for_the_end(tmp_path: Path) -> None:
+    thread, end = _training()
+    threading.Timer(0.3, end.set).start()
+    with RunLock(tmp_path) as lock, HoldWatch([lock], every_s=0.01) as watch:
+        wait_while_held(thread, watch, tmp_path, "one")
+        end_if_lost(watch, tmp_path, "one")
+    assert not thread.is_alive()
+    assert refusal(tmp_path, "one") is None
+
+
+def test_an_overtaken_worker_ends_its_session_only_if_another_command_overtook_it(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    _attempt(tmp_path, "one")
+    # A worker of the first attempt that was thought dead, and the command's own second attempt.
+    _attempt(tmp_path, "one")
+    refuse_if_taken_over(tmp_path, store, "one")
+    # Whose the newest is nobody knows yet.
+    _attempt(tmp_path, None)
+    refuse_if_taken_over(tmp_path, store, "one")
+    assert refusal(tmp_path, "one") is None
+    _attempt(tmp_path, "two")
+    refuse_if_taken_over(tmp_path, FaultyStore(store, fail_at=1, kinds=["list"]), "one")
+    assert refusal(tmp_path, "one") is None
+    refuse_if_taken_over(tmp_path, store, "one")
+    said = refusal(tmp_path, "one")
+    assert said is not None and said.startswith("another command has taken the run over: attempt 4 is its own")
+    assert refusal(tmp_path, "two") is None
+
+
+def test_a_worker_that_was_fenced_by_another_command_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ray does it: the same function again, for as long as it may fail."""
+    config = make_config(tmp_path, tmp_path / "corpus")
+    begun: list[str] = []
+
+    def run_attempt(config: Any, worker: Any) -> None:
+        begun.append(worker.session)
+        _attempt(config.run_dir, "one")
+        _attempt(config.run_dir, "two")
+        raise FencedError("a newer attempt has taken the run over")
+
+    context = SimpleNamespace(get_world_rank=lambda: 0, get_local_rank=lambda: 0, get_world_size=lambda: 1,
+                              get_local_world_size=lambda: 1)  # fmt: skip
+    monkeypatch.setattr(worker_module, "run_attempt", run_attempt)
+    monkeypatch.setattr(worker_module.torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(worker_module.ray.train, "get_context", lambda: context)
+    monkeypatch.setattr(worker_module.ray.train.torch, "get_device", lambda: worker_module.torch.device("cpu"))
+    monkeypatch.setattr(worker_module.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    job = {"config": config.model_dump(mode="json"), "session": "one"}
+    with pytest.raises(FencedError):
+        train_worker(job)
+    with pytest.raises(UserError, match="another command has taken the run over"):
+        train_worker(job)
+    assert begun == ["one"]

@@ -1,0 +1,45 @@
+"""An export of a run whose corpus and plan are there, or are not what was written: its weights need neither."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ray_ulysses.engine.model import described_config
+from ray_ulysses.export.source import read_config
+from tests.unit.data.corpora import text_corpus, varied_texts
+from tests.unit.export.runs import assert_same, export, tensors_in, word_tokenizer, write_checkpoint
+from tests.unit.forensics.runs import make_run
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> Path:
+    """Return a run with a corpus of bytes, a plan and a checkpoint."""
+    corpus = text_corpus(tmp_path / "data", varied_texts(20))
+    run_dir = make_run(tmp_path / "run", [corpus.path]).folder
+    torch.manual_seed(0)
+    write_checkpoint(run_dir, AutoModelForCausalLM.from_config(described_config(read_config(run_dir))))
+    return run_dir
+
+
+def test_a_plan_that_can_not_be_read_does_not_keep_the_weights_back(planned: Path) -> None:
+    whole = export(planned)
+    assert whole.check is not None and whole.check.origin == "the run's first training rows"
+    (planned / "plan/segment-0000/rows.parquet").write_bytes(b"PAR1")
+    report = export(planned, out=planned / "export/again")
+    assert report.check is not None and report.check.holds
+    assert "seeded tokens, since the run's data plan can't be read" in report.check.origin
+    assert report.tokenizer.startswith("none: the run's data plan can't be read")
+    assert_same(tensors_in(Path(report.out)), tensors_in(Path(whole.out)))
+
+
+def test_a_text_ends_with_the_token_of_the_corpus_and_with_that_of_the_tokenizer_that_is_given(
+    planned: Path, tmp_path: Path
+) -> None:
+    report = export(planned, tokenizer=word_tokenizer(tmp_path / "words", 65), check=False)
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((Path(report.out) / name).read_text())["eos_token_id"] == [256, 65], name

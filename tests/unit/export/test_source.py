@@ -1,0 +1,147 @@
+"""Which checkpoint is exported: never an older one, or none, in place of one that can't be read now."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_ulysses.checkpoint.manifest import manifest_key
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.export.source import choose_checkpoint, find_checkpoint, read_config, saved_steps
+from ray_ulysses.storage import LocalStore, Store
+from ray_ulysses.tracking.journal import AttemptJournal
+from tests.stores import FaultyStore, permission_lost
+from tests.unit.attention.models import ARCHITECTURES, zoo_model
+from tests.unit.export.runs import fields_of, write_checkpoint, write_config
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Return a run with checkpoints of steps 2, 4 and 6, of which the newest is the best."""
+    model = zoo_model("llama")
+    write_config(tmp_path / "run", fields_of(ARCHITECTURES["llama"]()))
+    for step in (2, 4, 6):
+        write_checkpoint(tmp_path / "run", model, step=step, metrics={"loss": 8.0 - step})
+    return tmp_path / "run"
+
+
+def torn(run_dir: Path, step: int) -> Store:
+    store = LocalStore(run_dir)
+    path = store.path(manifest_key(step))
+    path.write_bytes(path.read_bytes()[:500])
+    return store
+
+
+def denied(run_dir: Path, step: int) -> Store:
+    kinds: Any = ("open",)
+    return FaultyStore(
+        LocalStore(run_dir),
+        fail_at=1,
+        lasting=True,
+        kinds=kinds,
+        error=permission_lost(),
+        only=lambda key: key == manifest_key(step),
+    )
+
+
+SPOILT = pytest.mark.parametrize(
+    ("spoil", "what"),
+    [
+        (torn, "is damaged and not used: the manifest is torn or no JSON"),
+        (denied, "can't be read and not used: manifest.json can't be read (Permission denied)"),
+    ],
+    ids=["torn", "denied"],
+)
+
+
+@SPOILT
+@pytest.mark.parametrize("step", [2, 6])
+def test_best_is_not_an_older_one_where_one_can_not_be_read(run_dir: Path, spoil: Any, what: str, step: int) -> None:
+    assert choose_checkpoint(LocalStore(run_dir), "best").step == 6
+    store = spoil(run_dir, step)
+    with pytest.raises(RunError) as error:
+        choose_checkpoint(store, "best")
+    others = "4, 6" if step == 2 else "2, 4"
+    assert str(error.value) == (
+        f"--step=best: the checkpoint of step {step} {what}. It may be the best one: make it readable and try again, "
+        f"or name another step: {others}"
+    )
+
+
+@SPOILT
+def test_the_newest_and_a_named_step_are_refused_where_they_can_not_be_read(
+    run_dir: Path, spoil: Any, what: str
+) -> None:
+    store = spoil(run_dir, 6)
+    with pytest.raises(RunError) as error:
+        choose_checkpoint(store, "latest")
+    assert str(error.value) == f"the checkpoint of step 6 {what}; export --step 4, which is whole"
+    with pytest.raises(RunError) as error:
+        choose_checkpoint(store, 6)
+    assert str(error.value) == f"the checkpoint of step 6 {what}; export another step with --step: 2, 4"
+    assert choose_checkpoint(store, 4).step == 4
+
+
+def test_a_storage_that_does_not_answer_is_named(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: LocalStore, prefix: str) -> list[str]:
+        raise permission_lost()
+
+    monkeypatch.setattr(LocalStore, "list", refuse)
+    for step in ("latest", "best", 4):
+        with pytest.raises(RunError) as error:
+            find_checkpoint(read_config(run_dir), run_dir, step)  # type: ignore[arg-type]
+        assert str(error.value) == (
+            f"the checkpoints in {run_dir} can't be read (Permission denied); see that the storage is there and may be "
+            "read, then try again"
+        )
+
+
+def committed(step: int) -> dict[str, Any]:
+    return {"event": "checkpoint_committed", "step": step, "path": f"checkpoints/step-{step:08d}", "world_size": 2}
+
+
+@pytest.mark.parametrize("place", ["absent", "empty", "a file"])
+def test_a_storage_that_lost_the_checkpoints_of_the_journal_is_named(tmp_path: Path, place: str) -> None:
+    far, run_dir = tmp_path / "far", tmp_path / "run"
+    write_config(run_dir, fields_of(ARCHITECTURES["llama"]()), checkpoint__storage=str(far))
+    journal = AttemptJournal.claim(run_dir)
+    for step in (2, 4, 6):
+        journal.append(committed(step))
+    journal.close()
+    if place != "absent":
+        (far / "run").mkdir(parents=True)
+    if place == "a file":
+        (far / "run/checkpoints").write_text("x")
+    with pytest.raises(RunError) as error:
+        find_checkpoint(read_config(run_dir), run_dir, "latest")
+    assert str(error.value) == (
+        f"{far}/run holds no committed checkpoint of the run, and its journal tells of 3, the newest of step 6; see "
+        "that the storage is there (mounted, and checkpoint.storage as it was), then try again"
+    )
+
+
+def test_a_run_that_has_saved_nothing_is_told_where_was_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "run"
+    write_config(run_dir, fields_of(ARCHITECTURES["llama"]()))
+    with pytest.raises(UserError) as error:
+        find_checkpoint(read_config(run_dir), run_dir, "latest")
+    assert str(error.value) == (
+        f"RUN: has no committed checkpoint in {run_dir}; `ray-ulysses train` commits one every checkpoint.every_steps"
+    )
+    AttemptJournal.claim(run_dir).close()
+    (run_dir / "journal/attempt-0001.jsonl").unlink()
+    # A folder where a file should be is refused to root as well.
+    os.mkdir(run_dir / "journal/attempt-0001.jsonl")
+    with pytest.raises(RunError, match="its journal, which says whether it should, can't be read"):
+        find_checkpoint(read_config(run_dir), run_dir, "latest")
+
+
+def test_steps_that_were_set_aside_are_not_missed() -> None:
+    aside = {"event": "checkpoint_set_aside", "step": 4, "reason": "torn"}
+    started = {"event": "attempt_started"}
+    assert saved_steps([]) == ()
+    assert saved_steps([started, committed(2), committed(4), aside]) == (2,)
+    assert saved_steps([committed(4), aside, committed(4)]) == (4,)

@@ -1,0 +1,212 @@
+"""What rank 0 records while the journal's disk is full, and which attempt it may claim."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import ray_ulysses.trainer.record as module
+from ray_ulysses.checkpoint.exchange import SingleExchange
+from ray_ulysses.checkpoint.fence import claim_attempt
+from ray_ulysses.checkpoint.triggers import Flags
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.parallel.layout import ParallelLayout
+from ray_ulysses.storage import LocalStore
+from ray_ulysses.tracking.journal import AttemptJournal, read_records
+from ray_ulysses.tracking.tracker import NullTracker
+from ray_ulysses.trainer.progress import Progress
+from ray_ulysses.trainer.record import Recorder
+from ray_ulysses.trainer.step import StepResult
+from ray_ulysses.trainer.worker import Worker
+from tests.distributed.run_case import make_config
+
+
+class _Tracker(NullTracker):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def finish(self, status: str) -> None:
+        self.said.append(status)
+
+
+class _Disk:
+    """A disk that takes everything or, while it is full, nothing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_full = False
+        self._pwrite = os.pwrite
+        monkeypatch.setattr(os, "pwrite", self.pwrite)
+
+    def pwrite(self, descriptor: int, content: bytes, place: int) -> int:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self._pwrite(descriptor, content, place)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> _Disk:
+    return _Disk(monkeypatch)
+
+
+def _worker(session: str = "one") -> Worker:
+    return Worker(
+        rank=0, local_rank=0, world_size=1, node="n", device=torch.device("cpu"), session=session,
+        make_source=lambda *_: None,
+    )  # fmt: skip
+
+
+def _recorder(folder: Path) -> Recorder:
+    config = make_config(folder, folder / "corpus", cluster__workers=1, parallel__sp_size=1)
+    return Recorder(
+        config=config,
+        worker=_worker(),
+        layout=ParallelLayout(world_size=1, sp_size=1, ring_size=1),
+        store=LocalStore(config.run_dir),
+        exchange=SingleExchange(),  # type: ignore[arg-type]
+        save_exchange=SingleExchange(),  # type: ignore[arg-type]
+        journal=AttemptJournal.claim(config.run_dir),
+        tracker=_Tracker(),
+        attempt=1,
+        nodes=["n"],
+    )
+
+
+def _begin(recorder: Recorder) -> None:
+    plan: Any = SimpleNamespace(segments=[SimpleNamespace(plan_id="p")], plan_id="p")
+    recorder.attempt_started(Progress(), 10, plan)
+
+
+def _train(recorder: Recorder, *steps: int) -> None:
+    for step in steps:
+        recorder.step_done(
+            step,
+            StepResult(loss=1.0, tokens=2, digest=3, flags=Flags()),
+            rows=range(step - 1, step),
+            seconds=1.0,
+            document_tokens=2,
+            cost=4,
+            learning_rate=0.1,
+            grad_norm=1.0,
+        )
+
+
+def _told(folder: Path) -> list[Any]:
+    return [record.get("step", record["event"]) for record in read_records(folder / "run")]
+
+
+def test_training_goes_on_over_a_full_disk_and_no_record_is_missing_afterwards(
+    tmp_path: Path, disk: _Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = _recorder(tmp_path)
+    _begin(recorder)
+    _train(recorder, 1, 2)
+    disk.is_full = True
+    _train(recorder, 3, 4, 5)
+    recorder.checkpoint_failed(5, "full")
+    recorder.preemption_noticed(5)
+    assert _told(tmp_path) == ["attempt_started", 1, 2]
+    warnings = [record.getMessage() for record in caplog.records if "the journal" in record.getMessage()]
+    assert len(warnings) == 1
+    assert "attempt-0001.jsonl can't be written (No space left on device)" in warnings[0]
+    assert "make room or repair run.storage" in warnings[0]
+    # A checkpoint that counts on these steps must not be committed.
+    with pytest.raises(OSError, match="No space left on device"):
+        recorder.sync()
+    disk.is_full = False
+    recorder.sync()
+    assert _told(tmp_path) == ["attempt_started", 1, 2, 3, 4, 5, 5, 5]
+    recorder.ended("finished", 5)
+    assert _told(tmp_path)[-2:] == ["attempt_ended", 5]
+
+
+def test_an_attempt_whose_beginning_can_not_be_written_does_not_begin(tmp_path: Path, disk: _Disk) -> None:
+    recorder = _recorder(tmp_path)
+    disk.is_full = True
+    with pytest.raises(RunError, match=r"journal .*attempt-0001\.jsonl can't be written \(No space left on device\)"):
+        _begin(recorder)
+
+
+def test_too_many_waiting_records_end_the_run_and_say_what_to_do(
+    tmp_path: Path, disk: _Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MOST_PENDING", 3)
+    recorder = _recorder(tmp_path)
+    _begin(recorder)
+    disk.is_full = True
+    _train(recorder, 1, 2, 3)
+    with pytest.raises(RunError) as ended:
+        _train(recorder, 4)
+    assert str(ended.value) == (
+        f"the journal {tmp_path / 'run' / 'journal' / 'attempt-0001.jsonl'} can't be written (No space left on "
+        "device), and 4 records of it wait; make room or repair run.storage, then start the same command again: it "
+        "resumes from the newest checkpoint"
+    )
+
+
+def test_an_end_that_can_not_be_written_is_no_good_end(tmp_path: Path, disk: _Disk) -> None:
+    recorder = _recorder(tmp_path)
+    _begin(recorder)
+    disk.is_full = True
+    with pytest.raises(RunError, match="can't be written"):
+        recorder.ended("finished", 1)
+
+
+@pytest.mark.parametrize("is_full", [True, False], ids=["full", "room"])
+def test_a_failure_writes_what_it_can_and_hides_nothing(
+    tmp_path: Path, disk: _Disk, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_full: bool
+) -> None:
+    monkeypatch.setattr(module, "_MOST_PENDING", 1)
+    recorder = _recorder(tmp_path)
+    _begin(recorder)
+    disk.is_full = True
+    _train(recorder, 1)
+    disk.is_full = is_full
+    recorder.failed(ValueError("the cause"))
+    assert recorder._tracker.said == ["failed"]  # type: ignore[attr-defined]
+    if is_full:
+        assert _told(tmp_path) == ["attempt_started"]
+        assert "what waits is lost with this process" in caplog.text
+    else:
+        assert _told(tmp_path) == ["attempt_started", 1, "attempt_ended"]
+
+
+def _claim(folder: Path, session: str) -> AttemptJournal:
+    config = make_config(folder, folder / "corpus")
+    return module._claim(config, LocalStore(folder / "shared"), _worker(session))
+
+
+def _say_started(journal: AttemptJournal, session: str) -> None:
+    fields = dict.fromkeys(("world_size", "sp_size", "dp_size", "nodes", "resumed_step", "resumed_from"))
+    journal.append({"event": "attempt_started", "session": session, **fields})
+
+
+def test_a_command_does_not_take_a_run_back_from_the_one_that_took_it_over(tmp_path: Path) -> None:
+    """Ray starts the workers of a command again; another one has begun with the same checkpoints meanwhile."""
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    (tmp_path / "shared").mkdir()
+    for folder in (mine, theirs):
+        folder.mkdir()
+        (folder / "shared").symlink_to(tmp_path / "shared")
+    _say_started(_claim(mine, "one"), "one")
+    _say_started(_claim(mine, "one"), "one")
+    other = _claim(theirs, "two")
+    assert other.attempt == 3
+    with pytest.raises(
+        UserError, match=r"another command has taken the run over: attempt 3 is its own\. This one ends"
+    ):
+        _claim(mine, "one")
+    assert not claim_attempt(LocalStore(mine / "shared"), 3)
+    # A new command, which holds the lock, may.
+    assert _claim(mine, "three").attempt > 3
+
+
+def test_a_command_goes_on_after_an_attempt_of_its_own_that_died_before_it_said_so(tmp_path: Path) -> None:
+    _say_started(_claim(tmp_path, "one"), "one")
+    _claim(tmp_path, "one")
+    assert _claim(tmp_path, "one").attempt == 3

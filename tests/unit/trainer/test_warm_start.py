@@ -1,0 +1,99 @@
+"""Which checkpoint of another run is meant, and what is said when it is not there, not whole, or of another run."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from ray_ulysses.config import Config
+from ray_ulysses.config.resume import resume_settings, settings_that_differ
+from ray_ulysses.errors import UserError
+from ray_ulysses.storage import LocalStore
+from ray_ulysses.trainer.preflight import PreparedRun, prepare_run
+from ray_ulysses.trainer.warm_start import Origin, check_origin, find_origin, pin_origin, pinned_origin
+from tests.distributed.run_case import make_config, make_corpus
+from tests.unit.checkpoint.fakes import save
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> LocalStore:
+    store = LocalStore(tmp_path / "source")
+    for step, loss in ((2, 1.0), (4, 3.0), (6, 2.0)):
+        save(store, step, metrics={"loss": loss})
+    return store
+
+
+def _config(tmp_path: Path, asked: str, **changes: object) -> Config:
+    corpus = tmp_path / "corpus"
+    if not corpus.exists():
+        make_corpus(tmp_path, ("bisect.py", "cmd.py"))
+    settings = {"model__resume_from": asked, "model__resume_state": "weights", **changes}
+    return make_config(tmp_path / "runs", corpus, **settings)
+
+
+def _prepared(config: Config) -> PreparedRun:
+    return prepare_run(config, Path("/"))
+
+
+def _tear(store: LocalStore, step: int) -> None:
+    store.path(f"checkpoints/step-{step:08d}/manifest.json").write_bytes(b"{")
+
+
+def test_a_torn_manifest_is_told_and_no_older_checkpoint_is_taken_instead(tmp_path: Path, source: LocalStore) -> None:
+    _tear(source, 6)
+    for asked in ("@latest", "@6"):
+        with pytest.raises(UserError, match=r"step 6 is damaged and not used: .* torn .*; name another step"):
+            _prepared(_config(tmp_path, f"{source.root}{asked}"))
+    with pytest.raises(
+        UserError, match=r"the best checkpoint can't be told, since the numbers of step 6 can't be read"
+    ):
+        _prepared(_config(tmp_path, f"{source.root}@best"))
+    origin = find_origin(_config(tmp_path, f"{source.root}@4"))
+    assert origin is not None and origin.step == 4
+
+
+def test_the_best_is_found_where_every_number_is_known(tmp_path: Path, source: LocalStore) -> None:
+    origin = find_origin(_config(tmp_path, f"{source.root}@best"))
+    assert origin is not None and origin.step == 2
+
+
+def test_a_pin_whose_checkpoint_was_deleted_is_looked_up_again(
+    tmp_path: Path, source: LocalStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Begun from a run that was still being written: its retention went on before this run had saved anything."""
+    config = _config(tmp_path, f"{source.root}@latest")
+    pin_origin(config, Origin(asked=f"{source.root}@latest", location=str(source.root), step=4))
+    source.delete("checkpoints/step-00000004")
+    with caplog.at_level(logging.WARNING):
+        prepared = _prepared(config)
+    assert prepared.origin is not None and prepared.origin.step == 6
+    assert f"{source.root}@4 is not there any more; model.resume_from is looked up again" in caplog.text
+    # One that is there stays what it is, whatever has been committed since.
+    pin_origin(config, prepared.origin)
+    save(source, 8)
+    again = _prepared(config).origin
+    assert again == prepared.origin == pinned_origin(config)
+
+
+def test_a_place_that_holds_nothing_is_named_and_so_is_what_is_there(tmp_path: Path, source: LocalStore) -> None:
+    config = _config(tmp_path, "mlflow:gone/6", tracking__enabled=True)
+    # As MLflow has it, of a directory that was moved since.
+    origin = Origin(asked="mlflow:gone/6", location=str(tmp_path / "old"), step=6)
+    with pytest.raises(UserError) as refused:
+        check_origin(origin, config, None)  # type: ignore[arg-type]
+    assert str(refused.value) == (
+        f"model.resume_from='mlflow:gone/6': the checkpoint of step 6 should be in {tmp_path}/old, and is not (there: "
+        "none); mount or restore that place, or name where the run lies now, as in /path/of/the/run@6"
+    )
+
+
+def test_what_differs_is_named(tmp_path: Path, source: LocalStore) -> None:
+    config = _config(tmp_path, f"{source.root}@6", optimizer__lr=1e-4)
+    stored = resume_settings(config)
+    other = _config(tmp_path, f"{source.root}@6", optimizer__lr=2e-4, run__name="elsewhere", optimizer__eps=1e-6)
+    assert settings_that_differ(stored, config) == ""
+    assert settings_that_differ(stored, other) == (
+        f"optimizer.lr is 0.0002 and was 0.0001; optimizer.eps is 1e-06 and was {config.optimizer.eps!r}"
+    )
