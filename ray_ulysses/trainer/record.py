@@ -243,6 +243,9 @@ class Recorder:
 
     def checkpoints_found(self) -> None:
         """Tell the tracker which checkpoints there are as the attempt starts: a death may have kept it from hearing."""
+        if isinstance(self._tracker, NullTracker):
+            # Reading every manifest of a large world takes seconds.
+            return
         self._tracker.log_checkpoint(take_inventory(self.store, self._location, self.attempt))
 
     def checkpoint_deleted(self, step: int) -> None:

@@ -13,7 +13,7 @@ from ray_ulysses.storage.lock import LOCK_FILE
 from tests.cluster.test_train_job import start, wait_for_step, worker_processes
 from tests.distributed.run_case import make_config, make_corpus
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def test_a_command_whose_run_was_taken_over_ends_with_its_workers_and_says_by_whom(tmp_path: Path) -> None:
