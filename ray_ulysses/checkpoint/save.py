@@ -130,13 +130,13 @@ def _commit(store: Store, manifest: Manifest) -> _Outcome:
     try:
         check_cover(sizes, intervals)
         _refuse_overtaken(store, manifest)
+        content = manifest.to_bytes()
     except CoverError as error:
         return _Outcome(problem=f"the shards do not hold the whole state ({error})", cause=error)
     except FencedError as error:
         return _Outcome(problem=str(error), cause=error)
     except Exception as error:
         return _Outcome(problem=f"the manifest could not be written ({error})", cause=error)
-    content = manifest.to_bytes()
     try:
         _create_manifest(store, manifest, content)
     except Exception as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.location import ObjectLocation, open_store, parse_location
-from ray_ulysses.storage.store import AlreadyExistsError, Store, read_bytes
+from ray_ulysses.storage.store import AlreadyExistsError, Store, read_bytes, read_exactly
 
 _NUM_WRITERS = 4
 _RETRY_S = 5.0
@@ -72,7 +72,7 @@ def _probe(store: Store, folder: str) -> None:
         )
     with store.open(key) as stream:
         stream.seek(3)
-        if stream.read(4) != _FIRST[3:7]:
+        if read_exactly(stream, 4) != _FIRST[3:7]:
             raise _UnfitError("reading a part of a file gives other bytes than were asked for")
     store.replace(key, [_SECOND])
     if read_bytes(store, key) != _SECOND:
