@@ -30,6 +30,9 @@ Depth = Literal["sizes", "content"]
 
 _MANIFEST_KEY = re.compile(rf"^{CHECKPOINT_FOLDER}/step-(\d{{8,}})/{re.escape(MANIFEST_FILE)}$")
 
+_MOST_LOOKS = 10
+"""How often a list of checkpoints is made anew because one of them went meanwhile."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Damage:
@@ -87,6 +90,16 @@ def newest_committed(store: Store, depth: Depth = "content", *, unless: Collecti
             what "sizes" has chosen finds it while loading, and chooses again without that step.
         unless: Steps that are known not to be whole.
     """
+    for _ in range(_MOST_LOOKS):
+        choice = _choose(store, depth, unless)
+        damaged = {damage.step for damage in choice.damaged if damage.kind == "damaged"}
+        if not damaged or damaged.issubset(committed_steps(store)):
+            break
+        # What retention has deleted since it was listed is not damaged, and something newer is there by now.
+    return choice
+
+
+def _choose(store: Store, depth: Depth, unless: Collection[int]) -> Choice:
     damaged: list[Damage] = []
     for step in reversed(committed_steps(store)):
         if step in unless:

@@ -10,6 +10,9 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import reduce
+from itertools import accumulate
+from operator import or_
 from typing import BinaryIO
 
 import torch
@@ -17,10 +20,10 @@ import torch
 from ray_ulysses.checkpoint.checksums import BlockSums
 from ray_ulysses.checkpoint.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
 from ray_ulysses.checkpoint.exchange import Exchange, SingleExchange, agree
-from ray_ulysses.checkpoint.intervals import CoverError, plan_reads
+from ray_ulysses.checkpoint.intervals import CoverError, Read, plan_reads
 from ray_ulysses.checkpoint.manifest import Manifest, step_folder
 from ray_ulysses.checkpoint.read_batches import Batch, plan_batches
-from ray_ulysses.checkpoint.shards import ShardDamage, ShardEntry, check_blocks, read_sums, verified_chunks
+from ray_ulysses.checkpoint.shards import ShardDamage, ShardEntry, check_blocks, check_header, read_sums
 from ray_ulysses.checkpoint.state import Piece, dtype_name
 from ray_ulysses.storage import Store
 
@@ -61,12 +64,12 @@ def verify_rest(
 ) -> int:
     """Verify what no rank had to load: headers, and tensors that are kept for others; every rank must call.
 
-    The ranks share the shards between them.
+    The ranks share the bytes between them.
 
     Args:
         store: The run's store.
         manifest: The checkpoint's.
-        loaded: Keys whose bytes were verified while they were loaded.
+        loaded: Keys of which this rank has loaded its part; what all ranks have loaded of a key is all of it.
         rank: This rank.
         world_size: All ranks that load.
         exchange: Joins the ranks, so that a failure of one is raised by all.
@@ -78,16 +81,42 @@ def verify_rest(
         DamagedCheckpointError: A file is missing or is not what was written.
         UnreadableCheckpointError: The storage does not give a file, which may pass.
     """
-    folder = step_folder(manifest.step)
-
-    def verify(shard: ShardEntry) -> int:
-        return sum(verified_chunks(store, folder, shard, unless=loaded))
+    exchange = exchange if exchange is not None else SingleExchange()
+    # One bit a key: a large world's names would be many megabytes.
+    bits = {key: 1 << number for number, key in enumerate(manifest.state.tensors)}
+    gathered = exchange.gather(sum(bits[key] for key in set(loaded)))
+    known = exchange.broadcast(None if gathered is None else reduce(or_, gathered))
+    rest = [key for key, bit in bits.items() if not known & bit]
+    batches = _share(_whole_intervals(manifest, frozenset(rest)), rank, world_size)
+    shards = manifest.shards[rank::world_size]
 
     def read() -> int:
-        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="checkpoint-verify") as pool:
-            return sum(pool.map(verify, manifest.shards[rank::world_size]))
+        with _Reader(store, step_folder(manifest.step), batches) as reader:
+            jobs = [reader.submit_header(shard) for shard in shards]
+            jobs += [reader.submit(batch) for batch in batches]
+            return sum(job.result() for job in jobs)
 
     return _together(exchange, manifest.step, read)
+
+
+def _whole_intervals(manifest: Manifest, keys: frozenset[str]) -> list[Batch]:
+    """Return the batches that all that is stored of these tensors makes."""
+    stored = [(shard, entry) for shard in manifest.shards for entry in shard.intervals]
+    reads = [
+        Read(wanted=0, stored=number, start=entry.interval.start, stop=entry.interval.stop)
+        for number, (_, entry) in enumerate(stored)
+        if entry.interval.key in keys
+    ]
+    return plan_batches(reads, stored, [0])
+
+
+def _share(batches: Sequence[Batch], rank: int, world_size: int) -> list[Batch]:
+    """Return a rank's share of batches, neighbours to the same rank, each about as many bytes as the others (pure)."""
+    ends = list(accumulate(batch.num_bytes for batch in batches))
+    total = ends[-1] if ends else 0
+    return [
+        batch for batch, end in zip(batches, ends, strict=True) if (end - batch.num_bytes) * world_size // total == rank
+    ]
 
 
 def _together(exchange: Exchange | None, step: int, read: Callable[[], int]) -> int:
@@ -166,9 +195,39 @@ class _Reader:
         self._pool.shutdown(cancel_futures=True)
         self._streams.close()
 
-    def submit(self, batch: Batch, pieces: Sequence[Piece]) -> Future[int]:
-        """Read a batch on a thread of the pool; the future returns its size in bytes."""
-        return self._pool.submit(self._read, batch, pieces)
+    def submit(self, batch: Batch, pieces: Sequence[Piece] = ()) -> Future[int]:
+        """Read a batch on a thread of the pool; the future returns its size in bytes.
+
+        Args:
+            batch: The batch.
+            pieces: What its segments fill; without any they are verified alone.
+        """
+        return self._pool.submit(self._read if pieces else self._verify, batch, pieces)
+
+    def submit_header(self, shard: ShardEntry) -> Future[int]:
+        """Verify a header on a thread of the pool; the future returns its size in bytes."""
+        return self._pool.submit(self._verify_header, shard)
+
+    def _verify_header(self, shard: ShardEntry) -> int:
+        with self._store.open(f"{self._folder}/{shard.file}") as stream:
+            return check_header(stream, shard)
+
+    def _verify(self, batch: Batch, _: Sequence[Piece]) -> int:
+        content = memoryview(bytearray(batch.num_bytes))
+        self._fill(batch, content)
+        self._check(batch, content)
+        return batch.num_bytes
+
+    def _check(self, batch: Batch, content: memoryview) -> list[memoryview]:
+        """Hold a batch's bytes against their checksums, and return those of each segment."""
+        sums = self._sums[batch.shard.file]
+        found = []
+        for segment in batch.segments:
+            begin = segment.stored.offset + segment.start - batch.offset
+            blocks = content[begin : begin + segment.stop - segment.start]
+            check_blocks(batch.shard, segment.stored, sums, blocks, segment.start)
+            found.append(blocks)
+        return found
 
     def _read(self, batch: Batch, pieces: Sequence[Piece]) -> int:
         only = batch.segments[0] if len(batch.segments) == 1 and batch.segments[0].is_exact else None
@@ -178,11 +237,7 @@ class _Reader:
         else:
             content = memoryview(bytearray(batch.num_bytes))
         self._fill(batch, content)
-        sums = self._sums[batch.shard.file]
-        for segment in batch.segments:
-            begin = segment.stored.offset + segment.start - batch.offset
-            blocks = content[begin : begin + segment.stop - segment.start]
-            check_blocks(batch.shard, segment.stored, sums, blocks, segment.start)
+        for segment, blocks in zip(batch.segments, self._check(batch, content), strict=True):
             if only is None or target is None:
                 tensor = pieces[segment.wanted].tensor
                 values = torch.frombuffer(

@@ -16,7 +16,7 @@ from ray_ulysses.errors import RunError
 from ray_ulysses.storage import Store
 from ray_ulysses.storage.store import read_bytes
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 CHECKPOINT_FOLDER = "checkpoints"
 MANIFEST_FILE = "manifest.json"
 

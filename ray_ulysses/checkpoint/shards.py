@@ -9,9 +9,10 @@ header. Nothing is pickled.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import BinaryIO
 
 import torch
 
@@ -157,14 +158,8 @@ def find_damage(store: Store, folder: str, entry: ShardEntry, *, read_content: b
     return None
 
 
-def verified_chunks(store: Store, folder: str, entry: ShardEntry, *, unless: Collection[str] = ()) -> Iterator[int]:
+def verified_chunks(store: Store, folder: str, entry: ShardEntry) -> Iterator[int]:
     """Read a whole shard and verify every byte; yield how many were read, chunk by chunk.
-
-    Args:
-        store: Where it is.
-        folder: The checkpoint's folder.
-        entry: What the manifest says about it.
-        unless: Keys that need not be read.
 
     Raises:
         ShardDamage: It is not what was written.
@@ -173,14 +168,8 @@ def verified_chunks(store: Store, folder: str, entry: ShardEntry, *, unless: Col
     sums = read_sums(store, folder, entry)
     yield len(sums.values)
     with store.open(f"{folder}/{entry.file}") as stream:
-        header = read_exactly(stream, entry.header_bytes)
-        if checksum(header) != entry.header_sum:
-            raise ShardDamage(f"{entry.file}: the header's checksum is wrong (bytes 0 to {entry.header_bytes - 1})")
-        yield len(header)
+        yield check_header(stream, entry)
         for stored in entry.intervals:
-            if stored.interval.key in unless:
-                continue
-            stream.seek(stored.offset)
             for start in range(0, stored.num_bytes, CHUNK_BYTES):
                 size = min(CHUNK_BYTES, stored.num_bytes - start)
                 content = read_exactly(stream, size)
@@ -188,6 +177,19 @@ def verified_chunks(store: Store, folder: str, entry: ShardEntry, *, unless: Col
                     raise ShardDamage(f"{entry.file} ends too early, in {stored.interval.key}")
                 check_blocks(entry, stored, sums, content, start)
                 yield len(content)
+
+
+def check_header(stream: BinaryIO, entry: ShardEntry) -> int:
+    """Read the header from the beginning of a shard, hold it against its checksum, and return its size in bytes.
+
+    Raises:
+        ShardDamage: It is not what was written.
+        OSError: It can't be read.
+    """
+    header = read_exactly(stream, entry.header_bytes)
+    if checksum(header) != entry.header_sum:
+        raise ShardDamage(f"{entry.file}: the header's checksum is wrong (bytes 0 to {entry.header_bytes - 1})")
+    return len(header)
 
 
 def check_blocks(entry: ShardEntry, stored: StoredInterval, sums: BlockSums, content: Buffer, start: int) -> None:

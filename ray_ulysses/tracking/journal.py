@@ -8,6 +8,7 @@ not safe on NFS.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -133,6 +134,7 @@ class AttemptJournal:
         record = {"time": self._clock.now(), "attempt": self.attempt, **event}
         line = json.dumps(_finite(record), allow_nan=False)
         with self._lock:
+            self._refuse_closed()
             self._tail += line.encode() + b"\n"
             self._write()
         if kind in _DURABLE or len(self._tail) > _MOST_UNSYNCED_BYTES:
@@ -159,6 +161,7 @@ class AttemptJournal:
         # One at a time: the kernel tells of a failure once, and it must not be another thread that hears of it.
         with self._sync_lock:
             with self._lock:
+                self._refuse_closed()
                 self._write()
                 num_taken = self._num_taken
             try:
@@ -187,6 +190,11 @@ class AttemptJournal:
         finally:
             with self._sync_lock, self._lock:
                 self._stream.close()
+
+    def _refuse_closed(self) -> None:
+        """Raise `OSError` where the stream would raise a `ValueError`: what comes too late is lost, and no bug."""
+        if self._stream.closed:
+            raise OSError(errno.EBADF, "the journal is closed already", str(self.path))
 
     def _write(self) -> None:
         """Hand everything to the kernel; whoever calls holds the lock."""

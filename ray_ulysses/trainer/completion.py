@@ -37,13 +37,15 @@ def settle_completed(prepared: PreparedRun) -> RunHistory | None:
     if prepared.remainder is not None and last_step > prepared.remainder.branch.step:
         # What was trained beyond the branch, with the data as they were, does not count.
         return None
-    saved = committed_step(config)
     said = finished_step(read_records(config.run_dir))
-    if saved < last_step and (said is None or said < last_step):
-        return None
-    if said is None:
+    if said is None or said < last_step:
+        # Asked only now: who has exported a finished run may have deleted its checkpoints.
+        saved = committed_step(config)
+        if saved < last_step:
+            return None
+    # First the tracker, whose news outlive this command, and only then what keeps them from being told again.
+    if _catch_up_tracking(config, is_news=said is None) and said is None:
         _say_finished(config, saved)
-    _catch_up_tracking(config, is_news=said is None)
     # Nobody is training it now, whatever the lock says: it is the caller's.
     return read_history(config.run_dir, is_held=False, store=checkpoint_store(config))
 
@@ -60,15 +62,18 @@ def _say_finished(config: Config, step: int) -> None:
         journal.close()
 
 
-def _catch_up_tracking(config: Config, *, is_news: bool) -> None:
+def _catch_up_tracking(config: Config, *, is_news: bool) -> bool:
     """Tell the tracker what it has not been told; takes a bounded time, and an outage is no error of a run.
+
+    Returns:
+        Whether all of it is told, or waits on disk to be.
 
     Args:
         config: The run's configuration.
         is_news: Whether the last attempt did not say how it ended, and perhaps not what it had committed.
     """
     if config.tracking_uri is None:
-        return
+        return True
     tracker = MlflowTracker(
         uri=config.tracking_uri,
         experiment=config.tracking.experiment,
@@ -85,3 +90,5 @@ def _catch_up_tracking(config: Config, *, is_news: bool) -> None:
             tracker.catch_up()
     except OSError as error:
         _log.warning("MLflow was not told everything of run %s (%s)", config.run.name, error)
+        return False
+    return True

@@ -21,6 +21,8 @@ from ray_ulysses.planner.report import PlanReport, build_report
 from ray_ulysses.planner.settings import fits_rows, plan_settings
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.probe import check_storage
+from ray_ulysses.tracking.history import finished_step
+from ray_ulysses.tracking.journal import read_records
 from ray_ulysses.trainer.checkpoint_store import storage_answers
 from ray_ulysses.trainer.planning import committed_step, plan_run, store_plan
 from ray_ulysses.trainer.settings import CONFIG_FILE, last_step_of, local_model_config, model_shape
@@ -102,7 +104,10 @@ def _origin(config: Config, plan: Plan) -> Origin | None:
     Raises:
         UserError: There is no such checkpoint, or the run can't go on from it.
     """
-    if config.model.resume_from is None or committed_step(config) > 0:
+    if config.model.resume_from is None:
+        return None
+    finished = finished_step(read_records(config.run_dir))
+    if (finished is not None and finished >= last_step_of(config, plan)) or committed_step(config) > 0:
         return None
     origin = pinned_origin(config)
     if origin is not None:

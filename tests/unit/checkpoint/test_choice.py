@@ -7,12 +7,14 @@ import re
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ray_ulysses.checkpoint import newest_committed, read_manifest, set_aside
 from ray_ulysses.checkpoint.choice import Damage, committed_steps
 from ray_ulysses.storage import LocalStore
+from tests.stores import HookedStore
 from tests.unit.checkpoint.fakes import save
 
 
@@ -107,6 +109,28 @@ def test_shards_without_a_manifest_are_never_loaded(tmp_path: Path) -> None:
     choice = newest_committed(store)
     assert choice.manifest is not None and choice.manifest.step == 20
     assert choice.damaged == ()
+
+
+class _Overtaken(HookedStore):
+    """A store in which a running attempt commits, and deletes what came before, once a list was made."""
+
+    def __init__(self, inner: LocalStore) -> None:
+        super().__init__(inner)
+        self._inner_store, self._lists = inner, 0
+
+    def after(self, kind: Any, key: str, num_bytes: int) -> None:
+        if kind == "list" and key == "checkpoints":
+            self._lists += 1
+            if self._lists == 1:
+                save(self._inner_store, 30)
+                self._inner_store.delete("checkpoints/step-00000020")
+
+
+def test_what_retention_deletes_while_one_looks_is_not_called_damaged(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    save(store, 20)
+    choice = newest_committed(_Overtaken(store))
+    assert choice.manifest is not None and choice.manifest.step == 30 and choice.damaged == ()
 
 
 def test_sizes_alone_do_not_find_a_flipped_byte_and_content_does(tmp_path: Path) -> None:

@@ -122,8 +122,8 @@ def test_a_flipped_bit_is_found(position: int) -> None:
 
 
 def test_another_version_is_named_before_anything_else_is_looked_at() -> None:
-    with pytest.raises(ForeignManifestError, match="the manifest has schema version 3, but this version of ray-ulyss"):
-        Manifest.from_bytes(signed({"schema_version": 3, "parts": "of another kind"}))
+    with pytest.raises(ForeignManifestError, match="the manifest has schema version 4, but this version of ray-ulyss"):
+        Manifest.from_bytes(signed({"schema_version": 4, "parts": "of another kind"}))
 
 
 @pytest.mark.parametrize("version", ["2", None, 2.0, True, 0, -1, [2]])

@@ -193,5 +193,5 @@ def test_a_manifest_of_a_newer_version_says_so(tmp_path: Path) -> None:
     fields["schema_version"] = 9
     crc32 = zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
     path.write_text(json.dumps({"crc32": crc32, **fields}))
-    with pytest.raises(ManifestError, match="schema version 9, but this version of ray-ulysses reads 2; load it"):
+    with pytest.raises(ManifestError, match="schema version 9, but this version of ray-ulysses reads 3; load it"):
         read_manifest(store, 20)

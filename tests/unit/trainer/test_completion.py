@@ -123,3 +123,45 @@ def test_a_run_whose_state_is_gone_or_damaged_is_refused_before_a_worker_starts(
     manifest.unlink()
     with pytest.raises(RunError, match=r"^run 'run': the journal knows of the checkpoint of step 2, but there is none"):
         settle_completed(prepared)
+
+
+def test_a_finished_run_whose_checkpoints_were_deleted_stays_complete(tmp_path: Path, corpus: Path) -> None:
+    """Exported and cleaned away; the job is submitted once more."""
+    config = _prepared(tmp_path, corpus).config
+    claim_directory(_prepared(tmp_path, corpus))
+    journal = _attempt(config.run_dir, 2)
+    for event in (
+        {"event": "checkpoint_committed", "step": 2, "path": "p", "world_size": 1},
+        {"event": "attempt_ended", "reason": "finished"},
+        {"event": "run_finished", "step": 2},
+    ):
+        journal.append(event)
+    # Also where it was started from another run, which is gone as well.
+    for changes in ({}, {"model__resume_from": str(tmp_path / "gone")}):
+        history = settle_completed(_prepared(tmp_path, corpus, **changes))
+        assert history is not None and history.status == "finished"
+    with pytest.raises(RunError, match="the journal knows of the checkpoint of step 2, but there is none"):
+        settle_completed(_prepared(tmp_path, corpus, stop_step=3))
+
+
+def test_what_the_tracker_could_not_be_told_is_told_by_the_next_command(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = _prepared(tmp_path, corpus, tracking__enabled=True)
+    run_dir = prepared.config.run_dir
+    claim_directory(prepared)
+    _attempt(run_dir, 2)
+    save(LocalStore(run_dir), 2)
+    told: list[object] = []
+
+    def catch_up(self: MlflowTracker, news: object = None, *, status: object = None) -> int:
+        told.append(status)
+        if len(told) == 1:
+            raise OSError("no space left")
+        return 0
+
+    monkeypatch.setattr(MlflowTracker, "catch_up", catch_up)
+    for status in ("interrupted", "finished", "finished"):
+        history = settle_completed(prepared)
+        assert history is not None and history.status == status
+    assert told == ["finished", "finished", None]

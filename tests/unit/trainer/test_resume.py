@@ -134,9 +134,7 @@ def test_a_run_whose_checkpoints_can_not_be_read_does_not_begin_anew(tmp_path: P
 def test_a_storage_that_lost_everything_is_not_begun_anew(tmp_path: Path) -> None:
     """Not mounted, or checkpoint.storage mistyped: the journal knows better."""
     run_dir = _journal(tmp_path / "run", 10, 20)
-    with pytest.raises(
-        CheckpointError, match=r"journal knows of the checkpoint of step 20, .* none in .*/run/check"
-    ):
+    with pytest.raises(CheckpointError, match=r"journal knows of the checkpoint of step 20, .* none in .*/run/check"):
         choose(FakeRecorder(LocalStore(tmp_path)), run_dir)
     assert choose(FakeRecorder(LocalStore(tmp_path)), tmp_path / "fresh") is None
     # What is left of deleted or unfinished ones is no checkpoint either.

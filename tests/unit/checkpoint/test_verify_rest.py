@@ -1,0 +1,80 @@
+"""What nobody loads of a checkpoint is verified as well: once, by all ranks together, each its share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ray_ulysses.checkpoint import DamagedCheckpointError, Manifest, load_pieces, read_manifest
+from ray_ulysses.checkpoint.load import verify_rest
+from ray_ulysses.storage import LocalStore
+from tests.unit.checkpoint.fakes import ThreadExchange, on_ranks, save, shard_of
+
+TENSORS = {
+    **{f"fp32/{number}": torch.arange(3000.0) + number for number in range(4)},
+    **{f"model/{number}": torch.arange(300_000).to(torch.bfloat16) for number in range(8)},
+}
+REST_BYTES = 8 * 300_000 * 2
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[LocalStore, Manifest]:
+    store = LocalStore(tmp_path)
+    save(store, 10, world_size=8, tensors=TENSORS)
+    return store, read_manifest(store, 10)
+
+
+def _loaded(rank: int, world_size: int, *, by_key: bool) -> dict[str, torch.Tensor]:
+    """Return what a rank loads: ZeRO-3 gives each a part of every tensor, ZeRO-1 some tensors whole."""
+    wanted = {key: tensor for key, tensor in TENSORS.items() if key.startswith("fp32/")}
+    if not by_key:
+        return wanted
+    return {key: wanted[key] for number, key in enumerate(wanted) if number % world_size == rank}
+
+
+def _resume(saved: tuple[LocalStore, Manifest], world_size: int, *, by_key: bool) -> list[Any]:
+    store, manifest = saved
+
+    def call(rank: int, exchange: ThreadExchange) -> int:
+        wanted = _loaded(rank, world_size, by_key=by_key)
+        part = (0, 1) if by_key else (rank, world_size)
+        pieces = shard_of(wanted, *part).pieces
+        load_pieces(store, manifest, pieces, exchange)
+        keys = {piece.key for piece in pieces}
+        return verify_rest(store, manifest, keys, rank=rank, world_size=world_size, exchange=exchange)
+
+    return on_ranks(world_size, call)
+
+
+@pytest.mark.parametrize("by_key", [False, True], ids=["parts of all", "some whole"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8, 16])
+def test_the_rest_is_read_once_and_shared(saved: tuple[LocalStore, Manifest], world_size: int, by_key: bool) -> None:
+    read = _resume(saved, world_size, by_key=by_key)
+    _, manifest = saved
+    headers = sum(shard.header_bytes for shard in manifest.shards)
+    assert sum(read) == REST_BYTES + headers
+    # Each about its share: a batch is one shard's part at most.
+    assert max(read) <= REST_BYTES / world_size + REST_BYTES / 8 + headers
+
+
+@pytest.mark.parametrize("where", ["model/0", "model/7", None], ids=["first", "last", "header"])
+@pytest.mark.parametrize("shard", [0, 3, 7])
+@pytest.mark.parametrize("world_size", [1, 4, 16])
+def test_damage_in_what_nobody_loads_is_found_by_all(
+    saved: tuple[LocalStore, Manifest], world_size: int, shard: int, where: str | None
+) -> None:
+    store, manifest = saved
+    entry = manifest.shards[shard]
+    offset = next((one.offset for one in entry.intervals if one.interval.key == where), 20)
+    path = store.path(f"checkpoints/step-00000010/{entry.file}")
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+    errors = _resume(saved, world_size, by_key=True)
+    assert len(errors) == world_size
+    for error in errors:
+        assert isinstance(error, DamagedCheckpointError)
+        assert entry.file in str(error) and (where or "header") in str(error)
