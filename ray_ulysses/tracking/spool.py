@@ -165,7 +165,12 @@ class Spool:
 
     def _read_file(self, number: int, start: int, limit: int, *, is_last: bool) -> list[Entry]:
         entries: list[Entry] = []
-        with open(self._path(number), "rb") as stream:
+        try:
+            stream = open(self._path(number), "rb")  # noqa: SIM115  (closed below; what fails there is no absence)
+        except FileNotFoundError:
+            # Empty when it was closed, or delivered, since the files were listed.
+            return entries
+        with stream:
             stream.seek(start)
             for line in stream:
                 if len(entries) >= limit:

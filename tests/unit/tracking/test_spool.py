@@ -104,3 +104,15 @@ def test_the_state_on_disk_is_json(tmp_path):
     spool.acknowledge(spool.peek(1)[-1].end, {"metric:loss": 3})
     state = json.loads((tmp_path / "state.json").read_text())
     assert state["marks"] == {"metric:loss": 3}
+
+
+def test_a_file_that_goes_while_one_counts_counts_nothing(tmp_path, monkeypatch):
+    """The thread that gave up closes the spool, whose last file is empty, while `catch_up` counts what is left."""
+    earlier = Spool(tmp_path)
+    earlier.append({"n": 0})
+    spool = Spool(tmp_path)
+    listed = spool._numbers()
+    spool.close()
+    monkeypatch.setattr(spool, "_numbers", lambda: listed)
+    assert listed == [1, 2] and not (tmp_path / "00000002.jsonl").exists()
+    assert spool.num_waiting() == 1
