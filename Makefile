@@ -30,7 +30,7 @@ demo: $(STAMP)  ## Prepare, plan and train a small model on this machine's CPU, 
 	$(BIN)/ray-ulysses train $(CONFIG)
 
 test: $(STAMP)  ## Run the tests that every change must pass
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -m "not slow and not gpu" --durations=25
 
 test-all: $(STAMP)  ## Run every test, the whole parity matrix included
 	$(BIN)/python -m pytest

@@ -84,7 +84,7 @@ def verify_rest(
     exchange = exchange if exchange is not None else SingleExchange()
     # One bit a key: a large world's names would be many megabytes.
     bits = {key: 1 << number for number, key in enumerate(manifest.state.tensors)}
-    gathered = exchange.gather(sum(bits[key] for key in set(loaded)))
+    gathered = exchange.gather(sum(bits.get(key, 0) for key in set(loaded)))
     known = exchange.broadcast(None if gathered is None else reduce(or_, gathered))
     rest = [key for key, bit in bits.items() if not known & bit]
     batches = _share(_whole_intervals(manifest, frozenset(rest)), rank, world_size)
