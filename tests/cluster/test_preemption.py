@@ -63,7 +63,10 @@ def test_a_drained_node_makes_the_run_save_before_its_time_is_up(cluster: Cluste
         )
     try:
         _wait(config, 3)
-        node = cluster.list_all_nodes()[-1].node_id
+        (started,) = [one for one in read_records(config.run_dir) if one["event"] == "attempt_started"]
+        # Ray tells those of a node's end whose worker group has a worker there; one of three nodes has none.
+        used = {name.split("/")[-1] for name in started["nodes"]}
+        node = next(one for one in cluster.worker_nodes if one.node_ip_address in used).node_id
         deadline_ms = int((time.time() + 60) * 1000)
         reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
         accepted, text = GcsClient(address=cluster.address).drain_node(node, reason, "spot", deadline_ms)

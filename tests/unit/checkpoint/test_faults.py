@@ -183,5 +183,7 @@ def test_what_can_not_be_read_now_is_passed_over_and_not_destroyed(tmp_path: Pat
     assert choice.manifest is not None and choice.manifest.step == 10
     (damage,) = choice.damaged
     assert damage.kind == "unreadable" and "Permission denied" in damage.reason
-    set_aside(inner, damage, attempt=2)
-    assert _load_newest(inner) == 20
+    hiding = _Hidden(inner, "manifest.json")
+    for store in (inner, hiding):
+        set_aside(store, damage, attempt=2)
+        assert _load_newest(inner) == 20
