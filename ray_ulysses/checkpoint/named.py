@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.fence import read_lineage
-from ray_ulysses.checkpoint.manifest import ManifestError, read_manifest
-from ray_ulysses.checkpoint.retention import Committed, best_steps
+from ray_ulysses.checkpoint.retention import Committed, best_steps, read_committed_facts
 from ray_ulysses.storage import Store
 
 
@@ -20,7 +19,7 @@ def nameable(store: Store) -> dict[int, Committed]:
     lineage = read_lineage(store)
     named = {}
     for step in committed_steps(store):
-        found = _facts(store, step)
+        found = read_committed_facts(store, step)
         if found is not None and (found.attempt is None or lineage.holds(step, found.attempt)):
             named[step] = found
     return named
@@ -39,12 +38,3 @@ def best_of(committed: Mapping[int, Committed]) -> int | None:
     known = {step: found for step, found in committed.items() if found.attempt is not None}
     best = best_steps(known, known, "eval_loss", 1) or best_steps(known, known, "loss", 1)
     return best[0] if best else None
-
-
-def _facts(store: Store, step: int) -> Committed | None:
-    """Return what is known of a committed step; None if it was deleted since it was listed."""
-    try:
-        manifest = read_manifest(store, step)
-    except ManifestError as error:
-        return None if isinstance(error.__cause__, FileNotFoundError) else Committed(attempt=None, metrics={})
-    return Committed(attempt=manifest.attempt, metrics=manifest.meta.metrics)

@@ -186,18 +186,21 @@ class Retention:
         self._known.pop(newest.step, None)
         found = {}
         for step in committed_steps(self._store):
-            found[step] = self._known.get(step) or read_committed_facts(self._store, step)
-            if found[step].attempt is not None:
-                self._known[step] = found[step]
+            facts = self._known.get(step) or read_committed_facts(self._store, step)
+            if facts is None:
+                continue
+            found[step] = facts
+            if facts.attempt is not None:
+                self._known[step] = facts
         return found
 
 
-def read_committed_facts(store: Store, step: int) -> Committed:
-    """Return what retention has to know of a committed step."""
+def read_committed_facts(store: Store, step: int) -> Committed | None:
+    """Return what is to be known of a committed step; None if it was deleted since it was listed."""
     try:
         manifest = read_manifest(store, step)
-    except ManifestError:
-        return Committed(attempt=None, metrics={})
+    except ManifestError as error:
+        return None if isinstance(error.__cause__, FileNotFoundError) else Committed(attempt=None, metrics={})
     return Committed(attempt=manifest.attempt, metrics=manifest.meta.metrics)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from ray_ulysses.checkpoint.choice import Damage, committed_steps, examine, newest_committed, read_committed
+from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.manifest import Manifest
 from ray_ulysses.checkpoint.named import best_of, nameable, unreadable
 from ray_ulysses.config import Config, load_config
@@ -17,6 +16,7 @@ from ray_ulysses.storage.location import open_store
 from ray_ulysses.tracking.journal import read_records
 from ray_ulysses.trainer.checkpoint_store import checkpoint_location, storage_answers
 from ray_ulysses.trainer.settings import CONFIG_FILE
+from ray_ulysses.trainer.start_point import commits_that_count
 
 
 def read_config(run_dir: Path) -> Config:
@@ -50,13 +50,14 @@ def find_checkpoint(config: Config, run_dir: Path, step: StepChoice) -> tuple[St
     with storage_answers(location):
         if committed_steps(store):
             return store, choose_checkpoint(store, step)
-    raise _none_committed(run_dir, location)
+        lineage = read_lineage(store)
+    raise _none_committed(run_dir, location, lineage)
 
 
-def _none_committed(run_dir: Path, location: str) -> UserError | RunError:
+def _none_committed(run_dir: Path, location: str, lineage: Lineage) -> UserError | RunError:
     """Return why a storage without a checkpoint is refused: the run has saved none, or they are not there now."""
     try:
-        steps = saved_steps(read_records(run_dir))
+        steps = commits_that_count(read_records(run_dir), lineage)
     except OSError as error:
         return RunError(
             f"{location} holds no committed checkpoint of the run, and its journal, which says whether it should, "
@@ -71,17 +72,6 @@ def _none_committed(run_dir: Path, location: str) -> UserError | RunError:
         f"{location} holds no committed checkpoint of the run, and its journal tells of {len(steps)}, the newest of "
         f"step {steps[-1]}; see that the storage is there (mounted, and checkpoint.storage as it was), then try again"
     )
-
-
-def saved_steps(records: Iterable[Mapping[str, Any]]) -> tuple[int, ...]:
-    """Return the steps that a journal says were committed and not set aside since, ascending (pure)."""
-    steps = set()
-    for record in records:
-        if record["event"] == "checkpoint_committed":
-            steps.add(int(record["step"]))
-        elif record["event"] == "checkpoint_set_aside":
-            steps.discard(int(record["step"]))
-    return tuple(sorted(steps))
 
 
 def choose_checkpoint(store: Store, step: StepChoice) -> Manifest:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ray_ulysses.checkpoint.fence import Lineage
 from ray_ulysses.forensics.checkpoint_report import CheckpointReport
+from ray_ulysses.trainer.start_point import commits_that_count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,11 +66,7 @@ def lost_commits(records: Iterable[Mapping[str, Any]], lineage: Lineage, locatio
         lineage: The run's attempts, as far as the store knows of them.
         location: Root of the store, for a person.
     """
-    steps = {
-        int(record["step"])
-        for record in records
-        if record["event"] == "checkpoint_committed" and lineage.holds(int(record["step"]), int(record["attempt"]))
-    }
+    steps = commits_that_count(records, lineage)
     if not steps:
         return None
     commits = f"{len(steps)} checkpoint{'' if len(steps) == 1 else 's'}"

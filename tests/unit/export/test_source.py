@@ -10,7 +10,7 @@ import pytest
 
 from ray_ulysses.checkpoint.manifest import manifest_key
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.export.source import choose_checkpoint, find_checkpoint, read_config, saved_steps
+from ray_ulysses.export.source import choose_checkpoint, find_checkpoint, read_config
 from ray_ulysses.storage import LocalStore, Store
 from ray_ulysses.tracking.journal import AttemptJournal
 from tests.stores import FaultyStore, permission_lost
@@ -137,11 +137,3 @@ def test_a_run_that_has_saved_nothing_is_told_where_was_looked(tmp_path: Path, m
     os.mkdir(run_dir / "journal/attempt-0001.jsonl")
     with pytest.raises(RunError, match="its journal, which says whether it should, can't be read"):
         find_checkpoint(read_config(run_dir), run_dir, "latest")
-
-
-def test_steps_that_were_set_aside_are_not_missed() -> None:
-    aside = {"event": "checkpoint_set_aside", "step": 4, "reason": "torn"}
-    started = {"event": "attempt_started"}
-    assert saved_steps([]) == ()
-    assert saved_steps([started, committed(2), committed(4), aside]) == (2,)
-    assert saved_steps([committed(4), aside, committed(4)]) == (4,)

@@ -1,0 +1,28 @@
+"""What a journal says that a store should hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray_ulysses.checkpoint.fence import Lineage
+from ray_ulysses.trainer.start_point import commits_that_count
+
+LOST = Lineage(newest_attempt=0, started_from={})
+
+
+def committed(step: int, attempt: int = 1) -> dict[str, Any]:
+    return {"event": "checkpoint_committed", "step": step, "attempt": attempt}
+
+
+def test_steps_that_were_set_aside_are_not_missed() -> None:
+    aside = {"event": "checkpoint_set_aside", "step": 4, "reason": "torn", "attempt": 2}
+    started = {"event": "attempt_started", "attempt": 1}
+    assert commits_that_count([], LOST) == ()
+    assert commits_that_count([started, committed(2), committed(4), aside], LOST) == (2,)
+    assert commits_that_count([committed(4), aside, committed(4)], LOST) == (4,)
+
+
+def test_what_a_later_attempt_started_before_is_not_missed() -> None:
+    lineage = Lineage(newest_attempt=2, started_from={1: 0, 2: 2})
+    assert commits_that_count([committed(2), committed(4), committed(6, 2)], lineage) == (2, 6)
+    assert commits_that_count([committed(4), committed(4, 2)], lineage) == (4,)
