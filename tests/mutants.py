@@ -162,9 +162,16 @@ MUTANTS = (
     Mutant(
         name="length-dependent RoPE sees its slice only",
         file="ray_ulysses/attention/rope.py",
-        old="last = position_ids.new_full((*position_ids.shape[:-1], 1), row_length.max_position)",
-        new="last = position_ids[..., -1:]",
-        killer="tests/unit/attention/test_rope.py::test_every_slice_gets_the_frequencies_of_the_whole_row",
+        old="last = position_ids_BL.new_full((*position_ids_BL.shape[:-1], 1), length - 1)",
+        new="last = position_ids_BL[..., -1:]",
+        killer="tests/unit/attention/test_rope.py::test_every_document_gets_the_frequencies_that_it_has_alone",
+    ),
+    Mutant(
+        name="LongRoPE by the longest neighbour",
+        file="ray_ulysses/attention/rope.py",
+        old="_choose(batch.document_lengths_BL > original, longer, rotary)",
+        new="longer",
+        killer="tests/unit/attention/test_rope.py::test_every_document_gets_the_frequencies_that_it_has_alone",
     ),
     Mutant(
         name="dynamic RoPE remembers longer rows",

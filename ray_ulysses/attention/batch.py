@@ -36,6 +36,7 @@ class ShardedBatch:
         labels_BL: int64 labels, already shifted inside documents: position ``t`` holds the token after it, or
             ``IGNORE_INDEX``.
         position_ids_BL: int64 global positions; they restart at 0 in each document and are 0 in padding.
+        document_lengths_BL: int32 length in tokens of each token's whole document; 0 in padding.
         documents: Tables of the rows, as this rank's part of the ring sees them.
         mesh: The mesh that the rows were cut over.
     """
@@ -43,6 +44,7 @@ class ShardedBatch:
     input_ids_BL: torch.Tensor
     labels_BL: torch.Tensor
     position_ids_BL: torch.Tensor
+    document_lengths_BL: torch.Tensor
     documents: PackedDocuments
     mesh: SequenceMesh
 
@@ -111,6 +113,7 @@ def shard_batch(
         input_ids_BL=held_tokens(input_ids_BS, mesh),
         labels_BL=held_tokens(shifted_BS, mesh),
         position_ids_BL=held_tokens(position_ids_BS, mesh),
+        document_lengths_BL=held_document_lengths(documents, mesh).to(input_ids_BS.device),
         documents=documents,
         mesh=mesh,
     )
@@ -120,6 +123,20 @@ def held_tokens(rows_BS: torch.Tensor, mesh: SequenceMesh) -> torch.Tensor:
     """Return ``[B, L]``: the part of whole rows that this rank holds, contiguous; two ranges of a row with a ring."""
     ranges = held_ranges(rows_BS.shape[1], mesh.sp_rank, mesh.sp_size, mesh.ring_size)
     return torch.cat([rows_BS[:, start:stop] for start, stop in ranges], dim=1)
+
+
+def held_document_lengths(documents: PackedDocuments, mesh: SequenceMesh) -> torch.Tensor:
+    """Return ``[B, L]``, int32 on the host: the length of the document of each token that this rank holds.
+
+    Args:
+        documents: The documents of whole rows.
+        mesh: The mesh that the rows are cut over.
+    """
+    lengths_BS = torch.zeros(documents.num_rows, documents.row_tokens, dtype=torch.int32)
+    for row, lengths in enumerate(documents.lengths):
+        each = torch.tensor(lengths, dtype=torch.int32)
+        lengths_BS[row, : sum(lengths)] = each.repeat_interleave(each)
+    return held_tokens(lengths_BS, mesh)
 
 
 def unshard(local: torch.Tensor, batch: ShardedBatch) -> torch.Tensor:

@@ -1,7 +1,10 @@
-"""Rotary embeddings whose frequencies depend on the length of the sequence see the whole row, not the slice.
+"""Rotary embeddings whose frequencies depend on the sequence length, for packed documents and slices of a row.
 
-Transformers takes the largest position id it is given (``dynamic_rope_update``), which under Ulysses is that of this
-rank's slice: ranks would choose different frequencies. Here the row's largest position is shown to it as well.
+LongRoPE and dynamic NTK scaling choose their frequencies by sequence length, and Transformers takes for that length the
+largest position id of the whole call (``dynamic_rope_update``). With packed documents that is the longest neighbour's
+length, and under Ulysses it is that of this rank's slice. Here each document gets the frequencies of its own length,
+exactly as if it stood alone: the model's own rotary module is called once per distinct length that changes its
+frequencies, and every token takes the result that belongs to its document.
 """
 
 from __future__ import annotations
@@ -12,64 +15,138 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
+
+    from ray_ulysses.attention.batch import ShardedBatch
 
 _LONGEST_SEEN = "max_seq_len_cached"
 _PLAIN_FORWARD = "_ray_ulysses_plain_forward"
 
 
 @dataclass(slots=True)
-class RowLength:
-    """The largest position id of the rows in the current forward, shared with the model's rotary modules."""
+class CurrentBatch:
+    """The batch of the current forward, shared with the model's rotary modules."""
 
-    max_position: int = 0
+    batch: ShardedBatch | None = None
 
 
-def follow_row_length(model: nn.Module, row_length: RowLength) -> None:
-    """Make every length-dependent rotary module of a model take its frequencies from whole rows.
+def follow_documents(model: nn.Module, current: CurrentBatch) -> None:
+    """Make every length-dependent rotary module of a model take its frequencies from each document's own length.
 
     Args:
         model: A Hugging Face decoder.
-        row_length: Holds the largest position of the rows while a forward runs.
+        current: Holds the batch while a forward runs.
     """
     for module in model.modules():
-        if any("dynamic" in kind or kind == "longrope" for kind in _rope_types(module)):
-            _wrap(module, row_length)
+        if any(_is_length_dependent(kind) for kind in _rope_types(module)):
+            _wrap(module, current)
+
+
+def _is_length_dependent(kind: str) -> bool:
+    # The same test as in Transformers' dynamic_rope_update.
+    return "dynamic" in kind or kind == "longrope"
 
 
 def _rope_types(module: nn.Module) -> list[str]:
-    """Return the kinds of RoPE of a rotary module: one, one a type of layer, or none for any other module."""
+    """Return the kinds of RoPE of a rotary module: one, one per type of layer, or none for any other module."""
     kinds: Any = getattr(module, "rope_type", None)
     if isinstance(kinds, dict):
         return [str(kind) for kind in kinds.values()]
     return [str(kinds)] if kinds is not None and hasattr(module, "original_inv_freq") else []
 
 
-def _wrap(module: Any, row_length: RowLength) -> None:
-    # Applied again, the row length is that of the new mesh; a wrapper around a wrapper would still show the old one.
-    forward: Any = getattr(module, _PLAIN_FORWARD, module.forward)
-    setattr(module, _PLAIN_FORWARD, forward)
+def _wrap(module: Any, current: CurrentBatch) -> None:
+    # Applied again, the batch is that of the new mesh; a wrapper around a wrapper would still show the old one.
+    plain: Callable[..., Any] = getattr(module, _PLAIN_FORWARD, module.forward)
+    setattr(module, _PLAIN_FORWARD, plain)
 
-    def forward_with_row_length(x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward_per_document(
+        x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None, **kwargs: Any
+    ) -> Any:
+        if layer_type is not None:
+            kwargs["layer_type"] = layer_type
+        kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
+        if not _is_length_dependent(kind):
+            return plain(x, position_ids, **kwargs)
+        assert current.batch is not None
+        if kind == "longrope":
+            return _longrope(module, plain, x, position_ids, current.batch, layer_type, kwargs)
+        return _dynamic_ntk(module, plain, x, position_ids, current.batch, kwargs)
+
+    module.forward = forward_per_document
+
+
+def _longrope(
+    module: Any,
+    plain: Callable[..., Any],
+    x: torch.Tensor,
+    position_ids_BL: torch.Tensor,
+    batch: ShardedBatch,
+    layer_type: str | None,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Two sets of frequencies: one up to the original length, one for every longer document."""
+    parameters = module.config.rope_parameters if layer_type is None else module.config.rope_parameters[layer_type]
+    original = parameters["original_max_position_embeddings"]
+    rotary = _of_length(original, plain, x, position_ids_BL, kwargs)
+    longest = batch.documents.max_position + 1
+    if longest <= original:
+        return rotary
+    longer = _of_length(longest, plain, x, position_ids_BL, kwargs)
+    return _choose(batch.document_lengths_BL > original, longer, rotary)
+
+
+# Transformers reads the length on the host for this kind, and each batch's lengths would be guards of their own.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _dynamic_ntk(
+    module: Any,
+    plain: Callable[..., Any],
+    x: torch.Tensor,
+    position_ids_BL: torch.Tensor,
+    batch: ShardedBatch,
+    kwargs: dict[str, Any],
+) -> Any:
+    """One set of frequencies up to the original length, and one for each length beyond it."""
+    original = int(module.original_max_seq_len)
+    lengths = sorted({length for row in batch.documents.lengths for length in row if length > original})
+    rotary, shorter = None, 0
+    for length in (original, *lengths):
         _forget_longest_row(module, x.device)
-        # Positions of padding count on their own and could be the largest: no token of a document depends on them.
-        position_ids = position_ids.clamp(max=row_length.max_position)
-        last = position_ids.new_full((*position_ids.shape[:-1], 1), row_length.max_position)
-        cos, sin = forward(x, torch.cat([position_ids, last], dim=-1), *args, **kwargs)
-        return cos[..., :-1, :], sin[..., :-1, :]
+        longer = _of_length(length, plain, x, position_ids_BL, kwargs)
+        rotary = longer if rotary is None else _choose(batch.document_lengths_BL > shorter, longer, rotary)
+        shorter = length
+    return rotary
 
-    module.forward = forward_with_row_length
+
+def _of_length(
+    length: int, plain: Callable[..., Any], x: torch.Tensor, position_ids_BL: torch.Tensor, kwargs: dict[str, Any]
+) -> Any:
+    """Return the rotary embedding of every position as in a sequence of ``length`` tokens."""
+    # Tokens of longer documents take another result; here they must not make the sequence longer.
+    position_ids_BL = position_ids_BL.clamp(max=length - 1)
+    last = position_ids_BL.new_full((*position_ids_BL.shape[:-1], 1), length - 1)
+    rotary = plain(x, torch.cat([position_ids_BL, last], dim=-1), **kwargs)
+    # A pair of cosines and sines, or one complex tensor.
+    return tuple(part[..., :-1, :] for part in rotary) if isinstance(rotary, tuple) else rotary[..., :-1, :]
+
+
+def _choose(is_longer_BL: torch.Tensor, longer: Any, shorter: Any) -> Any:
+    if isinstance(longer, tuple):
+        return tuple(_choose(is_longer_BL, *parts) for parts in zip(longer, shorter, strict=True))
+    return torch.where(is_longer_BL.unsqueeze(-1), longer, shorter)
 
 
 def _forget_longest_row(module: Any, device: torch.device) -> None:
     """Put dynamic scaling back to its original frequencies.
 
-    It remembers the longest row it has seen (one length a type of layer in some models), so that frequencies would
+    It remembers the longest row it has seen (one length per type of layer in some models), so that frequencies would
     depend on which rows came before, and on the world size.
     """
-    fresh_length = getattr(module, "original_max_seq_len", None)
+    fresh_length = module.original_max_seq_len
     for name in [name for name in vars(module) if name.endswith(_LONGEST_SEEN)]:
-        if fresh_length is not None and getattr(module, name) != fresh_length:
+        if getattr(module, name) != fresh_length:
             prefix = name.removesuffix(_LONGEST_SEEN)
             setattr(module, name, fresh_length)
             setattr(module, f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq").to(device))

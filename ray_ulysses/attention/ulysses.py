@@ -19,7 +19,7 @@ from ray_ulysses.attention.kernels import Demand, KernelName, choose_kernel
 from ray_ulysses.attention.operators import LayerSettings, attend_heads, attend_payload
 from ray_ulysses.attention.probe import HARMLESS_KEYWORDS
 from ray_ulysses.attention.refusals import refuse_inexact, refuse_mixed_devices
-from ray_ulysses.attention.rope import RowLength, follow_row_length
+from ray_ulysses.attention.rope import CurrentBatch, follow_documents
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.parallel.heads import assign_heads
@@ -94,8 +94,8 @@ def apply_ulysses(
     _register()
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
     _remove_earlier(model)
-    row_length = RowLength()
-    follow_row_length(model, row_length)
+    current = CurrentBatch()
+    follow_documents(model, current)
     announce = _announcer(attention)
     ulysses, ring = (mesh.group(role).group_name if size > 1 else "" for role, size in _axes(mesh))
 
@@ -103,7 +103,7 @@ def apply_ulysses(
         batch = kwargs.get(MODEL_INPUT)
         _check_inputs(batch, kwargs, mesh)
         assert isinstance(batch, ShardedBatch)
-        row_length.max_position = batch.documents.max_position
+        current.batch = batch
         context = AttentionContext(
             documents=batch.documents,
             kernel=attention,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ray_ulysses.attention.batch import ShardedBatch
+from ray_ulysses.attention.batch import ShardedBatch, held_document_lengths
 from ray_ulysses.attention.documents import pack_documents
 from ray_ulysses.data.digest import ranges_checksum
 from ray_ulysses.errors import RunError
@@ -29,13 +29,15 @@ def batch_of(row: RowSlice, mesh: SequenceMesh, device: torch.device) -> Sharded
             f"slice {mesh.sp_rank} of {mesh.sp_size} (ring {mesh.ring_size}); the data stream is out of order. Resume "
             "the run; if it comes back, use data.engine: local"
         )
+    documents = pack_documents(
+        [row.document_lengths], row.row_tokens, device, ring_size=mesh.ring_size, ring_rank=mesh.ring_rank
+    )
     return ShardedBatch(
         input_ids_BL=torch.from_numpy(row.input_ids).unsqueeze(0).to(device),
         labels_BL=torch.from_numpy(row.labels).unsqueeze(0).to(device),
         position_ids_BL=torch.from_numpy(row.position_ids).unsqueeze(0).to(device),
-        documents=pack_documents(
-            [row.document_lengths], row.row_tokens, device, ring_size=mesh.ring_size, ring_rank=mesh.ring_rank
-        ),
+        document_lengths_BL=held_document_lengths(documents, mesh).to(device),
+        documents=documents,
         mesh=mesh,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -122,11 +123,15 @@ class Reference:
 def reference_step(architecture: str, num_rows: int, dtype: torch.dtype) -> Reference:
     """Train one step on one process."""
     model = zoo_model(architecture, dtype)
+    rotary = deepcopy(getattr(model.base_model, "rotary_emb", None))
     sums, count, logits_of_rows = [], 0, []
     for index in range(num_rows):
         input_ids, labels, lengths = make_row(index)
         parts, start = [], 0
         for length in lengths:
+            if rotary is not None:
+                # Dynamic scaling keeps the longest document's frequencies for later ones.
+                model.base_model.rotary_emb = deepcopy(rotary)
             logits = model(input_ids=input_ids[:, start : start + length], use_cache=False).logits
             targets = labels[0, start + 1 : start + length]
             sums.append(torch.nn.functional.cross_entropy(logits[0, :-1], targets, reduction="sum"))

@@ -93,6 +93,24 @@ ARCHITECTURES: dict[str, Callable[..., PreTrainedConfig]] = {
     # Parallel blocks; global layers know no positions.
     "cohere2": _kind("cohere2", sliding_window=6, layer_types=_ALTERNATING, pad_token_id=0),
     "smollm3": _kind("smollm3", no_rope_layers=[1, 0], pad_token_id=0),
+    # Frequencies by the length of the document: two sets, or one for each length beyond the original one.
+    "phi3-longrope": _kind(
+        "phi3",
+        pad_token_id=0,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 9,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [2.0, 3.0, 4.0, 5.0],
+        },
+    ),
+    "llama-dynamic": _kind(
+        "llama",
+        max_position_embeddings=9,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    ),
     # Learned absolute positions.
     "gpt2": _kind("gpt2", n_inner=48),
 }

@@ -1,14 +1,17 @@
-"""Length-dependent rotary embeddings take their frequencies from whole rows, whatever slice a rank holds."""
+"""Length-dependent rotary embeddings take each document's frequencies from its own length, whatever a rank holds."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from ray_ulysses import apply_ulysses, shard_batch
-from ray_ulysses.attention.rope import RowLength, follow_row_length
+from ray_ulysses.attention.batch import ShardedBatch
+from ray_ulysses.attention.rope import CurrentBatch, follow_documents
+from ray_ulysses.parallel.mesh import SequenceMesh
 from tests.unit.attention.meshes import ALONE, place
 from tests.unit.attention.models import tiny_model
 
@@ -29,76 +32,112 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def rotary(kind: str) -> Any:
-    return tiny_model(**KINDS[kind]).model.rotary_emb
+ROWS = ((30, 10, 13, 7), (12, 44))
+"""Documents below and beyond the original length, neighbours of each other, in two rows; the last row has padding."""
+ROW_TOKENS = 64
+LAYOUTS = ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (8, 4))
+"""``(sp_size, ring_size)``."""
 
 
-def positions(first: int, last: int) -> torch.Tensor:
-    return torch.arange(first, last).unsqueeze(0)
+def places(sp_size: int, ring_size: int) -> list[SequenceMesh]:
+    return [
+        SequenceMesh(sp_size=sp_size, sp_rank=rank, ring_size=ring_size, world_size=sp_size) for rank in range(sp_size)
+    ]
 
 
-@pytest.mark.parametrize("tokens", [12, 40])
+def rotary(kind: str, **changes: Any) -> Any:
+    return tiny_model(**{**KINDS[kind], **changes}).model.rotary_emb
+
+
+def batch_of(rows: Sequence[Sequence[int]], mesh: SequenceMesh = ALONE, tokens: int = ROW_TOKENS) -> ShardedBatch:
+    return shard_batch(torch.zeros(len(rows), tokens, dtype=torch.long), None, rows, mesh)
+
+
+def followed(model: Any) -> CurrentBatch:
+    current = CurrentBatch()
+    follow_documents(model, current)
+    return current
+
+
+def embedding(module: Any, batch: ShardedBatch, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    cos_BLD, sin_BLD = module(torch.zeros(1), batch.position_ids_BL, *args)
+    return cos_BLD, sin_BLD
+
+
+def alone(kind: str, length: int, *args: Any, **changes: Any) -> tuple[torch.Tensor, ...]:
+    """Return what Transformers itself gives a document, in a model that has seen nothing before."""
+    parts = rotary(kind, **changes)(torch.zeros(1), torch.arange(length).unsqueeze(0), *args)
+    return tuple(part[0] for part in parts)
+
+
+def mismatches(module: Any, batch: ShardedBatch, kind: str, *args: Any, **changes: Any) -> list[int]:
+    """Return the lengths of this rank's documents whose embedding is not, bit by bit, that of the document alone."""
+    ours, wrong = embedding(module, batch, *args), []
+    for length in {length for row in batch.documents.lengths for length in row}:
+        mine = batch.document_lengths_BL == length
+        for part, wanted in zip(ours, alone(kind, length, *args, **changes), strict=True):
+            if not torch.equal(part[mine], wanted[batch.position_ids_BL[mine]]):
+                wrong.append(length)
+    return wrong
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"sp{layout[0]}-ring{layout[1]}")
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_slice_gets_the_frequencies_of_the_whole_row(kind: str, tokens: int) -> None:
-    x = torch.zeros(1)
-    wanted = rotary(kind)(x, positions(0, tokens))
-    model = tiny_model(**KINDS[kind])
-    row_length = RowLength(max_position=tokens - 1)
-    follow_row_length(model, row_length)
-    for first in range(0, tokens, 4):
-        ours = model.model.rotary_emb(x, positions(first, first + 4))
-        for one, whole in zip(ours, wanted, strict=True):
-            assert torch.equal(one, whole[:, first : first + 4])
+def test_every_document_gets_the_frequencies_that_it_has_alone(kind: str, layout: tuple[int, int]) -> None:
+    for mesh in places(*layout):
+        for rows in (ROWS, ROWS[:1], ROWS[1:], ((5, 9),)):
+            model = tiny_model(**KINDS[kind])
+            current = followed(model)
+            current.batch = batch_of(rows, mesh)
+            assert mismatches(model.model.rotary_emb, current.batch, kind) == [], (mesh.sp_rank, rows)
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_without_it_the_slices_of_one_row_would_disagree(kind: str) -> None:
-    """The trap itself: should Transformers close it, ``follow_row_length`` can go."""
-    x = torch.zeros(1)
-    wanted = rotary(kind)(x, positions(0, 40))[0]
-    assert not torch.equal(rotary(kind)(x, positions(4, 8))[0], wanted[:, 4:8])
+def test_without_it_neighbours_would_choose_the_frequencies(kind: str) -> None:
+    """The trap itself: should Transformers close it, ``follow_documents`` can go."""
+    assert 10 in mismatches(rotary(kind), batch_of(ROWS[:1]), kind)
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_frequencies_do_not_depend_on_the_rows_that_came_before(kind: str) -> None:
-    x = torch.zeros(1)
     model = tiny_model(**KINDS[kind])
-    row_length = RowLength()
-    follow_row_length(model, row_length)
+    current = followed(model)
     for tokens in (40, 24, 12, 60, 20, 8):
-        row_length.max_position = tokens - 1
-        ours = model.model.rotary_emb(x, positions(0, tokens))
-        for one, fresh in zip(ours, rotary(kind)(x, positions(0, tokens)), strict=True):
-            assert torch.equal(one, fresh), tokens
+        current.batch = batch_of([[tokens]])
+        assert mismatches(model.model.rotary_emb, current.batch, kind) == [], tokens
 
 
 def test_dynamic_scaling_of_one_type_of_layer_does_not_remember_either() -> None:
     kinds = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
     changes: dict[str, Any] = {"rope_parameters": kinds, "layer_types": list(kinds)}
-    changes |= {"max_position_embeddings": ORIGINAL_TOKENS, "head_dim": 8}
-    model = tiny_model("gemma3_text", **changes)
-    row_length = RowLength()
-    follow_row_length(model, row_length)
-    x = torch.zeros(1)
-    for tokens in (40, 24, 12):
-        row_length.max_position = tokens - 1
-        fresh = tiny_model("gemma3_text", **changes).model.rotary_emb
+    changes |= {"max_position_embeddings": ORIGINAL_TOKENS, "head_dim": 8, "model_type": "gemma3_text"}
+    model = tiny_model(**changes)
+    current = followed(model)
+    for rows in ([[40, 20]], [[24]], [[12, 17]]):
+        current.batch = batch_of(rows)
         for layer_type in kinds:
-            ours = model.model.rotary_emb(x, positions(0, tokens), layer_type)
-            for one, wanted in zip(ours, fresh(x, positions(0, tokens), layer_type), strict=True):
-                assert torch.equal(one, wanted), (tokens, layer_type)
+            assert mismatches(model.model.rotary_emb, current.batch, "default", layer_type, **changes) == []
 
 
-def test_padding_longer_than_its_documents_changes_no_frequency() -> None:
+def test_padding_changes_no_frequency() -> None:
     model = tiny_model(**KINDS["longrope"])
-    follow_row_length(model, RowLength(max_position=9))
-    row = torch.cat([positions(0, 10), positions(0, 30)], dim=1)
-    ours = model.model.rotary_emb(torch.zeros(1), row)
-    for one, wanted in zip(ours, rotary("longrope")(torch.zeros(1), positions(0, 10)), strict=True):
-        assert torch.equal(one[:, :10], wanted)
+    current = followed(model)
+    current.batch = batch_of([[10]])
+    assert mismatches(model.model.rotary_emb, current.batch, "longrope") == []
 
 
-def test_applying_ulysses_again_forgets_the_rows_of_the_first_mesh() -> None:
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_a_compiled_model_gives_each_document_its_own_frequencies(kind: str) -> None:
+    for rows in (ROWS, ((40, 20), (10, 50)), ((5, 9), (16, 3))):
+        batch = batch_of(rows)
+        wanted = apply_ulysses(tiny_model(**KINDS[kind]), ALONE)(**batch.model_inputs()).logits
+        model = apply_ulysses(tiny_model(**KINDS[kind]), ALONE)
+        compiled = torch.compile(model, backend="aot_eager")(**batch.model_inputs()).logits
+        assert torch.allclose(compiled, wanted, rtol=1e-6, atol=1e-6)
+        torch.compiler.reset()
+
+
+def test_applying_ulysses_again_takes_the_documents_of_the_new_mesh() -> None:
     model = apply_ulysses(tiny_model(**KINDS["longrope"]), ALONE)
     with torch.no_grad():
         model(**shard_batch(torch.arange(40), None, None, ALONE).model_inputs())
@@ -111,5 +150,5 @@ def test_applying_ulysses_again_forgets_the_rows_of_the_first_mesh() -> None:
 
 def test_other_rotary_embeddings_are_left_alone() -> None:
     model = tiny_model()
-    follow_row_length(model, RowLength())
+    follow_documents(model, CurrentBatch())
     assert "forward" not in vars(model.model.rotary_emb)
