@@ -35,6 +35,7 @@ class Flags:
         time_is_up: Rank 0: the rule of minutes asks for a checkpoint.
         asked: Rank 0: somebody asked for a checkpoint.
         notice: A node is going to be taken away.
+        notice_asks: A checkpoint is due for that reason; see `checkpoint.notice`.
         failed: The save before has failed.
         stop: Rank 0: the run was asked to stop.
         resize: Rank 0: it is to stop because its size is to change.
@@ -45,6 +46,7 @@ class Flags:
     time_is_up: bool = False
     asked: bool = False
     notice: bool = False
+    notice_asks: bool = False
     failed: bool = False
     stop: bool = False
     resize: bool = False
@@ -78,9 +80,6 @@ def time_is_up(triggers: Triggers, *, last_save: float, now: float) -> bool:
 def due(triggers: Triggers, flags: Flags, *, step: int, taken_step: int, last_step: int) -> Reason | None:
     """Return why a checkpoint is due after a step, or None (pure; equal on every rank).
 
-    While a node's end is announced, state is taken whenever nothing is being written: what the node's end will cost is
-    what was trained since.
-
     Args:
         triggers: The rules.
         flags: What at least one rank has said.
@@ -93,7 +92,7 @@ def due(triggers: Triggers, flags: Flags, *, step: int, taken_step: int, last_st
     failed = flags.failed and not flags.saving
     # In the order of what a person would call it first.
     rules: tuple[tuple[Reason, bool], ...] = (
-        ("preemption", flags.notice and not flags.saving),
+        ("preemption", flags.notice_asks and not flags.saving),
         ("request", flags.asked),
         ("resize", flags.resize),
         ("stop", flags.stop and triggers.at_end),

@@ -256,9 +256,9 @@ class Recorder:
         """Record a save that came to nothing."""
         self._append("checkpoint_failed", step=step, reason=reason)
 
-    def preemption_noticed(self, step: int) -> None:
-        """Record that a node is going to be taken away."""
-        self._append("preemption_notice", step=step)
+    def preemption_noticed(self, step: int, deadline: float | None = None) -> None:
+        """Record that a node is going to be taken away, and when, in seconds since the epoch, if that is known."""
+        self._append("preemption_notice", step=step, deadline=deadline)
 
     def journal_position(self) -> dict[str, int]:
         """Return how far the journal has come: the attempt, and bytes of its segment."""

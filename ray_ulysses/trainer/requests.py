@@ -7,7 +7,9 @@ file                    left by               what happens
 ======================  ====================  ==========================================================
 ``stop-request``        the driver            saves after the step it is in, and stops
 ``save-request``        anybody, any content  saves after the step it is in, and goes on; the file is removed
-``preemption-notice``   anybody, any content  saves as often as storage takes it, for as long as the file is there
+``preemption-notice``   anybody               saves after the step it is in, now and then while the file is there,
+                                              and just before the deadline: a number in the file, in seconds since
+                                              the epoch (``date +%s``); an empty file has none
 ======================  ====================  ==========================================================
 
 A request to stop carries the session that it is meant for: one left over from an earlier session stops nothing. The
@@ -16,8 +18,11 @@ other two are for people and scripts, who know no session: ``touch RUN/save-requ
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Literal
+
+from ray_ulysses.checkpoint.notice import Notice
 
 STOP_FILE = "stop-request"
 SAVE_FILE = "save-request"
@@ -62,6 +67,15 @@ def take_save_request(run_dir: Path) -> bool:
     return True
 
 
-def preemption_noticed(run_dir: Path) -> bool:
-    """Whether somebody has announced that a node is going to be taken away."""
-    return (run_dir / NOTICE_FILE).exists()
+def preemption_noticed(run_dir: Path) -> Notice | None:
+    """Return what somebody has announced of a node's end; ``None`` if nobody has."""
+    path = run_dir / NOTICE_FILE
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return Notice() if path.exists() else None
+    try:
+        deadline = float(text)
+    except ValueError:
+        return Notice()
+    return Notice(deadline=deadline if math.isfinite(deadline) else None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.checkpoint import CheckpointError, CheckpointMeta, FencedError, Retention
@@ -15,7 +15,8 @@ from ray_ulysses.config.resume import resume_fingerprint, resume_settings
 from ray_ulysses.engine.zero_state import state_source
 from ray_ulysses.logging import get_logger
 from ray_ulysses.trainer.checkpoint_store import keep_rules
-from ray_ulysses.trainer.requests import preemption_noticed, stop_requested, take_save_request
+from ray_ulysses.trainer.notice_watch import NoticeWatch
+from ray_ulysses.trainer.requests import stop_requested, take_save_request
 from ray_ulysses.trainer.settings import versions
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class CheckpointKeeper:
         self._taken_at = worker.clock.monotonic()
         self._taken_step = -1
         self._noticed = False
+        self._notices = NoticeWatch(worker, config.run_dir)
         self._is_reserved = False
         self._saver = BackgroundSaver(
             recorder.store,
@@ -91,20 +93,25 @@ class CheckpointKeeper:
     def flags(self) -> Flags:
         """Return what this rank has to say after a step."""
         worker, run_dir, saver = self._worker, self._config.run_dir, self._saver
+        saving = not saver.is_idle
         failure = saver.failure
-        notice = worker.notice()
+        asks = self._notices.look(failed=failure is not None and not saving)
+        own = Flags(
+            notice=self._notices.notice is not None,
+            notice_asks=asks,
+            failed=failure is not None,
+            saving=saving,
+            ended=_ends(failure),
+        )
         if worker.rank != 0:
-            return Flags(notice=notice, failed=failure is not None, saving=not saver.is_idle, ended=_ends(failure))
+            return own
         stop = stop_requested(run_dir, worker.session)
-        return Flags(
+        return replace(
+            own,
             time_is_up=time_is_up(self._triggers, last_save=self._taken_at, now=worker.clock.monotonic()),
             asked=take_save_request(run_dir),
-            notice=notice or preemption_noticed(run_dir),
-            failed=failure is not None,
             stop=stop is not None,
             resize=stop == "resize",
-            saving=not saver.is_idle,
-            ended=_ends(failure),
         )
 
     def after_step(self, engine: Any, outcome: StepOutcome, cursor: Cursor, last_step: int) -> None:
@@ -129,7 +136,8 @@ class CheckpointKeeper:
         if flags.notice != self._noticed:
             self._noticed = flags.notice
             if flags.notice:
-                self._recorder.preemption_noticed(step)
+                heard = self._notices.notice
+                self._recorder.preemption_noticed(step, heard.deadline if heard is not None else None)
         reason = due(self._triggers, flags, step=step, taken_step=self._taken_step, last_step=last_step)
         if reason is not None:
             is_last = flags.stop or flags.resize or step >= last_step
@@ -173,6 +181,8 @@ class CheckpointKeeper:
         worker.on_event("save", step)
         meta = self._meta(outcome, cursor, reason)
         timeout_s = self._config.checkpoint.save_timeout_s
+        if outcome.flags.notice:
+            self._notices.taken(step)
         self._saver.save(step, state_source(engine), meta, timeout_s=timeout_s, obstacle=self._obstacle())
         self._taken_step, self._taken_at = step, worker.clock.monotonic()
 
@@ -227,6 +237,7 @@ class CheckpointKeeper:
 
     def _on_saved(self, saved: Saved) -> None:
         """Record a commit and let go of what it replaces, on rank 0's thread."""
+        self._notices.committed(saved.ref.step, saved.save_s)
         if self._worker.rank == 0:
             self._recorder.checkpoint_committed(saved)
             try:

@@ -11,6 +11,7 @@ from ray_ulysses.clock import Clock, SystemClock
 if TYPE_CHECKING:
     import torch
 
+    from ray_ulysses.checkpoint.notice import Notice
     from ray_ulysses.data.plan import Plan
     from ray_ulysses.data.reader import RowReader
     from ray_ulysses.data.row_source import RowSource
@@ -32,7 +33,7 @@ class Worker:
         device: Where it computes.
         session: Names the command that runs; attempts of one command share it.
         make_source: Makes its source of rows.
-        notice: Whether this worker has heard that a node is going to be taken away; asked after every step.
+        notice: What this worker has heard of a node's end, or ``None``; asked after every step.
         clock: Time.
         on_event: Called with the name of each event of the loop, and its step; a seam for fault tests.
     """
@@ -44,6 +45,6 @@ class Worker:
     device: torch.device
     session: str
     make_source: SourceMaker
-    notice: Callable[[], bool] = lambda: False
+    notice: Callable[[], Notice | None] = lambda: None
     clock: Clock = field(default_factory=SystemClock)
     on_event: Callable[[str, int], Any] = lambda name, step: None

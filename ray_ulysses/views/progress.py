@@ -125,12 +125,18 @@ def render_line(record: Mapping[str, Any], state: ProgressState) -> str | None:
     if kind == "checkpoint_set_aside":
         return f"checkpoint step={record['step']} set_aside: {record['reason']}"
     if kind == "preemption_notice":
-        return "preemption notice: a node will be taken away"
+        return f"preemption notice: a node will be taken away{_when(record)}"
     if kind == "attempt_ended":
         return f"attempt={state.attempt} ended step={state.step} reason: {_first_line(record['reason'])}"
     if kind == "run_finished":
         return f"run finished step={record['step']}"
     return None
+
+
+def _when(notice: Mapping[str, Any]) -> str:
+    """Return how long a notice leaves, if it says so."""
+    deadline = notice.get("deadline")
+    return "" if deadline is None else f" in {duration(max(0.0, float(deadline) - float(notice['time'])))}"
 
 
 def _first_line(text: object) -> str:

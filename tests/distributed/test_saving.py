@@ -70,6 +70,17 @@ def test_every_trigger_saves_and_says_so(tmp_path: Path, corpus: Path) -> None:
     assert manifest.meta.extra["journal"]["attempt"] == 1 and manifest.meta.extra["journal"]["bytes"] > 0
 
 
+def test_a_notice_that_stands_does_not_save_after_every_step(tmp_path: Path, corpus: Path) -> None:
+    config = _config(tmp_path, corpus, checkpoint__every_steps=None)
+    _run(config, actions={2: "notice"})
+    (notice,) = _records(config, "preemption_notice")
+    reasons = _reasons(config)
+    seconds = sum(record["seconds"] for record in _records(config, "step"))
+    # The first at once, the next after ten seconds.
+    assert reasons[notice["step"]] == "preemption" and reasons.pop(12) == "end"
+    assert len(reasons) <= 1 + seconds / 10
+
+
 def test_minutes_without_steps(tmp_path: Path, corpus: Path) -> None:
     config = _config(tmp_path, corpus, checkpoint__every_steps=None, checkpoint__every_minutes=1e-6)
     _run(config)

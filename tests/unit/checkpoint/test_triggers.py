@@ -18,9 +18,10 @@ SILENT = Triggers(every_steps=None, every_s=None, at_end=False)
         (Flags(time_is_up=True), 11, "minutes"),
         (Flags(asked=True), 11, "request"),
         (Flags(asked=True), 10, "request"),
-        (Flags(notice=True), 11, "preemption"),
-        (Flags(notice=True, saving=True), 11, None),
-        (Flags(notice=True, saving=True), 20, "steps"),
+        (Flags(notice=True), 11, None),
+        (Flags(notice=True, notice_asks=True), 11, "preemption"),
+        (Flags(notice=True, notice_asks=True, saving=True), 11, None),
+        (Flags(notice=True, notice_asks=True, saving=True), 20, "steps"),
         (Flags(stop=True), 11, "stop"),
         (Flags(stop=True, resize=True), 11, "resize"),
         (Flags(), 99, "end"),
@@ -33,7 +34,7 @@ def test_what_is_due_has_a_reason(agreed: Flags, step: int, reason: Reason | Non
     assert due(RULES, agreed, step=step, taken_step=0, last_step=99) == reason
 
 
-@pytest.mark.parametrize("agreed", [Flags(), Flags(asked=True), Flags(stop=True), Flags(notice=True)])
+@pytest.mark.parametrize("agreed", [Flags(), Flags(asked=True), Flags(stop=True), Flags(notice=True, notice_asks=True)])
 def test_a_state_that_was_taken_is_not_taken_again(agreed: Flags) -> None:
     assert due(RULES, agreed, step=20, taken_step=20, last_step=20) is None
 

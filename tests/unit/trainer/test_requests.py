@@ -2,6 +2,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from ray_ulysses.checkpoint.notice import Notice
 from ray_ulysses.trainer.requests import (
     NOTICE_FILE,
     SAVE_FILE,
@@ -61,6 +64,15 @@ def test_a_request_to_save_is_taken_once(tmp_path: Path) -> None:
 
 def test_a_notice_stands_for_as_long_as_its_file(tmp_path: Path) -> None:
     (tmp_path / NOTICE_FILE).touch()
-    assert preemption_noticed(tmp_path) and preemption_noticed(tmp_path)
+    assert preemption_noticed(tmp_path) == preemption_noticed(tmp_path) == Notice()
     (tmp_path / NOTICE_FILE).unlink()
-    assert not preemption_noticed(tmp_path)
+    assert preemption_noticed(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "deadline"),
+    [(b"1700000000", 1.7e9), (b" 1700000000.5\n", 1.7e9 + 0.5), (b"soon", None), (b"nan", None), (b"\xff", None)],
+)
+def test_a_notice_may_carry_its_deadline(tmp_path: Path, content: bytes, deadline: float | None) -> None:
+    (tmp_path / NOTICE_FILE).write_bytes(content)
+    assert preemption_noticed(tmp_path) == Notice(deadline=deadline)

@@ -1,0 +1,261 @@
+"""Saves for a notice: few, one before the deadline, little work lost, equal on every rank; in simulated time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ray_ulysses.checkpoint.notice import LEAST_PAUSE_S, Notice, NoticedSave, notice_asks
+from ray_ulysses.checkpoint.triggers import Flags, Triggers, due
+from ray_ulysses.trainer.notice_watch import NoticeWatch
+from ray_ulysses.trainer.requests import NOTICE_FILE
+
+NO_RULES = Triggers(every_steps=None, every_s=None, at_end=False)
+SLACK_S = 0.5
+"""How far the clocks of ranks may be apart, and their threads' ends."""
+
+
+@dataclass(kw_only=True)
+class RankClock:
+    """A rank's clocks: its own origin of monotonic time, and a wall clock that is a little off."""
+
+    origin: float = 0.0
+    skew: float = 0.0
+    time: float = 0.0
+
+    def now(self) -> float:
+        return 1e9 + self.time + self.skew
+
+    def monotonic(self) -> float:
+        return self.origin + self.time
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankWorker:
+    """What `NoticeWatch` asks of a worker."""
+
+    rank: int
+    clock: RankClock
+    notice: Callable[[], Notice | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Announced:
+    """A notice from one time on until another, heard by each rank a little later; seconds of simulated time."""
+
+    since: float
+    until: float
+    deadline: float | None
+    lags: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """A save of the simulation; ``ends`` is when the slowest rank's thread has come to its end."""
+
+    reason: str
+    begins: float
+    ends: float
+    fails: bool
+
+    @property
+    def took(self) -> float:
+        return self.ends - self.begins
+
+
+def heard(announced: list[Announced], rank: int, time: float) -> Notice | None:
+    standing = [one for one in announced if one.since + one.lags[rank] <= time < one.until]
+    deadlines = [1e9 + one.deadline for one in standing if one.deadline is not None]
+    return Notice(deadline=min(deadlines, default=None)) if standing else None
+
+
+def simulate(
+    announced: list[Announced],
+    clocks: list[RankClock],
+    step_s: Callable[[], float],
+    save_s: Callable[[], float],
+    fails: Callable[[], bool],
+    until: float,
+    folder: Path,
+) -> tuple[list[Save], list[float]]:
+    """Return the saves and the ends of steps up to a time."""
+    time = 0.0
+
+    def announcement_to(rank: int) -> Callable[[], Notice | None]:
+        return lambda: heard(announced, rank, time)
+
+    watches = [
+        NoticeWatch(RankWorker(rank=rank, clock=clock, notice=announcement_to(rank)), folder)  # type: ignore[arg-type]
+        for rank, clock in enumerate(clocks)
+    ]
+    saves: list[Save] = []
+    ends: list[float] = []
+    taken_step = step = 0
+    while time < until:
+        time += step_s()
+        step += 1
+        ends.append(time)
+        newest = saves[-1] if saves else None
+        saving = newest is not None and time < newest.ends
+        failed = newest is not None and not saving and newest.fails
+        counts = [0] * len(Flags().to_counts())
+        for watch, clock in zip(watches, clocks, strict=True):
+            clock.time = time
+            if newest is not None and not saving and not newest.fails:
+                watch.committed(taken_step, newest.took)
+            asks = watch.look(failed=failed)
+            own = Flags(notice=watch.notice is not None, notice_asks=asks, failed=failed, saving=saving)
+            counts = [a + b for a, b in zip(counts, own.to_counts(), strict=True)]
+        flags = Flags.from_counts(counts)
+        reasons = {due(NO_RULES, flags, step=step, taken_step=taken_step, last_step=10**9) for _ in watches}
+        assert len(reasons) == 1
+        (reason,) = reasons
+        if reason is not None:
+            taken_step = step
+            if flags.notice:
+                for watch in watches:
+                    watch.taken(step)
+            saves.append(Save(reason=reason, begins=time, ends=time + save_s(), fails=fails()))
+        # What the ranks remember is the same save.
+        assert len({watch._last.step if watch._last else None for watch in watches}) == 1
+    return saves, ends
+
+
+def draw(seed: int) -> dict[str, Any]:
+    """Draw a case: who hears what, and how long steps and saves take."""
+    rng = random.Random(seed)
+    world = rng.choice((1, 2, 4))
+    mean_step, mean_save = 10 ** rng.uniform(-0.5, 1.3), 10 ** rng.uniform(-1, 1.6)
+    jitter = rng.choice((0.0, 0.0, 0.2, 0.8))
+    announced = []
+    time = rng.uniform(0.0, 20.0)
+    for _ in range(rng.choice((1, 1, 2, 3, 6))):
+        length = rng.choice((rng.uniform(0.1, 5.0), rng.uniform(5.0, 60.0), rng.uniform(30.0, 200.0)))
+        deadline = rng.choice((None, time + length, time + rng.uniform(0.5, 1.5) * length))
+        lags = tuple(rng.choice((0.0, rng.uniform(0.0, 2.0))) for _ in range(world))
+        announced.append(Announced(since=time, until=time + length, deadline=deadline, lags=lags))
+        # The next one comes at once (the deadline has changed), or after a while, or while this one stands.
+        time += rng.choice((length, length + rng.uniform(0.0, 40.0), length * rng.random()))
+    return {
+        "rng": rng,
+        "announced": announced,
+        "clocks": [
+            RankClock(origin=rng.uniform(0, 1e6), skew=rng.uniform(-SLACK_S / 2, SLACK_S / 2)) for _ in range(world)
+        ],
+        "step_s": lambda: mean_step * (1 + jitter * rng.uniform(-1, 1)),
+        "save_s": lambda: mean_save * (1 + jitter * rng.uniform(-1, 1)),
+        "longest_step": mean_step * (1 + jitter),
+        "longest_save": mean_save * (1 + jitter),
+        "is_steady": jitter <= 0.2,
+        "fails": (lambda: rng.random() < 0.3) if rng.random() < 0.2 else lambda: False,
+    }
+
+
+def run_case(case: dict[str, Any], folder: Path) -> tuple[list[Save], list[float]]:
+    until = max(one.until for one in case["announced"]) + 30.0
+    timing = (case["step_s"], case["save_s"], case["fails"])
+    return simulate(case["announced"], case["clocks"], *timing, until, folder)
+
+
+NUM_CASES = 600
+
+
+def test_saves_for_notices_are_few_and_a_deadline_loses_little(tmp_path: Path) -> None:
+    num_answered = num_close = 0
+    for seed in range(NUM_CASES):
+        case = draw(seed)
+        saves, ends = run_case(case, tmp_path)
+        check_saves_are_few(seed, case, saves)
+        if not any(save.fails for save in saves):
+            answered, close = check_deadlines(seed, case, saves, ends)
+            num_answered, num_close = num_answered + answered, num_close + close
+    assert num_answered > NUM_CASES / 10 and num_close > NUM_CASES / 20
+
+
+def check_saves_are_few(seed: int, case: dict[str, Any], saves: list[Save]) -> None:
+    """A save follows another after a pause as long as that one took, or is the last that a deadline leaves time for."""
+    deadlines = [one.deadline for one in case["announced"] if one.deadline is not None]
+    for before, save in pairwise(saves):
+        stood = any(heard(case["announced"], rank, before.begins) for rank in range(len(case["clocks"])))
+        if before.fails or not stood:
+            continue
+        pause_s = max(before.took, LEAST_PAUSE_S)
+        last_chance_s = 1.5 * before.took + case["longest_step"] + SLACK_S
+        is_last_chance = any(
+            before.begins <= deadline - last_chance_s + 2 * (case["longest_step"] + SLACK_S)
+            and deadline - last_chance_s - SLACK_S <= save.begins <= deadline + SLACK_S
+            for deadline in deadlines
+        )
+        assert save.begins >= before.ends + pause_s - 1e-6 or is_last_chance, (seed, before, save)
+
+
+def check_deadlines(seed: int, case: dict[str, Any], saves: list[Save], ends: list[float]) -> tuple[int, int]:
+    """Where a save could be committed before a deadline, one was, and what was trained since is bounded."""
+    num_answered = num_close = 0
+    save_s, step_s = case["longest_save"], case["longest_step"]
+    for one in case["announced"]:
+        since = one.since + min(one.lags)
+        others = [other for other in case["announced"] if other is not one and other.deadline is not None]
+        if one.deadline is None or not since < one.deadline <= one.until or others:
+            continue
+        # The first end of a step at which it was heard and nothing older was being written.
+        old = [save for save in saves if save.begins < since]
+        free = [end for end in ends if end >= since and not any(save.begins < end < save.ends for save in old)]
+        if not free or free[0] + save_s > one.deadline:
+            continue
+        num_answered += 1
+        whole = [save for save in saves if save.ends <= one.deadline]
+        assert whole, seed
+        lost_s = one.deadline - max(save.begins for save in whole)
+        assert lost_s <= 2 * save_s + max(save_s, LEAST_PAUSE_S) + step_s + 1e-6, (seed, lost_s)
+        if case["is_steady"] and one.deadline - since > 4 * (save_s + step_s):
+            # The last chance was taken; a save that was under way then is the last one itself.
+            num_close += 1
+            assert lost_s <= 2 * save_s + 2 * step_s + 2 * SLACK_S, (seed, lost_s)
+    return num_answered, num_close
+
+
+def test_a_notice_of_forty_seconds_costs_few_saves(tmp_path: Path) -> None:
+    one = Announced(since=5.0, until=45.0, deadline=None, lags=(0.0, 0.0))
+    saves, _ = simulate([one], [RankClock(), RankClock()], lambda: 1.0, lambda: 0.3, lambda: False, 60.0, tmp_path)
+    assert [save.begins for save in saves] == [5.0, 16.0, 27.0, 38.0]
+    with_deadline = replace(one, deadline=45.0)
+    saves, _ = simulate(
+        [with_deadline], [RankClock(), RankClock()], lambda: 1.0, lambda: 0.3, lambda: False, 60.0, tmp_path
+    )
+    assert [save.begins for save in saves] == [5.0, 16.0, 27.0, 38.0, 44.0]
+
+
+def test_the_first_notice_is_answered_at_once_and_a_save_under_way_is_awaited() -> None:
+    assert notice_asks(None, left_s=None, now=0.0, step_s=1.0)
+    assert notice_asks(None, left_s=-5.0, now=0.0, step_s=1.0)
+    written = NoticedSave(step=1, taken_at=0.0)
+    assert not notice_asks(written, left_s=1.0, now=99.0, step_s=1.0)
+
+
+def test_the_last_chance_is_taken_once() -> None:
+    last = NoticedSave(step=1, taken_at=0.0, took_s=4.0)
+    # 1.5 x 4 s and a step of 1 s before the deadline, at 12 s.
+    assert not notice_asks(last, left_s=7.5, now=4.5, step_s=1.0)
+    assert notice_asks(last, left_s=7.0, now=5.0, step_s=1.0)
+    assert not notice_asks(last, left_s=3.9, now=8.1, step_s=1.0), "it would not be committed in time"
+    again = NoticedSave(step=2, taken_at=5.0, took_s=4.0)
+    assert not notice_asks(again, left_s=3.0, now=9.0, step_s=1.0)
+
+
+def test_rank_0_hears_the_file_and_the_earliest_deadline_counts(tmp_path: Path) -> None:
+    clock = RankClock()
+    worker = RankWorker(rank=0, clock=clock, notice=lambda: Notice(deadline=1e9 + 60))
+    watch = NoticeWatch(worker, tmp_path)  # type: ignore[arg-type]
+    assert watch.look(failed=False)
+    assert watch.notice == Notice(deadline=1e9 + 60)
+    (tmp_path / NOTICE_FILE).write_text(f"{1e9 + 30}")
+    assert watch.look(failed=False)
+    assert watch.notice == Notice(deadline=1e9 + 30)
+    other = NoticeWatch(replace(worker, rank=1, notice=lambda: None), tmp_path)  # type: ignore[arg-type]
+    assert not other.look(failed=False)
+    assert other.notice is None
