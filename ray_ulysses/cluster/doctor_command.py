@@ -10,7 +10,7 @@ import ray
 
 from ray_ulysses.cluster.session import ray_session
 from ray_ulysses.doctor import Check, check_machine, exit_code, render_checks
-from ray_ulysses.errors import RunError
+from ray_ulysses.errors import RunError, UserError
 
 
 def run_doctor(*, storage: str | None, address: str | None, say: Callable[[str], Any]) -> bool:
@@ -27,7 +27,7 @@ def _check_cluster(address: str | None) -> Check:
         with ray_session(address, cpus=0):
             nodes = [node for node in ray.nodes() if node["Alive"]]
             total = ray.cluster_resources()
-    except RunError as error:
+    except (RunError, UserError) as error:
         return Check(name="cluster", level="fail", detail=str(error))
     cpus, gpus = total.get("CPU", 0.0), total.get("GPU", 0.0)
     return Check(name="cluster", level="ok", detail=f"{len(nodes)} nodes, {cpus:g} CPUs, {gpus:g} GPUs")

@@ -12,11 +12,11 @@ from typing import Any
 
 import ray
 
+from ray_ulysses.cluster.address import check_address
+from ray_ulysses.cluster.quiet import quiet_errors
 from ray_ulysses.errors import RunError
-from ray_ulysses.logging import get_logger
 
 _SLACK_CPUS = 1.0
-_log = get_logger(__name__)
 
 
 @contextmanager
@@ -32,9 +32,13 @@ def ray_session(address: str | None, *, cpus: float, environment: dict[str, str]
         Whether the Ray is embedded.
 
     Raises:
-        RunError: The cluster can't be reached.
+        UserError: The address is none.
+        RunError: The cluster can't be reached; this is known within seconds.
     """
     target = address or os.environ.get("RAY_ADDRESS") or None
+    target = None if target == "local" else target
+    if target is not None:
+        check_address(target)
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     options: dict[str, Any] = {
@@ -54,7 +58,8 @@ def ray_session(address: str | None, *, cpus: float, environment: dict[str, str]
             "RAY_ADDRESS, or unset both to run on this machine alone"
         ) from error
     try:
-        yield target is None
+        with quiet_errors():
+            yield target is None
     finally:
         ray.shutdown()
 

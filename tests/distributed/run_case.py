@@ -68,7 +68,7 @@ def make_config(storage: Path, corpus: Path, **overrides: Any) -> Config:
     }
     for path, value in overrides.items():
         section, name = path.split("__")
-        tree[section][name] = value
+        tree.setdefault(section, {})[name] = value
     return parse_config(tree)
 
 

@@ -1,0 +1,89 @@
+"""Looks before connecting: a cluster that can't be used is refused in seconds, where Ray itself tries for minutes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from ray._private import services
+from ray._private.gcs_utils import create_gcs_channel
+from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+from ray.core.generated.gcs_pb2 import GcsNodeInfo
+
+from ray_ulysses.errors import RunError, UserError
+
+_CLIENT = "ray://"
+_ANSWERED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+"""Refusals that only a Ray head gives; when it connects, Ray says what is missing."""
+_WAYS_OUT = "correct cluster.address or RAY_ADDRESS, or unset both to run on this machine alone"
+
+
+def check_address(target: str, *, timeout_s: float = 4.0) -> None:
+    """Check that a Ray head answers at an address, and that this machine is one of its nodes.
+
+    Ray 2.60 tries an address that does not answer for minutes, and looks for a node on this machine for one more;
+    both are private to it, so a canary test stands beside this.
+
+    Args:
+        target: ``host:port`` of the head, ``auto``, or ``ray://host:port``.
+        timeout_s: Longest wait for one answer, in seconds; there are two.
+
+    Raises:
+        UserError: It is no address that Ray takes.
+        RunError: Nothing answers there, something else than Ray does, or this machine is none of its nodes.
+    """
+    is_client = target.startswith(_CLIENT)
+    address = target.removeprefix(_CLIENT) if is_client else _resolve(target)
+    channel = create_gcs_channel(address)
+    try:
+        stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+        try:
+            stub.CheckAlive(gcs_service_pb2.CheckAliveRequest(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            # Ray Client's server has no such method, and answering so it has answered.
+            if error.code() in _ANSWERED or (is_client and error.code() == grpc.StatusCode.UNIMPLEMENTED):
+                return
+            raise RunError(f"no Ray head answers at {target} ({_reason(error, timeout_s)}); {_WAYS_OUT}") from error
+        _check_membership(stub, target, timeout_s)
+    finally:
+        channel.close()
+
+
+def _resolve(target: str) -> str:
+    """Return ``host:port``; ``auto`` stands for the head that was started last on this machine."""
+    if "://" in target:
+        raise UserError(
+            f"cluster.address={target!r}: is not the address of a Ray head; give its host:port (6379 by default), or "
+            "leave it out of a job: `ray job submit --address http://HEAD:8265 -- python jobs/train.py CONFIG`"
+        )
+    try:
+        address = services.canonicalize_bootstrap_address(target)
+    except (ConnectionError, ValueError) as error:
+        raise UserError(f"cluster.address={target!r}: {error}; give the host:port of a Ray head (port 6379)") from error
+    if address is None:
+        raise RunError(f"cluster.address={target!r} finds no Ray that runs on this machine; {_WAYS_OUT}")
+    return address
+
+
+def _check_membership(stub: Any, target: str, timeout_s: float) -> None:
+    """Refuse a machine that is no node of the cluster: Ray connects through the node's own process."""
+    try:
+        reply = stub.GetAllNodeInfo(gcs_service_pb2.GetAllNodeInfoRequest(), timeout=timeout_s)
+    except grpc.RpcError as error:
+        raise RunError(f"the Ray head at {target} says nothing of its nodes ({_reason(error, timeout_s)})") from error
+    alive = {node.node_id.hex() for node in reply.node_info_list if node.state == GcsNodeInfo.ALIVE}
+    if not alive & set(services.find_node_ids()):
+        raise RunError(
+            f"this machine is not one of the {len(alive)} nodes of the Ray cluster at {target}; run the command on one "
+            "of them, have one of them run it (`ray job submit --address http://HEAD:8265 -- ...`), or join the "
+            "cluster first (`ray start --address`)"
+        )
+
+
+def _reason(error: Any, timeout_s: float) -> str:
+    """Return why a call failed, in a few words; gRPC's details end with the cause."""
+    if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return f"no answer within {timeout_s:g} s"
+    if error.code() == grpc.StatusCode.UNAVAILABLE:
+        return str(error.details()).rpartition(": ")[2].rstrip("]")
+    return f"what listens there is no Ray head: {error.code().name}"

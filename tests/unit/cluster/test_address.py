@@ -1,0 +1,106 @@
+"""An address where no usable Ray is gets an answer in seconds, and in words; no Ray is started here."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
+import pytest
+from ray._private import worker
+
+from ray_ulysses.cluster.address import check_address
+from ray_ulysses.cluster.doctor_command import _check_cluster
+from ray_ulysses.cluster.quiet import quiet_errors
+from ray_ulysses.cluster.session import ray_session
+from ray_ulysses.errors import RunError, UserError
+from tests.distributed.harness import free_port
+
+
+@contextmanager
+def _silent() -> Iterator[int]:
+    """A port that takes connections and never says a word, like a head whose machine hangs."""
+    # Ray takes the name of this machine as its address in the network, so every interface listens.
+    with socket.create_server(("", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+@contextmanager
+def _web_server() -> Iterator[int]:
+    """A port that speaks HTTP, like a head's dashboard."""
+    server = HTTPServer(("", 0), BaseHTTPRequestHandler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_a_closed_port_is_refused_with_the_reason(scheme: str) -> None:
+    target = f"{scheme}127.0.0.1:{free_port()}"
+    with pytest.raises(RunError) as refused:
+        check_address(target)
+    text = str(refused.value)
+    assert text.startswith(f"no Ray head answers at {target} (Connection refused); correct cluster.address or RAY_ADD")
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_a_port_that_never_answers_is_given_up(scheme: str) -> None:
+    started = time.monotonic()
+    with _silent() as port, pytest.raises(RunError, match=r"no Ray head answers at .*\(no answer within 1 s\)"):
+        check_address(f"{scheme}127.0.0.1:{port}", timeout_s=1.0)
+    assert time.monotonic() - started < 10
+
+
+def test_a_port_of_something_else_is_refused() -> None:
+    with _web_server() as port, pytest.raises(RunError, match="no Ray head answers at"):
+        check_address(f"127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("http://head:8265", "is not the address of a Ray head; give its host:port (6379 by default)"),
+        ("head", "give the host:port of a Ray head"),
+    ],
+)
+def test_what_is_no_address_is_the_users_error(target: str, words: str) -> None:
+    with pytest.raises(UserError) as refused:
+        check_address(target)
+    assert f"cluster.address={target!r}" in str(refused.value) and words in str(refused.value)
+
+
+def test_a_session_ends_in_ten_seconds_where_nothing_answers() -> None:
+    started = time.monotonic()
+    with (
+        _silent() as port,
+        pytest.raises(RunError, match="no answer within"),
+        ray_session(f"127.0.0.1:{port}", cpus=1),
+    ):
+        pytest.fail("there is no Ray")
+    assert time.monotonic() - started < 10
+
+
+def test_the_doctor_says_so_of_the_address_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
+    started = time.monotonic()
+    check = _check_cluster(None)
+    assert time.monotonic() - started < 10
+    assert (check.name, check.level) == ("cluster", "fail")
+    assert "no Ray head answers" in check.detail and "Connection refused" in check.detail
+
+
+def test_ray_prints_nothing_of_its_nodes_within_a_session(capsys: pytest.CaptureFixture[str]) -> None:
+    """A canary of Ray 2.60: what its nodes report goes through this function, and the switch is obeyed."""
+    report = {"lines": ["Raylet is terminated. Last 20 lines of its log: ..."], "pid": "raylet", "is_err": False}
+    with quiet_errors():
+        worker.print_worker_logs(report, sys.stdout)
+    assert capsys.readouterr().out == ""
+    worker.print_worker_logs(report, sys.stdout)
+    assert "Raylet is terminated" in capsys.readouterr().out
