@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -125,6 +126,7 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train; the same name and storage resume. On the cluster at hand (RAY_ADDRESS), else on this machine."""
+    started = time.time()
     from rich.console import Console
 
     from ray_ulysses.cluster.train_job import train as run_training
@@ -136,7 +138,7 @@ def train(
     prepared.report.raise_problems()
     for note in prepared.report.notes:
         typer.echo(f"note: {note}", err=True)
-    result = run_training(prepared, Console(stderr=as_json))
+    result = run_training(prepared, Console(stderr=as_json), started)
     if as_json:
         typer.echo(json.dumps(result.history.to_json(), indent=2))
         return

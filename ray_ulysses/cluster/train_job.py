@@ -25,7 +25,7 @@ from ray_ulysses.storage.holding import HoldWatch
 from ray_ulysses.storage.lock import RunLock
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.trainer.checkpoint_store import checkpoint_lock, checkpoint_store
-from ray_ulysses.trainer.completion import settle_completed
+from ray_ulysses.trainer.completion import say_command_ended, settle_completed
 from ray_ulysses.trainer.preflight import check_resume, check_writable, claim_directory
 from ray_ulysses.trainer.requests import clear_stop, request_save, request_stop
 from ray_ulysses.trainer.shared_storage import announce_session
@@ -61,19 +61,20 @@ class TrainResult:
     seconds: float
 
 
-def train(prepared: PreparedRun, console: Console) -> TrainResult:
+def train(prepared: PreparedRun, console: Console, started: float | None = None) -> TrainResult:
     """Train a prepared run to its end, to a request to stop (SIGINT or SIGTERM), or to a failure.
 
     Args:
         prepared: What ``prepare_run`` returned, without problems.
         console: Where progress is shown.
+        started: When the command began, in seconds since the epoch; now by default.
 
     Raises:
         UserError: The run is held by another process, or contradicts what is stored.
         RunError: Training failed; what is committed stays, and the same command resumes.
     """
     config = prepared.config
-    started = time.monotonic()
+    started = time.time() if started is None else started
     check_writable(config)
     check_resume(prepared)
     with RunLock(config.run_dir) as lock, checkpoint_lock(config) as lease:
@@ -83,23 +84,26 @@ def train(prepared: PreparedRun, console: Console) -> TrainResult:
         check_resume(prepared)
         history = settle_completed(prepared)
         if history is not None:
-            return TrainResult(history=history, was_complete=True, seconds=time.monotonic() - started)
+            return TrainResult(history=history, was_complete=True, seconds=time.time() - started)
         claim_directory(prepared)
         session = uuid.uuid4().hex
         announce_session(config.run_dir, session)
         clear_stop(config.run_dir)
-        with ray_session(config.cluster.address, cpus=_cpus(config), environment=_worker_environment()) as embedded:
-            if not embedded:
-                _say_what_is_missing(config, console)
-            _run_workers(prepared, session, console, [lock] if lease is None else [lock, lease])
+        try:
+            with ray_session(config.cluster.address, cpus=_cpus(config), environment=_worker_environment()) as embedded:
+                if not embedded:
+                    _say_what_is_missing(config, console)
+                _run_workers(prepared, session, started, console, [lock] if lease is None else [lock, lease])
+        finally:
+            say_command_ended(config.run_dir, session)
         clear_stop(config.run_dir)
     history = read_history(config.run_dir, store=checkpoint_store(config))
-    return TrainResult(history=history, was_complete=False, seconds=time.monotonic() - started)
+    return TrainResult(history=history, was_complete=False, seconds=time.time() - started)
 
 
-def _run_workers(prepared: PreparedRun, session: str, console: Console, holds: Sequence[Hold]) -> None:
+def _run_workers(prepared: PreparedRun, session: str, started: float, console: Console, holds: Sequence[Hold]) -> None:
     config = prepared.config
-    trainer = _trainer(config, session)
+    trainer = _trainer(config, {"session": session, "command_started": started, "workers_asked": time.time()})
     failure: list[BaseException] = []
     logs = session_logs()
 
@@ -157,13 +161,13 @@ def end_if_lost(watch: HoldWatch, run_dir: Path, session: str) -> None:
     raise RunError(text) from watch.problem
 
 
-def _trainer(config: Config, session: str) -> TorchTrainer:
+def _trainer(config: Config, command: dict[str, Any]) -> TorchTrainer:
     cluster = config.cluster
     for name, value in _controller_environment(config).items():
         os.environ.setdefault(name, value)
     return TorchTrainer(
         train_worker,
-        train_loop_config={"config": config.model_dump(mode="json"), "session": session},
+        train_loop_config={"config": config.model_dump(mode="json"), **command},
         torch_config=TorchConfig(
             backend="nccl" if cluster.gpus_per_worker else "gloo",
             timeout_s=max(1, round(config.elastic.collective_timeout_s)),
@@ -176,7 +180,7 @@ def _trainer(config: Config, session: str) -> TorchTrainer:
         ),
         run_config=RunConfig(
             # Ray Train's own bookkeeping is never read again: recovery starts from our manifests.
-            name=session,
+            name=command["session"],
             storage_path=str(config.run_dir / "ray"),
             failure_config=FailureConfig(
                 max_failures=config.elastic.max_failures, controller_failure_limit=config.elastic.max_failures

@@ -45,7 +45,8 @@ def train_worker(job: dict[str, Any]) -> None:
     """Run one attempt on this worker.
 
     Args:
-        job: ``config``, the resolved configuration as a mapping, and ``session``, the command's name.
+        job: ``config``, the resolved configuration as a mapping, ``session``, the command's name, and when the command
+            began (``command_started``) and asked for its workers (``workers_asked``).
     """
     configure_logging()
     config = parse_config(job["config"])
@@ -65,6 +66,8 @@ def train_worker(job: dict[str, Any]) -> None:
         node=f"{socket.gethostname()}/{ray.util.get_node_ip_address()}",
         device=device,
         session=session,
+        command_started=job["command_started"],
+        workers_asked=job["workers_asked"],
         make_source=_source_maker(config),
         notice=preemption_noticed,
     )

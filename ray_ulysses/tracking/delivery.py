@@ -131,9 +131,9 @@ class SpooledTracker:
         """Spool what is new of the run's checkpoints."""
         self._put(news.to_event())
 
-    def finish(self, status: RunStatus) -> None:
+    def finish(self, status: RunStatus, step: int = 0, metrics: Mapping[str, float] | None = None) -> None:
         """Spool the end, and wait at most ``drain_s`` until everything has been delivered."""
-        self._put({"kind": "finish", "status": status})
+        self._put({"kind": "finish", "status": status, "step": step, "metrics": dict(metrics or {})})
         self._drain()
 
     def _begin(self) -> None:

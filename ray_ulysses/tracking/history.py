@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from ray_ulysses.storage import LocalStore, Store, current_owner
 from ray_ulysses.storage.store import read_bytes
-from ray_ulysses.tracking.journal import read_records
+from ray_ulysses.tracking.journal import STOP_REASONS, read_records
 from ray_ulysses.tracking.taken_over import taken_over
+from ray_ulysses.tracking.time_spent import TimeSpent, time_spent
 
 Status = Literal["not_started", "running", "interrupted", "stopped", "failed", "finished"]
-
-STOP_REASONS = ("stopped", "finished")
-"""First words of the reasons of an attempt that ended because it was meant to."""
 
 _STEP_KEY = re.compile(r"^(checkpoints/step-(\d{8,}))/(.+)$")
 
@@ -32,6 +31,9 @@ class StepRecord:
         tokens: Supervised tokens.
         rows: First row and the row after the last.
         attempt: The attempt whose step is the one that counts.
+        seconds: How long it took.
+        learning_rate: Its rate; None in the journal of a version that did not note it.
+        grad_norm: Norm of its gradient before clipping; None as above.
     """
 
     step: int
@@ -39,6 +41,9 @@ class StepRecord:
     tokens: int
     rows: tuple[int, int]
     attempt: int
+    seconds: float
+    learning_rate: float | None = None
+    grad_norm: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +58,8 @@ class AttemptRecord:
         first_step: First step it completed; None if none.
         last_step: Last step it completed; None if none.
         reason: Why it ended; None while it runs or if it died without a word.
-        seconds_to_first_step: From its start to the end of its first step; None if there was none.
+        seconds_to_first_step: To the end of its first step, from the start of its command, or from the last record of
+            the attempt before it in the same command; None if there was none.
     """
 
     world_size: int
@@ -98,9 +104,8 @@ class RunHistory:
         rows_consumed: Rows that those steps trained on.
         data_digest: Sum of the steps' data digests modulo 2**64, 16 hexadecimal digits.
         lost_steps: Steps that were trained and thrown away because an attempt resumed before them.
-        goodput: Seconds in steps that count over the seconds from start to end of every attempt, pauses
-        between
-            attempts of the same session included; None before the first step.
+        goodput: Share of `time_spent` that went into steps that count; None before the first of them.
+        time_spent: Seconds of the run's commands, from their start, by what they went into.
         missing_steps: Steps below `step` of which the journal has no record; empty in a sound run.
     """
 
@@ -115,15 +120,19 @@ class RunHistory:
     data_digest: str
     lost_steps: int
     goodput: float | None
+    time_spent: TimeSpent = field(default_factory=TimeSpent)
     missing_steps: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that ``ray-ulysses inspect RUN --json`` prints."""
         fields: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         del fields["missing_steps"]
+        fields["time_spent"] = self.time_spent.to_json()
         for step in fields["steps"]:
-            # JSON has no number for these; a string keeps every reader working.
-            step["loss"] = step["loss"] if abs(step["loss"]) < float("inf") else str(step["loss"])
+            for name, value in step.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    # JSON has no number for these; a string keeps every reader working.
+                    step[name] = str(value)
         return fields
 
 
@@ -167,7 +176,7 @@ def build_history(
     ordered = [kept[step] for step in sorted(kept)]
     last = ordered[-1]["step"] if ordered else 0
     attempts = _by_attempt(records)
-    before = taken_over(records)
+    before, spent = taken_over(records), time_spent(records)
     digest = (before.digest + sum(int(record["digest"], 16) for record in ordered)) % 2**64
     return RunHistory(
         name=name,
@@ -175,12 +184,13 @@ def build_history(
         step=max(last, before.step),
         tokens=before.tokens + sum(int(record["tokens"]) for record in ordered),
         steps=tuple(_step_record(record) for record in ordered),
-        attempts=tuple(_attempt_record(attempt) for attempt in attempts),
+        attempts=tuple(map(_attempt_record, attempts, [None, *attempts])),
         checkpoints=tuple(checkpoints),
         rows_consumed=before.rows + sum(int(record["rows"][1]) - int(record["rows"][0]) for record in ordered),
         data_digest=f"{digest:016x}",
         lost_steps=len(counted.lost),
-        goodput=_goodput(ordered, attempts),
+        goodput=spent.goodput,
+        time_spent=spent,
         missing_steps=tuple(step for step in range(before.step + 1, last) if step not in kept),
     )
 
@@ -243,10 +253,18 @@ def _step_record(record: Mapping[str, Any]) -> StepRecord:
         tokens=int(record["tokens"]),
         rows=(int(record["rows"][0]), int(record["rows"][1])),
         attempt=int(record["attempt"]),
+        seconds=float(record["seconds"]),
+        learning_rate=_number(record.get("learning_rate")),
+        grad_norm=_number(record.get("grad_norm")),
     )
 
 
-def _attempt_record(attempt: Sequence[Mapping[str, Any]]) -> AttemptRecord:
+def _number(value: object) -> float | None:
+    """Return a number of the journal, where one that is not finite is a string."""
+    return None if value is None else float(str(value))
+
+
+def _attempt_record(attempt: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]] | None) -> AttemptRecord:
     started = _first(attempt, "attempt_started")
     assert started is not None
     steps = [record for record in attempt if record["event"] == "step"]
@@ -259,8 +277,21 @@ def _attempt_record(attempt: Sequence[Mapping[str, Any]]) -> AttemptRecord:
         first_step=int(steps[0]["step"]) if steps else None,
         last_step=int(steps[-1]["step"]) if steps else None,
         reason=str(ended["reason"]) if ended is not None else None,
-        seconds_to_first_step=round(steps[0]["time"] - started["time"], 3) if steps else None,
+        seconds_to_first_step=round(steps[0]["time"] - _began(attempt, before), 3) if steps else None,
     )
+
+
+def _began(attempt: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]] | None) -> float:
+    """Return when an attempt began to be waited for: at the end of the one before, or with its command."""
+    session = _session(attempt)
+    if before is not None and session is not None and _session(before) == session:
+        return float(max(record["time"] for record in before))
+    return float(attempt[0].get("command_started", attempt[0]["time"]))
+
+
+def _session(attempt: Iterable[Mapping[str, Any]]) -> str | None:
+    """Return which command an attempt belongs to."""
+    return next((str(record["session"]) for record in attempt if "session" in record), None)
 
 
 def _status(attempts: Sequence[Sequence[Mapping[str, Any]]], is_held: bool) -> Status:
@@ -286,26 +317,6 @@ def finished_step(records: Iterable[Mapping[str, Any]]) -> int | None:
     attempts = _by_attempt(records)
     found = _first(attempts[-1], "run_finished") if attempts else None
     return int(found["step"]) if found is not None else None
-
-
-def _goodput(ordered: Sequence[Mapping[str, Any]], attempts: Sequence[Sequence[Mapping[str, Any]]]) -> float | None:
-    """Return the share of the time that went into steps that count."""
-    if not ordered:
-        return None
-    elapsed = 0.0
-    for number, attempt in enumerate(attempts):
-        started = _first(attempt, "attempt_started")
-        assert started is not None
-        begin = started["time"]
-        if number > 0 and "session" in started:
-            before = attempts[number - 1]
-            previous = _first(before, "attempt_started")
-            if previous is not None and previous.get("session") == started["session"]:
-                # The same command recovered: the time in between is what the failure cost.
-                begin = max(record["time"] for record in before)
-        elapsed += max(record["time"] for record in attempt) - begin
-    useful = sum(float(record["seconds"]) for record in ordered)
-    return round(min(useful / elapsed, 1.0), 4) if elapsed > 0 else None
 
 
 def _read_checkpoints(store: Store) -> list[CheckpointRecord]:

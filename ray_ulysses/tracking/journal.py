@@ -24,6 +24,7 @@ from ray_ulysses.errors import UserError
 JOURNAL_FOLDER = "journal"
 
 REQUIRED_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "phase": ("phase", "session"),
     "attempt_started": ("world_size", "sp_size", "dp_size", "nodes", "resumed_step", "resumed_from"),
     "step": ("step", "loss", "tokens", "rows", "digest", "seconds"),
     "evaluation": ("step", "loss", "tokens"),
@@ -33,8 +34,12 @@ REQUIRED_FIELDS: Mapping[str, tuple[str, ...]] = {
     "preemption_notice": (),
     "attempt_ended": ("reason",),
     "run_finished": ("step",),
+    "command_ended": ("session",),
 }
 """The kinds of event and the fields without which one can't be read back; any others may be added."""
+
+STOP_REASONS = ("stopped", "finished")
+"""First words of the reasons of an attempt that ended because it was meant to."""
 
 _SEGMENT = re.compile(r"^attempt-(\d{4,})(?:\.([A-Za-z0-9_-]+))?\.jsonl$")
 # After these the record must outlive a power cut: recovery reads them.

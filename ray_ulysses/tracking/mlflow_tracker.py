@@ -179,6 +179,9 @@ class MlflowSink:
                 elif kind == "checkpoint_inventory":
                     self._models.reconcile(_read(CheckpointInventory, group[0]), group[0]["time_ms"])
                 elif kind == "finish":
+                    # One that a version before, or a later command, has spooled has no numbers.
+                    if group[0].get("metrics"):
+                        self._log_steps(group)
                     self._client.set_terminated(self._run_id, status=_MLFLOW_STATUS[group[0]["status"]])
         except MlflowException as error:
             if error.error_code in _REFUSALS:

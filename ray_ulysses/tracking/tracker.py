@@ -34,8 +34,14 @@ class Tracker(Protocol):
         """
         ...
 
-    def finish(self, status: RunStatus) -> None:
-        """Say how the attempt ended, and wait a bounded time for what is still under way."""
+    def finish(self, status: RunStatus, step: int = 0, metrics: Mapping[str, float] | None = None) -> None:
+        """Say how the attempt ended, and wait a bounded time for what is still under way.
+
+        Args:
+            status: How.
+            step: Completed steps.
+            metrics: Numbers as of now; they are recorded although the step has some already.
+        """
         ...
 
 
@@ -51,5 +57,5 @@ class NullTracker:
     def log_checkpoint(self, news: CheckpointNews) -> None:
         """Record nothing."""
 
-    def finish(self, status: RunStatus) -> None:
+    def finish(self, status: RunStatus, step: int = 0, metrics: Mapping[str, float] | None = None) -> None:
         """Record nothing."""

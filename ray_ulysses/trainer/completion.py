@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from ray_ulysses.checkpoint.fence import read_lineage
@@ -14,6 +15,8 @@ from ray_ulysses.trainer.inventory import take_inventory
 from ray_ulysses.trainer.planning import committed_step
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ray_ulysses.config import Config
     from ray_ulysses.tracking.history import RunHistory
     from ray_ulysses.trainer.preflight import PreparedRun
@@ -60,6 +63,19 @@ def _say_finished(config: Config, step: int) -> None:
         journal.append({"event": "run_finished", "step": step})
     finally:
         journal.close()
+
+
+def say_command_ended(run_dir: Path, session: str) -> None:
+    """Write into the journal that a command is at its end, for the account of its time; one without attempts is none.
+
+    Whatever the journal's disk says to it: the command has ended all the same.
+    """
+    with contextlib.suppress(OSError):
+        attempts = [record["attempt"] for record in read_records(run_dir) if record.get("session") == session]
+        if attempts:
+            journal = AttemptJournal.open(run_dir, attempts[-1], writer=_WRITER)
+            journal.append({"event": "command_ended", "session": session})
+            journal.close()
 
 
 def _catch_up_tracking(config: Config, *, is_news: bool) -> bool:

@@ -90,7 +90,9 @@ def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
         plan, reader = open_data(config)
         settings = zero_settings(config, num_micro_steps(plan.most_rows_per_step(1), layout.dp_size))
         if config.run.self_test:
+            recorder.phase("self-test")
             check_start(config, worker, mesh, shape, settings)
+        recorder.phase("building the model")
         model = build_model(config, partition=partition_config(settings))
         apply_ulysses(model, mesh, attention=config.model.attention, chunks=config.memory.attention_chunks)
         engine = build_engine(model, settings)
@@ -136,7 +138,8 @@ def _train(attempt: _Attempt, source: RowSource, progress: Progress) -> AttemptE
         step = progress.step
         if _due(config.run.eval_every_steps, step, is_last=step == last_step):
             outcome = _evaluate(attempt, outcome)
-        attempt.keeper.after_step(attempt.engine, outcome, plan.cursor(step), last_step)
+        with attempt.recorder.time.saving():
+            attempt.keeper.after_step(attempt.engine, outcome, plan.cursor(step), last_step)
     return AttemptEnd(status="finished" if progress.step >= last_step else "stopped", step=progress.step)
 
 
@@ -190,8 +193,10 @@ def _take_step(attempt: _Attempt, source: RowSource, progress: Progress) -> Step
 
 def _evaluate(attempt: _Attempt, outcome: StepOutcome) -> StepOutcome:
     """Evaluate; the loss joins the step's metrics, since checkpoints are chosen by it."""
+    clock = attempt.worker.clock
+    started = clock.monotonic()
     loss, tokens = evaluate(attempt.engine, _evaluation_slices(attempt), attempt.mesh, attempt.worker.device)
-    attempt.recorder.evaluated(outcome.progress.step, loss, tokens)
+    attempt.recorder.evaluated(outcome.progress.step, loss, tokens, clock.monotonic() - started)
     return replace(outcome, metrics={**outcome.metrics, "eval_loss": loss})
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import resource
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 import torch.distributed as dist
 
 from ray_ulysses.checkpoint.errors import CheckpointError
@@ -17,16 +14,17 @@ from ray_ulysses.checkpoint.exchange import TorchExchange
 from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.planner.flops import mfu, peak_bf16_flops, step_flops
 from ray_ulysses.tracking.commits import GoneCheckpoint
-from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal import AttemptJournal, read_records
 from ray_ulysses.tracking.mlflow_tracker import MlflowTracker
 from ray_ulysses.tracking.tracker import NullTracker
 from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_store
 from ray_ulysses.trainer.inventory import committed_checkpoint, take_inventory
-from ray_ulysses.trainer.settings import model_shape, versions
+from ray_ulysses.trainer.settings import versions
 from ray_ulysses.trainer.shared_storage import probe_storage
+from ray_ulysses.trainer.step_meter import StepMeter
 from ray_ulysses.trainer.takeover import refuse_taken_over
+from ray_ulysses.trainer.time_account import TimeAccount
 
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint import Damage
@@ -59,6 +57,7 @@ class Recorder:
         attempt: The attempt's number, on every rank.
         rank: This rank.
         nodes: Name of each rank's node, by rank.
+        time: Where the run's time goes.
     """
 
     def __init__(
@@ -74,6 +73,7 @@ class Recorder:
         tracker: Tracker,
         attempt: int,
         nodes: list[str],
+        records: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.store = store
         self.exchange = exchange
@@ -87,10 +87,10 @@ class Recorder:
         self._journal = journal
         self._tracker = tracker
         self._is_warned = False
+        self._last_step = 0
         self._location = checkpoint_location(config)
-        self._shape = model_shape(config)
-        name = torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else None
-        self._peak_flops = peak_bf16_flops(name)
+        self._meter = StepMeter(config, worker.device, layout.world_size)
+        self.time = TimeAccount(worker.clock, records)
 
     @classmethod
     def open(cls, config: Config, worker: Worker, layout: ParallelLayout) -> Recorder:
@@ -117,7 +117,7 @@ class Recorder:
                 run_name=config.run.name,
                 run_dir=config.run_dir,
             )
-        return cls(
+        recorder = cls(
             config=config,
             worker=worker,
             layout=layout,
@@ -128,7 +128,14 @@ class Recorder:
             tracker=tracker,
             attempt=attempt,
             nodes=nodes,
+            records=read_records(config.run_dir) if journal is not None else (),
         )
+        recorder.phase("opening the data")
+        return recorder
+
+    def phase(self, name: str) -> None:
+        """Record what is done before the first step, so that whoever waits for it knows."""
+        self._append("phase", phase=name, **self._worker.command())
 
     def attempt_started(self, progress: Progress, last_step: int, plan: Plan) -> None:
         """Record who trains what, and from where.
@@ -139,7 +146,7 @@ class Recorder:
         config, layout = self._config, self._layout
         self._append(
             "attempt_started",
-            session=self._worker.session,
+            **self._worker.command(),
             world_size=layout.world_size,
             sp_size=layout.sp_size,
             ring_size=layout.ring_size,
@@ -154,6 +161,7 @@ class Recorder:
         )
         # Without it nobody could tell what belongs to this attempt.
         self._insist()
+        self._last_step = progress.step
         self._tracker.start(
             params=_flat(config.model_dump(mode="json", include={"model", "data", "optimizer", "schedule"})),
             tags={
@@ -194,36 +202,30 @@ class Recorder:
             learning_rate: Its rate.
             grad_norm: Norm of its gradient before clipping.
         """
-        flops = step_flops(self._shape, tokens=document_tokens, sum_squared_lengths=cost)
-        world_size = self._layout.world_size
-        utilisation = mfu(flops=flops, seconds=seconds, world_size=world_size, peak_flops=self._peak_flops)
-        metrics = {
-            "loss": result.loss,
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
-            "seconds": seconds,
-            "tokens_per_s": result.tokens / seconds,
-            "peak_memory_gib": peak_memory_gib(self._worker.device),
-            "world_size": float(world_size),
-        }
-        if utilisation is not None:
-            metrics["mfu"] = utilisation
+        metrics = self._meter.numbers(
+            result,
+            seconds=seconds,
+            document_tokens=document_tokens,
+            cost=cost,
+            learning_rate=learning_rate,
+            grad_norm=grad_norm,
+        )
         self._append(
             "step",
-            **metrics,
-            mfu=utilisation,
+            **{"mfu": None, **metrics},
             step=step,
             tokens=result.tokens,
             rows=[rows.start, rows.stop],
             digest=f"{result.digest:016x}",
         )
+        self._last_step = step
         if step % self._config.run.log_every_steps == 0:
-            self._tracker.log_step(step, metrics)
+            self._tracker.log_step(step, {**metrics, **self.time.news()})
         return metrics
 
-    def evaluated(self, step: int, loss: float, tokens: int) -> None:
+    def evaluated(self, step: int, loss: float, tokens: int, seconds: float) -> None:
         """Record an evaluation."""
-        self._append("evaluation", step=step, loss=loss, tokens=tokens)
+        self._append("evaluation", step=step, loss=loss, tokens=tokens, seconds=round(seconds, 6))
         self._tracker.log_step(step, {"eval_loss": loss})
 
     def checkpoint_committed(self, saved: Saved) -> None:
@@ -312,7 +314,7 @@ class Recorder:
         if journal is None:
             return
         try:
-            journal.append({"event": event, **fields})
+            journal.append(self.time.complete({"event": event, "attempt": self.attempt, **fields}))
         except OSError as error:
             if journal.num_pending > _MOST_PENDING:
                 raise self._unwritten(error) from error
@@ -342,7 +344,7 @@ class Recorder:
 
     def _close(self, status: Literal["finished", "stopped", "failed"]) -> None:
         try:
-            self._tracker.finish(status)
+            self._tracker.finish(status, self._last_step, self.time.news())
         finally:
             if self._journal is not None:
                 self._journal.close()
@@ -369,15 +371,6 @@ def _claim(config: Config, store: Store, worker: Worker) -> AttemptJournal:
             f"attempts can't be noted beside the checkpoints in {checkpoint_location(config)} ({error}); repair the "
             "storage, then start the same command again"
         ) from error
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Return the most memory this process has held, in GiB: allocated on a GPU, resident on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Linux counts in KiB, macOS in bytes.
-    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, object]:

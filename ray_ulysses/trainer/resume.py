@@ -53,6 +53,7 @@ def resume(engine: Any, config: Config, plan: Plan, recorder: Recorder) -> Progr
         CheckpointError: None could be loaded, and there should be one.
         FencedError: A newer attempt has taken the run over.
     """
+    recorder.phase("looking for a checkpoint")
     passed: list[Damage] = []
     tries = 0
     while True:
@@ -61,6 +62,7 @@ def resume(engine: Any, config: Config, plan: Plan, recorder: Recorder) -> Progr
             progress = _begin(engine, config, plan, recorder)
             break
         _check_origin(manifest, config, plan)
+        recorder.phase(f"loading step {manifest.step}")
         try:
             _load(engine, manifest, recorder)
         except DamagedCheckpointError as error:

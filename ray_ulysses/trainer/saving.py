@@ -149,8 +149,9 @@ class CheckpointKeeper:
         Raises:
             CheckpointError: The last save failed: the state is not on storage.
         """
-        self._wait()
-        self._saver.close(_LAST_WORD_S)
+        with self._recorder.time.saving():
+            self._wait()
+            self._saver.close(_LAST_WORD_S)
         failure = self._saver.failure
         if failure is not None:
             raise failure

@@ -144,6 +144,7 @@ def warm_start(engine: Any, config: Config, plan: Plan, recorder: Recorder) -> P
     origin = recorder.exchange.broadcast(origin)
     if origin is None:
         raise UserError(f"{SETTING}={config.model.resume_from!r} was not looked up; start the run with `train`")
+    recorder.phase(f"loading step {origin.step} of another run")
     store = open_store(origin.location)
     manifest = check_origin(origin, config, plan)
     state = manifest.state

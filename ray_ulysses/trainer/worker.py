@@ -32,6 +32,8 @@ class Worker:
         node: Name of the node it runs on.
         device: Where it computes.
         session: Names the command that runs; attempts of one command share it.
+        command_started: When that command began, in seconds since the epoch; None where it is not known.
+        workers_asked: When it asked for its workers.
         make_source: Makes its source of rows.
         notice: What this worker has heard of a node's end, or ``None``; asked after every step.
         clock: Time.
@@ -44,7 +46,14 @@ class Worker:
     node: str
     device: torch.device
     session: str
+    command_started: float | None = None
+    workers_asked: float | None = None
     make_source: SourceMaker
     notice: Callable[[], Notice | None] = lambda: None
     clock: Clock = field(default_factory=SystemClock)
     on_event: Callable[[str, int], Any] = lambda name, step: None
+
+    def command(self) -> dict[str, Any]:
+        """Return what a journal says of the command that runs; times that are not known are left out."""
+        times = {"command_started": self.command_started, "workers_asked": self.workers_asked}
+        return {"session": self.session, **{name: time for name, time in times.items() if time is not None}}

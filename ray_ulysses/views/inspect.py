@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ray_ulysses.forensics.lineage import Lineage, SegmentRecord
 from ray_ulysses.tracking.history import AttemptRecord, RunHistory
+from ray_ulysses.tracking.time_spent import TimeSpent
+from ray_ulysses.views.time_spent import pause_in_words, time_rows
 from ray_ulysses.views.words import count, duration, facts, percent, table
 
 _LAST_STEPS = 10
@@ -17,6 +19,7 @@ def render_history(history: RunHistory, lineage: Lineage | None = None) -> str:
         lines += ["", f"  MISSING: the journal has no record of steps {_ranges(history.missing_steps)}"]
     if lineage is not None:
         lines += _lineage(lineage)
+    lines += _time(history.time_spent)
     if history.attempts:
         header = ("attempt", "workers", "sp", "dp", "steps", "to first step", "ended")
         rows = [_attempt(number, attempt) for number, attempt in enumerate(history.attempts, start=1)]
@@ -48,6 +51,14 @@ def _totals(history: RunHistory) -> list[tuple[str, str]]:
         ("lost steps", f"{history.lost_steps:,} (trained, then trained again after a failure)"),
         ("goodput", f"{goodput} of the time went into steps that count"),
     ]
+
+
+def _time(spent: TimeSpent) -> list[str]:
+    rows = time_rows(spent)
+    if not rows:
+        return []
+    pause = pause_in_words(spent)
+    return ["", "time", *table(("seconds", "share", "went into"), rows), *([] if pause is None else [f"  {pause}"])]
 
 
 def _lineage(lineage: Lineage) -> list[str]:

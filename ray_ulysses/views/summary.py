@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 from ray_ulysses.tracking.history import RunHistory
+from ray_ulysses.views.time_spent import goodput_in_words
 from ray_ulysses.views.words import count, duration, facts
 
 _LAST_LOSSES = 10
@@ -28,6 +29,7 @@ class Summary:
         unigram_nats: Entropy of the corpus's bytes, which a model that learned anything is below.
         tokens: Supervised tokens trained on.
         elapsed_s: Seconds of this command.
+        goodput: Share of the time of all commands of the run that went into steps that count, and where the rest went.
         checkpoint: Newest committed checkpoint.
         mlflow: Command or address that shows the curves; None if the run is not tracked.
         resume: Command that goes on.
@@ -43,6 +45,7 @@ class Summary:
     unigram_nats: float | None
     tokens: int
     elapsed_s: float
+    goodput: str
     checkpoint: str | None
     mlflow: str | None
     resume: str
@@ -85,6 +88,7 @@ def build_summary(
         unigram_nats=unigram_nats,
         tokens=history.tokens,
         elapsed_s=elapsed_s,
+        goodput=goodput_in_words(history.time_spent),
         checkpoint=str(run_dir / committed[-1].path) if committed else None,
         mlflow=None if tracking_uri is None else mlflow_command(tracking_uri),
         resume=f"ray-ulysses train {shlex.quote(config_path)}{options}",
@@ -108,6 +112,7 @@ def render_summary(summary: Summary) -> str:
         rows.append(("byte entropy", f"{summary.unigram_nats:.4f} nats (unigram, of the corpus)"))
     rows.append(("tokens", f"{count(summary.tokens)} ({summary.tokens:,})"))
     rows.append(("time", duration(summary.elapsed_s)))
+    rows.append(("goodput", summary.goodput))
     rows.append(("checkpoint", summary.checkpoint or "none committed"))
     if summary.mlflow is not None:
         rows.append(("see the curves", summary.mlflow))

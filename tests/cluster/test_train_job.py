@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 TIMEOUT_S = 240.0
 CONTRACT = {
     "name", "status", "step", "tokens", "steps", "attempts", "checkpoints", "rows_consumed", "data_digest",
-    "lost_steps", "goodput",
+    "lost_steps", "goodput", "time_spent",
 }  # fmt: skip
 
 

@@ -53,7 +53,16 @@ def _records(config: Config, kind: str) -> list[dict[str, Any]]:
 
 def test_every_trigger_saves_and_says_so(tmp_path: Path, corpus: Path) -> None:
     config = _config(tmp_path, corpus, checkpoint__every_steps=5)
-    _run(config, actions={2: "request save", 7: "notice", 8: "notice over"})
+    history = _run(config, actions={2: "request save", 7: "notice", 8: "notice over"})
+    assert [record["phase"] for record in _records(config, "phase")] == [
+        "opening the data",
+        "self-test",
+        "building the model",
+        "looking for a checkpoint",
+    ]
+    spent = history.time_spent
+    assert min(spent.startup_s, spent.steps_s, spent.saves_s) > 0
+    assert spent.steps_s == pytest.approx(sum(step.seconds for step in history.steps), rel=0.05)
     reasons = _reasons(config)
     assert (reasons[3], reasons[5], reasons[12]) == ("request", "steps", "end")
     # The notice stood for the steps 8 and perhaps 9, as the file is looked at while the step is taken.

@@ -65,15 +65,16 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
         folder = run_dir / "checkpoints" / f"step-{step:08d}"
         folder.mkdir(parents=True)
         (folder / ("manifest.json" if text else "set-aside-0001.json")).write_text(text or "{}")
+    numbers = {"seconds": 1.0, "learning_rate": None, "grad_norm": None}
     assert json.loads(json.dumps(read_history(run_dir).to_json())) == {
         "name": "demo",
         "status": "stopped",
         "step": 3,
         "tokens": 300,
         "steps": [
-            {"step": 1, "loss": 2.0, "tokens": 100, "rows": [0, 6], "attempt": 1},
-            {"step": 2, "loss": 1.5, "tokens": 100, "rows": [6, 12], "attempt": 1},
-            {"step": 3, "loss": 1.25, "tokens": 100, "rows": [12, 18], "attempt": 2},
+            {"step": 1, "loss": 2.0, "tokens": 100, "rows": [0, 6], "attempt": 1, **numbers},
+            {"step": 2, "loss": 1.5, "tokens": 100, "rows": [6, 12], "attempt": 1, **numbers},
+            {"step": 3, "loss": 1.25, "tokens": 100, "rows": [12, 18], "attempt": 2, **numbers},
         ],
         "attempts": [
             {
@@ -106,6 +107,18 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
         "lost_steps": 1,
         # 3 useful seconds; attempt 1 ran 100..104, attempt 2 ran 110..112.5, and the pause was nobody's run.
         "goodput": round(3 / 6.5, 4),
+        "time_spent": {
+            "total_s": 6.5,
+            "steps_s": 3.0,
+            "lost_steps_s": 1.0,
+            "startup_s": 2.0,
+            "waiting_s": 0.0,
+            "recovery_s": 0.0,
+            "saves_s": 0.0,
+            "evaluation_s": 0.0,
+            "other_s": 0.5,
+            "between_commands_s": 6.0,
+        },
     }
 
 
@@ -119,6 +132,21 @@ def test_a_pause_inside_one_session_costs_goodput() -> None:
     assert build_history(name="r", records=records).goodput == 0.2
     other = [{**record, "session": f"s{record['attempt']}"} for record in records]
     assert build_history(name="r", records=other).goodput == 0.4
+
+
+def test_the_first_step_of_an_attempt_is_waited_for_from_its_command_or_from_the_failure_before_it() -> None:
+    command = {"session": "s", "command_started": 100.0}
+    phase = {"event": "phase", "phase": "self-test", "attempt": 1, "time": 130.0, **command}
+    records = [phase, _started(1, 150.0, **command), _step(1, 1, 160.0), _step(1, 2, 170.0)]
+    records += [{**phase, "attempt": 2, "time": 180.0}, _started(2, 190.0, 1, **command), _step(2, 2, 195.0)]
+    attempts = build_history(name="r", records=records).attempts
+    assert [attempt.seconds_to_first_step for attempt in attempts] == [60.0, 25.0]
+
+
+def test_a_step_says_its_seconds_its_learning_rate_and_its_gradient_norm_whatever_that_is() -> None:
+    record = {**_step(1, 1, 2.0, seconds=0.5), "learning_rate": 3e-4, "grad_norm": "inf"}
+    (step,) = build_history(name="r", records=[_started(1, 0.0), record]).to_json()["steps"]
+    assert (step["seconds"], step["learning_rate"], step["grad_norm"]) == (0.5, 3e-4, "inf")
 
 
 def test_the_digest_wraps_at_64_bits() -> None:

@@ -70,6 +70,16 @@ def test_a_resumed_run_runs_and_a_stopped_one_was_killed(uri, client, tmp_path):
     assert client.get_run(run_id).info.status == "FAILED"
 
 
+def test_the_numbers_of_an_end_are_shown_although_the_step_has_some_already(uri, client, tmp_path):
+    tracker = make_tracker(uri, tmp_path)
+    tracker.start({}, {})
+    tracker.log_step(3, {"time/saves_s": 1.0})
+    tracker.finish("finished", 3, {"time/saves_s": 4.5, "goodput": 0.25})
+    run = client.get_run(TrackingIdentity.load(tmp_path).run_id)
+    assert run.data.metrics == {"time/saves_s": 4.5, "goodput": 0.25}
+    assert run.info.status == "FINISHED"
+
+
 def test_a_changed_parameter_becomes_a_tag_and_stops_nothing(uri, client, tmp_path):
     run_attempt(uri, tmp_path, [1], params={"a": 1, "b": 2})
     run_id = run_attempt(uri, tmp_path, [2], params={"a": 1, "b": 3, "c": 4}).run_id

@@ -12,7 +12,7 @@ from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.journal import AttemptJournal, read_records
 from ray_ulysses.tracking.mlflow_tracker import MlflowTracker, TrackingIdentity
-from ray_ulysses.trainer.completion import settle_completed
+from ray_ulysses.trainer.completion import say_command_ended, settle_completed
 from ray_ulysses.trainer.preflight import PreparedRun, claim_directory, prepare_run
 from tests.distributed.run_case import make_config, make_corpus
 from tests.unit.checkpoint.fakes import save
@@ -68,6 +68,16 @@ def test_an_attempt_that_died_after_its_last_save_is_finished_by_the_next_comman
     assert [one["step"] for one in read_records(run_dir) if one["event"] == "run_finished"] == [2]
     # The third step was trained and not saved, whatever was said since.
     assert settle_completed(_prepared(tmp_path, corpus, stop_step=3)) is None
+
+
+def test_a_command_says_when_it_ended_and_one_without_an_attempt_says_nothing(tmp_path: Path) -> None:
+    say_command_ended(tmp_path, "mine")
+    assert not (tmp_path / "journal").exists()
+    journal = AttemptJournal.claim(tmp_path)
+    journal.append({"event": "phase", "phase": "self-test", "session": "mine"})
+    say_command_ended(tmp_path, "another")
+    say_command_ended(tmp_path, "mine")
+    assert [record["event"] for record in read_records(tmp_path)] == ["phase", "command_ended"]
 
 
 def test_a_stopped_run_that_is_asked_for_no_more_is_finished(tmp_path: Path, corpus: Path) -> None:

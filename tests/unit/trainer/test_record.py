@@ -18,6 +18,7 @@ from ray_ulysses.checkpoint.triggers import Flags
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.storage import LocalStore
+from ray_ulysses.tracking.history import build_history
 from ray_ulysses.tracking.journal import AttemptJournal, read_records
 from ray_ulysses.tracking.tracker import NullTracker
 from ray_ulysses.trainer.progress import Progress
@@ -31,8 +32,27 @@ class _Tracker(NullTracker):
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def finish(self, status: str) -> None:
+        self.metrics: list[dict[str, float]] = []
+
+    def log_step(self, step: int, metrics: Any) -> None:
+        self.metrics.append(dict(metrics))
+
+    def finish(self, status: str, step: int = 0, metrics: Any = None) -> None:
         self.said.append(status)
+        self.metrics.append({"step": step, **metrics})
+
+
+class _Clock:
+    """A clock that stands still until it is moved."""
+
+    def __init__(self, now: float) -> None:
+        self.time = now
+
+    def now(self) -> float:
+        return self.time
+
+    def monotonic(self) -> float:
+        return self.time
 
 
 class _Disk:
@@ -54,18 +74,18 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> _Disk:
     return _Disk(monkeypatch)
 
 
-def _worker(session: str = "one") -> Worker:
+def _worker(session: str = "one", **fields: Any) -> Worker:
     return Worker(
         rank=0, local_rank=0, world_size=1, node="n", device=torch.device("cpu"), session=session,
-        make_source=lambda *_: None,
+        make_source=lambda *_: None, **fields,
     )  # fmt: skip
 
 
-def _recorder(folder: Path) -> Recorder:
+def _recorder(folder: Path, **fields: Any) -> Recorder:
     config = make_config(folder, folder / "corpus", cluster__workers=1, parallel__sp_size=1)
     return Recorder(
         config=config,
-        worker=_worker(),
+        worker=_worker(**fields),
         layout=ParallelLayout(world_size=1, sp_size=1, ring_size=1),
         store=LocalStore(config.run_dir),
         exchange=SingleExchange(),  # type: ignore[arg-type]
@@ -74,6 +94,7 @@ def _recorder(folder: Path) -> Recorder:
         tracker=_Tracker(),
         attempt=1,
         nodes=["n"],
+        records=read_records(config.run_dir),
     )
 
 
@@ -130,6 +151,40 @@ def test_an_attempt_whose_beginning_can_not_be_written_does_not_begin(tmp_path: 
     disk.is_full = True
     with pytest.raises(RunError, match=r"journal .*attempt-0001\.jsonl can't be written \(No space left on device\)"):
         _begin(recorder)
+
+
+def test_the_tracker_is_told_where_the_time_of_the_command_goes(tmp_path: Path) -> None:
+    clock = _Clock(130.0)
+    recorder = _recorder(tmp_path, clock=clock, command_started=100.0, workers_asked=110.0)
+    recorder.phase("self-test")
+    clock.time = 140.0
+    _begin(recorder)
+    clock.time = 142.0
+    _train(recorder, 1)
+    with recorder.time.saving():
+        clock.time = 145.0
+    clock.time = 146.0
+    _train(recorder, 2)
+    recorder.evaluated(2, 1.0, 9, 2.5)
+    clock.time = 148.5
+    with recorder.time.saving():
+        clock.time = 149.5
+    recorder.ended("finished", 2)
+    tracked: Any = recorder._tracker
+    first, second, end = [
+        {name: value for name, value in metrics.items() if name == "goodput" or name.startswith("time/")}
+        for metrics in tracked.metrics
+        if "eval_loss" not in metrics
+    ]
+    assert first == {
+        "goodput": 0.0238, "time/total_s": 42.0, "time/steps_s": 1.0, "time/startup_s": 21.0, "time/waiting_s": 20.0,
+    }  # fmt: skip
+    assert second == {"goodput": 0.0435, "time/total_s": 46.0, "time/steps_s": 2.0, "time/saves_s": 3.0}
+    assert end == {"goodput": 0.0404, "time/total_s": 49.5, "time/saves_s": 4.0, "time/evaluation_s": 2.5}
+    assert tracked.metrics[-1]["step"] == 2
+    history = build_history(name="run", records=read_records(tmp_path / "run"))
+    assert history.time_spent.to_json() == recorder.time._ledger.spent().to_json()
+    assert history.goodput == 0.0404
 
 
 def test_too_many_waiting_records_end_the_run_and_say_what_to_do(

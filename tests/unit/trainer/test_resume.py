@@ -33,6 +33,10 @@ class FakeRecorder:
     nodes: tuple[str, ...] = ("node",)
     exchange: SingleExchange = field(default_factory=SingleExchange)
     passed_over: list[Damage] = field(default_factory=list)
+    phases: list[str] = field(default_factory=list)
+
+    def phase(self, name: str) -> None:
+        self.phases.append(name)
 
     def checkpoint_set_aside(self, damage: Damage) -> None:
         self.passed_over.append(damage)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from ray_ulysses.tracking.history import AttemptRecord, CheckpointRecord, RunHistory, StepRecord
+from ray_ulysses.tracking.time_spent import TimeSpent
 
 
 def make_history(num_steps: int = 12, **changes: Any) -> RunHistory:
     steps = tuple(
-        StepRecord(step=n, loss=5 - n / 10, tokens=1000, rows=(4 * (n - 1), 4 * n), attempt=1 if n <= 5 else 2)
+        StepRecord(
+            step=n, loss=5 - n / 10, tokens=1000, rows=(4 * (n - 1), 4 * n), attempt=1 if n <= 5 else 2, seconds=2.0
+        )
         for n in range(1, num_steps + 1)
     )
     fields: dict[str, Any] = {
@@ -47,5 +50,6 @@ def make_history(num_steps: int = 12, **changes: Any) -> RunHistory:
         "data_digest": "00000000deadbeef",
         "lost_steps": 2,
         "goodput": 0.8125,
+        "time_spent": TimeSpent(steps_s=26.0, lost_steps_s=1.0, startup_s=3.0, saves_s=2.0, between_commands_s=7500.0),
     }
     return RunHistory(**{**fields, **changes})

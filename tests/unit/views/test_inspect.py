@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 from ray_ulysses.forensics.lineage import Lineage, SegmentRecord, SourceRecord
+from ray_ulysses.tracking.time_spent import TimeSpent
 from ray_ulysses.views.inspect import render_history
 from tests.unit.views.histories import make_history
 
@@ -17,6 +18,26 @@ def test_a_run_is_told_in_full():
     assert "    12        -  not committed  checkpoints/step-00000012" in text
     assert "steps (the last 10 of 12)" in text
     assert "    12  3.8000   1,000  [44, 48)  2" in text
+
+
+def test_where_the_time_went_is_told_by_name() -> None:
+    lines = render_history(make_history()).splitlines()
+    first = lines.index("time")
+    assert lines[first : first + 12] == [
+        "time",
+        "  seconds    share  went into",
+        "    26.0s   81.25%  steps that count",
+        "     3.0s    9.38%  start-up",
+        "     0.0s    0.00%  waiting for workers",
+        "     0.0s    0.00%  recovery",
+        "     1.0s    3.12%  lost steps",
+        "     2.0s    6.25%  saves",
+        "     0.0s    0.00%  evaluation",
+        "     0.0s    0.00%  other",
+        "    32.0s  100.00%  all commands, each from its start",
+        "  not counted: 2h05m between two commands, when nothing ran",
+    ]
+    assert "time" not in render_history(make_history(time_spent=TimeSpent())).splitlines()
 
 
 def test_missing_steps_are_not_hidden():

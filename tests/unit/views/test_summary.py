@@ -27,6 +27,7 @@ def test_the_summary_says_what_came_out_and_where_it_is():
         "  byte entropy     3.2500 nats (unigram, of the corpus)",
         "  tokens           12.0k (12,000)",
         "  time             5m00s",
+        "  goodput          81.25% of 32s: steps that count 26s, start-up 3s, lost steps 1s, saves 2s",
         "  checkpoint       /runs/demo/checkpoints/step-00000010",
         "  see the curves   mlflow ui --backend-store-uri sqlite:////runs/mlflow.db",
         "  go on            every planned row is trained; a new run.name with more data or data.epochs trains further",

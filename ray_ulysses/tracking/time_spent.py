@@ -1,0 +1,180 @@
+"""Where a run's time went: steps that count, and everything else by name.
+
+The time of a run is that of its commands, each from its start to the last record that the journal has of it. Every
+moment of it belongs to exactly one of the parts of `TimeSpent`, so that they add up; the time between two commands,
+when nothing ran, is kept apart from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ray_ulysses.tracking.journal import STOP_REASONS
+
+_SAVING = "saving_seconds"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeSpent:
+    """Seconds of all commands of a run, by what they went into.
+
+    Attributes:
+        steps_s: In steps that count, the wait for their rows included.
+        lost_steps_s: In steps whose work was thrown away by a failure, and trained again.
+        startup_s: From the start of a command to its first step, apart from `waiting_s`.
+        waiting_s: Of a command without a step yet: until its workers were there (nodes, processes, process group).
+        recovery_s: From the last completed step of an attempt that failed to the first step of the next one.
+        saves_s: Training stood still for a checkpoint.
+        evaluation_s: In evaluations.
+        other_s: Between steps otherwise, and in the end of a command.
+        between_commands_s: From the last record of a command to the start of the next, when nothing ran: no part of
+            the run's time.
+    """
+
+    steps_s: float = 0.0
+    lost_steps_s: float = 0.0
+    startup_s: float = 0.0
+    waiting_s: float = 0.0
+    recovery_s: float = 0.0
+    saves_s: float = 0.0
+    evaluation_s: float = 0.0
+    other_s: float = 0.0
+    between_commands_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """All parts together: how long commands ran."""
+        return float(sum(asdict(self).values())) - self.between_commands_s
+
+    @property
+    def goodput(self) -> float | None:
+        """Share of the time that went into steps that count; None before the first of them."""
+        return round(self.steps_s / self.total_s, 4) if self.steps_s > 0 else None
+
+    def to_json(self) -> dict[str, float]:
+        """Return the parts, and their sum, in milliseconds' precision."""
+        return {name: round(seconds, 3) for name, seconds in {"total_s": self.total_s, **asdict(self)}.items()}
+
+
+@dataclass(slots=True)
+class _Command:
+    """One ``train`` command, up to the last record of it that was added."""
+
+    at: float
+    """Up to here its time is accounted for."""
+    end: float
+    has_stepped: bool = False
+    attempt: int = 0
+    attempt_has_stepped: bool = False
+    ended_well: bool = False
+    evaluation_s: float = 0.0
+
+
+@dataclass(slots=True)
+class TimeLedger:
+    """Accounts for a run's time, record by record in the journal's order."""
+
+    _spent: dict[str, float] = field(default_factory=lambda: asdict(TimeSpent()))
+    _kept: dict[int, float] = field(default_factory=dict)
+    _session: str | None = None
+    _command: _Command | None = None
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Account for the time up to a record."""
+        if record["event"] == "run_finished":
+            # A later command may have said it in the name of an attempt that died before.
+            return
+        command = self._command_of(record)
+        if record["attempt"] != command.attempt:
+            command.attempt, command.attempt_has_stepped, command.ended_well = record["attempt"], False, False
+            command.evaluation_s = 0.0
+            self._advance(command, record["time"], "recovery_s" if command.has_stepped else "waiting_s")
+        kind = record["event"]
+        if kind == "attempt_started":
+            for step in [step for step in self._kept if step > record["resumed_step"]]:
+                self._lose(step)
+        elif kind == "step":
+            self._add_step(command, record)
+        elif kind == "evaluation":
+            command.evaluation_s += float(record.get("seconds", 0.0))
+        elif kind == "attempt_ended" and str(record["reason"]).startswith(STOP_REASONS):
+            command.ended_well = True
+            self._add_pause(command, record, record["time"])
+        command.end = max(command.end, record["time"])
+
+    def spent(self) -> TimeSpent:
+        """Return where the time went, up to the latest record."""
+        parts = dict(self._spent)
+        command = self._command
+        if command is not None:
+            parts[_open_part(command)] += max(0.0, command.end - command.at)
+        return TimeSpent(**parts)
+
+    def _command_of(self, record: Mapping[str, Any]) -> _Command:
+        """Return the command that a record is of; one that says no word of it is of the command before."""
+        before, session = self._command, record.get("session", self._session)
+        if record["event"] == "attempt_started" and "session" not in record:
+            # Of a version that did not say which command an attempt is of: its own.
+            session = f"attempt {record['attempt']}"
+        if before is not None and session == self._session:
+            return before
+        if before is not None:
+            self._advance(before, before.end, _open_part(before))
+        started = float(record.get("command_started", record["time"]))
+        if before is not None:
+            self._spent["between_commands_s"] += max(0.0, started - before.end)
+        self._session, self._command = session, _Command(at=started, end=started)
+        self._advance(self._command, float(record.get("workers_asked", started)), "startup_s")
+        return self._command
+
+    def _add_step(self, command: _Command, record: Mapping[str, Any]) -> None:
+        begin = record["time"] - float(record["seconds"])
+        if command.attempt_has_stepped:
+            self._add_pause(command, record, begin)
+        else:
+            self._advance(command, begin, "recovery_s" if command.has_stepped else "startup_s")
+        command.has_stepped = command.attempt_has_stepped = True
+        step = int(record["step"])
+        if step in self._kept:
+            self._lose(step)
+        self._kept[step] = self._advance(command, record["time"], "steps_s")
+
+    def _add_pause(self, command: _Command, record: Mapping[str, Any], until: float) -> None:
+        """Account for what lies between a step and the next, or the attempt's end."""
+        self._advance(command, min(until, command.at + float(record.get(_SAVING, 0.0))), "saves_s")
+        self._advance(command, min(until, command.at + command.evaluation_s), "evaluation_s")
+        self._advance(command, until, "other_s")
+        command.evaluation_s = 0.0
+
+    def _lose(self, step: int) -> None:
+        seconds = self._kept.pop(step)
+        self._spent["steps_s"] -= seconds
+        self._spent["lost_steps_s"] += seconds
+
+    def _advance(self, command: _Command, to: float, part: str) -> float:
+        """Account for the time up to a moment; a clock that went back makes it none."""
+        seconds = max(0.0, to - command.at)
+        command.at += seconds
+        self._spent[part] += seconds
+        return seconds
+
+
+def time_spent(records: Iterable[Mapping[str, Any]]) -> TimeSpent:
+    """Return where a run's time went (pure).
+
+    Args:
+        records: As `tracking.journal.read_records` gives them.
+    """
+    ledger = TimeLedger()
+    for record in records:
+        ledger.add(record)
+    return ledger.spent()
+
+
+def _open_part(command: _Command) -> str:
+    """Return what the time from the last accounted moment of a command to its end is."""
+    if command.ended_well or command.attempt_has_stepped:
+        return "other_s"
+    return "recovery_s" if command.has_stepped else "startup_s"

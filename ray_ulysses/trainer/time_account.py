@@ -1,0 +1,63 @@
+"""Where the time of an attempt goes, measured while it goes on: for the journal, and for the tracker's curves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from ray_ulysses.clock import Clock
+from ray_ulysses.tracking.time_spent import TimeLedger
+
+_AFTER_A_PAUSE = ("step", "attempt_ended")
+"""Records that say how much of the time before them training stood still for checkpoints."""
+
+
+class TimeAccount:
+    """The account of a run's time up to now; records may come from any thread."""
+
+    def __init__(self, clock: Clock, records: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Begin with what the journal already holds.
+
+        Args:
+            clock: Time.
+            records: As `tracking.journal.read_records` gives them.
+        """
+        self._clock = clock
+        self._ledger = TimeLedger()
+        for record in records:
+            self._ledger.add(record)
+        self._saving_s = 0.0
+        self._told: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Measure a block in which training stands still for a checkpoint, if one is due."""
+        begin = self._clock.monotonic()
+        try:
+            yield
+        finally:
+            self._saving_s += self._clock.monotonic() - begin
+
+    def complete(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a record with its time, and with the seconds that its kind reports; account for them."""
+        complete = {"time": self._clock.now(), **record}
+        if record["event"] in _AFTER_A_PAUSE:
+            complete["saving_seconds"] = round(self._saving_s, 6)
+            self._saving_s = 0.0
+        with self._lock:
+            self._ledger.add(complete)
+        return complete
+
+    def news(self) -> dict[str, float]:
+        """Return the parts of the time that have grown since the last call, and the goodput, by the tracker's names."""
+        with self._lock:
+            spent = self._ledger.spent()
+        parts = {f"time/{name}": seconds for name, seconds in spent.to_json().items()}
+        if spent.goodput is not None:
+            parts["goodput"] = spent.goodput
+        news = {name: value for name, value in parts.items() if value != self._told.get(name, 0.0)}
+        self._told |= news
+        return news

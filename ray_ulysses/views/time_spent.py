@@ -1,0 +1,45 @@
+"""Where a run's time went, in words: `tracking.time_spent` defines the parts."""
+
+from __future__ import annotations
+
+from ray_ulysses.tracking.time_spent import TimeSpent
+from ray_ulysses.views.words import duration, percent
+
+_NAMES = {
+    "steps_s": "steps that count",
+    "startup_s": "start-up",
+    "waiting_s": "waiting for workers",
+    "recovery_s": "recovery",
+    "lost_steps_s": "lost steps",
+    "saves_s": "saves",
+    "evaluation_s": "evaluation",
+    "other_s": "other",
+}
+
+
+def goodput_in_words(spent: TimeSpent) -> str:
+    """Return the goodput on one line: ``18.90% of 1m22s: steps 15s, start-up 52s``; short parts are left out."""
+    if spent.goodput is None:
+        return "- (no step yet that counts)"
+    shown = [f"{name} {duration(seconds)}" for name, seconds in _parts(spent) if seconds >= 0.5]
+    return f"{percent(spent.goodput)} of {duration(spent.total_s)}: {', '.join(shown)}"
+
+
+def time_rows(spent: TimeSpent) -> list[tuple[str, str, str]]:
+    """Return a row for each part, its seconds and its share, and one for their sum."""
+    total = spent.total_s
+    if total <= 0:
+        return []
+    rows = [(f"{seconds:.1f}s", percent(seconds / total), name) for name, seconds in _parts(spent)]
+    return [*rows, (f"{total:.1f}s", percent(1.0), "all commands, each from its start")]
+
+
+def pause_in_words(spent: TimeSpent) -> str | None:
+    """Return what is said of the time between two commands, where there was any."""
+    if spent.between_commands_s <= 0:
+        return None
+    return f"not counted: {duration(spent.between_commands_s)} between two commands, when nothing ran"
+
+
+def _parts(spent: TimeSpent) -> list[tuple[str, float]]:
+    return [(name, getattr(spent, field)) for field, name in _NAMES.items()]

@@ -1,0 +1,167 @@
+"""Where the time of a run went: every second of a command has one name, and none is counted twice."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from ray_ulysses.tracking.history import build_history, steps_that_count
+from ray_ulysses.tracking.time_spent import TimeSpent, time_spent
+
+SIZES = {"world_size": 4, "sp_size": 2, "dp_size": 2, "nodes": ["a"], "resumed_from": None}
+
+
+class Journal:
+    """Records as a run would write them, at times that the test sets."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+
+    def claim(self, attempt: int, time: float, session: str = "s", **times: float) -> Journal:
+        return self.put("phase", attempt, time, session=session, phase="opening the data", **times)
+
+    def start(self, attempt: int, time: float, resumed: int = 0, session: str = "s", **times: float) -> Journal:
+        return self.put("attempt_started", attempt, time, resumed_step=resumed, session=session, **SIZES, **times)
+
+    def step(self, attempt: int, time: float, step: int, seconds: float = 1.0, **fields: Any) -> Journal:
+        data = {"loss": 2.0, "tokens": 8, "rows": [step - 1, step], "digest": f"{step:016x}"}
+        return self.put("step", attempt, time, step=step, seconds=seconds, **data, **fields)
+
+    def put(self, event: str, attempt: int, time: float, **fields: Any) -> Journal:
+        self.records.append({"event": event, "attempt": attempt, "time": time, **fields})
+        return self
+
+    @property
+    def spent(self) -> TimeSpent:
+        return time_spent(self.records)
+
+
+def test_a_command_is_counted_from_its_start_and_every_part_of_it_is_named() -> None:
+    journal = Journal().claim(1, 130.0, command_started=100.0, workers_asked=110.0).start(1, 148.0)
+    journal.step(1, 160.0, 1, seconds=7.0)
+    journal.put("evaluation", 1, 163.0, step=1, loss=1.0, tokens=1, seconds=2.5)
+    journal.step(1, 170.0, 2, seconds=2.0, saving_seconds=4.0)
+    journal.step(1, 173.0, 3, seconds=3.0, saving_seconds=0.0)
+    journal.put("attempt_ended", 1, 174.5, reason="finished", saving_seconds=1.0)
+    journal.put("run_finished", 1, 174.5, step=3)
+    journal.put("command_ended", 1, 180.0, session="s")
+    assert journal.spent.to_json() == {
+        "total_s": 80.0,
+        "steps_s": 12.0,
+        "lost_steps_s": 0.0,
+        "startup_s": 33.0,
+        "waiting_s": 20.0,
+        "recovery_s": 0.0,
+        "saves_s": 5.0,
+        "evaluation_s": 2.5,
+        "other_s": 7.5,
+        "between_commands_s": 0.0,
+    }
+    assert journal.spent.goodput == 0.15
+    assert build_history(name="r", records=journal.records).goodput == 0.15
+
+
+def test_what_a_failure_cost_is_recovery_and_lost_steps() -> None:
+    journal = Journal().claim(1, 10.0, command_started=0.0, workers_asked=5.0).start(1, 12.0)
+    journal.step(1, 15.0, 1, seconds=2.0).step(1, 17.0, 2, seconds=2.0)
+    # Killed in its third step; nobody is left to write it down.
+    journal.claim(2, 25.0, command_started=0.0, workers_asked=5.0).start(2, 28.0, resumed=1)
+    journal.step(2, 32.0, 2, seconds=2.0).put("attempt_ended", 2, 32.0, reason="stopped")
+    spent = journal.spent
+    assert (spent.startup_s, spent.waiting_s) == (5.0 + 3.0, 5.0)
+    assert (spent.steps_s, spent.lost_steps_s) == (2.0 + 2.0, 2.0)
+    assert spent.recovery_s == 30.0 - 17.0
+    assert spent.total_s == 32.0
+    assert spent.goodput == 0.125
+
+
+def test_the_time_between_two_commands_is_kept_apart_and_work_that_it_cost_is_not() -> None:
+    journal = Journal().claim(1, 10.0, "one", command_started=0.0).start(1, 10.0, session="one")
+    journal.step(1, 12.0, 1, seconds=1.0).step(1, 13.0, 2, seconds=1.0)
+    journal.claim(2, 1010.0, "two", command_started=1000.0).start(2, 1010.0, resumed=1, session="two")
+    journal.step(2, 1015.0, 2, seconds=1.0)
+    spent = journal.spent
+    assert spent.between_commands_s == 1000.0 - 13.0
+    assert (spent.steps_s, spent.lost_steps_s, spent.startup_s) == (2.0, 1.0, 1.0 + 4.0)
+    assert spent.waiting_s == 10.0 + 10.0
+    assert spent.total_s == 13.0 + 15.0
+
+
+def test_a_run_that_was_said_to_be_finished_days_later_did_not_run_for_days() -> None:
+    journal = Journal().claim(1, 10.0, command_started=0.0).start(1, 10.0).step(1, 12.0, 1)
+    before = journal.spent
+    assert journal.put("run_finished", 1, 500_000.0, step=1).spent == before
+
+
+def test_a_run_in_start_up_has_spent_its_time_there() -> None:
+    journal = Journal().claim(1, 30.0, command_started=0.0, workers_asked=10.0)
+    journal.put("phase", 1, 45.0, session="s", phase="building the model")
+    assert journal.spent == TimeSpent(startup_s=25.0, waiting_s=20.0)
+    assert journal.spent.goodput is None
+
+
+def test_attempts_that_never_came_to_a_step_are_start_up() -> None:
+    journal = Journal().claim(1, 10.0, command_started=0.0, workers_asked=0.0)
+    journal.put("attempt_ended", 1, 15.0, reason="failed: RunError: x")
+    journal.claim(2, 20.0, command_started=0.0, workers_asked=0.0).start(2, 21.0).step(2, 24.0, 1)
+    assert journal.spent == TimeSpent(waiting_s=10.0 + 10.0, startup_s=3.0, steps_s=1.0)
+
+
+def test_a_clock_that_goes_back_gives_no_negative_time() -> None:
+    journal = Journal().claim(1, 10.0, command_started=20.0, workers_asked=25.0).start(1, 11.0)
+    journal.step(1, 13.0, 1, seconds=2.0).step(1, 12.0, 2, seconds=2.0)
+    assert all(seconds >= 0 for seconds in journal.spent.to_json().values())
+
+
+def random_run(seed: int) -> Journal:
+    """Return commands with attempts that die, resume from any step before, evaluate and save, at random."""
+    draw, now, attempt, step, journal = random.Random(seed), 0.0, 0, 0, Journal()
+
+    def later() -> float:
+        nonlocal now
+        now += draw.choice((0.0, draw.random(), 10 * draw.random()))
+        return now
+
+    for command in range(draw.randint(1, 4)):
+        session, times = f"c{command}", {"command_started": later(), "workers_asked": later()}
+        for _ in range(draw.randint(1, 3)):
+            attempt += 1
+            journal.claim(attempt, later(), session, **times)
+            if draw.random() < 0.2:
+                journal.put("attempt_ended", attempt, later(), reason="failed: RunError: x")
+                continue
+            step = draw.randint(0, step)
+            journal.start(attempt, later(), resumed=step, session=session, **times)
+            for _ in range(draw.randint(0, 4)):
+                step += 1
+                saving, begin = later(), later()
+                journal.step(attempt, later(), step, seconds=now - begin, saving_seconds=begin - saving)
+                if draw.random() < 0.3:
+                    journal.put("evaluation", attempt, later(), step=step, loss=1.0, tokens=1, seconds=draw.random())
+            if draw.random() < 0.6:
+                reason = draw.choice(("stopped", "finished", "failed: OSError: y"))
+                journal.put("attempt_ended", attempt, later(), reason=reason, saving_seconds=draw.random())
+        if draw.random() < 0.5:
+            journal.put("command_ended", attempt, later(), session=session)
+    return journal
+
+
+@pytest.mark.parametrize("seed", range(500))
+def test_the_parts_add_up_to_the_time_of_the_commands(seed: int) -> None:
+    journal = random_run(seed)
+    spent, commands, attempts = journal.spent, {}, {}
+    for record in journal.records:
+        session = attempts.setdefault(record["attempt"], record.get("session"))
+        began, _ = commands.get(session, (record.get("command_started"), 0.0))
+        commands[session] = (began, record["time"])
+    ran = sum(end - began for began, end in commands.values())
+    counted = steps_that_count(journal.records)
+    assert spent.total_s == pytest.approx(ran)
+    assert spent.total_s + spent.between_commands_s == pytest.approx(
+        journal.records[-1]["time"] - journal.records[0]["command_started"]
+    )
+    assert spent.steps_s == pytest.approx(sum(one["seconds"] for one in counted.kept.values()))
+    assert spent.lost_steps_s == pytest.approx(sum(one["seconds"] for one in counted.lost))
+    assert all(seconds >= -1e-9 for seconds in spent.to_json().values())
