@@ -436,8 +436,8 @@ MUTANTS = (
     Mutant(
         name="what a branch left of a document lost",
         file="ray_ulysses/data/remainder.py",
-        old="pieces.take(np.flatnonzero(~is_trained & taken[pieces.document]))",
-        new="pieces.take(np.flatnonzero(~is_trained & ~taken[pieces.document]))",
+        old="pieces.take(np.flatnonzero(~is_trained & is_cut[pieces.document]))",
+        new="pieces.take(np.flatnonzero(~is_trained & ~is_cut[pieces.document]))",
         killer="tests/unit/data/test_branches.py::test_every_target_is_trained_once_an_epoch_through_any_branches",
     ),
     Mutant(
@@ -463,10 +463,17 @@ MUTANTS = (
     ),
     Mutant(
         name="a source walked from its start in every epoch",
-        file="ray_ulysses/data/planning.py",
-        old="firsts = next_firsts(windows, sources)",
-        new="firsts = tuple(0 for _ in next_firsts(windows, sources))",
+        file="ray_ulysses/data/mixture.py",
+        old="uses += chosen",
+        new="uses += False",
         killer="tests/unit/data/test_mixture.py::test_a_source_goes_on_where_it_stopped",
+    ),
+    Mutant(
+        name="what a run has used of a source forgotten by a branch",
+        file="ray_ulysses/data/remainder.py",
+        old="uses += begun",
+        new="uses += False",
+        killer="tests/unit/data/test_rounds.py::test_documents_are_not_repeated_after_a_change_of_weights",
     ),
     Mutant(
         name="resume at the wrong row, cursor",

@@ -1,8 +1,8 @@
 """Documents of an epoch, in a seeded order, cut into pieces: one pass and constant memory.
 
-Place ``u`` of an epoch is sent by one permutation to a place on a source's circle, and by the source's own permutation
-to a document. What an earlier part of the epoch has trained on, what is held out for evaluation, and documents without
-a target are passed over. Stretches that an edit of the run left of documents (fragments) follow the sources' places.
+Place ``u`` of an epoch is sent by one permutation to a document of the sources that are used. Documents that the epoch
+does not take, those held out for evaluation, and those without a target are passed over. Stretches that an edit of the
+run left of documents (fragments) follow the documents' places.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ class Fragments:
         """Return how many there are."""
         return int(self.document.size)
 
+    def take(self, places: NDArray[np.bool_]) -> Fragments:
+        """Return some of the fragments."""
+        return Fragments(document=self.document[places], start=self.start[places], length=self.length[places])
+
 
 NO_FRAGMENTS = Fragments(
     document=np.empty(0, dtype=np.int64), start=np.empty(0, dtype=np.int64), length=np.empty(0, dtype=np.int64)
@@ -53,17 +57,15 @@ NO_FRAGMENTS = Fragments(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EpochDraw:
-    """Which places of each source an epoch takes, and in which order.
+    """Which sources an epoch draws from, and in which order.
 
     Attributes:
-        firsts: int64 [sources], first place on each source's circle.
-        counts: int64 [sources], places taken.
+        counts: The documents of each source; 0 for one that is not used.
         seeds: What the order is drawn with.
         held_out: Whether it takes the documents held out for evaluation, and not the others.
     """
 
-    firsts: Int64Array
-    counts: Int64Array
+    counts: tuple[int, ...]
     seeds: tuple[int, ...]
     held_out: bool
 
@@ -124,11 +126,24 @@ class Drawing:
         passed_over = (self._taken, self._split_key, self._threshold)
         return int(loops.available_tokens(self._lengths, first, last, passed_over, self._capacity, self._overlong))
 
-    def places_for(self, source: int, first: int, tokens: int) -> int:
-        """Return how many places of a source's circle, from ``first`` on, hold that many tokens."""
+    def choose(self, source: int, tokens: int, uses: NDArray[np.uint32], chosen: NDArray[np.bool_]) -> None:
+        """Mark the least used documents of a source until they hold so many tokens that an epoch can take.
+
+        Args:
+            source: Number of the source.
+            tokens: Tokens to choose; all that can be taken are chosen where there are no more.
+            uses: [documents], how often each was taken so far; of those with as many, a seeded order decides.
+            chosen: [documents], set to true where a document is chosen.
+        """
+        documents = slice(int(self._bases[source]), int(self._bases[source + 1]))
+        if tokens >= self.available_tokens(source):
+            chosen[documents] = ~self._taken[documents] if self._taken.size else True
+            return
         passed_over = (self._taken, self._split_key, self._threshold)
         circle = (self._bases[source], *(values[source] for values in self._circles))
-        return int(loops.places_for(first, tokens, circle, self._lengths, passed_over, self._capacity, self._overlong))
+        loops.choose_least_used(
+            tokens, circle, uses, self._lengths, passed_over, self._capacity, self._overlong, chosen
+        )
 
     def pieces(
         self, draw: EpochDraw, fragments: Fragments, counters: Int64Array, block_pieces: int = BLOCK_PIECES
@@ -161,8 +176,7 @@ class Drawing:
                 place,
                 num_places,
                 order.arguments,
-                (cumulative, draw.firsts, self._bases),
-                self._circles,
+                (cumulative, self._bases),
                 self._lengths,
                 (self._taken, self._split_key, self._threshold, draw.held_out),
                 (fragments.document, fragments.start, fragments.length),

@@ -108,68 +108,70 @@ def available_tokens(lengths, first, last, passed_over, capacity, overlong):  # 
 
 
 @compiled
-def places_for(first, tokens, circle, lengths, passed_over, capacity, overlong):  # type: ignore[no-untyped-def]
-    """Return how many places of a circle, from ``first`` on, hold so many tokens that can be taken."""
+def choose_least_used(  # type: ignore[no-untyped-def]
+    tokens, circle, uses, lengths, passed_over, capacity, overlong, chosen
+):
+    """Mark the documents of a source with the fewest uses, in the order of its circle, until they hold the tokens."""
     base, size, low_bits, high_bits, round_keys = circle
     taken, key, threshold = passed_over
-    num_places = np.int64(size)
+    num_documents = np.int64(size)
+    level = np.int64(-1)
     total = 0
-    for count in range(num_places):
-        if total >= tokens:
-            return count
-        place = (first + count) % num_places
-        document = base + permuted(place, size, low_bits, high_bits, round_keys)
-        if not _is_passed_over(document, lengths[document], taken, key, threshold, False):
-            total += _planned_length(np.int64(lengths[document]), capacity, overlong)
-    return num_places
+    while total < tokens:
+        following = np.int64(-1)
+        for document in range(base, base + num_documents):
+            found = np.int64(uses[document])
+            is_next = found > level and (following < 0 or found < following)
+            if is_next and not _is_passed_over(document, lengths[document], taken, key, threshold, False):
+                following = found
+        if following < 0:
+            return
+        level = following
+        for place in range(num_documents):
+            if total >= tokens:
+                return
+            document = base + permuted(place, size, low_bits, high_bits, round_keys)
+            is_next = uses[document] == level
+            if is_next and not _is_passed_over(document, lengths[document], taken, key, threshold, False):
+                total += _planned_length(np.int64(lengths[document]), capacity, overlong)
+                chosen[document] = True
 
 
 @inlined
-def _document_at(  # type: ignore[no-untyped-def]
-    drawn, cumulative, firsts, bases, sizes, low_bits, high_bits, round_keys
-):
-    """Return the document at a place of the sources' windows."""
+def _document_at(drawn, cumulative, bases):  # type: ignore[no-untyped-def]
+    """Return the document at a place of all sources that are used."""
     source = 0
     while drawn >= cumulative[source + 1]:
         source += 1
-    place = drawn - cumulative[source]
-    size = np.int64(sizes[source])
-    if cumulative[source + 1] - cumulative[source] == size:
-        # All of the circle is taken: where it begins and how it runs changes nothing.
-        return bases[source] + place
-    place += firsts[source]
-    if place >= size:
-        place -= size
-    return bases[source] + permuted(place, sizes[source], low_bits[source], high_bits[source], round_keys[source])
+    return bases[source] + drawn - cumulative[source]
 
 
 @compiled
 def draw_block(  # type: ignore[no-untyped-def]
-    place, num_places, order, windows, circles, lengths, passed_over, fragments, capacity, overlong, cut, out, counters
+    place, num_places, order, sources, lengths, passed_over, fragments, capacity, overlong, cut, out, counters
 ):
     """Fill the outputs from ``place`` on; return the next place and how many pieces there are."""
     # Out of their tuples once: inside the loop that would count references for every document.
     size, order_low, order_high, order_keys = order
-    cumulative, firsts, bases = windows
-    sizes, low_bits, high_bits, round_keys = circles
+    cumulative, bases = sources
     taken, key, threshold, want_held = passed_over
     fragment_document, fragment_start, fragment_length = fragments
     out_document, out_start, out_length, out_next = out
-    num_windowed = cumulative[cumulative.size - 1]
+    num_documents = cumulative[cumulative.size - 1]
     count = 0
     while place < num_places:
         drawn = permuted(place, size, order_low, order_high, order_keys)
         start, has_next = np.int64(0), False
-        if drawn < num_windowed:
-            document = _document_at(drawn, cumulative, firsts, bases, sizes, low_bits, high_bits, round_keys)
+        if drawn < num_documents:
+            document = _document_at(drawn, cumulative, bases)
             length = np.int64(lengths[document])
             if _is_passed_over(document, length, taken, key, threshold, want_held):
                 place += 1
                 continue
         else:
-            document = fragment_document[drawn - num_windowed]
-            start = fragment_start[drawn - num_windowed]
-            length = fragment_length[drawn - num_windowed]
+            document = fragment_document[drawn - num_documents]
+            start = fragment_start[drawn - num_documents]
+            length = fragment_length[drawn - num_documents]
             has_next = start + length < np.int64(lengths[document])
         targets = length - 1 + has_next
         num_pieces, lost = 1, 0

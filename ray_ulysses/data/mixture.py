@@ -1,9 +1,9 @@
 """Sources of a plan and how much of each an epoch takes.
 
 Without weights an epoch takes every document of every source once. With weights an epoch is as long as the source that
-is scarcest for its weight allows: that one is taken whole, of the others as many tokens as their weight asks for. Each
-source is walked round a circle of its documents in a seeded order and goes on in the next epoch where it stopped, so
-none of its documents is taken twice before every other was taken once, and none twice in one epoch.
+is scarcest for its weight allows: that one is taken whole, of the others as many tokens as their weight asks for. Of a
+source that is taken in part, the documents that the run has used least come first, in a seeded order: none is taken
+twice before every other was taken once, whatever edits of the run lie between, and none twice in one epoch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.drawing import Drawing, EpochDraw
+from ray_ulysses.data.drawing import Drawing
 from ray_ulysses.errors import UserError
 
 
@@ -48,19 +48,6 @@ class PlannedSource:
         return [self.fingerprint, self.num_documents, self.weight]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SourceWindow:
-    """What an epoch takes of a source's circle.
-
-    Attributes:
-        first: First place on the circle.
-        count: Places; those of documents that can't be taken are among them.
-    """
-
-    first: int
-    count: int
-
-
 def check_weights(sources: Sequence[PlannedSource]) -> None:
     """Refuse weights that decide nothing.
 
@@ -82,74 +69,45 @@ def check_weights(sources: Sequence[PlannedSource]) -> None:
         raise UserError("data.sources: the weights sum to zero, so no source is used; give at least one above 0")
 
 
-def epoch_windows(
+def choose_documents(
     sources: Sequence[PlannedSource],
-    firsts: Sequence[int],
     drawing: Drawing,
+    uses: NDArray[np.uint32],
     epoch: int,
-    begun: Sequence[SourceWindow] | None = None,
-) -> tuple[SourceWindow, ...]:
-    """Return what an epoch takes of each source.
+    planned: NDArray[np.bool_] | None = None,
+) -> NDArray[np.bool_]:
+    """Return which documents an epoch takes where sources have weights, and count the use of each.
 
     Args:
         sources: The sources.
-        firsts: Where each one's circle goes on.
         drawing: Which documents can be taken, and how long they are.
+        uses: [documents], how often each was taken before; counted up in place.
         epoch: Number of the epoch, for the text of an error.
-        begun: What the epoch took so far, where a branch goes on with it: if a source that is used has nothing left,
-            the epoch ends with what it had planned.
+        planned: [documents], where a branch goes on with the epoch: what the epoch had planned and not trained. If a
+            source that is used has nothing left, the epoch ends with these.
 
     Raises:
         UserError: A source that is used has no token left for the epoch.
     """
-    used = [source.is_used for source in sources]
-    sizes = [source.num_documents for source in sources]
-    weighted = [source.weight or 0.0 for source in sources]
-    if not any(weighted):
-        return tuple(
-            SourceWindow(first=first, count=size if use else 0)
-            for first, size, use in zip(firsts, sizes, used, strict=True)
+    weights = [source.weight or 0.0 for source in sources]
+    available = [drawing.available_tokens(number) if weight else 0 for number, weight in enumerate(weights)]
+    empty = [source for source, tokens in zip(sources, available, strict=True) if source.weight and not tokens]
+    if empty and planned is None:
+        raise UserError(
+            f"data.sources: {empty[0].path} has weight {empty[0].weight} and no token left for epoch {epoch}; "
+            "set its weight to 0, or add documents"
         )
-    unbegun = [SourceWindow(first=first, count=0) for first in firsts]
-    available = [drawing.available_tokens(number) if use else 0 for number, use in enumerate(used)]
-    for source, tokens in zip(sources, available, strict=True):
-        if source.is_used and not tokens and begun is not None:
-            windows = [*begun, *unbegun[len(begun) :]]
-            return tuple(window if use else none for window, none, use in zip(windows, unbegun, used, strict=True))
-        if source.is_used and not tokens:
-            raise UserError(
-                f"data.sources: {source.path} has weight {source.weight} and no token left for epoch {epoch}; "
-                "set its weight to 0, or add documents"
-            )
-    total = sum(weighted)
-    length = min(tokens * total / weight for tokens, weight in zip(available, weighted, strict=True) if weight)
-    windows = []
-    for number, (weight, first) in enumerate(zip(weighted, firsts, strict=True)):
-        if not weight:
-            windows.append(SourceWindow(first=first, count=0))
-            continue
-        quota = round(length * weight / total)
-        count = sizes[number] if quota >= available[number] else drawing.places_for(number, first, quota)
-        windows.append(SourceWindow(first=first, count=count))
-    return tuple(windows)
-
-
-def next_firsts(windows: Sequence[SourceWindow], sources: Sequence[PlannedSource]) -> tuple[int, ...]:
-    """Return where each source's circle goes on after an epoch."""
-    return tuple(
-        (window.first + window.count) % max(1, source.num_documents)
-        for window, source in zip(windows, sources, strict=True)
-    )
-
-
-def draw_of(windows: Sequence[SourceWindow], *, seed: int, epoch: int, stream: int, held_out: bool) -> EpochDraw:
-    """Return the order in which an epoch takes its documents."""
-    return EpochDraw(
-        firsts=np.asarray([window.first for window in windows], dtype=np.int64),
-        counts=np.asarray([window.count for window in windows], dtype=np.int64),
-        seeds=(seed, epoch, stream),
-        held_out=held_out,
-    )
+    chosen = np.zeros(uses.size, dtype=np.bool_)
+    if empty and planned is not None:
+        chosen |= planned
+    else:
+        total = sum(weights)
+        length = min(tokens * total / weight for tokens, weight in zip(available, weights, strict=True) if weight)
+        for number, weight in enumerate(weights):
+            if weight:
+                drawing.choose(number, round(length * weight / total), uses, chosen)
+    uses += chosen
+    return chosen
 
 
 def first_documents(sources: Sequence[PlannedSource]) -> NDArray[np.int64]:

@@ -15,13 +15,13 @@ import numpy as np
 from ray_ulysses.data.cursor import Cursor
 from ray_ulysses.data.drawing import Fragments, Overlong
 from ray_ulysses.data.format import stable_hash
-from ray_ulysses.data.mixture import PlannedSource, SourceWindow
+from ray_ulysses.data.mixture import PlannedSource
 from ray_ulysses.data.packing import Packing
 from ray_ulysses.data.rows import Int64Array, Piece, Rows, RowWeights
 from ray_ulysses.data.steps import MicroSteps, StepTimes, assign_rows, step_times
 from ray_ulysses.errors import UserError
 
-PLANNER_VERSION = 2
+PLANNER_VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,13 +86,11 @@ class EpochInfo:
         epoch: Its number over the run, from 0.
         first_row: Its first row in the segment.
         num_rows: Its rows.
-        windows: What it takes of each source.
     """
 
     epoch: int
     first_row: int
     num_rows: int
-    windows: tuple[SourceWindow, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,8 +132,8 @@ class Segment:
         sources: Its corpora; those of earlier segments keep their places.
         branch: Where it leaves the segment before; None for the first.
         epochs: Its epochs.
-        firsts: Where each source's circle goes on after its last epoch.
-        fragments: What earlier segments left of documents, whether planned here or waiting.
+        fragments: What earlier segments left of documents, and this one takes up.
+        waiting: What they left and this one does not take up: its source is off, or its document is taken whole.
         totals: What its planning came to.
         train: Rows of training, from 0 in this segment.
         evaluation: Rows of evaluation, none of whose documents is in ``train``.
@@ -146,8 +144,8 @@ class Segment:
     sources: tuple[PlannedSource, ...]
     branch: Branch | None
     epochs: tuple[EpochInfo, ...]
-    firsts: tuple[int, ...]
     fragments: Fragments
+    waiting: Fragments
     totals: Totals
     train: Rows
     evaluation: Rows

@@ -9,12 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from ray_ulysses.data.atomic import sync, write_text
-from ray_ulysses.data.drawing import NO_FRAGMENTS, Fragments
-from ray_ulysses.data.mixture import PlannedSource, SourceWindow
+from ray_ulysses.data.drawing import Fragments
+from ray_ulysses.data.mixture import PlannedSource
 from ray_ulysses.data.patience import READ_ERRORS
 from ray_ulysses.data.plan import (
     PLANNER_VERSION,
@@ -38,6 +40,7 @@ _ROWS, _PIECES, _EVALUATION_ROWS, _EVALUATION_PIECES = (
     f"{name}.parquet" for name in ("rows", "pieces", "evaluation_rows", "evaluation_pieces")
 )
 _FRAGMENTS = "fragments.parquet"
+_STRETCH = ("document", "start", "length")
 _FOLDER = re.compile(r"^segment-(\d{4,})$")
 
 
@@ -126,7 +129,6 @@ def _header(segment: Segment) -> dict[str, Any]:
         "sources": [asdict(source) for source in segment.sources],
         "branch": None if segment.branch is None else asdict(segment.branch),
         "epochs": [asdict(info) for info in segment.epochs],
-        "firsts": list(segment.firsts),
         "totals": asdict(segment.totals),
         "num_rows": segment.train.num_rows,
     }
@@ -144,12 +146,9 @@ def _read_segment(folder: Path) -> Segment:
         settings = PlanSettings(**header["settings"])
         sources = tuple(PlannedSource(**source) for source in header["sources"])
         branch = None if header["branch"] is None else Branch(**header["branch"])
-        epochs = tuple(
-            EpochInfo(**{**info, "windows": tuple(SourceWindow(**window) for window in info["windows"])})
-            for info in header["epochs"]
-        )
+        epochs = tuple(EpochInfo(**info) for info in header["epochs"])
         plan_id, totals = str(header["plan_id"]), Totals(**header["totals"])
-        firsts, num_rows = tuple(int(first) for first in header["firsts"]), int(header["num_rows"])
+        num_rows = int(header["num_rows"])
     except (KeyError, TypeError, ValueError) as error:
         raise unreadable_plan(folder / PLAN_FILE, error) from error
     found = segment_id(settings, sources, branch)
@@ -158,6 +157,7 @@ def _read_segment(folder: Path) -> Segment:
             f"{folder}: {PLAN_FILE} names plan {plan_id}, but its fields give {found}: they were changed since the "
             "plan was made; restore the file, or start a new run under another run.name"
         )
+    fragments, waits = _read_fragments(folder / _FRAGMENTS)
     train = FileRows(folder / _ROWS, folder / _PIECES, plan_id)
     if train.num_rows != num_rows:
         raise unreadable_plan(folder / _ROWS, f"{train.num_rows} rows where {PLAN_FILE} says {num_rows}")
@@ -167,8 +167,8 @@ def _read_segment(folder: Path) -> Segment:
         sources=sources,
         branch=branch,
         epochs=epochs,
-        firsts=firsts,
-        fragments=_read_fragments(folder / _FRAGMENTS),
+        fragments=fragments.take(~waits),
+        waiting=fragments.take(waits),
         totals=totals,
         train=train,
         evaluation=FileRows(folder / _EVALUATION_ROWS, folder / _EVALUATION_PIECES, plan_id),
@@ -194,17 +194,22 @@ def _write_rows(folder: Path, segment: Segment) -> None:
     writer = PieceWriter(folder / _EVALUATION_PIECES, segment.plan_id)
     writer.add(evaluation.all_pieces)
     writer.close()
-    fragments = segment.fragments
-    table = pa.table({name: getattr(fragments, name) for name in ("document", "start", "length")})
-    pq.write_table(table, folder / _FRAGMENTS, compression="lz4", write_page_checksum=True)
+    fragments, waiting = segment.fragments, segment.waiting
+    columns = {name: np.concatenate([getattr(one, name) for one in (fragments, waiting)]) for name in _STRETCH}
+    waits = np.arange(fragments.size + waiting.size) >= fragments.size
+    pq.write_table(
+        pa.table({**columns, "waits": waits}), folder / _FRAGMENTS, compression="lz4", write_page_checksum=True
+    )
 
 
-def _read_fragments(path: Path) -> Fragments:
+def _read_fragments(path: Path) -> tuple[Fragments, NDArray[np.bool_]]:
+    """Return what earlier segments left, and which of it waits."""
     try:
         # Not `read_table`, which imports pandas first: a quarter of a second of every resume.
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             table = file.read()
-        columns = {name: table.column(name).to_numpy() for name in ("document", "start", "length")}
+        columns = {name: table.column(name).to_numpy() for name in (*_STRETCH, "waits")}
     except (*READ_ERRORS, KeyError) as error:
         raise unreadable_plan(path, error) from error
-    return Fragments(**columns) if table.num_rows else NO_FRAGMENTS
+    waits = columns.pop("waits")
+    return Fragments(**columns), waits

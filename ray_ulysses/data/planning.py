@@ -6,23 +6,15 @@ and a few numbers a row is held in memory, so that a hundred million documents f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.drawing import COUNTERS, NO_FRAGMENTS, Drawing, Fragments
-from ray_ulysses.data.mixture import (
-    PlannedSource,
-    SourceWindow,
-    check_weights,
-    draw_of,
-    epoch_windows,
-    first_documents,
-    next_firsts,
-)
+from ray_ulysses.data.drawing import COUNTERS, NO_FRAGMENTS, Drawing, EpochDraw, Fragments
+from ray_ulysses.data.mixture import PlannedSource, check_weights, choose_documents, first_documents
 from ray_ulysses.data.packing import NO_PIECES, Packer, Pieces
 from ray_ulysses.data.permutation import Permutation
 from ray_ulysses.data.plan import Branch, EpochInfo, Plan, PlanSettings, Segment, Totals, segment_id
@@ -95,17 +87,20 @@ class Remainder:
 
     Attributes:
         branch: Where the new segment begins.
-        firsts: Where each source's circle goes on.
         taken: bool [documents], documents of which this epoch has trained something.
         fragments: What is left of those.
-        windows: What the epoch took of each source so far; None where it has not begun.
+        waiting: What is left of others since an earlier epoch, or of sources that are not used.
+        planned: bool [documents], those that the epoch had planned and has not trained anything of; None where the
+            epoch has not begun.
+        uses: [documents], how often each was taken by the epochs so far, this one included.
     """
 
     branch: Branch
-    firsts: tuple[int, ...]
     taken: NDArray[np.bool_]
     fragments: Fragments
-    windows: tuple[SourceWindow, ...] | None
+    waiting: Fragments
+    planned: NDArray[np.bool_] | None
+    uses: NDArray[np.uint32]
 
 
 def build_segment(
@@ -131,7 +126,7 @@ def build_segment(
     lengths = _compact(documents.lengths)
     planning = _Planning(documents, lengths, settings, sink, remainder)
     evaluation, num_held, num_without = planning.evaluation()
-    parts, orders, epochs, firsts = planning.train()
+    parts, orders, epochs = planning.train()
     weights = RowWeights.join(parts)
     order = np.concatenate(orders) if len(orders) != 1 else orders[0]
     if not weights.num_rows:
@@ -150,8 +145,8 @@ def build_segment(
         sources=documents.sources,
         branch=branch,
         epochs=epochs,
-        firsts=firsts,
         fragments=remainder.fragments if remainder else NO_FRAGMENTS,
+        waiting=remainder.waiting if remainder else NO_FRAGMENTS,
         totals=Totals(
             num_documents=lengths.size,
             held_out_documents=num_held,
@@ -208,32 +203,57 @@ class _Planning:
         assert int(self._bases[-1]) == lengths.size, "the sources' documents and the lengths differ in number"
         self.counters = np.zeros(len(COUNTERS), dtype=np.int64)
 
-    def train(self) -> tuple[list[RowWeights], list[Int64Array], tuple[EpochInfo, ...], tuple[int, ...]]:
-        """Return the rows of each epoch, their order in training, the epochs, and where the circles stand then."""
-        settings, sources, remainder = self._settings, self._documents.sources, self._remainder
-        firsts = remainder.firsts if remainder else (0,) * len(sources)
+    def train(self) -> tuple[list[RowWeights], list[Int64Array], tuple[EpochInfo, ...]]:
+        """Return the rows of each epoch, their order in training, and the epochs."""
+        settings, remainder = self._settings, self._remainder
         first_epoch = remainder.branch.epoch if remainder else 0
+        uses = self._uses_so_far()
         parts: list[RowWeights] = []
         orders: list[Int64Array] = []
         infos: list[EpochInfo] = []
         num_rows = num_pieces = 0
         for epoch in range(first_epoch, settings.epochs):
             begun = remainder if epoch == first_epoch else None
-            drawing = self._drawing(begun.taken if begun else None)
-            windows = epoch_windows(sources, firsts, drawing, epoch, begun.windows if begun else None)
-            firsts = next_firsts(windows, sources)
-            draw = draw_of(windows, seed=settings.seed, epoch=epoch, stream=_DOCUMENT_STREAM, held_out=False)
-            fragments = _planned_fragments(begun.fragments, sources, self._bases) if begun else NO_FRAGMENTS
+            fragments = begun.fragments if begun else NO_FRAGMENTS
+            drawing = self._epoch_drawing(epoch, begun, uses)
+            draw = self._draw(epoch, _DOCUMENT_STREAM)
             packed = self._packed_rows(drawing.pieces(draw, fragments, self.counters))
             packed = _with_first_pieces(packed, num_pieces)
             order = self._order(packed, epoch, num_rows)
             order += num_rows
             orders.append(order)
-            infos.append(EpochInfo(epoch=epoch, first_row=num_rows, num_rows=packed.num_rows, windows=windows))
+            infos.append(EpochInfo(epoch=epoch, first_row=num_rows, num_rows=packed.num_rows))
             num_rows += packed.num_rows
             num_pieces += int(packed.num_pieces.sum(dtype=np.int64))
             parts.append(packed)
-        return parts, orders, tuple(infos), firsts
+        return parts, orders, tuple(infos)
+
+    def _uses_so_far(self) -> NDArray[np.uint32] | None:
+        """Return how often each document was taken, to be counted on; None where no source is taken in part."""
+        if not any(source.weight for source in self._documents.sources):
+            return None
+        if self._remainder is None:
+            return np.zeros(self._lengths.size, dtype=np.uint32)
+        return self._remainder.uses.copy()
+
+    def _epoch_drawing(self, epoch: int, begun: Remainder | None, uses: NDArray[np.uint32] | None) -> Drawing:
+        """Return an epoch's drawing, which passes over what the epoch does not take."""
+        taken = planned = None
+        if begun is not None:
+            # A document of which a stretch is planned is not taken whole in the same epoch.
+            taken = begun.taken.copy()
+            taken[begun.fragments.document] = True
+            planned = None if begun.planned is None else begun.planned & ~taken
+        drawing = self._drawing(taken)
+        if uses is None:
+            return drawing
+        return self._drawing(~choose_documents(self._documents.sources, drawing, uses, epoch, planned))
+
+    def _draw(self, epoch: int, stream: int) -> EpochDraw:
+        counts = tuple(source.num_documents if source.is_used else 0 for source in self._documents.sources)
+        return EpochDraw(
+            counts=counts, seeds=(self._settings.seed, epoch, stream), held_out=stream == _EVALUATION_STREAM
+        )
 
     def _packed_rows(self, blocks: Iterator[Pieces]) -> RowWeights:
         """Return the rows in the order in which they close; their parts are let go before rows are put in order."""
@@ -253,11 +273,7 @@ class _Planning:
         parts: list[RowWeights] = []
         pieces_kept: list[Pieces] = []
         num_rows = 0
-        windows = tuple(
-            SourceWindow(first=0, count=source.num_documents if source.is_used else 0)
-            for source in self._documents.sources
-        )
-        draw = draw_of(windows, seed=settings.seed, epoch=0, stream=_EVALUATION_STREAM, held_out=True)
+        draw = self._draw(0, _EVALUATION_STREAM)
         if num_usable and settings.eval_rows:
             ignored = np.zeros(len(COUNTERS), dtype=np.int64)
             for pieces, sizes in self._packed(drawing.pieces(draw, NO_FRAGMENTS, ignored)):
@@ -332,15 +348,6 @@ def _with_first_pieces(rows: RowWeights, num_pieces: int) -> RowWeights:
     first_piece -= rows.num_pieces
     first_piece += num_pieces
     return replace(rows, first_piece=first_piece)
-
-
-def _planned_fragments(
-    fragments: Fragments, sources: Sequence[PlannedSource], first_documents: Int64Array
-) -> Fragments:
-    """Return the fragments of the sources that are used; the others wait until theirs is used again."""
-    source = np.searchsorted(first_documents, fragments.document, side="right") - 1
-    used = np.asarray([one.is_used for one in sources])[source]
-    return Fragments(document=fragments.document[used], start=fragments.start[used], length=fragments.length[used])
 
 
 def _check(settings: PlanSettings, remainder: Remainder | None) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.drawing import NO_FRAGMENTS, Fragments
-from ray_ulysses.data.mixture import PlannedSource, SourceWindow, first_documents
+from ray_ulysses.data.mixture import PlannedSource, first_documents
 from ray_ulysses.data.packing import Pieces
 from ray_ulysses.data.plan import Branch, Plan, Segment
 from ray_ulysses.data.planning import Remainder
@@ -47,55 +47,93 @@ def remainder_after(plan: Plan, step: int, sources: Sequence[PlannedSource], epo
         # The cursor is the segment's before, which may have ended an epoch earlier.
         epoch = newest.branch.epoch
     local = cursor.next_row - newest.base_row
-    is_done = local >= newest.train.num_rows
-    if is_done and epochs > epoch + 1:
-        return Remainder(
-            branch=Branch(plan_id=newest.plan_id, step=step, row=cursor.next_row, epoch=epoch + 1),
-            firsts=_extended(newest.firsts, sources),
-            taken=np.empty(0, dtype=np.bool_),
-            fragments=NO_FRAGMENTS,
-            windows=None,
-        )
-    taken = np.zeros(int(first_documents(sources)[-1]), dtype=np.bool_)
+    is_done = local >= newest.train.num_rows and epochs > epoch + 1
+    epoch += is_done
     ends = [segment.base_row for segment in plan.segments[1:]] + [cursor.next_row]
-    for segment, end in zip(plan.segments, ends, strict=True):
-        _mark_taken(segment, epoch, end - segment.base_row, taken)
+    trained = [(segment, end - segment.base_row) for segment, end in zip(plan.segments, ends, strict=True)]
+    num_documents = int(first_documents(sources)[-1])
+    taken = np.zeros(num_documents, dtype=np.bool_)
+    for segment, rows in trained:
+        taken |= _begun(segment, epoch, rows, num_documents)
+    uses = np.zeros(num_documents, dtype=np.uint32)
+    if any(source.weight for source in sources):
+        for segment, rows in trained:
+            _count_uses(segment, rows, uses)
+    left, planned = _left_of(newest, epoch, local, taken)
+    is_resumed = _is_resumed(left, sources, taken)
     return Remainder(
         branch=Branch(plan_id=newest.plan_id, step=step, row=cursor.next_row, epoch=epoch),
-        firsts=_extended(tuple(window.first for window in _windows_of(newest, epoch)), sources),
         taken=taken,
-        fragments=_fragments_left(newest, epoch, local, taken),
-        windows=_windows_of(newest, epoch),
+        fragments=left.take(is_resumed),
+        waiting=left.take(~is_resumed),
+        planned=None if is_done else planned,
+        uses=uses,
     )
 
 
-def _extended(firsts: tuple[int, ...], sources: Sequence[PlannedSource]) -> tuple[int, ...]:
-    return firsts + (0,) * (len(sources) - len(firsts))
-
-
-def _windows_of(segment: Segment, epoch: int) -> tuple[SourceWindow, ...]:
-    return next(info.windows for info in segment.epochs if info.epoch == epoch)
-
-
-def _mark_taken(segment: Segment, epoch: int, trained_rows: int, taken: NDArray[np.bool_]) -> None:
-    """Mark the documents of which the segment has trained something in the epoch."""
+def _begun(segment: Segment, epoch: int, trained_rows: int, num_documents: int) -> NDArray[np.bool_]:
+    """Return the documents of which the segment has trained something in the epoch."""
+    begun = np.zeros(num_documents, dtype=np.bool_)
     for pieces, is_trained in _pieces_of_epoch(segment, epoch, trained_rows):
-        taken[pieces.document[is_trained]] = True
+        begun[pieces.document[is_trained]] = True
+    return begun
 
 
-def _fragments_left(segment: Segment, epoch: int, trained_rows: int, taken: NDArray[np.bool_]) -> Fragments:
-    """Return the stretches that are left of documents of which something is trained, neighbours joined."""
-    is_continued = segment.branch is not None and segment.branch.epoch == epoch
-    given = segment.fragments if is_continued else NO_FRAGMENTS
+def _count_uses(segment: Segment, trained_rows: int, uses: NDArray[np.uint32]) -> None:
+    """Count the documents that the segment has begun, once for each epoch."""
+    for info in segment.epochs:
+        if info.first_row >= trained_rows:
+            break
+        begun = _begun(segment, info.epoch, trained_rows, uses.size)
+        if info is segment.epochs[0]:
+            # Of these a segment before has begun, and counted.
+            begun[segment.fragments.document] = False
+        uses += begun
+
+
+def _is_resumed(left: Fragments, sources: Sequence[PlannedSource], taken: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return which stretches the new segment takes up: without weights, an epoch takes documents whole."""
+    source = np.searchsorted(first_documents(sources), left.document, side="right") - 1
+    is_used = np.asarray([one.is_used for one in sources])[source]
+    is_weighted = np.asarray([one.weight is not None for one in sources])[source]
+    return is_used & (is_weighted | taken[left.document])
+
+
+def _left_of(
+    segment: Segment, epoch: int, trained_rows: int, taken: NDArray[np.bool_]
+) -> tuple[Fragments, NDArray[np.bool_]]:
+    """Return the stretches of documents that a segment leaves, and which whole documents the epoch had planned."""
+    is_cut = taken.copy()
+    if epoch == segment.epochs[0].epoch:
+        is_cut[segment.fragments.document] = True
+    planned = np.zeros(taken.size, dtype=np.bool_)
+    parts = [_still_waiting(segment, trained_rows, taken.size)]
+    for pieces, is_trained in _pieces_of_epoch(segment, epoch, trained_rows):
+        left = pieces.take(np.flatnonzero(~is_trained & is_cut[pieces.document]))
+        parts.append(Fragments(document=left.document, start=left.start, length=left.length))
+        planned[pieces.document[~is_cut[pieces.document]]] = True
+    return _joined(parts), planned
+
+
+def _still_waiting(segment: Segment, trained_rows: int, num_documents: int) -> Fragments:
+    """Return the stretches left before the segment that it made no pieces of, and whose documents it did not begin."""
+    given, waiting = segment.fragments, segment.waiting
     is_planned = np.zeros(given.size, dtype=np.bool_)
-    parts = [(given.document[:0], given.start[:0], given.length[:0])]
-    for pieces, is_trained in _pieces_of_epoch(segment, epoch, trained_rows):
-        left = pieces.take(np.flatnonzero(~is_trained & taken[pieces.document]))
-        parts.append((left.document, left.start, left.length))
-        is_planned |= np.isin(_places(given.document, given.start), _places(pieces.document, pieces.start))
-    # What became no piece still waits: it is of a source that the segment did not use, or was too long for it.
-    parts.append((given.document[~is_planned], given.start[~is_planned], given.length[~is_planned]))
-    document, start, length = (np.concatenate(column) for column in zip(*parts, strict=True))
+    if given.size:
+        for pieces, _ in _pieces_of_epoch(segment, segment.epochs[0].epoch, 0):
+            is_planned |= np.isin(_places(given.document, given.start), _places(pieces.document, pieces.start))
+    is_begun = np.zeros(num_documents, dtype=np.bool_)
+    for info in segment.epochs if waiting.size else ():
+        is_begun |= _begun(segment, info.epoch, trained_rows, num_documents)
+    # What became no piece was too long for the segment.
+    return _joined([given.take(~is_planned), waiting.take(~is_begun[waiting.document])])
+
+
+def _joined(parts: Sequence[Fragments]) -> Fragments:
+    """Return all stretches, those that lie side by side in a document as one."""
+    document, start, length = (
+        np.concatenate([getattr(part, name) for part in parts]) for name in ("document", "start", "length")
+    )
     if not document.size:
         return NO_FRAGMENTS
     order = np.lexsort((start, document))
