@@ -8,14 +8,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ray_ulysses import __version__
 from ray_ulysses.errors import RunError, UserError
 
 if TYPE_CHECKING:
-    from ray_ulysses.forensics.piece_text import TextMode
+    from ray_ulysses.config import Config
+    from ray_ulysses.forensics.request import TextMode
 
 app = typer.Typer(
     help="Train Hugging Face decoders at very long context, exactly, on clusters that may lose nodes.",
@@ -36,6 +38,20 @@ Branch = Annotated[
     bool, typer.Option("--branch", help="Let the run's data change, from its newest committed checkpoint on.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"ray-ulysses {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Say the version and exit.")
+    ] = False,
+) -> None: ...
 
 
 @app.command(epilog="Example: ray-ulysses prepare docs/ --out corpus --tokenizer bytes")
@@ -99,6 +115,13 @@ def prepare(
     )
 
 
+def _load_config(path: Path, overrides: list[str]) -> Config:
+    """Read a configuration before anything that takes seconds to import: what is wrong with it is said at once."""
+    from ray_ulysses.config import load_config
+
+    return load_config(path, overrides)
+
+
 @app.command(epilog="Example: ray-ulysses plan configs/llama-tiny_cpu_sp2-dp2_8k.yaml --set cluster.workers=8")
 def plan(
     config: ConfigPath,
@@ -107,15 +130,14 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Say what a run will do: layout, rows, padding and memory; exits 2 if it can't start. Takes nothing."""
-    from ray_ulysses.config import load_config
-    from ray_ulysses.trainer.preflight import check_resume, prepare_run
+    loaded = _load_config(config, overrides)
+    from ray_ulysses.trainer.preflight import prepare_run
     from ray_ulysses.views.plan import render_plan
 
-    prepared = prepare_run(load_config(config, overrides), Path.cwd(), branch=branch)
+    prepared = prepare_run(loaded, Path.cwd(), branch=branch)
     typer.echo(json.dumps(prepared.report.to_json(), indent=2) if as_json else render_plan(prepared.report))
     if prepared.report.problems:
         raise typer.Exit(2)
-    check_resume(prepared)
 
 
 @app.command(epilog="Example: ray-ulysses train configs/llama-tiny_cpu_sp2-dp2_8k.yaml --set run.stop_step=20")
@@ -127,14 +149,14 @@ def train(
 ) -> None:
     """Train; the same name and storage resume. On the cluster at hand (RAY_ADDRESS), else on this machine."""
     started = time.time()
+    loaded = _load_config(config, overrides)
     from rich.console import Console
 
     from ray_ulysses.cluster.train_job import train as run_training
-    from ray_ulysses.config import load_config
     from ray_ulysses.trainer.preflight import prepare_run
     from ray_ulysses.views.summary import build_summary, render_summary
 
-    prepared = prepare_run(load_config(config, overrides), Path.cwd(), branch=branch)
+    prepared = prepare_run(loaded, Path.cwd(), branch=branch)
     prepared.report.raise_problems()
     for note in prepared.report.notes:
         typer.echo(f"note: {note}", err=True)
@@ -181,20 +203,15 @@ def inspect(
         bool, typer.Option("--checkpoints", help="List every checkpoint: state, layout, size, numbers, why it is kept.")
     ] = False,
     checkpoint: Annotated[
-        int | None,
-        typer.Option(
-            "--verify-checkpoint", metavar="STEP", help="Read every byte of a checkpoint; exits 1 unless it is whole."
-        ),
+        str | None,
+        typer.Option("--verify-checkpoint", metavar="STEP", help="Read every byte of a checkpoint (or of the latest)."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what happened in a run: attempts, checkpoints, data consumed, goodput. Look into its data; verify them."""
-    from ray_ulysses.forensics.checkpoint_place import read_run
-    from ray_ulysses.forensics.lineage import read_lineage
-    from ray_ulysses.forensics.request import check_request
-    from ray_ulysses.forensics.run_data import check_run
-    from ray_ulysses.views.inspect import render_history
+    from ray_ulysses.forensics.request import check_request, check_run, parse_checkpoint
 
+    to_verify = None if checkpoint is None else parse_checkpoint(checkpoint)
     corpora = tuple(corpus or ())
     mode = check_request(
         row=row,
@@ -204,7 +221,7 @@ def inspect(
         corpora=corpora,
         text=text,
         checkpoints=checkpoints,
-        checkpoint=checkpoint,
+        checkpoint=to_verify,
     )
     check_run(run)
     if row is not None:
@@ -213,9 +230,13 @@ def inspect(
         _verify(run, other, not no_read, corpora, as_json)
     elif checkpoints:
         _list_checkpoints(run, as_json)
-    elif checkpoint is not None:
-        _verify_checkpoint(run, checkpoint, as_json)
+    elif to_verify is not None:
+        _verify_checkpoint(run, to_verify, as_json)
     else:
+        from ray_ulysses.forensics.checkpoint_place import read_run
+        from ray_ulysses.forensics.lineage import read_lineage
+        from ray_ulysses.views.inspect import render_history
+
         history, lineage = read_run(run), read_lineage(run)
         fields = {**history.to_json(), **lineage.to_json()}
         typer.echo(json.dumps(fields, indent=2) if as_json else render_history(history, lineage))
@@ -249,7 +270,7 @@ def _list_checkpoints(run: Path, as_json: bool) -> None:
     typer.echo(json.dumps(listing.to_json(), indent=2) if as_json else render_checkpoints(listing, _width()))
 
 
-def _verify_checkpoint(run: Path, step: int, as_json: bool) -> None:
+def _verify_checkpoint(run: Path, step: int | Literal["latest"], as_json: bool) -> None:
     from ray_ulysses.clock import SystemClock
     from ray_ulysses.forensics.checkpoint_verification import verify_checkpoint
     from ray_ulysses.views.checkpoints import BytesProgress, render_verdict
@@ -288,9 +309,8 @@ def export(
     The directory appears whole or not at all. The check needs memory for the model in fp32, on the CPU;
     without it a few hundred MiB are enough for any model.
     """
-    from ray_ulysses.export.export_run import export_run
     from ray_ulysses.export.request import ExportRequest
-    from ray_ulysses.views.export import render_export
+    from ray_ulysses.forensics.request import check_run
 
     request = ExportRequest.from_options(
         run,
@@ -302,6 +322,10 @@ def export(
         check=check,
         overwrite=overwrite,
     )
+    check_run(run)
+    from ray_ulysses.export.export_run import export_run
+    from ray_ulysses.views.export import render_export
+
     typer.echo(render_export(export_run(request, lambda line: typer.echo(line, err=True))))
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
+from typing import Final
 
 
 class UlyssesError(Exception):
@@ -18,35 +21,78 @@ class RunError(UlyssesError, RuntimeError):
     """A run failed for a reason that is not the user's input; the command line exits with 1."""
 
 
+class _Value(Enum):
+    NOT_GIVEN = "not given"
+
+
+NOT_GIVEN: Final = _Value.NOT_GIVEN
+"""Stands for the value of a setting that nobody has written."""
+
+
+class _Shown(reprlib.Repr):
+    """Values as a configuration has them, cut where they are long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 300
+        self.maxdict = self.maxlist = self.maxtuple = 12
+
+    def repr_NoneType(self, _: None, __: int) -> str:
+        return "null"
+
+    def repr_bool(self, value: bool, _: int) -> str:
+        return "true" if value else "false"
+
+    def repr_tuple(self, value: tuple[object, ...], level: int) -> str:
+        return self.repr_list(list(value), level)
+
+
+def shown(value: object) -> str:
+    """Return a setting's value in one line, as YAML writes null, true and lists, and cut where it is long."""
+    return _Shown().repr(value)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
     """One thing that is wrong with one setting.
 
     Attributes:
         path: Dotted path of the setting, such as ``parallel.sp_size``.
-        value: What it was set to.
+        value: What it was set to; left out where nobody has set it.
         rule: The rule that the value breaks.
         way_out: What to do instead.
         nearest: The name that the user may have meant, for an unknown setting.
     """
 
     path: str
-    value: object
+    value: object = NOT_GIVEN
     rule: str
     way_out: str
     nearest: str | None = None
 
     def __str__(self) -> str:
         hint = f" (did you mean '{self.nearest}'?)" if self.nearest else ""
-        return f"{self.path}={self.value!r}: {self.rule}; {self.way_out}{hint}"
+        value = "" if self.value is NOT_GIVEN else f"={shown(self.value)}"
+        return f"{self.path}{value}: {self.rule}; {self.way_out}{hint}"
 
 
 class ConfigError(UserError):
-    """Every problem of a configuration, all at once."""
+    """Every problem of a configuration, all at once.
 
-    def __init__(self, problems: Sequence[Problem], source: str = "configuration") -> None:
-        self.problems = tuple(problems)
+    Args:
+        problems: The problems.
+        source: What is wrong.
+        beside: An error that ended the search for more; its text or its problems are the last.
+    """
+
+    def __init__(
+        self, problems: Sequence[Problem], source: str = "configuration", *, beside: UserError | None = None
+    ) -> None:
+        more = beside.problems if isinstance(beside, ConfigError) else ()
+        self.problems: tuple[Problem, ...] = (*problems, *more)
         self.source = source
-        lines = "\n".join(f"  - {problem}" for problem in self.problems)
-        count = len(self.problems)
-        super().__init__(f"{source}: {count} problem{'s' if count != 1 else ''}\n{lines}")
+        said = [str(problem) for problem in self.problems]
+        if beside is not None and not more:
+            said.append(str(beside))
+        lines = "\n".join(f"  - {one}" for one in said)
+        super().__init__(f"{source}: {len(said)} problem{'s' if len(said) != 1 else ''}\n{lines}")

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from ray_ulysses.cluster.prepare_job import DEFAULT_NUM_CPUS, prepare
-from ray_ulysses.cluster.session import ray_session
 from ray_ulysses.data.merge import Duplicates
 from ray_ulysses.data.preparation import PrepareProgress, PrepareRequest, begin
 from ray_ulysses.data.row_fields import RowFields
@@ -56,8 +54,11 @@ def prepare_corpus(
         split=split,
     )
     request = PrepareRequest(sources=spec, out=out, tokenizer=tokenizer, duplicates=cast("Duplicates", duplicates))
-    # Everything that is wrong with the request is said before Ray is started.
+    # Everything that is wrong with the request is said before Ray is imported and started.
     if not begin(request).is_complete:
+        from ray_ulysses.cluster.prepare_job import DEFAULT_NUM_CPUS, prepare
+        from ray_ulysses.cluster.session import ray_session
+
         with ray_session(address, cpus=4 * DEFAULT_NUM_CPUS):
             prepare(request, progress=lambda progress: say(_line(progress)))
     else:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ray_ulysses.config.schema import section_models, setting_paths
-from ray_ulysses.errors import Problem
+from ray_ulysses.errors import NOT_GIVEN, Problem
 
 _REFERENCE = "docs/configuration.md lists every setting"
 _TEXT = "write it in quotes if it looks like a number, a date or a truth value"
@@ -54,11 +54,19 @@ def _problem(detail: ErrorDetails) -> Problem:
         return _unknown(path, detail["input"])
     words = _WORDS.get(detail["type"])
     rule, way_out = words(detail.get("ctx", {})) if words else (detail["msg"], _REFERENCE)
-    value = None if detail["type"] == "missing" else detail.get("ctx", {}).get("shown", detail["input"])
+    value = NOT_GIVEN if detail["type"] == "missing" else detail.get("ctx", {}).get("shown", detail["input"])
     return Problem(path=path, value=value, rule=rule, way_out=way_out)
 
 
 def _unknown(path: str, value: object) -> Problem:
+    if path.rpartition(".")[2] == "trust_remote_code":
+        return Problem(
+            path=path,
+            value=value,
+            rule="code of a model's repository is never run: it would run on every worker, and attention in it can't "
+            "be replaced exactly",
+            way_out="remove it, and use a model whose architecture Transformers has",
+        )
     nearest = nearest_name(path)
     way_out = "correct the name, or remove it" if nearest else f"remove it; {_REFERENCE}"
     return Problem(path=path, value=value, rule="there is no such setting", way_out=way_out, nearest=nearest)

@@ -11,8 +11,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from ray_ulysses.config.difference import Difference, differences
 from ray_ulysses.config.schema import Config
-from ray_ulysses.errors import Problem
+from ray_ulysses.errors import NOT_GIVEN, Problem, shown
 
 #: Settings that stay for the life of a run, with the reason.
 FIXED: dict[str, str] = {
@@ -37,6 +38,7 @@ FIXED: dict[str, str] = {
 
 # What a run is called, here and in MLflow: its state may go on under another name elsewhere.
 _NAMES = frozenset({"run.name", "tracking.experiment"})
+_MOST_LISTED = 6
 
 #: Settings of the data plan: they stay, unless a change is asked for as a branch of the plan (``train --branch``).
 BRANCHABLE: dict[str, str] = {
@@ -108,38 +110,34 @@ def resume_conflicts(old: Config, new: Config, *, branch: bool = False) -> tuple
         new: The configuration that the run is to go on with.
         branch: Whether settings of the data plan may change.
     """
-    branched = (
-        ()
-        if branch
-        else tuple(
-            Problem(
-                path=path,
-                value=_shown(new, path),
-                rule=f"run '{old.run.name}' was started with {_shown(old, path)!r}, and {reason}",
-                way_out=f"put {path} back to resume, make it a branch of the run with `ray-ulysses train --branch`, "
-                "or choose another run.name to start a new run",
-            )
-            for path, reason in BRANCHABLE.items()
-            if _setting(old, path) != _setting(new, path)
-        )
-    )
-    return branched + tuple(
-        Problem(
-            path=path,
-            value=_setting(new, path),
-            rule=f"run '{old.run.name}' was started with {_setting(old, path)!r}, and {reason}",
-            way_out=f"put {path} back to resume, or choose another run.name to start a new run",
-        )
-        for path, reason in FIXED.items()
-        if _setting(old, path) != _setting(new, path)
-    )
+    paths = {**({} if branch else BRANCHABLE), **FIXED}
+    changed = ((path, reason, differences(setting(old, path), setting(new, path))) for path, reason in paths.items())
+    return tuple(_conflict(old.run.name, path, reason, found) for path, reason, found in changed if found)
+
+
+def _conflict(run: str, path: str, reason: str, found: tuple[Difference, ...]) -> Problem:
+    instead = "make it a branch of the run with `ray-ulysses train --branch`, " if path in BRANCHABLE else ""
+    way_out = f"put {path} back to resume, {instead}or choose another run.name to start a new run"
+    if found[0].name:
+        rule = f"is not the one that run '{run}' was started with ({_listed(found)}), and {reason}"
+        return Problem(path=path, rule=rule, way_out=way_out)
+    rule = f"run '{run}' was started with {shown(found[0].old)}, and {reason}"
+    return Problem(path=path, value=found[0].new, rule=rule, way_out=way_out)
+
+
+def _listed(found: tuple[Difference, ...]) -> str:
+    said = [f"{one.name}: {_or_nothing(one.new)}, the run has {_or_nothing(one.old)}" for one in found[:_MOST_LISTED]]
+    more = len(found) - len(said)
+    return "; ".join(said) + (f"; and {more} more" if more else "")
+
+
+def _or_nothing(value: object) -> str:
+    return "nothing" if value is NOT_GIVEN else shown(value)
 
 
 def resume_settings(config: Config) -> dict[str, Any]:
     """Return the settings that a state belongs to, by path, as JSON values: equal for all attempts of a run."""
-    settings = {path: _setting(config, path) for path in FIXED if path not in _NAMES}
-    values: dict[str, Any] = json.loads(json.dumps(settings))
-    return values
+    return {path: setting(config, path) for path in FIXED if path not in _NAMES}
 
 
 def settings_that_differ(stored: Mapping[str, Any], config: Config) -> str:
@@ -150,8 +148,12 @@ def settings_that_differ(stored: Mapping[str, Any], config: Config) -> str:
         config: The present one.
     """
     now = resume_settings(config)
-    paths = [path for path in now if path in stored and stored[path] != now[path]]
-    return "; ".join(f"{path} is {now[path]!r} and was {stored[path]!r}" for path in paths)
+    found = [(path, one) for path in now if path in stored for one in differences(stored[path], now[path])]
+    said = [
+        f"{path}{'.' if one.name else ''}{one.name} is {_or_nothing(one.new)} and was {_or_nothing(one.old)}"
+        for path, one in found
+    ]
+    return "; ".join(said)
 
 
 def resume_fingerprint(config: Config) -> str:
@@ -160,12 +162,12 @@ def resume_fingerprint(config: Config) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
-def _shown(config: Config, path: str) -> object:
-    """Return a setting as it stands in the file."""
-    section, _, name = path.partition(".")
-    return getattr(config, section).model_dump(mode="json")[name]
+def setting(config: Config, path: str) -> Any:
+    """Return a setting as a JSON value, as it stands in a file.
 
-
-def _setting(config: Config, path: str) -> object:
+    Args:
+        config: The configuration.
+        path: The setting's dotted path.
+    """
     section, _, name = path.partition(".")
-    return getattr(getattr(config, section), name)
+    return getattr(config, section).model_dump(mode="json", include={name})[name]

@@ -8,7 +8,7 @@ from typing import cast
 
 from ray_ulysses.config.reference_to_checkpoint import MlflowReference, parse_reference
 from ray_ulysses.config.schema import Config
-from ray_ulysses.errors import Problem, UserError
+from ray_ulysses.errors import NOT_GIVEN, Problem, UserError
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.storage.location import without_secret
 
@@ -59,14 +59,12 @@ def _weights_have_a_source(config: Config) -> Iterator[Problem]:
     if config.model.init == "pretrained":
         yield Problem(
             path="model.path",
-            value=None,
             rule="model.init=pretrained needs the weights of a model",
             way_out="give a local directory or a hub id, or set model.init=random",
         )
     elif config.model.config is None:
         yield Problem(
             path="model.config",
-            value=None,
             rule="model.init=random needs a model configuration",
             way_out="write it in line under model.config, or give a model.path that has a config.json",
         )
@@ -77,7 +75,6 @@ def _data_has_a_source(config: Config) -> Iterator[Problem]:
     if path is None and sources is None:
         yield Problem(
             path="data.path",
-            value=None,
             rule="no corpus is named",
             way_out="give a directory that `ray-ulysses prepare` has written, or several under data.sources",
         )
@@ -128,7 +125,6 @@ def _nvme_has_a_place(config: Config) -> Iterator[Problem]:
     if memory.nvme_path is None:
         yield Problem(
             path="memory.nvme_path",
-            value=None,
             rule="memory.offload_optimizer=nvme needs a directory to swap to",
             way_out="give a directory on a local NVMe disk of each node, or set memory.offload_optimizer: cpu",
         )
@@ -154,7 +150,8 @@ def _heads_allow_sp(config: Config) -> Iterator[Problem]:
     try:
         shape = ModelShape.from_config_dict(config.model.config)
     except UserError as error:
-        yield Problem(path="model.config", value="...", rule=str(error), way_out="complete the model configuration")
+        path, _, rule = str(error).partition(": ")
+        yield Problem(path=path, rule=rule, way_out="correct the model's configuration")
         return
     sp_size, ring_size = config.parallel.sp_size, config.parallel.ring_size
     if ring_size is None or sp_size % ring_size:
@@ -279,7 +276,7 @@ def _network_storage_has_a_server(config: Config) -> Iterator[Problem]:
     if uri is None or not (uri == "databricks" or uri.startswith(_SERVERS)):
         yield Problem(
             path="tracking.uri",
-            value=None if uri is None else without_secret(uri),
+            value=NOT_GIVEN if uri is None else without_secret(uri),
             rule="run.storage_kind=nfs needs an MLflow server, since SQLite is not safe there",
             way_out="give the server's http:// or https:// address, or set tracking.enabled=false",
         )

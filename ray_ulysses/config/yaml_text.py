@@ -30,6 +30,18 @@ _RESOLVERS = (
     ("merge", re.compile(r"^<<$"), ["<"]),
 )
 
+# The first bytes of files that are taken for a configuration by mistake.
+_KINDS = {
+    b"\x1f\x8b": "compressed with gzip",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"\xfd7zXZ": "compressed with xz",
+    b"BZh": "compressed with bzip2",
+    b"PK\x03\x04": "a zip archive",
+    b"\xff\xfe": "UTF-16 text",
+    b"\xfe\xff": "UTF-16 text",
+    b"PAR1": "a Parquet file",
+}
+
 
 class _Loader(yaml.SafeLoader):
     """A safe loader that notes duplicate keys, with YAML 1.2's plain scalars."""
@@ -104,7 +116,7 @@ def _syntax_problem(error: Exception, source: str) -> Problem:
     mark = getattr(error, "problem_mark", None)
     place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark is not None else source
     what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
-    return Problem(path=place, value=None, rule=f"not valid YAML: {what}", way_out="correct the file's syntax")
+    return Problem(path=place, rule=f"not valid YAML: {what}", way_out="correct the file's syntax")
 
 
 def read_yaml(path: Path) -> tuple[object, tuple[Problem, ...]]:
@@ -120,10 +132,17 @@ def read_yaml(path: Path) -> tuple[object, tuple[Problem, ...]]:
     except IsADirectoryError:
         return None, (_file_problem(path, "is a directory", "give the YAML file in it"),)
     except UnicodeDecodeError:
-        return None, (_file_problem(path, "is not UTF-8 text", "give a YAML file"),)
+        return None, (_file_problem(path, f"is {_kind_of(path)}, not UTF-8 text", "give a YAML file"),)
     except OSError as error:
         return None, (_file_problem(path, f"can't be read ({error.strerror})", "check its permissions"),)
     return parse_yaml(text, path.name)
+
+
+def _kind_of(path: Path) -> str:
+    """Return what a file that is no text is, by its first bytes."""
+    with path.open("rb") as file:
+        start = file.read(16)
+    return next((kind for first, kind in _KINDS.items() if start.startswith(first)), "a binary file")
 
 
 def _file_problem(path: Path, rule: str, way_out: str) -> Problem:

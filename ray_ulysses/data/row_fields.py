@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.errors import ConfigError, Problem
+from ray_ulysses.errors import NOT_GIVEN, ConfigError, Problem
 
 RowKind = Literal["text", "tokens", "messages", "completion"]
 FieldRole = Literal["text", "tokens", "labels", "messages", "tools", "prompt", "completion", "id"]
@@ -84,7 +84,7 @@ class RowFields:
         found = []
 
         def refuse(role: str, rule: str, way_out: str) -> None:
-            found.append(Problem(path=option(role), value=given.get(role), rule=rule, way_out=way_out))
+            found.append(Problem(path=option(role), value=given.get(role, NOT_GIVEN), rule=rule, way_out=way_out))
 
         for role, value in given.items():
             if not value:

@@ -153,7 +153,7 @@ class _SlowTokenizer:
         from transformers import AutoTokenizer
 
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+            self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise UserError(
                 f"tokenizer={directory}: can't be loaded ({error}); "

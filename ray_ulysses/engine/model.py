@@ -11,6 +11,13 @@ from safetensors import SafetensorError
 
 from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
 from ray_ulysses.attention.refusals import refuse_config, refuse_inexact
+from ray_ulysses.engine.model_config import (
+    check_described,
+    described_config,
+    inline_config,
+    refuse_no_decoder,
+    with_words,
+)
 from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
@@ -72,7 +79,7 @@ def check_architecture(config: Config) -> None:
     """
     # What is written in line needs no hub; that it is what the path holds is checked when that is loaded.
     described = config.model.config
-    refuse_architecture(_hf_config(config) if described is None else _inline_config(described))
+    refuse_architecture(described_config(config) if described is None else inline_config(described))
 
 
 def refuse_architecture(hf_config: Any) -> None:
@@ -88,40 +95,18 @@ def refuse_architecture(hf_config: Any) -> None:
 
     # The architectures that can't even be built as a decoder are named by what they are first.
     refuse_config(hf_config)
+    refuse_no_decoder(hf_config)
     with torch.device("meta"):
-        model: Any = _described(lambda: AutoModelForCausalLM.from_config(deepcopy(hf_config)), "model.config")
+        model: Any = with_words(
+            lambda: AutoModelForCausalLM.from_config(deepcopy(hf_config), trust_remote_code=False), "model.config"
+        )
     refuse_inexact(model, model.config.get_text_config(decoder=True), None)
-
-
-def _inline_config(described: Mapping[str, Any]) -> Any:
-    from transformers import AutoConfig
-
-    fields = dict(described)
-    return _described(lambda: AutoConfig.for_model(fields.pop("model_type"), **fields), "model.config")
-
-
-def described_config(config: Config) -> Any:
-    """Return the model's ``PreTrainedConfig``: the inline one, or that of ``model.path``.
-
-    Raises:
-        UserError: It can't be read.
-    """
-    return _hf_config(config)
-
-
-def _hf_config(config: Config) -> Any:
-    from transformers import AutoConfig
-
-    path = str(config.model.path)
-    if config.model.config is not None and config.model.init == "random":
-        return _inline_config(config.model.config)
-    return _described(lambda: AutoConfig.from_pretrained(path), f"model.path={path!r}")
 
 
 def _random_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    hf_config = _hf_config(config)
+    hf_config = described_config(config)
     refuse_architecture(hf_config)
     torch.manual_seed(config.run.seed)
     model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
@@ -136,7 +121,7 @@ def _pretrained_model(config: Config, dtype: torch.dtype, partition: Mapping[str
     from transformers import AutoModelForCausalLM
 
     path = str(config.model.path)
-    hf_config = _hf_config(config)
+    hf_config = described_config(config)
     check_described(config.model.config, hf_config.to_dict(), path)
     refuse_architecture(hf_config)
     keep_alive = None
@@ -146,7 +131,9 @@ def _pretrained_model(config: Config, dtype: torch.dtype, partition: Mapping[str
         # While this object lives, from_pretrained partitions each parameter as it is made.
         keep_alive = HfDeepSpeedConfig(dict(partition))
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, output_loading_info=True, trust_remote_code=False
+        )
     except (OSError, RuntimeError, SafetensorError) as error:
         raise UserError(
             f"model.path={path!r}: no weights could be loaded ({error}); give a directory with config.json and "
@@ -167,43 +154,3 @@ def _refuse_missing(names: Collection[str], path: str) -> None:
             f"model.path={path!r}: {len(names)} of the model's tensors are not in its weights ({shown}); give the "
             "whole causal language model, or use init: random"
         )
-
-
-def hub_config(path: str) -> dict[str, Any]:
-    """Return the ``config.json`` of a model on a hub.
-
-    Raises:
-        UserError: It can't be reached.
-    """
-    from transformers import AutoConfig
-
-    fields: dict[str, Any] = _described(lambda: AutoConfig.from_pretrained(path), f"model.path={path!r}").to_dict()
-    return fields
-
-
-def check_described(described: Mapping[str, Any] | None, loaded: Mapping[str, Any], path: str) -> None:
-    """Refuse a loaded model that differs from what ``model.config`` says of it, and from what was planned.
-
-    Raises:
-        UserError: Names every field that differs.
-    """
-    differing = [
-        f"{name} is {loaded.get(name)!r} there and {value!r} in model.config"
-        for name, value in (described or {}).items()
-        if name in loaded and loaded[name] != value
-    ]
-    if differing:
-        raise UserError(
-            f"model.path={path!r} is not the model that model.config describes: {'; '.join(differing)}. "
-            "Correct model.config, or leave it out"
-        )
-
-
-def _described(read: Any, setting: str) -> Any:
-    try:
-        return read()
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{setting}: no model configuration could be read ({error}); give a directory with config.json, a hub id "
-            "that this machine can reach, or an inline model.config with a model_type"
-        ) from error

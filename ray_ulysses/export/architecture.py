@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ray_ulysses.engine.model import described_config
+from ray_ulysses.engine.model_config import described_config
 from ray_ulysses.export.request import WeightType
 
 if TYPE_CHECKING:

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from ray_ulysses.checkpoint.choice import Damage, committed_steps, read_committed
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.manifest import Manifest, step_folder
+from ray_ulysses.checkpoint.named import nameable
 from ray_ulysses.checkpoint.shards import ShardDamage, ShardEntry, verified_chunks
 from ray_ulysses.clock import Clock
 from ray_ulysses.errors import UserError
@@ -27,13 +29,13 @@ Watch = Callable[[int, int], None]
 
 
 def verify_checkpoint(
-    run_dir: Path, step: int, *, clock: Clock, watch: Watch = lambda done, total: None
+    run_dir: Path, which: int | Literal["latest"], *, clock: Clock, watch: Watch = lambda done, total: None
 ) -> CheckpointVerdict:
     """Read every byte of a committed checkpoint and hold it against its checksums; changes nothing.
 
     Args:
         run_dir: The run's directory; the checkpoints may lie on another store, which its configuration names.
-        step: The checkpoint's step.
+        which: The checkpoint's step, or the newest that is part of the run, damaged or not.
         clock: How long it takes.
         watch: Is told of what was read.
 
@@ -46,12 +48,9 @@ def verify_checkpoint(
     place = find_checkpoints(run_dir)
     with storage_answers(place.location):
         steps, lineage = committed_steps(place.store), read_lineage(place.store)
-    if step not in steps:
-        there = ", ".join(map(str, steps)) or "none"
-        raise UserError(
-            f"--verify-checkpoint={step}: no checkpoint of step {step} is committed in {place.location}; committed: "
-            f"{there} (`inspect RUN --checkpoints` lists what else is there)"
-        )
+        step = which if which != "latest" else max(nameable(place.store), default=None)
+    if step is None or step not in steps:
+        raise _not_committed(which, steps, place.location)
     verdict = CheckpointVerdict(
         name=run_dir.absolute().name, location=place.location, step=step, path=step_folder(step), problem=None
     )
@@ -59,6 +58,14 @@ def verify_checkpoint(
     if not verdict.is_whole and _is_gone(place.store, step):
         raise UserError(f"--verify-checkpoint={step}: retention has deleted it while it was read; name another step")
     return replace(verdict, seconds=clock.monotonic() - started)
+
+
+def _not_committed(which: int | Literal["latest"], steps: tuple[int, ...], location: str) -> UserError:
+    what = "no checkpoint" if which == "latest" else f"no checkpoint of step {which}"
+    return UserError(
+        f"--verify-checkpoint={which}: {what} is committed in {location}; committed: "
+        f"{', '.join(map(str, steps)) or 'none'} (`inspect RUN --checkpoints` lists what else is there)"
+    )
 
 
 def _read(store: Store, verdict: CheckpointVerdict, lineage: Lineage, watch: Watch) -> CheckpointVerdict:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from ray_ulysses.data.corpus import Corpus
 from ray_ulysses.data.tokenizers import Tokenizer, TokenizerInfo, load_tokenizer
 from ray_ulysses.errors import UserError
+from ray_ulysses.forensics.request import TextMode
 
-TextMode = Literal["cut", "full", "none"]
 _HEAD_CHARACTERS, _TAIL_CHARACTERS = 320, 160
 
 

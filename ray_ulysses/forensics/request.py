@@ -1,13 +1,18 @@
-"""What can be asked of a run's data, and which questions do not go together."""
+"""What can be asked of a run's data, and which questions do not go together; imports nothing that takes time."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.forensics.piece_text import TextMode
+
+TextMode = Literal["cut", "full", "none"]
+"""How much of a row's text is told."""
+
+_STEP = re.compile(r"^[0-9]{1,15}$")
 
 
 def check_request(
@@ -19,7 +24,7 @@ def check_request(
     corpora: Sequence[Path],
     text: str | None,
     checkpoints: bool = False,
-    checkpoint: int | None = None,
+    checkpoint: int | Literal["latest"] | None = None,
 ) -> TextMode:
     """Refuse questions that do not go together, and return how much text is asked for (pure).
 
@@ -31,7 +36,7 @@ def check_request(
         corpora: Where corpora lie now.
         text: How much text to tell; None for the default.
         checkpoints: Whether to list the checkpoints.
-        checkpoint: The step of the checkpoint to verify, if one is to be.
+        checkpoint: The checkpoint to verify, if one is to be.
 
     Raises:
         UserError: Says what goes with what.
@@ -59,3 +64,32 @@ def check_request(
     if mode is None:
         raise UserError(f"--text={text}: must be one of {', '.join(modes)}")
     return mode
+
+
+def parse_checkpoint(text: str) -> int | Literal["latest"]:
+    """Return which checkpoint ``--verify-checkpoint`` names.
+
+    Raises:
+        UserError: It is neither a step nor ``latest``.
+    """
+    if text == "latest":
+        return "latest"
+    if not _STEP.match(text):
+        raise UserError(f"--verify-checkpoint={text[:40]}: must be the number of a committed step, or latest")
+    return int(text)
+
+
+def check_run(run_dir: Path, argument: str = "RUN") -> None:
+    """Refuse a directory that is no run's.
+
+    Args:
+        run_dir: The directory.
+        argument: What the command line calls it, for the text of an error.
+
+    Raises:
+        UserError: It holds neither a configuration nor a journal.
+    """
+    if not (run_dir / "config.yaml").is_file() and not (run_dir / "journal").is_dir():
+        raise UserError(
+            f"{argument}={str(run_dir)!r}: is no run directory; give <run.storage>/<run.name>, which holds config.yaml"
+        )

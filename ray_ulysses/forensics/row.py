@@ -14,8 +14,9 @@ from ray_ulysses.data.mixture import first_documents
 from ray_ulysses.data.plan import Plan
 from ray_ulysses.data.rows import Piece
 from ray_ulysses.errors import UserError
-from ray_ulysses.forensics.piece_text import PieceText, TextMode, Texts
-from ray_ulysses.forensics.run_data import check_run, find_sources, open_plan
+from ray_ulysses.forensics.piece_text import PieceText, Texts
+from ray_ulysses.forensics.request import TextMode, check_run
+from ray_ulysses.forensics.run_data import find_sources, open_plan
 from ray_ulysses.forensics.trained import Trained, trained_steps
 from ray_ulysses.tracking.journal import read_records
 

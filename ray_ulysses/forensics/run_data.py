@@ -16,22 +16,6 @@ from ray_ulysses.errors import ConfigError, UserError
 _CONFIG_FILE = "config.yaml"
 
 
-def check_run(run_dir: Path, argument: str = "RUN") -> None:
-    """Refuse a directory that is no run's.
-
-    Args:
-        run_dir: The directory.
-        argument: What the command line calls it, for the text of an error.
-
-    Raises:
-        UserError: It holds neither a configuration nor a journal.
-    """
-    if not (run_dir / _CONFIG_FILE).is_file() and not (run_dir / "journal").is_dir():
-        raise UserError(
-            f"{argument}={str(run_dir)!r}: is no run directory; give <run.storage>/<run.name>, which holds config.yaml"
-        )
-
-
 def open_plan(run_dir: Path, argument: str = "RUN") -> Plan:
     """Return the plan of a run.
 

@@ -14,7 +14,8 @@ from ray_ulysses.forensics.checkpoints import read_claims
 from ray_ulysses.forensics.comparison import compare_runs
 from ray_ulysses.forensics.journal_checks import check_journal
 from ray_ulysses.forensics.reading import Watch, read_again
-from ray_ulysses.forensics.run_data import check_run, find_sources, open_plan
+from ray_ulysses.forensics.request import check_run
+from ray_ulysses.forensics.run_data import find_sources, open_plan
 from ray_ulysses.forensics.trained import Trained, trained_steps
 from ray_ulysses.forensics.verdict import Comparison, Finding, Reading, Verification
 from ray_ulysses.storage import current_owner

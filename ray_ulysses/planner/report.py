@@ -165,7 +165,7 @@ class PlanReport:
             ConfigError: With every problem.
         """
         if self.problems:
-            raise ConfigError(self.problems, source="plan")
+            raise ConfigError(self.problems, source=f"run {self.name!r}")
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain values, the sums of memory included."""
@@ -177,7 +177,9 @@ class PlanReport:
         return fields
 
 
-def build_report(config: Config, shape: ModelShape, corpora: CorpusSet, plan: Plan) -> PlanReport:
+def build_report(
+    config: Config, shape: ModelShape, corpora: CorpusSet, plan: Plan, changed: tuple[Problem, ...] = ()
+) -> PlanReport:
     """Put together what a run will do, and everything that speaks against it.
 
     Args:
@@ -185,9 +187,11 @@ def build_report(config: Config, shape: ModelShape, corpora: CorpusSet, plan: Pl
         shape: The model's shape.
         corpora: The prepared corpora.
         plan: The data plan made from them.
+        changed: What contradicts the run that would be resumed.
     """
     memory = configured_memory(config, shape)
     problems = (
+        *changed,
         *heads_problems(config, shape),
         *(
             problem

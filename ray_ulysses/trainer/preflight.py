@@ -5,31 +5,27 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ray_ulysses.config import Config, load_config
-from ray_ulysses.config.resume import resume_conflicts
+from ray_ulysses.config import Config
 from ray_ulysses.data.corpus_set import CorpusSet
 from ray_ulysses.data.plan import Plan
 from ray_ulysses.data.plan_files import PLAN_FOLDER, has_plan, load_plan
 from ray_ulysses.data.planning import Remainder
-from ray_ulysses.engine.model import check_architecture, check_described
+from ray_ulysses.engine.model import check_architecture
+from ray_ulysses.engine.model_config import check_described
 from ray_ulysses.errors import ConfigError, Problem, UserError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.parallel.layout import automatic_ring_size, row_multiple
 from ray_ulysses.planner.report import PlanReport, build_report
-from ray_ulysses.planner.settings import fits_rows, plan_settings
+from ray_ulysses.planner.settings import plan_settings
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.tracking.history import finished_step
 from ray_ulysses.tracking.journal import read_records
 from ray_ulysses.trainer.checkpoint_store import storage_answers
+from ray_ulysses.trainer.contradictions import changed_settings, misfit, other_plan
 from ray_ulysses.trainer.planning import committed_step, plan_run, store_plan
 from ray_ulysses.trainer.settings import CONFIG_FILE, last_step_of, local_model_config, model_shape
 from ray_ulysses.trainer.warm_start import Origin, check_origin, find_origin, is_there, pin_origin, pinned_origin
-
-if TYPE_CHECKING:
-    from ray_ulysses.model_shape import ModelShape
 
 _log = get_logger(__name__)
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
@@ -64,9 +60,9 @@ class PreparedRun:
 
 
 def prepare_run(config: Config, base: Path, *, branch: bool = False) -> PreparedRun:
-    """Check a configuration against model and corpus, and plan its rows; writes nothing.
+    """Check a configuration against the run that it resumes, model and corpus, and plan its rows; writes nothing.
 
-    Problems that can still be found are in ``report.problems``.
+    What speaks against starting it is in ``report.problems``, unless it leaves no report to be made.
 
     Args:
         config: As it was loaded.
@@ -77,16 +73,27 @@ def prepare_run(config: Config, base: Path, *, branch: bool = False) -> Prepared
         UserError: The model's configuration or the corpus can't be read, or no row can be made of it.
     """
     config = config.with_absolute_paths(base)
+    problems = [*changed_settings(config, branch=branch)]
+    try:
+        return _prepare(config, problems, branch=branch)
+    except UserError as error:
+        if not problems:
+            raise
+        raise ConfigError(problems, source=f"run {config.run.name!r}", beside=error) from error
+
+
+def _prepare(config: Config, problems: list[Problem], *, branch: bool) -> PreparedRun:
+    """Return the prepared run; what speaks against it is added to ``problems`` as it is found."""
     _check_model_path(config)
     shape = model_shape(config)
     check_architecture(config)
-    stored = load_plan(config.run_dir / PLAN_FOLDER) if has_plan(config.run_dir / PLAN_FOLDER) else None
-    if stored is not None:
-        _check_fit(config, shape, stored.settings.pad_multiple)
+    stored = _stored_plan(config)
+    problems += misfit(config, shape, stored)
     settings = plan_settings(config, shape, stored.settings if stored else None)
     corpora, plan, remainder = plan_run(config, settings, stored, branch=branch)
-    report = build_report(config, shape, corpora, plan)
-    origin = _origin(config, plan)
+    problems += () if problems else other_plan(config, stored, plan, is_branched=remainder is not None)
+    report = build_report(config, shape, corpora, plan, tuple(problems))
+    problems[:] = report.problems
     return PreparedRun(
         config=config,
         corpora=corpora,
@@ -94,8 +101,13 @@ def prepare_run(config: Config, base: Path, *, branch: bool = False) -> Prepared
         report=report,
         remainder=remainder,
         branch=branch,
-        origin=origin,
+        origin=_origin(config, plan),
     )
+
+
+def _stored_plan(config: Config) -> Plan | None:
+    folder = config.run_dir / PLAN_FOLDER
+    return load_plan(folder) if has_plan(folder) else None
 
 
 def _origin(config: Config, plan: Plan) -> Origin | None:
@@ -122,61 +134,22 @@ def _origin(config: Config, plan: Plan) -> Origin | None:
     return origin
 
 
-def _check_fit(config: Config, shape: ModelShape, multiple: int) -> None:
-    """Refuse a split that needs other rows than a run has, whose lengths stay multiples of ``multiple`` for its life.
-
-    Raises:
-        ConfigError: Names the splits that fit.
-    """
-    if not fits_rows(config, shape, multiple):
-        problem = _misfit(config, shape, multiple)
-        raise ConfigError([problem], source=f"resume of run {config.run.name!r} in {config.run.storage}")
-
-
-def _misfit(config: Config, shape: ModelShape, multiple: int) -> Problem:
-    """Return why the split that is asked for can't have a run's rows, and which can."""
-    rule = f"does not fit the rows of run '{config.run.name}', whose lengths are multiples of {multiple}"
-    fitting = [
-        size
-        for size in config.parallel.allowed_sp or range(1, multiple + 1)
-        if multiple % row_multiple(size, automatic_ring_size(size, shape.num_heads)) == 0
-    ]
-    choices = ", ".join(str(size) for size in fitting)
-    new_run = "name the size in parallel.allowed_sp of a new run"
-    if config.parallel.ring_size is None:
-        way_out = f"use {choices} to resume, or {new_run}"
-        return Problem(path="parallel.sp_size", value=config.parallel.sp_size, rule=rule, way_out=way_out)
-    way_out = f"use null with a parallel.sp_size of {choices} to resume, or {new_run}"
-    return Problem(path="parallel.ring_size", value=config.parallel.ring_size, rule=rule, way_out=way_out)
-
-
 def check_resume(prepared: PreparedRun) -> None:
     """Refuse a resume whose configuration or corpus contradicts the run's; writes nothing.
 
     Raises:
         ConfigError: Names each setting that differs, and how to start a new run instead.
-        UserError: The stored configuration or plan can't be read, or the corpus is another one.
+        UserError: The stored configuration or plan can't be read.
     """
-    config = prepared.config
-    stored_config = config.run_dir / CONFIG_FILE
-    if stored_config.is_file():
-        problems = resume_conflicts(load_config(stored_config), config, branch=prepared.branch)
-        if problems:
-            raise ConfigError(problems, source=f"resume of run {config.run.name!r} in {config.run.storage}")
-    if has_plan(config.run_dir / PLAN_FOLDER):
-        stored = load_plan(config.run_dir / PLAN_FOLDER)
-        planned = [segment.plan_id for segment in prepared.plan.segments]
-        found = [segment.plan_id for segment in stored.segments]
-        before = planned[:-1] if prepared.remainder is not None else planned
-        if found not in (planned, before):
-            stored.check_corpus(prepared.corpora.fingerprint)
-            raise UserError(
-                f"{config.run_dir / PLAN_FOLDER} holds plan {stored.plan_id}, these settings make plan "
-                f"{prepared.plan.plan_id}; restore the settings, repeat with --branch the command whose change of the "
-                "data was begun, or start a new run under another run.name"
-            )
-        if found == before and prepared.remainder is not None:
-            _check_branch_point(config, prepared.remainder)
+    config, remainder = prepared.config, prepared.remainder
+    stored = _stored_plan(config)
+    problems = changed_settings(config, branch=prepared.branch) or other_plan(
+        config, stored, prepared.plan, is_branched=remainder is not None
+    )
+    if problems:
+        raise ConfigError(problems, source=f"resume of run {config.run.name!r} in {config.run.storage}")
+    if stored is not None and remainder is not None and len(stored.segments) < len(prepared.plan.segments):
+        _check_branch_point(config, remainder)
 
 
 def _check_branch_point(config: Config, remainder: Remainder) -> None:

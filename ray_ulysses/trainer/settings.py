@@ -30,7 +30,7 @@ def model_shape(config: Config) -> ModelShape:
     assert config.model.path is not None
     if Path(config.model.path).expanduser().is_dir():
         return ModelShape.from_path(Path(config.model.path).expanduser())
-    from ray_ulysses.engine.model import hub_config
+    from ray_ulysses.engine.model_config import hub_config
 
     return ModelShape.from_config_dict(hub_config(config.model.path), source=f"model.path={config.model.path!r}")
 

@@ -33,6 +33,7 @@ class Summary:
         checkpoint: Newest committed checkpoint.
         mlflow: Command or address that shows the curves; None if the run is not tracked.
         resume: Command that goes on.
+        go_on: Command that goes on to the end of the planned data.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Summary:
     checkpoint: str | None
     mlflow: str | None
     resume: str
+    go_on: str
 
 
 def build_summary(
@@ -76,7 +78,6 @@ def build_summary(
     """
     last = [step.loss for step in history.steps[-_LAST_LOSSES:]]
     committed = [checkpoint for checkpoint in history.checkpoints if checkpoint.committed]
-    options = "".join(f" --set {shlex.quote(override)}" for override in overrides)
     return Summary(
         name=history.name,
         status=history.status,
@@ -91,8 +92,16 @@ def build_summary(
         goodput=goodput_in_words(history.time_spent),
         checkpoint=str(run_dir / committed[-1].path) if committed else None,
         mlflow=None if tracking_uri is None else mlflow_command(tracking_uri),
-        resume=f"ray-ulysses train {shlex.quote(config_path)}{options}",
+        resume=_command(config_path, overrides),
+        go_on=_command(config_path, (*overrides, f"run.stop_step={planned_steps}")),
     )
+
+
+def _command(config_path: str, overrides: tuple[str, ...]) -> str:
+    """Return the command that trains with these overrides; of several for one setting the last one, which wins."""
+    last = {override.partition("=")[0].strip(): number for number, override in enumerate(overrides)}
+    options = "".join(f" --set {shlex.quote(overrides[number])}" for number in sorted(last.values()))
+    return f"ray-ulysses train {shlex.quote(config_path)}{options}"
 
 
 def mlflow_command(uri: str) -> str:
@@ -123,6 +132,6 @@ def render_summary(summary: Summary) -> str:
 def _next_step(summary: Summary) -> tuple[str, str]:
     if summary.step < summary.planned_steps:
         if summary.status == "finished":
-            return ("go on", f"{summary.resume} --set run.stop_step={summary.planned_steps}")
+            return ("go on", summary.go_on)
         return ("resume", summary.resume)
     return ("go on", "every planned row is trained; a new run.name with more data or data.epochs trains further")

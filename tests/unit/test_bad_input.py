@@ -34,11 +34,11 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
-    """Runs a command that must be refused, and returns what it says on standard error."""
+    """Runs a command that must be refused, and returns what it says; `plan` says it in its report."""
 
     def call(*arguments: object) -> str:
         code = run(app, [str(argument) for argument in arguments])
-        said = capsys.readouterr().err
+        said = " ".join("".join(capsys.readouterr()).split())
         assert code == 2, said
         assert "Traceback" not in said
         return said

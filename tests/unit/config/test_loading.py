@@ -120,7 +120,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(path: str, nearest: str
         ("run.name=a/b", "run.name='a/b': may have only letters, digits"),
         ("run.name=..", "run.name='..': may have only letters, digits"),
         ("run.name=12", "run.name=12: must be text; write it in quotes"),
-        ("run.storage=", "run.storage=None: must be text"),
+        ("run.storage=", "run.storage=null: must be text"),
         (
             "run.storage=s3://bucket/runs",
             "run.storage='s3://bucket/runs': object stores and other URIs are not supported",
@@ -133,7 +133,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(path: str, nearest: str
             "model.config={'a': 1}: an inline model configuration must have a model_type",
         ),
         ("data.eval_fraction=0.6", "data.eval_fraction=0.6: must be at most 0.5"),
-        ("data.context_tokens=true", "data.context_tokens=True: must be a whole number"),
+        ("data.context_tokens=true", "data.context_tokens=true: must be a whole number"),
         ("data.rows_per_step='4'", "data.rows_per_step='4': must be a whole number; write a number without"),
         ("parallel.sp_size=0", "parallel.sp_size=0: must be at least 1"),
         ("parallel.ring_size=0", "parallel.ring_size=0: must be at least 1"),
@@ -148,7 +148,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(path: str, nearest: str
         ("tracking.uri=mlflow", "tracking.uri='mlflow': must be the URI of an MLflow server"),
         ("tracking.tags={a: 1}", "tracking.tags.a=1: must be text; write it in quotes"),
         ("cluster.gpus_per_worker=2", "cluster.gpus_per_worker=2: must be at most 1"),
-        ("cluster.workers=", "cluster.workers=None: must be a whole number"),
+        ("cluster.workers=", "cluster.workers=null: must be a whole number"),
     ],
 )
 def test_a_bad_value_is_refused_by_path_value_rule_and_way_out(override: str, error: str) -> None:
@@ -170,7 +170,7 @@ def test_a_file_without_sections_is_refused(tree: object) -> None:
 
 @pytest.mark.parametrize("tree", [None, {}, {"run": None, "model": None}])
 def test_an_empty_file_is_told_each_setting_that_it_needs(tree: object) -> None:
-    paths = [error.partition("=")[0] for error in errors_of(tree)]
+    paths = [error.partition(":")[0] for error in errors_of(tree)]
     assert paths == [
         "run.name",
         "run.storage",

@@ -13,12 +13,12 @@ _NO_MODEL: dict[str, Any] = {"model__config": None}
 _BROKEN: list[tuple[dict[str, Any], str]] = [
     (
         {"model__init": "pretrained"},
-        "model.path=None: model.init=pretrained needs the weights of a model; "
+        "model.path: model.init=pretrained needs the weights of a model; "
         "give a local directory or a hub id, or set model.init=random",
     ),
     (
         _NO_MODEL,
-        "model.config=None: model.init=random needs a model configuration; "
+        "model.config: model.init=random needs a model configuration; "
         "write it in line under model.config, or give a model.path that has a config.json",
     ),
     (
@@ -59,7 +59,7 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"data__path": None},
-        "data.path=None: no corpus is named; give a directory that `ray-ulysses prepare` has written, or several under "
+        "data.path: no corpus is named; give a directory that `ray-ulysses prepare` has written, or several under "
         "data.sources",
     ),
     (
@@ -69,7 +69,7 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"data__path": None, "data__sources": [{"path": "a", "weight": 1.0}, {"path": "b"}]},
-        "data.sources=[1.0, None]: some sources have a weight and some have none; give each one a weight, "
+        "data.sources=[1.0, null]: some sources have a weight and some have none; give each one a weight, "
         "or none of them",
     ),
     (
@@ -104,7 +104,7 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"memory__offload_optimizer": "nvme"},
-        "memory.nvme_path=None: memory.offload_optimizer=nvme needs a directory to swap to; give a directory on a "
+        "memory.nvme_path: memory.offload_optimizer=nvme needs a directory to swap to; give a directory on a "
         "local NVMe disk of each node, or set memory.offload_optimizer: cpu",
     ),
     (
@@ -119,7 +119,7 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"run__storage_kind": "nfs"},
-        "tracking.uri=None: run.storage_kind=nfs needs an MLflow server, since SQLite is not safe there; "
+        "tracking.uri: run.storage_kind=nfs needs an MLflow server, since SQLite is not safe there; "
         "give the server's http:// or https:// address, or set tracking.enabled=false",
     ),
     (
@@ -129,7 +129,7 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"model__resume_from": "mlflow:demo/40", "tracking__enabled": False, "tracking__uri": "http://mlflow:5000"},
-        "tracking.enabled=False: model.resume_from='mlflow:demo/40' is looked up in MLflow, which is off; "
+        "tracking.enabled=false: model.resume_from='mlflow:demo/40' is looked up in MLflow, which is off; "
         "set tracking.enabled: true, or name the run's directory or store in model.resume_from",
     ),
 ]

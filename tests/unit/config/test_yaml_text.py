@@ -66,9 +66,9 @@ def test_what_is_not_plain_yaml_is_refused_at_its_place(text: str) -> None:
 
 def test_a_file_that_cannot_be_read_is_a_problem_that_names_it(tmp_path: Path) -> None:
     binary = tmp_path / "model.bin"
-    binary.write_bytes(b"\xff\xfe\x00\x80")
+    binary.write_bytes(b"\xf0\x00\x80")
     rules = [read_yaml(path)[1][0].rule for path in (tmp_path / "none.yaml", tmp_path, binary)]
-    assert rules == ["the file does not exist", "is a directory", "is not UTF-8 text"]
+    assert rules == ["the file does not exist", "is a directory", "is a binary file, not UTF-8 text"]
 
 
 _SCALARS = st.one_of(

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
-from ray_ulysses.engine.model import build_model, check_described
+from ray_ulysses.engine.model import build_model
+from ray_ulysses.engine.model_config import check_described
 from ray_ulysses.errors import UserError
 from tests.unit.config.trees import small_tree
 
@@ -135,12 +136,12 @@ def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
 
 def test_a_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match=r"model\.path='.*': no model configuration could be read .* inline model\.config"
+        UserError, match=r"model\.path='.*': there is no config\.json with a model_type; .* inline model\.config"
     ):
         build_model(pretrained(tmp_path))
 
 
 def test_an_unknown_architecture_is_refused() -> None:
     described = {**INLINE, "model_type": "no_such_model"}
-    with pytest.raises(UserError, match=r"model\.config: no model configuration could be read .*no_such_model"):
+    with pytest.raises(UserError, match=r"model\.config\.model_type='no_such_model': Transformers .* has no such"):
         build_model(config_of(model__config=described))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ray_ulysses.engine.model import described_config
+from ray_ulysses.engine.model_config import described_config
 from ray_ulysses.export.source import read_config
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.export.runs import assert_same, export, tensors_in, word_tokenizer, write_checkpoint

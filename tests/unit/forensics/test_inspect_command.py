@@ -131,6 +131,7 @@ def test_a_checkpoint_is_verified_and_damage_exits_with_1(inspect: Inspect, tmp_
     code, out, _ = inspect(tmp_path / "saved", "--verify-checkpoint", 20, "--json")
     fields = json.loads(out)
     assert (code, fields["whole"], fields["files"][0]["problem"]) == (1, False, None)
+    assert inspect(tmp_path / "saved", "--verify-checkpoint", "latest")[0] == 1, "the newest is the damaged one"
     code, out, err = inspect(tmp_path / "saved", "--verify-checkpoint", 30)
     assert (code, out) == (2, "")
     assert "no checkpoint of step 30 is committed" in err
@@ -203,7 +204,7 @@ def test_what_is_not_damaged_is_not_called_so(inspect: Inspect, tmp_path: Path) 
         (("--row", "0", "--checkpoints"), "--row and --checkpoints are two questions; ask one at a time"),
         (("--verify", "--verify-checkpoint", "3"), "--verify and --verify-checkpoint are two questions"),
         (("--verify-checkpoint", "3", "--checkpoints", "--verify"), "are three questions; ask one at a time"),
-        (("--verify-checkpoint", "x"), "Invalid value for '--verify-checkpoint'"),
+        (("--verify-checkpoint", "x"), "--verify-checkpoint=x: must be the number of a committed step, or latest"),
         (("--row", "99999"), "--row=99999: the plan"),
         (("--row", "0", "--verify"), "ask one at a time"),
         (("--row", "0", "--text", "some"), "--text=some: must be one of cut, full, none"),

@@ -40,7 +40,7 @@ def test_all_problems_come_at_once():
     config = make_config({**MODEL, "vocab_size": 200}, run={"stop_step": 1000}, memory={"device_gib": 0.001})
     report = report_of(config, make_corpus([64] * 9))
     assert [problem.path for problem in report.problems] == ["data.path", "run.stop_step", "memory.device_gib"]
-    with pytest.raises(ConfigError, match="plan: 3 problems"):
+    with pytest.raises(ConfigError, match="run 'demo': 3 problems"):
         report.raise_problems()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_ulysses.errors import UserError
+from ray_ulysses.errors import ConfigError, UserError
 from ray_ulysses.trainer.preflight import PreparedRun, check_resume, claim_directory, prepare_run
 from tests.distributed.run_case import make_config, make_corpus
 
@@ -31,7 +31,7 @@ def test_a_run_goes_on_with_every_split_that_its_rows_allow(tmp_path: Path) -> N
         with pytest.raises(
             UserError, match=r"parallel\.(sp|ring)_size=.* multiples of 12; .*parallel\.allowed_sp of a"
         ):
-            prepared(sp_size, ring_size)
+            prepared(sp_size, ring_size).report.raise_problems()
 
 
 def test_the_sizes_that_are_offered_for_a_resume_can_resume(tmp_path: Path) -> None:
@@ -40,9 +40,47 @@ def test_the_sizes_that_are_offered_for_a_resume_can_resume(tmp_path: Path) -> N
         prepare_run(make_config(tmp_path / "runs", corpus, parallel__sp_size=3, cluster__workers=3), Path("/"))
     )
     with pytest.raises(UserError) as caught:
-        prepare_run(make_config(tmp_path / "runs", corpus, parallel__sp_size=5, cluster__workers=5), Path("/"))
+        prepare_run(
+            make_config(tmp_path / "runs", corpus, parallel__sp_size=5, cluster__workers=5), Path("/")
+        ).report.raise_problems()
     offered = str(caught.value).partition("use ")[2].partition(" to resume")[0].split(", ")
     assert offered == ["1", "2", "3", "4", "6"]
     for size in map(int, offered):
         split = {"parallel__sp_size": size, "cluster__workers": size}
         check_resume(prepare_run(make_config(tmp_path / "runs", corpus, **split), Path("/")))
+
+
+def test_all_contradictions_of_a_resume_come_at_once_beside_the_plans_own_problems(tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path)
+    claim_directory(prepare_run(make_config(tmp_path / "runs", corpus), Path("/")))
+    model = {**(make_config(tmp_path, corpus).model.config or {}), "hidden_size": 128, "vocab_size": 100}
+    changes = {
+        "run__seed": 7,
+        "model__config": model,
+        "data__context_tokens": 96,
+        "parallel__sp_size": 3,
+        "cluster__workers": 3,
+        "run__stop_step": 10**6,
+    }
+    report = prepare_run(make_config(tmp_path / "runs", corpus, **changes), Path("/")).report
+    assert [problem.path for problem in report.problems] == [
+        "data.context_tokens",
+        "run.seed",
+        "model.config",
+        "parallel.sp_size",
+        "data.path",
+        "run.stop_step",
+    ]
+    said = str(report.problems[2])
+    assert "(vocab_size: 100, the run has 264; hidden_size: 128, the run has 32)" in said
+
+
+def test_contradictions_are_said_beside_an_error_that_leaves_no_plan_to_be_made(tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path)
+    claim_directory(prepare_run(make_config(tmp_path / "runs", corpus), Path("/")))
+    with pytest.raises(ConfigError) as caught:
+        prepare_run(make_config(tmp_path / "runs", tmp_path / "nothing", run__seed=7), Path("/"))
+    said = str(caught.value)
+    assert said.startswith("run 'run': 3 problems\n  - data.path=")
+    assert "\n  - run.seed=7: " in said
+    assert "nothing" in said.splitlines()[-1] and "prepare" in said.splitlines()[-1]

@@ -55,6 +55,12 @@ def test_a_run_that_reached_its_stop_step_is_told_how_to_go_on():
     assert last.split()[0:2] == ["go", "on"]
 
 
+def test_the_command_that_goes_on_gives_each_setting_once():
+    given = ("run.stop_step=12", "cluster.workers=4", "cluster.workers=2")
+    last = render_summary(summary_of(make_history(), planned_steps=40, overrides=given)).splitlines()[-1]
+    assert last.endswith("ray-ulysses train configs/demo.yaml --set cluster.workers=2 --set run.stop_step=40")
+
+
 def test_a_run_without_steps_or_tracking_says_so():
     history = make_history(0, status="failed", checkpoints=())
     text = render_summary(summary_of(history, tracking_uri=None, unigram_nats=None))

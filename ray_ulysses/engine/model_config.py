@@ -1,0 +1,132 @@
+"""A model's configuration as Transformers reads it: written in line, or from a directory or a hub; never its code."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ray_ulysses.errors import UserError
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+
+_SOURCES = (
+    "give a directory with config.json, a hub id that this machine can reach, or an inline model.config with a "
+    "model_type"
+)
+
+
+def described_config(config: Config) -> Any:
+    """Return the ``PreTrainedConfig`` of a run's model: the inline one of a random model, or that of ``model.path``.
+
+    Raises:
+        UserError: It can't be read, is of no known type, or needs code that the model's repository brings.
+    """
+    if config.model.config is not None and config.model.init == "random":
+        return inline_config(config.model.config)
+    return _stored_config(str(config.model.path))
+
+
+def inline_config(described: Mapping[str, Any]) -> Any:
+    """Return the ``PreTrainedConfig`` that ``model.config`` describes; needs no network.
+
+    Raises:
+        UserError: Its model type is unknown, or a field can't be used.
+    """
+    from transformers import AutoConfig
+
+    fields = dict(described)
+    _refuse_unknown_type(fields.get("model_type"), "model.config.model_type")
+    return with_words(lambda: AutoConfig.for_model(fields.pop("model_type"), **fields), "model.config")
+
+
+def hub_config(path: str) -> dict[str, Any]:
+    """Return the ``config.json`` of a model on a hub, with the defaults of its type filled in.
+
+    Raises:
+        UserError: It can't be reached or used.
+    """
+    fields: dict[str, Any] = _stored_config(path).to_dict()
+    return fields
+
+
+def _stored_config(path: str) -> Any:
+    from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+
+    setting = f"model.path={path!r}"
+    fields, _ = with_words(lambda: PreTrainedConfig.get_config_dict(path), setting)
+    kind = fields.get("model_type")
+    if kind is None and "auto_map" not in fields:
+        raise UserError(f"{setting}: there is no config.json with a model_type; {_SOURCES}")
+    if "auto_map" in fields and kind not in CONFIG_MAPPING:
+        raise UserError(
+            f"{setting}: its model_type {kind!r} is defined by Python code in the model's own repository, which "
+            "ray-ulysses never runs: code from a download would run on every worker, and attention in it can't be "
+            "replaced exactly. There is no trust_remote_code; use a model whose architecture Transformers has"
+        )
+    _refuse_unknown_type(kind, f"{setting}: model_type")
+    return with_words(lambda: AutoConfig.from_pretrained(path, trust_remote_code=False), setting)
+
+
+def _refuse_unknown_type(kind: object, setting: str) -> None:
+    from transformers import CONFIG_MAPPING, __version__
+
+    if kind in CONFIG_MAPPING:
+        return
+    near = difflib.get_close_matches(str(kind).lower(), CONFIG_MAPPING.keys(), n=1, cutoff=0.6)
+    hint = f" (did you mean '{near[0]}'?)" if near else ""
+    raise UserError(
+        f"{setting}={kind!r}: Transformers {__version__} has no such model type; write it as the model's config.json "
+        f"on the hub does, such as llama, mistral or qwen3{hint}"
+    )
+
+
+def refuse_no_decoder(hf_config: Any) -> None:
+    """Refuse a model type of which Transformers has no causal language model.
+
+    Args:
+        hf_config: A ``PreTrainedConfig``.
+
+    Raises:
+        UserError: Names the type.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, __version__
+
+    if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(
+            f"model_type={hf_config.model_type!r}: Transformers {__version__} has no causal language model of this "
+            "type; use a decoder such as llama, mistral or qwen3"
+        )
+
+
+def with_words(read: Callable[[], Any], setting: str) -> Any:
+    """Return what ``read`` returns; the errors of Transformers become the user's, with the setting's name.
+
+    Raises:
+        UserError: Says what Transformers said.
+    """
+    try:
+        return read()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = f"a value in it is unknown: {error}" if isinstance(error, KeyError) else str(error)
+        way_out = "correct it" if setting == "model.config" else _SOURCES
+        raise UserError(f"{setting}: no model can be made of this configuration ({what}); {way_out}") from error
+
+
+def check_described(described: Mapping[str, Any] | None, loaded: Mapping[str, Any], path: str) -> None:
+    """Refuse a loaded model that differs from what ``model.config`` says of it, and from what was planned.
+
+    Raises:
+        UserError: Names every field that differs.
+    """
+    differing = [
+        f"{name} is {loaded.get(name)!r} there and {value!r} in model.config"
+        for name, value in (described or {}).items()
+        if name in loaded and loaded[name] != value
+    ]
+    if differing:
+        raise UserError(
+            f"model.path={path!r} is not the model that model.config describes: {'; '.join(differing)}. "
+            "Correct model.config, or leave it out"
+        )

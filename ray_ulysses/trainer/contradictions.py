@@ -1,0 +1,81 @@
+"""What a resume asks for that contradicts the run, as its directory has it: every contradiction at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ray_ulysses.config import load_config
+from ray_ulysses.config.resume import resume_conflicts
+from ray_ulysses.data.plan_files import PLAN_FOLDER
+from ray_ulysses.errors import Problem
+from ray_ulysses.parallel.layout import automatic_ring_size, row_multiple
+from ray_ulysses.planner.settings import fits_rows
+from ray_ulysses.trainer.settings import CONFIG_FILE
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+    from ray_ulysses.data.plan import Plan
+    from ray_ulysses.model_shape import ModelShape
+
+
+def changed_settings(config: Config, *, branch: bool) -> tuple[Problem, ...]:
+    """Return a problem for each setting that must stay as the run was started with; none where there is no run.
+
+    Args:
+        config: The configuration to go on with, paths absolute.
+        branch: Whether settings of the data plan may change.
+
+    Raises:
+        ConfigError: The stored configuration can't be read.
+    """
+    stored = config.run_dir / CONFIG_FILE
+    if not stored.is_file():
+        return ()
+    return resume_conflicts(load_config(stored), config, branch=branch)
+
+
+def misfit(config: Config, shape: ModelShape, stored: Plan | None) -> tuple[Problem, ...]:
+    """Return why a run's rows, whose lengths keep their multiple for life, can't be split as configured.
+
+    Args:
+        config: The configuration to go on with.
+        shape: The model.
+        stored: The run's plan; None where there is no run.
+    """
+    if stored is None or fits_rows(config, shape, stored.settings.pad_multiple):
+        return ()
+    multiple = stored.settings.pad_multiple
+    rule = f"does not fit the rows of run '{config.run.name}', whose lengths are multiples of {multiple}"
+    fitting = [
+        size
+        for size in config.parallel.allowed_sp or range(1, multiple + 1)
+        if multiple % row_multiple(size, automatic_ring_size(size, shape.num_heads)) == 0
+    ]
+    choices = ", ".join(str(size) for size in fitting)
+    new_run = "name the size in parallel.allowed_sp of a new run"
+    if config.parallel.ring_size is None:
+        way_out = f"use {choices} to resume, or {new_run}"
+        return (Problem(path="parallel.sp_size", value=config.parallel.sp_size, rule=rule, way_out=way_out),)
+    way_out = f"use null with a parallel.sp_size of {choices} to resume, or {new_run}"
+    return (Problem(path="parallel.ring_size", value=config.parallel.ring_size, rule=rule, way_out=way_out),)
+
+
+def other_plan(config: Config, stored: Plan | None, plan: Plan, *, is_branched: bool) -> tuple[Problem, ...]:
+    """Return why the plan that the settings make is not the one that the run has stored.
+
+    Args:
+        config: The configuration to go on with.
+        stored: The run's plan; None where there is no run.
+        plan: The plan that the settings make.
+        is_branched: Whether its newest segment is a new one, which need not be stored yet.
+    """
+    planned = [segment.plan_id for segment in plan.segments]
+    found = planned if stored is None else [segment.plan_id for segment in stored.segments]
+    if stored is None or found == planned or (is_branched and found == planned[:-1]):
+        return ()
+    rule = f"{config.run_dir / PLAN_FOLDER} holds plan {stored.plan_id}, these settings make plan {plan.plan_id}"
+    way_out = (
+        "restore the settings, repeat with --branch the command whose change of the data was begun, or start a new "
+        "run under another run.name"
+    )
+    return (Problem(path="data", rule=rule, way_out=way_out),)

@@ -1,0 +1,109 @@
+"""What can be said from the command line and the file alone is said before anything heavy is imported."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_HEAVY = ("torch", "numba", "ray", "transformers", "mlflow", "deepspeed", "rich")
+_DATA = ("numpy", "pyarrow", "obstore")
+# CPU seconds of the whole process, so that a busy machine does not fail the test: about five times what a quiet one
+# takes, and below what torch alone takes to import.
+_BUDGET_S = 2.0
+_RUN = (
+    "import json, sys, time\n"
+    "from ray_ulysses.cli import app, run\n"
+    "code = run(app, sys.argv[2:])\n"
+    "found = [name for name in json.loads(sys.argv[1]) if name in sys.modules]\n"
+    "print(json.dumps([code, found, time.process_time()]))\n"
+)
+
+
+def refused(folder: Path, *arguments: str, unwanted: tuple[str, ...] = (*_HEAVY, *_DATA)) -> str:
+    """Run a command in a process of its own, and return what it says on standard error."""
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN, json.dumps(unwanted), *arguments],
+        capture_output=True, text=True, timeout=120, cwd=folder, check=True,
+    )  # fmt: skip
+    code, imported, seconds = json.loads(done.stdout)
+    assert (code, imported) == (2, []), done.stderr
+    assert seconds < _BUDGET_S
+    return done.stderr
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "config.yaml: 7 problems\n  - run.name: the setting is required; add it to the file"),
+        ("run:\n  name: a\n bad: 1\n", "  - config.yaml:3:2: not valid YAML: "),
+        ("run: {nmae: a}\nrun: {}\n", "config.yaml:2='run': the key is given twice"),
+        ("model: {trust_remote_code: true}", "model.trust_remote_code=true: code of a model's repository is never run"),
+        ("run: {name: 3}", "run.name=3: must be text"),
+    ],
+    ids=["empty", "indent", "twice", "remote-code", "type"],
+)
+def test_a_wrong_file_is_refused_before_torch_and_ray_are_imported(
+    tmp_path: Path, command: str, text: str, said: str
+) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    assert said in refused(tmp_path, command, "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (gzip.compress(b"run: {}"), "is compressed with gzip, not UTF-8 text"),
+        ("run: {}".encode("utf-16"), "is UTF-16 text, not UTF-8 text"),
+        (b"\xff\x00\x12", "is a binary file, not UTF-8 text"),
+    ],
+    ids=["gzip", "utf-16", "binary"],
+)
+def test_a_file_that_is_no_text_is_called_what_it_is(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "config.yaml").write_bytes(content)
+    assert said in refused(tmp_path, "plan", "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("plan", "absent.yaml"), "CONFIG='absent.yaml': the file does not exist"),
+        (("inspect", "absent"), "RUN='absent': is no run directory"),
+        (("inspect", "absent", "--row", "3", "--verify"), "are two questions"),
+        (("inspect", "absent", "--verify-checkpoint", "newest"), "--verify-checkpoint=newest: must be the number of"),
+        (("export", "absent"), "RUN='absent': is no run directory"),
+        (("export", "absent", "--step", "newest"), "--step=newest: must be the number"),
+    ],
+    ids=["file", "run", "questions", "checkpoint", "export", "step"],
+)
+def test_a_wrong_command_line_is_refused_before_anything_heavy_is_imported(
+    tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    assert said in refused(tmp_path, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(("--kind", "pdf"), "--kind='pdf': is unknown"), ((), "source=absent: no such file")],
+    ids=["kind", "source"],
+)
+def test_a_wrong_preparation_is_refused_before_ray_is_imported(
+    tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    prepare = ("prepare", "absent", "--out", "corpus", "--tokenizer", "bytes", *arguments)
+    assert said in refused(tmp_path, *prepare, unwanted=_HEAVY)
+
+
+def test_the_version_is_said_without_an_import(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ray_ulysses", "--version"],
+        capture_output=True, text=True, timeout=60, cwd=tmp_path, check=True,
+    )  # fmt: skip
+    from ray_ulysses import __version__
+
+    assert done.stdout == f"ray-ulysses {__version__}\n"
