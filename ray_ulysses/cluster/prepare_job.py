@@ -12,6 +12,7 @@ import ray.data
 
 from ray_ulysses.cluster.quiet import quiet
 from ray_ulysses.data.corpus import Corpus
+from ray_ulysses.data.patience import Patience, StorageAwayError
 from ray_ulysses.data.preparation import (
     PrepareRequest,
     ProgressCallback,
@@ -22,7 +23,7 @@ from ray_ulysses.data.preparation import (
 from ray_ulysses.data.sources import Unit
 from ray_ulysses.data.tokenizers import Tokenizer, load_tokenizer
 from ray_ulysses.data.unit_writer import UnitResult, write_unit
-from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.errors import RunError, UlyssesError, UserError
 
 DEFAULT_NUM_CPUS = 1.0
 
@@ -54,7 +55,10 @@ def prepare(
         results = list(preparation.done)
         failures: list[dict[str, Any]] = []
         for answer in _run_units(preparation.pending, preparation.request, num_cpus):
-            if answer["error"]:
+            if answer["failure"] == "storage away":
+                # The other units would each wait as long.
+                raise RunError(answer["error"])
+            if answer["failure"]:
                 failures.append(answer)
                 continue
             results.append(UnitResult.from_json(json.loads(answer["result"])))
@@ -62,7 +66,7 @@ def prepare(
                 progress(progress_of(preparation, results))
         if failures:
             text = "\n".join(sorted({failure["error"] for failure in failures}))
-            raise UserError(text) if all(failure["is_users"] for failure in failures) else RunError(text)
+            raise UserError(text) if all(failure["failure"] == "user" for failure in failures) else RunError(text)
         return finish(preparation, tuple(results))
 
 
@@ -81,14 +85,14 @@ def _run_unit(item: dict[str, Any], *, out: str, tokenizer: str) -> dict[str, An
     unit = Unit.from_json(json.loads(item["unit"]))
     try:
         result = write_unit(Path(out), unit, _tokenizer(tokenizer))
-    except UserError as error:
-        return {"result": "", "error": str(error), "is_users": True}
-    except OSError as error:
-        return {"result": "", "error": f"unit {unit.index} of {out}: {error}", "is_users": False}
-    return {"result": json.dumps(result.to_json()), "error": "", "is_users": False}
+    except StorageAwayError as error:
+        return {"result": "", "error": str(error), "failure": "storage away"}
+    except UlyssesError as error:
+        return {"result": "", "error": str(error), "failure": "user" if isinstance(error, UserError) else "run"}
+    return {"result": json.dumps(result.to_json()), "error": "", "failure": ""}
 
 
 @functools.lru_cache(maxsize=2)
 def _tokenizer(name: str) -> Tokenizer:
     """Keep the tokenizer between the tasks of one worker process: a large one takes a second to load."""
-    return load_tokenizer(name)
+    return Patience().call_or_fail(name, lambda: load_tokenizer(name))

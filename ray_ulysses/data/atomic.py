@@ -6,8 +6,10 @@ import os
 import uuid
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from ray_ulysses.storage.local import make_folders
 
 TEMPORARY_SUFFIX = ".tmp"
 _BLOCK_BYTES = 1 << 20
@@ -19,16 +21,19 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
     The name is drawn anew each time, so that a retried task and its predecessor, which may still be writing on
     another node, never write into one file. The file is synced before the rename: a reader sees the whole file
-    or none, also after a power failure.
+    or none, also after a power failure; which of the two is settled when its folder is synced.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(path.parent)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
     try:
         yield temporary
         sync(temporary)
         temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    except BaseException:
+        # A name that a failing storage keeps is removed with the other working files.
+        with suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def sync(path: Path) -> None:
@@ -46,10 +51,9 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def remove_temporary_files(directory: Path) -> None:
-    """Remove what writers that were killed left in a directory; nobody may be writing there."""
-    for leftover in directory.glob(f".*{TEMPORARY_SUFFIX}"):
-        leftover.unlink(missing_ok=True)
+def temporary_files(directory: Path) -> list[Path]:
+    """Return what writers that were killed have left in a directory, and what others may be writing there."""
+    return list(directory.glob(f".*{TEMPORARY_SUFFIX}"))
 
 
 def file_crc32(path: Path) -> int:

@@ -236,7 +236,10 @@ def _compile(template: str, directory: Path) -> None:
 def _read_template(directory: Path) -> str:
     file = directory / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"tokenizer={directory}: {file.name} is not UTF-8 ({error}); save it as UTF-8") from error
     template = _json_object(directory / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):
         # The form of several templates: [{"name": "default", "template": ...}, ...].
@@ -265,7 +268,7 @@ def _json_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"tokenizer={path.parent}: {path.name} is not a JSON object ({error})") from error
     return fields if isinstance(fields, dict) else {}
 

@@ -66,7 +66,10 @@ class Corpus:
         """
         patience = patience if patience is not None else Patience()
         directory = Path(path).expanduser()
-        info = patience.call(directory, lambda: _read_info(directory))
+        try:
+            info = patience.call(directory, lambda: _read_info(directory))
+        except OSError as error:
+            raise _unreadable(directory, error.strerror) from error
         if info.num_documents == 0:
             raise UserError(f"data.path={directory}: the corpus is empty; prepare sources that hold documents")
         corpus = cls(directory, info, patience=patience)

@@ -14,8 +14,10 @@ from typing import Any, BinaryIO, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ray_ulysses.data.file_listing import unreadable
 from ray_ulysses.data.line_ranges import LineCounts, range_lines
 from ray_ulysses.data.patience import READ_ERRORS
+from ray_ulysses.data.quarantine import Rejected
 from ray_ulysses.data.row_fields import (
     OPTIONAL_ROLES,
     Content,
@@ -25,9 +27,8 @@ from ray_ulysses.data.row_fields import (
     row_content,
     row_id,
 )
-from ray_ulysses.data.sources import PACKED_SUFFIXES, Rejected, Unit, open_dataset
+from ray_ulysses.data.sources import PACKED_SUFFIXES, Unit, open_dataset
 from ray_ulysses.data.zstd_file import open_zstd
-from ray_ulysses.errors import UserError
 
 _BATCH_ROWS = 64
 _BATCH_BYTES = 4 << 20
@@ -85,8 +86,8 @@ def _read_texts(unit: Unit) -> Iterator[RawDocument | Rejected]:
         try:
             data = Path(file.path).read_bytes()
         except OSError as error:
-            yield Rejected(source=file.path, offset=0, reason=f"can't be read: {error.strerror}")
-            continue
+            # A document that was left out because its file could not be read would be lost for good.
+            raise unreadable(file.path, error) from error
         text = _decode(data, file.path, 0)
         yield text if isinstance(text, Rejected) else _document({"text": text}, RowFields(), file.path, 0)
 
@@ -117,7 +118,7 @@ def _read_jsonl(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
             num_filled += 1
             yield parsed
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"source={path}: the JSONL file can't be read ({error}); restore or remove it") from error
+        raise unreadable(path, error, "JSONL") from error
     yield LineCounts(source=path, num_lines=number, num_filled=num_filled, num_broken=num_broken)
 
 
@@ -151,7 +152,7 @@ def _read_parquet(unit: Unit) -> Iterator[RawDocument | Rejected]:
                     yield from _batch_documents(batch, unit.fields, path, row)
                     row += batch.num_rows
     except READ_ERRORS as error:
-        raise UserError(f"source={path}: the Parquet file can't be read ({error}); restore or remove it") from error
+        raise unreadable(path, error, "Parquet") from error
 
 
 def _batch_rows(num_rows: int, num_bytes: int) -> int:
@@ -165,7 +166,10 @@ def _read_dataset(unit: Unit) -> Iterator[RawDocument | Rejected]:
     dataset = open_dataset(path, unit.split).select_columns(columns).with_format("arrow")
     size = _batch_rows(unit.last - unit.first, unit.num_bytes)
     for first in range(unit.first, unit.last, size):
-        table = dataset[first : min(first + size, unit.last)]
+        try:
+            table = dataset[first : min(first + size, unit.last)]
+        except READ_ERRORS as error:
+            raise unreadable(path, error, "data set's") from error
         for batch in table.combine_chunks().to_batches():
             yield from _batch_documents(batch, unit.fields, path, first)
 

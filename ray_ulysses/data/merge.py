@@ -12,6 +12,7 @@ import shutil
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -22,7 +23,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ray_ulysses.data.atomic import atomic_file, file_crc32, remove_temporary_files, write_text
+from ray_ulysses.data.atomic import atomic_file, file_crc32, temporary_files, write_text
 from ray_ulysses.data.document_table import spans_crc32
 from ray_ulysses.data.format import (
     CORPUS_FILE,
@@ -39,12 +40,14 @@ from ray_ulysses.data.format import (
     token_dtype,
 )
 from ray_ulysses.data.line_ranges import number_lines, refuse_files_without_objects
+from ray_ulysses.data.patience import Patience
+from ray_ulysses.data.quarantine import Rejected
 from ray_ulysses.data.row_groups import RowGroupWriter
 from ray_ulysses.data.shard import ShardReader
-from ray_ulysses.data.sources import Rejected
 from ray_ulysses.data.tokenizers import TokenizerInfo
 from ray_ulysses.data.unit_writer import UnitResult, unit_file
 from ray_ulysses.errors import UserError
+from ray_ulysses.storage.local import sync_folder
 
 Duplicates = Literal["quarantine", "keep"]
 _NOTES_AT_HAND = 8
@@ -58,11 +61,15 @@ def merge(
     rejected: Sequence[Rejected],
     duplicates: Duplicates,
     signature: str,
+    patience: Patience | None = None,
 ) -> CorpusInfo:
-    """Write the sidecars, the quarantine and, last, ``corpus.json``; then drop the units' notes.
+    """Write the sidecars, the quarantine and, last, ``corpus.json``; done again, it writes the same files.
+
+    Everything that ``corpus.json`` names outlives a power failure before ``corpus.json`` has its name.
 
     Raises:
         UserError: No document is left, or a JSONL file holds no JSON object.
+        OSError: The notes can't be read, or the corpus can't be written, as the other ``READ_ERRORS``.
     """
     refuse_files_without_objects([result.lines for result in results])
     numbered = number_lines([result.lines for result in results])
@@ -78,7 +85,7 @@ def merge(
         )
     totals = _write_documents(out, units, repeats)
     spans = _write_spans(out, units, repeats) if any(unit.has_spans for unit in units) else None
-    byte_entropy, token_entropy = _entropies(out, units, repeats, tokenizer)
+    byte_entropy, token_entropy = _entropies(out, units, repeats, tokenizer, patience)
     info = CorpusInfo(
         tokenizer=tokenizer,
         dtype=token_dtype(tokenizer.vocab_size).name,
@@ -95,12 +102,36 @@ def merge(
         signature=signature,
         spans=spans,
     )
-    for directory in (out, out / SHARDS_DIRECTORY):
-        remove_temporary_files(directory)
+    # The files themselves were synced when they were written; their names are not durable before their folders are.
+    for directory in (out / SHARDS_DIRECTORY, out):
+        sync_folder(directory)
     write_text(out / CORPUS_FILE, json.dumps(info.to_json(), indent=2) + "\n")
-    shutil.rmtree(out / UNITS_DIRECTORY, ignore_errors=True)
-    (out / PREPARATION_FILE).unlink(missing_ok=True)
+    sync_folder(out)
     return info
+
+
+def remove_working_files(out: Path, info: CorpusInfo) -> None:
+    """Remove what a preparation leaves beside its corpus: notes, temporary files, shards that belong to no unit.
+
+    Such shards are of files that were removed before an interrupted preparation went on. Nothing here is needed any
+    more, so what can't be removed now is left to the next time.
+    """
+    for path in working_files(out, info):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                path.unlink()
+
+
+def working_files(out: Path, info: CorpusInfo) -> list[Path]:
+    """Return what lies in a complete corpus and does not belong to it, as far as it was made by a preparation."""
+    shards = {shard.name for shard in info.shards}
+    found = [path for path in (out / UNITS_DIRECTORY, out / PREPARATION_FILE) if path.exists()]
+    found += temporary_files(out)
+    found += temporary_files(out / SHARDS_DIRECTORY)
+    found += [path for path in (out / SHARDS_DIRECTORY).glob("shard-*.parquet") if path.name not in shards]
+    return found
 
 
 def entropy_nats(counts: NDArray[np.int64]) -> float:
@@ -260,13 +291,17 @@ def _write_quarantine(
 
 
 def _entropies(
-    out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]], tokenizer: TokenizerInfo
+    out: Path,
+    units: Sequence[UnitResult],
+    repeats: Sequence[NDArray[np.int64]],
+    tokenizer: TokenizerInfo,
+    patience: Patience | None,
 ) -> tuple[float | None, float | None]:
     """Return the entropy of the raw bytes and of the token ids over the documents that are kept."""
     known = [unit.token_counts for unit in units if unit.token_counts is not None]
     if len(known) < len(units):
         return None, None
-    reader = ShardReader(out / SHARDS_DIRECTORY, token_dtype(tokenizer.vocab_size))
+    reader = ShardReader(out / SHARDS_DIRECTORY, token_dtype(tokenizer.vocab_size), patience=patience)
     counts = np.asarray(known, dtype=np.int64).sum(axis=0)
     for unit, repeated in zip(units, repeats, strict=True):
         assert unit.shard is not None

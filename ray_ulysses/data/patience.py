@@ -42,8 +42,10 @@ _TRANSIENT = frozenset(
         errno.ETIMEDOUT,
     }
 )
-# pyarrow 25 gives most errors of the system their number, but where one is wrapped only the text keeps it.
+# pyarrow 25 gives most errors of the system their number, but where one is wrapped only the text keeps it. It drops the
+# number where closing a file fails, which happens to what was written when the storage goes away.
 _NUMBER_IN_TEXT = re.compile(r"\[errno (\d+)\]", re.IGNORECASE)
+_CLOSING_FAILED = "error closing file"
 
 
 class StorageAwayError(RunError):
@@ -58,7 +60,19 @@ def is_transient(error: BaseException) -> bool:
     if number is None:
         found = _NUMBER_IN_TEXT.search(str(error))
         number = int(found.group(1)) if found else None
-    return number in _TRANSIENT
+    return number in _TRANSIENT or str(error) == _CLOSING_FAILED
+
+
+def transient_cause(error: BaseException) -> BaseException | None:
+    """Return the error, or the first of those that led to it, after which reading again may succeed."""
+    seen: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None and at not in seen:
+        if is_transient(at):
+            return at
+        seen.append(at)
+        at = at.__cause__ or at.__context__
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +112,7 @@ class Patience:
                 num_tries += 1
                 return attempt()
             except READ_ERRORS as error:
-                if not is_transient(error):
+                if transient_cause(error) is None:
                     raise
                 now = self.clock.monotonic()
                 if began is None:
@@ -112,3 +126,14 @@ class Patience:
                     ) from error
             self.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, self.longest_pause_s)
+
+    def call_or_fail(self, what: object, attempt: Callable[[], T]) -> T:
+        """Do as ``call``; any other error of the storage becomes one in words, for which trying again is no use.
+
+        Raises:
+            RunError: Names ``what`` and the reason; a ``StorageAwayError`` where the storage was away.
+        """
+        try:
+            return self.call(what, attempt)
+        except READ_ERRORS as error:
+            raise RunError(f"{what}: {error}; mend it and run the same command again, which goes on") from error

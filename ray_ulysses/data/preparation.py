@@ -6,9 +6,10 @@ The units between may run anywhere: here one after another, or as Ray tasks
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -16,8 +17,10 @@ from ray_ulysses.data.atomic import TEMPORARY_SUFFIX, write_text
 from ray_ulysses.data.corpus import Corpus
 from ray_ulysses.data.directory_lock import LOCK_FILE, directory_lock
 from ray_ulysses.data.format import CORPUS_FILE, PREPARATION_FILE, stable_hash
-from ray_ulysses.data.merge import Duplicates, merge
-from ray_ulysses.data.sources import DEFAULT_UNIT_BYTES, Rejected, SourceSpec, Unit, list_units
+from ray_ulysses.data.merge import Duplicates, merge, remove_working_files, working_files
+from ray_ulysses.data.patience import Patience
+from ray_ulysses.data.quarantine import Rejected
+from ray_ulysses.data.sources import DEFAULT_UNIT_BYTES, SourceSpec, Unit, list_units
 from ray_ulysses.data.tokenizers import BYTES, Tokenizer, load_tokenizer
 from ray_ulysses.data.unit_writer import UnitResult, finished_unit, unit_signature, write_unit
 from ray_ulysses.errors import UserError
@@ -108,7 +111,7 @@ class _Plan:
 
 
 @contextmanager
-def preparing(request: PrepareRequest) -> Iterator[Preparation]:
+def preparing(request: PrepareRequest, patience: Patience | None = None) -> Iterator[Preparation]:
     """List the sources, claim the directory, and keep others from it until the block ends.
 
     Nothing that is already there is written over, and nothing is written for a request that can't be met.
@@ -117,21 +120,22 @@ def preparing(request: PrepareRequest) -> Iterator[Preparation]:
         UserError: A source, an option or the tokenizer can't be used, there is nothing to read, the directory
             holds another corpus, another unfinished preparation or files that are not ours, or another process
             is preparing there.
+        RunError: A storage was away for too long.
     """
-    plan = _plan(request)
+    patience = patience if patience is not None else Patience()
+    plan = patience.call_or_fail("the sources", lambda: _plan(request))
     out = plan.request.out
-    if _is_complete(out, plan):
+    if patience.call_or_fail(out, lambda: _is_complete(out, plan)):
+        _remove_leftovers(out, patience)
         yield _preparation(plan, is_complete=True)
         return
-    _refuse_other_content(out, plan)
-    with directory_lock(out):
+    patience.call_or_fail(out, lambda: _refuse_other_content(out, plan))
+    with directory_lock(out, patience=patience):
         # Looked at again: the process that held the lock before may have finished.
-        if _is_complete(out, plan):
-            yield _preparation(plan, is_complete=True)
-            return
-        _refuse_other_content(out, plan)
-        _claim(out, plan)
-        yield _preparation(plan, is_complete=False)
+        is_complete = patience.call_or_fail(out, lambda: _is_complete(out, plan))
+        if not is_complete:
+            patience.call_or_fail(out, lambda: _claim(out, plan))
+        yield patience.call_or_fail(out, lambda: _preparation(plan, is_complete=is_complete))
 
 
 def begin(request: PrepareRequest) -> Preparation:
@@ -139,52 +143,67 @@ def begin(request: PrepareRequest) -> Preparation:
 
     Raises:
         UserError: As ``preparing`` does.
+        RunError: As ``preparing`` does.
     """
     with preparing(request) as preparation:
         return preparation
 
 
-def finish(preparation: Preparation, results: tuple[UnitResult, ...]) -> Corpus:
+def finish(preparation: Preparation, results: tuple[UnitResult, ...], patience: Patience | None = None) -> Corpus:
     """Merge the units' notes and commit the corpus by writing ``corpus.json``.
 
     Args:
         preparation: What ``begin`` returned.
         results: The results of all units, in any order.
+        patience: How long to wait for the storage of the corpus.
 
     Raises:
         UserError: No document is left, or a JSONL file holds no JSON object.
+        RunError: The corpus can't be written; a ``StorageAwayError`` where its storage was away for too long.
     """
     ordered = tuple(sorted(results, key=lambda result: result.index))
     assert [r.index for r in ordered] == [u.index for u in preparation.units], "every unit must have one result"
     request = preparation.request
-    merge(
+    patience = patience if patience is not None else Patience()
+    tokenizer = patience.call_or_fail(request.tokenizer, lambda: load_tokenizer(request.tokenizer).info)
+    merge_units = functools.partial(
+        merge,
         request.out,
         ordered,
-        tokenizer=load_tokenizer(request.tokenizer).info,
+        tokenizer=tokenizer,
         rejected=preparation.rejected,
         duplicates=request.duplicates,
         signature=preparation.signature,
+        patience=patience,
     )
-    return Corpus.open(request.out)
+    info = patience.call_or_fail(request.out, merge_units)
+    # The corpus is committed: what can't be removed now is removed by the next preparation.
+    with suppress(OSError):
+        remove_working_files(request.out, info)
+    return Corpus.open(request.out, patience=patience)
 
 
-def prepare_local(request: PrepareRequest, progress: ProgressCallback | None = None) -> Corpus:
+def prepare_local(
+    request: PrepareRequest, progress: ProgressCallback | None = None, patience: Patience | None = None
+) -> Corpus:
     """Prepare a corpus in this process, one unit after another; the same files as through Ray.
 
     Raises:
         UserError: As ``begin`` and ``finish`` do, and for a file that can't be read.
+        RunError: As ``begin``, ``write_unit`` and ``finish`` do.
     """
-    with preparing(request) as preparation:
-        out = preparation.request.out
+    patience = patience if patience is not None else Patience()
+    with preparing(request, patience) as preparation:
+        request = preparation.request
         if preparation.is_complete:
-            return Corpus.open(out)
-        tokenizer = load_tokenizer(preparation.request.tokenizer)
+            return Corpus.open(request.out, patience=patience)
+        tokenizer = patience.call_or_fail(request.tokenizer, lambda: load_tokenizer(request.tokenizer))
         results = list(preparation.done)
         for unit in preparation.pending:
-            results.append(write_unit(out, unit, tokenizer))
+            results.append(write_unit(request.out, unit, tokenizer, patience))
             if progress is not None:
                 progress(progress_of(preparation, results))
-        return finish(preparation, tuple(results))
+        return finish(preparation, tuple(results), patience)
 
 
 def progress_of(preparation: Preparation, results: Sequence[UnitResult]) -> PrepareProgress:
@@ -290,11 +309,7 @@ def _refuse_other_content(out: Path, plan: _Plan) -> None:
                 "nothing was written over. Choose another directory, or delete this one first"
             )
         return
-    try:
-        is_empty = not out.is_dir() or all(_is_ours(path) for path in out.iterdir())
-    except OSError as error:
-        raise UserError(f"out={out}: can't be read ({error.strerror}); choose a directory you may write") from error
-    if not is_empty:
+    if out.is_dir() and not all(_is_ours(path) for path in out.iterdir()):
         raise UserError(f"out={out}: is not empty and holds no corpus of ours; choose another directory")
 
 
@@ -304,17 +319,27 @@ def _is_ours(path: Path) -> bool:
     return path.name == LOCK_FILE or (path.name.startswith(claim) and path.name.endswith(TEMPORARY_SUFFIX))
 
 
+def _remove_leftovers(out: Path, patience: Patience) -> None:
+    """Remove what a preparation left that was killed after it had committed the corpus.
+
+    Where the directory can't be written, or another process holds it and does the same, they stay and do no harm.
+    """
+    info = Corpus.open(out, patience=patience).info
+    with suppress(UserError, OSError):
+        if working_files(out, info) or (out / LOCK_FILE).exists():
+            with directory_lock(out, patience=patience):
+                remove_working_files(out, info)
+
+
 def _claim(out: Path, plan: _Plan) -> None:
-    if (out / PREPARATION_FILE).is_file():
-        return
-    try:
+    _refuse_other_content(out, plan)
+    if not (out / PREPARATION_FILE).is_file():
         write_text(out / PREPARATION_FILE, json.dumps({"options": plan.options}))
-    except OSError as error:
-        raise UserError(f"out={out}: can't be written ({error.strerror}); choose a directory you may write") from error
 
 
 def _field(path: Path, name: str) -> object:
+    text = path.read_bytes()
     try:
-        return json.loads(path.read_text(encoding="utf-8")).get(name)
-    except (OSError, ValueError, AttributeError) as error:
+        return json.loads(text).get(name)
+    except (ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"out={path.parent}: {path.name} can't be read ({error}); delete the directory") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,9 @@ class ShardWriter:
         self._writer.close()
 
     def abandon(self) -> None:
-        """Close the file without writing what is pending."""
-        self._writer.close()
+        """Close the file without writing what is pending; it is given up, so errors of closing do not matter."""
+        with suppress(*READ_ERRORS):
+            self._writer.close()
 
     def info(self, path: Path) -> ShardInfo:
         """Describe the closed file, which may have been renamed to ``path``."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -11,9 +9,11 @@ from typing import Any, Literal, get_args
 
 import pyarrow.parquet as pq
 
+from ray_ulysses.data.file_listing import FileListing, FileStamp, unreadable
 from ray_ulysses.data.format import stable_hash
 from ray_ulysses.data.line_ranges import cut_bytes
-from ray_ulysses.data.patience import READ_ERRORS
+from ray_ulysses.data.patience import READ_ERRORS, transient_cause
+from ray_ulysses.data.quarantine import Rejected
 from ray_ulysses.data.row_fields import RowFields, option
 from ray_ulysses.errors import UserError
 
@@ -81,30 +81,6 @@ class SourceSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FileStamp:
-    """A file as it was when the sources were listed."""
-
-    path: str
-    num_bytes: int
-    modified_ns: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rejected:
-    """A document that is left out.
-
-    Attributes:
-        source: File or data set that it is in.
-        offset: Line (from 1) or row (from 0) in it; 0 for a whole file.
-        reason: Why it is left out.
-    """
-
-    source: str
-    offset: int
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
     """A piece of work that becomes one shard: some files, or a range of one.
 
@@ -166,17 +142,16 @@ def list_units(spec: SourceSpec, unit_bytes: int = DEFAULT_UNIT_BYTES) -> tuple[
     units: list[Unit] = []
     rejected: list[Rejected] = []
     by_kind: dict[UnitKind, list[FileStamp]] = {"text": [], "jsonl": [], "parquet": []}
-    seen: dict[str, str] = {}
+    listing = FileListing(spec.pattern, spec.exclude)
     for path in spec.paths:
         if spec.kind == "datasets" or (spec.kind == "auto" and _is_saved_dataset(Path(path))):
             units.extend(_dataset_units(path, spec, unit_bytes))
             continue
-        for file in _list_files(Path(path).expanduser(), spec):
-            stamp = _stamp(file, seen)
-            if isinstance(stamp, Rejected):
-                rejected.append(stamp)
+        for file in listing.files(Path(path).expanduser()):
+            if isinstance(file, Rejected):
+                rejected.append(file)
             else:
-                by_kind[_kind_of(file, spec.kind)].append(stamp)
+                by_kind[_kind_of(file.path, spec.kind)].append(file)
     units.extend(_text_units(by_kind["text"], unit_bytes))
     for stamp in by_kind["jsonl"]:
         units.extend(_jsonl_units(stamp, spec.fields, unit_bytes))
@@ -201,6 +176,8 @@ def open_dataset(path: str, split: str | None) -> Any:
         loaded = load(path)
     except Exception as error:
         # The library raises a dozen unrelated types, those of its HTTP client among them.
+        if (away := transient_cause(error)) is not None:
+            raise away from error
         raise UserError(
             f"source={path}: is neither a data set of `save_to_disk` nor a hub name that can be loaded "
             f"({type(error).__name__}: {error})"
@@ -229,59 +206,12 @@ def _is_saved_dataset(path: Path) -> bool:
     return any((path / mark).is_file() for mark in _DATASET_MARKS)
 
 
-def _list_files(path: Path, spec: SourceSpec) -> Iterator[Path]:
-    if path.is_file():
-        yield path
-        return
-    if not path.is_dir():
-        raise UserError(f"source={path}: no such file or directory")
-    for directory, names, files in os.walk(path, onerror=_refuse_directory):
-        below = Path(directory).relative_to(path)
-        names[:] = sorted(name for name in names if not _is_excluded(below / name, spec.exclude))
-        for name in sorted(files):
-            relative = below / name
-            if _matches(relative.as_posix(), spec.pattern) and not _is_excluded(relative, spec.exclude):
-                yield path / relative
-
-
-def _refuse_directory(error: OSError) -> None:
-    raise UserError(f"source={error.filename}: the directory can't be listed ({error.strerror}); check its permissions")
-
-
-def _matches(relative: str, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(relative, pattern) or (
-        pattern.startswith("**/") and fnmatch.fnmatchcase(relative, pattern[3:])
-    )
-
-
-def _is_excluded(relative: Path, patterns: Sequence[str]) -> bool:
-    return any(
-        _matches(relative.as_posix(), pattern) or ("/" not in pattern and fnmatch.fnmatchcase(relative.name, pattern))
-        for pattern in patterns
-    )
-
-
-def _stamp(path: Path, seen: dict[str, str]) -> FileStamp | Rejected:
-    try:
-        status = path.stat()
-    except OSError as error:
-        reason = "a broken symbolic link" if path.is_symlink() else f"can't be read: {error.strerror}"
-        return Rejected(source=str(path), offset=0, reason=reason)
-    if not path.is_file():
-        return Rejected(source=str(path), offset=0, reason="not a regular file")
-    real = os.path.realpath(path)
-    if real in seen:
-        return Rejected(source=str(path), offset=0, reason=f"the same file as {seen[real]}")
-    seen[real] = str(path)
-    return FileStamp(path=str(path), num_bytes=status.st_size, modified_ns=status.st_mtime_ns)
-
-
-def _kind_of(path: Path, kind: SourceKind) -> UnitKind:
+def _kind_of(path: str, kind: SourceKind) -> UnitKind:
     if kind != "auto":
         return kind
-    if path.suffix == ".parquet":
+    if path.endswith(".parquet"):
         return "parquet"
-    return "jsonl" if path.name.endswith(_JSONL_SUFFIXES) else "text"
+    return "jsonl" if path.endswith(_JSONL_SUFFIXES) else "text"
 
 
 def _text_units(files: Sequence[FileStamp], unit_bytes: int) -> Iterator[Unit]:
@@ -314,9 +244,7 @@ def _parquet_units(file: FileStamp, fields: RowFields, unit_bytes: int) -> Itera
             metadata = parquet.metadata
             sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
     except READ_ERRORS as error:
-        raise UserError(
-            f"source={file.path}: the Parquet file can't be read ({error}); restore or remove it"
-        ) from error
+        raise unreadable(file.path, error, "Parquet") from error
     _check_columns(fields, columns, file.path)
     whole = Unit(index=0, kind="parquet", files=(file,), fields=fields)
     first, held = 0, 0

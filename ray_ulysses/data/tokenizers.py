@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.chat import ByteChat, ChatFormat, TemplateChat
+from ray_ulysses.data.patience import transient_cause
 from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
@@ -155,6 +156,8 @@ class _SlowTokenizer:
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError, ImportError) as error:
+            if (away := transient_cause(error)) is not None:
+                raise away from error
             raise UserError(
                 f"tokenizer={directory}: can't be loaded ({error}); "
                 "give a directory that AutoTokenizer.from_pretrained can load"
@@ -186,8 +189,9 @@ class _SlowTokenizer:
 def _load_rust(directory: Path) -> RustTokenizer:
     from tokenizers import Tokenizer as RustTokenizer
 
+    data = (directory / "tokenizer.json").read_bytes()
     try:
-        tokenizer = RustTokenizer.from_file(str(directory / "tokenizer.json"))
+        tokenizer = RustTokenizer.from_buffer(data)
     except Exception as error:
         # The library raises a bare Exception for a file that is not a tokenizer.
         raise UserError(
@@ -246,7 +250,7 @@ def _eos_id(directory: Path, vocabulary: dict[str, int]) -> int:
             continue
         try:
             token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             raise UserError(f"tokenizer={directory}: {file} is not a JSON object ({error})") from error
         content = token.get("content") if isinstance(token, dict) else token
         if content is not None and content in vocabulary:

@@ -7,6 +7,7 @@ place.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ import pyarrow.parquet as pq
 from ray_ulysses.data.atomic import atomic_file, write_text
 from ray_ulysses.data.encoding import EncodedDocument, encode_document
 from ray_ulysses.data.extraction import RawDocument, read_unit
+from ray_ulysses.data.file_listing import path_text
 from ray_ulysses.data.format import SHARDS_DIRECTORY, UNITS_DIRECTORY, ShardInfo, token_dtype
 from ray_ulysses.data.line_ranges import LineCounts
+from ray_ulysses.data.patience import Patience, is_transient
+from ray_ulysses.data.quarantine import Rejected
 from ray_ulysses.data.row_fields import RowError
 from ray_ulysses.data.shard import ShardWriter
-from ray_ulysses.data.sources import Rejected, Unit
+from ray_ulysses.data.sources import Unit
 from ray_ulysses.data.tokenizers import Tokenizer
 from ray_ulysses.errors import UserError
 
@@ -101,10 +105,16 @@ def unit_signature(unit: Unit, tokenizer: Tokenizer) -> str:
 
 
 def finished_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult | None:
-    """Return the result of a unit that an earlier run finished with the same content, else None."""
+    """Return the result of a unit that an earlier run finished with the same content, else None.
+
+    Raises:
+        OSError: The storage is away.
+    """
     try:
         result = UnitResult.from_json(json.loads(unit_file(out, unit.index, "json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if is_transient(error):
+            raise
         return None
     if result.signature != unit_signature(unit, tokenizer):
         return None
@@ -118,12 +128,20 @@ def finished_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult | N
     return result
 
 
-def write_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult:
+def write_unit(out: Path, unit: Unit, tokenizer: Tokenizer, patience: Patience | None = None) -> UnitResult:
     """Read, tokenize and store one unit; done again, it writes the same files.
+
+    It is done again from its beginning where a storage stops answering, that of the sources or that of the corpus.
 
     Raises:
         UserError: A file of the unit can't be read, or changed while it was read.
+        RunError: The corpus can't be written; a ``StorageAwayError`` where a storage was away for too long.
     """
+    patience = patience if patience is not None else Patience()
+    return patience.call_or_fail(f"unit {unit.index} of {out}", lambda: _write_unit(out, unit, tokenizer))
+
+
+def _write_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult:
     shard_path = out / SHARDS_DIRECTORY / f"shard-{unit.index:05d}.parquet"
     collected = _Collected(tokenizer)
     with atomic_file(shard_path) as temporary:
@@ -212,8 +230,11 @@ def _refuse_changed_files(unit: Unit) -> None:
         return
     for file in unit.files:
         try:
-            status = Path(file.path).stat()
-        except OSError:
+            status = os.stat(file.path)
+        except OSError as error:
+            if is_transient(error):
+                raise
             status = None
         if status is None or (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.modified_ns):
-            raise UserError(f"source={file.path}: changed while it was being prepared; run prepare again when it rests")
+            name = path_text(file.path)
+            raise UserError(f"source={name}: changed while it was being prepared; run prepare again when it rests")

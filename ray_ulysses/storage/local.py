@@ -50,7 +50,7 @@ class LocalStore:
         size = self._write(path, chunks, _link_new)
         try:
             # Without this a power cut can lose the name although the bytes are there.
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
         except OSError:
             # Whoever is told that it failed must not find it there later.
             path.unlink(missing_ok=True)
@@ -61,7 +61,7 @@ class LocalStore:
         """Write a file durably in place of the one there, if any; see `Store.replace`."""
         path = self.path(key)
         size = self._write(path, chunks, os.replace)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
         return size
 
     def list(self, prefix: str) -> list[str]:
@@ -96,7 +96,7 @@ class LocalStore:
         else:
             top.unlink(missing_ok=True)
         if top.parent.is_dir():
-            _sync_folder(top.parent)
+            sync_folder(top.parent)
 
     def _collect(self, folder: str, key: str, above: tuple[str, ...], keys: builtins.list[str]) -> None:
         """Add the keys of all files under a folder; `above` are the folders through which it was reached."""
@@ -161,7 +161,7 @@ class LocalStore:
 
     def _write(self, path: Path, chunks: Iterable[Buffer], publish: Callable[[Path, Path], None]) -> int:
         """Write beside the target, make it durable, publish it under its name."""
-        _make_folders(path.parent)
+        make_folders(path.parent)
         temporary = path.parent / temporary_name()
         # Without a buffer of Python's own: closing it would write what is left, and fail, a second time.
         with temporary.open("xb", buffering=0) as stream:
@@ -217,7 +217,7 @@ def _delete_folder(top: Path) -> None:
                 raise
 
 
-def _make_folders(folder: Path) -> None:
+def make_folders(folder: Path) -> None:
     """Create a folder and its parents so that they outlive a power cut."""
     missing = []
     while not folder.is_dir():
@@ -227,10 +227,10 @@ def _make_folders(folder: Path) -> None:
         folder = folder.parent
     for path in reversed(missing):
         path.mkdir(exist_ok=True)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -105,7 +105,7 @@ def test_an_output_that_cannot_be_written_fails_the_job_with_its_reason(cluster:
     request = PrepareRequest(sources=SourceSpec(paths=(str(tmp_path / "tree"),)), out=tmp_path / "out")
     begin(request)
     (request.out / "shards").write_text("a file where the directory should be")
-    with pytest.raises(RunError, match=r"unit 0 of .*out: .*File exists"):
+    with pytest.raises(RunError, match=r"unit 0 of .*out: .*Not a directory"):
         prepare(request)
     assert not (request.out / "corpus.json").exists()
 

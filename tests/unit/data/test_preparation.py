@@ -16,7 +16,9 @@ import pytest
 
 from ray_ulysses.data import preparation, unit_writer
 from ray_ulysses.data.corpus import Corpus
+from ray_ulysses.data.directory_lock import directory_lock
 from ray_ulysses.data.merge import entropy_nats
+from ray_ulysses.data.patience import Patience
 from ray_ulysses.data.preparation import PrepareProgress, PrepareRequest, begin, prepare_local, preparing
 from ray_ulysses.data.sources import SourceSpec, Unit
 from ray_ulysses.data.tokenizers import Tokenizer, load_tokenizer
@@ -125,11 +127,11 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path: Path, monkeypatch: 
     request = request_of(tmp_path, varied_texts(40))
     written: list[int] = []
 
-    def dying(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult:
+    def dying(out: Path, unit: Unit, tokenizer: Tokenizer, patience: Patience) -> UnitResult:
         if len(written) == 3:
             raise Killed
         written.append(unit.index)
-        return write_unit(out, unit, tokenizer)
+        return write_unit(out, unit, tokenizer, patience)
 
     monkeypatch.setattr(preparation, "write_unit", dying)
     with pytest.raises(Killed):
@@ -175,9 +177,9 @@ def test_a_process_that_is_killed_leaves_a_directory_that_can_be_gone_on_with(tm
     program = (
         "import os, sys; from ray_ulysses.data import preparation; from tests.unit.data.test_preparation import *\n"
         "from pathlib import Path; write = preparation.write_unit\n"
-        "def dying(out, unit, tokenizer):\n"
+        "def dying(out, unit, *rest):\n"
         "    if unit.index == 3: (out / 'shards' / '.shard-00003.parquet.1.tmp').write_text('torn'); os._exit(9)\n"
-        "    return write(out, unit, tokenizer)\n"
+        "    return write(out, unit, *rest)\n"
         "preparation.write_unit = dying; tmp_path = Path(sys.argv[1])\n"
         "preparation.prepare_local(request_of(tmp_path, varied_texts(40)))"
     )
@@ -193,6 +195,50 @@ def test_a_process_that_is_killed_leaves_a_directory_that_can_be_gone_on_with(tm
     assert sorted(snapshot(request.out)) == sorted(
         ["corpus.json", "documents.parquet", "quarantine.jsonl", *(f"shards/{s.name}" for s in corpus.info.shards)]
     )
+
+
+def test_files_that_are_removed_before_a_resume_leave_no_shard_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = request_of(tmp_path, varied_texts(40))
+    started = begin(request)
+    for unit in started.units[:-1]:
+        write_unit(request.out, unit, load_tokenizer("bytes"))
+    for number in range(15, 40):
+        (tmp_path / "texts" / f"text-{number:04d}.txt").unlink()
+    corpus = prepare_local(request)
+    assert corpus.num_documents == 15
+    assert len(corpus.info.shards) < len(started.units) - 1
+    assert sorted(p.name for p in (request.out / "shards").iterdir()) == [shard.name for shard in corpus.info.shards]
+
+
+def killed_after_its_commit(tmp_path: Path) -> PrepareRequest:
+    """Prepare in a process that dies when it begins to remove its working files."""
+    request = request_of(tmp_path, varied_texts(10))
+    program = (
+        "import os, shutil, sys; from pathlib import Path; from ray_ulysses.data.preparation import *\n"
+        "shutil.rmtree = lambda *_, **__: os._exit(9)\n"
+        "spec = SourceSpec(paths=(sys.argv[1] + '/texts',))\n"
+        "prepare_local(PrepareRequest(sources=spec, out=Path(sys.argv[1]) / 'corpus', unit_bytes=1000))"
+    )
+    killed = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=Path(__file__).parents[3], check=False)
+    assert killed.returncode == 9
+    assert (request.out / "corpus.json").is_file() and (request.out / ".prepare.lock").is_file()
+    return request
+
+
+def test_a_process_that_is_killed_after_its_commit_leaves_nothing_for_good(tmp_path: Path) -> None:
+    request = killed_after_its_commit(tmp_path)
+    (request.out / "shards" / ".shard-00001.parquet.1.tmp").write_text("torn")
+    (request.out / "shards" / "shard-00077.parquet").write_text("of a file that is gone")
+    with directory_lock(request.out):
+        # Another process is at it: what it removes need not be removed here.
+        assert prepare_local(request).num_documents == 10
+    assert (request.out / "units").is_dir()
+    with preparing(request) as found:
+        assert found.is_complete
+    left = ["corpus.json", "documents.parquet", "quarantine.jsonl"]
+    assert sorted(snapshot(request.out)) == [*left, *(f"shards/{s.name}" for s in Corpus.open(request.out).info.shards)]
 
 
 def test_a_directory_is_prepared_by_one_process_at_a_time(tmp_path: Path) -> None:
@@ -214,10 +260,10 @@ def test_a_preparation_that_waited_finds_what_the_other_made(tmp_path: Path, mon
     lock = preparation.directory_lock
 
     @contextmanager
-    def late(out: Path) -> Iterator[None]:
+    def late(out: Path, patience: Patience) -> Iterator[None]:
         monkeypatch.undo()
         prepare_local(request)
-        with lock(out):
+        with lock(out, patience=patience):
             yield
 
     monkeypatch.setattr(preparation, "directory_lock", late)

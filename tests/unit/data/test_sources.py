@@ -240,3 +240,22 @@ def test_a_dataset_of_several_splits_needs_a_choice(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has the splits test, train; choose one of them"):
         list_units(SourceSpec(paths=(str(tmp_path / "set"),)))
     assert texts_of(SourceSpec(paths=(str(tmp_path / "set"),), split="test")) == ["two"]
+
+
+def test_links_to_folders_are_followed_and_none_leads_in_a_circle(tmp_path: Path) -> None:
+    write_texts(tmp_path / "tree" / "a" / "deep", ["in the tree"])
+    write_texts(tmp_path / "elsewhere" / "inner", ["from elsewhere"])
+    (tmp_path / "tree" / "a" / "b-link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "tree" / "a" / "c-up").symlink_to(tmp_path / "tree")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "tree" / "a")
+    (tmp_path / "tree" / "z-link").symlink_to("a/deep")
+    (tmp_path / "tree" / "z-self").symlink_to("z-self")
+    units, rejected = list_units(SourceSpec(paths=(str(tmp_path / "tree"),)))
+    assert [document.content for document in read_all(units)[0]] == ["from elsewhere", "in the tree"]
+    below = [(one.source.removeprefix(f"{tmp_path}/tree/"), one.reason.replace(str(tmp_path), "")) for one in rejected]
+    assert below == [
+        ("z-self", "a broken symbolic link"),
+        ("a/c-up", "a link back to a folder that it lies in"),
+        ("a/b-link/back", "a link back to a folder that it lies in"),
+        ("z-link/text-0000.txt", "the same file as /tree/a/deep/text-0000.txt"),
+    ]

@@ -1,0 +1,132 @@
+/* Makes system calls on the files below one directory fail, as a network file system or a disk does that is away.
+ *
+ * Preloaded into a process (LD_PRELOAD), it lies under Python and Arrow alike. fault_arm() chooses the calls that fail:
+ * from call number `skip` (from 0) on, `times` of them, with the error `number`. Syncs are counted, and not done.
+ */
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+#define MOST_FILES 4096
+static char prefix[512];
+static size_t prefix_size;
+static char below[MOST_FILES];
+static long skip_calls, fail_times, num_calls;
+static int fail_number, num_failed;
+static char failed_in[64];
+
+void fault_arm(const char *directory, int number, long skip, long times) {
+  strncpy(prefix, directory, sizeof prefix - 1);
+  skip_calls = skip, fail_times = times, fail_number = number, num_calls = 0, num_failed = 0;
+  failed_in[0] = 0;
+  __atomic_store_n(&prefix_size, strlen(directory), __ATOMIC_SEQ_CST);
+}
+long fault_disarm(void) {
+  __atomic_store_n(&prefix_size, 0, __ATOMIC_SEQ_CST);
+  return num_calls;
+}
+int fault_num_failed(void) { return num_failed; }
+const char *fault_place(void) { return failed_in; }
+
+static int fails(const char *call) {
+  long number = __atomic_fetch_add(&num_calls, 1, __ATOMIC_SEQ_CST);
+  if (number < skip_calls || number - skip_calls >= fail_times) return 0;
+  if (!num_failed++) strncpy(failed_in, call, sizeof failed_in - 1);
+  errno = fail_number;
+  return 1;
+}
+static int meant(const char *path) { return path && prefix_size && !strncmp(path, prefix, prefix_size); }
+static int meant_file(int file) { return prefix_size && file >= 0 && file < MOST_FILES && below[file]; }
+static int keep(int file, int is_meant) {
+  if (file >= 0 && file < MOST_FILES) below[file] = (char)is_meant;
+  return file;
+}
+
+#define REAL(result, name, ...) \
+  static result (*real)(__VA_ARGS__); \
+  if (!real) real = (result (*)(__VA_ARGS__))dlsym(RTLD_NEXT, name)
+
+#define OPEN(name) \
+  int name(const char *path, int flags, ...) { \
+    REAL(int, #name, const char *, int, ...); \
+    va_list rest; \
+    va_start(rest, flags); \
+    mode_t mode = va_arg(rest, mode_t); \
+    va_end(rest); \
+    if (meant(path) && fails("open")) return -1; \
+    return keep(real(path, flags, mode), meant(path)); \
+  }
+OPEN(open)
+OPEN(open64)
+
+#define OF_PATH(name, call, declared, given, ...) \
+  int name declared { \
+    REAL(int, #name, __VA_ARGS__); \
+    if (meant(path) && fails(call)) return -1; \
+    return real given; \
+  }
+OF_PATH(stat, "stat", (const char *path, struct stat *found), (path, found), const char *, struct stat *)
+OF_PATH(stat64, "stat", (const char *path, struct stat64 *found), (path, found), const char *, struct stat64 *)
+OF_PATH(lstat, "lstat", (const char *path, struct stat *found), (path, found), const char *, struct stat *)
+OF_PATH(lstat64, "lstat", (const char *path, struct stat64 *found), (path, found), const char *, struct stat64 *)
+OF_PATH(mkdir, "mkdir", (const char *path, mode_t mode), (path, mode), const char *, mode_t)
+OF_PATH(unlink, "unlink", (const char *path), (path), const char *)
+OF_PATH(rename, "rename", (const char *path, const char *to), (path, to), const char *, const char *)
+
+#define OF_FILE(result, name, call, declared, given, ...) \
+  result name declared { \
+    REAL(result, #name, __VA_ARGS__); \
+    if (meant_file(file) && fails(call)) return -1; \
+    return real given; \
+  }
+OF_FILE(ssize_t, read, "read", (int file, void *to, size_t size), (file, to, size), int, void *, size_t)
+OF_FILE(ssize_t, pread, "pread", (int file, void *to, size_t size, off_t at), (file, to, size, at), int, void *, size_t,
+        off_t)
+OF_FILE(ssize_t, pread64, "pread", (int file, void *to, size_t size, off64_t at), (file, to, size, at), int, void *,
+        size_t, off64_t)
+OF_FILE(ssize_t, write, "write", (int file, const void *data, size_t size), (file, data, size), int, const void *,
+        size_t)
+OF_FILE(ssize_t, pwrite, "pwrite", (int file, const void *data, size_t size, off_t at), (file, data, size, at), int,
+        const void *, size_t, off_t)
+OF_FILE(ssize_t, pwrite64, "pwrite", (int file, const void *data, size_t size, off64_t at), (file, data, size, at), int,
+        const void *, size_t, off64_t)
+OF_FILE(int, fstat, "fstat", (int file, struct stat *found), (file, found), int, struct stat *)
+OF_FILE(int, fstat64, "fstat", (int file, struct stat64 *found), (file, found), int, struct stat64 *)
+OF_FILE(int, ftruncate, "ftruncate", (int file, off_t size), (file, size), int, off_t)
+OF_FILE(int, ftruncate64, "ftruncate", (int file, off64_t size), (file, size), int, off64_t)
+OF_FILE(int, flock, "flock", (int file, int operation), (file, operation), int, int)
+
+int fsync(int file) {
+  REAL(int, "fsync", int);
+  if (!meant_file(file)) return real(file);
+  return fails("fsync") ? -1 : 0;
+}
+int close(int file) {
+  REAL(int, "close", int);
+  int is_meant = meant_file(file);
+  keep(file, 0);
+  int result = real(file);
+  return is_meant && fails("close") ? -1 : result;
+}
+DIR *opendir(const char *path) {
+  REAL(DIR *, "opendir", const char *);
+  if (meant(path) && fails("opendir")) return NULL;
+  DIR *opened = real(path);
+  if (opened) keep(dirfd(opened), meant(path));
+  return opened;
+}
+#define READDIR(name, type) \
+  struct type *name(DIR *opened) { \
+    REAL(struct type *, #name, DIR *); \
+    return meant_file(dirfd(opened)) && fails("readdir") ? NULL : real(opened); \
+  }
+READDIR(readdir, dirent)
+READDIR(readdir64, dirent64)
