@@ -12,6 +12,7 @@ from ray_ulysses.data.plan import Plan
 from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.trained import Trained
 from ray_ulysses.forensics.verdict import Finding
+from ray_ulysses.tracking.events import CheckpointCommitted, Event
 
 _RESUMED = "a run resumed from it"
 
@@ -37,7 +38,7 @@ class Claim:
     problem: str | None = None
 
 
-def commits(records: Sequence[Mapping[str, Any]], trained: Trained) -> list[Claim]:
+def commits(events: Sequence[Event], trained: Trained) -> list[Claim]:
     """Return what the journal noted of the checkpoints whose steps count (pure).
 
     A checkpoint of an attempt whose step was thrown away is not among them.
@@ -45,14 +46,15 @@ def commits(records: Sequence[Mapping[str, Any]], trained: Trained) -> list[Clai
     attempts = {step.step: step.attempt for step in trained.steps}
     return [
         Claim(
-            step=int(record["step"]),
-            origin=f"the commit of step {record['step']} in the journal of attempt {record['attempt']}",
-            digest=str(record["digest"]),
+            step=event.step,
+            origin=f"the commit of step {event.step} in the journal of attempt {event.attempt}",
+            digest=f"{event.digest:016x}",
+            tokens=event.tokens,
         )
-        for record in records
-        if record["event"] == "checkpoint_committed"
-        and "digest" in record
-        and attempts.get(int(record["step"])) == record["attempt"]
+        for event in events
+        if isinstance(event, CheckpointCommitted)
+        and event.digest is not None
+        and attempts.get(event.step) == event.attempt
     ]
 
 

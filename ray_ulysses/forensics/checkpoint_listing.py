@@ -32,7 +32,8 @@ from ray_ulysses.forensics.checkpoint_report import (
 )
 from ray_ulysses.storage import Store, current_owner
 from ray_ulysses.storage.store import read_bytes
-from ray_ulysses.tracking.journal import read_records
+from ray_ulysses.tracking.events import CheckpointCommitted, CheckpointSetAside, Event
+from ray_ulysses.tracking.journal_reader import read_events
 from ray_ulysses.trainer.checkpoint_store import keep_rules, storage_answers
 
 _KEY = re.compile(rf"^{CHECKPOINT_FOLDER}/step-(\d{{8,}})/(.+)$")
@@ -75,10 +76,10 @@ def list_checkpoints(run_dir: Path) -> CheckpointListing:
     with storage_answers(place.location):
         lineage = read_lineage(place.store)
         folders = _look_into_all(place.store)
-    records = read_records(run_dir)
+    events = read_events(run_dir)
     writing = lineage.newest_attempt if current_owner(run_dir) is not None else None
-    reports = [_report(folder, records, writing) for folder in folders]
-    ahead = outlook(reports, records, lineage, place.location)
+    reports = [_report(folder, events, writing) for folder in folders]
+    ahead = outlook(reports, events, lineage, place.location)
     return CheckpointListing(
         name=run_dir.absolute().name,
         location=place.location,
@@ -161,18 +162,18 @@ def _readable(store: Store, step: int) -> Manifest | None:
         return None
 
 
-def _report(folder: _Folder, records: Sequence[Mapping[str, Any]], writing: int | None) -> CheckpointReport:
+def _report(folder: _Folder, events: Sequence[Event], writing: int | None) -> CheckpointReport:
     """Return what is told of a directory (pure).
 
     Args:
         folder: What lies in it.
-        records: The run's journal.
+        events: The run's journal.
         writing: The attempt that a live process trains at the moment; None if there is none.
     """
     condition, why = _condition(folder, writing)
     manifest = folder.manifest
     named = {MANIFEST_FILE, *(shard.file for shard in manifest.shards)} if manifest is not None else set(folder.files)
-    notes = tuple(_set_aside(folder.step, attempt, folder.notes[attempt], records) for attempt in sorted(folder.notes))
+    notes = tuple(_set_aside(folder.step, attempt, folder.notes[attempt], events) for attempt in sorted(folder.notes))
     report = CheckpointReport(
         step=folder.step,
         path=step_folder(folder.step),
@@ -189,7 +190,7 @@ def _report(folder: _Folder, records: Sequence[Mapping[str, Any]], writing: int 
     if manifest is None:
         return _with_names(report, folder.files)
     meta = manifest.meta
-    noted = _time(records, "checkpoint_committed", folder.step, manifest.attempt)
+    noted = _time(events, CheckpointCommitted, folder.step, manifest.attempt)
     return replace(
         report,
         attempt=manifest.attempt,
@@ -246,17 +247,17 @@ def _with_names(report: CheckpointReport, names: Iterable[str]) -> CheckpointRep
     return replace(report, attempt=attempts[-1], world_size=max(sizes, default=None))
 
 
-def _set_aside(step: int, attempt: int, note: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> SetAside:
+def _set_aside(step: int, attempt: int, note: Mapping[str, Any], events: Sequence[Event]) -> SetAside:
     reason = str(note.get("reason", "its note can't be read"))
-    return SetAside(attempt=attempt, reason=reason, at=_time(records, "checkpoint_set_aside", step, attempt))
+    return SetAside(attempt=attempt, reason=reason, at=_time(events, CheckpointSetAside, step, attempt))
 
 
-def _time(records: Sequence[Mapping[str, Any]], event: str, step: int, attempt: int) -> float | None:
+def _time(
+    events: Sequence[Event], kind: type[CheckpointCommitted | CheckpointSetAside], step: int, attempt: int
+) -> float | None:
     """Return when the journal noted an event of a step; None if it did not."""
     times = (
-        float(record["time"])
-        for record in records
-        if record["event"] == event and record["step"] == step and record["attempt"] == attempt
+        event.time for event in events if isinstance(event, kind) and event.step == step and event.attempt == attempt
     )
     return max(times, default=None)
 

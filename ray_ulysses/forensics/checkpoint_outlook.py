@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ray_ulysses.checkpoint.fence import Lineage
 from ray_ulysses.forensics.checkpoint_report import CheckpointReport
+from ray_ulysses.tracking.events import Event
 from ray_ulysses.trainer.start_point import commits_that_count
 
 
@@ -26,14 +26,12 @@ class Outlook:
     refusal: str | None = None
 
 
-def outlook(
-    reports: Sequence[CheckpointReport], records: Iterable[Mapping[str, Any]], lineage: Lineage, location: str
-) -> Outlook:
+def outlook(reports: Sequence[CheckpointReport], events: Iterable[Event], lineage: Lineage, location: str) -> Outlook:
     """Return what the next attempt would do.
 
     Args:
         reports: Every checkpoint directory, by step.
-        records: The run's journal.
+        events: The run's journal.
         lineage: The run's attempts.
         location: Root of the store, for a person.
     """
@@ -55,18 +53,18 @@ def outlook(
     if damaged:
         way_out = f"restore the files in {location}, or start a new run under another run.name"
         return Outlook(refusal=f"no checkpoint is whole, and the run does not begin anew by itself; {way_out}")
-    return Outlook(refusal=lost_commits(records, lineage, location))
+    return Outlook(refusal=lost_commits(events, lineage, location))
 
 
-def lost_commits(records: Iterable[Mapping[str, Any]], lineage: Lineage, location: str) -> str | None:
+def lost_commits(events: Iterable[Event], lineage: Lineage, location: str) -> str | None:
     """Return what is to be said of a run of which no checkpoint is found; None if it has none that counts.
 
     Args:
-        records: The run's journal.
+        events: The run's journal.
         lineage: The run's attempts, as far as the store knows of them.
         location: Root of the store, for a person.
     """
-    steps = commits_that_count(records, lineage)
+    steps = commits_that_count(events, lineage)
     if not steps:
         return None
     commits = f"{len(steps)} checkpoint{'' if len(steps) == 1 else 's'}"

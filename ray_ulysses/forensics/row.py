@@ -18,7 +18,7 @@ from ray_ulysses.forensics.piece_text import PieceText, Texts
 from ray_ulysses.forensics.request import TextMode, check_run
 from ray_ulysses.forensics.run_data import find_sources, open_plan
 from ray_ulysses.forensics.trained import Trained, trained_steps
-from ray_ulysses.tracking.journal import read_records
+from ray_ulysses.tracking.journal_reader import read_events
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +137,7 @@ def look_at_row(run_dir: Path, row: int, *, corpora: Sequence[Path] = (), text: 
     """
     check_run(run_dir)
     plan = open_plan(run_dir)
-    trained = trained_steps(read_records(run_dir), plan)
+    trained = trained_steps(read_events(run_dir), plan)
     _check_row(plan, trained, row)
     number = plan.segment_of_row(row)
     segment = plan.segments[number]

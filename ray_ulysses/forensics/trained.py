@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ray_ulysses.data.digest import add_digests
 from ray_ulysses.data.plan import Plan
+from ray_ulysses.tracking.events import AttemptStarted, Event, StepDone, TakenOver
 from ray_ulysses.tracking.history import steps_that_count
-from ray_ulysses.tracking.taken_over import TakenOver, taken_over
+from ray_ulysses.tracking.taken_over import taken_over
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,19 +68,19 @@ class Trained:
         return self.before.tokens + sum(step.tokens for step in self.steps)
 
 
-def trained_steps(records: Sequence[Mapping[str, Any]], plan: Plan) -> Trained:
+def trained_steps(events: Sequence[Event], plan: Plan) -> Trained:
     """Sort the steps of a journal by what became of them (pure).
 
     Args:
-        records: As `tracking.journal.read_records` gives them.
+        events: The run's journal.
         plan: The run's plan as it is now.
     """
-    counted = steps_that_count(records)
+    counted = steps_that_count(events)
     ids = tuple(segment.plan_id for segment in plan.segments)
     plans = {
-        int(record["attempt"]): tuple(str(plan_id) for plan_id in record["plan_ids"])
-        for record in records
-        if record["event"] == "attempt_started" and "plan_ids" in record
+        event.attempt: event.plan_ids
+        for event in events
+        if isinstance(event, AttemptStarted) and event.plan_ids is not None
     }
     steps: list[TrainedStep] = []
     superseded: list[TrainedStep] = []
@@ -91,9 +91,9 @@ def trained_steps(records: Sequence[Mapping[str, Any]], plan: Plan) -> Trained:
     return Trained(
         steps=tuple(steps),
         superseded=tuple(superseded),
-        lost=tuple(_step(record) for record in counted.lost),
-        repeated=tuple(_step(record) for record in counted.repeated),
-        before=taken_over(records),
+        lost=tuple(_step(step) for step in counted.lost),
+        repeated=tuple(_step(step) for step in counted.repeated),
+        before=taken_over(events),
         other_plans={
             attempt: plan_ids
             for attempt, plan_ids in plans.items()
@@ -111,11 +111,5 @@ def _is_superseded(step: TrainedStep, plans: Mapping[int, tuple[str, ...]], ids:
     return not is_taken_up and step.step > plan.segments[len(known)].base_step
 
 
-def _step(record: Mapping[str, Any]) -> TrainedStep:
-    return TrainedStep(
-        step=int(record["step"]),
-        attempt=int(record["attempt"]),
-        rows=(int(record["rows"][0]), int(record["rows"][1])),
-        tokens=int(record["tokens"]),
-        digest=int(record["digest"], 16),
-    )
+def _step(step: StepDone) -> TrainedStep:
+    return TrainedStep(step=step.step, attempt=step.attempt, rows=step.rows, tokens=step.tokens, digest=step.digest)

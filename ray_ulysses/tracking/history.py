@@ -8,16 +8,26 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ray_ulysses.storage import LocalStore, Store, current_owner
 from ray_ulysses.storage.store import read_bytes
-from ray_ulysses.tracking.journal import STOP_REASONS, read_records
+from ray_ulysses.tracking.events import (
+    STOP_REASONS,
+    AttemptEnded,
+    AttemptStarted,
+    Event,
+    OfCommand,
+    RunFinished,
+    StepDone,
+)
+from ray_ulysses.tracking.journal_reader import Journal, read_journal
 from ray_ulysses.tracking.taken_over import taken_over
 from ray_ulysses.tracking.time_spent import TimeSpent, time_spent
 
 Status = Literal["not_started", "running", "interrupted", "stopped", "failed", "finished"]
 
+_Kind = TypeVar("_Kind")
 _STEP_KEY = re.compile(r"^(checkpoints/step-(\d{8,}))/(.+)$")
 
 
@@ -107,6 +117,7 @@ class RunHistory:
         goodput: Share of `time_spent` that went into steps that count; None before the first of them.
         time_spent: Seconds of the run's commands, from their start, by what they went into.
         missing_steps: Steps below `step` of which the journal has no record; empty in a sound run.
+        damaged_records: The journal's damaged lines, each in words; empty in a sound run.
     """
 
     name: str
@@ -122,6 +133,7 @@ class RunHistory:
     goodput: float | None
     time_spent: TimeSpent = field(default_factory=TimeSpent)
     missing_steps: tuple[int, ...] = ()
+    damaged_records: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that ``ray-ulysses inspect RUN --json`` prints."""
@@ -150,7 +162,7 @@ def read_history(run_dir: Path | str, *, is_held: bool | None = None, store: Sto
     run_dir = Path(run_dir)
     return build_history(
         name=run_dir.absolute().name,
-        records=read_records(run_dir),
+        journal=read_journal(run_dir),
         checkpoints=_read_checkpoints(store if store is not None else LocalStore(run_dir)),
         is_held=current_owner(run_dir) is not None if is_held is None else is_held,
     )
@@ -159,39 +171,40 @@ def read_history(run_dir: Path | str, *, is_held: bool | None = None, store: Sto
 def build_history(
     *,
     name: str,
-    records: Sequence[dict[str, Any]],
+    journal: Journal,
     checkpoints: Sequence[CheckpointRecord] = (),
     is_held: bool = False,
 ) -> RunHistory:
-    """Fold a run's records, in order, into its history (pure).
+    """Fold a run's events, in order, into its history (pure).
 
     Args:
         name: The run's name.
-        records: As `read_records` gives them.
+        journal: Its journal.
         checkpoints: The checkpoint folders that are there.
         is_held: Whether a live process holds the run.
     """
-    counted = steps_that_count(records)
+    counted = steps_that_count(journal.events)
     kept = counted.kept
     ordered = [kept[step] for step in sorted(kept)]
-    last = ordered[-1]["step"] if ordered else 0
-    attempts = _by_attempt(records)
-    before, spent = taken_over(records), time_spent(records)
-    digest = (before.digest + sum(int(record["digest"], 16) for record in ordered)) % 2**64
+    last = ordered[-1].step if ordered else 0
+    attempts = _by_attempt(journal.events)
+    before, spent = taken_over(journal.events), time_spent(journal.events)
+    digest = (before.digest + sum(step.digest for step in ordered)) % 2**64
     return RunHistory(
         name=name,
         status=_status(attempts, is_held),
         step=max(last, before.step),
-        tokens=before.tokens + sum(int(record["tokens"]) for record in ordered),
-        steps=tuple(_step_record(record) for record in ordered),
+        tokens=before.tokens + sum(step.tokens for step in ordered),
+        steps=tuple(_step_record(step) for step in ordered),
         attempts=tuple(map(_attempt_record, attempts, [None, *attempts])),
         checkpoints=tuple(checkpoints),
-        rows_consumed=before.rows + sum(int(record["rows"][1]) - int(record["rows"][0]) for record in ordered),
+        rows_consumed=before.rows + sum(step.rows[1] - step.rows[0] for step in ordered),
         data_digest=f"{digest:016x}",
         lost_steps=len(counted.lost),
         goodput=spent.goodput,
         time_spent=spent,
         missing_steps=tuple(step for step in range(before.step + 1, last) if step not in kept),
+        damaged_records=tuple(str(record) for record in journal.damaged),
     )
 
 
@@ -206,117 +219,120 @@ class CountedSteps:
             Empty in a sound run.
     """
 
-    kept: Mapping[int, Mapping[str, Any]]
-    lost: tuple[Mapping[str, Any], ...]
-    repeated: tuple[Mapping[str, Any], ...]
+    kept: Mapping[int, StepDone]
+    lost: tuple[StepDone, ...]
+    repeated: tuple[StepDone, ...]
 
 
-def steps_that_count(records: Iterable[Mapping[str, Any]]) -> CountedSteps:
-    """Sort a run's step records by what became of them (pure).
+def steps_that_count(events: Iterable[Event]) -> CountedSteps:
+    """Sort a run's steps by what became of them (pure).
 
     An attempt that resumed at step r starts from the state after r steps: whatever was recorded beyond is
     not in it.
 
     Args:
-        records: As `tracking.journal.read_records` gives them.
+        events: The run's journal.
     """
-    kept: dict[int, Mapping[str, Any]] = {}
+    kept: dict[int, StepDone] = {}
     lost, repeated = [], []
-    for record in records:
-        if record["event"] == "attempt_started":
-            gone = [step for step in kept if step > record["resumed_step"]]
-            lost += [kept.pop(step) for step in gone]
-        elif record["event"] == "step":
-            if record["step"] in kept:
-                repeated.append(kept[record["step"]])
-            kept[record["step"]] = record
+    attempt = 0
+    for event in events:
+        if not isinstance(event, AttemptStarted | StepDone):
+            continue
+        if event.attempt != attempt:
+            # Where the record of an attempt's start is damaged, its first step tells where it resumed.
+            resumed_step = event.resumed_step if isinstance(event, AttemptStarted) else event.step - 1
+            lost += [kept.pop(step) for step in [step for step in kept if step > resumed_step]]
+            attempt = event.attempt
+        if isinstance(event, StepDone):
+            if event.step in kept:
+                repeated.append(kept[event.step])
+            kept[event.step] = event
     return CountedSteps(kept=kept, lost=tuple(lost), repeated=tuple(repeated))
 
 
-def _by_attempt(records: Iterable[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Return the records of each attempt that started, in order."""
-    attempts: dict[int, list[Mapping[str, Any]]] = {}
-    for record in records:
-        attempts.setdefault(record["attempt"], []).append(record)
-    return [attempt for attempt in attempts.values() if _first(attempt, "attempt_started") is not None]
+def _by_attempt(events: Iterable[Event]) -> list[list[Event]]:
+    """Return the events of each attempt that started, in order."""
+    attempts: dict[int, list[Event]] = {}
+    for event in events:
+        attempts.setdefault(event.attempt, []).append(event)
+    return [attempt for attempt in attempts.values() if _first(attempt, AttemptStarted) is not None]
 
 
-def _first(attempt: Iterable[Mapping[str, Any]], kind: str) -> Mapping[str, Any] | None:
+def _first(attempt: Iterable[Event], kind: type[_Kind]) -> _Kind | None:
     """Return an attempt's first event of a kind."""
-    return next((record for record in attempt if record["event"] == kind), None)
+    return next((event for event in attempt if isinstance(event, kind)), None)
 
 
-def _step_record(record: Mapping[str, Any]) -> StepRecord:
+def _step_record(step: StepDone) -> StepRecord:
     return StepRecord(
-        step=int(record["step"]),
-        loss=float(record["loss"]),
-        tokens=int(record["tokens"]),
-        rows=(int(record["rows"][0]), int(record["rows"][1])),
-        attempt=int(record["attempt"]),
-        seconds=float(record["seconds"]),
-        learning_rate=_number(record.get("learning_rate")),
-        grad_norm=_number(record.get("grad_norm")),
+        step=step.step,
+        loss=step.loss,
+        tokens=step.tokens,
+        rows=step.rows,
+        attempt=step.attempt,
+        seconds=step.seconds,
+        learning_rate=step.learning_rate,
+        grad_norm=step.grad_norm,
     )
 
 
-def _number(value: object) -> float | None:
-    """Return a number of the journal, where one that is not finite is a string."""
-    return None if value is None else float(str(value))
-
-
-def _attempt_record(attempt: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]] | None) -> AttemptRecord:
-    started = _first(attempt, "attempt_started")
+def _attempt_record(attempt: Sequence[Event], before: Sequence[Event] | None) -> AttemptRecord:
+    started = _first(attempt, AttemptStarted)
     assert started is not None
-    steps = [record for record in attempt if record["event"] == "step"]
-    ended = _first(attempt, "attempt_ended")
+    steps = [event for event in attempt if isinstance(event, StepDone)]
+    ended = _first(attempt, AttemptEnded)
     return AttemptRecord(
-        world_size=int(started["world_size"]),
-        sp_size=int(started["sp_size"]),
-        dp_size=int(started["dp_size"]),
-        ring_size=int(started.get("ring_size", 1)),
-        first_step=int(steps[0]["step"]) if steps else None,
-        last_step=int(steps[-1]["step"]) if steps else None,
-        reason=str(ended["reason"]) if ended is not None else None,
-        seconds_to_first_step=round(steps[0]["time"] - _began(attempt, before), 3) if steps else None,
+        world_size=started.world_size,
+        sp_size=started.sp_size,
+        dp_size=started.dp_size,
+        ring_size=started.ring_size,
+        first_step=steps[0].step if steps else None,
+        last_step=steps[-1].step if steps else None,
+        reason=ended.reason if ended is not None else None,
+        seconds_to_first_step=round(steps[0].time - _began(attempt, before), 3) if steps else None,
     )
 
 
-def _began(attempt: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]] | None) -> float:
+def _began(attempt: Sequence[Event], before: Sequence[Event] | None) -> float:
     """Return when an attempt began to be waited for: at the end of the one before, or with its command."""
     session = _session(attempt)
     if before is not None and session is not None and _session(before) == session:
-        return float(max(record["time"] for record in before))
-    return float(attempt[0].get("command_started", attempt[0]["time"]))
+        return max(event.time for event in before)
+    first = attempt[0]
+    started = first.command_started if isinstance(first, OfCommand) else None
+    return first.time if started is None else started
 
 
-def _session(attempt: Iterable[Mapping[str, Any]]) -> str | None:
+def _session(attempt: Iterable[Event]) -> str | None:
     """Return which command an attempt belongs to."""
-    return next((str(record["session"]) for record in attempt if "session" in record), None)
+    sessions = (event.session for event in attempt if isinstance(event, OfCommand))
+    return next((session for session in sessions if session is not None), None)
 
 
-def _status(attempts: Sequence[Sequence[Mapping[str, Any]]], is_held: bool) -> Status:
+def _status(attempts: Sequence[Sequence[Event]], is_held: bool) -> Status:
     """Return where the run stands after its last attempt."""
     if not attempts:
         return "running" if is_held else "not_started"
-    if _first(attempts[-1], "run_finished") is not None:
+    if _first(attempts[-1], RunFinished) is not None:
         return "finished"
     if is_held:
         return "running"
-    ended = _first(attempts[-1], "attempt_ended")
+    ended = _first(attempts[-1], AttemptEnded)
     if ended is None:
         return "interrupted"
-    return "stopped" if str(ended["reason"]).startswith(STOP_REASONS) else "failed"
+    return "stopped" if ended.reason.startswith(STOP_REASONS) else "failed"
 
 
-def finished_step(records: Iterable[Mapping[str, Any]]) -> int | None:
+def finished_step(events: Iterable[Event]) -> int | None:
     """Return the step at which a run was finished (pure); None if its last attempt did not say that it was.
 
     Args:
-        records: As `tracking.journal.read_records` gives them.
+        events: The run's journal.
     """
-    attempts = _by_attempt(records)
-    found = _first(attempts[-1], "run_finished") if attempts else None
-    return int(found["step"]) if found is not None else None
+    attempts = _by_attempt(events)
+    found = _first(attempts[-1], RunFinished) if attempts else None
+    return found.step if found is not None else None
 
 
 def _read_checkpoints(store: Store) -> list[CheckpointRecord]:

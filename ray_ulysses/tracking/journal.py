@@ -1,4 +1,4 @@
-"""The journal of a run: what happened, one JSON object a line, one file an attempt, written as it happens.
+"""Writing of a run's journal: one JSON object per event and line, one file per attempt, written as it happens.
 
 ``journal/attempt-0003.jsonl`` belongs to the third attempt; its number is claimed by creating the file, so
 that two attempts never share one. A process beside the first writer (the controller beside rank 0) appends
@@ -9,8 +9,6 @@ not safe on NFS.
 from __future__ import annotations
 
 import errno
-import json
-import math
 import os
 import re
 import threading
@@ -20,26 +18,11 @@ from typing import Any
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.errors import UserError
+from ray_ulysses.tracking.events import encode_event, event_adapter
+from ray_ulysses.tracking.line_checksum import with_checksum
+from ray_ulysses.validation import ContentError, read_json
 
 JOURNAL_FOLDER = "journal"
-
-REQUIRED_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "phase": ("phase", "session"),
-    "attempt_started": ("world_size", "sp_size", "dp_size", "nodes", "resumed_step", "resumed_from"),
-    "step": ("step", "loss", "tokens", "rows", "digest", "seconds"),
-    "evaluation": ("step", "loss", "tokens"),
-    "checkpoint_committed": ("step", "path", "world_size"),
-    "checkpoint_set_aside": ("step", "reason"),
-    "checkpoint_failed": ("step", "reason"),
-    "preemption_notice": (),
-    "attempt_ended": ("reason",),
-    "run_finished": ("step",),
-    "command_ended": ("session",),
-}
-"""The kinds of event and the fields without which one can't be read back; any others may be added."""
-
-STOP_REASONS = ("stopped", "finished")
-"""First words of the reasons of an attempt that ended because it was meant to."""
 
 _SEGMENT = re.compile(r"^attempt-(\d{4,})(?:\.([A-Za-z0-9_-]+))?\.jsonl$")
 # After these the record must outlive a power cut: recovery reads them.
@@ -126,21 +109,21 @@ class AttemptJournal:
         """Write one event; ``time`` (seconds since the epoch) and ``attempt`` are added.
 
         Args:
-            event: ``event`` is its kind, the other fields are `REQUIRED_FIELDS` and more. A loss that is not
-                finite is stored as a string ("nan", "inf"), which JSON has no number for.
+            event: ``event`` is its kind, the other fields are those of its class in `tracking.events` and more. A loss
+                that is not finite is stored as a string ("nan", "inf"), which JSON has no number for.
 
         Raises:
             OSError: The disk does not take it now. It is kept, and written first by the next call of any kind.
         """
-        kind = str(event.get("event"))
-        assert kind in REQUIRED_FIELDS, f"{kind!r} is no kind of journal event"
-        missing = [name for name in REQUIRED_FIELDS[kind] if name not in event]
-        assert not missing, f"journal event {kind!r} lacks {missing}"
         record = {"time": self._clock.now(), "attempt": self.attempt, **event}
-        line = json.dumps(_finite(record), allow_nan=False)
+        line = encode_event(record)
+        try:
+            kind = read_json(event_adapter(), line).event
+        except ContentError as error:
+            raise AssertionError(f"journal event {event!r} can't be read back: {error}") from error
         with self._lock:
             self._refuse_closed()
-            self._tail += line.encode() + b"\n"
+            self._tail += with_checksum(line) + b"\n"
             self._write()
         if kind in _DURABLE or len(self._tail) > _MOST_UNSYNCED_BYTES:
             self.sync()
@@ -211,30 +194,14 @@ class AttemptJournal:
 
 def attempt_numbers(run_dir: Path | str) -> tuple[int, ...]:
     """Return the numbers of all attempts of a run that have a journal, ascending."""
-    return tuple(sorted({attempt for attempt, _ in _segments(run_dir)}))
+    return tuple(sorted({attempt for attempt, _ in segments(run_dir)}))
 
 
-def read_records(run_dir: Path | str) -> list[dict[str, Any]]:
-    """Return every whole record of a run: attempts in order, an attempt's first segment before its others.
-
-    A line torn by a death is left out. What a record lacks of `REQUIRED_FIELDS` makes it torn as well.
-    """
-    records = []
-    for attempt, path in _segments(run_dir):
-        for line in path.read_bytes().split(b"\n"):
-            record = _parse(line)
-            if record is not None:
-                records.append({**record, "attempt": attempt})
-    return records
-
-
-def _segments(run_dir: Path | str) -> Iterator[tuple[int, Path]]:
+def segments(run_dir: Path | str) -> Iterator[tuple[int, Path]]:
     """Yield (attempt, path) of each segment in the order in which they are read."""
     folder = Path(run_dir) / JOURNAL_FOLDER
-    if not folder.is_dir():
-        return
     found = []
-    for path in folder.iterdir():
+    for path in folder.iterdir() if folder.is_dir() else ():
         match = _SEGMENT.match(path.name)
         if match:
             found.append((int(match[1]), match[2] or "", path))
@@ -242,31 +209,6 @@ def _segments(run_dir: Path | str) -> Iterator[tuple[int, Path]]:
         yield attempt, path
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the record of a line, or None if it is torn or of a kind that this version does not know."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(record, dict) or not isinstance(record.get("time"), int | float):
-        return None
-    required = REQUIRED_FIELDS.get(record.get("event", ""))
-    if required is None or any(name not in record for name in required):
-        return None
-    return record
-
-
 def _is_torn(descriptor: int, size: int) -> bool:
     """Return whether a file of so many bytes ends in the middle of a line."""
     return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-
-
-def _finite(value: Any) -> Any:
-    """Return a JSON value with numbers that JSON can't write turned into their names."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

@@ -7,13 +7,19 @@ when nothing ran, is kept apart from them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
-from ray_ulysses.tracking.journal import STOP_REASONS
-
-_SAVING = "saving_seconds"
+from ray_ulysses.tracking.events import (
+    STOP_REASONS,
+    AttemptEnded,
+    AttemptStarted,
+    Evaluated,
+    Event,
+    OfCommand,
+    RunFinished,
+    StepDone,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,76 +80,77 @@ class _Command:
 
 @dataclass(slots=True)
 class TimeLedger:
-    """Accounts for a run's time, record by record in the journal's order."""
+    """Accounts for a run's time, event by event in the journal's order."""
 
     _spent: dict[str, float] = field(default_factory=lambda: asdict(TimeSpent()))
     _kept: dict[int, float] = field(default_factory=dict)
     _session: str | None = None
     _command: _Command | None = None
 
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Account for the time up to a record."""
-        if record["event"] == "run_finished":
+    def add(self, event: Event) -> None:
+        """Account for the time up to an event."""
+        if isinstance(event, RunFinished):
             # A later command may have said it in the name of an attempt that died before.
             return
-        command = self._command_of(record)
-        if record["attempt"] != command.attempt:
-            command.attempt, command.attempt_has_stepped, command.ended_well = record["attempt"], False, False
+        command = self._command_of(event)
+        if event.attempt != command.attempt:
+            command.attempt, command.attempt_has_stepped, command.ended_well = event.attempt, False, False
             command.evaluation_s = 0.0
-            self._advance(command, record["time"], "recovery_s" if command.has_stepped else "waiting_s")
-        kind = record["event"]
-        if kind == "attempt_started":
-            for step in [step for step in self._kept if step > record["resumed_step"]]:
+            self._advance(command, event.time, "recovery_s" if command.has_stepped else "waiting_s")
+        if isinstance(event, AttemptStarted):
+            for step in [step for step in self._kept if step > event.resumed_step]:
                 self._lose(step)
-        elif kind == "step":
-            self._add_step(command, record)
-        elif kind == "evaluation":
-            command.evaluation_s += float(record.get("seconds", 0.0))
-        elif kind == "attempt_ended" and str(record["reason"]).startswith(STOP_REASONS):
+        elif isinstance(event, StepDone):
+            self._add_step(command, event)
+        elif isinstance(event, Evaluated):
+            command.evaluation_s += event.seconds
+        elif isinstance(event, AttemptEnded) and event.reason.startswith(STOP_REASONS):
             command.ended_well = True
-            self._add_pause(command, record, record["time"])
-        command.end = max(command.end, record["time"])
+            self._add_pause(command, event, event.time)
+        command.end = max(command.end, event.time)
 
     def spent(self) -> TimeSpent:
-        """Return where the time went, up to the latest record."""
+        """Return where the time went, up to the latest event."""
         parts = dict(self._spent)
         command = self._command
         if command is not None:
             parts[_open_part(command)] += max(0.0, command.end - command.at)
         return TimeSpent(**parts)
 
-    def _command_of(self, record: Mapping[str, Any]) -> _Command:
-        """Return the command that a record is of; one that says no word of it is of the command before."""
-        before, session = self._command, record.get("session", self._session)
-        if record["event"] == "attempt_started" and "session" not in record:
+    def _command_of(self, event: Event) -> _Command:
+        """Return the command that an event is of; one that says no word of it is of the command before."""
+        before = self._command
+        said = event if isinstance(event, OfCommand) else None
+        session = self._session if said is None or said.session is None else said.session
+        if isinstance(event, AttemptStarted) and event.session is None:
             # Of a version that did not say which command an attempt is of: its own.
-            session = f"attempt {record['attempt']}"
+            session = f"attempt {event.attempt}"
         if before is not None and session == self._session:
             return before
         if before is not None:
             self._advance(before, before.end, _open_part(before))
-        started = float(record.get("command_started", record["time"]))
+        started = event.time if said is None or said.command_started is None else said.command_started
+        asked = started if said is None or said.workers_asked is None else said.workers_asked
         if before is not None:
             self._spent["between_commands_s"] += max(0.0, started - before.end)
         self._session, self._command = session, _Command(at=started, end=started)
-        self._advance(self._command, float(record.get("workers_asked", started)), "startup_s")
+        self._advance(self._command, asked, "startup_s")
         return self._command
 
-    def _add_step(self, command: _Command, record: Mapping[str, Any]) -> None:
-        begin = record["time"] - float(record["seconds"])
+    def _add_step(self, command: _Command, event: StepDone) -> None:
+        begin = event.time - event.seconds
         if command.attempt_has_stepped:
-            self._add_pause(command, record, begin)
+            self._add_pause(command, event, begin)
         else:
             self._advance(command, begin, "recovery_s" if command.has_stepped else "startup_s")
         command.has_stepped = command.attempt_has_stepped = True
-        step = int(record["step"])
-        if step in self._kept:
-            self._lose(step)
-        self._kept[step] = self._advance(command, record["time"], "steps_s")
+        if event.step in self._kept:
+            self._lose(event.step)
+        self._kept[event.step] = self._advance(command, event.time, "steps_s")
 
-    def _add_pause(self, command: _Command, record: Mapping[str, Any], until: float) -> None:
+    def _add_pause(self, command: _Command, event: StepDone | AttemptEnded, until: float) -> None:
         """Account for what lies between a step and the next, or the attempt's end."""
-        self._advance(command, min(until, command.at + float(record.get(_SAVING, 0.0))), "saves_s")
+        self._advance(command, min(until, command.at + event.saving_seconds), "saves_s")
         self._advance(command, min(until, command.at + command.evaluation_s), "evaluation_s")
         self._advance(command, until, "other_s")
         command.evaluation_s = 0.0
@@ -161,15 +168,15 @@ class TimeLedger:
         return seconds
 
 
-def time_spent(records: Iterable[Mapping[str, Any]]) -> TimeSpent:
+def time_spent(events: Iterable[Event]) -> TimeSpent:
     """Return where a run's time went (pure).
 
     Args:
-        records: As `tracking.journal.read_records` gives them.
+        events: The run's journal.
     """
     ledger = TimeLedger()
-    for record in records:
-        ledger.add(record)
+    for event in events:
+        ledger.add(event)
     return ledger.spent()
 
 

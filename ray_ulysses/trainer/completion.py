@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.logging import get_logger
+from ray_ulysses.tracking.events import AttemptStarted, OfCommand
 from ray_ulysses.tracking.history import finished_step, read_history
-from ray_ulysses.tracking.journal import AttemptJournal, read_records
+from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal_reader import read_events, read_journal
 from ray_ulysses.tracking.mlflow_tracker import MlflowTracker
 from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_store
 from ray_ulysses.trainer.inventory import take_inventory
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 _WRITER = "command"
+_MOST_DAMAGED = 5
 
 
 def settle_completed(prepared: PreparedRun) -> RunHistory | None:
@@ -40,7 +43,10 @@ def settle_completed(prepared: PreparedRun) -> RunHistory | None:
     if prepared.remainder is not None and last_step > prepared.remainder.branch.step:
         # What was trained beyond the branch, with the data as they were, does not count.
         return None
-    said = finished_step(read_records(config.run_dir))
+    journal = read_journal(config.run_dir)
+    for record in journal.damaged[:_MOST_DAMAGED]:
+        _log.warning("%s; `ray-ulysses inspect` names every damaged record", record)
+    said = finished_step(journal.events)
     if said is None or said < last_step:
         # Asked only now: who has exported a finished run may have deleted its checkpoints.
         saved = committed_step(config)
@@ -55,7 +61,7 @@ def settle_completed(prepared: PreparedRun) -> RunHistory | None:
 
 def _say_finished(config: Config, step: int) -> None:
     """Write into the journal of the last attempt what it did not live to write."""
-    started = [one["attempt"] for one in read_records(config.run_dir) if one["event"] == "attempt_started"]
+    started = [event.attempt for event in read_events(config.run_dir) if isinstance(event, AttemptStarted)]
     if not started:
         return
     journal = AttemptJournal.open(config.run_dir, started[-1], writer=_WRITER)
@@ -71,7 +77,9 @@ def say_command_ended(run_dir: Path, session: str) -> None:
     Whatever the journal's disk says to it: the command has ended all the same.
     """
     with contextlib.suppress(OSError):
-        attempts = [record["attempt"] for record in read_records(run_dir) if record.get("session") == session]
+        attempts = [
+            event.attempt for event in read_events(run_dir) if isinstance(event, OfCommand) and event.session == session
+        ]
         if attempts:
             journal = AttemptJournal.open(run_dir, attempts[-1], writer=_WRITER)
             journal.append({"event": "command_ended", "session": session})

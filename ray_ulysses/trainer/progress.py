@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ray_ulysses.tracking.taken_over import TakenOver
+from ray_ulysses.tracking.events import TakenOver
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

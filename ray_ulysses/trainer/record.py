@@ -15,7 +15,8 @@ from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.tracking.commits import GoneCheckpoint
-from ray_ulysses.tracking.journal import AttemptJournal, read_records
+from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal_reader import read_events
 from ray_ulysses.tracking.mlflow_tracker import MlflowTracker
 from ray_ulysses.tracking.tracker import NullTracker
 from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_store
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ray_ulysses.data.plan import Plan
     from ray_ulysses.parallel.layout import ParallelLayout
     from ray_ulysses.storage import Store
+    from ray_ulysses.tracking.events import Event
     from ray_ulysses.tracking.tracker import Tracker
     from ray_ulysses.trainer.progress import Progress
     from ray_ulysses.trainer.step import StepResult
@@ -73,7 +75,7 @@ class Recorder:
         tracker: Tracker,
         attempt: int,
         nodes: list[str],
-        records: Sequence[Mapping[str, Any]] = (),
+        events: Sequence[Event] = (),
     ) -> None:
         self.store = store
         self.exchange = exchange
@@ -90,7 +92,7 @@ class Recorder:
         self._last_step = 0
         self._location = checkpoint_location(config)
         self._meter = StepMeter(config, worker.device, layout.world_size)
-        self.time = TimeAccount(worker.clock, records)
+        self.time = TimeAccount(worker.clock, events)
 
     @classmethod
     def open(cls, config: Config, worker: Worker, layout: ParallelLayout) -> Recorder:
@@ -128,7 +130,7 @@ class Recorder:
             tracker=tracker,
             attempt=attempt,
             nodes=nodes,
-            records=read_records(config.run_dir) if journal is not None else (),
+            events=read_events(config.run_dir) if journal is not None else (),
         )
         recorder.phase("opening the data")
         return recorder
@@ -237,6 +239,8 @@ class Recorder:
             path=ref.folder,
             world_size=ref.world_size,
             digest=meta.digest,
+            tokens=meta.tokens,
+            next_row=meta.cursor["next_row"],
             reason=meta.reason,
             stall_seconds=round(saved.stall_s, 6),
             seconds=round(saved.save_s, 6),

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.checkpoint.manifest import CHECKPOINT_FOLDER
-from ray_ulysses.tracking.journal import read_records
+from ray_ulysses.tracking.events import CheckpointCommitted, CheckpointSetAside
+from ray_ulysses.tracking.journal_reader import read_events
 from ray_ulysses.trainer.checkpoint_store import checkpoint_location
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from ray_ulysses.checkpoint import Damage, Manifest
     from ray_ulysses.checkpoint.fence import Lineage
     from ray_ulysses.config import Config
     from ray_ulysses.storage import Store
+    from ray_ulysses.tracking.events import Event
 
 
 def why_no_start(config: Config, store: Store, chosen: Manifest | None, passed: Sequence[Damage]) -> str | None:
@@ -48,7 +50,7 @@ def why_no_start(config: Config, store: Store, chosen: Manifest | None, passed: 
             f"was changed: restore the files in {folder}, or start a new run under another run.name "
             "(model.resume_from starts it from another run's checkpoint)"
         )
-    known = commits_that_count(read_records(config.run_dir), read_lineage(store))
+    known = commits_that_count(read_events(config.run_dir), read_lineage(store))
     if known:
         return (
             f"the journal knows of the checkpoint of step {max(known)}, but there is none in {folder}; mount or "
@@ -57,20 +59,20 @@ def why_no_start(config: Config, store: Store, chosen: Manifest | None, passed: 
     return None
 
 
-def commits_that_count(records: Iterable[Mapping[str, Any]], lineage: Lineage) -> tuple[int, ...]:
+def commits_that_count(events: Iterable[Event], lineage: Lineage) -> tuple[int, ...]:
     """Return the steps that a journal says were committed, not set aside since, and part of the run (pure).
 
     Args:
-        records: The run's journal, in order.
+        events: The run's journal, in order.
         lineage: The run's attempts, as far as the store knows of them: it may be the store that is lost.
 
     Returns:
         The steps, ascending.
     """
     attempts: dict[int, int] = {}
-    for record in records:
-        if record["event"] == "checkpoint_committed":
-            attempts[int(record["step"])] = int(record["attempt"])
-        elif record["event"] == "checkpoint_set_aside":
-            attempts.pop(int(record["step"]), None)
+    for event in events:
+        if isinstance(event, CheckpointCommitted):
+            attempts[event.step] = event.attempt
+        elif isinstance(event, CheckpointSetAside):
+            attempts.pop(event.step, None)
     return tuple(sorted(step for step, attempt in attempts.items() if lineage.holds(step, attempt)))

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.tracking.journal import attempt_numbers, read_records
+from ray_ulysses.tracking.events import AttemptStarted, Event
+from ray_ulysses.tracking.journal import attempt_numbers
+from ray_ulysses.tracking.journal_reader import read_events
 
 Owner = Literal["own", "other", "unsaid", "elsewhere"]
 """Whose an attempt is: this command's; another's, by its own word; of this directory, and it has not said whose; or of
 another directory, since an attempt leaves a journal here before it is announced beside the checkpoints."""
 
 
-def owner_of(attempt: int, records: Sequence[Mapping[str, Any]], numbers: Collection[int], session: str) -> Owner:
+def owner_of(attempt: int, events: Sequence[Event], numbers: Collection[int], session: str) -> Owner:
     """Return whose an attempt is (pure).
 
     Args:
         attempt: Its number.
-        records: The journal's.
+        events: The journal's.
         numbers: Attempts that have a journal.
         session: This command's name.
     """
-    sessions = {one["attempt"]: one.get("session") for one in records if one["event"] == "attempt_started"}
+    sessions = {event.attempt: event.session for event in events if isinstance(event, AttemptStarted)}
     said = sessions.get(attempt)
     if said is not None:
         return "own" if said == session else "other"
@@ -36,7 +38,7 @@ def is_taken_over(run_dir: Path, newest: int, session: str) -> bool:
     That it has not said so yet is no proof: an attempt that was thought dead is overtaken by its own command. Nor is a
     journal that is not there: another host's file may show up late.
     """
-    return owner_of(newest, read_records(run_dir), attempt_numbers(run_dir), session) == "other"
+    return owner_of(newest, read_events(run_dir), attempt_numbers(run_dir), session) == "other"
 
 
 def refuse_taken_over(run_dir: Path, newest: int, session: str) -> None:
@@ -50,11 +52,11 @@ def refuse_taken_over(run_dir: Path, newest: int, session: str) -> None:
     Raises:
         UserError: This command has had an attempt, and the newest one is another's.
     """
-    records = read_records(run_dir)
-    own = [one["attempt"] for one in records if one["event"] == "attempt_started" and one.get("session") == session]
+    events = read_events(run_dir)
+    own = [event.attempt for event in events if isinstance(event, AttemptStarted) and event.session == session]
     if not own or newest <= max(own):
         return
-    if owner_of(newest, records, attempt_numbers(run_dir), session) in ("other", "elsewhere"):
+    if owner_of(newest, events, attempt_numbers(run_dir), session) in ("other", "elsewhere"):
         raise UserError(taken_over_text(newest))
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ray_ulysses.clock import Clock
+from ray_ulysses.tracking.events import Event, event_of
 from ray_ulysses.tracking.time_spent import TimeLedger
 
 _AFTER_A_PAUSE = ("step", "attempt_ended")
@@ -17,17 +18,17 @@ _AFTER_A_PAUSE = ("step", "attempt_ended")
 class TimeAccount:
     """The account of a run's time up to now; records may come from any thread."""
 
-    def __init__(self, clock: Clock, records: Iterable[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, clock: Clock, events: Iterable[Event] = ()) -> None:
         """Begin with what the journal already holds.
 
         Args:
             clock: Time.
-            records: As `tracking.journal.read_records` gives them.
+            events: The run's journal.
         """
         self._clock = clock
         self._ledger = TimeLedger()
-        for record in records:
-            self._ledger.add(record)
+        for event in events:
+            self._ledger.add(event)
         self._saving_s = 0.0
         self._told: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -48,7 +49,7 @@ class TimeAccount:
             complete["saving_seconds"] = round(self._saving_s, 6)
             self._saving_s = 0.0
         with self._lock:
-            self._ledger.add(complete)
+            self._ledger.add(event_of(complete))
         return complete
 
     def news(self) -> dict[str, float]:

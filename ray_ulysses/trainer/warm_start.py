@@ -20,7 +20,7 @@ from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.location import open_store
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.checkpoint_lookup import find_checkpoint
-from ray_ulysses.tracking.taken_over import TakenOver
+from ray_ulysses.tracking.events import TakenOver
 from ray_ulysses.trainer.checkpoint_store import checkpoints_of, storage_answers
 from ray_ulysses.trainer.progress import Progress
 

@@ -10,6 +10,7 @@ from ray_ulysses.views.words import count, duration, facts, percent, table
 
 _LAST_STEPS = 10
 _LAST_CHECKPOINTS = 8
+_MOST_DAMAGED = 5
 
 
 def render_history(history: RunHistory, lineage: Lineage | None = None) -> str:
@@ -17,6 +18,10 @@ def render_history(history: RunHistory, lineage: Lineage | None = None) -> str:
     lines = [f"run {history.name!r}: {history.status} at step {history.step:,}", *facts(_totals(history))]
     if history.missing_steps:
         lines += ["", f"  MISSING: the journal has no record of steps {_ranges(history.missing_steps)}"]
+    if history.damaged_records:
+        lines += ["", *(f"  DAMAGED: {record}" for record in history.damaged_records[:_MOST_DAMAGED])]
+        more = len(history.damaged_records) - _MOST_DAMAGED
+        lines += [f"  DAMAGED: and {more:,} more records; --json names all"] if more > 0 else []
     if lineage is not None:
         lines += _lineage(lineage)
     lines += _time(history.time_spent)

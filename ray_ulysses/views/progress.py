@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -14,6 +12,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ray_ulysses.tracking.events import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointCommitted,
+    CheckpointSetAside,
+    Evaluated,
+    Event,
+    PreemptionNoticed,
+    RunFinished,
+    StepDone,
+)
 from ray_ulysses.views.journal_tail import JournalTail
 from ray_ulysses.views.progress_state import ProgressState
 from ray_ulysses.views.words import count, duration
@@ -64,8 +73,8 @@ class ProgressView:
 
     def __enter__(self) -> ProgressView:
         """Start to follow."""
-        for record in self._tail.poll():
-            self._state = self._state.after(record)
+        for event in self._tail.poll():
+            self._state = self._state.after(event)
         self._state = self._state.before_attempt()
         if self._is_live:
             panel = render_panel(self._name, self._state)
@@ -86,10 +95,10 @@ class ProgressView:
 
     def look(self) -> None:
         """Read what was added to the journal, and show it."""
-        for record in self._tail.poll():
-            self._state = self._state.after(record)
-            line = render_line(record, self._state)
-            if self._live is None and line is not None and self._is_due(record):
+        for event in self._tail.poll():
+            self._state = self._state.after(event)
+            line = render_line(event, self._state)
+            if self._live is None and line is not None and self._is_due(event):
                 # Plain text: markup, colours and folding would break what a script reads.
                 self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         if self._live is not None:
@@ -99,44 +108,43 @@ class ProgressView:
         while not self._stop.wait(self._interval_s):
             self.look()
 
-    def _is_due(self, record: Mapping[str, Any]) -> bool:
-        if record["event"] != "step":
+    def _is_due(self, event: Event) -> bool:
+        if not isinstance(event, StepDone):
             return True
-        return int(record["step"]) % self._every == 0 or record["step"] == self._state.total_steps
+        return event.step % self._every == 0 or event.step == self._state.total_steps
 
 
-def render_line(record: Mapping[str, Any], state: ProgressState) -> str | None:
-    """Return the plain line of a record, with the state after it; None for a kind that is not shown.
+def render_line(event: Event, state: ProgressState) -> str | None:
+    """Return the plain line of an event, with the state after it; None for a kind that is not shown.
 
     Fields are ``name=value`` without spaces, so that ``grep 'step='`` and ``awk`` find them.
     """
-    kind = record["event"]
-    if kind == "step":
-        return _step_line(state)
-    if kind == "attempt_started":
-        return (
-            f"attempt={state.attempt} started workers={state.world_size} dp={state.dp_size} sp={state.sp_size} "
-            f"resumed_step={state.step}"
-        )
-    if kind == "evaluation":
-        return f"evaluation step={record['step']} eval_loss={float(record['loss']):.4f}"
-    if kind == "checkpoint_committed":
-        return f"checkpoint step={record['step']} path={record['path']}"
-    if kind == "checkpoint_set_aside":
-        return f"checkpoint step={record['step']} set_aside: {record['reason']}"
-    if kind == "preemption_notice":
-        return f"preemption notice: a node will be taken away{_when(record)}"
-    if kind == "attempt_ended":
-        return f"attempt={state.attempt} ended step={state.step} reason: {_first_line(record['reason'])}"
-    if kind == "run_finished":
-        return f"run finished step={record['step']}"
+    match event:
+        case StepDone():
+            return _step_line(state)
+        case AttemptStarted():
+            return (
+                f"attempt={state.attempt} started workers={state.world_size} dp={state.dp_size} sp={state.sp_size} "
+                f"resumed_step={state.step}"
+            )
+        case Evaluated():
+            return f"evaluation step={event.step} eval_loss={event.loss:.4f}"
+        case CheckpointCommitted():
+            return f"checkpoint step={event.step} path={event.path}"
+        case CheckpointSetAside():
+            return f"checkpoint step={event.step} set_aside: {event.reason}"
+        case PreemptionNoticed():
+            return f"preemption notice: a node will be taken away{_when(event)}"
+        case AttemptEnded():
+            return f"attempt={state.attempt} ended step={state.step} reason: {_first_line(event.reason)}"
+        case RunFinished():
+            return f"run finished step={event.step}"
     return None
 
 
-def _when(notice: Mapping[str, Any]) -> str:
+def _when(notice: PreemptionNoticed) -> str:
     """Return how long a notice leaves, if it says so."""
-    deadline = notice.get("deadline")
-    return "" if deadline is None else f" in {duration(max(0.0, float(deadline) - float(notice['time'])))}"
+    return "" if notice.deadline is None else f" in {duration(max(0.0, notice.deadline - notice.time))}"
 
 
 def _first_line(text: object) -> str:

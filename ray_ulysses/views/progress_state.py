@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
+
+from ray_ulysses.tracking.events import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointCommitted,
+    Evaluated,
+    Event,
+    RunFinished,
+    StepDone,
+)
 
 _WINDOW = 20
 
@@ -59,49 +67,45 @@ class ProgressState:
         """Return the state while a new attempt is awaited: what was reached stays, how it went does not."""
         return replace(self, attempt=0, ended=None, seconds_per_step=None, tokens_per_s=None, recent=())
 
-    def after(self, record: Mapping[str, Any]) -> ProgressState:
-        """Return the state after a record of the journal; a kind that is not shown changes nothing."""
-        kind = record["event"]
-        if kind == "attempt_started":
-            return replace(
-                self,
-                total_steps=record.get("last_step", self.total_steps),
-                attempt=int(record.get("attempt", self.attempt + 1)),
-                world_size=int(record["world_size"]),
-                sp_size=int(record["sp_size"]),
-                dp_size=int(record["dp_size"]),
-                step=int(record["resumed_step"] or 0),
-                recent=(),
-                seconds_per_step=None,
-                tokens_per_s=None,
-                ended=None,
-            )
-        if kind == "step":
-            return self._after_step(record)
-        if kind == "evaluation":
-            return replace(self, evaluation=(int(record["step"]), float(record["loss"])))
-        if kind == "checkpoint_committed":
-            return replace(self, checkpoint_step=int(record["step"]))
-        if kind == "attempt_ended":
-            return replace(self, ended=str(record["reason"]))
-        if kind == "run_finished":
-            return replace(self, ended="finished")
+    def after(self, event: Event) -> ProgressState:
+        """Return the state after an event of the journal; a kind that is not shown changes nothing."""
+        match event:
+            case AttemptStarted():
+                return replace(
+                    self,
+                    total_steps=self.total_steps if event.last_step is None else event.last_step,
+                    attempt=event.attempt,
+                    world_size=event.world_size,
+                    sp_size=event.sp_size,
+                    dp_size=event.dp_size,
+                    step=event.resumed_step,
+                    recent=(),
+                    seconds_per_step=None,
+                    tokens_per_s=None,
+                    ended=None,
+                )
+            case StepDone():
+                return self._after_step(event)
+            case Evaluated():
+                return replace(self, evaluation=(event.step, event.loss))
+            case CheckpointCommitted():
+                return replace(self, checkpoint_step=event.step)
+            case AttemptEnded():
+                return replace(self, ended=event.reason)
+            case RunFinished():
+                return replace(self, ended="finished")
         return self
 
-    def _after_step(self, record: Mapping[str, Any]) -> ProgressState:
-        recent = (*self.recent, (float(record["seconds"]), float(record["tokens"])))[-_WINDOW:]
+    def _after_step(self, event: StepDone) -> ProgressState:
+        recent = (*self.recent, (event.seconds, float(event.tokens)))[-_WINDOW:]
         seconds = sum(second for second, _ in recent)
         return replace(
             self,
-            step=int(record["step"]),
-            loss=float(record["loss"]),
+            step=event.step,
+            loss=event.loss,
             recent=recent,
             seconds_per_step=fmean(second for second, _ in recent),
             tokens_per_s=sum(tokens for _, tokens in recent) / seconds if seconds > 0 else None,
-            peak_memory_gib=_number(record.get("peak_memory_gib")),
-            mfu=_number(record.get("mfu")),
+            peak_memory_gib=event.peak_memory_gib,
+            mfu=event.mfu,
         )
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) else None

@@ -16,8 +16,9 @@ from ray.train.v2._internal.execution.context import TrainContext
 from ray.train.v2._internal.execution.preemption import PreemptionContext
 
 from ray_ulysses.config import Config
+from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted
 from ray_ulysses.tracking.history import read_history
-from ray_ulysses.tracking.journal import read_records
+from ray_ulysses.tracking.journal_reader import read_events
 from tests.distributed.run_case import make_config, make_corpus
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -43,7 +44,7 @@ def cluster() -> Iterator[Cluster]:
 
 def _wait(config: Config, step: int, event: str = "step") -> None:
     deadline = time.monotonic() + TIMEOUT_S
-    while not any(r["event"] == event and r["step"] >= step for r in read_records(config.run_dir)):
+    while not any(one.event == event and one.step >= step for one in read_events(config.run_dir)):
         assert time.monotonic() < deadline, f"no {event} of step {step} within {TIMEOUT_S} s"
         time.sleep(0.2)
 
@@ -63,9 +64,9 @@ def test_a_drained_node_makes_the_run_save_before_its_time_is_up(cluster: Cluste
         )
     try:
         _wait(config, 3)
-        (started,) = [one for one in read_records(config.run_dir) if one["event"] == "attempt_started"]
+        (started,) = [one for one in read_events(config.run_dir) if isinstance(one, AttemptStarted)]
         # Ray tells those of a node's end whose worker group has a worker there; one of three nodes has none.
-        used = {name.split("/")[-1] for name in started["nodes"]}
+        used = {name.split("/")[-1] for name in started.nodes}
         node = next(one for one in cluster.worker_nodes if one.node_ip_address in used).node_id
         deadline_ms = int((time.time() + 60) * 1000)
         reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
@@ -78,6 +79,6 @@ def test_a_drained_node_makes_the_run_save_before_its_time_is_up(cluster: Cluste
     finally:
         command.kill()
         command.wait()
-    committed = [record for record in read_records(config.run_dir) if record["event"] == "checkpoint_committed"]
-    assert committed[0]["reason"] == "preemption"
+    committed = [one for one in read_events(config.run_dir) if isinstance(one, CheckpointCommitted)]
+    assert committed[0].reason == "preemption"
     assert read_history(config.run_dir).checkpoints[-1].committed

@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from ray_ulysses.config import Config
+from ray_ulysses.tracking.events import CheckpointCommitted
 from ray_ulysses.tracking.history import RunHistory, read_history
-from ray_ulysses.tracking.journal import read_records
+from ray_ulysses.tracking.journal_reader import read_events
 from tests.distributed.harness import run_ranks
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
 
@@ -130,7 +131,7 @@ def test_a_run_goes_on_over_completion_stop_kill_and_resize(corpus: Path, tmp_pa
     assert stopped.status == "stopped"
     assert stopped.checkpoints[-1].step == stopped.step and stopped.checkpoints[-1].committed
     assert [attempt.world_size for attempt in stopped.attempts] == [2, 2, 2]
-    reasons = [record["reason"] for record in read_records(config.run_dir) if record["event"] == "checkpoint_committed"]
+    reasons = [event.reason for event in read_events(config.run_dir) if isinstance(event, CheckpointCommitted)]
     assert {"steps", "request", "stop"} <= set(reasons)
 
     # The whole command is killed in the middle of the run with sp=4 on 4 workers, and resumed on fewer.

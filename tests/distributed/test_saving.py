@@ -16,7 +16,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.verification import verify_run
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.history import RunHistory, read_history
-from ray_ulysses.tracking.journal import read_records
+from ray_ulysses.tracking.journal_reader import read_events
 from ray_ulysses.trainer.checkpoint_store import checkpoint_store
 from tests.distributed.harness import RankFailure, run_ranks, run_ranks_to_outcomes
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
@@ -47,14 +47,14 @@ def _reasons(config: Config) -> dict[int, str]:
     return {step: read_manifest(store, step).meta.reason for step in committed_steps(store)}
 
 
-def _records(config: Config, kind: str) -> list[dict[str, Any]]:
-    return [record for record in read_records(config.run_dir) if record["event"] == kind]
+def _events(config: Config, kind: str) -> list[Any]:
+    return [event for event in read_events(config.run_dir) if event.event == kind]
 
 
 def test_every_trigger_saves_and_says_so(tmp_path: Path, corpus: Path) -> None:
     config = _config(tmp_path, corpus, checkpoint__every_steps=5)
     history = _run(config, actions={2: "request save", 7: "notice", 8: "notice over"})
-    assert [record["phase"] for record in _records(config, "phase")] == [
+    assert [event.phase for event in _events(config, "phase")] == [
         "opening the data",
         "self-test",
         "building the model",
@@ -68,11 +68,11 @@ def test_every_trigger_saves_and_says_so(tmp_path: Path, corpus: Path) -> None:
     # The notice stood for the steps 8 and perhaps 9, as the file is looked at while the step is taken.
     assert reasons[8] == "preemption"
     assert set(reasons) <= {3, 5, 8, 9, 10, 12}
-    (notice,) = _records(config, "preemption_notice")
-    assert notice["step"] == 8
-    committed = _records(config, "checkpoint_committed")
-    assert [record["step"] for record in committed] == sorted(reasons)
-    assert all(record["seconds"] >= record["stall_seconds"] > 0 for record in committed)
+    (notice,) = _events(config, "preemption_notice")
+    assert notice.step == 8
+    committed = _events(config, "checkpoint_committed")
+    assert [event.step for event in committed] == sorted(reasons)
+    assert all(event.seconds >= event.stall_seconds > 0 for event in committed)
     manifest = read_manifest(LocalStore(config.run_dir), 12)
     assert manifest.meta.metrics["loss"] > 0
     assert manifest.meta.run == "run"
@@ -82,11 +82,11 @@ def test_every_trigger_saves_and_says_so(tmp_path: Path, corpus: Path) -> None:
 def test_a_notice_that_stands_does_not_save_after_every_step(tmp_path: Path, corpus: Path) -> None:
     config = _config(tmp_path, corpus, checkpoint__every_steps=None)
     _run(config, actions={2: "notice"})
-    (notice,) = _records(config, "preemption_notice")
+    (notice,) = _events(config, "preemption_notice")
     reasons = _reasons(config)
-    seconds = sum(record["seconds"] for record in _records(config, "step"))
+    seconds = sum(event.seconds for event in _events(config, "step"))
     # The first at once, the next after ten seconds.
-    assert reasons[notice["step"]] == "preemption" and reasons.pop(12) == "end"
+    assert reasons[notice.step] == "preemption" and reasons.pop(12) == "end"
     assert len(reasons) <= 1 + seconds / 10
 
 
@@ -106,8 +106,8 @@ def test_a_storage_that_is_away_for_a_while_costs_checkpoints_and_not_the_run(
     )
     history = _run(config, actions={5: "storage away", 9: "storage back"})
     assert history.status == "finished" and history.step == 12
-    failed = _records(config, "checkpoint_failed")
-    assert failed and failed[0]["step"] == 8 and "could not be written" in failed[0]["reason"]
+    failed = _events(config, "checkpoint_failed")
+    assert failed and failed[0].step == 8 and "could not be written" in failed[0].reason
     reasons = _reasons(config)
     assert 8 not in reasons and reasons[4] == "steps" and reasons[12] == "end"
     assert "retry" in reasons.values()
@@ -120,7 +120,7 @@ def test_a_storage_that_stays_away_ends_the_run_and_says_why(tmp_path: Path, cor
     text = str(failure.value)
     assert text.count("the checkpoint of step ") >= WORLD and "could not be saved" in text
     assert "repair run.storage, then start the same command again" in text
-    assert [record["step"] for record in _records(config, "checkpoint_committed")] == [4]
+    assert [event.step for event in _events(config, "checkpoint_committed")] == [4]
 
 
 def test_an_attempt_that_was_overtaken_ends_and_commits_nothing_more(tmp_path: Path, corpus: Path) -> None:
@@ -156,7 +156,7 @@ def test_checkpoints_on_an_object_store_carry_a_run_to_another_size(
         history = read_history(wider.run_dir, store=store)
     assert [attempt.world_size for attempt in history.attempts] == [2, 3]
     assert history.status == "finished" and history.lost_steps > 0
-    assert _records(wider, "attempt_started")[1]["resumed_step"] == 4
+    assert _events(wider, "attempt_started")[1].resumed_step == 4
     assert not (wider.run_dir / "checkpoints").exists()
 
 
@@ -178,7 +178,7 @@ def test_a_run_goes_on_from_another_directory_with_nothing_but_its_checkpoint(
     config = _config(tmp_path, corpus, model__resume_from=reference, **tracking)
     history = _run(config)
     assert [(s.step, s.loss) for s in history.steps] == [(s.step, s.loss) for s in wanted.steps if s.step > 8]
-    assert _records(config, "attempt_started")[0]["resumed_from"] == f"{source.run_dir}@8"
+    assert _events(config, "attempt_started")[0].resumed_from == f"{source.run_dir}@8"
     # What was taken over counts, as if this had been one run all along.
     assert (history.step, history.tokens, history.rows_consumed) == (12, wanted.tokens, wanted.rows_consumed)
     assert history.data_digest == wanted.data_digest and history.missing_steps == ()

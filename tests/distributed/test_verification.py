@@ -45,6 +45,8 @@ def test_what_ranks_received_is_found_again_in_plan_and_corpus(tmp_path: Path) -
     journal = config.run_dir / "journal/attempt-0002.jsonl"
     records = [json.loads(line) for line in journal.read_text().splitlines()]
     for record in records:
+        # As an older version wrote it: with its checksum, the change itself would be found.
+        del record["crc32"]
         if record["event"] == "step" and record["step"] == 7:
             record["digest"] = f"{int(record['digest'], 16) ^ 1:016x}"
     journal.write_text("".join(json.dumps(record) + "\n" for record in records))

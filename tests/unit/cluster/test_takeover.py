@@ -22,7 +22,14 @@ from ray_ulysses.tracking.journal import AttemptJournal
 from tests.distributed.run_case import make_config
 from tests.stores import FaultyStore
 
-_FIELDS = dict.fromkeys(("world_size", "sp_size", "dp_size", "nodes", "resumed_step", "resumed_from"))
+_FIELDS = {
+    "world_size": 1,
+    "sp_size": 1,
+    "dp_size": 1,
+    "nodes": ["a"],
+    "resumed_step": 0,
+    "resumed_from": None,
+}
 
 
 def _attempt(run_dir: Path, session: str | None) -> None:

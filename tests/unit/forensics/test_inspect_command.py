@@ -45,7 +45,8 @@ def test_the_plan_stands_in_text_and_json_beside_what_was_there_before(
     assert [(segment["segment"], segment["base_step"]) for segment in fields["plan"]] == [(0, 0), (1, 5)]
     assert set(fields) == {
         *("name", "status", "step", "tokens", "steps", "attempts", "checkpoints"),
-        *("rows_consumed", "data_digest", "lost_steps", "goodput", "time_spent", "plan"),
+        *("rows_consumed", "data_digest", "lost_steps", "goodput", "time_spent"),
+        *("damaged_records", "plan"),
     }
     assert fields["plan"][0]["sources"] == [{"path": str(corpus), "weight": None}]
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ray_ulysses.storage import LocalStore, RunLock
 from ray_ulysses.tracking.history import build_history, read_history
 from ray_ulysses.tracking.journal import AttemptJournal
+from tests.unit.tracking.journals import journal
 
 
 def _started(attempt: int, time: float, resumed: int = 0, **extra: Any) -> dict[str, Any]:
@@ -119,6 +120,7 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
             "other_s": 0.5,
             "between_commands_s": 6.0,
         },
+        "damaged_records": [],
     }
 
 
@@ -129,9 +131,9 @@ def test_a_pause_inside_one_session_costs_goodput() -> None:
         _started(2, 7.0, resumed=1, session="s"),
         _step(2, 2, 10.0),
     ]
-    assert build_history(name="r", records=records).goodput == 0.2
+    assert build_history(name="r", journal=journal(records)).goodput == 0.2
     other = [{**record, "session": f"s{record['attempt']}"} for record in records]
-    assert build_history(name="r", records=other).goodput == 0.4
+    assert build_history(name="r", journal=journal(other)).goodput == 0.4
 
 
 def test_the_first_step_of_an_attempt_is_waited_for_from_its_command_or_from_the_failure_before_it() -> None:
@@ -139,13 +141,13 @@ def test_the_first_step_of_an_attempt_is_waited_for_from_its_command_or_from_the
     phase = {"event": "phase", "phase": "self-test", "attempt": 1, "time": 130.0, **command}
     records = [phase, _started(1, 150.0, **command), _step(1, 1, 160.0), _step(1, 2, 170.0)]
     records += [{**phase, "attempt": 2, "time": 180.0}, _started(2, 190.0, 1, **command), _step(2, 2, 195.0)]
-    attempts = build_history(name="r", records=records).attempts
+    attempts = build_history(name="r", journal=journal(records)).attempts
     assert [attempt.seconds_to_first_step for attempt in attempts] == [60.0, 25.0]
 
 
 def test_a_step_says_its_seconds_its_learning_rate_and_its_gradient_norm_whatever_that_is() -> None:
     record = {**_step(1, 1, 2.0, seconds=0.5), "learning_rate": 3e-4, "grad_norm": "inf"}
-    (step,) = build_history(name="r", records=[_started(1, 0.0), record]).to_json()["steps"]
+    (step,) = build_history(name="r", journal=journal([_started(1, 0.0), record])).to_json()["steps"]
     assert (step["seconds"], step["learning_rate"], step["grad_norm"]) == (0.5, 3e-4, "inf")
 
 
@@ -153,7 +155,7 @@ def test_the_digest_wraps_at_64_bits() -> None:
     records = [_started(1, 0.0), _step(1, 1, 1.0), _step(1, 2, 2.0)]
     records[1]["digest"] = "ffffffffffffffff"
     records[2]["digest"] = "0000000000000003"
-    assert build_history(name="r", records=records).data_digest == "0000000000000002"
+    assert build_history(name="r", journal=journal(records)).data_digest == "0000000000000002"
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,7 @@ def test_the_digest_wraps_at_64_bits() -> None:
 )
 def test_the_status_says_where_the_run_stands(tail: list[dict[str, Any]], held: bool, status: str) -> None:
     records = [_started(1, 0.0), _step(1, 1, 1.0), *tail]
-    assert build_history(name="r", records=records, is_held=held).status == status
+    assert build_history(name="r", journal=journal(records), is_held=held).status == status
 
 
 def test_a_live_lock_means_running(tmp_path: Path) -> None:
@@ -181,17 +183,17 @@ def test_a_live_lock_means_running(tmp_path: Path) -> None:
 def test_a_finished_run_that_goes_on_is_no_longer_finished() -> None:
     finished = {"event": "run_finished", "attempt": 1, "time": 2.0, "step": 1}
     records = [_started(1, 0.0), _step(1, 1, 1.0), finished, _started(2, 5.0, resumed=1)]
-    assert build_history(name="r", records=records).status == "interrupted"
+    assert build_history(name="r", journal=journal(records)).status == "interrupted"
 
 
 def test_a_missing_record_is_named() -> None:
     records = [_started(1, 0.0), _step(1, 1, 1.0), _step(1, 3, 2.0)]
-    assert build_history(name="r", records=records).missing_steps == (2,)
+    assert build_history(name="r", journal=journal(records)).missing_steps == (2,)
 
 
 def test_a_loss_that_is_not_finite_survives_the_round_trip() -> None:
     records = [_started(1, 0.0), _step(1, 1, 1.0, loss=float("nan"))]
-    printed = json.dumps(build_history(name="r", records=records).to_json(), allow_nan=False)
+    printed = json.dumps(build_history(name="r", journal=journal(records)).to_json(), allow_nan=False)
     assert json.loads(printed)["steps"][0]["loss"] == "nan"
 
 
@@ -208,7 +210,7 @@ def test_whatever_attempts_do_every_kept_step_counts_once(attempts: list[tuple[i
             at += 1
             trained += 1
             records.append(_step(number, at, 10.0 * number + 1))
-    history = build_history(name="r", records=records)
+    history = build_history(name="r", journal=journal(records))
     assert [step.step for step in history.steps] == list(range(1, at + 1))
     assert [step.rows for step in history.steps] == [(i * 6, i * 6 + 6) for i in range(at)]
     assert history.lost_steps == trained - at

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from ray_ulysses.tracking.events import Event
 from ray_ulysses.tracking.history import build_history, steps_that_count
+from ray_ulysses.tracking.journal_reader import Journal as Events
 from ray_ulysses.tracking.time_spent import TimeSpent, time_spent
+from tests.unit.tracking.journals import event
 
 SIZES = {"world_size": 4, "sp_size": 2, "dp_size": 2, "nodes": ["a"], "resumed_from": None}
 
@@ -34,8 +37,12 @@ class Journal:
         return self
 
     @property
+    def events(self) -> tuple[Event, ...]:
+        return tuple(map(event, self.records))
+
+    @property
     def spent(self) -> TimeSpent:
-        return time_spent(self.records)
+        return time_spent(self.events)
 
 
 def test_a_command_is_counted_from_its_start_and_every_part_of_it_is_named() -> None:
@@ -60,7 +67,7 @@ def test_a_command_is_counted_from_its_start_and_every_part_of_it_is_named() -> 
         "between_commands_s": 0.0,
     }
     assert journal.spent.goodput == 0.15
-    assert build_history(name="r", records=journal.records).goodput == 0.15
+    assert build_history(name="r", journal=Events(events=journal.events, damaged=())).goodput == 0.15
 
 
 def test_what_a_failure_cost_is_recovery_and_lost_steps() -> None:
@@ -157,11 +164,11 @@ def test_the_parts_add_up_to_the_time_of_the_commands(seed: int) -> None:
         began, _ = commands.get(session, (record.get("command_started"), 0.0))
         commands[session] = (began, record["time"])
     ran = sum(end - began for began, end in commands.values())
-    counted = steps_that_count(journal.records)
+    counted = steps_that_count(journal.events)
     assert spent.total_s == pytest.approx(ran)
     assert spent.total_s + spent.between_commands_s == pytest.approx(
         journal.records[-1]["time"] - journal.records[0]["command_started"]
     )
-    assert spent.steps_s == pytest.approx(sum(one["seconds"] for one in counted.kept.values()))
-    assert spent.lost_steps_s == pytest.approx(sum(one["seconds"] for one in counted.lost))
+    assert spent.steps_s == pytest.approx(sum(one.seconds for one in counted.kept.values()))
+    assert spent.lost_steps_s == pytest.approx(sum(one.seconds for one in counted.lost))
     assert all(seconds >= -1e-9 for seconds in spent.to_json().values())

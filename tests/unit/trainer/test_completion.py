@@ -9,8 +9,10 @@ import pytest
 
 from ray_ulysses.errors import RunError
 from ray_ulysses.storage import LocalStore
+from ray_ulysses.tracking.events import RunFinished
 from ray_ulysses.tracking.history import read_history
-from ray_ulysses.tracking.journal import AttemptJournal, read_records
+from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal_reader import read_events
 from ray_ulysses.tracking.mlflow_tracker import MlflowTracker, TrackingIdentity
 from ray_ulysses.trainer.completion import say_command_ended, settle_completed
 from ray_ulysses.trainer.preflight import PreparedRun, claim_directory, prepare_run
@@ -65,7 +67,7 @@ def test_an_attempt_that_died_after_its_last_save_is_finished_by_the_next_comman
     assert read_history(run_dir).status == "finished"
     # Once: the command may be given again and again.
     settle_completed(prepared)
-    assert [one["step"] for one in read_records(run_dir) if one["event"] == "run_finished"] == [2]
+    assert [one.step for one in read_events(run_dir) if isinstance(one, RunFinished)] == [2]
     # The third step was trained and not saved, whatever was said since.
     assert settle_completed(_prepared(tmp_path, corpus, stop_step=3)) is None
 
@@ -77,7 +79,7 @@ def test_a_command_says_when_it_ended_and_one_without_an_attempt_says_nothing(tm
     journal.append({"event": "phase", "phase": "self-test", "session": "mine"})
     say_command_ended(tmp_path, "another")
     say_command_ended(tmp_path, "mine")
-    assert [record["event"] for record in read_records(tmp_path)] == ["phase", "command_ended"]
+    assert [event.event for event in read_events(tmp_path)] == ["phase", "command_ended"]
 
 
 def test_a_stopped_run_that_is_asked_for_no_more_is_finished(tmp_path: Path, corpus: Path) -> None:
@@ -175,3 +177,18 @@ def test_what_the_tracker_could_not_be_told_is_told_by_the_next_command(
         history = settle_completed(prepared)
         assert history is not None and history.status == status
     assert told == ["finished", "finished", None]
+
+
+def test_a_damaged_record_of_the_journal_is_named_and_stops_nothing(
+    tmp_path: Path, corpus: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepared = _prepared(tmp_path, corpus)
+    claim_directory(prepared)
+    path = _attempt(prepared.config.run_dir, 2).path
+    content = bytearray(path.read_bytes())
+    place = content.index(b'"digest": "') + len('"digest": "')
+    # The digit becomes an s, which ended this command and every later one in a ValueError.
+    content[place : place + 1] = b"s"
+    path.write_bytes(content)
+    assert settle_completed(prepared) is None
+    assert "journal/attempt-0001.jsonl, line 2: its checksum is wrong; it was set aside" in caplog.text

@@ -19,7 +19,8 @@ from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.history import build_history
-from ray_ulysses.tracking.journal import AttemptJournal, read_records
+from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal_reader import read_events, read_journal
 from ray_ulysses.tracking.tracker import NullTracker
 from ray_ulysses.trainer.progress import Progress
 from ray_ulysses.trainer.record import Recorder
@@ -94,7 +95,7 @@ def _recorder(folder: Path, **fields: Any) -> Recorder:
         tracker=_Tracker(),
         attempt=1,
         nodes=["n"],
-        records=read_records(config.run_dir),
+        events=read_events(config.run_dir),
     )
 
 
@@ -118,7 +119,7 @@ def _train(recorder: Recorder, *steps: int) -> None:
 
 
 def _told(folder: Path) -> list[Any]:
-    return [record.get("step", record["event"]) for record in read_records(folder / "run")]
+    return [getattr(event, "step", event.event) for event in read_events(folder / "run")]
 
 
 def test_training_goes_on_over_a_full_disk_and_no_record_is_missing_afterwards(
@@ -182,7 +183,7 @@ def test_the_tracker_is_told_where_the_time_of_the_command_goes(tmp_path: Path) 
     assert second == {"goodput": 0.0435, "time/total_s": 46.0, "time/steps_s": 2.0, "time/saves_s": 3.0}
     assert end == {"goodput": 0.0404, "time/total_s": 49.5, "time/saves_s": 4.0, "time/evaluation_s": 2.5}
     assert tracked.metrics[-1]["step"] == 2
-    history = build_history(name="run", records=read_records(tmp_path / "run"))
+    history = build_history(name="run", journal=read_journal(tmp_path / "run"))
     assert history.time_spent.to_json() == recorder.time._ledger.spent().to_json()
     assert history.goodput == 0.0404
 
@@ -237,7 +238,8 @@ def _claim(folder: Path, session: str) -> AttemptJournal:
 
 
 def _say_started(journal: AttemptJournal, session: str) -> None:
-    fields = dict.fromkeys(("world_size", "sp_size", "dp_size", "nodes", "resumed_step", "resumed_from"))
+    sizes = {"world_size": 1, "sp_size": 1, "dp_size": 1}
+    fields = {**sizes, "nodes": ["a"], "resumed_step": 0, "resumed_from": None}
     journal.append({"event": "attempt_started", "session": session, **fields})
 
 

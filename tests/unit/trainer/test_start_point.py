@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ray_ulysses.checkpoint.fence import Lineage
+from ray_ulysses.tracking.events import Event
 from ray_ulysses.trainer.start_point import commits_that_count
+from tests.unit.tracking.journals import event
 
 LOST = Lineage(newest_attempt=0, started_from={})
 
 
-def committed(step: int, attempt: int = 1) -> dict[str, Any]:
-    return {"event": "checkpoint_committed", "step": step, "attempt": attempt}
+def committed(step: int, attempt: int = 1) -> Event:
+    return event({"event": "checkpoint_committed", "step": step, "attempt": attempt})
 
 
 def test_steps_that_were_set_aside_are_not_missed() -> None:
-    aside = {"event": "checkpoint_set_aside", "step": 4, "reason": "torn", "attempt": 2}
-    started = {"event": "attempt_started", "attempt": 1}
+    aside = event({"event": "checkpoint_set_aside", "step": 4, "reason": "torn", "attempt": 2})
+    started = event({"event": "attempt_started"})
     assert commits_that_count([], LOST) == ()
     assert commits_that_count([started, committed(2), committed(4), aside], LOST) == (2,)
     assert commits_that_count([committed(4), aside, committed(4)], LOST) == (4,)

@@ -9,8 +9,16 @@ import pytest
 from ray_ulysses.errors import UserError
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.trainer.takeover import is_taken_over, owner_of, refuse_taken_over
+from tests.unit.tracking.journals import journal
 
-_FIELDS = dict.fromkeys(("world_size", "sp_size", "dp_size", "nodes", "resumed_step", "resumed_from"))
+_FIELDS = {
+    "world_size": 1,
+    "sp_size": 1,
+    "dp_size": 1,
+    "nodes": ["a"],
+    "resumed_step": 0,
+    "resumed_from": None,
+}
 
 
 def _attempt(run_dir: Path, session: str | None) -> int:
@@ -23,12 +31,14 @@ def _attempt(run_dir: Path, session: str | None) -> int:
 
 
 def test_an_attempt_is_its_session_s_by_its_own_word() -> None:
-    records = [
-        {"event": "attempt_started", "attempt": 1, "session": "one"},
-        {"event": "attempt_started", "attempt": 2, "session": "two"},
-        {"event": "attempt_started", "attempt": 3},
-        {"event": "attempt_ended", "attempt": 4, "session": "two"},
-    ]
+    records = journal(
+        [
+            {"event": "attempt_started", "attempt": 1, "session": "one"},
+            {"event": "attempt_started", "attempt": 2, "session": "two"},
+            {"event": "attempt_started", "attempt": 3},
+            {"event": "attempt_ended", "attempt": 4, "reason": "stopped"},
+        ]
+    ).events
     found = [owner_of(attempt, records, (1, 2, 3, 4), "one") for attempt in (1, 2, 3, 4, 5)]
     assert found == ["own", "other", "unsaid", "unsaid", "elsewhere"]
 

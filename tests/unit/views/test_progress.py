@@ -11,11 +11,13 @@ from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.views.journal_tail import JournalTail
 from ray_ulysses.views.progress import ProgressView, render_line, render_panel
 from ray_ulysses.views.progress_state import ProgressState
+from tests.unit.tracking.journals import event
 
 
 def started(attempt=1, resumed_step=0, **fields):
     return {
         "event": "attempt_started",
+        "time": 1000.0,
         "attempt": attempt,
         "world_size": 4,
         "sp_size": 2,
@@ -30,6 +32,8 @@ def started(attempt=1, resumed_step=0, **fields):
 def step(number, **fields):
     return {
         "event": "step",
+        "time": 1000.0,
+        "attempt": 1,
         "step": number,
         "loss": 3.5,
         "tokens": 24000,
@@ -45,7 +49,7 @@ def step(number, **fields):
 def fold(*records, total=120):
     state = ProgressState(total_steps=total)
     for record in records:
-        state = state.after(record)
+        state = state.after(event(record))
     return state
 
 
@@ -57,19 +61,19 @@ def panel_lines(state, width=80, name="cpython-demo"):
 
 def test_a_step_is_one_greppable_line():
     record = step(37)
-    line = render_line(record, fold(started(), record))
+    line = render_line(event(record), fold(started(), record))
     assert line == "step=37/120 loss=3.5000 tokens_per_s=12000 peak_memory_gib=1.50 eta=2m46s"
     assert re.search(r"step=(\d+)\S* loss=([\d.]+)", line).groups() == ("37", "3.5000")
 
 
 def test_mfu_is_shown_only_where_it_is_known():
     record = step(37, mfu=0.412)
-    assert " mfu=0.412 " in render_line(record, fold(started(), record))
+    assert " mfu=0.412 " in render_line(event(record), fold(started(), record))
 
 
 def test_a_loss_that_is_no_number_is_shown_as_such():
     record = step(2, loss="nan")
-    assert "loss=nan" in render_line(record, fold(started(), record))
+    assert "loss=nan" in render_line(event(record), fold(started(), record))
 
 
 def test_every_event_of_a_run_has_its_line():
@@ -84,8 +88,8 @@ def test_every_event_of_a_run_has_its_line():
     ]
     state, lines = fold(), []
     for record in records:
-        state = state.after(record)
-        lines.append(render_line(record, state))
+        state = state.after(event(record))
+        lines.append(render_line(event(record), state))
     assert lines == [
         "attempt=2 started workers=4 dp=2 sp=2 resumed_step=30",
         "evaluation step=30 eval_loss=3.9000",
@@ -139,12 +143,12 @@ def test_a_tail_gives_each_whole_line_once(tmp_path):
     first = folder / "attempt-0001.jsonl"
     line = json.dumps(step(1)) + "\n"
     first.write_text(line + line[:20])
-    assert [record["step"] for record in tail.poll()] == [1]
+    assert [one.step for one in tail.poll()] == [1]
     assert tail.poll() == []
     with first.open("a") as stream:
         stream.write(line[20:] + "torn\n" + '{"event": "of a later version"}\n')
-    (folder / "attempt-0002.jsonl").write_text(json.dumps(step(2)) + "\n")
-    assert [record["step"] for record in tail.poll()] == [1, 2]
+    (folder / "attempt-0002.jsonl").write_text(json.dumps(step(2, attempt=2)) + "\n")
+    assert [one.step for one in tail.poll()] == [1, 2]
 
 
 def journal_with_one_step(run_dir):
@@ -168,9 +172,9 @@ def test_without_a_terminal_only_new_events_are_printed_as_plain_lines(tmp_path)
     with ProgressView(tmp_path, name="demo", total_steps=3, console=console, interval_s=0.01) as view:
         journal = AttemptJournal.claim(tmp_path)
         journal.append(started(attempt=journal.attempt, resumed_step=1))
-        journal.append(step(2))
+        journal.append(step(2, attempt=2))
         wait_until(lambda: view.state.step == 2)
-        journal.append(step(3, loss=2.25))
+        journal.append(step(3, loss=2.25, attempt=2))
     assert out.getvalue().splitlines() == [
         "attempt=2 started workers=4 dp=2 sp=2 resumed_step=1",
         "step=2/3 loss=3.5000 tokens_per_s=12000 peak_memory_gib=1.50 eta=2s",

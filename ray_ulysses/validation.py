@@ -1,0 +1,112 @@
+"""Validation of what is read from files: types for pydantic models, and its errors in this project's words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+T = TypeVar("T")
+
+_MOST_SHOWN = 80
+_MOST_FAULTS = 3
+_DIGEST = re.compile(r"[0-9a-f]{1,16}")
+
+YEAR_10000_S = 253_402_300_800
+"""Seconds since the epoch lie below it: beyond, no date can be written."""
+
+Whole = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+"""A whole number from 0 on that 64 bits hold; ``true`` and ``1.0`` are none."""
+Positive = Annotated[int, Field(strict=True, ge=1, lt=2**63)]
+"""A whole number from 1 on that 64 bits hold."""
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+"""A finite number; a whole one will do."""
+Seconds = Annotated[float, Field(strict=True, ge=0, lt=YEAR_10000_S, allow_inf_nan=False)]
+"""A duration, or a time since the epoch."""
+
+
+def _from_hex(value: object) -> object:
+    if isinstance(value, str) and _DIGEST.fullmatch(value):
+        return int(value, 16)
+    raise ValueError("must be up to 16 hexadecimal digits")
+
+
+Digest = Annotated[int, BeforeValidator(_from_hex)]
+"""A sum of data digests modulo 2**64, written as up to 16 hexadecimal digits."""
+
+
+# The rule of each kind of pydantic's errors; a kind that is not here keeps pydantic's own words.
+_RULES: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "greater_than": lambda c: f"must be above {c['gt']}",
+    "greater_than_equal": lambda c: f"must be at least {c['ge']}",
+    "less_than": lambda c: f"must be below {c['lt']}",
+    "less_than_equal": lambda c: f"must be at most {c['le']}",
+    "finite_number": lambda _: "must be a finite number",
+    "int_type": lambda _: "must be a whole number",
+    "int_from_float": lambda _: "must be a whole number",
+    "float_type": lambda _: "must be a number",
+    "float_parsing": lambda _: "must be a number",
+    "bool_type": lambda _: "must be true or false",
+    "string_type": lambda _: "must be text",
+    "string_unicode": lambda _: "must be text that UTF-8 can hold",
+    "string_too_short": lambda _: "must not be empty",
+    "string_too_long": lambda c: f"must have at most {c['max_length']} characters",
+    "literal_error": lambda c: f"must be {c['expected']}",
+    "tuple_type": lambda _: "must be a list",
+    "list_type": lambda _: "must be a list",
+    "too_long": lambda c: f"must have {c['max_length']} values",
+    "dict_type": lambda _: "must be a mapping",
+    "value_error": lambda c: str(c["error"]),
+}
+
+
+class ContentError(ValueError):
+    """The content of a file is not what it must be; the text names each field, its value and the rule."""
+
+
+def rule_of(detail: ErrorDetails) -> str:
+    """Return the rule that a value breaks, in words that go on from the value's name."""
+    rule = _RULES.get(detail["type"])
+    return rule(detail.get("ctx", {})) if rule is not None else detail["msg"]
+
+
+def read_json(adapter: TypeAdapter[T], content: bytes | str) -> T:
+    """Return the value of a JSON text.
+
+    Args:
+        adapter: What it must be.
+        content: The text.
+
+    Raises:
+        ContentError: It is no JSON, or a field of it is missing or wrong.
+    """
+    try:
+        return adapter.validate_json(content)
+    except ValidationError as error:
+        raise ContentError(faults_text(error)) from None
+
+
+def faults_text(error: ValidationError) -> str:
+    """Return what is wrong, field by field; the first faults stand for many."""
+    faults = error.errors(include_url=False)
+    texts = [_fault_text(detail) for detail in faults[:_MOST_FAULTS]]
+    more = len(faults) - len(texts)
+    return "; ".join([*texts, *([f"and {more} more"] if more else [])])
+
+
+def _fault_text(detail: ErrorDetails) -> str:
+    if detail["type"] == "json_invalid":
+        return f"no valid JSON: {detail['ctx']['error']}"
+    place = shown_text(".".join(str(part) for part in detail["loc"]))
+    if detail["type"] in ("missing", "union_tag_not_found"):
+        return f"{place or detail['ctx']['discriminator']} is missing"
+    return f"{place or 'its content'} is {shown_text(repr(detail['input']))}, but {rule_of(detail)}"
+
+
+def shown_text(text: str) -> str:
+    """Return a text as an error shows it: short, and without characters that no terminal can write."""
+    short = text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+    return short.encode("utf-8", "backslashreplace").decode()

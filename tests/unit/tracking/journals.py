@@ -1,0 +1,32 @@
+"""Events of a journal as tests write them: fields that a test does not care about have defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ray_ulysses.tracking.events import Event, event_of
+from ray_ulysses.tracking.journal_reader import Journal
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "attempt_started": {
+        "world_size": 1,
+        "sp_size": 1,
+        "dp_size": 1,
+        "nodes": (),
+        "resumed_step": 0,
+        "resumed_from": None,
+    },
+    "checkpoint_committed": {"path": "p", "world_size": 1},
+}
+
+
+def event(fields: Mapping[str, Any]) -> Event:
+    """Return an event of some fields."""
+    defaults = _DEFAULTS.get(fields["event"], {})
+    return event_of({"time": 0.0, "attempt": 1, **defaults, **fields})
+
+
+def journal(records: Iterable[Mapping[str, Any]]) -> Journal:
+    """Return a journal of some events."""
+    return Journal(events=tuple(event(record) for record in records), damaged=())

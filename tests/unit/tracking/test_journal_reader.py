@@ -1,0 +1,290 @@
+"""Damage in a journal: named, corrected, recovered or harmless, and never a number that changes in silence."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_ulysses.errors import UserError
+from ray_ulysses.tracking.events import StepDone
+from ray_ulysses.tracking.history import RunHistory, build_history, read_history
+from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal_reader import Journal, read_events, read_journal
+from ray_ulysses.tracking.line_checksum import with_checksum
+
+_SIZES = {"world_size": 4, "sp_size": 2, "dp_size": 2, "nodes": ["a", "b"]}
+_SECOND = {"step": 4, "tokens": 4000, "rows": 24, "digest": "00000000000000ff", "origin": "s3://other/run@4"}
+
+
+def _step(number: int) -> dict[str, Any]:
+    return {
+        "event": "step",
+        "loss": 3.0 - number / 7,
+        "grad_norm": 1.25,
+        "seconds": 1.5,
+        "peak_memory_gib": 1.5,
+        "mfu": None,
+        "step": number,
+        "tokens": 1000 + number,
+        "rows": [number * 6 - 6, number * 6],
+        "digest": f"{number * 0x1234567890ABCDEF % 2**64:016x}",
+    }
+
+
+def _sum(step: int) -> dict[str, Any]:
+    steps = [_step(number) for number in range(1, step + 1)]
+    digest = sum(int(one["digest"], 16) for one in steps) % 2**64
+    return {"digest": f"{digest:016x}", "tokens": sum(one["tokens"] for one in steps), "next_row": step * 6}
+
+
+def _committed(step: int, **changes: Any) -> dict[str, Any]:
+    fields = {"event": "checkpoint_committed", "step": step, "path": f"checkpoints/step-{step:08d}", "world_size": 4}
+    return {**fields, **_sum(step), **changes}
+
+
+def _run(folder: Path) -> Path:
+    """Write the journal of a run that was killed once, and was finished by a second attempt."""
+    first = AttemptJournal.claim(folder)
+    first.append({"event": "attempt_started", **_SIZES, "resumed_step": 0, "resumed_from": None, "session": "x"})
+    for number in range(1, 10):
+        first.append(_step(number))
+        if number in (4, 8):
+            first.append(_committed(number))
+    first.append({"event": "evaluation", "step": 9, "loss": 2.5, "tokens": 77})
+    first.close()
+    second = AttemptJournal.claim(folder)
+    started = {**_SIZES, "world_size": 2, "dp_size": 1, "resumed_step": 8, "resumed_from": "checkpoints/step-00000008"}
+    second.append({"event": "attempt_started", **started, "session": "x", "last_step": 12})
+    for number in range(9, 13):
+        second.append(_step(number))
+    second.append(_committed(12))
+    second.append({"event": "attempt_ended", "reason": "finished"})
+    second.append({"event": "run_finished", "step": 12})
+    second.close()
+    return folder
+
+
+def _lines(folder: Path, attempt: int = 1) -> list[bytes]:
+    return (folder / f"journal/attempt-{attempt:04d}.jsonl").read_bytes().splitlines()
+
+
+def _rewrite(folder: Path, lines: list[bytes], attempt: int = 1) -> None:
+    (folder / f"journal/attempt-{attempt:04d}.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
+
+
+def test_a_line_is_json_whose_first_member_is_the_checksum_of_the_rest(tmp_path: Path) -> None:
+    for line in _lines(_run(tmp_path)):
+        fields = json.loads(line)
+        assert list(fields)[:4] == ["crc32", "time", "attempt", "event"]
+        assert re.match(rb'\{"crc32": "[0-9a-f]{8}", "time"', line)
+
+
+def test_a_sound_journal_has_no_damage(tmp_path: Path) -> None:
+    found = read_journal(_run(tmp_path))
+    assert found.damaged == ()
+    assert [event.step for event in found.events if isinstance(event, StepDone)] == [*range(1, 10), *range(9, 13)]
+
+
+def test_the_journal_of_a_version_without_checksums_is_read(tmp_path: Path) -> None:
+    expected = read_journal(_run(tmp_path))
+    for attempt in (1, 2):
+        lines = [json.loads(line) for line in _lines(tmp_path, attempt)]
+        for fields in lines:
+            for name in ("crc32", "tokens", "next_row") if "path" in fields else ("crc32",):
+                del fields[name]
+        _rewrite(tmp_path, [json.dumps(fields).encode() for fields in lines], attempt)
+    found = read_journal(tmp_path)
+    assert found.damaged == ()
+    assert [event for event in found.events if event.event != "checkpoint_committed"] == [
+        event for event in expected.events if event.event != "checkpoint_committed"
+    ]
+
+
+def test_a_flipped_bit_is_corrected_and_named(tmp_path: Path) -> None:
+    """The case that ended every later command of a run: a hexadecimal digit of a digest that is none any more."""
+    expected = read_events(_run(tmp_path))
+    lines = _lines(tmp_path)
+    place = lines[3].index(b'"digest": "') + len(b'"digest": "')
+    lines[3] = lines[3][:place] + bytes([lines[3][place] ^ 0x40]) + lines[3][place + 1 :]
+    _rewrite(tmp_path, lines)
+    found = read_journal(tmp_path)
+    assert found.events == expected
+    assert [str(record) for record in found.damaged] == [
+        "journal/attempt-0001.jsonl, line 4: its checksum is wrong; its flipped bit was corrected"
+    ]
+
+
+@pytest.mark.parametrize("number", [1, 2, 4, 5, 8, 10, 12])
+def test_a_lost_step_is_recovered_from_the_next_checkpoint_s_sums(tmp_path: Path, number: int) -> None:
+    expected = build_history(name="r", journal=read_journal(_run(tmp_path)))
+    attempt = 1 if number < 9 else 2
+    lines = _lines(tmp_path, attempt)
+    line = next(n for n, line in enumerate(lines) if b'"step"' in line and json.loads(line).get("step") == number)
+    lines[line] = lines[line][:150] + bytes(40) + lines[line][190:]
+    _rewrite(tmp_path, lines, attempt)
+    found = read_journal(tmp_path)
+    assert [str(record) for record in found.damaged] == [
+        f"journal/attempt-000{attempt}.jsonl, line {line + 1}: its checksum is wrong; its step was recovered from the "
+        "next checkpoint's sums, without loss and duration"
+    ]
+    history = build_history(name="r", journal=found)
+    assert repr(history.steps[number - 1].loss) == "nan"
+    unknown: dict[str, Any] = {"loss": 0.0, "seconds": 0.0, "grad_norm": None}
+    assert [replace(step, **unknown) for step in history.steps] == [replace(step, **unknown) for step in expected.steps]
+    assert (history.tokens, history.data_digest) == (expected.tokens, expected.data_digest)
+    assert (history.rows_consumed, history.missing_steps) == (72, ())
+
+
+def test_two_lost_steps_before_one_checkpoint_are_named_and_not_guessed(tmp_path: Path) -> None:
+    lines = _lines(_run(tmp_path))
+    _rewrite(tmp_path, [*lines[:2], b"x" * 50, b"y" * 50, *lines[4:]])
+    found = read_journal(tmp_path)
+    assert [record.outcome for record in found.damaged] == ["lost", "lost"]
+    assert build_history(name="r", journal=found).missing_steps == (2, 3)
+
+
+def test_a_lost_record_that_was_no_step_s_changes_no_step(tmp_path: Path) -> None:
+    expected = build_history(name="r", journal=read_journal(_run(tmp_path)))
+    lines = _lines(tmp_path)
+    _rewrite(tmp_path, [*lines[:5], bytes(60), *lines[6:]])
+    found = read_journal(tmp_path)
+    assert [record.outcome for record in found.damaged] == ["lost"]
+    assert build_history(name="r", journal=found).steps == expected.steps
+
+
+def test_an_attempt_whose_start_is_lost_still_replaces_the_steps_that_it_trained_again(tmp_path: Path) -> None:
+    expected = build_history(name="r", journal=read_journal(_run(tmp_path)))
+    _rewrite(tmp_path, [bytes(60), *_lines(tmp_path, 2)[1:]], attempt=2)
+    history = build_history(name="r", journal=read_journal(tmp_path))
+    assert (history.steps, history.lost_steps, history.tokens) == (expected.steps, 1, expected.tokens)
+    (record,) = history.damaged_records
+    assert record.startswith("journal/attempt-0002.jsonl, line 1: no valid JSON: ")
+    assert record.endswith("; it was set aside")
+
+
+def test_what_was_taken_over_counts_towards_a_recovered_step(tmp_path: Path) -> None:
+    journal = AttemptJournal.claim(tmp_path)
+    fields = {**_SIZES, "resumed_step": 4, "resumed_from": "s3://other/run@4"}
+    journal.append({"event": "attempt_started", **fields, "taken_over": _SECOND})
+    for number in (5, 6, 7):
+        journal.append(_step(number))
+    digest = (0xFF + sum(int(_step(number)["digest"], 16) for number in (5, 6, 7))) % 2**64
+    tokens = 4000 + sum(_step(number)["tokens"] for number in (5, 6, 7))
+    journal.append(_committed(7, digest=f"{digest:016x}", tokens=tokens, next_row=42))
+    journal.close()
+    expected = read_events(tmp_path)
+    _rewrite(tmp_path, [line if n != 1 else bytes(9) for n, line in enumerate(_lines(tmp_path))])
+    (step,) = set(read_events(tmp_path)) - set(expected)
+    assert isinstance(step, StepDone)
+    assert replace(step, loss=0.0, seconds=0.0, time=0.0) == replace(
+        next(event for event in expected if isinstance(event, StepDone)),
+        loss=0.0,
+        seconds=0.0,
+        time=0.0,
+        peak_memory_gib=None,
+        mfu=None,
+    )
+
+
+@pytest.mark.parametrize("end", [b"", b"{", b'{"crc32": "0123', b'{"time": 12.5, "att'])
+def test_a_last_line_without_an_end_is_its_writer_s_business(tmp_path: Path, end: bytes) -> None:
+    expected = read_events(_run(tmp_path))
+    path = tmp_path / "journal/attempt-0002.jsonl"
+    path.write_bytes(path.read_bytes() + end)
+    assert read_journal(tmp_path) == Journal(events=expected, damaged=())
+
+
+def test_a_record_of_another_attempt_is_damage(tmp_path: Path) -> None:
+    lines = _lines(_run(tmp_path))
+    _rewrite(tmp_path, [*_lines(tmp_path, 2), lines[1]], attempt=2)
+    (record,) = read_journal(tmp_path).damaged
+    assert record.reason == "attempt is 1, but it stands in a segment of attempt 2"
+
+
+def test_an_event_of_a_later_version_is_passed_over(tmp_path: Path) -> None:
+    journal = AttemptJournal.claim(tmp_path)
+    journal.append({"event": "preemption_notice", "step": 3, "of_a_later_version": {"node": "a"}})
+    journal.close()
+    later = (tmp_path / "journal/attempt-0001.jsonl").read_bytes().replace(b"preemption_notice", b"node_replaced")
+    text = b"{" + later.split(b'", ', 1)[1].strip()
+    _rewrite(tmp_path, [*_lines(tmp_path), with_checksum(text)])
+    found = read_journal(tmp_path)
+    assert found.damaged == ()
+    assert [event.event for event in found.events] == ["preemption_notice"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[1]", "its content is [1], but"),
+        ("[" * 100_000, "no valid JSON: recursion limit exceeded"),
+        ('{"event": ["step"]}', "its content is {'event': ['step']}, but"),
+        ('{"event": "step", "time": 1, "attempt": 1, "step": 1e400}', "step.step is inf, but must be a whole number"),
+        (f'{{"event": "step", "step": {"9" * 5000}}}', "no valid JSON: number out of range"),
+        ('{"event": "run_finished", "time": 1, "attempt": 1, "step": -1}', "step is -1, but must be at least 0"),
+        (
+            '{"event": "run_finished", "time": 1, "attempt": 1, "step": true}',
+            "step is True, but must be a whole number",
+        ),
+        ('{"event": "attempt_ended", "time": 1, "attempt": 1, "reason": "\\ud800"}', "no valid JSON: "),
+        ('{"event": "attempt_ended", "time": 1e300, "attempt": 1, "reason": ""}', "time is 1e+300, but must be below"),
+        ('{"event": "attempt_ended", "attempt": 1, "reason": ""}', "attempt_ended.time is missing"),
+        ("\x00", "no valid JSON: "),
+    ],
+)
+def test_whatever_a_line_of_an_old_journal_holds_is_named(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal/attempt-0001.jsonl").write_text(f"{text}\n")
+    (record,) = read_journal(tmp_path).damaged
+    assert reason in record.reason
+    assert record.reason.isprintable() and len(record.reason) < 400
+
+
+def test_a_pipe_in_place_of_a_segment_is_refused(tmp_path: Path) -> None:
+    _run(tmp_path)
+    os.mkfifo(tmp_path / "journal/attempt-0003.jsonl")
+    with pytest.raises(UserError, match=r"attempt-0003\.jsonl: is a pipe, a socket or a device, not a plain file; put"):
+        read_journal(tmp_path)
+
+
+def _check_flip(folder: Path, segment: Path, content: bytes, bit: int, expected: RunHistory) -> str:
+    """Flip one bit; returns what became of it."""
+    flipped = bytearray(content)
+    flipped[bit // 8] ^= 1 << (bit % 8)
+    segment.write_bytes(flipped)
+    history = read_history(folder, is_held=False)
+    numbers = replace(history, damaged_records=())
+    if numbers == expected:
+        return "made good" if history.damaged_records else "harmless"
+    assert history.damaged_records, f"bit {bit} of {segment.name} changed a number in silence"
+    return "named"
+
+
+def _flips(folder: Path, count: int, seed: int) -> dict[str, int]:
+    expected = read_history(_run(folder), is_held=False)
+    drawn, outcomes = random.Random(seed), {"harmless": 0, "made good": 0, "named": 0}
+    for _ in range(count):
+        segment = folder / f"journal/attempt-000{drawn.randint(1, 2)}.jsonl"
+        content = segment.read_bytes()
+        outcomes[_check_flip(folder, segment, content, drawn.randrange(8 * len(content)), expected)] += 1
+        segment.write_bytes(content)
+    return outcomes
+
+
+def test_no_flipped_bit_changes_a_number_in_silence(tmp_path: Path) -> None:
+    outcomes = _flips(tmp_path / "run", 300, seed=1)
+    assert outcomes["made good"] > 280, outcomes
+
+
+@pytest.mark.slow
+def test_no_flipped_bit_of_thousands_changes_a_number_in_silence(tmp_path: Path) -> None:
+    outcomes = _flips(tmp_path / "run", 12_000, seed=2)
+    print(outcomes)
+    assert outcomes["made good"] > 11_500, outcomes
