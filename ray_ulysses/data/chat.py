@@ -119,13 +119,11 @@ class TemplateChat:
         self._tokenizer.encode_special_tokens = False
         self._eos_token_id = eos_token_id
         self._names = _named_tokens(directory)
+        self._special = special_tokens(directory, tokenizer)
         source = _read_template(directory)
         self.fingerprint = hashlib.sha256(source.encode()).hexdigest()[:32]
         self._template = _CLOCK_CALL.sub(_fixed_day, source)
         self._has_marks = _GENERATION_MARK.search(source) is not None
-        added = tokenizer.get_added_tokens_decoder()
-        named = set(self._names.values())
-        self._special = {key: token.content for key, token in added.items() if token.special or token.content in named}
         _compile(self._template, directory)
 
     def encode(self, messages: Messages, tools: Tools = ()) -> ChatTokens:
@@ -218,6 +216,13 @@ class TemplateChat:
             # A template is somebody else's program: it raises what it likes.
             raise RowError(f"the chat template refuses it: {type(error).__name__}: {error}") from error
         return texts[0], list(marked[0]) if marks else []
+
+
+def special_tokens(directory: Path, tokenizer: RustTokenizer) -> dict[int, str]:
+    """Return the tokens of a tokenizer directory that mean something beside their text, by id."""
+    named = set(_named_tokens(directory).values())
+    added = tokenizer.get_added_tokens_decoder()
+    return {key: token.content for key, token in added.items() if token.special or token.content in named}
 
 
 def _compile(template: str, directory: Path) -> None:

@@ -109,6 +109,7 @@ def open_sources(shares: Sequence[tuple[str, float | None]], known: Sequence[Pla
             num_documents=corpus.num_documents,
             weight=weight,
             tokenizer=corpus.tokenizer.fingerprint,
+            end_tokens=corpus.info.end_tokens,
         )
     if len(tokenizers) > 1:
         raise UserError(

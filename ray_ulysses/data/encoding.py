@@ -25,12 +25,15 @@ class EncodedDocument:
         starts: int64, the first token of each label span.
         stops: int64, one past the last.
         digest: 16 bytes that equal documents share.
+        turn_ends: The special tokens that end what is supervised in part of a document: with them a model learns to
+            end its turn.
     """
 
     ids: NDArray[np.int64]
     starts: NDArray[np.int64]
     stops: NDArray[np.int64]
     digest: bytes
+    turn_ends: frozenset[int] = frozenset()
 
     @property
     def is_whole(self) -> bool:
@@ -52,21 +55,32 @@ def encode_document(content: Content, tokenizer: Tokenizer) -> EncodedDocument:
         )
     if isinstance(content, TokenRow):
         ids, mask = _token_row(content, tokenizer)
-        return _encoded(ids, *mask_spans(mask))
+        given = mask_spans(mask[: content.tokens.size])[1] if content.labels is not None else np.empty(0, np.int64)
+        return _encoded(ids, *mask_spans(mask), _turn_ends(ids, given, tokenizer))
     if isinstance(content, ChatRow):
         return _chat(content, tokenizer)
     ids, num_prompt = _completion(content, tokenizer)
     return _encoded(ids, np.array([num_prompt], dtype=np.int64), np.array([ids.size], dtype=np.int64))
 
 
-def _encoded(ids: NDArray[np.int64], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> EncodedDocument:
+def _encoded(
+    ids: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    stops: NDArray[np.int64],
+    turn_ends: frozenset[int] = frozenset(),
+) -> EncodedDocument:
     # Nothing predicts the first token of a document.
     if not (stops > 1).any():
         raise RowError("no token of it is supervised")
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES, person=b"tokens and spans")
     for values in (ids, starts, stops):
         digest.update(values.size.to_bytes(8, "little") + values.astype("<i8", copy=False).tobytes())
-    return EncodedDocument(ids=ids, starts=starts, stops=stops, digest=digest.digest())
+    return EncodedDocument(ids=ids, starts=starts, stops=stops, digest=digest.digest(), turn_ends=turn_ends)
+
+
+def _turn_ends(ids: NDArray[np.int64], stops: NDArray[np.int64], tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the special tokens that stand last in supervised stretches, before any end token that is added to them."""
+    return tokenizer.special_ids & frozenset(ids[stops - 1].tolist())
 
 
 def _token_row(row: TokenRow, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -93,11 +107,12 @@ def _chat(row: ChatRow, tokenizer: Tokenizer) -> EncodedDocument:
     if not chat.ids.size:
         raise RowError("the chat template writes nothing")
     ids, stops, eos = chat.ids, chat.stops, tokenizer.info.eos_token_id
+    turn_ends = _turn_ends(ids, stops, tokenizer)
     if ids[-1] != eos:
         if stops.size and stops[-1] == ids.size:
             stops = np.append(stops[:-1], ids.size + 1)
         ids = np.append(ids, eos)
-    return _encoded(ids, chat.starts, stops)
+    return _encoded(ids, chat.starts, stops, turn_ends)
 
 
 def _completion(row: CompletionRow, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], int]:

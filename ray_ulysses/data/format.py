@@ -152,6 +152,7 @@ class CorpusInfo:
             used.
         signature: Identifies sources and options, so that the same preparation is known again.
         spans: The label spans; None where every token of every document is supervised.
+        turn_ends: The special tokens that end supervised stretches of documents.
     """
 
     tokenizer: TokenizerInfo
@@ -168,6 +169,12 @@ class CorpusInfo:
     token_unigram_nats: float | None
     signature: str
     spans: SpansInfo | None = None
+    turn_ends: tuple[int, ...] = ()
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Return the tokens that a model learns to end a text with: that of every document, and those of turns."""
+        return tuple(dict.fromkeys((self.tokenizer.eos_token_id, *self.turn_ends)))
 
     @property
     def fingerprint(self) -> str:
@@ -200,6 +207,7 @@ class CorpusInfo:
         known = {key: value for key, value in fields.items() if key not in ("format_version", "fingerprint")}
         known["tokenizer"] = TokenizerInfo.from_json(known["tokenizer"])
         known["shards"] = tuple(ShardInfo(**shard) for shard in known["shards"])
+        known["turn_ends"] = tuple(known.get("turn_ends", ()))
         known["spans"] = None if known["spans"] is None else SpansInfo(**known["spans"])
         expected = token_dtype(known["tokenizer"].vocab_size).name
         if known["dtype"] != expected:

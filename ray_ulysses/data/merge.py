@@ -101,6 +101,7 @@ def merge(
         token_unigram_nats=token_entropy,
         signature=signature,
         spans=spans,
+        turn_ends=tuple(sorted({token for unit in units for token in unit.turn_ends})),
     )
     # The files themselves were synced when they were written; their names are not durable before their folders are.
     for directory in (out / SHARDS_DIRECTORY, out):

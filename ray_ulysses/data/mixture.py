@@ -29,6 +29,7 @@ class PlannedSource:
         num_documents: Its documents; those of all sources are numbered one source after another.
         weight: Its share of an epoch's tokens, relative to the others; None where all of it is taken; 0 where none is.
         tokenizer: Fingerprint of the tokenizer that made it; empty where it is not known.
+        end_tokens: The tokens that a model learns from it to end a text with.
     """
 
     path: str
@@ -36,6 +37,7 @@ class PlannedSource:
     num_documents: int
     weight: float | None = None
     tokenizer: str = ""
+    end_tokens: tuple[int, ...] = ()
 
     @property
     def is_used(self) -> bool:

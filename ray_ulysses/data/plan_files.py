@@ -144,7 +144,7 @@ def _read_segment(folder: Path) -> Segment:
         )
     try:
         settings = PlanSettings(**header["settings"])
-        sources = tuple(PlannedSource(**source) for source in header["sources"])
+        sources = tuple(_source(source) for source in header["sources"])
         branch = None if header["branch"] is None else Branch(**header["branch"])
         epochs = tuple(EpochInfo(**info) for info in header["epochs"])
         plan_id, totals = str(header["plan_id"]), Totals(**header["totals"])
@@ -173,6 +173,10 @@ def _read_segment(folder: Path) -> Segment:
         train=train,
         evaluation=FileRows(folder / _EVALUATION_ROWS, folder / _EVALUATION_PIECES, plan_id),
     )
+
+
+def _source(fields: dict[str, Any]) -> PlannedSource:
+    return PlannedSource(**{**fields, "end_tokens": tuple(fields["end_tokens"])})
 
 
 def _read_header(folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.chat import ByteChat, ChatFormat, TemplateChat
+from ray_ulysses.data.chat import ByteChat, ChatFormat, TemplateChat, special_tokens
 from ray_ulysses.data.patience import transient_cause
 from ray_ulysses.errors import UserError
 
@@ -69,6 +69,11 @@ class Tokenizer(Protocol):
         """Return what identifies the tokenizer."""
         ...
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Return the tokens that mean something beside their text, such as the end of a turn."""
+        ...
+
     def encode(self, text: str) -> NDArray[np.int64]:
         """Return the token ids of one document, ended by ``info.eos_token_id``."""
         ...
@@ -95,6 +100,11 @@ class ByteTokenizer:
             eos_token_id=_EOS_BYTE_ID,
             fingerprint="bytes-eos256-v1",
         )
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Return the tokens that mean something beside their text."""
+        return frozenset([_EOS_BYTE_ID])
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Return the bytes of ``text`` and the end token; UnicodeEncodeError for a lone surrogate."""
@@ -123,12 +133,18 @@ class _FastTokenizer:
         self._tokenizer = _load_rust(directory)
         # Text that spells a special token stays text: a document can't end itself or forge a chat turn.
         self._tokenizer.encode_special_tokens = True
+        self._special_ids = frozenset(special_tokens(directory, self._tokenizer))
         self._info = _describe(directory, self._tokenizer.get_vocab(with_added_tokens=True))
 
     @property
     def info(self) -> TokenizerInfo:
         """Return what identifies the tokenizer."""
         return self._info
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Return the tokens that mean something beside their text."""
+        return self._special_ids
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Return the token ids of one document and the end token."""
@@ -168,6 +184,11 @@ class _SlowTokenizer:
     def info(self) -> TokenizerInfo:
         """Return what identifies the tokenizer."""
         return self._info
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Return the tokens that mean something beside their text."""
+        return frozenset(self._tokenizer.all_special_ids)
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Return the token ids of one document and the end token."""

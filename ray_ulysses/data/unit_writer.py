@@ -58,6 +58,7 @@ class UnitResult:
         num_tokens: Tokens written.
         num_rejected: Documents left out.
         has_spans: Whether a document is supervised in part only.
+        turn_ends: The special tokens that end supervised stretches.
         token_counts: How often each id occurs, for the byte tokenizer; else None.
         lines: The lines of the unit's file or range; None where it has none.
     """
@@ -69,6 +70,7 @@ class UnitResult:
     num_tokens: int
     num_rejected: int
     has_spans: bool
+    turn_ends: tuple[int, ...]
     token_counts: tuple[int, ...] | None
     lines: LineCounts | None
 
@@ -85,6 +87,7 @@ class UnitResult:
             **{
                 **fields,
                 "shard": None if shard is None else ShardInfo(**shard),
+                "turn_ends": tuple(fields["turn_ends"]),
                 "token_counts": None if counts is None else tuple(counts),
                 "lines": LineCounts.from_json(fields["lines"]),
             }
@@ -164,6 +167,7 @@ def _write_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult:
         num_tokens=writer.num_tokens,
         num_rejected=len(collected.rejected),
         has_spans=collected.has_spans,
+        turn_ends=tuple(sorted(collected.turn_ends)),
         token_counts=None if collected.counts is None else tuple(collected.counts.tolist()),
         lines=collected.lines,
     )
@@ -179,6 +183,7 @@ class _Collected:
         self.rejected: list[Rejected] = []
         self.columns: dict[str, list[Any]] = {name: [] for name in NOTES_SCHEMA.names}
         self.has_spans = False
+        self.turn_ends: set[int] = set()
         self.lines: LineCounts | None = None
         self._tokenizer = tokenizer
         info = tokenizer.info
@@ -204,6 +209,7 @@ class _Collected:
     def _note(self, document: RawDocument, encoded: EncodedDocument, first_row: int) -> None:
         whole = encoded.is_whole
         self.has_spans |= not whole
+        self.turn_ends |= encoded.turn_ends
         row = {
             "length": encoded.ids.size,
             "max_token_id": int(encoded.ids.max()),

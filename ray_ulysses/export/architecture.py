@@ -74,8 +74,8 @@ def describe(config: Config, weights: WeightType, end_tokens: Sequence[int] = ()
     Args:
         config: The run's configuration.
         weights: Precision of the exported weights.
-        end_tokens: The tokens that end a text: the one that ended every document of the run's corpus, and that of the
-            tokenizer that is exported, where it is another one; empty where neither is known.
+        end_tokens: The tokens that end a text, as the run's corpora and the exported tokenizer say; empty where neither
+            is known.
 
     Raises:
         UserError: The model's configuration can't be read.

@@ -36,8 +36,8 @@ class TokenizerFiles:
     Attributes:
         words: What it is, or why there is none.
         files: Its files by name; empty where there is none.
-        end_tokens: The tokens that end a text: the one that ended every document of the corpus, and its own, where that
-            is another one; empty where neither is known.
+        end_tokens: The tokens that end a text: the one that ended every document of the corpora, those that ended what
+            was supervised of them (the turns of a chat), and its own; empty where none is known.
         vocab_size: One more than its largest token id; 0 where there is none.
     """
 
@@ -81,7 +81,7 @@ def find_tokenizer(run_dir: Path, given: Path | None) -> TokenizerFiles:
         )
     info = prepared.info
     if info is None:
-        return TokenizerFiles(words=f"none: {prepared.problem}{_ADD}")
+        return TokenizerFiles(words=f"none: {prepared.problem}{_ADD}", end_tokens=prepared.end_tokens)
     try:
         found = load_tokenizer(info.name).info
         if found.fingerprint != info.fingerprint:
@@ -100,20 +100,15 @@ class _Prepared:
 
     Attributes:
         fingerprint: Its fingerprint; None where it is not known.
+        end_tokens: The tokens that the model learned to end a text with, from all corpora.
         info: All about it, where one of the corpora is there.
         problem: Why no more is known.
     """
 
     fingerprint: str | None = None
+    end_tokens: tuple[int, ...] = ()
     info: TokenizerInfo | None = None
     problem: str = "the run's corpus, which names its tokenizer, is not there"
-
-    @property
-    def end_tokens(self) -> tuple[int, ...]:
-        """Return the token that ended every document; empty where it is not known."""
-        if self.info is not None:
-            return (self.info.eos_token_id,)
-        return (ByteTokenizer().info.eos_token_id,) if self.fingerprint == ByteTokenizer().info.fingerprint else ()
 
 
 def _prepared_with(run_dir: Path) -> _Prepared:
@@ -122,6 +117,7 @@ def _prepared_with(run_dir: Path) -> _Prepared:
     except UserError as error:
         return _Prepared(problem=str(error))
     sources = data.sources if data is not None else ()
+    end_tokens = tuple(dict.fromkeys(token for source in sources for token in source.end_tokens))
     for source in sources:
         try:
             info = Corpus.open(source.path).tokenizer
@@ -129,8 +125,9 @@ def _prepared_with(run_dir: Path) -> _Prepared:
             # It is not there any more, or it is another one; the next may be.
             continue
         if source.tokenizer in ("", info.fingerprint):
-            return _Prepared(fingerprint=info.fingerprint, info=info)
-    return _Prepared(fingerprint=next((source.tokenizer for source in sources if source.tokenizer), None))
+            return _Prepared(fingerprint=info.fingerprint, end_tokens=end_tokens, info=info)
+    fingerprint = next((source.tokenizer for source in sources if source.tokenizer), None)
+    return _Prepared(fingerprint=fingerprint, end_tokens=end_tokens)
 
 
 def _given(directory: Path, prepared: _Prepared) -> TokenizerFiles:
