@@ -129,14 +129,17 @@ def plan(
     branch: Branch = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a run will do: layout, rows, padding and memory; exits 2 if it can't start. Takes nothing."""
+    """Say what a run will do: layout, rows, padding and memory; exits 2 if it can't start. Takes nothing.
+
+    Needs no GPU and no network, and no corpus either: documents of made-up lengths stand in for one that is missing.
+    """
     loaded = _load_config(config, overrides)
-    from ray_ulysses.trainer.preflight import prepare_run
+    from ray_ulysses.trainer.preflight import report_run
     from ray_ulysses.views.plan import render_plan
 
-    prepared = prepare_run(loaded, Path.cwd(), branch=branch)
-    typer.echo(json.dumps(prepared.report.to_json(), indent=2) if as_json else render_plan(prepared.report))
-    if prepared.report.problems:
+    report = report_run(loaded, Path.cwd(), branch=branch)
+    typer.echo(json.dumps(report.to_json(), indent=2) if as_json else render_plan(report))
+    if report.problems:
         raise typer.Exit(2)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,12 +11,14 @@ import numpy as np
 from ray_ulysses.config import Config
 from ray_ulysses.data.corpus_set import CorpusSet
 from ray_ulysses.data.plan import Plan, Segment
+from ray_ulysses.data.planning import PlanInput
 from ray_ulysses.data.steps import step_times
 from ray_ulysses.errors import ConfigError, Problem
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.heads import HeadPlan, assign_heads
 from ray_ulysses.planner.flops import step_flops
 from ray_ulysses.planner.memory import MemoryEstimate
+from ray_ulysses.planner.notes import plan_notes
 from ray_ulysses.planner.problems import (
     configured_memory,
     corpus_problems,
@@ -62,9 +63,20 @@ class LayoutFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusFacts:
-    """What the prepared corpora hold; ``unigram_nats`` is the entropy of its bytes, where there is one, of bytes."""
+    """What the prepared corpora hold, or, where there is none yet, the documents of made-up lengths in their stead.
+
+    Attributes:
+        path: Their directories.
+        is_made_up: Whether nothing is prepared, so that everything of documents and rows is an example.
+        num_documents: Documents of all corpora.
+        num_tokens: Their tokens.
+        longest_document: Tokens of the longest one.
+        max_token_id: Largest token id; 0 where nothing is prepared.
+        unigram_nats: Entropy of the bytes, where there is one corpus, of bytes.
+    """
 
     path: str
+    is_made_up: bool
     num_documents: int
     num_tokens: int
     longest_document: int
@@ -178,41 +190,38 @@ class PlanReport:
 
 
 def build_report(
-    config: Config, shape: ModelShape, corpora: CorpusSet, plan: Plan, changed: tuple[Problem, ...] = ()
+    config: Config, shape: ModelShape, corpora: CorpusSet | PlanInput, plan: Plan, changed: tuple[Problem, ...] = ()
 ) -> PlanReport:
     """Put together what a run will do, and everything that speaks against it.
 
     Args:
         config: The run's configuration.
         shape: The model's shape.
-        corpora: The prepared corpora.
+        corpora: The prepared corpora, or the documents of made-up lengths that stand in for them.
         plan: The data plan made from them.
         changed: What contradicts the run that would be resumed.
     """
     memory = configured_memory(config, shape)
-    problems = (
-        *changed,
-        *heads_problems(config, shape),
-        *(
-            problem
-            for corpus in corpora.corpora
-            for problem in vocabulary_problems(corpus.max_token_id, shape.vocab_size, str(corpus.path))
-        ),
-        *corpus_problems(config, plan),
-        *plan_problems(config, plan),
-        *memory_problems(config, shape, memory),
-    )
+    # How long it is, and which tokens it holds, is only known of a corpus that there is.
+    of_data = () if isinstance(corpora, PlanInput) else _data_problems(config, shape, corpora, plan)
     return PlanReport(
         name=config.run.name,
         shape=shape,
         layout=_layout(config, shape),
-        corpus=_corpus(corpora),
+        corpus=_made_up(config, corpora) if isinstance(corpora, PlanInput) else _corpus(corpora),
         data=_data(config, shape, plan),
         memory=memory,
         device_gib=config.memory.device_gib,
-        problems=problems,
-        notes=_notes(config, shape, plan),
+        problems=(*changed, *heads_problems(config, shape), *of_data, *memory_problems(config, shape, memory)),
+        notes=plan_notes(config, shape, None if isinstance(corpora, PlanInput) else plan),
     )
+
+
+def _data_problems(config: Config, shape: ModelShape, corpora: CorpusSet, plan: Plan) -> Iterator[Problem]:
+    for corpus in corpora.corpora:
+        yield from vocabulary_problems(corpus.max_token_id, shape.vocab_size, str(corpus.path))
+    yield from corpus_problems(config, plan)
+    yield from plan_problems(config, plan)
 
 
 def _layout(config: Config, shape: ModelShape) -> LayoutFacts:
@@ -238,11 +247,24 @@ def _corpus(corpora: CorpusSet) -> CorpusFacts:
     opened = corpora.corpora
     return CorpusFacts(
         path=", ".join(str(corpus.path) for corpus in opened),
+        is_made_up=False,
         num_documents=sum(corpus.num_documents for corpus in opened),
         num_tokens=sum(corpus.num_tokens for corpus in opened),
         longest_document=max(int(corpus.lengths.max()) for corpus in opened),
         max_token_id=max(corpus.max_token_id for corpus in opened),
         unigram_nats=opened[0].info.byte_unigram_nats if len(opened) == 1 else None,
+    )
+
+
+def _made_up(config: Config, documents: PlanInput) -> CorpusFacts:
+    return CorpusFacts(
+        path=", ".join(path for path, _ in config.data_sources),
+        is_made_up=True,
+        num_documents=int(documents.lengths.size),
+        num_tokens=int(documents.lengths.sum(dtype=np.int64)),
+        longest_document=int(documents.lengths.max()),
+        max_token_id=0,
+        unigram_nats=None,
     )
 
 
@@ -287,64 +309,3 @@ def _imbalances(segment: Segment) -> tuple[tuple[int, float, float], ...]:
     sizes = [1 << power for power in range(1, rows.bit_length()) if 1 << power <= rows]
     found = [(size, step_times(costs, rows, size)) for size in sizes[:_MOST_DP_SIZES]]
     return tuple((size, times.imbalance, times.bound) for size, times in found)
-
-
-def _notes(config: Config, shape: ModelShape, plan: Plan) -> tuple[str, ...]:
-    notes = []
-    rows, dp_size = config.data.rows_per_step, config.dp_size
-    if rows % dp_size:
-        slots = -(-rows // dp_size) * dp_size
-        notes.append(
-            f"{dp_size} data-parallel groups do not divide data.rows_per_step={rows}: {slots - rows} of "
-            f"{slots} turns of a step are idle; the loss is the same"
-        )
-    horizon = config.schedule.horizon_steps or plan.num_steps
-    if config.schedule.warmup_steps >= horizon:
-        notes.append(
-            f"schedule.warmup_steps={config.schedule.warmup_steps} reaches the horizon of {horizon} steps: "
-            "the learning rate never comes down from its warm-up"
-        )
-    num_empty = plan.newest.unsupervised_steps()
-    if num_empty:
-        notes.append(
-            f"{num_empty} steps have no supervised token: they change nothing but momentum and decay; use more "
-            "data.rows_per_step, or leave documents with long prompts out"
-        )
-    if plan.newest.branch is not None and config.schedule.horizon_steps is None:
-        before = plan.segments[-2].end_step
-        notes.append(
-            f"schedule.horizon_steps is null, so the learning rate's horizon moves from step {before:,} to "
-            f"{plan.num_steps:,} at step {plan.newest.base_step:,}, and the rate jumps with it"
-        )
-    if not shape.is_exact:
-        notes.append(f"the parameter count of model_type {shape.model_type!r} is an estimate")
-    return (*notes, *_checkpoint_notes(config, plan))
-
-
-def _checkpoint_notes(config: Config, plan: Plan) -> Iterator[str]:
-    """Yield what is odd about saving and about where the run starts, though it may be meant."""
-    model, checkpoint, evaluation = config.model, config.checkpoint, config.run.eval_every_steps
-    if model.resume_from is None and model.resume_state != "all":
-        yield (
-            f"model.resume_state={model.resume_state} is ignored, since model.resume_from is null: the run starts from "
-            f"what model.init={model.init} gives"
-        )
-    every = checkpoint.every_steps
-    last_step = min(config.run.stop_step or plan.num_steps, plan.num_steps)
-    # A run that is shorter than its interval, and saves at its end, is an ordinary one.
-    is_rare = every is None if checkpoint.save_at_end else every is None or every > last_step
-    if checkpoint.every_minutes is None and is_rare:
-        when = "only at its end" if checkpoint.save_at_end else "never by itself, but only on demand"
-        yield (
-            f"checkpoint.every_steps={every if every is not None else 'null'} and checkpoint.every_minutes=null up to "
-            f"step {last_step:,}: the run saves {when}, and one that dies before loses everything"
-        )
-    if checkpoint.keep_best == 0 or checkpoint.best_metric != "eval_loss" or evaluation is None:
-        return
-    if every is None or (every % evaluation and evaluation % every):
-        meet = "only by chance" if every is None else f"every {math.lcm(every, evaluation):,} steps"
-        yield (
-            f"run.eval_every_steps={evaluation} and checkpoint.every_steps={every if every is not None else 'null'} "
-            f"fall on one step {meet}: checkpoint.keep_best={checkpoint.keep_best} chooses among those checkpoints "
-            "alone; let one divide the other"
-        )

@@ -10,13 +10,14 @@ from ray_ulysses.config import Config
 from ray_ulysses.data.corpus_set import CorpusSet
 from ray_ulysses.data.plan import Plan
 from ray_ulysses.data.plan_files import PLAN_FOLDER, has_plan, load_plan
-from ray_ulysses.data.planning import Remainder
+from ray_ulysses.data.planning import NoSink, Remainder, build_segment
 from ray_ulysses.engine.model import check_architecture
 from ray_ulysses.engine.model_config import check_described
 from ray_ulysses.errors import ConfigError, Problem, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.planner.report import PlanReport, build_report
 from ray_ulysses.planner.settings import plan_settings
+from ray_ulysses.planner.stand_in import stand_in_documents
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.tracking.history import finished_step
@@ -103,6 +104,30 @@ def _prepare(config: Config, problems: list[Problem], *, branch: bool) -> Prepar
         branch=branch,
         origin=_origin(config, plan),
     )
+
+
+def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanReport:
+    """Return what ``plan`` prints; where no corpus is prepared yet, documents of made-up lengths stand in for it.
+
+    Args:
+        config: As it was loaded.
+        base: Directory that its relative paths start from.
+        branch: As in `prepare_run`.
+
+    Raises:
+        UserError: As in `prepare_run`, but for a corpus that is missing.
+    """
+    absolute = config.with_absolute_paths(base)
+    missing = [path for path, _ in absolute.data_sources if not Path(path).exists()]
+    if not missing or has_plan(absolute.run_dir / PLAN_FOLDER):
+        return prepare_run(config, base, branch=branch).report
+    _check_model_path(absolute)
+    shape = model_shape(absolute)
+    check_architecture(absolute)
+    settings = plan_settings(absolute, shape)
+    documents = stand_in_documents(settings)
+    plan = Plan(segments=(build_segment(documents, settings, NoSink()),))
+    return build_report(absolute, shape, documents, plan, changed_settings(absolute, branch=branch))
 
 
 def _stored_plan(config: Config) -> Plan | None:

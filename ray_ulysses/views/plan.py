@@ -11,6 +11,7 @@ from ray_ulysses.views.words import count, facts, percent, size
 
 _PHASES = {"always": "", "loss": "in the loss", "layer": "in a layer", "save": "at a save", "load": "at the start"}
 _MOST_SIZES = 8
+_FLOPS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"))
 
 
 def render_plan(report: PlanReport) -> str:
@@ -18,15 +19,24 @@ def render_plan(report: PlanReport) -> str:
     lines = [f"plan of run {report.name!r}", "", *_model(report), "", *_layout(report), "", *_data(report), ""]
     lines += _memory(report)
     for note in report.notes:
-        lines += ["", *textwrap.wrap(f"note: {note}", 100, subsequent_indent="      ")]
+        lines += ["", *_wrap(f"note: {note}", "", "      ")]
     lines.append("")
     if report.problems:
         lines.append("this run can't start:")
         for problem in report.problems:
-            lines += textwrap.wrap(f"- {problem}", 100, initial_indent="  ", subsequent_indent="    ")
+            lines += _wrap(f"- {problem}", "  ", "    ")
+    elif report.corpus.is_made_up:
+        lines.append(f"nothing speaks against starting it, once there is a corpus in {report.corpus.path}")
     else:
         lines.append("nothing speaks against starting it")
     return "\n".join(lines)
+
+
+def _wrap(text: str, first: str, others: str) -> list[str]:
+    """Return a text in lines; a path stays whole, so that it can be copied."""
+    return textwrap.wrap(
+        text, 100, initial_indent=first, subsequent_indent=others, break_on_hyphens=False, break_long_words=False
+    )
 
 
 def _model(report: PlanReport) -> list[str]:
@@ -85,8 +95,41 @@ def _heads(heads: HeadPlan) -> str:
     return said
 
 
+def _made_up_data(report: PlanReport) -> list[str]:
+    corpus, data = report.corpus, report.data
+    tokens = data.rows_per_step * data.row_tokens
+    said = (
+        f"no corpus is prepared in {corpus.path}: {corpus.num_documents:,} documents of made-up lengths, up to "
+        f"{corpus.longest_document:,} tokens, stand in for it; model, layout and memory do not depend on them"
+    )
+    rows = [
+        ("rows", f"of up to {data.row_tokens:,} tokens (multiples of {data.pad_multiple})"),
+        ("steps", f"of {data.rows_per_step} rows, up to {tokens:,} tokens; how many depends on the corpus"),
+        *_costs(data),
+    ]
+    return ["data", *_wrap(said, "  ", "  "), *facts(rows)]
+
+
+def _costs(data: DataFacts) -> list[tuple[str, str]]:
+    return [
+        ("dp imbalance", f"{data.imbalance:.3f}x the time of level ranks, by cost, at the configured dp"),
+        ("  at other dp", ", ".join(f"{dp}: {ours:.2f}" for dp, ours, _ in data.imbalance_by_dp) or "-"),
+        ("  least possible", ", ".join(f"{dp}: {least:.2f}" for dp, _, least in data.imbalance_by_dp) or "-"),
+        ("step time spread", "{:.2f}x to {:.2f}x the mean, from a fast step to a slow one".format(*data.step_spread)),
+        ("work", f"{_flops(data.flops_per_step)} per step (mean), causal attention, no recomputation counted"),
+        ("step time", "not predicted in this version"),
+    ]
+
+
+def _flops(number: float) -> str:
+    unit, name = next(((unit, name) for unit, name in _FLOPS if number >= unit), _FLOPS[-1])
+    return f"{number / unit:.3g} {name}"
+
+
 def _data(report: PlanReport) -> list[str]:
     corpus, data = report.corpus, report.data
+    if corpus.is_made_up:
+        return _made_up_data(report)
     rows = [
         ("corpus", f"{corpus.num_documents:,} documents, {count(corpus.num_tokens)} tokens"),
         ("longest document", f"{corpus.longest_document:,} tokens; largest token id {corpus.max_token_id}"),
@@ -96,12 +139,7 @@ def _data(report: PlanReport) -> list[str]:
         ("split documents", f"{data.split_documents:,} longer than a row; every target is kept"),
         ("lost tokens", _lost(data)),
         ("steps", f"{data.num_steps:,} of {data.rows_per_step} rows; stops at step {data.stop_step:,}"),
-        ("dp imbalance", f"{data.imbalance:.3f}x the time of level ranks, by cost, at the configured dp"),
-        ("  at other dp", ", ".join(f"{dp}: {ours:.2f}" for dp, ours, _ in data.imbalance_by_dp) or "-"),
-        ("  least possible", ", ".join(f"{dp}: {least:.2f}" for dp, _, least in data.imbalance_by_dp) or "-"),
-        ("step time spread", "{:.2f}x to {:.2f}x the mean, from a fast step to a slow one".format(*data.step_spread)),
-        ("work", f"{data.flops_per_step / 1e15:.3g} PFLOP a step (mean), causal attention, no recomputation counted"),
-        ("step time", "not predicted in this version"),
+        *_costs(data),
         ("plan", data.plan_id if not data.segment else _segment(data)),
     ]
     if data.supervised < data.tokens * 0.5:

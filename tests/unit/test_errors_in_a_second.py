@@ -42,7 +42,7 @@ def refused(folder: Path, *arguments: str, unwanted: tuple[str, ...] = (*_HEAVY,
     [
         ("", "config.yaml: 7 problems\n  - run.name: the setting is required; add it to the file"),
         ("run:\n  name: a\n bad: 1\n", "  - config.yaml:3:2: not valid YAML: "),
-        ("run: {nmae: a}\nrun: {}\n", "config.yaml:2='run': the key is given twice"),
+        ("run: {title: a}\nrun: {}\n", "config.yaml:2='run': the key is given twice"),
         ("model: {trust_remote_code: true}", "model.trust_remote_code=true: code of a model's repository is never run"),
         ("run: {name: 3}", "run.name=3: must be text"),
     ],

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
+import socket
 from pathlib import Path
 
 import pytest
 
+from ray_ulysses.cli import app, run
 from ray_ulysses.config import load_config
 from ray_ulysses.trainer.preflight import prepare_run
 from tests.unit.data.corpora import text_corpus, varied_texts
@@ -28,3 +32,53 @@ def test_a_shipped_configuration_is_planned_without_problems(path: Path, corpus_
     assert prepared.report.problems == ()
     assert prepared.plan.num_steps >= 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("plan asked the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize("path", _CONFIGS, ids=[path.stem for path in _CONFIGS])
+def test_a_shipped_configuration_is_sized_before_there_is_a_corpus(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(app, ["plan", str(path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    config = load_config(path).with_absolute_paths(tmp_path)
+    assert f"no corpus is prepared in {config.data.path}: " in said
+    assert "documents of made-up lengths, up to" in said
+    assert re.search(r"device: [0-9.]+ GiB at its peak", said)
+    assert said.endswith(f"nothing speaks against starting it, once there is a corpus in {config.data.path}")
+    # Nothing that would be read as a property of the user's own data.
+    assert not re.search(r"longest document|split documents|token id|stops at step", said)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_network")
+def test_a_model_that_does_not_fit_is_refused_without_a_corpus_too(capsys: pytest.CaptureFixture[str]) -> None:
+    path = next(path for path in _CONFIGS if "512k" in path.stem)
+    assert run(app, ["plan", str(path), "--set", "memory.device_gib=16", "--json"]) == 2
+    report = json.loads(capsys.readouterr().out)
+    assert report["corpus"]["is_made_up"] is True
+    assert [problem.partition("=")[0] for problem in report["problems"]] == ["memory.device_gib"]
+
+
+def test_what_depends_on_the_length_of_the_corpus_is_not_judged_without_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = next(path for path in _CONFIGS if "tiny" in path.stem)
+    changes = (
+        "run.stop_step=99999",
+        "schedule.warmup_steps=5000",
+        "schedule.horizon_steps=",
+        "run.eval_every_steps=",
+    )
+    sets = [word for change in (*changes, f"data.path={tmp_path}/none") for word in ("--set", change)]
+    assert run(app, ["plan", str(path), *sets]) == 0
+    assert "note:" not in capsys.readouterr().out

@@ -1,0 +1,38 @@
+"""Documents of made-up lengths, by which a run is planned whose corpus does not exist yet."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ray_ulysses.data.mixture import PlannedSource
+from ray_ulysses.data.plan import PlanSettings
+from ray_ulysses.data.planning import PlanInput
+
+STEPS = 20
+_MOST_DOCUMENTS = 1_000_000
+_SHORTEST, _LONGEST = 1 / 64, 2.0
+_MOST_TOKENS = 2**32 - 1
+
+
+def length_range(settings: PlanSettings) -> tuple[int, int]:
+    """Return the shortest and the longest document that stands in, in tokens."""
+    context = settings.context_tokens
+    return max(2, int(context * _SHORTEST)), min(int(context * _LONGEST), _MOST_TOKENS)
+
+
+def stand_in_documents(settings: PlanSettings) -> PlanInput:
+    """Return documents for about `STEPS` steps.
+
+    Their lengths are log-uniform from a 64th of the context to twice the context: as many between 1k and 2k tokens as
+    between 64k and 128k, so that rows of many documents, of one, and pieces of a split one all occur.
+
+    Args:
+        settings: What the run is planned with; its seed decides the lengths.
+    """
+    low, high = length_range(settings)
+    mean = (high - low) / np.log(high / low) if high > low else high
+    number = int(STEPS * settings.rows_per_step * settings.capacity / mean) + settings.rows_per_step
+    number = min(number, _MOST_DOCUMENTS)
+    drawn = np.exp(np.random.default_rng(settings.seed).uniform(np.log(low), np.log(high), number))
+    source = PlannedSource(path="", fingerprint="made-up lengths", num_documents=number)
+    return PlanInput(sources=(source,), lengths=drawn.astype(np.uint32), spans=None)
