@@ -188,6 +188,7 @@ def test_what_was_taken_over_counts_towards_a_recovered_step(tmp_path: Path) -> 
         loss=0.0,
         seconds=0.0,
         time=0.0,
+        grad_norm=None,
         peak_memory_gib=None,
         mfu=None,
     )
