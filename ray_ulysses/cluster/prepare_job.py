@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import ray.data
+import ray.exceptions
 
 from ray_ulysses.cluster.quiet import quiet
 from ray_ulysses.data.corpus import Corpus
+from ray_ulysses.data.file_listing import path_text
 from ray_ulysses.data.patience import Patience, StorageAwayError
 from ray_ulysses.data.preparation import (
     PrepareRequest,
@@ -24,8 +26,10 @@ from ray_ulysses.data.sources import Unit
 from ray_ulysses.data.tokenizers import Tokenizer, load_tokenizer
 from ray_ulysses.data.unit_writer import UnitResult, write_unit
 from ray_ulysses.errors import RunError, UlyssesError, UserError
+from ray_ulysses.logging import get_logger
 
 DEFAULT_NUM_CPUS = 1.0
+log = get_logger(__name__)
 
 
 def prepare(
@@ -77,7 +81,14 @@ def _run_units(units: tuple[Unit, ...], request: PrepareRequest, num_cpus: float
     items = [{"unit": json.dumps(unit.to_json())} for unit in units]
     run = functools.partial(_run_unit, out=str(request.out), tokenizer=request.tokenizer)
     dataset = quiet(ray.data.from_items(items, override_num_blocks=len(items)))
-    yield from quiet(dataset.map(run, num_cpus=num_cpus)).iter_rows()
+    try:
+        yield from quiet(dataset.map(run, num_cpus=num_cpus)).iter_rows()
+    except ray.exceptions.RayError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise RunError(
+            f"a worker of the preparation was lost for good ({type(error).__name__}: {reason}); mend it, or give Ray "
+            "more memory, and run the same command again, which goes on"
+        ) from error
 
 
 def _run_unit(item: dict[str, Any], *, out: str, tokenizer: str) -> dict[str, Any]:
@@ -89,6 +100,12 @@ def _run_unit(item: dict[str, Any], *, out: str, tokenizer: str) -> dict[str, An
         return {"result": "", "error": str(error), "failure": "storage away"}
     except UlyssesError as error:
         return {"result": "", "error": str(error), "failure": "user" if isinstance(error, UserError) else "run"}
+    except Exception as error:
+        # A fault of ours: the unit's files are what finds it; the log of the worker has the traceback.
+        log.exception("unit %d of %s", unit.index, out)
+        files = path_text(unit.files[0].path) + (f" and {len(unit.files) - 1} more" if len(unit.files) > 1 else "")
+        text = f"unit {unit.index} of {out} ({files}): {type(error).__name__}: {error}"
+        return {"result": "", "error": text.partition("\n")[0], "failure": "run"}
     return {"result": json.dumps(result.to_json()), "error": "", "failure": ""}
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from ray_ulysses.data.file_listing import unreadable
+from ray_ulysses.data.file_listing import open_parquet, path_text, unreadable
 from ray_ulysses.data.line_ranges import LineCounts, range_lines
 from ray_ulysses.data.patience import READ_ERRORS
 from ray_ulysses.data.quarantine import Rejected
@@ -24,6 +23,7 @@ from ray_ulysses.data.row_fields import (
     FieldRole,
     RowError,
     RowFields,
+    json_problem,
     row_content,
     row_id,
 )
@@ -65,7 +65,8 @@ def read_unit(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
     yield from readers[unit.kind](unit)
 
 
-def _document(row: Mapping[FieldRole, Any], fields: RowFields, source: str, offset: int) -> RawDocument | Rejected:
+def _document(row: Mapping[FieldRole, Any], fields: RowFields, path: str, offset: int) -> RawDocument | Rejected:
+    source = path_text(path)
     try:
         content = row_content(row, fields.kind)
         return RawDocument(content=content, source=source, offset=offset, id=row_id(row.get("id")))
@@ -73,12 +74,15 @@ def _document(row: Mapping[FieldRole, Any], fields: RowFields, source: str, offs
         return Rejected(source=source, offset=offset, reason=str(error))
 
 
-def _decode(data: bytes, source: str, offset: int) -> str | Rejected:
+def _decode(data: bytes, path: str, offset: int) -> str | Rejected:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        reason = f"not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}"
-        return Rejected(source=source, offset=offset, reason=reason)
+        return Rejected(source=path_text(path), offset=offset, reason=_not_utf8(error))
+
+
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start}"
 
 
 def _read_texts(unit: Unit) -> Iterator[RawDocument | Rejected]:
@@ -126,15 +130,16 @@ def _parse_line(line: bytes, path: str, number: int, fields: RowFields) -> RawDo
     decoded = _decode(line, path, number)
     if isinstance(decoded, Rejected):
         return decoded
+    source = path_text(path)
     try:
         record = json.loads(decoded)
     except (ValueError, RecursionError) as error:
-        return Rejected(source=path, offset=number, reason=f"not JSON: {error}")
+        return Rejected(source=source, offset=number, reason=f"not JSON: {json_problem(error)}")
     if not isinstance(record, dict):
-        return Rejected(source=path, offset=number, reason="not JSON object")
+        return Rejected(source=source, offset=number, reason="not JSON object")
     for role, field in fields.by_role.items():
         if field not in record and role not in OPTIONAL_ROLES:
-            return Rejected(source=path, offset=number, reason=f"no field '{field}'")
+            return Rejected(source=source, offset=number, reason=f"no field '{field}'")
     return _document({role: record.get(field) for role, field in fields.by_role.items()}, fields, path, number)
 
 
@@ -143,7 +148,7 @@ def _read_parquet(unit: Unit) -> Iterator[RawDocument | Rejected]:
     columns = list(dict.fromkeys(unit.fields.by_role.values()))
     try:
         # Without a buffer pyarrow 25 holds a row group's columns whole; with one a page, as large as it was written.
-        with pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as parquet:
+        with open_parquet(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as parquet:
             metadata = parquet.metadata
             row = sum(metadata.row_group(group).num_rows for group in range(unit.first))
             for group in range(unit.first, unit.last):
@@ -179,13 +184,26 @@ def _batch_documents(
 ) -> Iterator[RawDocument | Rejected]:
     by_role = {role: batch.column(batch.schema.get_field_index(field)) for role, field in fields.by_role.items()}
     for place in range(batch.num_rows):
-        row = {role: _value(column[place]) for role, column in by_role.items()}
+        try:
+            row = {role: _value(column[place], role) for role, column in by_role.items()}
+        except RowError as error:
+            yield Rejected(source=path_text(path), offset=first_row + place, reason=str(error))
+            continue
         yield _document(row, fields, path, first_row + place)
 
 
-def _value(scalar: pa.Scalar) -> object:
-    """Return a value; lists of integers as arrays, since a list of a million Python integers takes a second."""
+def _value(scalar: pa.Scalar, role: FieldRole) -> object:
+    """Return a value; lists of integers as arrays, since a list of a million Python integers takes a second.
+
+    Raises:
+        RowError: Python has no such value: text that is not UTF-8, a time before the year 1, a list of too many levels.
+    """
     values = getattr(scalar, "values", None) if scalar.is_valid else None
     if isinstance(values, pa.IntegerArray) and values.null_count == 0:
         return values.to_numpy(zero_copy_only=False)
-    return scalar.as_py()
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError as error:
+        raise RowError(_not_utf8(error)) from error
+    except (ValueError, ArithmeticError, RuntimeError) as error:
+        raise RowError(f"the {role} can't be read: {error}") from error

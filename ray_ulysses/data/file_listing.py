@@ -7,8 +7,13 @@ import fnmatch
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from ray_ulysses.data.patience import is_transient
 from ray_ulysses.data.quarantine import Rejected
@@ -116,6 +121,17 @@ class FileListing:
             return Rejected(source=path_text(path), offset=0, reason=reason)
         self._listed[real] = path
         return FileStamp(path=path, num_bytes=status.st_size, modified_ns=status.st_mtime_ns)
+
+
+@contextmanager
+def open_parquet(path: str, **options: Any) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file of any name; pyarrow takes one that is not UTF-8 as bytes only.
+
+    Raises:
+        OSError: It can't be read, as the other ``READ_ERRORS``.
+    """
+    with pa.OSFile(os.fsencode(path)) as file, pq.ParquetFile(file, **options) as parquet:
+        yield parquet
 
 
 def path_text(path: str | Path) -> str:

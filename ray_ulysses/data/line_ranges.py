@@ -12,6 +12,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ray_ulysses.data.file_listing import path_text
 from ray_ulysses.errors import UserError
 
 _SKIP_BYTES = 1 << 20
@@ -88,7 +89,9 @@ def refuse_files_without_objects(counts: Sequence[LineCounts | None]) -> None:
         ranges = list(of_file)
         num_filled = sum(one.num_filled for one in ranges)
         if num_filled and num_filled == sum(one.num_broken for one in ranges):
-            problems.append(f"source={source}: none of its {num_filled} lines is a JSON object; is it a JSONL file?")
+            problems.append(
+                f"source={path_text(source)}: none of its {num_filled} lines is a JSON object; is it a JSONL file?"
+            )
     if problems:
         raise UserError("\n".join(problems))
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from ray_ulysses.data.atomic import TEMPORARY_SUFFIX, write_text
 from ray_ulysses.data.corpus import Corpus
 from ray_ulysses.data.directory_lock import LOCK_FILE, directory_lock
+from ray_ulysses.data.file_listing import path_text
 from ray_ulysses.data.format import CORPUS_FILE, PREPARATION_FILE, stable_hash
 from ray_ulysses.data.merge import Duplicates, merge, remove_working_files, working_files
 from ray_ulysses.data.patience import Patience
@@ -222,6 +223,9 @@ def progress_of(preparation: Preparation, results: Sequence[UnitResult]) -> Prep
 
 def _plan(request: PrepareRequest) -> _Plan:
     request = _with_absolute_paths(request)
+    for name, path in (("out", str(request.out)), ("tokenizer", request.tokenizer)):
+        if path_text(path) != path:
+            raise UserError(f"{name}={path_text(path)}: its name is not UTF-8, which a corpus can't hold; rename it")
     tokenizer = load_tokenizer(request.tokenizer)
     request.sources.fields.check(request.sources.kind)
     if request.sources.fields.kind == "messages":
@@ -229,7 +233,7 @@ def _plan(request: PrepareRequest) -> _Plan:
         tokenizer.chat()
     units, rejected = list_units(request.sources, request.unit_bytes)
     if not units:
-        paths = ", ".join(request.sources.paths)
+        paths = ", ".join(map(path_text, request.sources.paths))
         raise UserError(
             f"source={paths}: no file matches pattern={request.sources.pattern!r} "
             f"(kind={request.sources.kind}); nothing was written"

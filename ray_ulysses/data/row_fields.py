@@ -7,7 +7,7 @@ prompt with its completion. The options name the fields, and so choose the kind.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -22,6 +22,8 @@ DEFAULT_TEXT_FIELD = "text"
 # Read where a row has them; a row without is a document all the same.
 OPTIONAL_ROLES: tuple[FieldRole, ...] = ("tools", "id")
 _ALONE = ("text", "tokens", "messages")
+# Far more than messages and tools have, and far less than what Python, or a template, gives up at.
+_MAX_DEPTH = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,6 +184,7 @@ def row_content(row: Mapping[FieldRole, Any], kind: RowKind) -> Content:
         raise RowError(f"the messages are {describe_type(messages)}, not a list")
     if not messages:
         raise RowError("empty")
+    _refuse_deep(messages, "messages")
     return ChatRow(
         messages=tuple(_message(message, number) for number, message in enumerate(messages)),
         tools=_tools(row.get("tools")),
@@ -200,6 +203,27 @@ def row_id(value: object) -> str:
 def describe_type(value: object) -> str:
     """Return how to name the type of a value that is not what it should be."""
     return "missing" if value is None else f"of type {type(value).__name__}"
+
+
+def json_problem(error: ValueError | RecursionError) -> str:
+    """Return why a text is no JSON that can be read."""
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+def _refuse_deep(value: object, name: str) -> None:
+    """Refuse a value that functions which call themselves can't walk through, with the same words in every process."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [inner for outer in level for inner in _inner(outer) if not isinstance(inner, str | bytes)]
+        if not level:
+            return
+    raise RowError(f"the {name} are nested more than {_MAX_DEPTH} deep")
+
+
+def _inner(value: object) -> Iterable[object]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, Sequence) else ()
 
 
 def _text(value: object, name: str) -> str:
@@ -275,7 +299,9 @@ def _joined(parts: Sequence[object], where: str) -> str:
         if not isinstance(part, Mapping):
             raise RowError(f"{where}: part {number} of the content is {describe_type(part)}, not an object with a type")
         if part.get("type") != "text":
-            raise RowError(f"{where}: part {number} of the content is {json.dumps(part.get('type'))}, not text")
+            raise RowError(
+                f"{where}: part {number} of the content is {json.dumps(part.get('type'), default=str)}, not text"
+            )
         if not isinstance(part.get("text"), str):
             raise RowError(f"{where}: the text of part {number} is {describe_type(part.get('text'))}, not a string")
         texts.append(part["text"])
@@ -293,11 +319,12 @@ def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise RowError(f"the tools are no JSON: {error}") from error
+            raise RowError(f"the tools are no JSON: {json_problem(error)}") from error
     if value is None:
         return ()
     if not isinstance(value, list):
         raise RowError(f"the tools are {describe_type(value)}, not a list")
+    _refuse_deep(value, "tools")
     for number, tool in enumerate(value):
         if not isinstance(tool, Mapping):
             raise RowError(f"tool {number} is {describe_type(tool)}, not an object")

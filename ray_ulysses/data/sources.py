@@ -7,9 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import pyarrow.parquet as pq
-
-from ray_ulysses.data.file_listing import FileListing, FileStamp, unreadable
+from ray_ulysses.data.file_listing import FileListing, FileStamp, open_parquet, path_text, unreadable
 from ray_ulysses.data.format import stable_hash
 from ray_ulysses.data.line_ranges import cut_bytes
 from ray_ulysses.data.patience import READ_ERRORS, transient_cause
@@ -179,7 +177,7 @@ def open_dataset(path: str, split: str | None) -> Any:
         if (away := transient_cause(error)) is not None:
             raise away from error
         raise UserError(
-            f"source={path}: is neither a data set of `save_to_disk` nor a hub name that can be loaded "
+            f"source={path_text(path)}: is neither a data set of `save_to_disk` nor a hub name that can be loaded "
             f"({type(error).__name__}: {error})"
         ) from error
     if not isinstance(loaded, dict):
@@ -187,7 +185,9 @@ def open_dataset(path: str, split: str | None) -> Any:
     names = sorted(loaded)
     chosen = split or (names[0] if len(names) == 1 else None)
     if chosen not in names:
-        raise UserError(f"split={split}: the data set {path} has the splits {', '.join(names)}; choose one of them")
+        raise UserError(
+            f"split={split}: the data set {path_text(path)} has the splits {', '.join(names)}; choose one of them"
+        )
     return loaded[chosen]
 
 
@@ -239,13 +239,13 @@ def _jsonl_units(file: FileStamp, fields: RowFields, unit_bytes: int) -> Iterato
 
 def _parquet_units(file: FileStamp, fields: RowFields, unit_bytes: int) -> Iterator[Unit]:
     try:
-        with pq.ParquetFile(file.path) as parquet:
+        with open_parquet(file.path) as parquet:
             columns = parquet.schema_arrow.names
             metadata = parquet.metadata
             sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
     except READ_ERRORS as error:
         raise unreadable(file.path, error, "Parquet") from error
-    _check_columns(fields, columns, file.path)
+    _check_columns(fields, columns, path_text(file.path))
     whole = Unit(index=0, kind="parquet", files=(file,), fields=fields)
     first, held = 0, 0
     for group, size in enumerate(sizes):
@@ -263,11 +263,13 @@ def _check_columns(fields: RowFields, columns: Sequence[str], source: str) -> No
             raise UserError(
                 f"{option(role)}={name}: {source} has no such column; it has {', '.join(columns) or 'none'}"
             )
+        if list(columns).count(name) > 1:
+            raise UserError(f"{option(role)}={name}: {source} has several columns of that name; rename all but one")
 
 
 def _dataset_units(path: str, spec: SourceSpec, unit_bytes: int) -> Iterator[Unit]:
     dataset = open_dataset(path, spec.split)
-    _check_columns(spec.fields, dataset.column_names, f"the data set {path}")
+    _check_columns(spec.fields, dataset.column_names, f"the data set {path_text(path)}")
     num_rows = len(dataset)
     rows_per_unit = max(1, int(num_rows * unit_bytes / max(1, dataset.data.nbytes)))
     # The library's own fingerprint stands for size and time: it changes with the rows.
