@@ -2,7 +2,8 @@
 
 A Hugging Face tokenizer's own chat template renders the text, through Transformers. What the assistant wrote is
 taken from the template's ``{% generation %}`` marks where it has them; otherwise from renderings of the
-conversation cut before and after each turn, which must be true prefixes of the whole.
+conversation cut before and after each turn, which must be true prefixes of the whole. A message of weight 0 is not
+supervised.
 
 A conversation's tools are given to the template. One that writes the same without them is refused: the assistant's
 calls would be learned without the definitions that they rest on, and nobody would notice.
@@ -22,15 +23,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.row_fields import RowError, strings
+from ray_ulysses.data.row_fields import ASSISTANT, RowError, strings
 from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
     from tokenizers import Tokenizer as RustTokenizer
 
-_ASSISTANT = "assistant"
-_BYTE_ROLES = ("system", "user", _ASSISTANT, "tool")
+_BYTE_ROLES = ("system", "user", ASSISTANT, "tool")
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Llama 3.1 and others write the day of rendering. A preparation that goes on tomorrow must make the same tokens,
 # so the day is that which Llama 3.2's template falls back to where there is no clock: 26 July 2024.
@@ -98,7 +98,7 @@ class ByteChat:
                 raise RowError(f"message {number} ({role}) has no content")
             header, body = (np.frombuffer(text.encode(), np.uint8) for text in (f"{role}\n", content))
             parts += [header.astype(np.int64), body.astype(np.int64), self._end]
-            if role == _ASSISTANT:
+            if _is_learned(message):
                 starts.append(at + header.size)
                 stops.append(at + header.size + body.size + 1)
             at += header.size + body.size + 1
@@ -177,14 +177,24 @@ class TemplateChat:
     def _marked(self, messages: Messages, tools: Tools) -> tuple[str, list[tuple[int, int]]]:
         """Return the text and the characters between the template's generation marks."""
         text, marked = self._render(messages, tools, marks=True)
-        return text, sorted(marked)
+        stretches = sorted(marked)
+        turns = [message for message in messages if message["role"] == ASSISTANT]
+        if all(_is_learned(turn) for turn in turns):
+            return text, stretches
+        said = [text[first:last] for first, last in stretches]
+        contents = [(turn.get("content") or "").strip() for turn in turns]
+        if len(said) != len(turns) or not all(content in one for content, one in zip(contents, said, strict=True)):
+            raise RowError(
+                "the chat template does not mark one stretch per answer, so none of them can have a weight of 0"
+            )
+        return text, [stretch for stretch, turn in zip(stretches, turns, strict=True) if _is_learned(turn)]
 
     def _by_prefixes(self, messages: Messages, tools: Tools) -> tuple[str, list[tuple[int, int]]]:
         """Return the text, and the characters that each assistant turn adds to what it is asked with."""
         text, _ = self._render(messages, tools)
         stretches = []
         for number, message in enumerate(messages):
-            if message["role"] != _ASSISTANT:
+            if not _is_learned(message):
                 continue
             asked, _ = self._render(messages[:number], tools, asks=True)
             answered, _ = self._render(messages[: number + 1], tools)
@@ -205,7 +215,7 @@ class TemplateChat:
         render: Any = render_jinja_template
         try:
             texts, marked = render(
-                conversations=[[dict(message) for message in messages]],
+                conversations=[[{k: v for k, v in message.items() if k != "weight"} for message in messages]],
                 tools=[dict(tool) for tool in tools] or None,
                 chat_template=self._template,
                 add_generation_prompt=asks,
@@ -223,6 +233,10 @@ def special_tokens(directory: Path, tokenizer: RustTokenizer) -> dict[int, str]:
     named = set(_named_tokens(directory).values())
     added = tokenizer.get_added_tokens_decoder()
     return {key: token.content for key, token in added.items() if token.special or token.content in named}
+
+
+def _is_learned(message: Mapping[str, Any]) -> bool:
+    return bool(message["role"] == ASSISTANT and message.get("weight") != 0)
 
 
 def _compile(template: str, directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import zlib
@@ -61,7 +62,13 @@ def read_unit(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
         UserError: A file can't be read as what it is; the text names it.
     """
     readers: dict[str, Callable[[Unit], Iterator[RawDocument | Rejected | LineCounts]]]
-    readers = {"text": _read_texts, "jsonl": _read_jsonl, "parquet": _read_parquet, "datasets": _read_dataset}
+    readers = {
+        "text": _read_texts,
+        "json": _read_json,
+        "jsonl": _read_jsonl,
+        "parquet": _read_parquet,
+        "datasets": _read_dataset,
+    }
     yield from readers[unit.kind](unit)
 
 
@@ -87,13 +94,50 @@ def _not_utf8(error: UnicodeDecodeError) -> str:
 
 def _read_texts(unit: Unit) -> Iterator[RawDocument | Rejected]:
     for file in unit.files:
-        try:
-            data = Path(file.path).read_bytes()
-        except OSError as error:
-            # A document that was left out because its file could not be read would be lost for good.
-            raise unreadable(file.path, error) from error
-        text = _decode(data, file.path, 0)
+        text = _whole_text(file.path)
         yield text if isinstance(text, Rejected) else _document({"text": text}, RowFields(), file.path, 0)
+
+
+def _read_json(unit: Unit) -> Iterator[RawDocument | Rejected]:
+    """Read a list of rows as rows; any other JSON is a text like that of other files, where text is asked for."""
+    fields = unit.fields
+    for file in unit.files:
+        text = _whole_text(file.path)
+        if isinstance(text, Rejected):
+            yield text
+        elif (rows := _listed_rows(text, fields)) is not None:
+            for number, row in enumerate(rows, start=1):
+                yield _row(row, file.path, number, fields)
+        elif fields.kind == "text":
+            yield _document({"text": text}, RowFields(), file.path, 0)
+        else:
+            reason = f"no JSON list of rows with {' and '.join(map(repr, _needed(fields)))}"
+            yield Rejected(source=path_text(file.path), offset=0, reason=reason)
+
+
+def _listed_rows(text: str, fields: RowFields) -> list[dict[str, Any]] | None:
+    """Return the rows of a JSON list of objects of which one, at least, has the fields; None for any other text."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    are_objects = all(isinstance(value, dict) for value in values)
+    return values if are_objects and any(value.keys() >= set(_needed(fields)) for value in values) else None
+
+
+def _needed(fields: RowFields) -> list[str]:
+    return [field for role, field in fields.by_role.items() if role not in OPTIONAL_ROLES]
+
+
+def _whole_text(path: str) -> str | Rejected:
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        # A document that was left out because its file could not be read would be lost for good.
+        raise unreadable(path, error) from error
+    return _decode(data.removeprefix(codecs.BOM_UTF8), path, 0)
 
 
 def _open_packed(path: str) -> AbstractContextManager[BinaryIO]:
@@ -115,6 +159,8 @@ def _read_jsonl(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
     number, num_filled, num_broken = 0, 0, 0
     try:
         for number, line in enumerate(_lines(unit), start=1):
+            if number == 1 and unit.first == 0:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
                 continue
             parsed = _parse_line(line, path, number, unit.fields)
@@ -130,16 +176,19 @@ def _parse_line(line: bytes, path: str, number: int, fields: RowFields) -> RawDo
     decoded = _decode(line, path, number)
     if isinstance(decoded, Rejected):
         return decoded
-    source = path_text(path)
     try:
         record = json.loads(decoded)
     except (ValueError, RecursionError) as error:
-        return Rejected(source=source, offset=number, reason=f"not JSON: {json_problem(error)}")
+        return Rejected(source=path_text(path), offset=number, reason=f"not JSON: {json_problem(error)}")
     if not isinstance(record, dict):
-        return Rejected(source=source, offset=number, reason="not JSON object")
-    for role, field in fields.by_role.items():
-        if field not in record and role not in OPTIONAL_ROLES:
-            return Rejected(source=source, offset=number, reason=f"no field '{field}'")
+        return Rejected(source=path_text(path), offset=number, reason="not JSON object")
+    return _row(record, path, number, fields)
+
+
+def _row(record: Mapping[str, Any], path: str, number: int, fields: RowFields) -> RawDocument | Rejected:
+    for field in _needed(fields):
+        if field not in record:
+            return Rejected(source=path_text(path), offset=number, reason=f"no field '{field}'")
     return _document({role: record.get(field) for role, field in fields.by_role.items()}, fields, path, number)
 
 

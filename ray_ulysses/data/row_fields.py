@@ -19,6 +19,7 @@ from ray_ulysses.errors import NOT_GIVEN, ConfigError, Problem
 RowKind = Literal["text", "tokens", "messages", "completion"]
 FieldRole = Literal["text", "tokens", "labels", "messages", "tools", "prompt", "completion", "id"]
 DEFAULT_TEXT_FIELD = "text"
+ASSISTANT = "assistant"
 # Read where a row has them; a row without is a document all the same.
 OPTIONAL_ROLES: tuple[FieldRole, ...] = ("tools", "id")
 _ALONE = ("text", "tokens", "messages")
@@ -138,7 +139,8 @@ class ChatRow:
     """A conversation.
 
     Attributes:
-        messages: Each with ``role`` and ``content``, a string, and what else the chat template reads.
+        messages: Each with ``role`` and ``content``, a string, and what else the chat template reads; with a
+            ``weight`` of 0 where it is the assistant's and not to be learned.
         tools: The definitions of the tools that the assistant may call, for the chat template.
     """
 
@@ -285,7 +287,11 @@ def _message(message: object, number: int) -> Mapping[str, Any]:
         raise RowError(f"message {number} ({role}): the content is {describe_type(kept.get('content'))}, not a string")
     for text in strings(kept):
         _utf8(text)
-    return kept
+    # As fine-tuning services have it: 0 keeps what the assistant says here from being learned.
+    weight = kept.pop("weight", 1)
+    if role == ASSISTANT and weight not in (0, 1):
+        raise RowError(f"message {number} ({role}): the weight is {weight!r:.40}, neither 0 nor 1")
+    return {**kept, "weight": 0} if role == ASSISTANT and weight == 0 else kept
 
 
 def _joined(parts: Sequence[object], where: str) -> str:

@@ -16,7 +16,7 @@ from ray_ulysses.data.row_fields import RowFields, option
 from ray_ulysses.errors import UserError
 
 SourceKind = Literal["auto", "text", "jsonl", "parquet", "datasets"]
-UnitKind = Literal["text", "jsonl", "parquet", "datasets"]
+UnitKind = Literal["text", "json", "jsonl", "parquet", "datasets"]
 DEFAULT_UNIT_BYTES = 16 << 20
 DEFAULT_EXCLUDE = (".*", "__pycache__")
 PACKED_SUFFIXES = (".gz", ".zst")
@@ -31,7 +31,8 @@ class SourceSpec:
     Attributes:
         paths: Files, directories, or (``kind="datasets"``) a directory of ``save_to_disk`` or a hub name.
         kind: How to read them; ``auto`` decides by suffix: ``.parquet``, ``.jsonl`` (also
-            ``.gz`` and ``.zst``), else text.
+            ``.gz`` and ``.zst``), ``.json`` where it holds a list of rows, else text. Text files are left out where
+            the fields ask for rows of another kind.
         pattern: Only files of a directory whose path below it matches; ``*`` also crosses ``/``.
         exclude: Patterns of files to leave out; a pattern without ``/`` also matches any one directory's
             name.
@@ -84,7 +85,7 @@ class Unit:
 
     A JSONL file is cut into ranges of bytes, Parquet into ranges of row groups, a data set into ranges of rows. A
     file that is compressed with gzip or zstd is one unit whatever its size, since it is read from its beginning only,
-    and so is a text file, which is one document.
+    and so is a text or JSON file, which is read as a whole.
 
     Attributes:
         index: Place in the list of units, which gives the order of the documents.
@@ -139,7 +140,7 @@ def list_units(spec: SourceSpec, unit_bytes: int = DEFAULT_UNIT_BYTES) -> tuple[
     spec.fields.check(spec.kind)
     units: list[Unit] = []
     rejected: list[Rejected] = []
-    by_kind: dict[UnitKind, list[FileStamp]] = {"text": [], "jsonl": [], "parquet": []}
+    by_kind: dict[UnitKind, list[FileStamp]] = {"text": [], "json": [], "jsonl": [], "parquet": []}
     listing = FileListing(spec.pattern, spec.exclude)
     for path in spec.paths:
         if spec.kind == "datasets" or (spec.kind == "auto" and _is_saved_dataset(Path(path))):
@@ -150,12 +151,17 @@ def list_units(spec: SourceSpec, unit_bytes: int = DEFAULT_UNIT_BYTES) -> tuple[
                 rejected.append(file)
             else:
                 by_kind[_kind_of(file.path, spec.kind)].append(file)
-    units.extend(_text_units(by_kind["text"], unit_bytes))
+    if spec.fields.kind != "text":
+        rejected.extend(_text_among_rows(file, spec) for file in by_kind["text"])
+    else:
+        units.extend(_whole_file_units("text", by_kind["text"], RowFields(), unit_bytes))
+    units.extend(_whole_file_units("json", by_kind["json"], spec.fields, unit_bytes))
     for stamp in by_kind["jsonl"]:
         units.extend(_jsonl_units(stamp, spec.fields, unit_bytes))
     for stamp in by_kind["parquet"]:
         units.extend(_parquet_units(stamp, spec.fields, unit_bytes))
-    _refuse_unused_fields(spec, units)
+    if by_kind["text"]:
+        _refuse_unused_fields(spec, units)
     return tuple(replace(unit, index=index) for index, unit in enumerate(units)), tuple(rejected)
 
 
@@ -193,13 +199,21 @@ def open_dataset(path: str, split: str | None) -> Any:
 
 def _refuse_unused_fields(spec: SourceSpec, units: Sequence[Unit]) -> None:
     """Refuse fields where nothing has rows: they would be ignored, and whole files taken for documents."""
-    named = [(role, name) for role, name in asdict(spec.fields).items() if name is not None]
-    if named and units and all(unit.kind == "text" for unit in units):
-        role, name = named[0]
+    named = _named_fields(spec)
+    if named and all(unit.kind == "text" for unit in units):
         raise UserError(
-            f"{option(role)}={name!r}: no source has rows with fields, all are text files; "
+            f"{named[0]}: no source has rows with fields, all are text files; "
             "give JSONL, Parquet or a data set (or set kind), or leave the option out"
         )
+
+
+def _text_among_rows(file: FileStamp, spec: SourceSpec) -> Rejected:
+    reason = f"a text file: {_named_fields(spec)[0]} asks for rows"
+    return Rejected(source=path_text(file.path), offset=0, reason=reason)
+
+
+def _named_fields(spec: SourceSpec) -> list[str]:
+    return [f"{option(role)}={name!r}" for role, name in asdict(spec.fields).items() if name is not None]
 
 
 def _is_saved_dataset(path: Path) -> bool:
@@ -211,20 +225,22 @@ def _kind_of(path: str, kind: SourceKind) -> UnitKind:
         return kind
     if path.endswith(".parquet"):
         return "parquet"
-    return "jsonl" if path.endswith(_JSONL_SUFFIXES) else "text"
+    if path.endswith(_JSONL_SUFFIXES):
+        return "jsonl"
+    return "json" if path.endswith(".json") else "text"
 
 
-def _text_units(files: Sequence[FileStamp], unit_bytes: int) -> Iterator[Unit]:
+def _whole_file_units(kind: UnitKind, files: Sequence[FileStamp], fields: RowFields, unit_bytes: int) -> Iterator[Unit]:
     group: list[FileStamp] = []
     held = 0
     for file in files:
         if group and held + file.num_bytes > unit_bytes:
-            yield Unit(index=0, kind="text", files=tuple(group), num_bytes=held)
+            yield Unit(index=0, kind=kind, files=tuple(group), num_bytes=held, fields=fields)
             group, held = [], 0
         group.append(file)
         held += file.num_bytes
     if group:
-        yield Unit(index=0, kind="text", files=tuple(group), num_bytes=held)
+        yield Unit(index=0, kind=kind, files=tuple(group), num_bytes=held, fields=fields)
 
 
 def _jsonl_units(file: FileStamp, fields: RowFields, unit_bytes: int) -> Iterator[Unit]:

@@ -259,3 +259,57 @@ def test_links_to_folders_are_followed_and_none_leads_in_a_circle(tmp_path: Path
         ("a/b-link/back", "a link back to a folder that it lies in"),
         ("z-link/text-0000.txt", "the same file as /tree/a/deep/text-0000.txt"),
     ]
+
+
+CHAT = {"m": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+
+
+def test_text_files_among_rows_of_chats_are_left_out_by_name(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# About")
+    (tmp_path / "stats.json").write_text('{"rows": 1}')
+    (tmp_path / "other.json").write_text('[{"text": "no chat"}]')
+    (tmp_path / "rows.json").write_text(json.dumps([CHAT, {"n": 1}]))
+    (tmp_path / "train.jsonl").write_text(json.dumps(CHAT))
+    spec = SourceSpec(paths=(str(tmp_path),), messages_field="m")
+    units, listed = list_units(spec)
+    documents, rejected = read_all(units)
+    assert [(Path(one.source).name, one.offset) for one in documents] == [("rows.json", 1), ("train.jsonl", 1)]
+    assert [(Path(one.source).name, one.offset, one.reason) for one in (*listed, *rejected)] == [
+        ("README.md", 0, "a text file: messages_field='m' asks for rows"),
+        ("other.json", 0, "no JSON list of rows with 'm'"),
+        ("rows.json", 2, "no field 'm'"),
+        ("stats.json", 0, "no JSON list of rows with 'm'"),
+    ]
+
+
+def test_a_json_list_of_rows_is_rows_and_any_other_json_is_text(tmp_path: Path) -> None:
+    texts = {
+        "a.json": '\ufeff [{"text": "one"}, {"text": "two", "id": 7}, {"no": "text"}]',
+        "b.json": '[{"name": "x"}]',
+        "c.json": '["text"]',
+        "d.json": '{"text": "an object"}',
+        "e.json": '[{"text": "torn"}',
+        "f.json": "[]",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    spec = SourceSpec(paths=(str(tmp_path),), id_field="id")
+    documents, rejected = read_all(list_units(spec)[0])
+    assert [(one.content, one.offset, one.id) for one in documents] == [
+        ("one", 1, ""),
+        ("two", 2, "7"),
+        *((texts[name], 0, "") for name in ("b.json", "c.json", "d.json", "e.json", "f.json")),
+    ]
+    assert [(one.offset, one.reason) for one in rejected] == [(3, "no field 'text'")]
+    plain = SourceSpec(paths=(str(tmp_path),), kind="text")
+    assert texts_of(plain) == [text.removeprefix("\ufeff") for text in texts.values()]
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.jsonl.gz", "data.jsonl.zst"])
+@pytest.mark.parametrize("unit_bytes", [5, 1 << 20])
+def test_a_byte_order_mark_costs_no_row_and_is_in_no_text(tmp_path: Path, name: str, unit_bytes: int) -> None:
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in ("one", "two"))
+    (tmp_path / name).write_bytes(packed(name, ("\ufeff" + rows).encode()))
+    assert texts_of(SourceSpec(paths=(str(tmp_path / name),)), unit_bytes) == ["one", "two"]
+    (tmp_path / "a.txt").write_text("\ufeffa text\ufeff")
+    assert texts_of(SourceSpec(paths=(str(tmp_path / "a.txt"),))) == ["a text\ufeff"]

@@ -18,7 +18,7 @@ from ray_ulysses.data.corpus import Corpus
 from ray_ulysses.data.preparation import PrepareRequest, prepare_local
 from ray_ulysses.data.sources import SourceSpec
 from ray_ulysses.errors import UserError
-from tests.unit.data.test_chat import CHATML, CONVERSATION, TOOL_BLOCK, TOOLS, chat_tokenizer
+from tests.unit.data.test_chat import CHATML, CONVERSATION, MARKED, TOOL_BLOCK, TOOLS, chat_tokenizer
 from tests.unit.data.test_tokenizers import fast_tokenizer
 
 END = 256
@@ -230,13 +230,14 @@ def test_a_column_that_is_not_there_is_named_with_its_option(tmp_path: Path) -> 
         )
 
 
-def test_plain_text_beside_other_rows_is_supervised_whole(tmp_path: Path) -> None:
+def test_plain_text_among_rows_of_another_kind_is_not_learned(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("plain")
     (tmp_path / "in" / "b.jsonl").write_text(json.dumps({"q": "ab", "a": "c"}))
     spec = SourceSpec(paths=(str(tmp_path / "in"),), prompt_field="q", completion_field="a")
     corpus = prepare_local(PrepareRequest(sources=spec, out=tmp_path / "corpus"))
-    assert [supervised_of(corpus, document) for document in range(2)] == [[*b"plain", END], [*b"c", END]]
+    assert corpus.num_documents == 1 and supervised_of(corpus, 0) == [*b"c", END]
+    assert reasons_of(corpus) == [(0, "a text file: prompt_field='q' asks for rows")]
 
 
 def test_a_data_set_gives_rows_of_every_kind(tmp_path: Path) -> None:
@@ -305,3 +306,44 @@ def test_spans_that_are_damaged_missing_or_others_are_refused(tmp_path: Path) ->
     (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
     with pytest.raises(UserError, match=r"spans\.parquet can't be used \(its spans are not those of corpus\.json\)"):
         _ = Corpus.open(corpus.path).spans
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize("template", [None, CHATML, MARKED], ids=["bytes", "by prefixes", "by generation marks"])
+def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path: Path, form: str, template: str | None) -> None:
+    def row(*weights: object, more: str = "") -> dict[str, Any]:
+        chat = []
+        for number, weight in enumerate(weights):
+            chat.append({"role": "user", "content": f"the fox{more}?", "weight": None})
+            chat.append({"role": "assistant", "content": f"dog {number}", "weight": weight})
+        return {"chat": chat}
+
+    rows = [row(0, 1), row(1, 0, None), row(0, 0), row(None, 1, more=" jumps"), row(1, 2)]
+    tokenizer = "bytes" if template is None else str(chat_tokenizer(tmp_path / "tokenizer", template))
+    corpus = prepare_rows(tmp_path, rows, tokenizer=tokenizer, form=form, messages_field="chat")
+    from ray_ulysses.data.tokenizers import load_tokenizer
+
+    decode = load_tokenizer(tokenizer).decode
+    found = [decode(np.array(supervised_of(corpus, document))) for document in range(corpus.num_documents)]
+    assert [text.replace("<|im_end|>", " ").split() for text in found] == [
+        ["dog", "1"],
+        ["dog", "0", "dog", "2"] if template else ["dog", "0dog", "2"],
+        ["dog", "0", "dog", "1"] if template else ["dog", "0dog", "1"],
+    ]
+    assert all("dog 0" in decode(np.array(tokens_of(corpus, document))) for document in range(3))
+    assert [reason for _, reason in reasons_of(corpus)] == [
+        "no token of it is supervised",
+        "message 3 (assistant): the weight is 2, neither 0 nor 1",
+    ]
+
+
+def test_marks_that_are_not_one_per_answer_are_refused_with_a_weight(tmp_path: Path) -> None:
+    last_only = MARKED.replace("message['role'] == 'assistant'", "message['role'] == 'assistant' and loop.last")
+    tokenizer = str(chat_tokenizer(tmp_path / "tokenizer", last_only))
+    weighted = [dict(message) for message in CONVERSATION]
+    weighted[2]["weight"] = 0
+    corpus = prepare_rows(tmp_path, [{"m": CONVERSATION}, {"m": weighted}], tokenizer=tokenizer, messages_field="m")
+    assert corpus.num_documents == 1
+    assert [reason for _, reason in reasons_of(corpus)] == [
+        "the chat template does not mark one stretch per answer, so none of them can have a weight of 0"
+    ]
