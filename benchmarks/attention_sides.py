@@ -19,7 +19,7 @@ from ray_ulysses.attention import ring
 from ray_ulysses.attention.batch import MODEL_INPUT
 from ray_ulysses.attention.documents import pack_documents
 from ray_ulysses.attention.kernels import KernelCall, KernelEntry
-from ray_ulysses.attention.ulysses import AttentionContext, ulysses_attention
+from ray_ulysses.attention.ulysses import AttentionContext, settle_window, ulysses_attention
 
 HEAD_SIZE = 64
 
@@ -65,6 +65,7 @@ def ours(case: Case, lengths: list[int], group: dist.ProcessGroup) -> Layer:
         announce=lambda demand: None,
     )
     module, keywords = torch.nn.Module(), cast("dict[str, Any]", {MODEL_INPUT: context})
+    settle_window(module, None)
 
     def layer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         out_BLHE, _ = ulysses_attention(module, query, key, value, None, **keywords)

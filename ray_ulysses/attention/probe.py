@@ -1,47 +1,65 @@
-"""Looks through a decoder's forward: which operations put tokens together outside its attention.
+"""Looks through a decoder's forward: what its attention is given, and what depends on other tokens outside of it.
 
-A copy of the model is built on the meta device from its configuration and called with one row of ``TOKENS`` tokens.
-Nothing is computed: what counts is that attention goes through Transformers' interface with the batch's tables, and
-that no other operation works along a dim of ``TOKENS``, so that each rank's slice is worked on as the whole row would
-be. It holds for architectures that nobody has named.
+A copy of the model, whose matrices take no memory, is called twice in place of weights and attention. Attention must go
+through Transformers' interface with the batch's tables and a mask that the engine can apply; nothing else may put
+tokens together, so that each rank's slice is worked on as the whole row would be. No architecture is known by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from copy import deepcopy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_ulysses.attention.batch import MODEL_INPUT
+from ray_ulysses.attention.dependence import Arrangement, Passages, agree
+from ray_ulysses.attention.masks import MaskFunction, NotAWindow, longer_than_any_window, window_of
+from ray_ulysses.attention.rope import without_documents
+from ray_ulysses.attention.stand_in import DTYPE, noise_like, stand_in_for
+from ray_ulysses.attention.token_operations import TokenOperations
 
 TOKENS = 37
-"""Length of the row that is looked at: a prime that no model has as a size."""
+"""Length of the row that operations are watched on: a prime that no model has as a size."""
 
 PROBE_NAME = "ray_ulysses_probe"
-"""The name that the probe's attention is registered under with Transformers."""
+"""The name that the probe's attention and mask are registered under with Transformers."""
 
 HARMLESS_KEYWORDS = frozenset(
     {
         "position_ids", "position_embeddings", "cache_position", "use_cache", "past_key_values", "output_attentions",
-        "output_hidden_states", "return_dict", "layer_idx", "is_causal", "num_items_in_batch", "output_router_logits",
+        "output_hidden_states", "return_dict", "layer_idx", "num_items_in_batch", "output_router_logits",
         "logits_to_keep",
     }
 )  # fmt: skip
 """Keywords of an attention call that do not change what it computes."""
 
-_ALONG_DIM = frozenset(
-    {
-        "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "flip", "roll", "sort", "topk", "_softmax",
-        "_log_softmax", "select", "slice", "unbind", "split", "split_with_sizes",
-    }
-)  # fmt: skip
-_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "dot", "mv"})
-_CONVOLUTIONS = frozenset({"convolution", "_convolution", "mkldnn_convolution", "fft_fft", "_fft_r2c", "_fft_c2c"})
+_OTHER_ROWS = (2, 23)
+_OTHER_ORDER = 29
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerAttention:
+    """What one attention module asks for.
+
+    Attributes:
+        num_heads: Query heads.
+        num_kv_heads: Key-value heads.
+        head_size: Of queries and keys.
+        value_size: Of values.
+        window: The sliding window of the mask that Transformers builds for it; ``None``: it sees all earlier tokens.
+        has_softcap: Whether its scores are capped.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    value_size: int
+    window: int | None
+    has_softcap: bool
 
 
 @dataclass(slots=True)
@@ -49,16 +67,12 @@ class Sight:
     """What was seen of a forward.
 
     Attributes:
-        problems: What puts tokens together outside the attention interface, in words.
-        num_heads: Query heads of the attention layer with the fewest; 0 if none was seen.
-        unseen: Why the forward could not be looked through to its end, or nothing.
-        called: Ids of the attention modules that called the interface.
+        problems: Why the model can't be done exactly, in words.
+        layers: What each attention module asks for, by its name.
     """
 
     problems: list[str] = field(default_factory=list)
-    num_heads: int = 0
-    unseen: str = ""
-    called: set[int] = field(default_factory=set)
+    layers: dict[str, LayerAttention] = field(default_factory=dict)
 
     def add(self, problem: str) -> None:
         """Take down a problem once."""
@@ -70,56 +84,176 @@ class _Lost(Exception):
     """The batch's tables did not reach an attention layer."""
 
 
+@dataclass(slots=True)
+class _Forward:
+    """What the probe's attention and mask share in one forward; it takes the place of the batch's tables.
+
+    Attributes:
+        sight: Where problems go.
+        names: Names of the copy's modules by their ids.
+        noise: What stand-ins are made of.
+        window_tokens: Length of the row that masks are asked about.
+    """
+
+    sight: Sight
+    names: dict[int, str]
+    noise: torch.Tensor
+    window_tokens: int
+
+
 def look_through(model: nn.Module) -> Sight:
-    """Look at every operation of a forward of the model's class and configuration.
+    """Look at every attention call, and at what else depends on other tokens, in a forward of a copy of the model.
 
     Args:
         model: A ``PreTrainedModel`` on any device; it is left as it is.
 
     Returns:
-        What was seen; a forward that depends on the values of tensors can't be looked through.
+        What was seen. A forward that fails is a problem too.
     """
     from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(PROBE_NAME, _probe_attention)
-    sight = Sight()
-    try:
-        with torch.device("meta"), torch.no_grad():
-            copy: Any = type(model)(deepcopy(model.config))
-            copy.set_attn_implementation(PROBE_NAME)
-            for module in copy.modules():
-                # Experts sort tokens by expert and put them back: each is worked on by itself.
-                if type(module).__name__.endswith("Experts"):
-                    module.forward = _pass_on
-                # Transformers 5.23 looks into the ids for padding, which the meta device has none of.
-                if hasattr(module, "warn_if_padding_and_no_attention_mask"):
-                    module.warn_if_padding_and_no_attention_mask = _say_nothing
-            ids_BL = torch.zeros(1, TOKENS, dtype=torch.int64)
-            with _Watch(sight):
-                copy(input_ids=ids_BL, position_ids=ids_BL.clone(), use_cache=False, **{MODEL_INPUT: sight})
-    except _Lost as lost:
-        sight.add(str(lost))
-        return sight
-    except Exception as error:
-        # Whatever a model of another author may raise: it needs values (item, nonzero, tolist), or a mask.
-        said = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-        if isinstance(error, RuntimeError) and "meta" in said:
-            sight.unseen = said
-        else:
+    AttentionMaskInterface.register(PROBE_NAME, _probe_mask)
+    sight, operations = Sight(), TokenOperations(TOKENS)
+    copy: Any = None
+    # What a model draws, such as noise, must not shift the random numbers of the run.
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), _default_dtype(DTYPE):
+        try:
+            copy, noise = stand_in_for(model)
+            _prepare(copy)
+            _call_twice(copy, noise, sight, operations)
+        except _Lost as lost:
+            sight.add(str(lost))
+        except Exception as error:
+            # Whatever a model of another author may raise.
+            said = f"{type(error).__name__}: {error}".splitlines()[0][:160]
             sight.add(f"its forward fails on a row without an attention mask ({said})")
-        return sight
-    for name, module in copy.named_modules():
-        if type(module).__name__.endswith("Attention") and not any(id(m) in sight.called for m in module.modules()):
-            sight.add(f"{type(module).__name__} at {name} attends without calling the attention interface")
+    found = [f"an operation outside its attention puts tokens together ({name})" for name in operations.found]
+    sight.problems = found + sight.problems
+    if not sight.problems:
+        _find_attention_of_its_own(copy, sight)
     return sight
 
 
-def _pass_on(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return hidden
+def _find_attention_of_its_own(copy: nn.Module, sight: Sight) -> None:
+    for name, module in copy.named_modules():
+        prefix = f"{name}." if name else ""
+        seen = any(layer == name or layer.startswith(prefix) for layer in sight.layers)
+        if type(module).__name__.endswith("Attention") and not seen:
+            sight.add(f"{type(module).__name__} at {name} attends without calling the attention interface")
 
 
-def _say_nothing(*args: Any, **kwargs: Any) -> None:
-    return None
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Let what a forward makes, such as ``torch.ones(n)``, go with the copy's tensors."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _prepare(copy: Any) -> None:
+    """Make the copy call the probe's attention."""
+    earlier = vars(copy).pop("_ray_ulysses_hook", None)
+    if earlier is not None:
+        earlier.remove()
+    without_documents(copy)
+    copy.train()
+    copy.set_attn_implementation(PROBE_NAME)
+    if hasattr(copy, "set_experts_implementation"):
+        copy.set_experts_implementation("eager")
+    first_of_kind: dict[tuple[Any, ...], _Experts] = {}
+    for module in copy.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = False
+        if type(module).__name__.endswith("Experts"):
+            kind = (type(module), vars(module).get("forward"), *map(type, module.modules()))
+            experts = _Experts(module.forward, first_of_kind.get(kind))
+            first_of_kind.setdefault(kind, experts)
+            module.forward = experts
+
+
+class _Experts:
+    """The forward of a layer's experts; of layers alike, the first one's are run and the others pass tokens on.
+
+    There may be hundreds of experts in each of dozens of layers, with several calls each.
+    """
+
+    def __init__(self, forward: Callable[..., Any], first_alike: _Experts | None) -> None:
+        self._forward = forward
+        self._first_alike = first_alike
+        self.keeps_shape = False
+
+    def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self._first_alike is not None and self._first_alike.keeps_shape:
+            return hidden
+        result = self._forward(hidden, *args, **kwargs)
+        self.keeps_shape = isinstance(result, torch.Tensor) and result.shape == hidden.shape
+        return result
+
+
+def _call_twice(copy: Any, noise: torch.Tensor, sight: Sight, operations: TokenOperations) -> None:
+    """Call the copy with both arrangements, and again module by module where their results differ."""
+    names = {id(module): name for name, module in copy.named_modules()}
+    longest = longer_than_any_window(copy.config.to_dict())
+    forward = _Forward(sight=sight, names=names, noise=noise, window_tokens=longest)
+    first, second = arrangements = _arrangements(copy.config.get_text_config(decoder=True))
+    with operations:
+        before = _logits(copy, first, forward)
+    after = _logits(copy, second, forward)
+    if agree(before, after, arrangements):
+        return
+    passages = Passages(copy, noise)
+    for arrangement in arrangements:
+        passages.begin(arrangement)
+        _logits(copy, arrangement, forward)
+    mixing = passages.where_mixed(arrangements)
+    sight.add(
+        f"what {type(copy).__name__ if mixing is None else f'{mixing.kind} at {mixing.name}'} makes of a token depends "
+        "on other tokens, on its place in the row or on chance"
+    )
+
+
+def _logits(copy: Any, arrangement: Arrangement, forward: _Forward) -> torch.Tensor:
+    inputs = {"input_ids": arrangement.input_ids_BT, "position_ids": arrangement.position_ids_BT}
+    logits: torch.Tensor = copy(**inputs, use_cache=False, **{MODEL_INPUT: forward}).logits
+    return logits
+
+
+def _arrangements(config: Any) -> tuple[Arrangement, Arrangement]:
+    """Return a plain row, and the same tokens with the same positions in another order, with others among them."""
+    generator = torch.Generator().manual_seed(_OTHER_ORDER)
+    most = int(getattr(config, "vocab_size", None) or 2)
+    ids = torch.randint(0, most, (2 * TOKENS,), generator=generator)
+    # Transformers looks into the ids for padding, and warns.
+    pad = getattr(config, "pad_token_id", None)
+    ids = torch.where(ids == (-1 if pad is None else pad), (ids + 1) % most, ids)
+    rows, tokens = _OTHER_ROWS
+    strangers = TOKENS + torch.arange(rows * tokens - TOKENS)
+    order = torch.cat([torch.arange(TOKENS), strangers])[torch.randperm(rows * tokens, generator=generator)]
+    first = Arrangement.of(torch.arange(TOKENS)[None], ids, TOKENS)
+    return first, Arrangement.of(order.view(rows, tokens), ids, TOKENS)
+
+
+def _probe_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: MaskFunction,
+    dtype: torch.dtype = DTYPE,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Return an additive mask as eager attention takes it, which knows the function that it was made by."""
+    places = [torch.arange(size) for size in (batch_size, 1, q_length, kv_length)]
+    visible = mask_function(*torch.meshgrid(*places, indexing="ij"))
+    lowest = torch.finfo(dtype).min
+    mask = torch.zeros(batch_size, 1, q_length, kv_length, dtype=dtype)
+    mask = mask.masked_fill(~torch.as_tensor(visible).expand(mask.shape), lowest)
+    mask._made_by = mask_function  # type: ignore[attr-defined]
+    return mask
 
 
 def _probe_attention(
@@ -135,77 +269,74 @@ def _probe_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    name = type(module).__name__
-    sight = kwargs.pop(MODEL_INPUT, None)
-    if not isinstance(sight, Sight):
-        raise _Lost(f"{name} is not handed the model's keywords, so the batch's tables can't reach its attention")
-    sight.called.add(id(module))
-    if attention_mask is not None:
-        sight.add(f"{name} makes an attention mask of its own")
-    if key_BKLD.shape[2] != TOKENS or value_BKLE.shape[2] != TOKENS or query_BHLD.shape[2] != TOKENS:
-        sight.add(f"{name} attends to other keys than the row's tokens")
-    odd = sorted(key for key, value in kwargs.items() if key not in HARMLESS_KEYWORDS and value is not None)
-    if odd:
-        sight.add(f"{name} asks its attention for {', '.join(odd)}, which no kernel here does exactly")
-    heads = query_BHLD.shape[1]
-    sight.num_heads = min(heads, sight.num_heads or heads)
-    # [B, H, L, D] -> [B, L, H, E]
-    return query_BHLD.new_empty(query_BHLD.shape[0], query_BHLD.shape[2], heads, value_BKLE.shape[-1]), None
+    kind = type(module).__name__
+    forward = kwargs.pop(MODEL_INPUT, None)
+    if not isinstance(forward, _Forward):
+        raise _Lost(f"{kind} is not handed the model's keywords, so the batch's tables can't reach its attention")
+    sight, tokens = forward.sight, query_BHLD.shape[2]
+    if key_BKLD.shape[2] != tokens or value_BKLE.shape[2] != tokens:
+        raise _Lost(f"{kind} attends to other keys than the row's tokens")
+    if dropout:
+        sight.add(f"{kind} asks its attention for a dropout of {dropout}")
+    for problem in refused_keywords(kwargs):
+        sight.add(f"{kind} {problem}")
+    if query_BHLD.shape[0] == 1:
+        _take_down(module, forward, (query_BHLD, key_BKLD, value_BKLE), attention_mask, softcap)
+    # [B, H, L, D] -> [B, L, H, E], from each token's own query, key and value.
+    query_BL, key_BL = (_to_number(tensor, forward.noise) for tensor in (query_BHLD, key_BKLD))
+    score_BL = query_BL * (1.0 if scaling is None else scaling) + key_BL
+    value_BLKE = value_BKLE.transpose(1, 2)
+    out_BLHE = value_BLKE.repeat_interleave(query_BHLD.shape[1] // key_BKLD.shape[1], dim=2)
+    return out_BLHE + score_BL[:, :, None, None], None
 
 
-class _Watch(TorchDispatchMode):
-    """Takes down every operation that works along the dim of the tokens."""
-
-    def __init__(self, sight: Sight) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._sight = sight
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if _mixes_tokens(func, name, args, kwargs or {}, result):
-            self._sight.add(f"an operation outside its attention puts tokens together ({name})")
-        return result
+def refused_keywords(kwargs: Mapping[str, Any]) -> list[str]:
+    """Return why an attention call's keywords can't be done exactly, in words that follow the module's name."""
+    odd = sorted(
+        key for key, value in kwargs.items() if key not in HARMLESS_KEYWORDS | {"is_causal"} and value is not None
+    )
+    problems = [f"asks its attention for {', '.join(odd)}, which no kernel here does exactly"] if odd else []
+    if kwargs.get("is_causal") is False:
+        problems.append("asks its attention for is_causal=False; only causal attention is supported")
+    return problems
 
 
-def _mixes_tokens(
-    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> bool:
-    if name == "arange":
-        return isinstance(result, torch.Tensor) and result.numel() == TOKENS
-    first = args[0] if args else None
-    if not isinstance(first, torch.Tensor):
-        return False
-    if name in _CONVOLUTIONS or "scaled_dot_product" in name:
-        return True
-    if name in _PRODUCTS:
-        left = args[1] if name in ("addmm", "baddbmm") else first
-        return bool(left.dim()) and left.shape[-1] == TOKENS
-    if name == "constant_pad_nd":
-        return _tokens_dims(first) != _tokens_dims(result)
-    if name not in _ALONG_DIM:
-        return False
-    if name in ("slice", "select", "unbind", "split", "split_with_sizes"):
-        return _loses_tokens(first, result)
-    return any(first.shape[dim] == TOKENS for dim in _dims(func, args, kwargs) if first.dim())
+def _take_down(
+    module: nn.Module,
+    forward: _Forward,
+    qkv_BHLD: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mask: torch.Tensor | None,
+    softcap: float | None,
+) -> None:
+    """Take down what a module asks for on the plain row."""
+    kind, sight, (query, key, value) = type(module).__name__, forward.sight, qkv_BHLD
+    if mask is None:
+        sight.add(f"{kind} is handed no causal mask by its model")
+        return
+    made_by = getattr(mask, "_made_by", None)
+    if made_by is None:
+        sight.add(f"{kind} makes an attention mask of its own")
+        return
+    try:
+        window = window_of(made_by, forward.window_tokens)
+    except NotAWindow:
+        sight.add(f"the attention mask of {kind} is neither causal nor a causal sliding window")
+        return
+    layer = LayerAttention(
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_size=query.shape[3],
+        value_size=value.shape[3],
+        window=window,
+        has_softcap=softcap is not None,
+    )
+    name = forward.names[id(module)]
+    if sight.layers.setdefault(name, layer) != layer:
+        sight.add(f"{kind} at {name} is called with different heads or windows in one forward")
 
 
-def _loses_tokens(tensor: torch.Tensor, result: Any) -> bool:
-    parts = result if isinstance(result, list | tuple) else [result]
-    return any(len(_tokens_dims(part)) < len(_tokens_dims(tensor)) for part in parts)
-
-
-def _tokens_dims(tensor: torch.Tensor) -> tuple[int, ...]:
-    return tuple(dim for dim, size in enumerate(tensor.shape) if size == TOKENS)
-
-
-def _dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Return the dims that an operation works along, from its arguments ``dim`` or ``dims``."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name in ("dim", "dims"):
-            default = argument.default_value if argument.has_default_value() else ()
-            given = args[place] if place < len(args) else kwargs.get(argument.name, default)
-            return tuple(given) if isinstance(given, list | tuple) else (given,)
-    return ()
+def _to_number(tensor_BHLD: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Return ``[B, L]``: one number of each token that all of its heads are in."""
+    flat_BLF = tensor_BHLD.transpose(1, 2).flatten(2)
+    width = flat_BLF.shape[2]
+    return flat_BLF @ noise_like((width,), 3, noise).to(flat_BLF.dtype) / width

@@ -1,7 +1,7 @@
 """What Ulysses attention can't do exactly, found before weights are read and refused by name.
 
 Law 1: what can't be done exactly is refused. ``refuse_config`` reads a configuration, ``refuse_inexact`` also looks
-at the modules, and at every operation of a forward on the meta device, where nothing is computed or allocated.
+at the modules, and at a forward of a copy whose matrices take no memory.
 """
 
 from __future__ import annotations
@@ -12,14 +12,11 @@ from torch import nn
 
 from ray_ulysses.attention.probe import Sight, look_through
 from ray_ulysses.errors import UserError
-from ray_ulysses.logging import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ray_ulysses.parallel.mesh import SequenceMesh
-
-_log = get_logger(__name__)
 
 # "attention" is the older name of full attention; the others have no attention at all.
 _EXACT_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention", "mlp", "moe"})
@@ -68,13 +65,16 @@ def refuse_config(config: Any) -> None:
     _refuse_unsupported(kind, values)
 
 
-def refuse_inexact(model: nn.Module, config: Any, mesh: SequenceMesh | None) -> None:
+def refuse_inexact(model: nn.Module, config: Any, mesh: SequenceMesh | None) -> Sight:
     """Raise if the model, on this mesh, would not train exactly as on one process.
 
     Args:
         model: A decoder on any device, its weights drawn or not; it is left as it is.
         config: Its text configuration.
         mesh: The mesh, or ``None`` where it is not known yet.
+
+    Returns:
+        What each attention module asks for.
 
     Raises:
         UserError: Names the architecture or setting, why it can't be exact, and the way out.
@@ -93,17 +93,11 @@ def refuse_inexact(model: nn.Module, config: Any, mesh: SequenceMesh | None) -> 
     _refuse_empty(model, kind)
     _refuse_modules(model, kind)
     sight = look_through(base)
-    if sight.unseen:
-        _log.warning(
-            "%s: a forward on the meta device could not be looked through (%s); what it does between tokens outside "
-            "its attention is judged by its modules alone",
-            kind,
-            sight.unseen,
-        )
-    elif sight.problems:
+    if sight.problems:
         raise UserError(f"{kind} can't be trained exactly over slices of a row: {'; '.join(sight.problems)}")
     if mesh is not None:
-        _refuse_heads(kind, config, sight, mesh)
+        _refuse_heads(kind, sight, mesh)
+    return sight
 
 
 def _refuse_empty(model: nn.Module, kind: str) -> None:
@@ -197,9 +191,8 @@ def _refuse_modules(model: nn.Module, kind: str) -> None:
             )
 
 
-def _refuse_heads(kind: str, config: Any, sight: Sight, mesh: SequenceMesh) -> None:
-    heads = sight.num_heads or getattr(config, "num_attention_heads", None)
-    num_heads = min(heads) if isinstance(heads, list | tuple) else int(heads or 1)
+def _refuse_heads(kind: str, sight: Sight, mesh: SequenceMesh) -> None:
+    num_heads = min((layer.num_heads for layer in sight.layers.values()), default=mesh.ulysses_size)
     if mesh.ulysses_size <= num_heads:
         return
     rings = (size for size in range(1, mesh.sp_size + 1) if mesh.sp_size % size == 0)

@@ -150,3 +150,11 @@ def _forget_longest_row(module: Any, device: torch.device) -> None:
             prefix = name.removesuffix(_LONGEST_SEEN)
             setattr(module, name, fresh_length)
             setattr(module, f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq").to(device))
+
+
+def without_documents(model: nn.Module) -> None:
+    """Give a copy of a model its plain rotary modules back: a wrapper calls those of the model that was copied."""
+    for module in model.modules():
+        plain = vars(module).pop(_PLAIN_FORWARD, None)
+        if plain is not None:
+            module.forward = plain

@@ -17,7 +17,7 @@ from ray_ulysses.attention.chunked import attend_in_chunks
 from ray_ulysses.attention.exchange import gather_heads, scatter_heads
 from ray_ulysses.attention.kernels import Demand, KernelName, choose_kernel
 from ray_ulysses.attention.operators import LayerSettings, attend_heads, attend_payload
-from ray_ulysses.attention.probe import HARMLESS_KEYWORDS
+from ray_ulysses.attention.probe import LayerAttention, refused_keywords
 from ray_ulysses.attention.refusals import refuse_inexact, refuse_mixed_devices
 from ray_ulysses.attention.rope import CurrentBatch, follow_documents
 from ray_ulysses.errors import UserError
@@ -25,7 +25,7 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.parallel.heads import assign_heads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from torch import nn
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 ATTENTION_NAME = "ray_ulysses"
 """The name that the attention function is registered under with Transformers."""
+
+_SETTLED_WINDOW = "_ray_ulysses_window"
 
 _log = get_logger(__name__)
 
@@ -89,11 +91,14 @@ def apply_ulysses(
     if chunks < 1:
         raise UserError(f"chunks={chunks} must be at least 1: the number of shares that the KV heads are exchanged in")
     refuse_mixed_devices(model)
-    refuse_inexact(model, config, mesh)
-    _refuse_kernel(model, config, attention)
+    layers = refuse_inexact(model, config, mesh).layers
+    _refuse_kernels(model, layers.values(), attention)
     _register()
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
     _remove_earlier(model)
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    for name, layer in layers.items():
+        settle_window(base.get_submodule(name), layer.window)
     current = CurrentBatch()
     follow_documents(model, current)
     announce = _announcer(attention)
@@ -122,18 +127,33 @@ def apply_ulysses(
     return model
 
 
-def _refuse_kernel(model: nn.Module, config: Any, attention: KernelName) -> None:
-    """Refuse at once a kernel that is not here; what single layers ask for is known when they do."""
+def settle_window(module: nn.Module, window: int | None) -> None:
+    """Say once which window an attention module has, before any forward, compiled or not.
+
+    Args:
+        module: The module that Transformers' interface passes to :func:`ulysses_attention`.
+        window: A token sees this many last tokens of its document, itself included; ``None``: all.
+    """
+    # A plain number: torch.compile guards it as it does the model's own settings.
+    setattr(module, _SETTLED_WINDOW, window or 0)
+
+
+def _refuse_kernels(model: nn.Module, layers: Collection[LayerAttention], attention: KernelName) -> None:
+    """Refuse at once a kernel that is not here or can't do what a layer asks for."""
     parameter = next(model.parameters())
     if parameter.device.type == "cpu" and torch.cuda.is_available():
         # The engine moves the model later.
         return
-    head_size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    dtype = parameter.dtype
-    choose_kernel(
-        attention,
-        Demand(device_type=parameter.device.type, dtype=dtype, head_size=head_size, value_size=head_size),
-    )
+    for layer in layers:
+        demand = Demand(
+            device_type=parameter.device.type,
+            dtype=parameter.dtype,
+            head_size=layer.head_size,
+            value_size=layer.value_size,
+            has_window=layer.window is not None,
+            has_softcap=layer.has_softcap,
+        )
+        choose_kernel(attention, demand)
 
 
 def _axes(mesh: SequenceMesh) -> tuple[tuple[Role, int], tuple[Role, int]]:
@@ -178,7 +198,8 @@ def ulysses_attention(
         attention_mask: Must be ``None``: documents are kept apart by their tables.
         scaling: Factor on the scores; ``D ** -0.5`` if ``None``.
         dropout: Must be 0.
-        sliding_window: A token sees this many last tokens of its document, itself included.
+        sliding_window: Not used: the window is that of the mask which Transformers builds for the module, settled by
+            :func:`apply_ulysses`. Some models pass no window on, and others one that their mask does not have.
         softcap: ``c`` of ``c * tanh(score / c)``.
         s_aux: ``[H]``: attention sinks, a score a head that takes its share of the softmax and brings no value.
         **kwargs: Must hold the :class:`AttentionContext`; anything that would change attention is refused.
@@ -187,7 +208,7 @@ def ulysses_attention(
         ``[B, L, H, E]`` and ``None`` for the weights.
     """
     context = kwargs.pop(MODEL_INPUT, None)
-    _check_call(module, context, attention_mask, dropout, sliding_window, kwargs)
+    _check_call(module, context, attention_mask, dropout, kwargs)
     assert isinstance(context, AttentionContext)
     _check_tensors(module, context, query_BHLD, key_BKLD, value_BKLE)
     head_size = query_BHLD.shape[3]
@@ -197,7 +218,7 @@ def ulysses_attention(
         head_size=head_size,
         value_size=value_BKLE.shape[3],
         scale=head_size**-0.5 if scaling is None else float(scaling),
-        window=sliding_window,
+        window=getattr(module, _SETTLED_WINDOW) or None,
         softcap=softcap,
         kernel=context.kernel,
         ulysses=context.ulysses,
@@ -239,7 +260,6 @@ def _check_call(
     context: object,
     attention_mask: torch.Tensor | None,
     dropout: float,
-    sliding_window: int | None,
     kwargs: dict[str, Any],
 ) -> None:
     name = type(module).__name__
@@ -254,15 +274,13 @@ def _check_call(
         raise UserError(f"{name} asks for attention dropout {dropout}; set attention_dropout: 0.0")
     if getattr(module, "is_causal", True) is False:
         raise UserError(f"{name} attends in both directions; only causal attention is supported")
-    # Each layer's number would be a guard, and a compilation, of its own.
-    is_compiling = torch.compiler.is_compiling()
-    layer_types = None if is_compiling else getattr(getattr(module, "config", None), "layer_types", None)
-    layer = None if is_compiling else getattr(module, "layer_idx", None)
-    if layer_types and layer is not None and sliding_window is None and layer_types[layer] == "sliding_attention":
-        raise UserError(f"{name} is a sliding-window layer but does not say its window to the attention function")
-    odd = [key for key, value in kwargs.items() if key not in HARMLESS_KEYWORDS and value is not None]
-    if odd:
-        raise UserError(f"{name} asks its attention for {', '.join(sorted(odd))}, which no kernel here does exactly")
+    for problem in refused_keywords(kwargs):
+        raise UserError(f"{name} {problem}")
+    if not hasattr(module, _SETTLED_WINDOW):
+        raise UserError(
+            f"{name} was not in the model when apply_ulysses looked through it, so its window is not known; call "
+            "apply_ulysses after the model's modules are changed"
+        )
 
 
 def _check_tensors(

@@ -14,7 +14,7 @@ from torch import nn
 
 from ray_ulysses.attention.batch import MODEL_INPUT, held_tokens, shard_batch
 from ray_ulysses.attention.kernels.reference import attention_by_definition, visible_tokens
-from ray_ulysses.attention.ulysses import apply_ulysses, ulysses_attention
+from ray_ulysses.attention.ulysses import apply_ulysses, settle_window, ulysses_attention
 from ray_ulysses.parallel.layout import row_multiple
 
 if TYPE_CHECKING:
@@ -59,13 +59,14 @@ def measure_attention(
     sinks_H = None if sinks is None else sinks.clone().requires_grad_()
     # [B, L, H, D] -> [B, H, L, D], as a model hands them over.
     query, key, value = (tensor.transpose(1, 2) for tensor in local)
+    layer = nn.Identity()
+    settle_window(layer, window)
     out_BLHE, _ = ulysses_attention(
-        nn.Identity(),
+        layer,
         query,
         key,
         value,
         None,
-        sliding_window=window,
         softcap=settings.softcap,
         s_aux=sinks_H,
         **{MODEL_INPUT: context},

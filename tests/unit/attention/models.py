@@ -117,6 +117,11 @@ ARCHITECTURES: dict[str, Callable[..., PreTrainedConfig]] = {
 """Architectures that are done exactly, each with what sets it apart."""
 
 
+def plain_config(model_type: str, **changes: Any) -> PreTrainedConfig:
+    """Return a small configuration of any architecture, without dropout and auxiliary losses."""
+    return AutoConfig.for_model(model_type, **{**SIZES, **_NO_DROPOUT, "output_router_logits": False, **changes})
+
+
 def tiny_model(model_type: str = "llama", *, meta: bool = False, **changes: Any) -> Any:
     """Return a small model of an architecture; on ``meta`` it costs nothing and can only be looked at."""
     config = AutoConfig.for_model(model_type, **{**SIZES, **changes})

@@ -1,0 +1,79 @@
+"""The sliding window that Transformers' own mask gives a layer, whatever the layer says of it.
+
+Transformers builds a layer's mask from a function of query and key places. That function, asked about a row longer than
+any window, tells the window exactly; eager attention applies nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""``(batch, head, query, key) -> bool``: whether a query sees a key; broadcasts, as in ``masking_utils``."""
+
+_LONGEST = 1 << 24
+_PAIRS = 1 << 14
+
+
+class NotAWindow(Exception):
+    """A mask is neither causal nor a causal sliding window."""
+
+
+def longer_than_any_window(settings: Mapping[str, Any]) -> int:
+    """Return a length that is more than twice every whole number of a configuration, up to 16M.
+
+    Args:
+        settings: A configuration as a mapping, nested or not.
+    """
+    return 2 * max((one for one in _whole_numbers(settings) if one <= _LONGEST), default=0) + 257
+
+
+def _whole_numbers(value: Any) -> list[int]:
+    if isinstance(value, Mapping):
+        return [one for inner in value.values() for one in _whole_numbers(inner)]
+    if isinstance(value, list | tuple):
+        return [one for inner in value for one in _whole_numbers(inner)]
+    return [value] if isinstance(value, int) and not isinstance(value, bool) else []
+
+
+def window_of(mask_function: MaskFunction, num_tokens: int) -> int | None:
+    """Return the sliding window of a mask, as the attention function takes it.
+
+    Args:
+        mask_function: Says which keys a query sees.
+        num_tokens: Length of the row that it is asked about; a window of that length or more is not told from none.
+
+    Returns:
+        How many last tokens a token sees, itself included; ``None`` if it sees all before it.
+
+    Raises:
+        NotAWindow: The mask shows later tokens, or another set of earlier ones.
+    """
+    last = torch.tensor(num_tokens - 1)
+    window = int(_visible(mask_function, last, torch.arange(num_tokens)).sum())
+    if window == 0:
+        raise NotAWindow
+    generator = torch.Generator().manual_seed(3)
+    queries = torch.randint(0, num_tokens, (_PAIRS,), generator=generator)
+    # Near the diagonal and near the window's edge, where masks differ, and anywhere.
+    near = torch.randint(-2, 3, (_PAIRS,), generator=generator)
+    far = torch.randint(0, num_tokens, (_PAIRS,), generator=generator)
+    first = torch.arange(min(num_tokens, 128))
+    keys = torch.cat([queries + near, queries - window + near, far, first.repeat(len(first))])
+    queries = torch.cat([queries, queries, queries, first.repeat_interleave(len(first))])
+    inside = (keys >= 0) & (keys < num_tokens)
+    keys, queries = keys[inside], queries[inside]
+    expected = (keys <= queries) & (keys > queries - window)
+    if not torch.equal(_visible(mask_function, queries, keys), expected):
+        raise NotAWindow
+    return None if window == num_tokens else window
+
+
+def _visible(mask_function: MaskFunction, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    queries, keys = torch.broadcast_tensors(queries, keys)
+    nothing = torch.zeros_like(keys)
+    # A mask without conditions may answer with one value for all.
+    return torch.as_tensor(mask_function(nothing, nothing, queries, keys)).expand(keys.shape)

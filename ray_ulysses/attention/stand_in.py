@@ -1,0 +1,211 @@
+"""A copy of a model that runs in milliseconds at any size: its matrices are stand-ins without memory.
+
+The copy has every module of the model, those swapped in after it was built included, and real activations in fp64. A
+product with a stand-in is the product with two thin matrices of noise instead, and a look-up takes a stretch of noise.
+So results mean nothing, but which tokens each result depends on is exactly as in the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+DTYPE = torch.float64
+"""Of every floating-point tensor of the copy: rounding must not look like a dependence."""
+
+_NOISE_SIZE = 1 << 22
+_RANK = 8
+_MOST_ELEMENTS = 1 << 24
+_SMALL = 1 << 12
+
+
+def stand_in_for(model: nn.Module) -> tuple[Any, torch.Tensor]:
+    """Return a copy of a model on the host, with stand-ins for its matrices, and the noise that they are made of.
+
+    Args:
+        model: A module on any device, its parameters partitioned by ZeRO-3 or not; it is left as it is.
+    """
+    noise = torch.randn(_NOISE_SIZE, generator=torch.Generator().manual_seed(5), dtype=DTYPE)
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        held = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
+        for tensor in held:
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
+                memo[id(tensor)] = _copied(tensor, len(memo), noise)
+    with torch.no_grad():
+        return deepcopy(model, memo), noise
+
+
+def noise_like(shape: Sequence[int], seed: int, noise: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of noise that must not be written to, the same for the same seed."""
+    numel = torch.Size(shape).numel()
+    start = seed * 7919 % (noise.numel() // 2)
+    if start + numel > noise.numel():
+        noise = noise.repeat(-(-(start + numel) // noise.numel()))
+    return noise[start : start + numel].view(tuple(shape))
+
+
+def _copied(tensor: torch.Tensor, seed: int, noise: torch.Tensor) -> torch.Tensor:
+    # ZeRO-3 leaves an empty placeholder behind, which knows its shape.
+    shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
+    numel, is_parameter = torch.Size(shape).numel(), isinstance(tensor, nn.Parameter)
+    copy: torch.Tensor
+    if not tensor.is_floating_point():
+        has_values = tensor.device.type != "meta" and shape == tuple(tensor.shape) and numel <= _MOST_ELEMENTS
+        copy = tensor.detach().cpu().clone() if has_values else torch.zeros(shape, dtype=tensor.dtype)
+    elif (is_parameter and len(shape) > 1) or numel > _SMALL:
+        copy = StandIn(torch.empty(shape, dtype=DTYPE, device="meta"), seed, noise)
+    elif is_parameter or tensor.device.type == "meta":
+        # Of parameters only the shape counts: one that is still zero would hide what it scales.
+        copy = noise_like(shape, seed, noise).clone()
+    else:
+        copy = tensor.detach().cpu().to(DTYPE, copy=True)
+    if is_parameter:
+        copy = copy if isinstance(copy, StandIn) else nn.Parameter(copy, requires_grad=False)
+        copy._is_param = True
+    return copy
+
+
+class StandIn(torch.Tensor):
+    """A matrix on the host with a shape and no values.
+
+    Attributes:
+        shadow: The same tensor on the meta device.
+        seed: What its values would follow from, beside its place in the parameter.
+        noise: Where noise is taken from.
+    """
+
+    shadow: torch.Tensor
+    seed: int
+    noise: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, shadow: torch.Tensor, seed: int, noise: torch.Tensor) -> StandIn:
+        """Wrap a tensor on the meta device."""
+        made: StandIn = torch.Tensor._make_wrapper_subclass(
+            cls,
+            shadow.shape,
+            strides=shadow.stride(),
+            storage_offset=shadow.storage_offset(),
+            dtype=shadow.dtype,
+            device=torch.device("cpu"),
+        )
+        made.shadow, made.seed, made.noise = shadow, seed, noise
+        return made
+
+    def __init__(self, *args: Any) -> None:
+        """Do nothing: ``__new__`` has made all."""
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Return shape and dtype; there are no values to print."""
+        return f"StandIn({tuple(self.shape)}, {self.dtype})"
+
+    @property
+    def place(self) -> int:
+        """A number that tells one matrix of a parameter from another, however often it is repeated for a batch."""
+        shadow = self.shadow
+        matrix = (tuple(shadow.shape[-2:]), shadow.stride()[-2:])
+        return hash((self.seed, shadow.storage_offset(), matrix)) & 0xFFFFFFF
+
+    def values(self) -> torch.Tensor:
+        """Return values for an operation that has no stand-in of its own."""
+        if self.shadow.numel() > _MOST_ELEMENTS:
+            raise ValueError(f"an operation needs all {self.shadow.numel()} values of a parameter at once")
+        return noise_like(self.shadow.shape, self.place, self.noise).to(self.dtype, copy=True)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operation on stand-ins alone without values, and the others row by row."""
+        flat, spec = tree_flatten((args, dict(kwargs or {})))
+        tensors = [one for one in flat if isinstance(one, torch.Tensor)]
+        first = next(one for one in tensors if isinstance(one, StandIn))
+        if all(isinstance(one, StandIn) for one in tensors) and not _needs_values(func):
+            flat = [one.shadow if isinstance(one, StandIn) else one for one in flat]
+            shadow_args, shadow_kwargs = tree_unflatten(flat, spec)
+            shadow_kwargs.pop("device", None)
+            return _wrapped(func(*shadow_args, **shadow_kwargs), first)
+        known = _ROW_BY_ROW.get(func.overloadpacket.__name__)
+        if known is not None:
+            result = known(*args, **(kwargs or {}))
+            if result is not None:
+                return result
+        flat = [one.values() if isinstance(one, StandIn) else one for one in flat]
+        real_args, real_kwargs = tree_unflatten(flat, spec)
+        return func(*real_args, **real_kwargs)
+
+
+def _needs_values(func: Any) -> bool:
+    return func.overloadpacket.__name__ in ("_local_scalar_dense", "is_nonzero", "equal", "nonzero")
+
+
+def _wrapped(result: Any, like: StandIn) -> Any:
+    return tree_map(lambda one: StandIn(one, like.seed, like.noise) if isinstance(one, torch.Tensor) else one, result)
+
+
+def _product(left: Any, right: Any) -> torch.Tensor | None:
+    """Return ``left @ right`` of at most three dims, one of which is a stand-in."""
+    if isinstance(left, StandIn):
+        if isinstance(right, StandIn) or right.dim() < 2 or left.dim() < 2:
+            return None
+        swapped = _product(right.transpose(-1, -2), left.transpose(-1, -2))
+        return None if swapped is None else swapped.transpose(-1, -2)
+    if right.dim() < 2:
+        return None
+    inner, outer = right.shape[-2:]
+    into = noise_like((inner, _RANK), right.place, right.noise)
+    out = noise_like((_RANK, outer), right.place + 1, right.noise)
+    result: torch.Tensor = (left.to(DTYPE) @ into / (inner * _RANK) ** 0.5) @ out
+    return result.to(left.dtype)
+
+
+def _sum_with_product(bias: Any, left: Any, right: Any, **_: Any) -> torch.Tensor | None:
+    if not isinstance(left, StandIn) and not isinstance(right, StandIn):
+        return None
+    product = _product(left, right)
+    if product is None:
+        return None
+    return product + (bias.values() if isinstance(bias, StandIn) else bias)
+
+
+def _linear(left: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
+    if not isinstance(weight, StandIn) or isinstance(left, StandIn):
+        return None
+    product = _product(left, weight.t())
+    return product if product is None or bias is None else product + bias
+
+
+def _look_up(table: Any, ids: Any, *_: Any, **__: Any) -> torch.Tensor | None:
+    if not isinstance(table, StandIn) or isinstance(ids, StandIn):
+        return None
+    width = table.shape[1:].numel()
+    rows = table.noise.unfold(0, width, 1) if width <= _NOISE_SIZE // 2 else None
+    if rows is None:
+        return None
+    # Negative ids count from the end.
+    starts = ((ids % table.shape[0]) * 9973 + table.place) % rows.shape[0]
+    return rows[starts].reshape(*ids.shape, *table.shape[1:]).to(table.dtype)
+
+
+def _index(table: Any, indices: Sequence[Any]) -> torch.Tensor | None:
+    if len(indices) == 1 and isinstance(indices[0], torch.Tensor) and indices[0].dtype in (torch.int64, torch.int32):
+        return _look_up(table, indices[0])
+    return None
+
+
+_ROW_BY_ROW: dict[str, Callable[..., torch.Tensor | None]] = {
+    "mm": _product,
+    "bmm": _product,
+    "matmul": _product,
+    "addmm": _sum_with_product,
+    "baddbmm": _sum_with_product,
+    "linear": _linear,
+    "embedding": _look_up,
+    "index": _index,
+}

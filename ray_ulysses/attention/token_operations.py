@@ -1,0 +1,91 @@
+"""Operations that work along the dim of the tokens, found as they are called.
+
+Only floating-point tensors count: integers are token ids, positions and the sorting of tokens among experts, which the
+comparison of :mod:`ray_ulysses.attention.dependence` judges by their effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_ALONG_DIM = frozenset(
+    {
+        "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "flip", "roll", "sort", "topk", "kthvalue", "mode",
+        "_softmax", "_log_softmax", "_safe_softmax",
+    }
+)  # fmt: skip
+_REDUCTIONS = frozenset(
+    {
+        "sum", "nansum", "mean", "prod", "amax", "amin", "aminmax", "max", "min", "argmax", "argmin", "median",
+        "nanmedian", "var", "var_mean", "std", "std_mean", "norm", "linalg_vector_norm", "logsumexp",
+    }
+)  # fmt: skip
+"""Work along the dims that they are given, or along all dims if they are given none."""
+
+_PARTS = frozenset({"select", "slice", "unbind", "split", "split_with_sizes"})
+_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "dot", "mv"})
+_CONVOLUTIONS = frozenset({"convolution", "_convolution", "mkldnn_convolution", "fft_fft", "_fft_r2c", "_fft_c2c"})
+
+
+class TokenOperations(TorchDispatchMode):
+    """Collects the names of operations that work along a dim of a given size.
+
+    Attributes:
+        found: Their names, each once, in the order of their calls.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        """Watch for a size that nothing but the tokens' dim has."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._num_tokens = num_tokens
+        self.found: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation and take its name down if it works along the tokens."""
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name not in self.found and self._works_along_tokens(func, name, args, kwargs or {}, result):
+            self.found.append(name)
+        return result
+
+    def _works_along_tokens(
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> bool:
+        first = args[0] if args else None
+        if not isinstance(first, torch.Tensor) or not first.is_floating_point() or not first.dim():
+            return False
+        if name in _CONVOLUTIONS or "scaled_dot_product" in name:
+            return True
+        if name in _PRODUCTS:
+            left = args[1] if name in ("addmm", "baddbmm") else first
+            return bool(left.dim()) and left.shape[-1] == self._num_tokens
+        if name == "constant_pad_nd":
+            return self._tokens_dims(first) != self._tokens_dims(result)
+        if name in _PARTS:
+            parts = result if isinstance(result, list | tuple) else [result]
+            return any(len(self._tokens_dims(part)) < len(self._tokens_dims(first)) for part in parts)
+        if name in _ALONG_DIM or name in _REDUCTIONS:
+            dims = _dims(func, args, kwargs) or (range(first.dim()) if name in _REDUCTIONS else ())
+            return any(first.shape[dim] == self._num_tokens for dim in dims)
+        return False
+
+    def _tokens_dims(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        return tuple(dim for dim, size in enumerate(tensor.shape) if size == self._num_tokens)
+
+
+def _dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Return the dims that an operation works along, from its arguments ``dim`` or ``dims``."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dim", "dims"):
+            default = argument.default_value if argument.has_default_value() else ()
+            given = args[place] if place < len(args) else kwargs.get(argument.name, default)
+            if given is None:
+                return ()
+            return tuple(given) if isinstance(given, list | tuple) else (given,)
+    return ()
