@@ -155,15 +155,23 @@ def train(
     loaded = _load_config(config, overrides)
     from rich.console import Console
 
-    from ray_ulysses.cluster.train_job import train as run_training
-    from ray_ulysses.trainer.preflight import prepare_run
-    from ray_ulysses.views.summary import build_summary, render_summary
+    from ray_ulysses.views.progress import ProgressView
 
-    prepared = prepare_run(loaded, Path.cwd(), branch=branch)
-    prepared.report.raise_problems()
-    for note in prepared.report.notes:
-        typer.echo(f"note: {note}", err=True)
-    result = run_training(prepared, Console(stderr=as_json), started)
+    run_dir, every = loaded.with_absolute_paths(Path.cwd()).run_dir, loaded.run.log_every_steps
+    console = Console(stderr=as_json)
+    with ProgressView(run_dir, name=loaded.run.name, console=console, log_every_steps=every) as view:
+        view.phase("loading libraries")
+        from ray_ulysses.cluster.train_job import train as run_training
+        from ray_ulysses.trainer.preflight import prepare_run
+        from ray_ulysses.views.summary import build_summary, render_summary
+
+        view.phase("planning")
+        prepared = prepare_run(loaded, Path.cwd(), branch=branch)
+        prepared.report.raise_problems()
+        for note in prepared.report.notes:
+            typer.echo(f"note: {note}", err=True)
+        view.expect(prepared.last_step)
+        result = run_training(prepared, view, started)
     if as_json:
         typer.echo(json.dumps(result.history.to_json(), indent=2))
         return

@@ -7,9 +7,10 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2.api.config import FailureConfig
 
-from ray_ulysses.cluster.session import missing_resources, ray_session, session_logs
+from ray_ulysses.cluster.session import missing_resources, ray_session, session_logs, workers_there
 from ray_ulysses.cluster.worker import leave_refusal, refusal, train_worker
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.logging import get_logger
@@ -29,7 +30,6 @@ from ray_ulysses.trainer.completion import say_command_ended, settle_completed
 from ray_ulysses.trainer.preflight import check_resume, check_writable, claim_directory
 from ray_ulysses.trainer.requests import clear_stop, request_save, request_stop
 from ray_ulysses.trainer.shared_storage import announce_session
-from ray_ulysses.views.progress import ProgressView
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ray_ulysses.storage.holding import Hold
     from ray_ulysses.tracking.history import RunHistory
     from ray_ulysses.trainer.preflight import PreparedRun
+    from ray_ulysses.views.progress import ProgressView
 
 _SAME_REQUEST_S = 2.0
 """`timeout` and some schedulers send a signal to the process and to its group: two that close together are one."""
@@ -61,20 +62,20 @@ class TrainResult:
     seconds: float
 
 
-def train(prepared: PreparedRun, console: Console, started: float | None = None) -> TrainResult:
+def train(prepared: PreparedRun, view: ProgressView, started: float) -> TrainResult:
     """Train a prepared run to its end, to a request to stop (SIGINT or SIGTERM), or to a failure.
 
     Args:
         prepared: What ``prepare_run`` returned, without problems.
-        console: Where progress is shown.
-        started: When the command began, in seconds since the epoch; now by default.
+        view: Where progress is shown; it has begun.
+        started: When the command began, in seconds since the epoch.
 
     Raises:
         UserError: The run is held by another process, or contradicts what is stored.
         RunError: Training failed; what is committed stays, and the same command resumes.
     """
-    config = prepared.config
-    started = time.time() if started is None else started
+    config, console = prepared.config, view.console
+    view.phase("looking at the storage")
     check_writable(config)
     check_resume(prepared)
     with RunLock(config.run_dir) as lock, checkpoint_lock(config) as lease:
@@ -89,11 +90,14 @@ def train(prepared: PreparedRun, console: Console, started: float | None = None)
         session = uuid.uuid4().hex
         announce_session(config.run_dir, session)
         clear_stop(config.run_dir)
+        where = config.cluster.address or os.environ.get("RAY_ADDRESS")
+        view.phase(f"connecting to Ray at {where}" if where else "starting Ray")
         try:
             with ray_session(config.cluster.address, cpus=_cpus(config), environment=_worker_environment()) as embedded:
                 if not embedded:
                     _say_what_is_missing(config, console)
-                _run_workers(prepared, session, started, console, [lock] if lease is None else [lock, lease])
+                _run_workers(prepared, session, started, view, [lock] if lease is None else [lock, lease])
+                view.phase("ending Ray")
         finally:
             say_command_ended(config.run_dir, session)
         clear_stop(config.run_dir)
@@ -101,7 +105,9 @@ def train(prepared: PreparedRun, console: Console, started: float | None = None)
     return TrainResult(history=history, was_complete=False, seconds=time.time() - started)
 
 
-def _run_workers(prepared: PreparedRun, session: str, started: float, console: Console, holds: Sequence[Hold]) -> None:
+def _run_workers(
+    prepared: PreparedRun, session: str, started: float, view: ProgressView, holds: Sequence[Hold]
+) -> None:
     config = prepared.config
     trainer = _trainer(config, {"session": session, "command_started": started, "workers_asked": time.time()})
     failure: list[BaseException] = []
@@ -115,16 +121,9 @@ def _run_workers(prepared: PreparedRun, session: str, started: float, console: C
 
     # Not in the main thread: there Ray Train would install a SIGINT handler of its own, which loses the last steps.
     thread = threading.Thread(target=fit, name="ray-train", daemon=True)
-    view = ProgressView(
-        config.run_dir,
-        name=config.run.name,
-        total_steps=prepared.last_step,
-        console=console,
-        log_every_steps=config.run.log_every_steps,
-    )
-    with _requests_by_signal(config.run_dir, session, console), view, HoldWatch(holds) as watch:
+    with _requests_by_signal(config.run_dir, session, view.console), HoldWatch(holds) as watch:
         thread.start()
-        wait_while_held(thread, watch, config.run_dir, session)
+        wait_while_held(thread, watch, config.run_dir, session, partial(_say_who_is_awaited, view, config))
         if failure:
             # It may be what the loss of the run has done to the workers.
             watch.look()
@@ -136,8 +135,40 @@ def _run_workers(prepared: PreparedRun, session: str, started: float, console: C
         raise RunError(_failure_text(config, failure[0], logs)) from failure[0]
 
 
-def wait_while_held(thread: threading.Thread, watch: HoldWatch, run_dir: Path, session: str) -> None:
+def _say_who_is_awaited(view: ProgressView, config: Config) -> None:
+    """Say how many workers are there, while the view has not heard of them."""
+    if view.state.awaits_workers:
+        view.awaiting_workers(awaited(config.cluster.workers, workers_there()))
+
+
+def awaited(workers: int, there: int | None) -> str:
+    """Return what is waited for before the workers say it themselves (pure).
+
+    Args:
+        workers: How many there will be.
+        there: How many there are, where that is known.
+    """
+    number = f"{workers} worker{'s' if workers > 1 else ''}"
+    if there is None:
+        return f"waiting for {number}"
+    return f"waiting for {number} ({there} there)" if there < workers else f"loading libraries on {number}"
+
+
+def wait_while_held(
+    thread: threading.Thread,
+    watch: HoldWatch,
+    run_dir: Path,
+    session: str,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> None:
     """Wait for the thread that runs the workers, for as long as the run is this command's.
+
+    Args:
+        thread: The thread.
+        watch: Whether the run is still this command's.
+        run_dir: The run's directory.
+        session: The command's name.
+        meanwhile: Called a few times a second.
 
     Raises:
         RunError: Another process has taken the run over; the workers end with the connection to Ray, which the caller
@@ -145,6 +176,7 @@ def wait_while_held(thread: threading.Thread, watch: HoldWatch, run_dir: Path, s
     """
     while thread.is_alive():
         end_if_lost(watch, run_dir, session)
+        meanwhile()
         thread.join(timeout=0.2)
 
 

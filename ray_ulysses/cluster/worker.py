@@ -66,8 +66,8 @@ def train_worker(job: dict[str, Any]) -> None:
         node=f"{socket.gethostname()}/{ray.util.get_node_ip_address()}",
         device=device,
         session=session,
-        command_started=job["command_started"],
-        workers_asked=job["workers_asked"],
+        command_started=job.get("command_started"),
+        workers_asked=job.get("workers_asked"),
         make_source=_source_maker(config),
         notice=preemption_noticed,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -12,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.tracking.events import (
     AttemptEnded,
     AttemptStarted,
@@ -29,10 +31,12 @@ from ray_ulysses.views.words import count, duration
 
 _LIVE_INTERVAL_S = 0.25
 _LINES_INTERVAL_S = 0.5
+_REMINDER_S = 10.0
+"""A phase that lasts has a line as often."""
 
 
 class ProgressView:
-    """Shows what a run's journal says, from a thread of its own, between ``with`` and the end of its block.
+    """Shows how a run starts and what its journal says, from a thread of its own, between ``with`` and the block's end.
 
     Only what happens from now on is printed; what the journal already holds is where the view starts.
     """
@@ -42,10 +46,11 @@ class ProgressView:
         run_dir: Path | str,
         *,
         name: str,
-        total_steps: int | None,
+        total_steps: int | None = None,
         console: Console | None = None,
         log_every_steps: int = 1,
         interval_s: float | None = None,
+        clock: Clock | None = None,
     ) -> None:
         """Prepare; nothing is read or shown before the block is entered.
 
@@ -56,12 +61,15 @@ class ProgressView:
             console: Where to show it; standard output by default. A console that is no terminal gets plain lines.
             log_every_steps: Steps between two plain lines.
             interval_s: Seconds between two looks at the journal.
+            clock: Time, for how long a phase lasts.
         """
+        self.console = console or Console()
         self._tail, self._name, self._every = JournalTail(run_dir), name, log_every_steps
-        self._console = console or Console()
-        self._is_live = self._console.is_terminal
+        self._is_live = self.console.is_terminal
         self._interval_s = interval_s or (_LIVE_INTERVAL_S if self._is_live else _LINES_INTERVAL_S)
         self._state = ProgressState(total_steps=total_steps)
+        self._watch = PhaseWatch(clock or SystemClock())
+        self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
         self._live: Live | None = None
@@ -71,14 +79,30 @@ class ProgressView:
         """What the view shows now."""
         return self._state
 
+    def expect(self, total_steps: int) -> None:
+        """Say at which step the run stops."""
+        with self._lock:
+            self._state = self._state.until(total_steps)
+
+    def phase(self, name: str) -> None:
+        """Say what is done now, before the workers can say it."""
+        with self._lock:
+            self._state = self._state.in_phase(name)
+
+    def awaiting_workers(self, phase: str) -> None:
+        """Say how far the workers are, unless they have been heard of."""
+        with self._lock:
+            self._state = self._state.awaiting_workers(phase)
+
     def __enter__(self) -> ProgressView:
         """Start to follow."""
+        planned = self._state.total_steps
         for event in self._tail.poll():
             self._state = self._state.after(event)
-        self._state = self._state.before_attempt()
+        # Not where an earlier command stopped, or the bar is full before anything is done.
+        self._state = replace(self._state.before_attempt(), total_steps=planned, phase="starting")
         if self._is_live:
-            panel = render_panel(self._name, self._state)
-            self._live = Live(panel, console=self._console, auto_refresh=False, transient=False)
+            self._live = Live(self._panel(), console=self.console, auto_refresh=False, transient=False)
             self._live.start(refresh=True)
         self._thread.start()
         return self
@@ -89,20 +113,35 @@ class ProgressView:
         """Show what is left, and stop."""
         self._stop.set()
         self._thread.join(timeout=10.0)
+        with self._lock:
+            self._state = replace(self._state, phase=None)
         self.look()
         if self._live is not None:
+            # How far a start came that was refused is no news.
+            self._live.transient = self._state.attempt == 0
             self._live.stop()
 
     def look(self) -> None:
         """Read what was added to the journal, and show it."""
-        for event in self._tail.poll():
-            self._state = self._state.after(event)
-            line = render_line(event, self._state)
-            if self._live is None and line is not None and self._is_due(event):
-                # Plain text: markup, colours and folding would break what a script reads.
-                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        with self._lock:
+            for event in self._tail.poll():
+                self._state = self._state.after(event)
+                line = render_line(event, self._state)
+                if line is not None and self._is_due(event):
+                    self._print(line)
+            waited = self._watch.look(self._state.phase)
+            if waited is not None and not self._stop.is_set():
+                self._print(f"elapsed={duration(self._watch.elapsed_s)} phase: {waited}")
         if self._live is not None:
-            self._live.update(render_panel(self._name, self._state), refresh=True)
+            self._live.update(self._panel(), refresh=True)
+
+    def _print(self, line: str) -> None:
+        if self._live is None:
+            # Plain text: markup, colours and folding would break what a script reads.
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _panel(self) -> RenderableType:
+        return render_panel(self._name, self._state, self._watch)
 
     def _follow(self) -> None:
         while not self._stop.wait(self._interval_s):
@@ -112,6 +151,37 @@ class ProgressView:
         if not isinstance(event, StepDone):
             return True
         return event.step % self._every == 0 or event.step == self._state.total_steps
+
+
+class PhaseWatch:
+    """How long a start and its present phase have lasted."""
+
+    def __init__(self, clock: Clock) -> None:
+        """Begin to count."""
+        self._clock = clock
+        self._began = self._phase_began = self._said = clock.monotonic()
+        self._phase: str | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the view was made."""
+        return self._clock.monotonic() - self._began
+
+    @property
+    def phase_s(self) -> float:
+        """Seconds since the phase began."""
+        return self._clock.monotonic() - self._phase_began
+
+    def look(self, phase: str | None) -> str | None:
+        """Take note of the present phase; return what is to be said of it in a log, if anything is."""
+        now = self._clock.monotonic()
+        if phase != self._phase:
+            self._phase, self._phase_began, self._said = phase, now, now
+            return phase
+        if phase is None or now - self._said < _REMINDER_S:
+            return None
+        self._said = now
+        return f"{phase}, for {duration(self.phase_s)}"
 
 
 def render_line(event: Event, state: ProgressState) -> str | None:
@@ -155,6 +225,10 @@ def _first_line(text: object) -> str:
 def _step_line(state: ProgressState) -> str:
     total = "" if state.total_steps is None else f"/{state.total_steps}"
     fields = [f"step={state.step}{total}", f"loss={state.loss:.4f}"]
+    if state.learning_rate is not None:
+        fields.append(f"lr={state.learning_rate:.2e}")
+    if state.grad_norm is not None:
+        fields.append(f"grad_norm={state.grad_norm:.3g}")
     if state.tokens_per_s is not None:
         fields.append(f"tokens_per_s={state.tokens_per_s:.0f}")
     if state.peak_memory_gib is not None:
@@ -166,11 +240,16 @@ def _step_line(state: ProgressState) -> str:
     return " ".join(fields)
 
 
-def render_panel(name: str, state: ProgressState) -> RenderableType:
-    """Return the live panel: a bar, the numbers of the last steps, and what was saved."""
-    if state.attempt == 0:
-        return Group(_bar(name, state), Text("waiting for the workers to start", style="dim"))
-    return Group(_bar(name, state), _numbers(state), _standing(state))
+def render_panel(name: str, state: ProgressState, watch: PhaseWatch) -> RenderableType:
+    """Return the live panel: a bar, what is waited for or the numbers of the last steps, and what was saved."""
+    lines: list[RenderableType] = [_bar(name, state)]
+    if state.phase is not None:
+        lines.append(_phase(state.phase, watch))
+    if state.has_stepped:
+        lines += _numbers(state)
+    if state.attempt > 0:
+        lines.append(_standing(state))
+    return Group(*lines)
 
 
 def _bar(name: str, state: ProgressState) -> Table:
@@ -179,26 +258,40 @@ def _bar(name: str, state: ProgressState) -> Table:
     grid.add_column(ratio=1)
     grid.add_column(justify="right", no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
+    title = Text(name, style="bold")
     if state.total_steps:
-        eta = "ETA -" if state.eta_s is None else f"ETA {duration(state.eta_s)}"
+        unknown = "" if state.ended is not None else "ETA -"
+        eta = unknown if state.eta_s is None else f"ETA {duration(state.eta_s)}"
         bar = ProgressBar(total=state.total_steps, completed=state.step)
-        grid.add_row(Text(name, style="bold"), bar, f"{state.step:,}/{state.total_steps:,}", Text(eta, style="cyan"))
+        grid.add_row(title, bar, f"{state.step:,}/{state.total_steps:,}", Text(eta, style="cyan"))
     else:
-        grid.add_row(Text(name, style="bold"), ProgressBar(total=None, pulse=True), f"step {state.step:,}", "")
+        # No bar: one whose end is not known would be drawn as full.
+        grid.add_row(title, "", f"step {state.step:,}" if state.step else "", "")
     return grid
 
 
-def _numbers(state: ProgressState) -> Text:
-    parts = ["loss " + ("-" if state.loss is None else f"{state.loss:.4f}")]
+def _phase(phase: str, watch: PhaseWatch) -> Text:
+    text = Text(no_wrap=True, overflow="ellipsis")
+    text.append(phase, style="yellow")
+    return text.append(f"  {duration(watch.phase_s)}  ({duration(watch.elapsed_s)} since the start)", style="dim")
+
+
+def _numbers(state: ProgressState) -> list[Text]:
+    learning = ["loss " + ("-" if state.loss is None else f"{state.loss:.4f}")]
+    if state.learning_rate is not None:
+        learning.append(f"lr {state.learning_rate:.2e}")
+    if state.grad_norm is not None:
+        learning.append(f"grad norm {state.grad_norm:.3g}")
+    speed = []
     if state.tokens_per_s is not None:
-        parts.append(f"{count(state.tokens_per_s)} tokens/s")
+        speed.append(f"{count(state.tokens_per_s)} tokens/s")
     if state.seconds_per_step is not None:
-        parts.append(f"{state.seconds_per_step:.2f} s/step")
+        speed.append(f"{state.seconds_per_step:.2f} s/step")
     if state.peak_memory_gib is not None:
-        parts.append(f"peak {state.peak_memory_gib:.2f} GiB")
+        speed.append(f"peak {state.peak_memory_gib:.2f} GiB")
     if state.mfu is not None:
-        parts.append(f"MFU {100 * state.mfu:.1f}%")
-    return Text("  ".join(parts), no_wrap=True, overflow="ellipsis")
+        speed.append(f"MFU {100 * state.mfu:.1f}%")
+    return [Text("  ".join(parts), no_wrap=True, overflow="ellipsis") for parts in (learning, speed) if parts]
 
 
 def _standing(state: ProgressState) -> Text:

@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from ray_ulysses.tracking.events import (
+    STOP_REASONS,
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
     Evaluated,
     Event,
+    PhaseBegun,
     RunFinished,
     StepDone,
 )
@@ -24,29 +26,39 @@ class ProgressState:
 
     Attributes:
         total_steps: Step at which the run stops; None if not known.
+        phase: What is done before the next step; None while steps are taken, and when the attempt has ended.
+        awaits_workers: Whether the workers of the next attempt have not been heard of.
         attempt: The attempt's number; 0 while one is awaited.
         world_size: Its workers.
         sp_size: Ranks that share a row.
         dp_size: Rows that are worked on at once.
         step: Completed steps.
         loss: Loss of the last step, in nats.
+        learning_rate: Its rate.
+        grad_norm: Norm of its gradient before clipping.
         tokens_per_s: Supervised tokens a second of the last steps.
-        seconds_per_step: Mean over the last steps of this attempt.
+        seconds_per_step: Mean over the last steps of this attempt, its first one apart, which has to warm up; None
+            before the second.
         peak_memory_gib: Largest peak over the ranks, in GiB.
         mfu: Share of the peak FLOP/s; None where that is not known.
         evaluation: Step and loss of the last evaluation.
         checkpoint_step: Step of the newest committed checkpoint.
         ended: Why the attempt ended, or "finished"; None while it runs.
-        recent: Seconds and tokens of this attempt's last steps.
+        has_stepped: Whether this attempt has completed a step.
+        recent: Seconds and tokens of this attempt's last steps, its first one apart.
     """
 
     total_steps: int | None = None
+    phase: str | None = None
+    awaits_workers: bool = True
     attempt: int = 0
     world_size: int = 0
     sp_size: int = 0
     dp_size: int = 0
     step: int = 0
     loss: float | None = None
+    learning_rate: float | None = None
+    grad_norm: float | None = None
     tokens_per_s: float | None = None
     seconds_per_step: float | None = None
     peak_memory_gib: float | None = None
@@ -54,6 +66,7 @@ class ProgressState:
     evaluation: tuple[int, float] | None = None
     checkpoint_step: int | None = None
     ended: str | None = None
+    has_stepped: bool = False
     recent: tuple[tuple[float, float], ...] = ()
 
     @property
@@ -65,24 +78,43 @@ class ProgressState:
 
     def before_attempt(self) -> ProgressState:
         """Return the state while a new attempt is awaited: what was reached stays, how it went does not."""
-        return replace(self, attempt=0, ended=None, seconds_per_step=None, tokens_per_s=None, recent=())
+        return replace(self._anew(), attempt=0, ended=None)
+
+    def until(self, total_steps: int) -> ProgressState:
+        """Return the state of a run that stops at a step."""
+        return replace(self, total_steps=total_steps)
+
+    def in_phase(self, phase: str) -> ProgressState:
+        """Return the state while something is done that the journal does not tell of."""
+        return replace(self, phase=phase)
+
+    def awaiting_workers(self, phase: str) -> ProgressState:
+        """Return the state while workers are waited for; the same one where they have been heard of."""
+        return replace(self, phase=phase) if self.awaits_workers else self
+
+    def _anew(self) -> ProgressState:
+        """Return the state without the pace of an attempt."""
+        return replace(
+            self, has_stepped=False, recent=(), seconds_per_step=None, tokens_per_s=None, awaits_workers=True
+        )
 
     def after(self, event: Event) -> ProgressState:
         """Return the state after an event of the journal; a kind that is not shown changes nothing."""
         match event:
+            case PhaseBegun():
+                return replace(self, phase=event.phase, awaits_workers=False)
             case AttemptStarted():
                 return replace(
-                    self,
+                    self._anew(),
                     total_steps=self.total_steps if event.last_step is None else event.last_step,
                     attempt=event.attempt,
                     world_size=event.world_size,
                     sp_size=event.sp_size,
                     dp_size=event.dp_size,
                     step=event.resumed_step,
-                    recent=(),
-                    seconds_per_step=None,
-                    tokens_per_s=None,
                     ended=None,
+                    phase="first step",
+                    awaits_workers=False,
                 )
             case StepDone():
                 return self._after_step(event)
@@ -91,21 +123,32 @@ class ProgressState:
             case CheckpointCommitted():
                 return replace(self, checkpoint_step=event.step)
             case AttemptEnded():
-                return replace(self, ended=event.reason)
+                awaits = not event.reason.startswith(STOP_REASONS)
+                ended = replace(self, ended=event.reason, phase=None, awaits_workers=awaits)
+                # Nothing is trained now, so that no pace tells when the run will be done.
+                return replace(ended, recent=(), seconds_per_step=None)
             case RunFinished():
-                return replace(self, ended="finished")
+                return replace(self, ended="finished", phase=None)
         return self
 
     def _after_step(self, event: StepDone) -> ProgressState:
-        recent = (*self.recent, (event.seconds, float(event.tokens)))[-_WINDOW:]
-        seconds = sum(second for second, _ in recent)
+        measured = (event.seconds, float(event.tokens))
+        recent = (*self.recent, measured)[-_WINDOW:] if self.has_stepped else ()
+        # Until there is a second step, the first one tells how fast tokens pass, but not when the run will be done.
+        shown = recent or (measured,)
+        seconds = sum(second for second, _ in shown)
         return replace(
             self,
+            phase=None,
+            awaits_workers=False,
+            has_stepped=True,
             step=event.step,
             loss=event.loss,
+            learning_rate=event.learning_rate,
+            grad_norm=event.grad_norm,
             recent=recent,
-            seconds_per_step=fmean(second for second, _ in recent),
-            tokens_per_s=sum(tokens for _, tokens in recent) / seconds if seconds > 0 else None,
+            seconds_per_step=fmean(second for second, _ in recent) if recent else None,
+            tokens_per_s=sum(tokens for _, tokens in shown) / seconds if seconds > 0 else None,
             peak_memory_gib=event.peak_memory_gib,
             mfu=event.mfu,
         )

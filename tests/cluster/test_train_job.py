@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -111,6 +112,15 @@ def test_a_run_goes_on_over_completion_stop_kill_and_resize(corpus: Path, tmp_pa
     assert code == 0, text
     assert "step=6/6 loss=" in text
     assert "mlflow ui" in text and "mean of last" in text
+    phases = re.findall(r"^elapsed=\S+ phase: (.*?)(?:, for \S+)?$", text, flags=re.MULTILINE)
+    # Those that last longer than the half second between two looks.
+    expected = [
+        "loading libraries",
+        "starting Ray",
+        "waiting for 2 workers (0 there)",
+        "loading libraries on 2 workers",
+    ]
+    assert [phase for phase in dict.fromkeys(phases) if phase in expected] == expected, text
     assert "raylet" not in text and "Dataset" not in text and "Progress bars" not in text
     code, text = train(config, tmp_path / "again")
     assert code == 0, text

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.views.journal_tail import JournalTail
-from ray_ulysses.views.progress import ProgressView, render_line, render_panel
+from ray_ulysses.views.progress import PhaseWatch, ProgressView, render_line, render_panel
 from ray_ulysses.views.progress_state import ProgressState
 from tests.unit.tracking.journals import event
 
@@ -53,22 +53,38 @@ def fold(*records, total=120):
     return state
 
 
-def panel_lines(state, width=80, name="cpython-demo"):
-    out = io.StringIO()
-    Console(width=width, file=out, force_terminal=True, color_system=None).print(render_panel(name, state))
+class Clock:
+    """A clock that the test moves."""
+
+    def __init__(self, now=0.0):
+        self.time = now
+
+    def monotonic(self):
+        return self.time
+
+
+def panel_lines(state, width=80, name="cpython-demo", waited=0.0):
+    out, clock = io.StringIO(), Clock()
+    watch = PhaseWatch(clock)
+    watch.look(state.phase)
+    clock.time = waited
+    Console(width=width, file=out, force_terminal=True, color_system=None).print(render_panel(name, state, watch))
     return out.getvalue().splitlines()
 
 
 def test_a_step_is_one_greppable_line():
-    record = step(37)
-    line = render_line(event(record), fold(started(), record))
-    assert line == "step=37/120 loss=3.5000 tokens_per_s=12000 peak_memory_gib=1.50 eta=2m46s"
+    record = step(37, learning_rate=5e-4, grad_norm=1.2345)
+    line = render_line(event(record), fold(started(), step(36), record))
+    assert line == (
+        "step=37/120 loss=3.5000 lr=5.00e-04 grad_norm=1.23 tokens_per_s=12000 peak_memory_gib=1.50 eta=2m46s"
+    )
     assert re.search(r"step=(\d+)\S* loss=([\d.]+)", line).groups() == ("37", "3.5000")
 
 
 def test_mfu_is_shown_only_where_it_is_known():
     record = step(37, mfu=0.412)
-    assert " mfu=0.412 " in render_line(event(record), fold(started(), record))
+    assert render_line(event(record), fold(started(), record)).endswith(" mfu=0.412")
+    assert "mfu" not in render_line(event(step(37)), fold(started(), step(37)))
 
 
 def test_a_loss_that_is_no_number_is_shown_as_such():
@@ -103,32 +119,87 @@ def test_every_event_of_a_run_has_its_line():
 
 def test_the_panel_fits_80_columns():
     saved = {"event": "checkpoint_committed", "step": 30, "path": "p", "world_size": 4}
-    state = fold(started(), *[step(n) for n in range(1, 38)], saved)
-    lines = panel_lines(state)
-    assert len(lines) == 3
+    steps = [step(n, learning_rate=5e-4, grad_norm="inf", mfu=0.412) for n in range(1, 38)]
+    lines = panel_lines(fold(started(), *steps, saved))
+    assert len(lines) == 4
     assert all(len(line) <= 80 for line in lines)
     assert lines[0].startswith("cpython-demo ━━━")
     assert lines[0].endswith("37/120 ETA 2m46s")
-    assert lines[1].rstrip() == "loss 3.5000  12.0k tokens/s  2.00 s/step  peak 1.50 GiB"
-    assert lines[2].rstrip() == "attempt 1  4 workers (dp 2 x sp 2)  saved 30"
+    assert lines[1].rstrip() == "loss 3.5000  lr 5.00e-04  grad norm inf"
+    assert lines[2].rstrip() == "12.0k tokens/s  2.00 s/step  peak 1.50 GiB  MFU 41.2%"
+    assert lines[3].rstrip() == "attempt 1  4 workers (dp 2 x sp 2)  saved 30"
 
 
 def test_a_narrow_terminal_and_a_long_name_break_no_line():
     state = fold(started(), *[step(n) for n in range(1, 38)])
     lines = panel_lines(state, width=50, name="a-very-long-run-name-that-goes-on-and-on")
-    assert len(lines) == 3
+    assert len(lines) == 4
     assert all(len(line) <= 50 for line in lines)
     assert lines[0].rstrip().endswith("37/120 ETA 2m46s")
 
 
-def test_before_the_first_attempt_it_says_what_is_waited_for():
-    assert panel_lines(fold())[1].rstrip() == "waiting for the workers to start"
+def test_a_start_says_what_it_does_and_for_how_long_and_no_bar_is_full():
+    for state in (fold(total=None), fold(step(120), total=120).before_attempt().until(240), fold()):
+        lines = panel_lines(
+            state.in_phase("starting Ray").awaiting_workers("waiting for 4 workers (2 there)"), waited=75.0
+        )
+        assert lines[1].rstrip() == "waiting for 4 workers (2 there)  1m15s  (1m15s since the start)"
+        assert len(lines) == 2
+    # Rich draws what is not done yet as the same line, in another colour: its own numbers say how far it is.
+    (bar,) = [cell for cell in bar_of(fold()).columns[1].cells if cell]
+    assert bar.percentage_completed == 0.0
+    assert not any(bar_of(fold(total=None)).columns[1].cells), "a bar without an end would be drawn full"
 
 
-def test_a_new_attempt_measures_its_own_pace():
-    state = fold(started(), step(1, seconds=100.0), started(attempt=2, resumed_step=1), step(2, seconds=1.0))
-    assert state.seconds_per_step == 1.0
-    assert state.eta_s == 118.0
+def bar_of(state):
+    return render_panel("demo", state, PhaseWatch(Clock())).renderables[0]
+
+
+def test_the_workers_say_their_phase_and_then_nobody_else_does():
+    phase = {"event": "phase", "phase": "building the model", "session": "s"}
+    state = fold(phase).awaiting_workers("waiting for 4 workers")
+    assert (state.phase, state.awaits_workers) == ("building the model", False)
+    assert fold(phase, started()).phase == "first step"
+    assert fold(phase, started(), step(1)).phase is None
+
+
+def test_after_a_failure_workers_are_waited_for_again_and_after_an_end_they_are_not():
+    running = (started(), step(1), step(2))
+    failed = fold(*running, {"event": "attempt_ended", "reason": "failed: RunError: a"})
+    assert failed.awaiting_workers("waiting for 4 workers").phase == "waiting for 4 workers"
+    assert failed.eta_s is None
+    for reason in ("finished", "stopped"):
+        assert (
+            fold(*running, {"event": "attempt_ended", "reason": reason}).awaiting_workers("waiting for 4 workers").phase
+            is None
+        )
+
+
+def test_the_first_step_of_an_attempt_is_kept_out_of_its_pace():
+    first = fold(started(), step(1, seconds=100.0))
+    assert (first.seconds_per_step, first.eta_s, first.tokens_per_s) == (None, None, 240.0)
+    assert "eta" not in render_line(event(step(1)), first)
+    second = fold(started(), step(1, seconds=100.0), step(2, seconds=2.0))
+    assert (second.seconds_per_step, second.eta_s, second.tokens_per_s) == (2.0, 236.0, 12000.0)
+    resumed = fold(started(), step(1, seconds=1.0), started(attempt=2, resumed_step=1), step(2, seconds=50.0))
+    assert (resumed.seconds_per_step, resumed.eta_s) == (None, None)
+
+
+def test_a_phase_is_said_when_it_begins_and_again_while_it_lasts():
+    clock = Clock(100.0)
+    watch, said = PhaseWatch(clock), []
+    for second in range(30):
+        clock.time = 100.0 + second
+        line = watch.look("self-test" if second >= 3 else "starting Ray")
+        said += [] if line is None else [(second, line)]
+    assert said == [
+        (0, "starting Ray"),
+        (3, "self-test"),
+        (13, "self-test, for 10s"),
+        (23, "self-test, for 20s"),
+    ]
+    assert (watch.elapsed_s, watch.phase_s) == (29.0, 26.0)
+    assert watch.look(None) is None
 
 
 def test_an_attempt_says_where_it_stops():
@@ -170,14 +241,17 @@ def test_without_a_terminal_only_new_events_are_printed_as_plain_lines(tmp_path)
     out = io.StringIO()
     console = Console(file=out, width=40)
     with ProgressView(tmp_path, name="demo", total_steps=3, console=console, interval_s=0.01) as view:
+        wait_until(out.getvalue)
         journal = AttemptJournal.claim(tmp_path)
         journal.append(started(attempt=journal.attempt, resumed_step=1))
         journal.append(step(2, attempt=2))
         wait_until(lambda: view.state.step == 2)
         journal.append(step(3, loss=2.25, attempt=2))
-    assert out.getvalue().splitlines() == [
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "elapsed=0s phase: starting"
+    assert [line for line in lines if "phase: " not in line] == [
         "attempt=2 started workers=4 dp=2 sp=2 resumed_step=1",
-        "step=2/3 loss=3.5000 tokens_per_s=12000 peak_memory_gib=1.50 eta=2s",
+        "step=2/3 loss=3.5000 tokens_per_s=12000 peak_memory_gib=1.50",
         "step=3/3 loss=2.2500 tokens_per_s=12000 peak_memory_gib=1.50 eta=0s",
     ]
 
@@ -197,8 +271,28 @@ def test_in_a_terminal_the_panel_is_live_and_stays_at_the_end(tmp_path):
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=80, color_system=None)
     with ProgressView(tmp_path, name="demo", total_steps=3, console=console, interval_s=0.01) as view:
-        journal_with_one_step(tmp_path)
-        wait_until(lambda: view.state.step == 1)
-    assert "waiting for the workers to start" in out.getvalue()
-    assert "1/3 ETA 4s" in out.getvalue()
+        view.phase("starting Ray")
+        wait_until(lambda: "starting Ray" in out.getvalue())
+        journal_with_one_step(tmp_path).append(step(2))
+        wait_until(lambda: view.state.step == 2)
+    assert "2/3 ETA 2s" in out.getvalue()
     assert "step=1" not in out.getvalue()
+
+
+def test_a_finished_run_that_goes_on_does_not_begin_with_a_full_bar(tmp_path):
+    journal = AttemptJournal.claim(tmp_path)
+    journal.append(started(last_step=1))
+    journal.append(step(1))
+    with ProgressView(tmp_path, name="demo", console=Console(file=io.StringIO())) as view:
+        assert (view.state.step, view.state.total_steps) == (1, None)
+        view.expect(5)
+        assert (view.state.step, view.state.total_steps) == (1, 5)
+
+
+def test_a_start_that_was_refused_leaves_no_panel(tmp_path):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80, color_system=None)
+    with ProgressView(tmp_path, name="demo", console=console, interval_s=0.01) as view:
+        view.phase("planning")
+        wait_until(lambda: "planning" in out.getvalue())
+    assert out.getvalue().endswith("\x1b[1A\x1b[2K"), "the cursor goes up and the line is erased"
