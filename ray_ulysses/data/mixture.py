@@ -47,7 +47,7 @@ class PlannedSource:
     @property
     def identity(self) -> list[Any]:
         """Return what of it decides a plan: not where it lies."""
-        return [self.fingerprint, self.num_documents, self.weight]
+        return [self.fingerprint, self.num_documents, None if self.weight is None else float(self.weight)]
 
 
 def check_weights(sources: Sequence[PlannedSource]) -> None:

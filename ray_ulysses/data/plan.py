@@ -17,6 +17,7 @@ from ray_ulysses.data.drawing import Fragments, Overlong
 from ray_ulysses.data.format import stable_hash
 from ray_ulysses.data.mixture import PlannedSource
 from ray_ulysses.data.packing import Packing
+from ray_ulysses.data.row_checksums import Checksums
 from ray_ulysses.data.rows import Int64Array, Piece, Rows, RowWeights
 from ray_ulysses.data.steps import MicroSteps, StepTimes, assign_rows, step_times
 from ray_ulysses.errors import UserError
@@ -127,7 +128,8 @@ class Segment:
     """One stretch of a plan, made with one set of settings.
 
     Attributes:
-        plan_id: Hash of planner version, settings, sources and branch, which decide every row.
+        plan_id: Hash of everything else: planner version, settings, the sources' content, branch, epochs, totals, and
+            the checksums of every row.
         settings: What it was made with.
         sources: Its corpora; those of earlier segments keep their places.
         branch: Where it leaves the segment before; None for the first.
@@ -135,6 +137,7 @@ class Segment:
         fragments: What earlier segments left of documents, and this one takes up.
         waiting: What they left and this one does not take up: its source is off, or its document is taken whole.
         totals: What its planning came to.
+        checksums: Of its rows, pieces and fragments.
         train: Rows of training, from 0 in this segment.
         evaluation: Rows of evaluation, none of whose documents is in ``train``.
     """
@@ -147,6 +150,7 @@ class Segment:
     fragments: Fragments
     waiting: Fragments
     totals: Totals
+    checksums: Checksums
     train: Rows
     evaluation: Rows
 
@@ -169,6 +173,11 @@ class Segment:
     def fill(self) -> float:
         """Return the share of the rows' capacity that documents take, in training."""
         return self.totals.tokens / (self.train.num_rows * self.settings.capacity)
+
+    def is_made_of(self, settings: PlanSettings, sources: Sequence[PlannedSource], branch: Branch | None) -> bool:
+        """Return whether these make this segment, wherever the sources lie."""
+        ours, theirs = ([source.identity for source in one] for one in (self.sources, sources))
+        return (self.settings, ours, self.branch) == (settings, theirs, branch)
 
     def epoch_of(self, row: int) -> int:
         """Return the epoch of a row of the segment (of the last one when none is left)."""
@@ -343,13 +352,23 @@ class Plan:
         )
 
 
-def segment_id(settings: PlanSettings, sources: Sequence[PlannedSource], branch: Branch | None) -> str:
-    """Return the id of the segment that these make: together with the planner they decide every row."""
+def segment_id(
+    settings: PlanSettings,
+    sources: Sequence[PlannedSource],
+    branch: Branch | None,
+    epochs: Sequence[EpochInfo],
+    totals: Totals,
+    checksums: Checksums,
+) -> str:
+    """Return the id of a segment with this content."""
     content: dict[str, Any] = {
         "planner": PLANNER_VERSION,
         "settings": asdict(settings),
         "sources": [source.identity for source in sources],
         "branch": None if branch is None else asdict(branch),
+        "epochs": [asdict(info) for info in epochs],
+        "totals": asdict(totals),
+        "checksums": asdict(checksums),
     }
     return stable_hash(content)[:16]
 

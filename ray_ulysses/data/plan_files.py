@@ -1,4 +1,8 @@
-"""A plan on disk: a directory a segment, whose ``plan.json`` is written last, names the files and commits them."""
+"""A plan on disk: a directory a segment, whose ``plan.json`` is written last, names the files and commits them.
+
+``plan.json`` is covered by a checksum of its own, and holds the checksums of everything in the Parquet files; the
+plan's id follows from all of it but where the sources lie. So nothing of a plan changes unnoticed.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from ray_ulysses.data.atomic import sync, write_text
 from ray_ulysses.data.drawing import Fragments
+from ray_ulysses.data.format import stable_hash
 from ray_ulysses.data.mixture import PlannedSource
 from ray_ulysses.data.patience import READ_ERRORS
 from ray_ulysses.data.plan import (
@@ -29,9 +35,19 @@ from ray_ulysses.data.plan import (
     segment_id,
 )
 from ray_ulysses.data.planning import PlanInput, Remainder, build_segment
-from ray_ulysses.data.row_files import FileRows, PieceWriter, unreadable_plan, write_weights
+from ray_ulysses.data.row_checksums import Checksums, checksums_of, fragment_columns
+from ray_ulysses.data.row_files import (
+    FileFacts,
+    FileRows,
+    PieceWriter,
+    check_file,
+    file_facts,
+    unreadable_plan,
+    write_weights,
+)
 from ray_ulysses.data.rows import MemoryRows
 from ray_ulysses.errors import UserError
+from ray_ulysses.validation import ContentError, read_json
 
 PLAN_FILE = "plan.json"
 PLAN_FOLDER = "plan"
@@ -40,7 +56,9 @@ _ROWS, _PIECES, _EVALUATION_ROWS, _EVALUATION_PIECES = (
     f"{name}.parquet" for name in ("rows", "pieces", "evaluation_rows", "evaluation_pieces")
 )
 _FRAGMENTS = "fragments.parquet"
-_STRETCH = ("document", "start", "length")
+_FRAGMENT_COLUMNS = ("document", "start", "length", "waits")
+_CHECKSUM = "checksum"
+_OBJECT = TypeAdapter(dict[str, Any])
 _FOLDER = re.compile(r"^segment-(\d{4,})$")
 
 
@@ -51,7 +69,7 @@ def write_segment(
     settings: PlanSettings,
     remainder: Remainder | None = None,
 ) -> Segment:
-    """Plan a segment straight to disk; one that is there already with the same id is left as it is.
+    """Plan a segment straight to disk; one that is there already and made of the same is left as it is.
 
     Args:
         directory: The plan's directory.
@@ -67,25 +85,25 @@ def write_segment(
         UserError: Another segment of that number is there, which is not written over; or no plan is possible.
     """
     folder = directory / f"segment-{number:04d}"
-    plan_id = segment_id(settings, documents.sources, remainder.branch if remainder else None)
     if (folder / PLAN_FILE).is_file():
-        found = _read_header(folder).get("plan_id")
-        if found != plan_id:
+        found = _read_segment(folder)
+        if not found.is_made_of(settings, documents.sources, remainder.branch if remainder else None):
             raise UserError(
-                f"{folder}: already holds plan {found}, not {plan_id}; nothing was written over. "
-                "Data, seed and context may not change in a run: use another run.name, or `ray-ulysses train --branch`"
+                f"{folder}: already holds plan {found.plan_id}, which other data, settings or steps made; nothing was "
+                "written over. Data, seed and context may not change in a run: use another run.name, or "
+                "`ray-ulysses train --branch`"
             )
-        return _read_segment(folder)
+        return found
     # What a planner that was killed has left is no plan.
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    writer = PieceWriter(folder / _PIECES, plan_id)
+    writer = PieceWriter(folder / _PIECES)
     segment = build_segment(documents, settings, writer, remainder)
-    writer.close()
+    writer.close(segment.checksums.pieces)
     _write_rows(folder, segment)
     for path in (*folder.iterdir(), folder):
         sync(path)
-    write_text(folder / PLAN_FILE, json.dumps(_header(segment), indent=2) + "\n")
+    write_text(folder / PLAN_FILE, _header_text(folder, segment))
     return _read_segment(folder)
 
 
@@ -121,8 +139,9 @@ def _folders(directory: Path) -> list[Path]:
     return folders
 
 
-def _header(segment: Segment) -> dict[str, Any]:
-    return {
+def _header_text(folder: Path, segment: Segment) -> str:
+    files = {name: asdict(file_facts(folder / name, text)) for name, text in _checksums_by_file(segment).items()}
+    header = {
         "planner_version": PLANNER_VERSION,
         "plan_id": segment.plan_id,
         "settings": asdict(segment.settings),
@@ -131,7 +150,13 @@ def _header(segment: Segment) -> dict[str, Any]:
         "epochs": [asdict(info) for info in segment.epochs],
         "totals": asdict(segment.totals),
         "num_rows": segment.train.num_rows,
+        "files": files,
     }
+    return json.dumps({**header, _CHECKSUM: stable_hash(header)}, indent=2) + "\n"
+
+
+def _checksums_by_file(segment: Segment) -> dict[str, str]:
+    return {f"{name}.parquet": text for name, text in asdict(segment.checksums).items()}
 
 
 def _read_segment(folder: Path) -> Segment:
@@ -142,23 +167,27 @@ def _read_segment(folder: Path) -> Segment:
             f"{folder}: the plan was made by planner version {version}, this is version {PLANNER_VERSION}; "
             "go on with the version that made it, or start a new run under another run.name"
         )
+    if header.pop(_CHECKSUM, None) != stable_hash(header):
+        raise unreadable_plan(folder / PLAN_FILE, "its checksum is wrong: it was changed since the plan was made")
     try:
         settings = PlanSettings(**header["settings"])
         sources = tuple(_source(source) for source in header["sources"])
         branch = None if header["branch"] is None else Branch(**header["branch"])
         epochs = tuple(EpochInfo(**info) for info in header["epochs"])
         plan_id, totals = str(header["plan_id"]), Totals(**header["totals"])
+        files = {name: FileFacts(**facts) for name, facts in header["files"].items()}
+        checksums = Checksums(**{path.removesuffix(".parquet"): facts.checksums for path, facts in files.items()})
         num_rows = int(header["num_rows"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise unreadable_plan(folder / PLAN_FILE, error) from error
-    found = segment_id(settings, sources, branch)
+    found = segment_id(settings, sources, branch, epochs, totals, checksums)
     if found != plan_id:
         raise UserError(
             f"{folder}: {PLAN_FILE} names plan {plan_id}, but its fields give {found}: they were changed since the "
             "plan was made; restore the file, or start a new run under another run.name"
         )
-    fragments, waits = _read_fragments(folder / _FRAGMENTS)
-    train = FileRows(folder / _ROWS, folder / _PIECES, plan_id)
+    fragments, waits = _read_fragments(folder / _FRAGMENTS, files[_FRAGMENTS])
+    train = FileRows(folder / _ROWS, folder / _PIECES, files[_ROWS], files[_PIECES])
     if train.num_rows != num_rows:
         raise unreadable_plan(folder / _ROWS, f"{train.num_rows} rows where {PLAN_FILE} says {num_rows}")
     return Segment(
@@ -170,8 +199,11 @@ def _read_segment(folder: Path) -> Segment:
         fragments=fragments.take(~waits),
         waiting=fragments.take(waits),
         totals=totals,
+        checksums=checksums,
         train=train,
-        evaluation=FileRows(folder / _EVALUATION_ROWS, folder / _EVALUATION_PIECES, plan_id),
+        evaluation=FileRows(
+            folder / _EVALUATION_ROWS, folder / _EVALUATION_PIECES, files[_EVALUATION_ROWS], files[_EVALUATION_PIECES]
+        ),
     )
 
 
@@ -182,38 +214,34 @@ def _source(fields: dict[str, Any]) -> PlannedSource:
 def _read_header(folder: Path) -> dict[str, Any]:
     path = folder / PLAN_FILE
     try:
-        header = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return read_json(_OBJECT, path.read_bytes())
+    except (OSError, ContentError) as error:
         raise unreadable_plan(path, error) from error
-    if not isinstance(header, dict):
-        raise unreadable_plan(path, "not a JSON object")
-    return header
 
 
 def _write_rows(folder: Path, segment: Segment) -> None:
     train, evaluation = segment.train, segment.evaluation
     assert isinstance(train, MemoryRows) and isinstance(evaluation, MemoryRows)
-    write_weights(folder / _ROWS, train, segment.plan_id)
-    write_weights(folder / _EVALUATION_ROWS, evaluation, segment.plan_id)
-    writer = PieceWriter(folder / _EVALUATION_PIECES, segment.plan_id)
+    write_weights(folder / _ROWS, train, segment.checksums.rows)
+    write_weights(folder / _EVALUATION_ROWS, evaluation, segment.checksums.evaluation_rows)
+    writer = PieceWriter(folder / _EVALUATION_PIECES)
     writer.add(evaluation.all_pieces)
-    writer.close()
-    fragments, waiting = segment.fragments, segment.waiting
-    columns = {name: np.concatenate([getattr(one, name) for one in (fragments, waiting)]) for name in _STRETCH}
-    waits = np.arange(fragments.size + waiting.size) >= fragments.size
-    pq.write_table(
-        pa.table({**columns, "waits": waits}), folder / _FRAGMENTS, compression="lz4", write_page_checksum=True
-    )
+    writer.close(segment.checksums.evaluation_pieces)
+    columns = fragment_columns(segment.fragments, segment.waiting)
+    table = pa.table(dict(zip(_FRAGMENT_COLUMNS, columns, strict=True)))
+    pq.write_table(table, folder / _FRAGMENTS, compression="lz4", write_page_checksum=True)
 
 
-def _read_fragments(path: Path) -> tuple[Fragments, NDArray[np.bool_]]:
+def _read_fragments(path: Path, facts: FileFacts) -> tuple[Fragments, NDArray[np.bool_]]:
     """Return what earlier segments left, and which of it waits."""
     try:
+        check_file(path, facts)
         # Not `read_table`, which imports pandas first: a quarter of a second of every resume.
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             table = file.read()
-        columns = {name: table.column(name).to_numpy() for name in (*_STRETCH, "waits")}
+        document, start, length, waits = columns = [table.column(name).to_numpy() for name in _FRAGMENT_COLUMNS]
+        if checksums_of(columns) != facts.checksums:
+            raise OSError("its content is not what was planned")
     except (*READ_ERRORS, KeyError) as error:
         raise unreadable_plan(path, error) from error
-    waits = columns.pop("waits")
-    return Fragments(**columns), waits
+    return Fragments(document=document, start=start, length=length), waits

@@ -18,6 +18,7 @@ from ray_ulysses.data.mixture import PlannedSource, check_weights, choose_docume
 from ray_ulysses.data.packing import NO_PIECES, Packer, Pieces
 from ray_ulysses.data.permutation import Permutation
 from ray_ulysses.data.plan import Branch, EpochInfo, Plan, PlanSettings, Segment, Totals, segment_id
+from ray_ulysses.data.row_checksums import GroupChecksums, piece_columns, segment_checksums
 from ray_ulysses.data.rows import MemoryRows, RowWeights
 from ray_ulysses.data.spans import LabelSpans
 from ray_ulysses.data.steps import balance_windows
@@ -136,30 +137,21 @@ def build_segment(
             "use a smaller share, a longer corpus, or more data.epochs"
         )
     branch = remainder.branch if remainder else None
-    counts = dict(zip(COUNTERS, planning.counters.tolist(), strict=True))
-    padded = int(weights.padded_tokens(settings.pad_multiple).sum())
-    tokens = int(weights.document_tokens.sum(dtype=np.int64))
+    fragments, waiting = (remainder.fragments, remainder.waiting) if remainder else (NO_FRAGMENTS, NO_FRAGMENTS)
+    train = MemoryRows(weights, sink.pieces if isinstance(sink, MemorySink) else None, order)
+    totals = planning.totals(weights, num_held, num_without)
+    checksums = segment_checksums(train, planning.pieces, evaluation, fragments, waiting)
     return Segment(
-        plan_id=segment_id(settings, documents.sources, branch),
+        plan_id=segment_id(settings, documents.sources, branch, epochs, totals, checksums),
         settings=settings,
         sources=documents.sources,
         branch=branch,
         epochs=epochs,
-        fragments=remainder.fragments if remainder else NO_FRAGMENTS,
-        waiting=remainder.waiting if remainder else NO_FRAGMENTS,
-        totals=Totals(
-            num_documents=lengths.size,
-            held_out_documents=num_held,
-            skipped_documents=num_without,
-            split_documents=counts["split"],
-            truncated_documents=counts["truncated"],
-            dropped_documents=counts["dropped"],
-            lost_tokens=counts["lost_tokens"],
-            tokens=tokens,
-            supervised=int(weights.supervised.sum(dtype=np.int64)),
-            padding_tokens=padded - tokens,
-        ),
-        train=MemoryRows(weights, sink.pieces if isinstance(sink, MemorySink) else None, order),
+        fragments=fragments,
+        waiting=waiting,
+        totals=totals,
+        checksums=checksums,
+        train=train,
         evaluation=evaluation,
     )
 
@@ -202,6 +194,7 @@ class _Planning:
         self._bases = first_documents(documents.sources)
         assert int(self._bases[-1]) == lengths.size, "the sources' documents and the lengths differ in number"
         self.counters = np.zeros(len(COUNTERS), dtype=np.int64)
+        self.pieces = GroupChecksums()
 
     def train(self) -> tuple[list[RowWeights], list[Int64Array], tuple[EpochInfo, ...]]:
         """Return the rows of each epoch, their order in training, and the epochs."""
@@ -292,6 +285,23 @@ class _Planning:
         rows = _with_first_pieces(RowWeights.join(parts), 0)
         return MemoryRows(rows, sink.pieces if pieces_kept else None), num_held, num_without
 
+    def totals(self, weights: RowWeights, num_held: int, num_without: int) -> Totals:
+        """Return what planning came to."""
+        counts = dict(zip(COUNTERS, self.counters.tolist(), strict=True))
+        tokens = int(weights.document_tokens.sum(dtype=np.int64))
+        return Totals(
+            num_documents=self._lengths.size,
+            held_out_documents=num_held,
+            skipped_documents=num_without,
+            split_documents=counts["split"],
+            truncated_documents=counts["truncated"],
+            dropped_documents=counts["dropped"],
+            lost_tokens=counts["lost_tokens"],
+            tokens=tokens,
+            supervised=int(weights.supervised.sum(dtype=np.int64)),
+            padding_tokens=int(weights.padded_tokens(self._settings.pad_multiple).sum()) - tokens,
+        )
+
     def _drawing(self, taken: NDArray[np.bool_] | None) -> Drawing:
         settings = self._settings
         return Drawing(
@@ -317,6 +327,7 @@ class _Planning:
             return None
         if is_training:
             self._sink.add(pieces)
+            self.pieces.add(piece_columns(pieces))
         starts = np.cumsum(sizes) - sizes
         labels = pieces.length - ~pieces.has_next
         if self._documents.spans is not None:

@@ -1,12 +1,16 @@
 """Rows on disk: two Parquet files, of which any row is read in about a millisecond.
 
 ``rows`` holds what each row weighs, in the order of training; ``pieces`` holds the pieces, row after row in the order
-in which rows closed. Both have row groups of 65,536 entries, so that the group of an entry is known without an index.
+in which rows closed. Both have row groups of 65,536 entries, so that the group of an entry is known without an index;
+each group that is read is held against its checksum in ``plan.json``.
 """
 
 from __future__ import annotations
 
+import os
+import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -15,6 +19,7 @@ import pyarrow as pa
 
 from ray_ulysses.data.packing import NO_PIECES, Pieces
 from ray_ulysses.data.patience import READ_ERRORS, Patience
+from ray_ulysses.data.row_checksums import is_group, piece_columns, weight_columns
 from ray_ulysses.data.row_groups import GROUP_ROWS, RowGroupReader, RowGroupWriter
 from ray_ulysses.data.rows import NO_ROWS, Piece, Rows, RowWeights, piece_tuple
 from ray_ulysses.errors import UserError
@@ -38,47 +43,69 @@ ROW_SCHEMA = pa.schema(
     ]
 )
 _MOSTLY_EQUAL = ("start", "has_next")
-_PLAN_KEY = b"ray_ulysses.plan_id"
+_TAIL_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileFacts:
+    """What ``plan.json`` says of a file.
+
+    Attributes:
+        num_bytes: Its size.
+        footer_crc32: CRC-32 of its footer, by which everything else of it is found.
+        checksums: Checksums of its groups.
+    """
+
+    num_bytes: int
+    footer_crc32: int
+    checksums: str
 
 
 class PieceWriter:
     """Writes pieces as they come; a sink of the planner."""
 
-    def __init__(self, path: Path, plan_id: str) -> None:
-        self._writer = _writer(path, PIECE_SCHEMA, plan_id)
+    def __init__(self, path: Path) -> None:
+        self._writer = _writer(path, PIECE_SCHEMA)
 
     def add(self, pieces: Pieces) -> None:
         """Take the next pieces."""
-        columns = [pieces.document.astype(np.uint32), pieces.start, pieces.length.astype(np.int32), pieces.has_next]
-        self._writer.add(pa.Table.from_arrays([pa.array(column) for column in columns], schema=PIECE_SCHEMA))
+        columns = [pa.array(column) for column in piece_columns(pieces)]
+        self._writer.add(pa.Table.from_arrays(columns, schema=PIECE_SCHEMA))
 
-    def close(self) -> None:
-        """Write what is pending, and the footer."""
-        self._writer.close()
+    def close(self, checksums: str) -> None:
+        """Write what is pending, and the footer, which is another one where the checksums are others."""
+        self._writer.close(zlib.crc32(checksums.encode()))
 
 
-def write_weights(path: Path, rows: Rows, plan_id: str) -> None:
+def write_weights(path: Path, rows: Rows, checksums: str) -> None:
     """Write what rows weigh, in the order of training."""
-    writer = _writer(path, ROW_SCHEMA, plan_id)
+    writer = _writer(path, ROW_SCHEMA)
     for first in range(0, rows.num_rows, GROUP_ROWS):
         part = rows.weights(first, first + GROUP_ROWS)
-        arrays = [pa.array(getattr(part, name)) for name in ROW_SCHEMA.names]
-        writer.add(pa.Table.from_arrays(arrays, schema=ROW_SCHEMA))
-    writer.close()
+        columns = [pa.array(column) for column in weight_columns(part)]
+        writer.add(pa.Table.from_arrays(columns, schema=ROW_SCHEMA))
+    writer.close(zlib.crc32(checksums.encode()))
 
 
 class FileRows:
     """Rows that are read from their files when they are asked for; a few row groups are kept."""
 
-    def __init__(self, rows_path: Path, pieces_path: Path, plan_id: str, patience: Patience | None = None) -> None:
+    def __init__(
+        self,
+        rows_path: Path,
+        pieces_path: Path,
+        rows: FileFacts,
+        pieces: FileFacts,
+        patience: Patience | None = None,
+    ) -> None:
         """Open both files; reads their footers alone.
 
         Raises:
-            UserError: A file is missing, unreadable, or of another plan.
+            UserError: A file is missing, or is not the one that the facts describe.
         """
         patience = patience or Patience()
-        self._rows = _GroupFile(rows_path, plan_id, ROW_SCHEMA, _weights_of, patience)
-        self._pieces = _GroupFile(pieces_path, plan_id, PIECE_SCHEMA, _pieces_of, patience)
+        self._rows = _GroupFile(rows_path, rows, ROW_SCHEMA, _weights_of, patience)
+        self._pieces = _GroupFile(pieces_path, pieces, PIECE_SCHEMA, _pieces_of, patience)
 
     @property
     def num_rows(self) -> int:
@@ -127,18 +154,21 @@ class _GroupFile(Generic[Value]):
     """One file of a plan, read by row groups of one size."""
 
     def __init__(
-        self, path: Path, plan_id: str, schema: pa.Schema, convert: Callable[[pa.Table], Value], patience: Patience
+        self, path: Path, facts: FileFacts, schema: pa.Schema, convert: Callable[[pa.Table], Value], patience: Patience
     ) -> None:
         self._path = path
+        self._facts = facts
+        self._schema = schema
         self._convert = convert
         try:
-            self._reader = RowGroupReader(path, schema.names, patience)
+            patience.call(path, lambda: check_file(path, facts))
+            self._reader = RowGroupReader(path, schema.names, patience, check=self._check)
         except READ_ERRORS as error:
             raise unreadable_plan(path, error) from error
-        found = self._reader.key_values.get(_PLAN_KEY)
-        if found != plan_id.encode():
-            raise unreadable_plan(path, f"it is of plan {found.decode() if found else 'unknown'}, not {plan_id}")
         self.size = self._reader.num_rows
+
+    def _check(self, number: int, table: pa.Table) -> None:
+        check_group(number, table, self._schema, self._facts.checksums)
 
     def groups(self, first: int, stop: int) -> list[tuple[int, Value]]:
         """Return the groups that hold the entries ``[first, stop)``, each with the number of its first entry."""
@@ -153,6 +183,44 @@ class _GroupFile(Generic[Value]):
             raise unreadable_plan(self._path, error) from error
 
 
+def file_facts(path: Path, checksums: str) -> FileFacts:
+    """Return what ``plan.json`` is to say of a file that was written."""
+    return FileFacts(num_bytes=path.stat().st_size, footer_crc32=_footer_crc32(path), checksums=checksums)
+
+
+def check_file(path: Path, facts: FileFacts) -> None:
+    """Refuse a file that is not the one that was written; reads its footer alone.
+
+    Raises:
+        OSError: It is another one, or can't be read.
+    """
+    if (found := path.stat().st_size) != facts.num_bytes:
+        raise OSError(f"{found} bytes where {facts.num_bytes} were written")
+    if _footer_crc32(path) != facts.footer_crc32:
+        raise OSError("its footer is not the one that was written")
+
+
+def check_group(number: int, table: pa.Table, schema: pa.Schema, checksums: str) -> None:
+    """Refuse a row group that does not hold what was planned.
+
+    Raises:
+        OSError: It holds something else.
+    """
+    is_whole = table.schema.equals(schema) and not any(column.null_count for column in table.columns)
+    if not is_whole or not is_group(number, list(_columns(table).values()), checksums):
+        raise OSError(f"row group {number} is not what was planned")
+
+
+def _footer_crc32(path: Path) -> int:
+    """Return the CRC-32 of a Parquet file's footer, its length and the format's mark."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _TAIL_BYTES))
+        length = int.from_bytes(file.read(4), "little")
+        file.seek(max(0, size - _TAIL_BYTES - length))
+        return zlib.crc32(file.read())
+
+
 def unreadable_plan(path: Path, reason: object) -> UserError:
     """Return the error for a plan's file that can't be read."""
     return UserError(
@@ -160,11 +228,10 @@ def unreadable_plan(path: Path, reason: object) -> UserError:
     )
 
 
-def _writer(path: Path, schema: pa.Schema, plan_id: str) -> RowGroupWriter:
-    tagged = schema.with_metadata({_PLAN_KEY: plan_id.encode()})
+def _writer(path: Path, schema: pa.Schema) -> RowGroupWriter:
     # Numbers in a random order hardly shrink, and compressing them would take as long as planning.
     compression = {name: "lz4" if name in _MOSTLY_EQUAL else "none" for name in schema.names}
-    return RowGroupWriter(path, tagged, compression=compression, use_dictionary=False)
+    return RowGroupWriter(path, schema, compression=compression, use_dictionary=False)
 
 
 def _columns(table: pa.Table) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +22,24 @@ class RowGroupReader:
     """Some columns of a file, group by group; the groups last used are kept.
 
     Errors of reading pass as they are (``READ_ERRORS``), after the patience that was given.
+
+    Args:
+        path: The file.
+        columns: Which columns.
+        patience: How long to wait for a storage that is away.
+        max_groups: Groups that are kept.
+        check: Is given each group that was read and its number; raises OSError where it is not what was written.
     """
 
-    def __init__(self, path: Path, columns: Sequence[str], patience: Patience, max_groups: int = 32) -> None:
+    def __init__(
+        self,
+        path: Path,
+        columns: Sequence[str],
+        patience: Patience,
+        max_groups: int = 32,
+        check: Callable[[int, pa.Table], None] | None = None,
+    ) -> None:
+        self._check = check
         self._path = path
         self._columns = list(columns)
         self._patience = patience
@@ -51,11 +66,6 @@ class RowGroupReader:
         """Return what the writer noted of the content in the footer, if it did."""
         noted = (self._metadata.metadata or {}).get(_CONTENT_KEY.encode())
         return None if noted is None else int(noted, 16)
-
-    @property
-    def key_values(self) -> dict[bytes, bytes]:
-        """Return the key-value metadata of the footer."""
-        return dict(self._metadata.metadata or {})
 
     def group_of(self, row: int) -> tuple[int, int]:
         """Return the group that holds a row, and the row's place in it."""
@@ -85,7 +95,10 @@ class RowGroupReader:
     def _read(self, number: int) -> pa.Table:
         # With the footer at hand, opening costs one system call; a handle kept could go stale.
         with pq.ParquetFile(self._path, metadata=self._metadata, page_checksum_verification=True) as file:
-            return file.read_row_group(number, columns=self._columns, use_threads=False).combine_chunks()
+            table = file.read_row_group(number, columns=self._columns, use_threads=False).combine_chunks()
+        if self._check is not None:
+            self._check(number, table)
+        return table
 
 
 class RowGroupWriter:

@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from ray_ulysses.checkpoint import newest_committed
 from ray_ulysses.data.corpus_set import CorpusSet, open_sources, plan_input
-from ray_ulysses.data.plan import Plan, segment_id
+from ray_ulysses.data.plan import Plan
 from ray_ulysses.data.plan_files import PLAN_FOLDER, write_segment
 from ray_ulysses.data.planning import NoSink, Remainder, build_segment
 from ray_ulysses.data.remainder import remainder_after
@@ -41,7 +41,7 @@ def plan_run(
     for corpus in corpora.corpora:
         corpus.check_files()
     if stored is not None:
-        if segment_id(settings, corpora.sources, stored.newest.branch) == stored.plan_id:
+        if stored.newest.is_made_of(settings, corpora.sources, stored.newest.branch):
             return corpora, stored, None
         if branch:
             _refuse_repeats(stored, corpora)

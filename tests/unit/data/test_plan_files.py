@@ -103,10 +103,12 @@ def test_what_a_killed_planner_left_is_written_anew(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["rows.parquet", "pieces.parquet", "evaluation_rows.parquet"])
 def test_a_file_of_another_plan_is_refused(tmp_path: Path, name: str) -> None:
-    write(tmp_path / "other", replace(SETTINGS, seed=4))
-    plan = write(tmp_path / "plan")
+    write(tmp_path / "other", replace(SETTINGS, seed=4, eval_rows=2))
+    write(tmp_path / "plan")
     shutil.copy(tmp_path / "other" / FOLDER / name, tmp_path / "plan" / FOLDER / name)
-    with pytest.raises(UserError, match=rf"{name}: the plan can't be read \(it is of plan .*, not {plan.plan_id}\)"):
+    with pytest.raises(
+        UserError, match=rf"{name}: the plan can't be read \((its footer is not the one|\d+ bytes where \d+ were)"
+    ):
         load_plan(tmp_path / "plan")
 
 
@@ -116,7 +118,7 @@ def test_a_plan_whose_settings_were_changed_is_refused(tmp_path: Path) -> None:
     header = json.loads(path.read_text())
     header["settings"]["rows_per_step"] = 12
     path.write_text(json.dumps(header))
-    with pytest.raises(UserError, match=r"they were changed since the plan was made"):
+    with pytest.raises(UserError, match=r"plan\.json: the plan can't be read \(its checksum is wrong"):
         load_plan(tmp_path)
 
 
