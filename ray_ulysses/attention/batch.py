@@ -39,6 +39,7 @@ class ShardedBatch:
         document_lengths_BL: int32 length in tokens of each token's whole document; 0 in padding.
         documents: Tables of the rows, as this rank's part of the ring sees them.
         mesh: The mesh that the rows were cut over.
+        token_ids: The smallest and the largest token id of the whole rows, or ``None`` where they are not on the host.
     """
 
     input_ids_BL: torch.Tensor
@@ -47,6 +48,7 @@ class ShardedBatch:
     document_lengths_BL: torch.Tensor
     documents: PackedDocuments
     mesh: SequenceMesh
+    token_ids: tuple[int, int] | None = None
 
     def model_inputs(self) -> dict[str, Any]:
         """Return the keyword arguments of the model's forward. Labels stay out: the loss is ours."""
@@ -116,7 +118,14 @@ def shard_batch(
         document_lengths_BL=held_document_lengths(documents, mesh).to(input_ids_BS.device),
         documents=documents,
         mesh=mesh,
+        # Whole rows, so that each rank finds the same; on a device, reading them would wait for it.
+        token_ids=_bounds(input_ids_BS) if input_ids_BS.device.type == "cpu" else None,
     )
+
+
+def _bounds(input_ids_BS: torch.Tensor) -> tuple[int, int]:
+    smallest, largest = torch.aminmax(input_ids_BS)
+    return int(smallest), int(largest)
 
 
 def held_tokens(rows_BS: torch.Tensor, mesh: SequenceMesh) -> torch.Tensor:

@@ -69,10 +69,12 @@ class Sight:
     Attributes:
         problems: Why the model can't be done exactly, in words.
         layers: What each attention module asks for, by its name.
+        num_positions: Positions that its smallest table of positions holds; ``None`` if it has no such table.
     """
 
     problems: list[str] = field(default_factory=list)
     layers: dict[str, LayerAttention] = field(default_factory=dict)
+    num_positions: int | None = None
 
     def add(self, problem: str) -> None:
         """Take down a problem once."""
@@ -131,6 +133,7 @@ def look_through(model: nn.Module) -> Sight:
             sight.add(f"its forward fails on a row without an attention mask ({said})")
     found = [f"an operation outside its attention puts tokens together ({name})" for name in operations.found]
     sight.problems = found + sight.problems
+    sight.num_positions = operations.num_positions
     if not sight.problems:
         _find_attention_of_its_own(copy, sight)
     return sight

@@ -1,4 +1,4 @@
-"""Operations that work along the dim of the tokens, found as they are called.
+"""Operations that work along the dim of the tokens, and tables of positions, found as they are called.
 
 Only floating-point tensors count: integers are token ids, positions and the sorting of tokens among experts, which the
 comparison of :mod:`ray_ulysses.attention.dependence` judges by their effect.
@@ -26,6 +26,7 @@ _REDUCTIONS = frozenset(
 )  # fmt: skip
 """Work along the dims that they are given, or along all dims if they are given none."""
 
+_LOOK_UPS = frozenset({"embedding", "index", "index_select"})
 _PARTS = frozenset({"select", "slice", "unbind", "split", "split_with_sizes"})
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "dot", "mv"})
 _CONVOLUTIONS = frozenset({"convolution", "_convolution", "mkldnn_convolution", "fft_fft", "_fft_r2c", "_fft_c2c"})
@@ -36,6 +37,7 @@ class TokenOperations(TorchDispatchMode):
 
     Attributes:
         found: Their names, each once, in the order of their calls.
+        num_positions: Positions that the smallest table has which positions are looked up in; ``None`` without one.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -43,6 +45,7 @@ class TokenOperations(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._num_tokens = num_tokens
         self.found: list[str] = []
+        self.num_positions: int | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -52,7 +55,26 @@ class TokenOperations(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name not in self.found and self._works_along_tokens(func, name, args, kwargs or {}, result):
             self.found.append(name)
+        if name in _LOOK_UPS:
+            self._look_for_positions(name, args)
         return result
+
+    def _look_for_positions(self, name: str, args: tuple[Any, ...]) -> None:
+        """Take down the size of a table if it is asked for every position of the plain row, in order."""
+        table, asked = args[0], args[2] if name == "index_select" else args[1]
+        if isinstance(asked, list | tuple):
+            asked = asked[0] if len(asked) == 1 else None
+        is_first_dim = name != "index_select" or args[1] == 0
+        if not isinstance(asked, torch.Tensor) or asked.numel() != self._num_tokens or not is_first_dim:
+            return
+        places = asked.flatten()
+        # A row's own tokens are no table; some tables keep their first places for other uses.
+        if asked.is_floating_point() or asked.dtype == torch.bool or table.shape[0] == self._num_tokens:
+            return
+        first = int(places[0])
+        if torch.equal(places - first, torch.arange(self._num_tokens)):
+            size = int(table.shape[0]) - first
+            self.num_positions = min(size, self.num_positions or size)
 
     def _works_along_tokens(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any

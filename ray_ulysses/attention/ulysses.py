@@ -91,7 +91,8 @@ def apply_ulysses(
     if chunks < 1:
         raise UserError(f"chunks={chunks} must be at least 1: the number of shares that the KV heads are exchanged in")
     refuse_mixed_devices(model)
-    layers = refuse_inexact(model, config, mesh).layers
+    sight = refuse_inexact(model, config, mesh)
+    layers = sight.layers
     _refuse_kernels(model, layers.values(), attention)
     _register()
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
@@ -101,6 +102,7 @@ def apply_ulysses(
         settle_window(base.get_submodule(name), layer.window)
     current = CurrentBatch()
     follow_documents(model, current)
+    num_tokens = getattr(base.get_input_embeddings(), "num_embeddings", None)
     announce = _announcer(attention)
     ulysses, ring = (mesh.group(role).group_name if size > 1 else "" for role, size in _axes(mesh))
 
@@ -108,6 +110,9 @@ def apply_ulysses(
         batch = kwargs.get(MODEL_INPUT)
         _check_inputs(batch, kwargs, mesh)
         assert isinstance(batch, ShardedBatch)
+        if not torch.compiler.is_compiling():
+            # Each batch's numbers would be guards of a compiled forward.
+            _check_tables(batch, num_tokens, sight.num_positions)
         current.batch = batch
         context = AttentionContext(
             documents=batch.documents,
@@ -318,6 +323,22 @@ def _check_inputs(batch: object, kwargs: dict[str, Any], mesh: SequenceMesh) -> 
         raise UserError("labels were passed to the model; it would shift them again: use causal_lm_loss(model, batch)")
     if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
         raise UserError("use_cache=True is for generation; under Ulysses a row is passed whole, without a cache")
+
+
+def _check_tables(batch: ShardedBatch, num_tokens: int | None, num_positions: int | None) -> None:
+    """Refuse what a look-up would fail for on one rank, on every rank of ``sp``: else the others would wait."""
+    smallest, largest = batch.token_ids or (0, 0)
+    if num_tokens is not None and (smallest < 0 or largest >= num_tokens):
+        raise UserError(
+            f"input_ids hold token id {smallest if smallest < 0 else largest}, and the model's embedding has ids 0 to "
+            f"{num_tokens - 1}; use the model's own tokenizer"
+        )
+    longest = batch.documents.max_position + 1
+    if num_positions is not None and longest > num_positions:
+        raise UserError(
+            f"document_lengths hold a document of {longest} tokens, and the model has a table of {num_positions} "
+            f"positions; pack documents of at most {num_positions} tokens, or use a model with rotary positions"
+        )
 
 
 def _text_config(model: nn.Module) -> Any:

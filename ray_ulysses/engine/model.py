@@ -23,6 +23,7 @@ from ray_ulysses.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ray_ulysses.attention.probe import Sight
     from ray_ulysses.config import Config
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -71,22 +72,28 @@ def _checkpoint_layers(model: PreTrainedModel, kept: KeptOutput) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
-def check_architecture(config: Config) -> None:
+def check_architecture(config: Config) -> Sight:
     """Refuse a run whose decoder can't be trained exactly; reads no weights and needs no GPU.
+
+    Returns:
+        What its attention asks for, and how many positions it has.
 
     Raises:
         UserError: The configuration can't be read, or says which layer or setting can't be exact, and why.
     """
     # What is written in line needs no hub; that it is what the path holds is checked when that is loaded.
     described = config.model.config
-    refuse_architecture(described_config(config) if described is None else inline_config(described))
+    return refuse_architecture(described_config(config) if described is None else inline_config(described))
 
 
-def refuse_architecture(hf_config: Any) -> None:
+def refuse_architecture(hf_config: Any) -> Sight:
     """Build a decoder on the meta device, where it takes no memory, and refuse what can't be trained exactly.
 
     Args:
         hf_config: A ``PreTrainedConfig``; left as it is.
+
+    Returns:
+        What its attention asks for, and how many positions it has.
 
     Raises:
         UserError: Names the architecture or setting, why it can't be exact, and the way out.
@@ -100,7 +107,7 @@ def refuse_architecture(hf_config: Any) -> None:
         model: Any = with_words(
             lambda: AutoModelForCausalLM.from_config(deepcopy(hf_config), trust_remote_code=False), "model.config"
         )
-    refuse_inexact(model, model.config.get_text_config(decoder=True), None)
+    return refuse_inexact(model, model.config.get_text_config(decoder=True), None)
 
 
 def _random_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:

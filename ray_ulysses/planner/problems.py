@@ -42,6 +42,19 @@ def vocabulary_problems(max_token_id: int, vocab_size: int, corpus_path: str) ->
         )
 
 
+def position_problems(config: Config, longest_document: int, row_tokens: int, num_positions: int) -> Iterator[Problem]:
+    """Refuse documents that are longer than a model's table of positions."""
+    longest = min(longest_document, row_tokens)
+    if longest > num_positions:
+        yield Problem(
+            path="data.context_tokens",
+            value=config.data.context_tokens,
+            rule=f"lets documents of up to {longest} tokens into a row, and the model's table of positions ends at "
+            f"{num_positions}",
+            way_out=f"use at most {num_positions}, or a model with rotary positions",
+        )
+
+
 def plan_problems(config: Config, plan: Plan) -> Iterator[Problem]:
     """Refuse a stop beyond the planned data, and an evaluation without rows."""
     stop = config.run.stop_step

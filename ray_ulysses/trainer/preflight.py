@@ -15,6 +15,7 @@ from ray_ulysses.engine.model import check_architecture
 from ray_ulysses.engine.model_config import check_described
 from ray_ulysses.errors import ConfigError, Problem, UserError
 from ray_ulysses.logging import get_logger
+from ray_ulysses.planner.problems import position_problems
 from ray_ulysses.planner.report import PlanReport, build_report
 from ray_ulysses.planner.settings import plan_settings
 from ray_ulysses.planner.stand_in import stand_in_documents
@@ -87,12 +88,15 @@ def _prepare(config: Config, problems: list[Problem], *, branch: bool) -> Prepar
     """Return the prepared run; what speaks against it is added to ``problems`` as it is found."""
     _check_model_path(config)
     shape = model_shape(config)
-    check_architecture(config)
+    num_positions = check_architecture(config).num_positions
     stored = _stored_plan(config)
     problems += misfit(config, shape, stored)
     settings = plan_settings(config, shape, stored.settings if stored else None)
     corpora, plan, remainder = plan_run(config, settings, stored, branch=branch)
     problems += () if problems else other_plan(config, stored, plan, is_branched=remainder is not None)
+    if num_positions is not None:
+        longest = max(int(corpus.lengths.max()) for corpus in corpora.corpora)
+        problems += position_problems(config, longest, plan.settings.capacity, num_positions)
     report = build_report(config, shape, corpora, plan, tuple(problems))
     problems[:] = report.problems
     return PreparedRun(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from ray_ulysses.attention.refusals import refuse_config, refuse_inexact, refuse
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import build_model, refuse_architecture
 from ray_ulysses.errors import UserError
+from ray_ulysses.parallel.mesh import SequenceMesh
 from tests.unit.attention.meshes import ALONE, place
 from tests.unit.attention.models import ARCHITECTURES, tiny_model
 from tests.unit.config.trees import small_tree
@@ -280,3 +282,50 @@ def test_a_dropout_module_that_the_configuration_does_not_show_is_refused() -> N
     model.model.layers[1].mlp.add_module("noise", nn.Dropout(0.5))
     with pytest.raises(UserError, match=r"^llama has a dropout of 0\.5 at model\.layers\.1\.mlp\.noise"):
         refuse_inexact(model, model.config, None)
+
+
+NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_dropout"), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "num_positions"),
+    [
+        ("gpt2", {"max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0, **NO_DROPOUT}, 64),
+        # Two places of its table come before the first position.
+        ("opt", {"max_position_embeddings": 64, "ffn_dim": 48, "dropout": 0.0, "word_embed_proj_dim": 32}, 64),
+        ("ctrl", {"max_position_embeddings": 64, "n_embd": 32, "dff": 48, **NO_DROPOUT}, 64),
+        ("llama", {"max_position_embeddings": 64}, None),
+    ],
+)
+def test_the_positions_that_a_table_holds_are_counted(
+    kind: str, changes: dict[str, Any], num_positions: int | None
+) -> None:
+    assert look_through(tiny_model(kind, meta=True, **changes)).num_positions == num_positions
+
+
+def test_what_a_look_up_would_fail_for_is_refused_on_every_rank_alike() -> None:
+    """Only the second rank holds the token, and each says the same before any collective."""
+    said: dict[str, set[str]] = {"token": set(), "position": set()}
+    for rank in range(2):
+        # No such group is there: what is refused is refused before a collective.
+        group: Any = SimpleNamespace(group_name="nowhere")
+        mesh = SequenceMesh(sp_size=2, sp_rank=rank, ring_size=1, world_size=2, groups={"ulysses": group})
+        model: Any = tiny_model("gpt2", max_position_embeddings=64, bos_token_id=0, eos_token_id=0, **NO_DROPOUT)
+        apply_ulysses(model, mesh)
+        ids = torch.zeros(1, 100, dtype=torch.int64)
+        with pytest.raises(UserError) as long:
+            model(**shard_batch(ids, None, (80, 20), mesh).model_inputs())
+        said["position"].add(str(long.value))
+        ids[0, 99] = 61
+        with pytest.raises(UserError) as unknown:
+            model(**shard_batch(ids, None, (50, 50), mesh).model_inputs())
+        said["token"].add(str(unknown.value))
+    assert said == {
+        "token": {
+            "input_ids hold token id 61, and the model's embedding has ids 0 to 60; use the model's own tokenizer"
+        },
+        "position": {
+            "document_lengths hold a document of 80 tokens, and the model has a table of 64 positions; pack documents "
+            "of at most 64 tokens, or use a model with rotary positions"
+        },
+    }

@@ -84,3 +84,31 @@ def test_contradictions_are_said_beside_an_error_that_leaves_no_plan_to_be_made(
     assert said.startswith("run 'run': 3 problems\n  - data.path=")
     assert "\n  - run.seed=7: " in said
     assert "nothing" in said.splitlines()[-1] and "prepare" in said.splitlines()[-1]
+
+
+def test_documents_beyond_a_learned_table_of_positions_are_refused_before_a_worker_starts(tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path)
+    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_dropout"), 0.0)
+
+    def problems(num_positions: int) -> list[str]:
+        model = {
+            "model_type": "gpt2",
+            "vocab_size": 264,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "n_positions": num_positions,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            **no_dropout,
+        }
+        report = prepare_run(make_config(tmp_path / "runs", corpus, model__config=model), Path("/")).report
+        return [str(problem) for problem in report.problems]
+
+    assert problems(256) == []
+    (said,) = problems(200)
+    assert said == (
+        "data.context_tokens=256: lets documents of up to 256 tokens into a row, and the model's table of positions "
+        "ends at 200; use at most 200, or a model with rotary positions"
+    )
