@@ -72,6 +72,7 @@ def prepare(
     id_field: Annotated[str | None, typer.Option(help="Any row: its own id, which is kept.")] = None,
     split: Annotated[str | None, typer.Option(help="Split of a data set that has several.")] = None,
     duplicates: Annotated[str, typer.Option(help="quarantine or keep documents that occurred before.")] = "quarantine",
+    without: Annotated[list[str] | None, typer.Option(help="Leave out what this corpus holds; repeatable.")] = None,
     address: Annotated[str | None, typer.Option(help="Ray cluster; else RAY_ADDRESS, else this machine.")] = None,
 ) -> None:
     """Turn text, source trees, JSONL, Parquet or a `datasets` dataset into token shards. Resumable.
@@ -110,6 +111,7 @@ def prepare(
         ),
         split=split,
         duplicates=duplicates,
+        without=tuple(without or ()),
         address=address,
         say=typer.echo,
     )

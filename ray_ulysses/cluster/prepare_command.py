@@ -12,6 +12,8 @@ from ray_ulysses.data.row_fields import RowFields
 from ray_ulysses.data.sources import DEFAULT_EXCLUDE, SourceKind, SourceSpec
 from ray_ulysses.errors import UserError
 
+_MOST_REASONS = 6
+
 
 def prepare_corpus(
     *,
@@ -24,6 +26,7 @@ def prepare_corpus(
     fields: RowFields,
     split: str | None,
     duplicates: str,
+    without: tuple[str, ...],
     address: str | None,
     say: Callable[[str], Any],
 ) -> None:
@@ -53,7 +56,9 @@ def prepare_corpus(
         id_field=fields.id,
         split=split,
     )
-    request = PrepareRequest(sources=spec, out=out, tokenizer=tokenizer, duplicates=cast("Duplicates", duplicates))
+    request = PrepareRequest(
+        sources=spec, out=out, tokenizer=tokenizer, duplicates=cast("Duplicates", duplicates), without=without
+    )
     # Everything that is wrong with the request is said before Ray is imported and started.
     if not begin(request).is_complete:
         from ray_ulysses.cluster.prepare_job import DEFAULT_NUM_CPUS, prepare
@@ -85,4 +90,5 @@ def _say_result(out: Path, say: Callable[[str], Any]) -> None:
     if info.byte_unigram_nats is not None:
         say(f"entropy of its bytes: {info.byte_unigram_nats:.4f} nats (unigram)")
     if info.num_quarantined:
-        say(f"left out: {info.num_quarantined:,} documents; the reasons are in {out / 'quarantine.jsonl'}")
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in info.reasons[:_MOST_REASONS])
+        say(f"left out: {info.num_quarantined:,} documents ({reasons}); {out / 'quarantine.jsonl'} names each")

@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from ray_ulysses.data.atomic import file_crc32
@@ -172,15 +170,15 @@ class Corpus:
         except READ_ERRORS as error:
             raise _unreadable(self.path / DOCUMENTS_FILE, error) from error
 
-    def origins(self) -> pa.Table:
-        """Return source, offset and length of every document: what tells a document from all others of its files.
+    def digests(self) -> NDArray[np.uint64]:
+        """Return what documents of the same content share, here and in other corpora; uint64 [documents, 2].
 
         Raises:
             UserError: The sidecar can't be read.
         """
         path = self.path / DOCUMENTS_FILE
         try:
-            return self._patience.call(path, lambda: pq.read_table(path, columns=["source", "offset", "length"]))
+            return self._patience.call(path, self._document_table().digests)
         except READ_ERRORS as error:
             raise _unreadable(path, error) from error
 

@@ -32,7 +32,7 @@ class DocumentSource(NamedTuple):
 
     Attributes:
         source: File or data set.
-        offset: Line (from 1) or row (from 0) in it; 0 for a whole file.
+        offset: Line or row in it, from 1; 0 for a whole file.
         id: The row's own id; empty where it has none.
     """
 
@@ -80,6 +80,17 @@ class DocumentTable:
         group, row = self._sources.group_of(document)
         table = self._sources.group(group)
         return DocumentSource(*(table.column(name)[row].as_py() for name in _SOURCE_COLUMNS))
+
+    def digests(self) -> NDArray[np.uint64]:
+        """Return the digest of each document's content; uint64 [documents, 2]."""
+        found = np.empty((self._info.num_documents, 2), dtype=np.uint64)
+        place = 0
+        with pq.ParquetFile(self._path, page_checksum_verification=True) as file:
+            for batch in file.iter_batches(batch_size=_CRC_ROWS, columns=["content"], use_threads=False):
+                part = digest_halves(batch.column(0))
+                found[place : place + len(part)] = part
+                place += len(part)
+        return found
 
     def lengths(self) -> NDArray[np.uint32]:
         """Return the tokens of every document, read-only; raises MismatchError if they are not corpus.json's."""
@@ -162,6 +173,12 @@ def spans_crc32(
         block = np.stack([documents[rows], starts[rows], stops[rows]], axis=1)
         crc32 = zlib.crc32(block.astype("<i8", copy=False).tobytes(), crc32)
     return crc32
+
+
+def digest_halves(digests: pa.FixedSizeBinaryArray) -> NDArray[np.uint64]:
+    """Return digests of 16 bytes as uint64 [documents, 2]."""
+    halves: NDArray[np.uint64] = np.frombuffer(digests.buffers()[1], dtype=np.uint64).reshape(-1, 2)
+    return halves[digests.offset : digests.offset + len(digests)]
 
 
 def _check_content(reader: RowGroupReader, crc32: int) -> None:

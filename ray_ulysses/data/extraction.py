@@ -43,7 +43,7 @@ class RawDocument:
     Attributes:
         content: Text (not empty and valid as UTF-8), tokens, a chat, or a prompt with its completion.
         source: File or data set.
-        offset: Line (from 1) or row (from 0) in it; 0 for a whole file.
+        offset: Line or row in it, from 1; 0 for a whole file.
         id: The row's own id; empty where it has none.
     """
 
@@ -199,7 +199,7 @@ def _read_parquet(unit: Unit) -> Iterator[RawDocument | Rejected]:
         # Without a buffer pyarrow 25 holds a row group's columns whole; with one a page, as large as it was written.
         with open_parquet(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as parquet:
             metadata = parquet.metadata
-            row = sum(metadata.row_group(group).num_rows for group in range(unit.first))
+            row = 1 + sum(metadata.row_group(group).num_rows for group in range(unit.first))
             for group in range(unit.first, unit.last):
                 size = _batch_rows(metadata.row_group(group).num_rows, metadata.row_group(group).total_byte_size)
                 for batch in parquet.iter_batches(size, row_groups=[group], columns=columns, use_threads=False):
@@ -224,8 +224,10 @@ def _read_dataset(unit: Unit) -> Iterator[RawDocument | Rejected]:
             table = dataset[first : min(first + size, unit.last)]
         except READ_ERRORS as error:
             raise unreadable(path, error, "data set's") from error
+        row = first + 1
         for batch in table.combine_chunks().to_batches():
-            yield from _batch_documents(batch, unit.fields, path, first)
+            yield from _batch_documents(batch, unit.fields, path, row)
+            row += batch.num_rows
 
 
 def _batch_documents(

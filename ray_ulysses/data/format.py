@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from ray_ulysses.data.tokenizers import TokenizerInfo
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 CHUNK_TOKENS = 65_536
 CORPUS_FILE = "corpus.json"
 DOCUMENTS_FILE = "documents.parquet"
@@ -44,6 +44,8 @@ DOCUMENT_SCHEMA = pa.schema(
         pa.field("source", pa.string(), nullable=False),
         pa.field("offset", pa.int64(), nullable=False),
         pa.field("id", pa.string(), nullable=False),
+        # What documents of the same content share, in this corpus and in others.
+        pa.field("content", pa.binary(16), nullable=False),
     ]
 )
 SPANS_SCHEMA = pa.schema(
@@ -143,6 +145,7 @@ class CorpusInfo:
         num_tokens: Their tokens, the end token of each included.
         max_token_id: Largest token id of all.
         num_quarantined: Documents left out; ``quarantine.jsonl`` says why.
+        reasons: How many were left out for each reason, the most frequent ones first.
         shards: The shard files.
         documents_bytes: Size of the length sidecar.
         documents_crc32: CRC-32 of the length sidecar.
@@ -170,6 +173,7 @@ class CorpusInfo:
     signature: str
     spans: SpansInfo | None = None
     turn_ends: tuple[int, ...] = ()
+    reasons: tuple[tuple[str, int], ...] = ()
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -208,6 +212,7 @@ class CorpusInfo:
         known["tokenizer"] = TokenizerInfo.from_json(known["tokenizer"])
         known["shards"] = tuple(ShardInfo(**shard) for shard in known["shards"])
         known["turn_ends"] = tuple(known.get("turn_ends", ()))
+        known["reasons"] = tuple((str(reason), int(count)) for reason, count in known["reasons"])
         known["spans"] = None if known["spans"] is None else SpansInfo(**known["spans"])
         expected = token_dtype(known["tokenizer"].vocab_size).name
         if known["dtype"] != expected:

@@ -24,7 +24,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from ray_ulysses.data.atomic import atomic_file, file_crc32, temporary_files, write_text
-from ray_ulysses.data.document_table import spans_crc32
+from ray_ulysses.data.corpus import Corpus
+from ray_ulysses.data.document_table import digest_halves, spans_crc32
 from ray_ulysses.data.format import (
     CORPUS_FILE,
     DOCUMENT_SCHEMA,
@@ -41,7 +42,8 @@ from ray_ulysses.data.format import (
 )
 from ray_ulysses.data.line_ranges import number_lines, refuse_files_without_objects
 from ray_ulysses.data.patience import Patience
-from ray_ulysses.data.quarantine import Rejected
+from ray_ulysses.data.quarantine import Rejected, reason_class
+from ray_ulysses.data.repeats import first_of_same_content
 from ray_ulysses.data.row_groups import RowGroupWriter
 from ray_ulysses.data.shard import ShardReader
 from ray_ulysses.data.tokenizers import TokenizerInfo
@@ -51,6 +53,7 @@ from ray_ulysses.storage.local import sync_folder
 
 Duplicates = Literal["quarantine", "keep"]
 _NOTES_AT_HAND = 8
+_MOST_REASONS = 20
 
 
 def merge(
@@ -61,11 +64,13 @@ def merge(
     rejected: Sequence[Rejected],
     duplicates: Duplicates,
     signature: str,
+    others: Sequence[Corpus] = (),
     patience: Patience | None = None,
 ) -> CorpusInfo:
     """Write the sidecars, the quarantine and, last, ``corpus.json``; done again, it writes the same files.
 
-    Everything that ``corpus.json`` names outlives a power failure before ``corpus.json`` has its name.
+    What ``others`` hold is left out. Everything that ``corpus.json`` names outlives a power failure before
+    ``corpus.json`` has its name.
 
     Raises:
         UserError: No document is left, or a JSONL file holds no JSON object.
@@ -75,10 +80,11 @@ def merge(
     numbered = number_lines([result.lines for result in results])
     results = [replace(result, lines=lines) for result, lines in zip(results, numbered, strict=True)]
     units = [result for result in results if result.shard is not None]
-    repeats = _repeats(out, units) if duplicates == "quarantine" else [np.full(u.num_documents, -1) for u in units]
-    num_quarantined, reasons = _write_quarantine(out, results, rejected, _repeated_documents(out, units, repeats))
+    repeats = _repeats(out, units, others, duplicates)
+    repeated = _repeated_documents(out, units, repeats, others)
+    num_quarantined, reasons = _write_quarantine(out, results, rejected, repeated)
     if not any((repeated < 0).any() for repeated in repeats):
-        common = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common(3))
+        common = "; ".join(f"{reason} ({count})" for reason, count in reasons[:3])
         raise UserError(
             f"the sources hold no usable document: {num_quarantined} were left out: {common}. "
             f"{out / QUARANTINE_FILE} names each"
@@ -100,6 +106,7 @@ def merge(
         byte_unigram_nats=byte_entropy,
         token_unigram_nats=token_entropy,
         signature=signature,
+        reasons=reasons,
         spans=spans,
         turn_ends=tuple(sorted({token for unit in units for token in unit.turn_ends})),
     )
@@ -173,48 +180,52 @@ def _kept_notes(
         first += kept.num_rows
 
 
-def _repeats(out: Path, units: Sequence[UnitResult]) -> list[NDArray[np.int64]]:
-    """Return for each document the number (over all units) of the first one with the same content, or -1."""
-    if not units:
-        return []
-    digests = [_digests(_notes(out, unit, ["content"])) for unit in units]
-    halves = np.concatenate(digests)
-    order = np.lexsort((np.arange(len(halves)), halves[:, 1], halves[:, 0]))
-    ordered = halves[order]
-    starts = np.ones(len(order), dtype=bool)
-    starts[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
-    firsts = order[np.maximum.accumulate(np.where(starts, np.arange(len(order)), 0))]
-    repeated = np.full(len(order), -1, dtype=np.int64)
-    repeated[order] = np.where(starts, -1, firsts)
-    return list(np.split(repeated, np.cumsum([len(one) for one in digests])[:-1]))
+def _repeats(
+    out: Path, units: Sequence[UnitResult], others: Sequence[Corpus], duplicates: Duplicates
+) -> list[NDArray[np.int64]]:
+    """Return for each document the number of the one, over ``others`` and all units, that it repeats, or -1."""
+    if duplicates == "keep" and not others:
+        return [np.full(unit.num_documents, -1, dtype=np.int64) for unit in units]
+    known = [corpus.digests() for corpus in others]
+    found = first_of_same_content([*known, *(_digests(_notes(out, unit, ["content"])) for unit in units)])[len(known) :]
+    if duplicates == "keep":
+        num_known = sum(map(len, known))
+        return [np.where(repeated < num_known, repeated, -1) for repeated in found]
+    return found
 
 
 def _digests(notes: pa.Table) -> NDArray[np.uint64]:
-    chunks = notes.column("content").chunks
-    views = [np.frombuffer(chunk.buffers()[1], dtype=np.uint64).reshape(-1, 2) for chunk in chunks]
-    return np.concatenate([v[c.offset : c.offset + len(c)] for v, c in zip(views, chunks, strict=True)])
+    """Return the digests of a unit's documents as uint64 [documents, 2]."""
+    chunks = [digest_halves(chunk) for chunk in notes.column("content").chunks]
+    return np.concatenate([np.empty((0, 2), dtype=np.uint64), *chunks])
 
 
 def _repeated_documents(
-    out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]]
+    out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]], others: Sequence[Corpus]
 ) -> Iterator[Rejected]:
     """Yield the documents that occurred before, each with the place of the first."""
-    begins = np.cumsum([0, *(repeated.size for repeated in repeats)])
+    sizes = [*(corpus.num_documents for corpus in others), *(repeated.size for repeated in repeats)]
+    begins = np.cumsum([0, *sizes])
 
     @functools.lru_cache(maxsize=_NOTES_AT_HAND)
     def places(unit: int) -> pa.Table:
         return _notes(out, units[unit], ["source", "offset"])
 
     def place(number: int) -> tuple[str, int]:
-        unit = int(np.searchsorted(begins, number, side="right")) - 1
-        row = number - int(begins[unit])
-        return places(unit).column("source")[row].as_py(), places(unit).column("offset")[row].as_py()
+        group = int(np.searchsorted(begins, number, side="right")) - 1
+        row = number - int(begins[group])
+        if group < len(others):
+            return others[group].source(row)[:2]
+        notes = places(group - len(others))
+        return notes.column("source")[row].as_py(), notes.column("offset")[row].as_py()
 
-    for begin, repeated in zip(begins.tolist(), repeats, strict=False):
+    for begin, repeated in zip(begins[len(others) :].tolist(), repeats, strict=False):
         for row in np.flatnonzero(repeated >= 0).tolist():
             first_source, first_offset = place(int(repeated[row]))
             source, offset = place(begin + row)
             reason = f"the same content as {first_source}" + (f" at {first_offset}" if first_offset else "")
+            if repeated[row] < begins[len(others)]:
+                reason += " in another corpus"
             yield Rejected(source=source, offset=offset, reason=reason)
 
 
@@ -274,21 +285,21 @@ def _unit_spans(notes: pa.Table) -> tuple[NDArray[np.int64], NDArray[np.int64], 
 
 def _write_quarantine(
     out: Path, results: Sequence[UnitResult], rejected: Sequence[Rejected], repeated: Iterator[Rejected]
-) -> tuple[int, Counter[str]]:
-    """Write everything that was left out into one file; return how much, and how often for each reason."""
+) -> tuple[int, tuple[tuple[str, int], ...]]:
+    """Write everything that was left out into one file; return how much, and how often for the commonest reasons."""
     reasons: Counter[str] = Counter()
     with atomic_file(out / QUARANTINE_FILE) as temporary, temporary.open("w", encoding="utf-8") as file:
         for group in (rejected, repeated):
             for one in group:
-                reasons[one.reason.split(":")[0]] += 1
+                reasons[reason_class(one.reason)] += 1
                 file.write(json.dumps(asdict(one)) + "\n")
         for result in results:
             with unit_file(out, result.index, "quarantine.jsonl").open(encoding="utf-8") as lines:
                 for line in lines:
                     one = json.loads(line)
-                    reasons[one["reason"].split(":")[0]] += 1
+                    reasons[reason_class(one["reason"])] += 1
                     file.write(json.dumps({**one, "offset": one["offset"] + _lines_before(result)}) + "\n")
-    return reasons.total(), reasons
+    return reasons.total(), tuple(reasons.most_common(_MOST_REASONS))
 
 
 def _entropies(

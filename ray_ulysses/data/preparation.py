@@ -22,7 +22,7 @@ from ray_ulysses.data.merge import Duplicates, merge, remove_working_files, work
 from ray_ulysses.data.patience import Patience
 from ray_ulysses.data.quarantine import Rejected
 from ray_ulysses.data.sources import DEFAULT_UNIT_BYTES, SourceSpec, Unit, list_units
-from ray_ulysses.data.tokenizers import BYTES, Tokenizer, load_tokenizer
+from ray_ulysses.data.tokenizers import BYTES, Tokenizer, TokenizerInfo, load_tokenizer
 from ray_ulysses.data.unit_writer import UnitResult, finished_unit, unit_signature, write_unit
 from ray_ulysses.errors import UserError
 
@@ -36,6 +36,7 @@ class PrepareRequest:
         out: Directory of the corpus.
         tokenizer: ``bytes``, or a local Hugging Face tokenizer directory.
         duplicates: ``quarantine`` leaves out documents whose text occurred before; ``keep`` keeps them.
+        without: Corpora that this one is to be trained on beside: what they hold is left out.
         unit_bytes: Input bytes a unit, and so about the size of a shard.
     """
 
@@ -43,6 +44,7 @@ class PrepareRequest:
     out: Path
     tokenizer: str = "bytes"
     duplicates: Duplicates = "quarantine"
+    without: tuple[str, ...] = ()
     unit_bytes: int = DEFAULT_UNIT_BYTES
 
 
@@ -167,6 +169,7 @@ def finish(preparation: Preparation, results: tuple[UnitResult, ...], patience: 
     request = preparation.request
     patience = patience if patience is not None else Patience()
     tokenizer = patience.call_or_fail(request.tokenizer, lambda: load_tokenizer(request.tokenizer).info)
+    others = _other_corpora(request, tokenizer, patience)
     merge_units = functools.partial(
         merge,
         request.out,
@@ -175,6 +178,7 @@ def finish(preparation: Preparation, results: tuple[UnitResult, ...], patience: 
         rejected=preparation.rejected,
         duplicates=request.duplicates,
         signature=preparation.signature,
+        others=others,
         patience=patience,
     )
     info = patience.call_or_fail(request.out, merge_units)
@@ -238,7 +242,8 @@ def _plan(request: PrepareRequest) -> _Plan:
             f"source={paths}: no file matches pattern={request.sources.pattern!r} "
             f"(kind={request.sources.kind}); nothing was written"
         )
-    options = _options_signature(request, tokenizer)
+    others = _other_corpora(request, tokenizer.info)
+    options = _options_signature(request, tokenizer, others)
     signature = stable_hash([options, [unit_signature(unit, tokenizer) for unit in units]])
     return _Plan(
         request=request, tokenizer=tokenizer, units=units, rejected=rejected, options=options, signature=signature
@@ -265,6 +270,7 @@ def _with_absolute_paths(request: PrepareRequest) -> PrepareRequest:
         request,
         sources=replace(request.sources, paths=paths),
         out=request.out.expanduser().absolute(),
+        without=tuple(_absolute(path) for path in request.without),
         tokenizer=_absolute(request.tokenizer) if request.tokenizer != BYTES else BYTES,
     )
 
@@ -274,7 +280,26 @@ def _absolute(path: str) -> str:
     return str(expanded.absolute()) if expanded.exists() else path
 
 
-def _options_signature(request: PrepareRequest, tokenizer: Tokenizer) -> str:
+def _other_corpora(
+    request: PrepareRequest, tokenizer: TokenizerInfo, patience: Patience | None = None
+) -> tuple[Corpus, ...]:
+    """Open the corpora whose documents are left out."""
+    others = []
+    for path in request.without:
+        try:
+            corpus = Corpus.open(path, patience=patience)
+        except UserError as error:
+            raise UserError(f"without{str(error).removeprefix('data.path')}") from error
+        if corpus.tokenizer.fingerprint != tokenizer.fingerprint:
+            raise UserError(
+                f"without={path}: was prepared with the tokenizer {corpus.tokenizer.name}, this corpus is to be with "
+                f"{tokenizer.name}; the corpora of a run need one tokenizer"
+            )
+        others.append(corpus)
+    return tuple(others)
+
+
+def _options_signature(request: PrepareRequest, tokenizer: Tokenizer, others: Sequence[Corpus]) -> str:
     spec = request.sources
     return stable_hash(
         {
@@ -286,6 +311,7 @@ def _options_signature(request: PrepareRequest, tokenizer: Tokenizer) -> str:
             "fields": asdict(spec.fields),
             "split": spec.split,
             "duplicates": request.duplicates,
+            "without": [corpus.fingerprint for corpus in others],
             "unit_bytes": request.unit_bytes,
         }
     )
@@ -300,7 +326,7 @@ def _is_complete(out: Path, plan: _Plan) -> bool:
     if _field(out / CORPUS_FILE, "signature") == plan.signature:
         return True
     raise UserError(
-        f"out={out}: already holds a corpus of other sources, options or source files; "
+        f"out={out}: already holds a corpus of other sources, options or source files, or of another version; "
         "nothing was written over. Choose another directory, or delete this one first"
     )
 

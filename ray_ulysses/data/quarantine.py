@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+_SAME = re.compile(r"^(the same \w+ as) .*", re.DOTALL)
+# What stands behind the colon differs from document to document, but for what is said of a message or a tool.
+_DETAILED = re.compile(r"^(?!message |tool )([^:]+): .*", re.DOTALL)
+_NUMBER = re.compile(r"(?<![-\w])\d+\b")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -11,10 +17,16 @@ class Rejected:
 
     Attributes:
         source: File or data set that it is in.
-        offset: Line (from 1) or row (from 0) in it; 0 for a whole file.
+        offset: Line or row in it, from 1; 0 for a whole file.
         reason: Why it is left out.
     """
 
     source: str
     offset: int
     reason: str
+
+
+def reason_class(reason: str) -> str:
+    """Return a reason without what differs from one document to the next, so that equal ones can be counted."""
+    common = _SAME.sub(r"\1 another", reason)
+    return _NUMBER.sub("N", _DETAILED.sub(r"\1", common))

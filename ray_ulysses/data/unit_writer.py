@@ -20,7 +20,7 @@ from ray_ulysses.data.atomic import atomic_file, write_text
 from ray_ulysses.data.encoding import EncodedDocument, encode_document
 from ray_ulysses.data.extraction import RawDocument, read_unit
 from ray_ulysses.data.file_listing import path_text
-from ray_ulysses.data.format import SHARDS_DIRECTORY, UNITS_DIRECTORY, ShardInfo, token_dtype
+from ray_ulysses.data.format import FORMAT_VERSION, SHARDS_DIRECTORY, UNITS_DIRECTORY, ShardInfo, token_dtype
 from ray_ulysses.data.line_ranges import LineCounts
 from ray_ulysses.data.patience import Patience, is_transient
 from ray_ulysses.data.quarantine import Rejected
@@ -101,7 +101,7 @@ def unit_file(out: Path, index: int, suffix: str) -> Path:
 
 def unit_signature(unit: Unit, tokenizer: Tokenizer) -> str:
     """Return what must be unchanged for a unit that is done to be kept."""
-    signature = f"{unit.signature}-{tokenizer.info.fingerprint}"
+    signature = f"{FORMAT_VERSION}-{unit.signature}-{tokenizer.info.fingerprint}"
     if unit.kind != "text" and unit.fields.kind == "messages":
         return f"{signature}-{tokenizer.chat().fingerprint}"
     return signature

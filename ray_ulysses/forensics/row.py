@@ -48,7 +48,7 @@ class RowPiece:
         goes_on: Whether the document goes on beyond it, so that its last token has a label.
         corpus: Path of its corpus.
         source: File or data set that the document came from; None where the corpus can't be read.
-        offset: Line (from 1) or row (from 0) in it, 0 for a whole file; None where the corpus can't be read.
+        offset: Line or row in it, from 1, 0 for a whole file; None where the corpus can't be read.
         id: The row's own id; None where it has none, or the corpus can't be read.
         text: What the piece says; None where it can't be told, or was not asked for.
         text_problem: Why it can't be told; None where it can, or was not asked for.

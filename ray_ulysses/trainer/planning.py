@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pyarrow as pa
-
 from ray_ulysses.checkpoint import newest_committed
 from ray_ulysses.data.corpus_set import CorpusSet, open_sources, plan_input
 from ray_ulysses.data.plan import Plan
 from ray_ulysses.data.plan_files import PLAN_FOLDER, write_segment
 from ray_ulysses.data.planning import NoSink, Remainder, build_segment
 from ray_ulysses.data.remainder import remainder_after
-from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.data.repeats import refuse_repeats
+from ray_ulysses.errors import RunError
 from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_store, storage_answers
 from ray_ulysses.trainer.start_point import why_no_start
 
@@ -44,13 +43,15 @@ def plan_run(
         if stored.newest.is_made_of(settings, corpora.sources, stored.newest.branch):
             return corpora, stored, None
         if branch:
-            _refuse_repeats(stored, corpora)
+            refuse_repeats(corpora.corpora, num_known=len(stored.newest.sources))
             step = committed_step(config)
             remainder = remainder_after(stored, step, corpora.sources, settings.epochs)
             segment = build_segment(plan_input(corpora), settings, NoSink(), remainder)
             return corpora, Plan(segments=(*stored.segments, segment)), remainder
         # What the settings would give: the resume is refused in words, beside the report.
         corpora = open_sources(config.data_sources)
+    else:
+        refuse_repeats(corpora.corpora)
     return corpora, Plan(segments=(build_segment(plan_input(corpora), settings, NoSink()),)), None
 
 
@@ -81,21 +82,3 @@ def committed_step(config: Config) -> int:
     if problem is not None:
         raise RunError(f"run {config.run.name!r}: {problem}")
     return choice.manifest.step if choice.manifest is not None else 0
-
-
-def _refuse_repeats(stored: Plan, corpora: CorpusSet) -> None:
-    """Refuse a new corpus that holds documents of the run's: they would be trained on again.
-
-    Raises:
-        UserError: Says how to add documents instead.
-    """
-    known = len(stored.newest.sources)
-    old = [corpus.origins() for corpus in corpora.corpora[:known]]
-    for source, corpus in zip(corpora.sources[known:], corpora.corpora[known:], strict=True):
-        same = corpus.origins().join(pa.concat_tables(old), keys=["source", "offset", "length"], join_type="left semi")
-        if same.num_rows:
-            raise UserError(
-                f"data.sources: {source.path} holds {same.num_rows} documents that the run has already (the first: "
-                f"{same.column('source')[0].as_py()}), which would be trained on again; prepare the added files "
-                "alone, and name that corpus beside the old one under data.sources"
-            )

@@ -86,11 +86,11 @@ def test_a_corpus_of_another_format_is_refused(corpus: Corpus, monkeypatch: pyte
     path = corpus.path / "corpus.json"
     fields = json.loads(path.read_text())
     path.write_text(json.dumps({**fields, "format_version": 7}))
-    with pytest.raises(UserError, match=r"the corpus has format 7, this version reads 2"):
+    with pytest.raises(UserError, match=r"the corpus has format 7, this version reads 3"):
         Corpus.open(corpus.path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format_version": 2}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format_version": 3}'])
 def test_a_broken_corpus_json_is_named(corpus: Corpus, text: str) -> None:
     (corpus.path / "corpus.json").write_text(text)
     with pytest.raises(UserError, match=r"corpus\.json can't be used"):

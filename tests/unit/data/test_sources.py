@@ -155,7 +155,7 @@ def test_parquet_is_read_in_ranges_of_row_groups(tmp_path: Path) -> None:
     units, _ = list_units(spec, 1)
     assert [(unit.first, unit.last) for unit in units] == [(0, 1), (1, 2), (2, 3), (3, 4)]
     documents, _ = read_all(units)
-    assert [(document.content, document.offset) for document in documents] == list(zip(texts, range(7), strict=True))
+    assert [(document.content, document.offset) for document in documents] == list(zip(texts, range(1, 8), strict=True))
     assert texts_of(spec) == texts
 
 
@@ -186,8 +186,8 @@ def test_rows_without_text_are_left_out(tmp_path: Path) -> None:
     path = parquet(tmp_path / "data.parquet", ["one", None, ""])
     _, rejected = read_all(list_units(SourceSpec(paths=(str(path),), text_field="body"))[0])
     assert [(one.offset, one.reason) for one in rejected] == [
-        (1, "the text is missing, not a string"),
-        (2, "empty"),
+        (2, "the text is missing, not a string"),
+        (3, "empty"),
     ]
 
 
@@ -227,7 +227,9 @@ def test_a_saved_dataset_is_read_in_ranges_of_rows(tmp_path: Path) -> None:
     units, _ = list_units(spec, 60)
     assert len(units) > 1
     documents, _ = read_all(units)
-    assert [(document.content, document.offset) for document in documents] == list(zip(texts, range(10), strict=True))
+    assert [(document.content, document.offset) for document in documents] == list(
+        zip(texts, range(1, 11), strict=True)
+    )
     with pytest.raises(UserError, match=r"text_field=body: .* has no such column; it has text"):
         list_units(SourceSpec(paths=(str(tmp_path / "set"),), text_field="body"))
 

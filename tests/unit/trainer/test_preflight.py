@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ray_ulysses.data.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.sources import SourceSpec
 from ray_ulysses.errors import ConfigError, UserError
 from ray_ulysses.trainer.preflight import PreparedRun, check_resume, claim_directory, prepare_run
 from tests.distributed.run_case import make_config, make_corpus
@@ -112,3 +116,27 @@ def test_documents_beyond_a_learned_table_of_positions_are_refused_before_a_work
         "data.context_tokens=256: lets documents of up to 256 tokens into a row, and the model's table of positions "
         "ends at 200; use at most 200, or a model with rotary positions"
     )
+
+
+def test_corpora_that_share_documents_are_refused_and_prepared_apart_they_are_not(
+    tmp_path: Path,
+) -> None:
+    first = make_corpus(tmp_path / "first")
+    # Copied files: nothing but their content says that the run has them.
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    for number, text in enumerate([Path(os.__file__).parent.joinpath("cmd.py").read_text(), "text of its own"]):
+        (copies / f"{number}.py").write_text(text)
+    request = PrepareRequest(sources=SourceSpec(paths=(str(copies),)), out=tmp_path / "second")
+    prepare_local(request)
+
+    def prepared(second: Path) -> PreparedRun:
+        sources = [{"path": str(path)} for path in (first, second)]
+        config = make_config(tmp_path / "runs", first, data__path=None, data__sources=sources)
+        return prepare_run(config, Path("/"))
+
+    with pytest.raises(UserError, match=r"second holds 1 documents that corpora named before it .*copies/0\.py, which"):
+        prepared(tmp_path / "second")
+    apart = replace(request, out=tmp_path / "apart", without=(str(first),))
+    assert prepare_local(apart).num_documents == 1
+    assert [source.num_documents for source in prepared(tmp_path / "apart").plan.newest.sources] == [8, 1]
