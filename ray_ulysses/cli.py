@@ -89,32 +89,16 @@ def prepare(
 
     What can't be read is left out and named, with the reason, in quarantine.jsonl.
     """  # noqa: D301 -- click's mark for text that is not to be filled anew
-    from ray_ulysses.cluster.prepare_command import prepare_corpus
-    from ray_ulysses.data.row_fields import RowFields
+    options = dict(locals())
+    from ray_ulysses.views.prepare_progress import PrepareView
 
-    prepare_corpus(
-        sources=tuple(sources),
-        out=out,
-        tokenizer=tokenizer,
-        kind=kind,
-        pattern=pattern,
-        exclude=tuple(exclude or ()),
-        fields=RowFields(
-            text=text_field,
-            tokens=tokens_field,
-            labels=labels_field,
-            messages=messages_field,
-            tools=tools_field,
-            prompt=prompt_field,
-            completion=completion_field,
-            id=id_field,
-        ),
-        split=split,
-        duplicates=duplicates,
-        without=tuple(without or ()),
-        address=address,
-        say=typer.echo,
-    )
+    with PrepareView() as view:
+        view.phase("loading libraries")
+        from ray_ulysses.cluster.prepare_command import prepare_corpus
+
+        said = prepare_corpus(view=view, **options)
+    for line in said:
+        typer.echo(line)
 
 
 def _load_config(path: Path, overrides: list[str]) -> Config:

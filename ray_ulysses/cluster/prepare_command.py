@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import cast, get_args
 
+from ray_ulysses.data.corpus import Corpus
 from ray_ulysses.data.merge import Duplicates
-from ray_ulysses.data.preparation import PrepareProgress, PrepareRequest, begin
-from ray_ulysses.data.row_fields import RowFields
+from ray_ulysses.data.preparation import PrepareRequest, preparing, progress_of
 from ray_ulysses.data.sources import DEFAULT_EXCLUDE, SourceKind, SourceSpec
 from ray_ulysses.errors import UserError
+from ray_ulysses.views.prepare_progress import PrepareView
 
 _MOST_REASONS = 6
 
 
 def prepare_corpus(
     *,
-    sources: tuple[str, ...],
+    sources: list[str],
     out: Path,
     tokenizer: str,
     kind: str,
     pattern: str,
-    exclude: tuple[str, ...],
-    fields: RowFields,
+    exclude: list[str] | None,
     split: str | None,
     duplicates: str,
-    without: tuple[str, ...],
+    without: list[str] | None,
     address: str | None,
-    say: Callable[[str], Any],
-) -> None:
-    """Prepare a corpus; what is complete already is said to be so.
+    view: PrepareView,
+    **fields: str | None,
+) -> list[str]:
+    """Prepare a corpus, and return what came of it, in lines; what is complete already is said to be so.
+
+    The options are those of the command line; ``fields`` are the ``..._field`` of ``SourceSpec``.
 
     Raises:
         UserError: An option, a source, the tokenizer or the directory can't be used.
@@ -42,53 +44,48 @@ def prepare_corpus(
         if value not in choices:
             raise UserError(f"--{name}={value!r}: is unknown; use {', '.join(choices)}")
     spec = SourceSpec(
-        paths=sources,
+        paths=tuple(sources),
         kind=cast("SourceKind", kind),
         pattern=pattern,
-        exclude=(*DEFAULT_EXCLUDE, *exclude),
-        text_field=fields.text,
-        tokens_field=fields.tokens,
-        labels_field=fields.labels,
-        messages_field=fields.messages,
-        tools_field=fields.tools,
-        prompt_field=fields.prompt,
-        completion_field=fields.completion,
-        id_field=fields.id,
+        exclude=(*DEFAULT_EXCLUDE, *(exclude or ())),
         split=split,
+        **fields,
     )
     request = PrepareRequest(
-        sources=spec, out=out, tokenizer=tokenizer, duplicates=cast("Duplicates", duplicates), without=without
+        sources=spec,
+        out=out,
+        tokenizer=tokenizer,
+        duplicates=cast("Duplicates", duplicates),
+        without=tuple(without or ()),
     )
+    view.phase("listing the sources")
+    said = []
     # Everything that is wrong with the request is said before Ray is imported and started.
-    if not begin(request).is_complete:
-        from ray_ulysses.cluster.prepare_job import DEFAULT_NUM_CPUS, prepare
-        from ray_ulysses.cluster.session import ray_session
+    with preparing(request) as preparation:
+        if preparation.is_complete:
+            said.append(f"{out} holds this corpus already")
+        else:
+            view.phase("loading libraries")
+            from ray_ulysses.cluster.prepare_job import DEFAULT_NUM_CPUS, run_preparation
+            from ray_ulysses.cluster.session import ray_session
 
-        with ray_session(address, cpus=4 * DEFAULT_NUM_CPUS):
-            prepare(request, progress=lambda progress: say(_line(progress)))
-    else:
-        say(f"{out} holds this corpus already")
-    _say_result(out, say)
-
-
-def _line(progress: PrepareProgress) -> str:
-    return (
-        f"unit={progress.units_done}/{progress.num_units} documents={progress.documents} tokens={progress.tokens} "
-        f"quarantined={progress.rejected} bytes={progress.bytes_done}/{progress.num_bytes}"
-    )
+            view.phase("starting Ray, or connecting to it")
+            with ray_session(address, cpus=4 * DEFAULT_NUM_CPUS):
+                view.progress(progress_of(preparation, preparation.done))
+                run_preparation(preparation, progress=view.progress, phase=view.phase)
+    return [*said, *_result(out)]
 
 
-def _say_result(out: Path, say: Callable[[str], Any]) -> None:
-    from ray_ulysses.data.corpus import Corpus
-
+def _result(out: Path) -> list[str]:
     corpus = Corpus.open(out)
     info = corpus.info
     size = f"{corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens, longest {corpus.lengths.max():,}"
-    say(f"corpus {out}: {size}")
+    said = [f"corpus {out}: {size}"]
     if info.spans is not None:
-        say(f"supervised: {info.spans.num_supervised:,} of its tokens, in {info.spans.num_spans:,} spans")
+        said.append(f"supervised: {info.spans.num_supervised:,} of its tokens, in {info.spans.num_spans:,} spans")
     if info.byte_unigram_nats is not None:
-        say(f"entropy of its bytes: {info.byte_unigram_nats:.4f} nats (unigram)")
+        said.append(f"entropy of its bytes: {info.byte_unigram_nats:.4f} nats (unigram)")
     if info.num_quarantined:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in info.reasons[:_MOST_REASONS])
-        say(f"left out: {info.num_quarantined:,} documents ({reasons}); {out / 'quarantine.jsonl'} names each")
+        said.append(f"left out: {info.num_quarantined:,} documents ({reasons}); {out / 'quarantine.jsonl'} names each")
+    return said

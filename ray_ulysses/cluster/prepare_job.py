@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from ray_ulysses.data.corpus import Corpus
 from ray_ulysses.data.file_listing import path_text
 from ray_ulysses.data.patience import Patience, StorageAwayError
 from ray_ulysses.data.preparation import (
+    Preparation,
     PrepareRequest,
     ProgressCallback,
     finish,
@@ -54,24 +55,44 @@ def prepare(
         RunError: A unit could not be written.
     """
     with preparing(request) as preparation:
-        if preparation.is_complete:
-            return Corpus.open(preparation.request.out)
-        results = list(preparation.done)
-        failures: list[dict[str, Any]] = []
-        for answer in _run_units(preparation.pending, preparation.request, num_cpus):
-            if answer["failure"] == "storage away":
-                # The other units would each wait as long.
-                raise RunError(answer["error"])
-            if answer["failure"]:
-                failures.append(answer)
-                continue
-            results.append(UnitResult.from_json(json.loads(answer["result"])))
-            if progress is not None:
-                progress(progress_of(preparation, results))
-        if failures:
-            text = "\n".join(sorted({failure["error"] for failure in failures}))
-            raise UserError(text) if all(failure["failure"] == "user" for failure in failures) else RunError(text)
-        return finish(preparation, tuple(results))
+        return run_preparation(preparation, num_cpus=num_cpus, progress=progress)
+
+
+def run_preparation(
+    preparation: Preparation,
+    *,
+    num_cpus: float = DEFAULT_NUM_CPUS,
+    progress: ProgressCallback | None = None,
+    phase: Callable[[str], None] = lambda name: None,
+) -> Corpus:
+    """Do what is left of a preparation that has begun; see ``prepare``.
+
+    Args:
+        preparation: What ``preparing`` gave, within its block.
+        num_cpus: CPUs that a unit's task reserves.
+        progress: Called after every unit that is finished.
+        phase: Told what is done now.
+    """
+    if preparation.is_complete:
+        return Corpus.open(preparation.request.out)
+    results = list(preparation.done)
+    failures: list[dict[str, Any]] = []
+    phase("reading and tokenizing")
+    for answer in _run_units(preparation.pending, preparation.request, num_cpus):
+        if answer["failure"] == "storage away":
+            # The other units would each wait as long.
+            raise RunError(answer["error"])
+        if answer["failure"]:
+            failures.append(answer)
+            continue
+        results.append(UnitResult.from_json(json.loads(answer["result"])))
+        if progress is not None:
+            progress(progress_of(preparation, results))
+    if failures:
+        text = "\n".join(sorted({failure["error"] for failure in failures}))
+        raise UserError(text) if all(failure["failure"] == "user" for failure in failures) else RunError(text)
+    phase("looking for repeated documents and writing the corpus")
+    return finish(preparation, tuple(results))
 
 
 def _run_units(units: tuple[Unit, ...], request: PrepareRequest, num_cpus: float) -> Iterator[dict[str, Any]]:

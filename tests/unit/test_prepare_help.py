@@ -29,13 +29,35 @@ def test_the_help_shows_the_four_kinds_of_rows_at_80_columns(
 
 def test_every_field_has_an_option_that_reaches_the_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given: dict[str, Any] = {}
-    monkeypatch.setattr(prepare_command, "begin", lambda request: given.update(request=request) or _Complete())
-    monkeypatch.setattr(prepare_command, "_say_result", lambda *_: None)
+    monkeypatch.setattr(prepare_command, "preparing", lambda request: given.update(request=request) or _Complete())
+    monkeypatch.setattr(prepare_command, "_result", lambda out: [f"made {out.name}"])
     roles = list(asdict(RowFields()))
     options = [word for role in roles for word in (f"--{option(role).replace('_', '-')}", f"the {role}")]
     assert run(app, ["prepare", "rows.jsonl", "--out", str(tmp_path / "out"), "--tokenizer", "bytes", *options]) == 0
     assert asdict(given["request"].sources.fields) == {role: f"the {role}" for role in roles}
 
 
+def test_a_corpus_to_leave_out_reaches_the_request_and_the_result_comes_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(prepare_command, "preparing", lambda request: given.update(request=request) or _Complete())
+    monkeypatch.setattr(prepare_command, "_result", lambda out: [f"made {out.name}"])
+    options = ["--out", str(tmp_path / "out"), "--tokenizer", "bytes", "--without", "one", "--without", "two"]
+    assert run(app, ["prepare", "rows.jsonl", *options]) == 0
+    assert given["request"].without == ("one", "two")
+    assert capsys.readouterr().out.splitlines() == [
+        "elapsed=0s phase: loading libraries",
+        "elapsed=0s phase: listing the sources",
+        f"{tmp_path / 'out'} holds this corpus already",
+        "made out",
+    ]
+
+
 class _Complete:
     is_complete = True
+
+    def __enter__(self) -> _Complete:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...

@@ -1,0 +1,131 @@
+"""How far a preparation is: one live line in a terminal, plain lines that can be searched anywhere else."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from ray_ulysses.clock import Clock, SystemClock
+from ray_ulysses.views.progress import PhaseWatch
+from ray_ulysses.views.words import duration, size
+
+if TYPE_CHECKING:
+    from ray_ulysses.data.preparation import PrepareProgress
+
+_INTERVAL_S = 0.25
+_LINE_S = 2.0
+"""Where units are finished faster, not each has a line."""
+
+
+class PrepareView:
+    """Shows the phases of a preparation and its progress, from a thread of its own, until its block ends."""
+
+    def __init__(self, console: Console | None = None, clock: Clock | None = None) -> None:
+        """Prepare; nothing is shown before the block is entered.
+
+        Args:
+            console: Where to show it; standard output by default. A console that is no terminal gets plain lines.
+            clock: Time, for elapsed time, rate and ETA.
+        """
+        self._console = console or Console()
+        self._clock = clock or SystemClock()
+        self._watch = PhaseWatch(self._clock)
+        self._phase: str | None = None
+        self._began: tuple[float, PrepareProgress] | None = None
+        self._latest: PrepareProgress | None = None
+        self._num_seen = 0
+        self._line_at: float | None = None
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="prepare-progress", daemon=True)
+        self._live: Live | None = None
+
+    def __enter__(self) -> PrepareView:
+        """Start to show."""
+        if self._console.is_terminal:
+            self._live = Live(Text(), console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop; the live line is removed, since the result follows."""
+        self._stop.set()
+        self._thread.join(timeout=10.0)
+        if self._live is not None:
+            self._live.stop()
+
+    def phase(self, name: str) -> None:
+        """Say what is done now."""
+        with self._lock:
+            self._phase = name
+        self.look()
+
+    def progress(self, progress: PrepareProgress) -> None:
+        """Show how far the units are: before the first one of this run, and after each."""
+        now = self._clock.monotonic()
+        with self._lock:
+            # The rate counts from the end of the first unit: how long workers take to start says nothing of the rest.
+            if self._num_seen < 2:
+                self._began = now, progress
+            self._num_seen += 1
+            self._latest = progress
+            is_due = self._line_at is None or now - self._line_at >= _LINE_S
+            if is_due or progress.units_done == progress.num_units:
+                self._line_at = now
+                self._print(self._line(progress))
+        self.look()
+
+    def look(self) -> None:
+        """Show the present phase, and in a terminal the progress of this moment."""
+        with self._lock:
+            waited = self._watch.look(self._phase)
+            if waited is not None:
+                self._print(f"elapsed={duration(self._watch.elapsed_s)} phase: {waited}")
+            if self._live is not None:
+                parts = [f"{duration(self._watch.elapsed_s)}", self._phase or ""]
+                parts += [self._line(self._latest)] if self._latest is not None else []
+                self._live.update(Text("  ".join(parts), no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def _line(self, progress: PrepareProgress) -> str:
+        assert self._began is not None
+        began, first = self._began
+        return prepare_line(progress, first, self._clock.monotonic() - began)
+
+    def _print(self, line: str) -> None:
+        if self._live is None:
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _follow(self) -> None:
+        while not self._stop.wait(_INTERVAL_S):
+            self.look()
+
+
+def prepare_line(progress: PrepareProgress, first: PrepareProgress, seconds: float) -> str:
+    """Return one line of ``name=value`` fields without spaces.
+
+    Args:
+        progress: How far the preparation is.
+        first: How far it was when the first unit of this run was done: what was done before is no part of the rate.
+        seconds: Seconds since then; of less than one there is no rate.
+    """
+    fields = [
+        f"unit={progress.units_done}/{progress.num_units}",
+        f"documents={progress.documents}",
+        f"tokens={progress.tokens}",
+        f"quarantined={progress.rejected}",
+        f"bytes={progress.bytes_done}/{progress.num_bytes}",
+    ]
+    num_read = progress.bytes_done - first.bytes_done
+    if num_read > 0 and seconds >= 1.0:
+        rate = num_read / seconds
+        fields.append(f"rate={size(rate).replace(' ', '')}/s")
+        fields.append(f"eta={duration((progress.num_bytes - progress.bytes_done) / rate)}")
+    return " ".join(fields)
