@@ -215,6 +215,7 @@ def ulysses_attention(
     context = kwargs.pop(MODEL_INPUT, None)
     _check_call(module, context, attention_mask, dropout, kwargs)
     assert isinstance(context, AttentionContext)
+    query_BHLD, key_BKLD, value_BKLE = _in_autocast_dtype(query_BHLD, key_BKLD, value_BKLE)
     _check_tensors(module, context, query_BHLD, key_BKLD, value_BKLE)
     head_size = query_BHLD.shape[3]
     settings = LayerSettings(
@@ -232,6 +233,16 @@ def ulysses_attention(
     if not torch.compiler.is_compiling():
         context.announce(settings.demand(query_BHLD))
     return _attended((query_BHLD, key_BKLD, value_BKLE), s_aux, settings, context), None
+
+
+def _in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cast as torch's own attention does under ``torch.autocast``, where fp32 rotary tables leave Q and K in fp32."""
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    # Autocast never lowers fp64.
+    return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
 
 
 def _attended(
