@@ -142,22 +142,23 @@ def _backward(
     tensors = (query_BHLD, key_BKLD, value_BKLE, grad_BLHE.transpose(1, 2), out_BLHE.transpose(1, 2))
     sizes = [tensor.shape[3] for tensor in tensors]
     grads, grad_sinks = _gradient_buffers(tensors, given.ulysses), or_empty(sinks, grad_BLHE).clone()
+    written_kv: set[int] = set()
     for plan, mine, own in _chunks(given, settings[-1]):
         payload = send_heads(tensors, _BACKWARD_KINDS, plan, group)
         q, k, v, upstream, out = split_heads(tokens_first(payload), mine, _BACKWARD_KINDS, sizes)
         width = mine.num_heads * sizes[0] + mine.num_kv_heads * (sizes[1] + sizes[2])
         features_TF = payload.new_empty(q.shape[0], width)
         if mine.num_heads:
-            *parts, dsinks = attend_backward(
+            dq, dk, dv = split_heads(features_TF, mine, QKV, sizes[:3])
+            dsinks = attend_backward(
                 upstream.contiguous(), q, k, v, None if sinks is None else sinks[own], out.contiguous(),
-                lse_hT[own].contiguous(), replace(layer, calls=mine.calls()),
+                lse_hT[own].contiguous(), replace(layer, calls=mine.calls()), (dq, dk, dv),
             )  # fmt: skip
-            for into, part in zip(split_heads(features_TF, mine, QKV, sizes[:3]), parts, strict=True):
-                assert part is not None
-                into.copy_(part)
             if dsinks is not None:
                 grad_sinks[own] = dsinks
-        return_heads(ranks_first(features_TF, len(plan.ranks), query_BHLD.shape[0]), grads, QKV, plan, group)
+        return_heads(
+            ranks_first(features_TF, len(plan.ranks), query_BHLD.shape[0]), grads, QKV, plan, group, written_kv
+        )
     dq, dk, dv = (grad.to(query_BHLD.dtype) for grad in grads)
     return dq, dk, dv, grad_sinks
 

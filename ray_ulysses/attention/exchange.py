@@ -101,6 +101,7 @@ def return_heads(
     kinds: Sequence[HeadKind],
     plan: HeadPlan,
     group: dist.ProcessGroup,
+    written_kv: set[int] | None = None,
 ) -> None:
     """Send each rank its slice of this rank's heads, the way back of :func:`send_heads`; not differentiable.
 
@@ -108,12 +109,15 @@ def return_heads(
 
     Args:
         payload_UBLF: Contiguous; block ``u`` is the slice of rank ``u``.
-        into_BHLD: Where this rank's slice of every head goes: query heads are written, KV heads are added up, since
-            several ranks may have the same.
+        into_BHLD: Where this rank's slice of every head goes; need not be initialized. Several ranks may have the same
+            KV head: the first one's is written and the others' are added.
         kinds: Whether a tensor has query heads or KV heads.
         plan: Which heads are where.
         group: The Ulysses group.
+        written_kv: KV heads that earlier calls have written, for heads that are returned in several calls; those of
+            this one are put in.
     """
+    written_kv = set() if written_kv is None else written_kv
     num_rows, tokens = payload_UBLF.shape[1:3]
     widths = [sum(_widths(heads, kinds, into_BHLD)) for heads in plan.ranks]
     sizes = [num_rows * tokens * width for width in widths]
@@ -121,12 +125,15 @@ def return_heads(
     received = all_to_all_flat(payload_UBLF.flatten(), [block_size] * len(sizes), sizes, group)
     for heads, width, block in zip(plan.ranks, widths, received.split(sizes), strict=True):
         parts = split_heads(block.view(num_rows, tokens, width), heads, kinds, _head_sizes(into_BHLD))
+        added = [head in written_kv for head in range(heads.first_kv, heads.stop_kv)]
         for part_BLhD, kind, whole in zip(parts, kinds, into_BHLD, strict=True):
             own, part = whole[:, _own(heads, kind)], part_BLhD.transpose(1, 2)
-            if kind == "kv":
-                own.add_(part)
-            else:
+            if kind == "query" or not any(added):
                 own.copy_(part)
+                continue
+            for head, is_added in enumerate(added):
+                (own[:, head].add_ if is_added else own[:, head].copy_)(part[:, head])
+        written_kv.update(range(heads.first_kv, heads.stop_kv))
 
 
 def split_heads(
@@ -163,10 +170,10 @@ def _widths(heads: RankHeads, kinds: Sequence[HeadKind], tensors_BHLD: Sequence[
 
 
 def kv_buffer(like: torch.Tensor, plan: HeadPlan, num_rows: int, tokens: int, head_size: int) -> torch.Tensor:
-    """Return zeros ``[B, K, L, D]`` for gradients of KV heads; in fp32 at least where copies are added up."""
+    """Return ``[B, K, L, D]`` for gradients of KV heads, uninitialized; in fp32 at least where copies are added up."""
     dtype = like.dtype if plan.kv_copies == 1 else torch.promote_types(like.dtype, torch.float32)
     # The model's own layout: [B, L, K, D] -> [B, K, L, D]
-    return like.new_zeros(num_rows, tokens, plan.num_kv_heads, head_size, dtype=dtype).transpose(1, 2)
+    return like.new_empty(num_rows, tokens, plan.num_kv_heads, head_size, dtype=dtype).transpose(1, 2)
 
 
 def _plan(num_heads: int, num_kv_heads: int, group: str) -> tuple[HeadPlan, RankHeads]:

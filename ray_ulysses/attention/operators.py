@@ -17,7 +17,7 @@ import torch
 
 from ray_ulysses.attention.documents import Rectangle, Tables
 from ray_ulysses.attention.exchange import QKV, ranks_first, split_heads, tokens_first
-from ray_ulysses.attention.kernels.call import Demand, Spans, demand_of
+from ray_ulysses.attention.kernels.call import Demand, Gradients, Spans, demand_of
 from ray_ulysses.attention.ring import RingLayer, attend, attend_backward
 from ray_ulysses.parallel.collectives import group_named
 from ray_ulysses.parallel.heads import RankHeads, assign_heads
@@ -193,10 +193,11 @@ def _attend_heads_backward(
     *settings: Any,
 ) -> tuple[torch.Tensor, ...]:
     given = OperatorSettings(*settings)
-    dq, dk, dv, dsinks = attend_backward(
-        grad_THE.contiguous(), query_THD, key_TKD, value_TKE, given.sinks, out_THE, lse_HT, given.layer()
+    grads = query_THD.new_empty(query_THD.shape), key_TKD.new_empty(key_TKD.shape), value_TKE.new_empty(value_TKE.shape)
+    dsinks = attend_backward(
+        grad_THE.contiguous(), query_THD, key_TKD, value_TKE, given.sinks, out_THE, lse_HT, given.layer(), grads
     )
-    return dq.contiguous(), dk.contiguous(), dv.contiguous(), or_empty(dsinks, grad_THE)
+    return *grads, or_empty(dsinks, grad_THE)
 
 
 @_attend_heads_backward.register_fake
@@ -229,35 +230,34 @@ def _attend_payload_shape(payload_UBLF: torch.Tensor, *settings: Any) -> tuple[t
 @torch.library.custom_op(
     "ray_ulysses::attend_payload_backward",
     mutates_args=(),
-    schema=f"(Tensor grad, Tensor payload, Tensor out, Tensor lse, {SETTINGS_SCHEMA}) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor grad, Tensor payload, Tensor out, Tensor lse, {SETTINGS_SCHEMA}) -> (Tensor, Tensor)",
 )
 def _attend_payload_backward(
     grad_ThE: torch.Tensor, payload_UBLF: torch.Tensor, out_ThE: torch.Tensor, lse_hT: torch.Tensor, *settings: Any
 ) -> tuple[torch.Tensor, ...]:
     given = OperatorSettings(*settings)
     q, k, v = _heads_of(tokens_first(payload_UBLF), given)
-    dq, dk, dv, dsinks = attend_backward(grad_ThE.contiguous(), q, k, v, given.sinks, out_ThE, lse_hT, given.layer())
-    return dq.contiguous(), dk.contiguous(), dv.contiguous(), or_empty(dsinks, grad_ThE)
+    grad_TF = grad_ThE.new_empty(grad_ThE.shape[0], payload_UBLF.shape[3])
+    into = _heads_of(grad_TF, given)
+    dsinks = attend_backward(grad_ThE.contiguous(), q, k, v, given.sinks, out_ThE, lse_hT, given.layer(), into)
+    return grad_TF, or_empty(dsinks, grad_ThE)
 
 
 @_attend_payload_backward.register_fake
 def _attend_payload_backward_shape(
     grad_ThE: torch.Tensor, payload_UBLF: torch.Tensor, out_ThE: torch.Tensor, lse_hT: torch.Tensor, *settings: Any
 ) -> tuple[torch.Tensor, ...]:
-    given, tokens = OperatorSettings(*settings), grad_ThE.shape[0]
-    heads, (_, _, head_size, value_size) = given.rank_heads, given.heads
+    given = OperatorSettings(*settings)
     return (
-        grad_ThE.new_empty(tokens, heads.num_heads, head_size),
-        grad_ThE.new_empty(tokens, heads.num_kv_heads, head_size),
-        grad_ThE.new_empty(tokens, heads.num_kv_heads, value_size),
+        grad_ThE.new_empty(grad_ThE.shape[0], payload_UBLF.shape[3]),
         or_empty(None if given.sinks is None else torch.empty_like(given.sinks), grad_ThE),
     )
 
 
-def _heads_of(features_TF: torch.Tensor, given: OperatorSettings) -> list[torch.Tensor]:
+def _heads_of(features_TF: torch.Tensor, given: OperatorSettings) -> Gradients:
     _, _, head_size, value_size = given.heads
-    return split_heads(features_TF, given.rank_heads, QKV, (head_size, head_size, value_size))
+    q, k, v = split_heads(features_TF, given.rank_heads, QKV, (head_size, head_size, value_size))
+    return q, k, v
 
 
 def _result_shapes(
@@ -298,14 +298,11 @@ def _heads_gradient(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor 
 
 def _payload_gradient(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     tensors, settings = kept_inputs(ctx)
-    ranks, rows, tokens, width = tensors[0].shape
-    *grads, sinks = torch.ops.ray_ulysses.attend_payload_backward(grad, *tensors, *settings)
-    # Payload and output go before their gradients are packed: this is where memory peaks.
+    ranks, rows = tensors[0].shape[:2]
+    grad_TF, sinks = torch.ops.ray_ulysses.attend_payload_backward(grad, *tensors, *settings)
+    # Payload and output go before their gradients are exchanged: this is where memory peaks.
     del tensors
     ctx.maybe_clear_saved_tensors()
-    grad_TF = grads[0].new_empty(rows * ranks * tokens, width)
-    for part, one in zip(_heads_of(grad_TF, settings), grads, strict=True):
-        part.copy_(one)
     return (ranks_first(grad_TF, ranks, rows), sinks if ctx.has_sinks else None, *[None] * (NUM_SETTINGS - 1))
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ray_ulysses.attention.documents import Rectangle
 from ray_ulysses.attention.kernels import Kernel, KernelCall, Spans, choose_kernel
-from ray_ulysses.attention.kernels.call import demand_of
+from ray_ulysses.attention.kernels.call import Gradients, demand_of
 from ray_ulysses.parallel.collectives import Circulation
 
 _KEYS, _GRADIENTS = 0, 1
@@ -104,8 +104,12 @@ def attend_backward(
     out_THE: torch.Tensor,
     lse_HT: torch.Tensor,
     layer: RingLayer,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of queries, keys, values and sinks; every rank of the ring must call."""
+    into: Gradients,
+) -> torch.Tensor | None:
+    """Write the gradients of queries, keys and values into the tensors of ``into``, and return that of the sinks.
+
+    Every rank of the ring must call. The tensors may be strided views whose last dim is contiguous.
+    """
     kernel = _kernel(query_THD, value_TKE, layer)
     grad_sinks = None
     if sinks_H is not None:
@@ -115,7 +119,8 @@ def attend_backward(
         grad_sinks = -(weight_HT * delta_TH.transpose(0, 1)).sum(dim=1).to(sinks_H.dtype)
     if layer.ring is None and len(layer.calls) == 1:
         call = _call(query_THD, key_TKD, value_TKE, layer, _own(layer))
-        return *kernel.backward(call, grad_out_THE, out_THE, lse_HT), grad_sinks
+        _write(into, kernel.backward(call, grad_out_THE, out_THE, lse_HT, into))
+        return grad_sinks
     precision = torch.promote_types(query_THD.dtype, torch.float32)
     grad_query = torch.zeros(query_THD.shape, dtype=precision, device=query_THD.device)
     incoming: Circulation | None = None
@@ -139,10 +144,14 @@ def attend_backward(
             incoming = Circulation(grad_kv, layer.ring, _GRADIENTS)
     if incoming is not None:
         grad_kv = incoming.wait()
-    grad_key, grad_value = _unpacked(grad_kv, key_TKD, value_TKE)
-    dtype = query_THD.dtype
-    # Two results of an operator may not share memory, as these two parts of one buffer do.
-    return grad_query.to(dtype), grad_key.to(dtype), grad_value.to(dtype, copy=True), grad_sinks
+    _write(into, (grad_query, *_unpacked(grad_kv, key_TKD, value_TKE)))
+    return grad_sinks
+
+
+def _write(into: Gradients, grads: Gradients) -> None:
+    for written, grad in zip(into, grads, strict=True):
+        if written is not grad:
+            written.copy_(grad)
 
 
 def _kernel(query_THD: torch.Tensor, value_TKE: torch.Tensor, layer: RingLayer) -> Kernel:

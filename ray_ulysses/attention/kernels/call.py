@@ -73,6 +73,10 @@ class KernelCall:
         return [(cut, cut) for cut in cuts]
 
 
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of queries, keys and values."""
+
+
 class Kernel(Protocol):
     """Attention without dropout over one call, and its gradients."""
 
@@ -84,9 +88,17 @@ class Kernel(Protocol):
         ...
 
     def backward(
-        self, call: KernelCall, grad_out_THE: torch.Tensor, out_THE: torch.Tensor, lse_HT: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self,
+        call: KernelCall,
+        grad_out_THE: torch.Tensor,
+        out_THE: torch.Tensor,
+        lse_HT: torch.Tensor,
+        into: Gradients | None = None,
+    ) -> Gradients:
         """Return the gradients of query, key and value, in their shapes and dtypes.
+
+        A kernel that can write its results in place writes them into the tensors of ``into`` and returns these; they
+        may be strided views whose last dim is contiguous. Any other kernel ignores them.
 
         ``out_THE`` and ``lse_HT`` belong to the whole softmax, of which this call may be a part only: the weights are
         ``exp(score - lse)`` and the softmax's own term is ``sum_E(grad_out * out)``. Both are contiguous.

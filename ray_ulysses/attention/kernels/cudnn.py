@@ -14,7 +14,7 @@ from functools import cache
 
 import torch
 
-from ray_ulysses.attention.kernels.call import Demand, KernelCall, KernelEntry
+from ray_ulysses.attention.kernels.call import Demand, Gradients, KernelCall, KernelEntry
 from ray_ulysses.attention.kernels.flash import compute_capability, fitted, half_precision_refusal
 from ray_ulysses.attention.kernels.math import MATH
 
@@ -45,8 +45,13 @@ class _Cudnn:
         return out_THE, lse_HT
 
     def backward(
-        self, call: KernelCall, grad_out_THE: torch.Tensor, out_THE: torch.Tensor, lse_HT: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self,
+        call: KernelCall,
+        grad_out_THE: torch.Tensor,
+        out_THE: torch.Tensor,
+        lse_HT: torch.Tensor,
+        into: Gradients | None = None,
+    ) -> Gradients:
         inputs = (call.query_THD, call.key_UKD, call.value_UKE)
         grad_q, grad_k, grad_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs)
         for query, key in call.stretches():

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ray_ulysses.attention.kernels.call import Demand, KernelCall, KernelEntry
+from ray_ulysses.attention.kernels.call import Demand, Gradients, KernelCall, KernelEntry
 
 MAX_FLASH_HEAD_SIZE = 256
 """What every flash kernel, torch's own included, has as its largest head size."""
@@ -55,10 +55,13 @@ def fitted(heads_THD: torch.Tensor, width: int) -> torch.Tensor:
     missing = width - heads_THD.shape[-1]
     if missing:
         return torch.nn.functional.pad(heads_THD, (0, missing))
-    offsets = (heads_THD.storage_offset(), *heads_THD.stride()[:-1])
-    aligned = heads_THD.stride(-1) == 1 and all(offset % _ALIGNED_ELEMENTS == 0 for offset in offsets)
     # A copy also of what begins off the grid: contiguous() alone would keep a contiguous tensor where it is.
-    return heads_THD if aligned else heads_THD.clone(memory_format=torch.contiguous_format)
+    return heads_THD if _is_aligned(heads_THD) else heads_THD.clone(memory_format=torch.contiguous_format)
+
+
+def _is_aligned(heads_THD: torch.Tensor) -> bool:
+    offsets = (heads_THD.storage_offset(), *heads_THD.stride()[:-1])
+    return heads_THD.stride(-1) == 1 and all(offset % _ALIGNED_ELEMENTS == 0 for offset in offsets)
 
 
 def window_of(call: KernelCall) -> tuple[int, int]:
@@ -114,8 +117,13 @@ class FlashKernel:
         return out[..., : call.value_UKE.shape[2]].contiguous(), lse.contiguous()
 
     def backward(
-        self, call: KernelCall, grad_out_THE: torch.Tensor, out_THE: torch.Tensor, lse_HT: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self,
+        call: KernelCall,
+        grad_out_THE: torch.Tensor,
+        out_THE: torch.Tensor,
+        lse_HT: torch.Tensor,
+        into: Gradients | None = None,
+    ) -> Gradients:
         """See ``Kernel.backward``."""
         functions = self.functions()
         function = functions.backward_dense if call.spans is None else functions.backward_spans
@@ -125,11 +133,17 @@ class FlashKernel:
         inputs["dout"], inputs["out"] = (_batched(fitted(t, width), batch) for t in (grad_out_THE, out_THE))
         inputs["softmax_lse"] = _batched(lse_HT, batch)
         # Both versions write into what they are given, and return differing tuples.
-        grads = [torch.empty_like(inputs[name], memory_format=torch.contiguous_format) for name in ("q", "k", "v")]
+        if into is not None and all(grad.shape[-1] == width and _is_aligned(grad) for grad in into):
+            grads = [_batched(grad, batch) for grad in into]
+        else:
+            into = None
+            grads = [torch.empty_like(inputs[name], memory_format=torch.contiguous_format) for name in ("q", "k", "v")]
         inputs["dq"], inputs["dk"], inputs["dv"] = grads
         # Version 2 sums dQ by atomics unless told not to; torch's switch is the one that users know.
         inputs["deterministic"] = torch.are_deterministic_algorithms_enabled()
         function(**_bound(function, inputs))
+        if into is not None:
+            return into
         dq, dk, dv = (grad[0] for grad in grads) if batch else grads
         head_size = call.query_THD.shape[2]
         return dq[..., :head_size], dk[..., :head_size], dv[..., : call.value_UKE.shape[2]]

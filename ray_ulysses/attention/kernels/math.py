@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ray_ulysses.attention.kernels.call import KernelCall, KernelEntry
+from ray_ulysses.attention.kernels.call import Gradients, KernelCall, KernelEntry
 
 _CHUNK_SCORES = 2**24
 """Scores of a chunk over all heads: 64 MiB in fp32, a few times over."""
@@ -43,8 +43,13 @@ class _Math:
         return out_THE, lse_HT
 
     def backward(
-        self, call: KernelCall, grad_out_THE: torch.Tensor, out_THE: torch.Tensor, lse_HT: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self,
+        call: KernelCall,
+        grad_out_THE: torch.Tensor,
+        out_THE: torch.Tensor,
+        lse_HT: torch.Tensor,
+        into: Gradients | None = None,
+    ) -> Gradients:
         precision, num_kv = _precision(call), call.key_UKD.shape[1]
         grads = [torch.zeros(t.shape, dtype=precision, device=t.device) for t in _tensors(call)]
         for chunk in _chunks(call):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ray_ulysses.attention.kernels.call import Demand, KernelCall, KernelEntry
+from ray_ulysses.attention.kernels.call import Demand, Gradients, KernelCall, KernelEntry
 
 _WINDOW_CHUNK_TOKENS = 1024
 """Queries a masked step of a sliding window: bounds the mask at 1024 x (1024 + window) instead of T x U."""
@@ -52,8 +52,13 @@ class _Sdpa:
         return out_THE, lse_HT
 
     def backward(
-        self, call: KernelCall, grad_out_THE: torch.Tensor, out_THE: torch.Tensor, lse_HT: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self,
+        call: KernelCall,
+        grad_out_THE: torch.Tensor,
+        out_THE: torch.Tensor,
+        lse_HT: torch.Tensor,
+        into: Gradients | None = None,
+    ) -> Gradients:
         pieces = list(_pieces(call))
         if _is_whole(call, pieces):
             q, k, v = _inputs(call, pieces[0])

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ray_ulysses.attention.kernels.call import Demand, KernelCall, KernelEntry
+from ray_ulysses.attention.kernels.call import Demand, Gradients, KernelCall, KernelEntry
 from ray_ulysses.attention.kernels.flash import (
     compute_capability,
     fitted,
@@ -34,8 +34,13 @@ class _Varlen:
         return out[..., : call.value_UKE.shape[2]].contiguous(), lse.contiguous()
 
     def backward(
-        self, call: KernelCall, grad_out_THE: torch.Tensor, out_THE: torch.Tensor, lse_HT: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self,
+        call: KernelCall,
+        grad_out_THE: torch.Tensor,
+        out_THE: torch.Tensor,
+        lse_HT: torch.Tensor,
+        into: Gradients | None = None,
+    ) -> Gradients:
         q, k, v = _inputs(call)
         causal, options = _options(call)
         upstream, out = (fitted(t, q.shape[-1]) for t in (grad_out_THE, out_THE))
