@@ -72,10 +72,31 @@ MUTANTS = (
     Mutant(
         name="KV-copy gradients not summed",
         file="ray_ulysses/attention/exchange.py",
-        old="                own.add_(part)\n",
-        new="                own.copy_(part)\n",
+        old="                (own[:, head].add_ if is_added else own[:, head].copy_)(part[:, head])\n",
+        new="                own[:, head].copy_(part[:, head])\n",
         killer="tests/distributed/test_exchange.py::"
         "test_the_exchange_is_plain_slicing_forward_and_backward[one-kv-head-for-all]",
+    ),
+    Mutant(
+        name="KV-copy gradients added in bf16",
+        file="ray_ulysses/attention/exchange.py",
+        old="    dtype = like.dtype if plan.kv_copies == 1 else torch.promote_types(like.dtype, torch.float32)\n",
+        new="    dtype = like.dtype\n",
+        killer="tests/distributed/test_exchange.py::test_gradients_of_a_copied_head_are_added_in_fp32",
+    ),
+    Mutant(
+        name="a ring's output merged in bf16",
+        file="ray_ulysses/attention/ring.py",
+        old="out_THE = torch.empty(shape, dtype=precision, device=query_THD.device)",
+        new="out_THE = torch.empty(shape, dtype=query_THD.dtype, device=query_THD.device)",
+        killer="tests/distributed/test_bf16.py::test_bf16_errors_do_not_grow_with_the_ranks[ring-4]",
+    ),
+    Mutant(
+        name="a ring's KV gradients added in bf16",
+        file="ray_ulysses/attention/ring.py",
+        old="value_TKE.numel(), dtype=precision, device=query_THD.device)",
+        new="value_TKE.numel(), dtype=query_THD.dtype, device=query_THD.device)",
+        killer="tests/distributed/test_bf16.py::test_bf16_errors_do_not_grow_with_the_ranks[ring-4]",
     ),
     Mutant(
         name="heads of the ranks interleaved",

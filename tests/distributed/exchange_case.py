@@ -77,6 +77,25 @@ def exchange_equals_slicing(
     )
 
 
+def copied_gradients_are_added_in_fp32(rank: int, world_size: int) -> bool:
+    """Return gradients of one KV head in bf16 from every rank: whether their sum is that in fp32, rounded once."""
+    group = dist.group.WORLD
+    assert group is not None
+    width = HEAD_SIZE + HEAD_SIZE + VALUE_SIZE
+    random = torch.Generator().manual_seed(rank)
+    payload_PBLF = torch.randn(world_size, 1, TOKENS, width, generator=random).bfloat16()
+    _, *ours = torch.ops.ray_ulysses.gather_heads_backward(
+        payload_PBLF, world_size, 1, HEAD_SIZE, VALUE_SIZE, group.group_name
+    )
+    payloads = [torch.empty(payload_PBLF.shape) for _ in range(world_size)]
+    dist.all_gather(payloads, payload_PBLF.float())
+    total_LF = torch.zeros(TOKENS, width)
+    for each in payloads:
+        total_LF += each[rank, 0]
+    parts = total_LF.bfloat16()[:, HEAD_SIZE:].split([HEAD_SIZE, VALUE_SIZE], dim=1)
+    return all(torch.equal(one[0, 0], part) for one, part in zip(ours, parts, strict=True))
+
+
 def _stand_in(
     query_BShD: torch.Tensor, key_BSkD: torch.Tensor, value_BSkE: torch.Tensor, heads: RankHeads
 ) -> torch.Tensor:

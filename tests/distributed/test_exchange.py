@@ -7,6 +7,7 @@ import torch
 
 from tests.distributed.exchange_case import (
     circulated,
+    copied_gradients_are_added_in_fp32,
     exchange_equals_slicing,
     gathered_sequence,
     layer_collectives,
@@ -36,6 +37,10 @@ def test_the_exchange_is_plain_slicing_forward_and_backward(ranks: int, heads: i
         # One all-to-all there and one back, and nothing else; the backward is the same two.
         assert report.forward_collectives == {"c10d::alltoall_base_": 2}
         assert report.backward_collectives == {"c10d::alltoall_base_": 2}
+
+
+def test_gradients_of_a_copied_head_are_added_in_fp32() -> None:
+    assert all(run_ranks(copied_gradients_are_added_in_fp32, 4))
 
 
 def test_one_row_is_exchanged_as_two_are() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import product
+from itertools import accumulate, product
 
 import pytest
 
+from ray_ulysses.parallel.layout import held_ranges, row_multiple
 from tests.distributed.harness import run_ranks
-from tests.distributed.seam_case import SeamCase, SeamResult, run_cases
+from tests.distributed.seam_case import ROWS, SeamCase, SeamResult, run_cases
 from tests.result_table import ResultTable
 from tests.unit.attention.models import ARCHITECTURES
 
@@ -58,6 +59,20 @@ def layout_cases(layout: tuple[int, int], names: Iterable[str]) -> list[SeamCase
     """Return the cases of one (Ulysses, ring) layout over every row, without an engine."""
     ulysses_size, ring_size = layout
     return [SeamCase(architecture=name, ulysses_size=ulysses_size, ring_size=ring_size) for name in names]
+
+
+@pytest.mark.parametrize("ring_size", [1, 2])
+@pytest.mark.parametrize("ulysses_size", [1, 2, 3, 4])
+def test_a_document_crosses_every_border_of_slices_in_every_case(ulysses_size: int, ring_size: int) -> None:
+    tokens, lengths = ROWS[0]
+    sp_size, ends = ulysses_size * ring_size, list(accumulate(lengths))
+    row_tokens = tokens + -tokens % row_multiple(sp_size, ring_size)
+    borders = {stop for rank in range(sp_size) for _, stop in held_ranges(row_tokens, rank, sp_size, ring_size)} - {
+        row_tokens
+    }
+    assert len(borders) >= sp_size - 1
+    longest = lengths.index(max(lengths))
+    assert all(ends[longest] - lengths[longest] < border < ends[longest] for border in borders)
 
 
 @pytest.mark.distributed

@@ -95,7 +95,7 @@ class Kernel(Protocol):
         lse_HT: torch.Tensor,
         into: Gradients | None = None,
     ) -> Gradients:
-        """Return the gradients of query, key and value, in their shapes and dtypes.
+        """Return the gradients of query, key and value, in their shapes, and in their dtypes or in fp32.
 
         A kernel that can write its results in place writes them into the tensors of ``into`` and returns these; they
         may be strided views whose last dim is contiguous. Any other kernel ignores them.

@@ -7,12 +7,13 @@ backward. Legend: see ``call.py``.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ray_ulysses.attention.kernels.call import Demand, Gradients, KernelCall, KernelEntry
 
+_HALF = (torch.bfloat16, torch.float16)
 _WINDOW_CHUNK_TOKENS = 1024
 """Queries a masked step of a sliding window: bounds the mask at 1024 x (1024 + window) instead of T x U."""
 
@@ -59,6 +60,10 @@ class _Sdpa:
         lse_HT: torch.Tensor,
         into: Gradients | None = None,
     ) -> Gradients:
+        if call.query_THD.dtype in _HALF:
+            # The op adds the gradients of the query heads that share a KV head in the inputs' dtype.
+            inputs = {name: getattr(call, name).float() for name in ("query_THD", "key_UKD", "value_UKE")}
+            return self.backward(replace(call, **inputs), grad_out_THE.float(), out_THE.float(), lse_HT)
         pieces = list(_pieces(call))
         if _is_whole(call, pieces):
             q, k, v = _inputs(call, pieces[0])
