@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,18 +17,22 @@ from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2.api.config import FailureConfig
 
-from ray_ulysses.cluster.session import missing_resources, ray_session, session_logs, workers_there
+from ray_ulysses.cluster.session import missing_resources, ray_session, session_logs
+from ray_ulysses.cluster.start_view import StartView
 from ray_ulysses.cluster.worker import leave_refusal, refusal, train_worker
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.storage.holding import HoldWatch
 from ray_ulysses.storage.lock import RunLock
 from ray_ulysses.tracking.history import read_history
-from ray_ulysses.trainer.checkpoint_store import checkpoint_lock, checkpoint_store
+from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_lock, checkpoint_store
 from ray_ulysses.trainer.completion import say_command_ended, settle_completed
 from ray_ulysses.trainer.preflight import check_resume, check_writable, claim_directory
 from ray_ulysses.trainer.requests import clear_stop, request_save, request_stop
+from ray_ulysses.trainer.run_files import describe_run
 from ray_ulysses.trainer.shared_storage import announce_session
+from ray_ulysses.views.plan import render_plan
+from ray_ulysses.views.run_readme import render_readme
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,6 +90,7 @@ def train(prepared: PreparedRun, view: ProgressView, started: float) -> TrainRes
         if history is not None:
             return TrainResult(history=history, was_complete=True, seconds=time.time() - started)
         claim_directory(prepared)
+        _describe(prepared)
         session = uuid.uuid4().hex
         announce_session(config.run_dir, session)
         clear_stop(config.run_dir)
@@ -103,6 +107,16 @@ def train(prepared: PreparedRun, view: ProgressView, started: float) -> TrainRes
         clear_stop(config.run_dir)
     history = read_history(config.run_dir, store=checkpoint_store(config))
     return TrainResult(history=history, was_complete=False, seconds=time.time() - started)
+
+
+def _describe(prepared: PreparedRun) -> None:
+    """Write down for people what the run is; it goes on without."""
+    config, report = prepared.config, prepared.report
+    readme = render_readme(report, config.run_dir, checkpoint_location(config))
+    try:
+        describe_run(config.run_dir, plan=render_plan(report), readme=readme)
+    except OSError as error:
+        _log.warning("README.md and plan.txt of the run could not be written (%s)", error)
 
 
 def _run_workers(
@@ -123,7 +137,7 @@ def _run_workers(
     thread = threading.Thread(target=fit, name="ray-train", daemon=True)
     with _requests_by_signal(config.run_dir, session, view.console), HoldWatch(holds) as watch:
         thread.start()
-        wait_while_held(thread, watch, config.run_dir, session, partial(_say_who_is_awaited, view, config))
+        wait_while_held(thread, watch, config.run_dir, session, StartView(view, config).look)
         if failure:
             # It may be what the loss of the run has done to the workers.
             watch.look()
@@ -133,25 +147,6 @@ def _run_workers(
         if text is not None:
             raise UserError(text) from failure[0]
         raise RunError(_failure_text(config, failure[0], logs)) from failure[0]
-
-
-def _say_who_is_awaited(view: ProgressView, config: Config) -> None:
-    """Say how many workers are there, while the view has not heard of them."""
-    if view.state.awaits_workers:
-        view.awaiting_workers(awaited(config.cluster.workers, workers_there()))
-
-
-def awaited(workers: int, there: int | None) -> str:
-    """Return what is waited for before the workers say it themselves (pure).
-
-    Args:
-        workers: How many there will be.
-        there: How many there are, where that is known.
-    """
-    number = f"{workers} worker{'s' if workers > 1 else ''}"
-    if there is None:
-        return f"waiting for {number}"
-    return f"waiting for {number} ({there} there)" if there < workers else f"loading libraries on {number}"
 
 
 def wait_while_held(

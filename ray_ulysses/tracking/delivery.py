@@ -81,7 +81,9 @@ class SpooledTracker:
         self._early: list[dict[str, Any]] = []
         self._warned: set[str] = set()
 
-    def start(self, params: Mapping[str, object], tags: Mapping[str, object]) -> None:
+    def start(
+        self, params: Mapping[str, object], tags: Mapping[str, object], files: Mapping[str, str] | None = None
+    ) -> None:
         """Open the spool and begin to deliver, an earlier process's undelivered events first."""
         try:
             self._spool = Spool(self._spool_dir, max_bytes=self._max_bytes)
@@ -89,6 +91,8 @@ class SpooledTracker:
             self._warn_once("spool", f"{self._spool_dir} can't be written ({error}): this attempt is not tracked")
             return
         self._put({"kind": "start", "params": dict(params), "tags": dict(tags)})
+        if files:
+            self._put({"kind": "files", "files": dict(files)})
         for event in self._early:
             self._put(event)
         self._early.clear()

@@ -1,7 +1,8 @@
 """Checkpoints in MLflow: each is a logged model of type ``checkpoint`` of the run that wrote it.
 
 Its tags say where it lies and what became of it (``state``), which its page does not show: so does its description. In
-a list one that can't be used any more is ``Failed``. Its parameters say how it came about, as columns that MLflow can
+a list one that can be used is ``Ready``, one that was damaged ``Failed``, and one that is gone because it is not needed
+any more has no status. Its parameters say how it came about, as columns that MLflow can
 sort and compare; its metrics are named ``checkpoint_<name>``, since MLflow adds a model's metrics to its run's curves
 too. Every call may be repeated: what is there already is not made twice.
 """
@@ -32,7 +33,13 @@ DESCRIPTION = "mlflow.note.content"
 """The tag that MLflow shows as a model's description, in Markdown."""
 
 _STATE_MARK = "⚠ "
-_FINAL = ("READY", "FAILED")
+_STATUS: Mapping[CheckpointState, str] = {
+    "committed": "READY",
+    "superseded": "UNSPECIFIED",
+    "deleted": "UNSPECIFIED",
+    "damaged": "FAILED",
+}
+"""What MLflow's lists show: a green check, nothing, or a red cross. A model that is begun is ``PENDING``."""
 _MODELS_A_PAGE = 1000
 _TAG_CHARACTERS = 8000
 _PARAM_CHARACTERS = 500
@@ -127,7 +134,7 @@ class CheckpointModels:
         if outputs is None or model_id not in {output.model_id for output in outputs.model_outputs}:
             self._client.log_outputs(self._run_id, [LoggedModelOutput(model_id=model_id, step=checkpoint.step)])
         # Last: until then the model counts as begun.
-        self._client.finalize_logged_model(model_id, "READY" if state == "committed" else "FAILED")
+        self._finalize(model_id, state)
 
     def _set_state(self, model_id: str, state: CheckpointState, reason: str) -> None:
         """Say what became of a checkpoint, before what its description said, which a person may have edited."""
@@ -142,7 +149,12 @@ class CheckpointModels:
         }
         tags = {name: value[:_TAG_CHARACTERS] for name, value in tags.items()}
         self._client.set_logged_model_tags(model_id, tags)
-        self._client.finalize_logged_model(model_id, "FAILED")
+        self._finalize(model_id, state)
+
+    def _finalize(self, model_id: str, state: CheckpointState) -> None:
+        from mlflow.entities import LoggedModelStatus
+
+        self._client.finalize_logged_model(model_id, LoggedModelStatus(_STATUS[state]))
 
     def _point_run_at(self, checkpoint: CommittedCheckpoint) -> None:
         """Let the run's tags name its newest checkpoint; an older one that is recorded late does not."""
@@ -203,7 +215,7 @@ def _tracked_checkpoint(model: LoggedModel, run_id: str) -> TrackedCheckpoint | 
     return TrackedCheckpoint(
         model_id=str(model.model_id),
         run_id=run_id,
-        is_complete=model.status in _FINAL,
+        is_complete=model.status in _STATUS.values(),
         step=step,
         attempt=_number(tags.get("attempt")),
         state=_state(tags.get("state")),

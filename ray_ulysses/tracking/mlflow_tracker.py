@@ -38,8 +38,14 @@ _ENTITIES_A_BATCH = 100
 _TAG_CHARACTERS = 8000
 _PARAM_CHARACTERS = 6000
 
+# Or MLflow 3 shows the pages of an application of language models, with runs as "evaluation runs".
+_KIND_TAG, _TRAINING = "mlflow.experimentKind", "custom_model_development"
+_STATE_TAG = "state"
+_DESCRIPTION_TAG, _DESCRIPTION_FILE = "mlflow.note.content", "README.md"
+
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_ALREADY_EXISTS")
-_MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+_MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "failed": "FAILED"}
+"""A run that was stopped on request ended as it was meant to: ``KILLED`` would show it as a failure."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,12 +57,14 @@ class TrackingIdentity:
         experiment: Experiment's name.
         key: A tag of the run, written before the run is made: a death in between leaves no second run.
         run_id: MLflow's id, None before the run is made.
+        experiment_id: MLflow's id of the experiment, None before the run is made.
     """
 
     uri: str
     experiment: str
     key: str
     run_id: str | None = None
+    experiment_id: str | None = None
 
     @classmethod
     def load(cls, run_dir: Path) -> TrackingIdentity | None:
@@ -139,8 +147,9 @@ class MlflowSink:
             identity = TrackingIdentity(uri=self._uri, experiment=self._experiment, key=uuid.uuid4().hex)
             identity.save(self._run_dir)
         self._run_id = self._find_run(identity) or self._create_run(identity)
-        if identity.run_id != self._run_id:
-            replace(identity, run_id=self._run_id).save(self._run_dir)
+        found = replace(identity, run_id=self._run_id, experiment_id=self._experiment_id)
+        if identity != found:
+            found.save(self._run_dir)
         self._models = CheckpointModels(
             self._client,
             experiment_id=self._experiment_id,
@@ -172,6 +181,8 @@ class MlflowSink:
                     self._log_steps(group)
                 elif kind == "start":
                     self._log_start(group[0])
+                elif kind == "files":
+                    self._log_files(group[0])
                 elif kind == "checkpoint":
                     self._models.commit(_read(CommittedCheckpoint, group[0]), group[0]["time_ms"])
                 elif kind == "checkpoint_gone":
@@ -179,10 +190,7 @@ class MlflowSink:
                 elif kind == "checkpoint_inventory":
                     self._models.reconcile(_read(CheckpointInventory, group[0]), group[0]["time_ms"])
                 elif kind == "finish":
-                    # One that a version before, or a later command, has spooled has no numbers.
-                    if group[0].get("metrics"):
-                        self._log_steps(group)
-                    self._client.set_terminated(self._run_id, status=_MLFLOW_STATUS[group[0]["status"]])
+                    self._log_end(group[0])
         except MlflowException as error:
             if error.error_code in _REFUSALS:
                 raise RefusedEvent(str(error)) from error
@@ -194,9 +202,8 @@ class MlflowSink:
         found = self._client.get_experiment_by_name(self._experiment)
         if found is None:
             try:
-                return str(
-                    self._client.create_experiment(self._experiment, artifact_location=_artifact_root(self._uri))
-                )
+                location, tags = _artifact_root(self._uri), {_KIND_TAG: _TRAINING}
+                return str(self._client.create_experiment(self._experiment, artifact_location=location, tags=tags))
             except MlflowException:  # another run made it in between
                 found = self._client.get_experiment_by_name(self._experiment)
                 if found is None:
@@ -237,13 +244,40 @@ class MlflowSink:
         known = self._client.get_run(self._run_id).data.params
         params = {key: str(value)[:_PARAM_CHARACTERS] for key, value in event["params"].items()}
         changed = {f"changed.{key}": value for key, value in params.items() if key in known and known[key] != value}
-        tags = {key: str(value)[:_TAG_CHARACTERS] for key, value in {**event["tags"], **changed}.items()}
+        tags = {**event["tags"], **changed, _STATE_TAG: "running"}
+        tags = {key: str(value)[:_TAG_CHARACTERS] for key, value in tags.items()}
         new = [Param(key, value) for key, value in params.items() if key not in known]
         for part in _slices(new, _ENTITIES_A_BATCH):
             self._client.log_batch(self._run_id, params=part, synchronous=True)
         for part in _slices([RunTag(key, value) for key, value in tags.items()], _ENTITIES_A_BATCH):
             self._client.log_batch(self._run_id, tags=part, synchronous=True)
         self._client.update_run(self._run_id, status="RUNNING")
+
+    def _log_end(self, event: Event) -> None:
+        """Say how the run ended; that it was stopped its status does not say."""
+        # One that a version before, or a later command, has spooled has no numbers.
+        if event.get("metrics"):
+            self._log_steps([event])
+        step = f" at step {event['step']}" if event.get("step") else ""
+        self._client.set_tag(self._run_id, _STATE_TAG, f"{event['status']}{step}")
+        self._client.set_terminated(self._run_id, status=_MLFLOW_STATUS[event["status"]])
+
+    def _log_files(self, event: Event) -> None:
+        """Store texts as artifacts of the run, and its README as the description, which a person may edit.
+
+        Raises:
+            RefusedEvent: Their store does not take them, while MLflow answers: the curves must not wait for it.
+        """
+        description = event["files"].get(_DESCRIPTION_FILE)
+        if description is not None and _DESCRIPTION_TAG not in self._client.get_run(self._run_id).data.tags:
+            self._client.set_tag(self._run_id, _DESCRIPTION_TAG, description[:_TAG_CHARACTERS])
+        try:
+            for name, text in event["files"].items():
+                self._client.log_text(self._run_id, text, name)
+        except Exception as error:
+            # If it is MLflow that is away, this raises, too, and both are tried again.
+            self._client.get_run(self._run_id)
+            raise RefusedEvent(f"the run's files can't be stored as artifacts ({error})") from error
 
     def _log_steps(self, events: Sequence[Event]) -> None:
         from mlflow.entities import Metric

@@ -14,12 +14,15 @@ RunStatus = Literal["finished", "stopped", "failed"]
 class Tracker(Protocol):
     """Receives what one attempt of a run does; called by rank 0 alone, and never raises into training."""
 
-    def start(self, params: Mapping[str, object], tags: Mapping[str, object]) -> None:
+    def start(
+        self, params: Mapping[str, object], tags: Mapping[str, object], files: Mapping[str, str] | None = None
+    ) -> None:
         """Open the run, or continue it where an earlier attempt left it.
 
         Args:
             params: Settings that hold for the life of the run, by dotted path.
             tags: What may differ between attempts, such as the world size and the versions of libraries.
+            files: Texts that describe the run, by the names under which it shows them.
         """
         ...
 
@@ -48,7 +51,9 @@ class Tracker(Protocol):
 class NullTracker:
     """A tracker that records nothing, for ``tracking.enabled=false``."""
 
-    def start(self, params: Mapping[str, object], tags: Mapping[str, object]) -> None:
+    def start(
+        self, params: Mapping[str, object], tags: Mapping[str, object], files: Mapping[str, str] | None = None
+    ) -> None:
         """Record nothing."""
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -21,6 +21,7 @@ from ray_ulysses.tracking.mlflow_tracker import MlflowTracker
 from ray_ulysses.tracking.tracker import NullTracker
 from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_store
 from ray_ulysses.trainer.inventory import committed_checkpoint, take_inventory
+from ray_ulysses.trainer.run_files import describing_files
 from ray_ulysses.trainer.settings import versions
 from ray_ulysses.trainer.shared_storage import probe_storage
 from ray_ulysses.trainer.step_meter import StepMeter
@@ -178,6 +179,7 @@ class Recorder:
                 "dp_size": layout.dp_size,
                 **{f"version.{name}": number for name, number in versions().items()},
             },
+            files=describing_files(config.run_dir),
         )
 
     def step_done(

@@ -56,7 +56,7 @@ class TimeAccount:
         """Return the parts of the time that have grown since the last call, and the goodput, by the tracker's names."""
         with self._lock:
             spent = self._ledger.spent()
-        parts = {f"time/{name}": seconds for name, seconds in spent.to_json().items()}
+        parts = {f"time_{name}": seconds for name, seconds in spent.to_json().items()}
         if spent.goodput is not None:
             parts["goodput"] = spent.goodput
         news = {name: value for name, value in parts.items() if value != self._told.get(name, 0.0)}

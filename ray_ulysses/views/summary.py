@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 from ray_ulysses.tracking.history import RunHistory
+from ray_ulysses.tracking.mlflow_page import MlflowPage, mlflow_page
 from ray_ulysses.views.time_spent import goodput_in_words
 from ray_ulysses.views.words import count, duration, facts
 
@@ -31,7 +32,7 @@ class Summary:
         elapsed_s: Seconds of this command.
         goodput: Share of the time of all commands of the run that went into steps that count, and where the rest went.
         checkpoint: Newest committed checkpoint.
-        mlflow: Command or address that shows the curves; None if the run is not tracked.
+        mlflow: Where the curves are; None if the run is not tracked.
         resume: Command that goes on.
         go_on: Command that goes on to the end of the planned data.
     """
@@ -48,7 +49,7 @@ class Summary:
     elapsed_s: float
     goodput: str
     checkpoint: str | None
-    mlflow: str | None
+    mlflow: MlflowPage | None
     resume: str
     go_on: str
 
@@ -91,7 +92,7 @@ def build_summary(
         elapsed_s=elapsed_s,
         goodput=goodput_in_words(history.time_spent),
         checkpoint=str(run_dir / committed[-1].path) if committed else None,
-        mlflow=None if tracking_uri is None else mlflow_command(tracking_uri),
+        mlflow=None if tracking_uri is None else mlflow_page(tracking_uri, run_dir),
         resume=_command(config_path, overrides),
         go_on=_command(config_path, (*overrides, f"run.stop_step={planned_steps}")),
     )
@@ -102,13 +103,6 @@ def _command(config_path: str, overrides: tuple[str, ...]) -> str:
     last = {override.partition("=")[0].strip(): number for number, override in enumerate(overrides)}
     options = "".join(f" --set {shlex.quote(overrides[number])}" for number in sorted(last.values()))
     return f"ray-ulysses train {shlex.quote(config_path)}{options}"
-
-
-def mlflow_command(uri: str) -> str:
-    """Return the command that shows a tracking database, or the address of a server."""
-    if uri.startswith(("http://", "https://")):
-        return uri
-    return f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
 
 
 def render_summary(summary: Summary) -> str:
@@ -124,7 +118,8 @@ def render_summary(summary: Summary) -> str:
     rows.append(("goodput", summary.goodput))
     rows.append(("checkpoint", summary.checkpoint or "none committed"))
     if summary.mlflow is not None:
-        rows.append(("see the curves", summary.mlflow))
+        ways = [way for way in (summary.mlflow.command, summary.mlflow.url) if way is not None]
+        rows += zip(("see the curves", "then open"), ways, strict=False)
     rows.append(_next_step(summary))
     return "\n".join([f"run {summary.name!r}: {summary.status}", *facts(rows)])
 

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 TIMEOUT_S = 240.0
 CONTRACT = {
     "name", "status", "step", "tokens", "steps", "attempts", "checkpoints", "rows_consumed", "data_digest",
-    "lost_steps", "goodput", "time_spent",
+    "lost_steps", "goodput", "time_spent", "damaged_records",
 }  # fmt: skip
 
 

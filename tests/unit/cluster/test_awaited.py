@@ -2,7 +2,7 @@
 
 import pytest
 
-from ray_ulysses.cluster.train_job import awaited
+from ray_ulysses.cluster.start_view import awaited
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_a_damaged_one_is_told_from_a_deleted_one_and_keeps_its_reason(demo):
     assert {state: str(model.status) for state, model in by_state.items()} == {
         "committed": "READY",
         "damaged": "FAILED",
-        "deleted": "FAILED",
+        "deleted": "UNSPECIFIED",
     }
     first, second, _ = by_state["damaged"].tags[DESCRIPTION].split("\n\n", 2)
     assert first == "⚠ **Damaged, not to be loaded**: a flipped byte"

@@ -8,6 +8,9 @@ import sys
 import textwrap
 import time
 
+import pytest
+
+from ray_ulysses.tracking.mlflow_page import mlflow_page
 from ray_ulysses.tracking.mlflow_tracker import MlflowSink, MlflowTracker, TrackingIdentity
 from tests.unit.tracking.checkpoints import committed
 
@@ -57,27 +60,117 @@ def test_three_attempts_make_one_run_with_one_curve(uri, client, tmp_path):
     assert len(client.search_runs([experiment.experiment_id], filter_string=f"tags.run_dir='{tmp_path}'")) == 1
 
 
-def test_a_resumed_run_runs_and_a_stopped_one_was_killed(uri, client, tmp_path):
+def test_a_resumed_run_runs_and_a_stopped_one_is_no_failure(uri, client, tmp_path):
     run_id = run_attempt(uri, tmp_path, range(1, 3), status="stopped").run_id
-    assert client.get_run(run_id).info.status == "KILLED"
+    run = client.get_run(run_id)
+    assert (run.info.status, run.data.tags["state"]) == ("FINISHED", "stopped")
     tracker = make_tracker(uri, tmp_path)
     tracker.start({}, {})
     deadline = time.monotonic() + 20
     while client.get_run(run_id).info.status != "RUNNING":
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    tracker.finish("failed")
-    assert client.get_run(run_id).info.status == "FAILED"
+    assert client.get_run(run_id).data.tags["state"] == "running"
+    tracker.finish("failed", 7)
+    run = client.get_run(run_id)
+    assert (run.info.status, run.data.tags["state"]) == ("FAILED", "failed at step 7")
 
 
 def test_the_numbers_of_an_end_are_shown_although_the_step_has_some_already(uri, client, tmp_path):
     tracker = make_tracker(uri, tmp_path)
     tracker.start({}, {})
-    tracker.log_step(3, {"time/saves_s": 1.0})
-    tracker.finish("finished", 3, {"time/saves_s": 4.5, "goodput": 0.25})
+    tracker.log_step(3, {"time_saves_s": 1.0})
+    tracker.finish("finished", 3, {"time_saves_s": 4.5, "goodput": 0.25})
     run = client.get_run(TrackingIdentity.load(tmp_path).run_id)
-    assert run.data.metrics == {"time/saves_s": 4.5, "goodput": 0.25}
+    assert run.data.metrics == {"time_saves_s": 4.5, "goodput": 0.25}
     assert run.info.status == "FINISHED"
+
+
+FILES = {"README.md": "# demo", "config.yaml": "run: {}", "plan.txt": "plan of run 'demo'"}
+
+
+def start_with_files(uri, run_dir):
+    tracker = make_tracker(uri, run_dir)
+    tracker.start({}, {}, FILES)
+    log_steps(tracker, range(1, 3))
+    tracker.finish("finished")
+    return TrackingIdentity.load(run_dir)
+
+
+def test_configuration_plan_and_readme_are_artifacts_and_the_readme_is_the_description(uri, client, tmp_path):
+    identity = start_with_files(uri, tmp_path)
+    assert {one.path for one in client.list_artifacts(identity.run_id)} == set(FILES)
+    path = client.download_artifacts(identity.run_id, "plan.txt", tmp_path)
+    with open(path) as stream:
+        assert stream.read() == FILES["plan.txt"]
+    assert client.get_run(identity.run_id).data.tags["mlflow.note.content"] == "# demo"
+    client.set_tag(identity.run_id, "mlflow.note.content", "the one for the paper")
+    start_with_files(uri, tmp_path)
+    assert client.get_run(identity.run_id).data.tags["mlflow.note.content"] == "the one for the paper"
+
+
+def test_a_store_that_takes_no_artifacts_keeps_no_point_from_its_curve(uri, client, tmp_path, caplog, monkeypatch):
+    from mlflow import MlflowClient
+
+    def refuse(*_):
+        raise PermissionError("no credentials")
+
+    monkeypatch.setattr(MlflowClient, "log_text", refuse)
+    identity = start_with_files(uri, tmp_path)
+    assert curve(client, identity.run_id) == expected(range(1, 3))
+    assert "the run's files can't be stored as artifacts (no credentials)" in caplog.text
+
+
+def test_an_outage_while_artifacts_are_sent_is_waited_for(uri, client, tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    calls, log_text, get_run = [], MlflowClient.log_text, MlflowClient.get_run
+
+    def break_down(self, *arguments):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise ConnectionError("away")
+        return log_text(self, *arguments)
+
+    def answer(self, run_id):
+        if len(calls) == 1:
+            calls.append(run_id)
+            raise ConnectionError("away")
+        return get_run(self, run_id)
+
+    monkeypatch.setattr(MlflowClient, "log_text", break_down)
+    monkeypatch.setattr(MlflowClient, "get_run", answer)
+    identity = start_with_files(uri, tmp_path)
+    assert {one.path for one in client.list_artifacts(identity.run_id)} == set(FILES)
+
+
+def test_a_run_is_made_among_training_runs_and_its_page_is_known(uri, client, tmp_path):
+    identity = run_attempt(uri, tmp_path, range(1, 2))
+    experiment = client.get_experiment_by_name("tests")
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+    page = mlflow_page(uri, tmp_path)
+    assert page.command == f"mlflow ui --backend-store-uri {uri}"
+    assert page.url == (
+        f"http://127.0.0.1:5000/#/experiments/{experiment.experiment_id}/runs/{identity.run_id}/model-metrics"
+    )
+
+
+@pytest.mark.parametrize(
+    ("uri", "known", "command", "url"),
+    [
+        ("http://mlflow:5000/", True, None, "http://mlflow:5000/#/experiments/7/runs/abc/model-metrics"),
+        ("https://me:secret@m", True, None, "https://***@m/#/experiments/7/runs/abc/model-metrics"),
+        ("http://mlflow:5000", False, None, "http://mlflow:5000"),
+        ("sqlite:////a b/m.db", False, "mlflow ui --backend-store-uri 'sqlite:////a b/m.db'", None),
+        ("databricks", True, None, "databricks"),
+    ],
+)
+def test_the_page_of_a_run_is_told_by_its_tracker(tmp_path, uri, known, command, url):
+    if known:
+        TrackingIdentity(uri=uri, experiment="e", key="k", run_id="abc", experiment_id="7").save(tmp_path)
+    page = mlflow_page(uri, tmp_path)
+    assert (page.command, page.url) == (command, url)
+    assert page.is_run == (url is not None and "abc" in url)
 
 
 def test_a_changed_parameter_becomes_a_tag_and_stops_nothing(uri, client, tmp_path):

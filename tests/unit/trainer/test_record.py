@@ -173,15 +173,15 @@ def test_the_tracker_is_told_where_the_time_of_the_command_goes(tmp_path: Path) 
     recorder.ended("finished", 2)
     tracked: Any = recorder._tracker
     first, second, end = [
-        {name: value for name, value in metrics.items() if name == "goodput" or name.startswith("time/")}
+        {name: value for name, value in metrics.items() if name == "goodput" or name.startswith("time_")}
         for metrics in tracked.metrics
         if "eval_loss" not in metrics
     ]
     assert first == {
-        "goodput": 0.0238, "time/total_s": 42.0, "time/steps_s": 1.0, "time/startup_s": 21.0, "time/waiting_s": 20.0,
+        "goodput": 0.0238, "time_total_s": 42.0, "time_steps_s": 1.0, "time_startup_s": 21.0, "time_waiting_s": 20.0,
     }  # fmt: skip
-    assert second == {"goodput": 0.0435, "time/total_s": 46.0, "time/steps_s": 2.0, "time/saves_s": 3.0}
-    assert end == {"goodput": 0.0404, "time/total_s": 49.5, "time/saves_s": 4.0, "time/evaluation_s": 2.5}
+    assert second == {"goodput": 0.0435, "time_total_s": 46.0, "time_steps_s": 2.0, "time_saves_s": 3.0}
+    assert end == {"goodput": 0.0404, "time_total_s": 49.5, "time_saves_s": 4.0, "time_evaluation_s": 2.5}
     assert tracked.metrics[-1]["step"] == 2
     history = build_history(name="run", journal=read_journal(tmp_path / "run"))
     assert history.time_spent.to_json() == recorder.time._ledger.spent().to_json()

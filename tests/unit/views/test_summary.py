@@ -1,8 +1,10 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ray_ulysses.views.summary import build_summary, mlflow_command, render_summary
+from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
+from ray_ulysses.views.summary import build_summary, render_summary
 from tests.unit.views.histories import make_history
 
 
@@ -69,6 +71,13 @@ def test_a_run_without_steps_or_tracking_says_so():
     assert "none committed" in text
 
 
-def test_a_server_is_opened_by_its_address():
-    assert mlflow_command("http://mlflow:5000") == "http://mlflow:5000"
-    assert mlflow_command("sqlite:////a b/m.db") == "mlflow ui --backend-store-uri 'sqlite:////a b/m.db'"
+def test_the_page_of_the_curves_is_named_once_there_is_one(tmp_path):
+    identity = TrackingIdentity(uri="sqlite:////runs/mlflow.db", experiment="e", key="k", run_id="r", experiment_id="3")
+    identity.save(tmp_path)
+    lines = render_summary(summary_of(make_history(), run_dir=tmp_path)).splitlines()
+    assert "  see the curves   mlflow ui --backend-store-uri sqlite:////runs/mlflow.db" in lines
+    assert "  then open        http://127.0.0.1:5000/#/experiments/3/runs/r/model-metrics" in lines
+    identity = replace(identity, uri="http://mlflow")
+    identity.save(tmp_path)
+    text = render_summary(summary_of(make_history(), run_dir=tmp_path, tracking_uri="http://mlflow"))
+    assert "  see the curves   http://mlflow/#/experiments/3/runs/r/model-metrics\n" in text

@@ -1,0 +1,39 @@
+"""The texts in a run's directory that say what the run is: its configuration, its plan and its README."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from ray_ulysses.storage.local import LocalStore
+from ray_ulysses.tracking.redaction import without_secret
+from ray_ulysses.trainer.settings import CONFIG_FILE
+
+PLAN_FILE = "plan.txt"
+README_FILE = "README.md"
+_MOST_CHARACTERS = 1 << 20
+
+
+def describe_run(run_dir: Path, *, plan: str, readme: str) -> None:
+    """Write a run's plan and README beside its configuration; the caller holds the run's lock.
+
+    Args:
+        run_dir: The run's directory.
+        plan: What ``ray-ulysses plan`` says of it.
+        readme: What it is, and how to look at it.
+
+    Raises:
+        OSError: They can't be written.
+    """
+    store = LocalStore(run_dir)
+    store.replace(PLAN_FILE, [f"{plan}\n".encode()])
+    store.replace(README_FILE, [readme.encode()])
+
+
+def describing_files(run_dir: Path) -> dict[str, str]:
+    """Return those of a run's texts that are there, without the passwords that a URI in them may hold."""
+    found = {}
+    for name in (README_FILE, CONFIG_FILE, PLAN_FILE):
+        with contextlib.suppress(OSError, ValueError):
+            found[name] = without_secret((run_dir / name).read_text(encoding="utf-8")[:_MOST_CHARACTERS])
+    return found

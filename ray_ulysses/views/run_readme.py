@@ -1,0 +1,43 @@
+"""README.md of a run's directory: what the run is, and which commands look at it or go on with it."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from ray_ulysses.planner.report import PlanReport
+from ray_ulysses.views.words import count
+
+
+def render_readme(report: PlanReport, run_dir: Path, storage: str) -> str:
+    """Return the text, in Markdown.
+
+    Args:
+        report: The run's plan.
+        run_dir: Its directory.
+        storage: Where its checkpoints lie.
+    """
+    data, layout, shape = report.data, report.layout, report.shape
+    folder = shlex.quote(str(run_dir))
+    return f"""# {report.name}
+
+A training run of ray-ulysses: a {shape.model_type} model of {count(shape.num_parameters)} parameters, on rows of
+{data.row_tokens:,} tokens, {data.rows_per_step:,} rows per step, {data.num_steps:,} steps planned.
+
+| | |
+|---|---|
+| directory | `{run_dir}` |
+| checkpoints | `{storage}` |
+| corpus | {report.corpus.path} ({report.corpus.num_documents:,} documents, {count(report.corpus.num_tokens)} tokens) |
+| data plan | `{data.plan_id}` |
+| workers when this was written | {layout.world_size} = dp {layout.dp_size} x sp {layout.sp_size} |
+
+`config.yaml` has every setting, `plan.txt` what it plans and needs, `journal/` everything that happened.
+
+```console
+ray-ulysses inspect {folder}                  # what happened, and where the time went
+ray-ulysses inspect {folder} --checkpoints    # what can be resumed from
+ray-ulysses train {folder}/config.yaml        # resumes, or says that it is complete
+ray-ulysses export {folder}                   # a Hugging Face model directory of the newest checkpoint
+```
+"""

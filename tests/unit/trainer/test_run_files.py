@@ -1,0 +1,20 @@
+"""What describes a run, in its directory and in its tracker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ray_ulysses.trainer.run_files import describe_run, describing_files
+
+
+def test_what_is_there_is_handed_on_without_passwords(tmp_path: Path) -> None:
+    assert describing_files(tmp_path) == {}
+    (tmp_path / "config.yaml").write_text("tracking:\n  uri: http://me:secret@mlflow:5000\n")
+    describe_run(tmp_path, plan="plan of run 'demo'", readme="# demo\n")
+    assert describing_files(tmp_path) == {
+        "README.md": "# demo\n",
+        "config.yaml": "tracking:\n  uri: http://***@mlflow:5000\n",
+        "plan.txt": "plan of run 'demo'\n",
+    }
+    (tmp_path / "plan.txt").write_bytes(b"\xff")
+    assert set(describing_files(tmp_path)) == {"README.md", "config.yaml"}
