@@ -154,7 +154,7 @@ def train(
         view.phase("planning")
         prepared = prepare_run(loaded, Path.cwd(), branch=branch)
         prepared.report.raise_problems()
-        for note in prepared.report.notes:
+        for note in prepared.notes:
             typer.echo(f"note: {note}", err=True)
         view.expect(prepared.last_step)
         result = run_training(prepared, view, started)

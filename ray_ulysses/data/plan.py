@@ -171,7 +171,7 @@ class Segment:
 
     @property
     def fill(self) -> float:
-        """Return the share of the rows' capacity that documents take, in training."""
+        """Return the tokens of the documents in the rows of training over rows times their capacity."""
         return self.totals.tokens / (self.train.num_rows * self.settings.capacity)
 
     def is_made_of(self, settings: PlanSettings, sources: Sequence[PlannedSource], branch: Branch | None) -> bool:

@@ -91,8 +91,8 @@ def export_checkpoint(
     export = _prepare(store, manifest, config, request)
     record = already_exported(export.out, export.identity, overwrite=request.overwrite)
     if record is not None:
-        # Wherever its directory lies now.
-        return replace(record.report, out=str(export.out), was_there=True)
+        # What the directory does not say: wherever it lies now, and where its tokenizer is from.
+        return replace(record.report, out=str(export.out), tokenizer=export.tokenizer.words, was_there=True)
     if request.check:
         refuse_small_memory(sum(tensor.num_elements for file in export.files for tensor in file.tensors))
     weights = Weights(store, manifest)
@@ -106,12 +106,12 @@ def export_checkpoint(
         write_files(folder, export.files, weights, lambda file: say(f"{file.name}: {decimal_size(file.num_bytes)}"))
         check = _check(export, folder, weights, say) if request.check else None
         report = _report(export, check, {name: len(content) for name, content in small.items()})
-        card = model_card(report)
+        card = model_card(report.published())
         (folder / CARD_FILE).write_bytes(card)
         report = replace(
             report, files=report.files | {CARD_FILE: len(card)}, seconds=round(clock.monotonic() - started, 3)
         )
-        (folder / RECORD_FILE).write_bytes(Record(identity=export.identity, report=report).to_bytes())
+        (folder / RECORD_FILE).write_bytes(Record(identity=export.identity, report=report.published()).to_bytes())
     return report
 
 
@@ -186,6 +186,7 @@ def _report(export: _Export, check: CheckResult | None, small: dict[str, int]) -
         max_positions=export.architecture.max_positions,
         rope=export.architecture.rope,
         tokenizer=export.tokenizer.words,
+        published_tokenizer=export.tokenizer.published,
         has_tokenizer=bool(export.tokenizer.files),
         versions=dict(manifest.meta.versions),
         check=check,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +66,7 @@ class ExportReport:
         max_positions: ``max_position_embeddings``, unchanged; None where the model has none.
         rope: Its rotary embedding in words; empty where there is nothing to say.
         tokenizer: What became of the tokenizer, in words.
+        published_tokenizer: The same for whoever gets the directory: no place on the machine that exported it.
         has_tokenizer: Whether the directory has one.
         versions: Versions of the libraries that wrote the checkpoint.
         check: The check; None where it was left out.
@@ -87,11 +88,17 @@ class ExportReport:
     max_positions: int | None
     rope: str
     tokenizer: str
+    published_tokenizer: str
     has_tokenizer: bool
     versions: dict[str, str]
     check: CheckResult | None
     seconds: float
     was_there: bool
+
+    def published(self) -> ExportReport:
+        """Return what the directory may say of it: no path of the machine that exported it."""
+        check = self.check and replace(self.check, origin=self.check.origin.partition(", since ")[0])
+        return replace(self, out="", tokenizer=self.published_tokenizer, check=check)
 
     @property
     def num_bytes(self) -> int:

@@ -27,6 +27,7 @@ _PATTERNS = (
 )
 _ADD = "; add one with --tokenizer DIR, or copy its files into the directory"
 _END = "<|end|>"
+_BYTE_WORDS = f"{BYTES}, written as a tokenizer.json that gives the same tokens for every text"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +36,7 @@ class TokenizerFiles:
 
     Attributes:
         words: What it is, or why there is none.
+        published: The same without a path of this machine, for the directory itself.
         files: Its files by name; empty where there is none.
         end_tokens: The tokens that end a text: the one that ended every document of the corpora, those that ended what
             was supervised of them (the turns of a chat), and its own; empty where none is known.
@@ -42,6 +44,7 @@ class TokenizerFiles:
     """
 
     words: str
+    published: str = "none"
     files: dict[str, bytes] = field(default_factory=dict)
     end_tokens: tuple[int, ...] = ()
     vocab_size: int = 0
@@ -74,7 +77,8 @@ def find_tokenizer(run_dir: Path, given: Path | None) -> TokenizerFiles:
         return _given(given, prepared)
     if prepared.fingerprint == ByteTokenizer().info.fingerprint:
         return TokenizerFiles(
-            words=f"{BYTES}, written as a tokenizer.json that gives the same tokens for every text",
+            words=_BYTE_WORDS,
+            published=_BYTE_WORDS,
             files=byte_tokenizer_files(),
             end_tokens=prepared.end_tokens,
             vocab_size=ByteTokenizer().info.vocab_size,
@@ -90,7 +94,11 @@ def find_tokenizer(run_dir: Path, given: Path | None) -> TokenizerFiles:
     except (UserError, OSError) as error:
         return TokenizerFiles(words=f"none: {error}{_ADD}", end_tokens=prepared.end_tokens)
     return TokenizerFiles(
-        words=f"from {info.name}", files=files, end_tokens=prepared.end_tokens, vocab_size=info.vocab_size
+        words=f"from {info.name}",
+        published="the one that prepared the corpus",
+        files=files,
+        end_tokens=prepared.end_tokens,
+        vocab_size=info.vocab_size,
     )
 
 
@@ -144,6 +152,7 @@ def _given(directory: Path, prepared: _Prepared) -> TokenizerFiles:
     said = f", {same} that prepared the corpus" if prepared.fingerprint is not None else ""
     return TokenizerFiles(
         words=f"from {directory}, as --tokenizer asks{said}",
+        published=f"given when it was exported{said}",
         files=files,
         # The model learned to end a text with the corpus's, whatever else this one can write.
         end_tokens=tuple(dict.fromkeys((*prepared.end_tokens, info.eos_token_id))),

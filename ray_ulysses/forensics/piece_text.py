@@ -1,8 +1,15 @@
-"""The text of a piece of a document: its tokens, decoded with the tokenizer that made them."""
+"""The text of a piece of a document: its tokens, decoded with the tokenizer that made them.
+
+Where only part of a document is supervised, what is lies between ``⟦`` and ``⟧``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus import Corpus
 from ray_ulysses.data.tokenizers import Tokenizer, TokenizerInfo, load_tokenizer
@@ -10,6 +17,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.request import TextMode
 
 _HEAD_CHARACTERS, _TAIL_CHARACTERS = 320, 160
+_OPEN, _CLOSE = "⟦", "⟧"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +42,17 @@ class Texts:
         self._mode = mode
         self._tokenizers: dict[str, Tokenizer | UserError] = {}
 
-    def of(self, corpus: Corpus, document: int, start: int, length: int) -> PieceText | None:
+    def of(
+        self, corpus: Corpus, document: int, start: int, length: int, labels: Sequence[tuple[int, int]]
+    ) -> PieceText | None:
         """Return the text of a stretch of a document; None where none is asked for.
+
+        Args:
+            corpus: The corpus.
+            document: Number of the document in it.
+            start: First token of the stretch.
+            length: Its tokens.
+            labels: First token, and one past the last, of what is supervised.
 
         Raises:
             UserError: The tokenizer can't be loaded, is not the one that the corpus was made with, or the tokens can't
@@ -43,7 +60,11 @@ class Texts:
         """
         if self._mode == "none":
             return None
-        text = self._tokenizer(corpus.tokenizer).decode(corpus.read(document, start, length))
+        tokens, tokenizer = corpus.read(document, start, length), self._tokenizer(corpus.tokenizer)
+        if corpus.info.spans is None:
+            text = tokenizer.decode(tokens)
+        else:
+            text = _marked(tokens, [(first - start, last - start) for first, last in labels], tokenizer)
         return PieceText(head=text, tail="", left_out=0) if self._mode == "full" else cut_text(text)
 
     def _tokenizer(self, info: TokenizerInfo) -> Tokenizer:
@@ -64,6 +85,16 @@ def cut_text(text: str) -> PieceText:
     if left_out <= _TAIL_CHARACTERS:
         return PieceText(head=text, tail="", left_out=0)
     return PieceText(head=text[:_HEAD_CHARACTERS], tail=text[-_TAIL_CHARACTERS:], left_out=left_out)
+
+
+def _marked(tokens: NDArray[np.int64], labels: Sequence[tuple[int, int]], tokenizer: Tokenizer) -> str:
+    """Return the text of tokens, with marks around what is supervised (pure)."""
+    parts, at = [], 0
+    # A document that goes on beyond the piece has one more label, whose token is in the next piece.
+    for first, last in ((first, last) for first, last in labels if first < tokens.size):
+        parts += [tokenizer.decode(tokens[at:first]), _OPEN, tokenizer.decode(tokens[first:last]), _CLOSE]
+        at = last
+    return "".join([*parts, tokenizer.decode(tokens[at:])])
 
 
 def _load(info: TokenizerInfo) -> Tokenizer:

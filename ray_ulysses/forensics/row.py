@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from ray_ulysses.data.corpus import Corpus
 from ray_ulysses.data.corpus_set import CorpusSet
 from ray_ulysses.data.mixture import first_documents
 from ray_ulysses.data.plan import Plan
 from ray_ulysses.data.rows import Piece
+from ray_ulysses.data.spans import mask_spans
 from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.piece_text import PieceText, Texts
 from ray_ulysses.forensics.request import TextMode, check_run
@@ -47,6 +49,8 @@ class RowPiece:
         length: Tokens of the piece.
         goes_on: Whether the document goes on beyond it, so that its last token has a label.
         corpus: Path of its corpus.
+        labels: First token, and one past the last, of each stretch of the document that is supervised here; None where
+            the corpus can't be read.
         source: File or data set that the document came from; None where the corpus can't be read.
         offset: Line or row in it, from 1, 0 for a whole file; None where the corpus can't be read.
         id: The row's own id; None where it has none, or the corpus can't be read.
@@ -60,6 +64,7 @@ class RowPiece:
     length: int
     goes_on: bool
     corpus: str
+    labels: tuple[tuple[int, int], ...] | None = None
     source: str | None = None
     offset: int | None = None
     id: str | None = None
@@ -226,7 +231,18 @@ def _known(store: CorpusSet, piece: Piece, texts: Texts) -> dict[str, Any]:
     except UserError as error:
         return {"text_problem": str(error)}
     try:
-        known["text"] = texts.of(corpus, local, piece.start, piece.length)
+        known["labels"] = labels = _labels(corpus, local, piece)
+        known["text"] = texts.of(corpus, local, piece.start, piece.length, labels)
     except UserError as error:
         known["text_problem"] = str(error)
     return known
+
+
+def _labels(corpus: Corpus, document: int, piece: Piece) -> tuple[tuple[int, int], ...]:
+    """Return the stretches of a document that are labels in a piece; its first token is none."""
+    first = piece.start + 1
+    mask = corpus.label_mask(document, first, first + piece.num_labels)
+    if mask is None:
+        return ((first, first + piece.num_labels),) if piece.num_labels else ()
+    starts, stops = mask_spans(mask)
+    return tuple((first + start, first + stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True))

@@ -96,8 +96,9 @@ class DataFacts:
         num_rows: Training rows of all epochs.
         num_steps: Steps that train each row once.
         stop_step: Step at which this run stops.
-        padding_tokens: Padding in the training rows, in tokens.
-        fill: Share of the rows' capacity that documents take.
+        padding_tokens: Tokens that only fill the training rows up to a multiple of ``pad_multiple``; beyond that a row
+            that is not full has none, and nothing of it is computed.
+        fill: Tokens of the documents in the training rows over rows times ``row_tokens``.
         tokens: Tokens of the training rows, padding left out.
         supervised: Tokens with a label.
         packing: How rows are filled.

@@ -60,6 +60,20 @@ class PreparedRun:
         """Step after which it stops."""
         return last_step_of(self.config, self.plan)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is told before it starts: the report's notes, and whether its data change."""
+        if self.remainder is None:
+            unchanged = "--branch: the data are those that the run has already; nothing is branched"
+            return (*self.report.notes, *([unchanged] if self.branch else []))
+        point, segment = self.remainder.branch, self.plan.newest
+        return (
+            f"--branch: the run's data change after step {point.step:,}, at row {point.row:,} in epoch "
+            f"{point.epoch + 1}; plan {segment.plan_id} has {segment.train.num_rows:,} more rows, up to step "
+            f"{segment.end_step:,}",
+            *self.report.notes,
+        )
+
 
 def prepare_run(config: Config, base: Path, *, branch: bool = False) -> PreparedRun:
     """Check a configuration against the run that it resumes, model and corpus, and plan its rows; writes nothing.

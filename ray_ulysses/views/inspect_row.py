@@ -18,7 +18,7 @@ def render_row(report: RowReport) -> str:
         ]
     )
     numbers = {corpus.path: number for number, corpus in enumerate(report.corpora)}
-    header = ("piece", "document", "start", "length", "goes on", "corpus", "id", "offset", "source")
+    header = ("piece", "document", "start", "length", "labels", "goes on", "corpus", "id", "offset", "source")
     rows = [_piece(number, piece, numbers[piece.corpus]) for number, piece in enumerate(report.pieces)]
     lines += ["", "pieces", *table(header, rows)]
     for number, piece in enumerate(report.pieces):
@@ -49,7 +49,9 @@ def _steps(times: Sequence[TimesTrained]) -> str:
 
 
 def _piece(number: int, piece: RowPiece, corpus: int) -> tuple[str, ...]:
-    place = (f"{piece.document:,}", f"{piece.start:,}", f"{piece.length:,}", "yes" if piece.goes_on else "no")
+    labels = "-" if piece.labels is None else f"{sum(stop - start for start, stop in piece.labels):,}"
+    goes_on = "yes" if piece.goes_on else "no"
+    place = (f"{piece.document:,}", f"{piece.start:,}", f"{piece.length:,}", labels, goes_on)
     offset = "-" if piece.offset is None else f"{piece.offset:,}"
     return (str(number), *place, str(corpus), printable(piece.id or "-"), offset, printable(piece.source or "-"))
 
@@ -58,7 +60,7 @@ def _text(number: int, piece: RowPiece) -> list[str]:
     if piece.text is None and piece.text_problem is None:
         return []
     stretch = f"[{piece.start:,}, {piece.start + piece.length:,})"
-    lines = ["", f"piece {number}: tokens {stretch} of document {piece.document:,}"]
+    lines = ["", f"piece {number}: tokens {stretch} of document {piece.document:,}{_supervised(piece)}"]
     if piece.text is None:
         return [*lines, f"  NO TEXT: {piece.text_problem}"]
     lines += _quoted(piece.text.head)
@@ -66,6 +68,14 @@ def _text(number: int, piece: RowPiece) -> list[str]:
         lines += [f"  ... {piece.text.left_out:,} characters left out; --text full prints them ..."]
         lines += _quoted(piece.text.tail)
     return lines
+
+
+def _supervised(piece: RowPiece) -> str:
+    """Return which tokens of a piece are supervised, in words; empty where all but its first are, as in plain text."""
+    stop = piece.start + piece.length + piece.goes_on
+    if piece.labels is None or piece.labels == ((piece.start + 1, stop),):
+        return ""
+    return "; supervised (between ⟦ and ⟧): " + (", ".join(f"[{a:,}, {b:,})" for a, b in piece.labels) or "nothing")
 
 
 def _quoted(text: str) -> list[str]:

@@ -134,8 +134,8 @@ def _data(report: PlanReport) -> list[str]:
         ("corpus", f"{corpus.num_documents:,} documents, {count(corpus.num_tokens)} tokens"),
         ("longest document", f"{corpus.longest_document:,} tokens; largest token id {corpus.max_token_id}"),
         ("rows", f"{data.num_rows:,} of up to {data.row_tokens:,} tokens (multiples of {data.pad_multiple})"),
-        ("packing", f"{data.packing}; documents fill {percent(data.fill)} of the rows"),
-        ("padding", f"{data.padding_tokens:,} of {data.tokens + data.padding_tokens:,} tokens of the rows"),
+        ("packing", f"{data.packing}; fill {percent(data.fill)}: documents' tokens, of rows of {data.row_tokens:,}"),
+        ("padding", _padding(data)),
         ("split documents", f"{data.split_documents:,} longer than a row; every target is kept"),
         ("lost tokens", _lost(data)),
         ("steps", f"{data.num_steps:,} of {data.rows_per_step} rows; stops at step {data.stop_step:,}"),
@@ -154,6 +154,13 @@ def _data(report: PlanReport) -> list[str]:
     if corpus.unigram_nats is not None:
         rows.insert(2, ("byte entropy", f"{corpus.unigram_nats:.3f} nats (unigram): a model must get below it"))
     return ["data", *facts(rows)]
+
+
+def _padding(data: DataFacts) -> str:
+    computed = data.tokens + data.padding_tokens
+    share = percent(data.padding_tokens / computed)
+    said = f"{data.padding_tokens:,} of the {computed:,} tokens that are computed, {share}"
+    return f"{said}; a row ends at the first multiple of {data.pad_multiple} behind its documents"
 
 
 def _lost(data: DataFacts) -> str:

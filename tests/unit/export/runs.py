@@ -43,6 +43,7 @@ REPORT = ExportReport(
     max_positions=None,
     rope="",
     tokenizer="none",
+    published_tokenizer="none",
     has_tokenizer=False,
     versions={"torch": "2.13.0"},
     check=CheckResult(tokens=8, documents=2, origin="seeded", difference=0.5, scale=1.0, bound=1e-5),

@@ -43,3 +43,17 @@ def test_a_text_ends_with_the_token_of_the_corpus_and_with_that_of_the_tokenizer
     report = export(planned, tokenizer=word_tokenizer(tmp_path / "words", 65), check=False)
     for name in ("config.json", "generation_config.json"):
         assert json.loads((Path(report.out) / name).read_text())["eos_token_id"] == [256, 65], name
+
+
+@pytest.mark.parametrize("has_corpus", [True, False])
+def test_nothing_that_is_published_names_a_place_on_the_machine_that_exported(
+    planned: Path, tmp_path: Path, has_corpus: bool
+) -> None:
+    if not has_corpus:
+        (planned / "plan/segment-0000/rows.parquet").write_bytes(b"PAR1")
+    for name, tokenizer in (("run's", None), ("given", word_tokenizer(tmp_path / "words", 65))):
+        report = export(planned, out=planned / "export" / name, tokenizer=tokenizer)
+        for file in ("README.md", "ray_ulysses_export.json", "config.json", "generation_config.json"):
+            assert str(tmp_path) not in (Path(report.out) / file).read_text(), file
+        again = export(planned, out=planned / "export" / name, tokenizer=tokenizer)
+        assert again.was_there and again.out == report.out

@@ -16,6 +16,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.piece_text import cut_text
 from ray_ulysses.forensics.row import look_at_row
 from tests.unit.data.corpora import text_corpus, varied_texts
+from tests.unit.data.test_supervision import prepare_rows
 from tests.unit.forensics.runs import SETTINGS, Run, make_run
 
 ALL = replace(SETTINGS, context_tokens=512, rows_per_step=3)
@@ -47,6 +48,7 @@ def test_the_numbers_of_a_row_add_up(run: Run) -> None:
         assert report.tokens == sum(piece.length for piece in report.pieces)
         assert report.row_tokens == report.tokens + report.padding == run.plan.row_tokens(report.row)
         assert report.supervised == sum(piece.length - (not piece.goes_on) for piece in report.pieces)
+        assert report.supervised == sum(stop - start for piece in report.pieces for start, stop in piece.labels or ())
         assert report.cost == sum(piece.length * (piece.length + SETTINGS.token_cost) for piece in report.pieces)
         assert report.row in run.plan.step_rows(report.planned_step)
         assert (report.segment, report.epoch, report.plan_id) == (0, 0, run.plan.plan_id)
@@ -176,3 +178,37 @@ def test_a_cut_text_leaves_out_what_it_says(size: int) -> None:
     assert len(cut.head) + len(cut.tail) + cut.left_out == size
     assert text.startswith(cut.head) and text.endswith(cut.tail)
     assert (cut.left_out > 0) == (size > 640)
+
+
+@pytest.mark.parametrize("context_tokens", [512, 16], ids=["whole documents", "documents in pieces"])
+def test_the_tokens_that_are_supervised_are_marked(tmp_path: Path, context_tokens: int) -> None:
+    """Chats in bytes: the labels of all pieces are the assistants' words, and stand between the marks."""
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"question {number}"},
+                {"role": "assistant", "content": f"yes {number}"},
+            ]
+        }
+        for number in range(12)
+    ]
+    chats = prepare_rows(tmp_path / "chats", rows, messages_field="messages")
+    plain = text_corpus(tmp_path / "plain", varied_texts(5))
+    run = make_run(tmp_path / "run", [chats.path, plain.path], replace(ALL, context_tokens=context_tokens))
+    marked: dict[int, str] = {}
+    for row in range(run.plan.num_rows):
+        report = look_at_row(run.folder, row, text="full")
+        assert report.supervised == sum(stop - start for piece in report.pieces for start, stop in piece.labels or ())
+        for piece in report.pieces:
+            assert piece.text is not None and piece.labels is not None
+            for start, stop in piece.labels:
+                assert piece.start < start < stop <= piece.start + piece.length + piece.goes_on
+            if piece.corpus == str(chats.path):
+                said = "".join(part.partition("⟧")[0] for part in piece.text.head.split("⟦")[1:])
+                marked[piece.corpus_document] = marked.get(piece.corpus_document, "") + said
+            else:
+                assert "⟦" not in piece.text.head
+    if context_tokens == 512:
+        assert marked == {number: f"yes {number}" for number in range(12)}
+    else:
+        assert all(set(said) <= set(f"yes {number}") for number, said in marked.items())

@@ -140,3 +140,17 @@ def test_corpora_that_share_documents_are_refused_and_prepared_apart_they_are_no
     apart = replace(request, out=tmp_path / "apart", without=(str(first),))
     assert prepare_local(apart).num_documents == 1
     assert [source.num_documents for source in prepared(tmp_path / "apart").plan.newest.sources] == [8, 1]
+
+
+def test_a_run_that_branches_says_so_before_it_starts(tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path)
+    first = prepare_run(make_config(tmp_path / "runs", corpus), Path("/"))
+    claim_directory(first)
+    assert not [note for note in first.notes if "--branch" in note]
+    same = prepare_run(make_config(tmp_path / "runs", corpus), Path("/"), branch=True)
+    assert "--branch: the data are those that the run has already; nothing is branched" in same.notes
+    changed = prepare_run(make_config(tmp_path / "runs", corpus, data__context_tokens=96), Path("/"), branch=True)
+    assert changed.notes[0] == (
+        f"--branch: the run's data change after step 0, at row 0 in epoch 1; plan {changed.plan.plan_id} has "
+        f"{changed.plan.num_rows:,} more rows, up to step {changed.plan.num_steps:,}"
+    )

@@ -28,6 +28,7 @@ REPORT = ExportReport(
     max_positions=131_072,
     rope="rope llama3, factor 8, theta 500000",
     tokenizer="from /base",
+    published_tokenizer="the one that prepared the corpus",
     has_tokenizer=True,
     versions={"torch": "2.13.0"},
     check=CheckResult(

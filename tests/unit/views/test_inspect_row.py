@@ -16,6 +16,7 @@ PIECE = RowPiece(
     length=2000,
     goes_on=True,
     corpus="/data/a",
+    labels=((1, 2001),),
     source="/texts/a.jsonl",
     offset=17,
     id="key",
@@ -52,8 +53,8 @@ def test_a_row_is_told_in_full() -> None:
     assert "plan         aaaa, segment 0, epoch 0, step 2" in text
     assert "tokens       2,000 and 8 of padding: 2,008" in text
     assert "cost         4.00M (4,000,000;" in text
-    assert "  piece  document  start  length  goes on  corpus   id  offset  source" in text
-    assert "      0     1,234      0   2,000      yes       0  key      17  /texts/a.jsonl" in text
+    assert "  piece  document  start  length  labels  goes on  corpus   id  offset  source" in text
+    assert "      0     1,234      0   2,000   2,000      yes       0  key      17  /texts/a.jsonl" in text
     assert "piece 0: tokens [0, 2,000) of document 1,234\n  | first\n  | line\n" in text
     assert "  ... 1,983 characters left out; --text full prints them ...\n  | the end" in text
 
@@ -65,11 +66,11 @@ def test_a_row_of_the_future_and_one_that_was_trained_twice() -> None:
 
 
 def test_what_is_missing_is_said_and_the_rest_still_told() -> None:
-    gone = replace(PIECE, source=None, offset=None, id=None, text=None)
+    gone = replace(PIECE, labels=None, source=None, offset=None, id=None, text=None)
     corpus = RowCorpus(path="/data/a", fingerprint="f", problem="does not exist")
     text = render_row(make_report(corpora=(corpus,), pieces=(gone,)))
     assert "0  /data/a: CAN'T BE READ: does not exist" in text
-    assert "      0     1,234      0   2,000      yes       0   -       -  -" in text
+    assert "      0     1,234      0   2,000       -      yes       0   -       -  -" in text
     assert "piece 0: tokens" not in text
     untold = render_row(make_report(pieces=(replace(PIECE, text=None, text_problem="no tokenizer"),)))
     assert "  NO TEXT: no tokenizer" in untold
@@ -79,3 +80,12 @@ def test_no_document_drives_the_terminal() -> None:
     assert printable("\x1b[2Jplain\ttext ü") == "\\x1b[2Jplain\ttext ü"
     text = render_row(make_report(pieces=(replace(PIECE, text=PieceText(head="\x1b]0;x\x07", tail="", left_out=0)),)))
     assert "\x1b" not in text and "\x07" not in text
+
+
+def test_what_is_supervised_in_part_is_named_token_by_token() -> None:
+    text = render_row(make_report(pieces=(replace(PIECE, labels=((7, 9), (1500, 1611))),)))
+    assert "      0     1,234      0   2,000     113      yes" in text
+    assert (
+        "piece 0: tokens [0, 2,000) of document 1,234; supervised (between ⟦ and ⟧): [7, 9), [1,500, 1,611)\n" in text
+    )
+    assert "; supervised (between ⟦ and ⟧): nothing\n" in render_row(make_report(pieces=(replace(PIECE, labels=()),)))

@@ -46,3 +46,17 @@ def test_problems_stand_at_the_end():
 def test_no_line_is_wider_than_a_wide_terminal():
     text = text_of(make_config(memory={"device_gib": 0.01}), make_corpus([64] * 9))
     assert max(len(line) for line in text.splitlines()) <= 140
+
+
+def test_fill_and_padding_each_say_what_they_are_a_share_of():
+    """Rows of 64 tokens: three documents of 41 leave room in each, of which a row computes none but its padding."""
+    config, corpus = make_config(data={"context_tokens": 64}), make_corpus([41, 41, 41])
+    data = build_report(config, make_shape(config), corpus, make_plan(config, corpus)).data
+    assert (data.num_rows, data.row_tokens) == (3, 64)
+    computed = 3 * -(-41 // data.pad_multiple) * data.pad_multiple
+    text = text_of(config, corpus)
+    assert f"; fill {123 / (3 * 64):.2%}: documents' tokens, of rows of 64\n" in text
+    assert (
+        f"{computed - 123} of the {computed} tokens that are computed, {(computed - 123) / computed:.2%}; a row ends "
+        f"at the first multiple of {data.pad_multiple} behind its documents\n"
+    ) in text
