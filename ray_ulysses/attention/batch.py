@@ -118,12 +118,14 @@ def shard_batch(
         document_lengths_BL=held_document_lengths(documents, mesh).to(input_ids_BS.device),
         documents=documents,
         mesh=mesh,
-        # Whole rows, so that each rank finds the same; on a device, reading them would wait for it.
-        token_ids=_bounds(input_ids_BS) if input_ids_BS.device.type == "cpu" else None,
+        token_ids=_bounds(input_ids_BS),
     )
 
 
-def _bounds(input_ids_BS: torch.Tensor) -> tuple[int, int]:
+def _bounds(input_ids_BS: torch.Tensor) -> tuple[int, int] | None:
+    """Return the smallest and the largest id of whole rows; of a device's tensor, to read them would wait for it."""
+    if input_ids_BS.device.type != "cpu":
+        return None
     smallest, largest = torch.aminmax(input_ids_BS)
     return int(smallest), int(largest)
 

@@ -37,6 +37,7 @@ HARMLESS_KEYWORDS = frozenset(
 )  # fmt: skip
 """Keywords of an attention call that do not change what it computes."""
 
+_JUDGED_KEYWORDS = HARMLESS_KEYWORDS | {"is_causal"}
 _OTHER_ROWS = (2, 23)
 _OTHER_ORDER = 29
 
@@ -295,9 +296,7 @@ def _probe_attention(
 
 def refused_keywords(kwargs: Mapping[str, Any]) -> list[str]:
     """Return why an attention call's keywords can't be done exactly, in words that follow the module's name."""
-    odd = sorted(
-        key for key, value in kwargs.items() if key not in HARMLESS_KEYWORDS | {"is_causal"} and value is not None
-    )
+    odd = sorted(key for key, value in kwargs.items() if key not in _JUDGED_KEYWORDS and value is not None)
     problems = [f"asks its attention for {', '.join(odd)}, which no kernel here does exactly"] if odd else []
     if kwargs.get("is_causal") is False:
         problems.append("asks its attention for is_causal=False; only causal attention is supported")

@@ -15,6 +15,7 @@ import torch
 from ray_ulysses.attention.batch import MODEL_INPUT, ShardedBatch
 from ray_ulysses.attention.chunked import attend_in_chunks
 from ray_ulysses.attention.exchange import gather_heads, scatter_heads
+from ray_ulysses.attention.forward_checks import check_attached, check_inputs, check_tables
 from ray_ulysses.attention.kernels import Demand, KernelName, choose_kernel
 from ray_ulysses.attention.operators import LayerSettings, attend_heads, attend_payload
 from ray_ulysses.attention.probe import LayerAttention, refused_keywords
@@ -92,29 +93,42 @@ def apply_ulysses(
         raise UserError(f"chunks={chunks} must be at least 1: the number of shares that the KV heads are exchanged in")
     refuse_mixed_devices(model)
     sight = refuse_inexact(model, config, mesh)
-    layers = sight.layers
-    _refuse_kernels(model, layers.values(), attention)
+    _refuse_kernels(model, sight.layers.values(), attention)
     _register()
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
     _remove_earlier(model)
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    for name, layer in layers.items():
-        settle_window(base.get_submodule(name), layer.window)
+    modules = {name: base.get_submodule(name) for name in sight.layers}
+    for name, module in modules.items():
+        settle_window(module, sight.layers[name].window)
     current = CurrentBatch()
     follow_documents(model, current)
     num_tokens = getattr(base.get_input_embeddings(), "num_embeddings", None)
-    announce = _announcer(attention)
-    ulysses, ring = (mesh.group(role).group_name if size > 1 else "" for role, size in _axes(mesh))
+    make_context = _context_maker(mesh, attention, chunks)
 
     def hand_down(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         batch = kwargs.get(MODEL_INPUT)
-        _check_inputs(batch, kwargs, mesh)
+        check_inputs(batch, kwargs, mesh)
         assert isinstance(batch, ShardedBatch)
-        if not torch.compiler.is_compiling():
-            # Each batch's numbers would be guards of a compiled forward.
-            _check_tables(batch, num_tokens, sight.num_positions)
+        check_attached(base, modules, ATTENTION_NAME)
+        check_tables(batch, num_tokens, sight.num_positions)
         current.batch = batch
-        context = AttentionContext(
+        return args, {**kwargs, MODEL_INPUT: make_context(batch)}
+
+    handle = model.register_forward_pre_hook(hand_down, with_kwargs=True)
+    model._ray_ulysses_hook = handle  # type: ignore[assignment]
+    return model
+
+
+def _context_maker(
+    mesh: SequenceMesh, attention: KernelName, chunks: int
+) -> Callable[[ShardedBatch], AttentionContext]:
+    """Return a function that makes of a batch what its attention layers are handed."""
+    announce = _announcer(attention)
+    ulysses, ring = (mesh.group(role).group_name if size > 1 else "" for role, size in _axes(mesh))
+
+    def make_context(batch: ShardedBatch) -> AttentionContext:
+        return AttentionContext(
             documents=batch.documents,
             kernel=attention,
             local_tokens=batch.documents.row_tokens // mesh.sp_size,
@@ -125,11 +139,8 @@ def apply_ulysses(
             chunks=chunks,
             announce=announce,
         )
-        return args, {**kwargs, MODEL_INPUT: context}
 
-    handle = model.register_forward_pre_hook(hand_down, with_kwargs=True)
-    model._ray_ulysses_hook = handle  # type: ignore[assignment]
-    return model
+    return make_context
 
 
 def settle_window(module: nn.Module, window: int | None) -> None:
@@ -317,38 +328,6 @@ def _check_tensors(
         raise UserError(
             f"{name} runs on {query.device} and the batch is on {context.documents.full.spans.cu_seqlens.device}; "
             "move input_ids to the model's device before shard_batch"
-        )
-
-
-def _check_inputs(batch: object, kwargs: dict[str, Any], mesh: SequenceMesh) -> None:
-    if not isinstance(batch, ShardedBatch):
-        raise UserError("a model prepared by apply_ulysses must be called with **batch.model_inputs() of shard_batch")
-    if batch.mesh is not mesh and batch.mesh != mesh:
-        raise UserError("the batch was cut over another mesh than the one that apply_ulysses was given; use one mesh")
-    if kwargs.get("attention_mask") is not None:
-        raise UserError(
-            "attention_mask was passed; under Ulysses each rank sees a slice, so a mask would be wrong. Pack documents "
-            "with shard_batch(document_lengths=...) instead"
-        )
-    if kwargs.get("labels") is not None:
-        raise UserError("labels were passed to the model; it would shift them again: use causal_lm_loss(model, batch)")
-    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
-        raise UserError("use_cache=True is for generation; under Ulysses a row is passed whole, without a cache")
-
-
-def _check_tables(batch: ShardedBatch, num_tokens: int | None, num_positions: int | None) -> None:
-    """Refuse what a look-up would fail for on one rank, on every rank of ``sp``: else the others would wait."""
-    smallest, largest = batch.token_ids or (0, 0)
-    if num_tokens is not None and (smallest < 0 or largest >= num_tokens):
-        raise UserError(
-            f"input_ids hold token id {smallest if smallest < 0 else largest}, and the model's embedding has ids 0 to "
-            f"{num_tokens - 1}; use the model's own tokenizer"
-        )
-    longest = batch.documents.max_position + 1
-    if num_positions is not None and longest > num_positions:
-        raise UserError(
-            f"document_lengths hold a document of {longest} tokens, and the model has a table of {num_positions} "
-            f"positions; pack documents of at most {num_positions} tokens, or use a model with rotary positions"
         )
 
 

@@ -329,3 +329,20 @@ def test_what_a_look_up_would_fail_for_is_refused_on_every_rank_alike() -> None:
             "of at most 64 tokens, or use a model with rotary positions"
         },
     }
+
+
+def test_another_attention_implementation_after_the_engine_was_applied_is_refused() -> None:
+    model: Any = apply_ulysses(tiny_model(), ALONE)
+    batch = shard_batch(torch.zeros(1, 8).long(), None, None, ALONE)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(UserError, match=r"attention implementation was set to 'sdpa' after apply_ulysses, .* again"):
+        model(**batch.model_inputs())
+    apply_ulysses(model, ALONE)
+    model(**batch.model_inputs())
+
+
+def test_an_attention_layer_that_is_replaced_after_the_engine_was_applied_is_refused() -> None:
+    model: Any = apply_ulysses(tiny_model(), ALONE)
+    model.model.layers[1].self_attn = tiny_model().model.layers[1].self_attn
+    with pytest.raises(UserError, match=r"^LlamaAttention at model\.layers\.1\.self_attn was replaced after apply_uly"):
+        model(**shard_batch(torch.zeros(1, 8).long(), None, None, ALONE).model_inputs())

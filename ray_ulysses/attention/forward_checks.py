@@ -1,0 +1,81 @@
+"""What is checked of a model and a batch before each forward, on every rank of ``sp`` with the same verdict."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ray_ulysses.attention.batch import ShardedBatch
+from ray_ulysses.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+    from ray_ulysses.parallel.mesh import SequenceMesh
+
+
+def check_attached(model: nn.Module, attention: Mapping[str, nn.Module], implementation: str) -> None:
+    """Refuse a model whose attention is no longer ours: it would attend to this rank's slice alone.
+
+    Args:
+        model: The model that the engine was applied to.
+        attention: Its attention modules at that time, by name.
+        implementation: The name that our attention is registered under.
+    """
+    for module in attention.values():
+        found = getattr(getattr(module, "config", None), "_attn_implementation", implementation)
+        if found != implementation:
+            raise UserError(
+                f"the model's attention implementation was set to {found!r} after apply_ulysses, so each rank would "
+                "attend to its slice alone; call apply_ulysses again, or leave it as it is"
+            )
+    if torch.compiler.is_compiling():
+        return
+    present = {id(module) for module in model.modules()}
+    for name, module in attention.items():
+        if id(module) not in present:
+            raise UserError(
+                f"{type(module).__name__} at {name} was replaced after apply_ulysses; call it again, so that "
+                "what stands there now is looked through"
+            )
+
+
+def check_inputs(batch: object, kwargs: dict[str, Any], mesh: SequenceMesh) -> None:
+    """Refuse a call without a batch of this mesh, and what may not be passed beside it."""
+    if not isinstance(batch, ShardedBatch):
+        raise UserError("a model prepared by apply_ulysses must be called with **batch.model_inputs() of shard_batch")
+    if batch.mesh is not mesh and batch.mesh != mesh:
+        raise UserError("the batch was cut over another mesh than the one that apply_ulysses was given; use one mesh")
+    if kwargs.get("attention_mask") is not None:
+        raise UserError(
+            "attention_mask was passed; under Ulysses each rank sees a slice, so a mask would be wrong. Pack documents "
+            "with shard_batch(document_lengths=...) instead"
+        )
+    if kwargs.get("labels") is not None:
+        raise UserError("labels were passed to the model; it would shift them again: use causal_lm_loss(model, batch)")
+    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+        raise UserError("use_cache=True is for generation; under Ulysses a row is passed whole, without a cache")
+
+
+def check_tables(batch: ShardedBatch, num_tokens: int | None, num_positions: int | None) -> None:
+    """Refuse what a look-up would fail for on one rank, on every rank of ``sp``: else the others would wait.
+
+    A compiled forward is not checked: each batch's numbers would be guards of their own.
+    """
+    if torch.compiler.is_compiling():
+        return
+    smallest, largest = batch.token_ids or (0, 0)
+    if num_tokens is not None and (smallest < 0 or largest >= num_tokens):
+        raise UserError(
+            f"input_ids hold token id {smallest if smallest < 0 else largest}, and the model's embedding has ids 0 to "
+            f"{num_tokens - 1}; use the model's own tokenizer"
+        )
+    longest = batch.documents.max_position + 1
+    if num_positions is not None and longest > num_positions:
+        raise UserError(
+            f"document_lengths hold a document of {longest} tokens, and the model has a table of {num_positions} "
+            f"positions; pack documents of at most {num_positions} tokens, or use a model with rotary positions"
+        )
