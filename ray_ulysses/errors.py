@@ -52,6 +52,10 @@ def shown(value: object) -> str:
     return _Shown().repr(value)
 
 
+class PeerError(RunError):
+    """This rank could not go on because of another one, whose own error says why."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
     """One thing that is wrong with one setting.

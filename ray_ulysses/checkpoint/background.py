@@ -15,7 +15,7 @@ from ray_ulysses.checkpoint.save import save_checkpoint
 from ray_ulysses.checkpoint.staging import StagedState, Staging
 from ray_ulysses.checkpoint.state import StateSource
 from ray_ulysses.clock import Clock
-from ray_ulysses.errors import RunError
+from ray_ulysses.errors import PeerError, RunError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.storage import Store
 
@@ -90,6 +90,7 @@ class BackgroundSaver:
         self._lock = threading.Condition()
         self._pending = 0
         self._failures = 0
+        self._failing_since = self._failed_at = 0.0
         self._failure: BaseException | None = None
         self._last_saved = -1
         self._tries: dict[int, int] = {}
@@ -113,6 +114,18 @@ class BackgroundSaver:
         """How many saves in a row have failed up to now."""
         with self._lock:
             return self._failures
+
+    @property
+    def failing_s(self) -> float:
+        """How long the saves in a row have been failing up to now, in seconds, from the end of the first."""
+        with self._lock:
+            return self._clock.monotonic() - self._failing_since if self._failures else 0.0
+
+    @property
+    def failed_for_s(self) -> float:
+        """How long ago the last save has failed, in seconds; 0 if it did not."""
+        with self._lock:
+            return self._clock.monotonic() - self._failed_at if self._failures else 0.0
 
     @property
     def failure(self) -> BaseException | None:
@@ -194,6 +207,8 @@ class BackgroundSaver:
             with self._lock:
                 self._failure = failure
                 self._failures = self._failures + 1 if failure is not None else 0
+                self._failed_at = self._clock.monotonic()
+                self._failing_since = self._failed_at if self._failures == 1 else self._failing_since
                 self._last_saved = job.step if failure is None else self._last_saved
                 self._pending -= 1
                 self._lock.notify_all()
@@ -226,7 +241,7 @@ class BackgroundSaver:
             raise
         except RuntimeError as error:
             # The group of the threads: a rank died, or took longer than its timeout.
-            raise RunError(
+            raise PeerError(
                 f"the checkpoint of step {job.step} was given up, since not every rank came to its end ({error}); the "
                 "checkpoint before it is untouched. Look at the other ranks' logs; if a storage is slow, raise "
                 "checkpoint.save_timeout_s"

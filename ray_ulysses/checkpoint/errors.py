@@ -17,5 +17,9 @@ class UnreadableCheckpointError(CheckpointError):
     """The storage does not give a committed checkpoint now; that may pass."""
 
 
+class StorageFailedError(CheckpointError):
+    """Saves have failed more often, and for longer, than the run puts up with; the next attempt's would as well."""
+
+
 class FencedError(CheckpointError):
     """A newer attempt has taken over; this one must not commit or delete anything."""

@@ -37,9 +37,11 @@ class Flags:
         notice: A node is going to be taken away.
         notice_asks: A checkpoint is due for that reason; see `checkpoint.notice`.
         failed: The save before has failed.
+        retry_asks: Rank 0: it is time to try again.
         stop: Rank 0: the run was asked to stop.
         resize: Rank 0: it is to stop because its size is to change.
         saving: A checkpoint is being written.
+        gone: Rank 0: the run's directory is not there any more.
         ended: The save before has failed in a way that ends the attempt.
     """
 
@@ -48,9 +50,11 @@ class Flags:
     notice: bool = False
     notice_asks: bool = False
     failed: bool = False
+    retry_asks: bool = False
     stop: bool = False
     resize: bool = False
     saving: bool = False
+    gone: bool = False
     ended: bool = False
 
     def to_counts(self) -> list[int]:
@@ -77,6 +81,16 @@ def time_is_up(triggers: Triggers, *, last_save: float, now: float) -> bool:
     return triggers.every_s is not None and now - last_save >= triggers.every_s
 
 
+def retry_pause_s(failures: int, max_failed_saves: int) -> float:
+    """Return how long to wait after a failed save before the next try, in seconds (pure).
+
+    Args:
+        failures: Saves in a row that have failed, from 1.
+        max_failed_saves: So many are repeated at once.
+    """
+    return 0.0 if failures <= max_failed_saves else min(2.0 ** min(failures - max_failed_saves - 1, 5), 30.0)
+
+
 def due(triggers: Triggers, flags: Flags, *, step: int, taken_step: int, last_step: int) -> Reason | None:
     """Return why a checkpoint is due after a step, or None (pure; equal on every rank).
 
@@ -89,7 +103,7 @@ def due(triggers: Triggers, flags: Flags, *, step: int, taken_step: int, last_st
     """
     # A failure counts once every rank's thread has come to its end: a rank that hears of it later would otherwise
     # repeat a save that the others have begun already.
-    failed = flags.failed and not flags.saving
+    failed = flags.failed and not flags.saving and flags.retry_asks
     # In the order of what a person would call it first.
     rules: tuple[tuple[Reason, bool], ...] = (
         ("preemption", flags.notice_asks and not flags.saving),

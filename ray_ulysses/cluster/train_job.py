@@ -9,14 +9,15 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray.train import RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer
-from ray.train.v2.api.config import FailureConfig
+from ray.train.torch import TorchConfig
 
+from ray_ulysses.cluster.failures import WatchedTrainer
+from ray_ulysses.cluster.restarts import Ended, TrainingFailed, failure_book, settle_failure, train_until_done
 from ray_ulysses.cluster.session import missing_resources, ray_session, session_logs
 from ray_ulysses.cluster.start_view import StartView
 from ray_ulysses.cluster.worker import leave_refusal, refusal, train_worker
@@ -27,7 +28,8 @@ from ray_ulysses.storage.lock import RunLock
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_lock, checkpoint_store
 from ray_ulysses.trainer.completion import say_command_ended, settle_completed
-from ray_ulysses.trainer.preflight import check_resume, check_writable, claim_directory
+from ray_ulysses.trainer.failures import CONTROLLER
+from ray_ulysses.trainer.preflight import check_resume, check_writable, claim_directory, refuse_vanished
 from ray_ulysses.trainer.requests import clear_stop, request_save, request_stop
 from ray_ulysses.trainer.run_files import describe_run
 from ray_ulysses.trainer.shared_storage import announce_session
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.storage.holding import Hold
     from ray_ulysses.tracking.history import RunHistory
+    from ray_ulysses.trainer.failures import FailureBook
     from ray_ulysses.trainer.preflight import PreparedRun
     from ray_ulysses.views.progress import ProgressView
 
@@ -94,16 +97,17 @@ def train(prepared: PreparedRun, view: ProgressView, started: float) -> TrainRes
         session = uuid.uuid4().hex
         announce_session(config.run_dir, session)
         clear_stop(config.run_dir)
-        where = config.cluster.address or os.environ.get("RAY_ADDRESS")
-        view.phase(f"connecting to Ray at {where}" if where else "starting Ray")
+        book = failure_book(config, session)
+        holds = [lock] if lease is None else [lock, lease]
         try:
-            with ray_session(config.cluster.address, cpus=_cpus(config), environment=_worker_environment()) as embedded:
-                if not embedded:
-                    _say_what_is_missing(config, console)
-                _run_workers(prepared, session, started, view, [lock] if lease is None else [lock, lease])
-                view.phase("ending Ray")
+            train_until_done(book, lambda: _train_once(prepared, book, started, view, holds))
+            view.phase("ending Ray")
+        except (TrainingFailed, UserError):
+            settle_failure(book)
+            raise
         finally:
             say_command_ended(config.run_dir, session)
+        refuse_vanished(config)
         clear_stop(config.run_dir)
     history = read_history(config.run_dir, store=checkpoint_store(config))
     return TrainResult(history=history, was_complete=False, seconds=time.time() - started)
@@ -119,11 +123,24 @@ def _describe(prepared: PreparedRun) -> None:
         _log.warning("README.md and plan.txt of the run could not be written (%s)", error)
 
 
-def _run_workers(
-    prepared: PreparedRun, session: str, started: float, view: ProgressView, holds: Sequence[Hold]
-) -> None:
+def _train_once(
+    prepared: PreparedRun, book: FailureBook, started: float, view: ProgressView, holds: Sequence[Hold]
+) -> Ended | None:
+    """Connect to Ray and run the workers until the run ends, or Ray can't go on; return what it ended with."""
     config = prepared.config
-    trainer = _trainer(config, {"session": session, "command_started": started, "workers_asked": time.time()})
+    where = config.cluster.address or os.environ.get("RAY_ADDRESS")
+    view.phase(f"connecting to Ray at {where}" if where else "starting Ray")
+    with ray_session(config.cluster.address, cpus=_cpus(config), environment=_worker_environment()) as embedded:
+        if not embedded:
+            _say_what_is_missing(config, view.console)
+        return _run_workers(prepared, book, started, view, holds)
+
+
+def _run_workers(
+    prepared: PreparedRun, book: FailureBook, started: float, view: ProgressView, holds: Sequence[Hold]
+) -> Ended | None:
+    config, session = prepared.config, book.session
+    trainer = _trainer(config, book, {"session": session, "command_started": started, "workers_asked": time.time()})
     failure: list[BaseException] = []
     logs = session_logs()
 
@@ -142,11 +159,12 @@ def _run_workers(
             # It may be what the loss of the run has done to the workers.
             watch.look()
             end_if_lost(watch, config.run_dir, session)
-    if failure:
-        text = refusal(config.run_dir, session)
-        if text is not None:
-            raise UserError(text) from failure[0]
-        raise RunError(_failure_text(config, failure[0], logs)) from failure[0]
+    if not failure:
+        return None
+    text = refusal(config.run_dir, session)
+    if text is not None:
+        raise UserError(text) from failure[0]
+    return Ended(error=failure[0], logs=logs)
 
 
 def wait_while_held(
@@ -188,12 +206,13 @@ def end_if_lost(watch: HoldWatch, run_dir: Path, session: str) -> None:
     raise RunError(text) from watch.problem
 
 
-def _trainer(config: Config, command: dict[str, Any]) -> TorchTrainer:
+def _trainer(config: Config, book: FailureBook, command: dict[str, Any]) -> WatchedTrainer:
     cluster = config.cluster
     for name, value in _controller_environment(config).items():
         os.environ.setdefault(name, value)
-    return TorchTrainer(
+    return WatchedTrainer(
         train_worker,
+        book=replace(book, writer=CONTROLLER),
         train_loop_config={"config": config.model_dump(mode="json"), **command},
         torch_config=TorchConfig(
             backend="nccl" if cluster.gpus_per_worker else "gloo",
@@ -209,9 +228,6 @@ def _trainer(config: Config, command: dict[str, Any]) -> TorchTrainer:
             # Ray Train's own bookkeeping is never read again: recovery starts from our manifests.
             name=command["session"],
             storage_path=str(config.run_dir / "ray"),
-            failure_config=FailureConfig(
-                max_failures=config.elastic.max_failures, controller_failure_limit=config.elastic.max_failures
-            ),
         ),
     )
 
@@ -287,14 +303,3 @@ def _requests_by_signal(run_dir: Path, session: str, console: Console) -> Iterat
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _failure_text(config: Config, error: BaseException, logs: str | None) -> str:
-    workers = getattr(error, "worker_failures", None)
-    causes = sorted({f"{type(cause).__name__}: {cause}" for cause in workers.values()}) if workers else [str(error)]
-    shown = "\n".join(cause.strip() for cause in causes[:3])
-    where = f"\nlogs of the workers: {logs}" if logs else ""
-    return (
-        f"run {config.run.name!r} failed:\n{shown}{where}\n"
-        f"what is committed in {config.run_dir} stays; the same command resumes from there"
-    )

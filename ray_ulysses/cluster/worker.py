@@ -70,6 +70,7 @@ def train_worker(job: dict[str, Any]) -> None:
         workers_asked=job.get("workers_asked"),
         make_source=_source_maker(config),
         notice=preemption_noticed,
+        is_watched=True,
     )
     try:
         run_attempt(config, worker)
@@ -94,7 +95,7 @@ def refuse_if_taken_over(run_dir: Path, store: Store, session: str) -> None:
 def leave_refusal(run_dir: Path, session: str, text: str) -> None:
     """Say why this session is to end, for the driver and for its next attempt; the first word stands."""
     with contextlib.suppress(AlreadyExistsError, OSError):
-        LocalStore(run_dir).create(f"{REFUSAL_FOLDER}/{session}", [text.encode()])
+        LocalStore(run_dir, must_exist=True).create(f"{REFUSAL_FOLDER}/{session}", [text.encode()])
 
 
 def refusal(run_dir: Path, session: str) -> str | None:

@@ -117,8 +117,14 @@ class CheckpointSection(Section):
     fault. Default 3600, which writes 360 GB a rank at 100 MB/s; raise it for slower storage."""
 
     max_failed_saves: int = Field(default=2, ge=0)
-    """Saves in a row that may fail, on a full disk or a storage that is away, before the run ends; each is repeated
-    with the state of the next step. Default 2: a short outage costs nothing, a long one is not trained into."""
+    """Saves in a row that may fail, on a full disk or a storage that is away, before the run ends, if they have also
+    been failing for `failed_saves_patience_s`; each is repeated with the state of the next step. Default 2: a short
+    outage costs nothing, a long one is not trained into."""
+
+    failed_saves_patience_s: float = Field(default=300.0, ge=0.0)
+    """How long saves may go on failing before the run ends, in seconds, however many have failed: with fast steps
+    `max_failed_saves` are used up in a moment. Beyond that number the tries come ever less often, up to 30 s apart.
+    Default 300."""
 
     @field_validator("storage")
     @classmethod
@@ -135,8 +141,12 @@ class ElasticSection(Section):
     """How much a run puts up with before it ends."""
 
     max_failures: int = Field(default=3, ge=0)
-    """Failures that a run survives by starting its workers again from the newest checkpoint. Default 3:
+    """Failures that a command survives by starting its workers again from the newest checkpoint. Only those count
+    that came within `failure_window_s` and since the last progress, which is a newer checkpoint. Default 3:
     enough for lost nodes, few enough that a fault of the program ends the run."""
+
+    failure_window_s: float = Field(default=86400.0, gt=0.0)
+    """How long a failure counts against `max_failures`, in seconds. Default 86400: one day."""
 
     worker_start_timeout_s: float = Field(default=300.0, gt=0.0)
     """Longest wait for all workers to start, in seconds. Default 300, which covers pulling an image."""

@@ -31,10 +31,12 @@ class LocalStore:
 
     Attributes:
         root: The directory; it need not exist before the first write.
+        must_exist: Whether it must: a directory that somebody deletes while a run writes there is not made anew.
     """
 
-    def __init__(self, root: Path | str) -> None:
+    def __init__(self, root: Path | str, *, must_exist: bool = False) -> None:
         self.root = Path(root).absolute()
+        self.must_exist = must_exist
 
     def path(self, key: str) -> Path:
         """Return where a key's file lies."""
@@ -161,6 +163,8 @@ class LocalStore:
 
     def _write(self, path: Path, chunks: Iterable[Buffer], publish: Callable[[Path, Path], None]) -> int:
         """Write beside the target, make it durable, publish it under its name."""
+        if self.must_exist and not self.root.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "the directory is not there any more", str(self.root))
         make_folders(path.parent)
         temporary = path.parent / temporary_name()
         # Without a buffer of Python's own: closing it would write what is left, and fail, a second time.

@@ -98,7 +98,13 @@ class SpooledTracker:
         self._early.clear()
         self._begin()
 
-    def catch_up(self, news: CheckpointNews | None = None, *, status: RunStatus | None = None) -> int:
+    def catch_up(
+        self,
+        news: CheckpointNews | None = None,
+        *,
+        status: RunStatus | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> int:
         """Deliver what earlier processes left, in place of an attempt; takes at most ``drain_s``.
 
         Only the holder of the run's lock may call: the spool has one reader.
@@ -106,6 +112,7 @@ class SpooledTracker:
         Args:
             news: Delivered after that; nothing is of a run that was never tracked.
             status: How the run ended, if no attempt lived to say it.
+            tags: What is said of that end.
 
         Returns:
             How many events are left.
@@ -119,7 +126,7 @@ class SpooledTracker:
         if news is not None:
             self.log_checkpoint(news)
         if status is not None:
-            self._put({"kind": "finish", "status": status})
+            self._put({"kind": "finish", "status": status, "tags": dict(tags or {})})
         if self._spool.is_empty:
             self._spool.close()
             return 0

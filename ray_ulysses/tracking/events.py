@@ -104,6 +104,7 @@ class AttemptStarted(OfCommand):
         dp_size: Rows in flight at once.
         ring_size: Ring part of ``sp_size``.
         nodes: Their nodes.
+        rank_nodes: Each rank's node, by rank; empty in the journal of a version that did not note them.
         resumed_step: Completed steps of the state that it started from.
         resumed_from: Where that state came from; None where the run began.
         last_step: Step at which it will end.
@@ -117,6 +118,7 @@ class AttemptStarted(OfCommand):
     dp_size: Positive
     ring_size: Positive = 1
     nodes: tuple[str, ...]
+    rank_nodes: tuple[str, ...] = ()
     resumed_step: Whole
     resumed_from: str | None
     last_step: Whole | None = None
@@ -248,16 +250,69 @@ class PreemptionNoticed(_Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AttemptEnded(_Event):
-    """An attempt has ended.
+class OfEnd(OfCommand):
+    """What an event has that tells of an end; all but the reason where that was a failure which somebody judged.
 
     Attributes:
-        reason: Why; its first word is one of `STOP_REASONS` if that was meant.
+        reason: Why, in one line.
+        kind: Which kind of failure it was; see `elastic.causes`.
+        rank: The rank that it began on; None where it was none's, or is not known.
+        node: That rank's node.
+        committed_step: The newest committed step.
+        lost_steps: Steps that were trained beyond it.
+        way_out: What a person can do.
+        failure: How many failures count, with this one; None for one that is not counted.
+        max_failures: How many the run survives.
+        restarts: Whether the workers are started again; None where nobody judged.
+    """
+
+    reason: str
+    kind: str = ""
+    rank: Whole | None = None
+    node: str | None = None
+    committed_step: Whole | None = None
+    lost_steps: Whole | None = None
+    way_out: str = ""
+    failure: Positive | None = None
+    max_failures: Whole = 0
+    restarts: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartFailed(OfEnd):
+    """A command could not start its workers; told beside the newest attempt, which may be of an earlier command."""
+
+    event: Literal["start_failed"] = "start_failed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFailed(OfEnd):
+    """A failure has ended a command; told beside the newest attempt."""
+
+    event: Literal["run_failed"] = "run_failed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerWarned(_Event):
+    """A worker has warned of something that a person should know.
+
+    Attributes:
+        text: The warning.
+    """
+
+    event: Literal["warning"] = "warning"
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptEnded(OfEnd):
+    """An attempt has ended; the first word of the reason is one of `STOP_REASONS` if that was meant.
+
+    Attributes:
         saving_seconds: How long training stood still for checkpoints since the last step.
     """
 
     event: Literal["attempt_ended"] = "attempt_ended"
-    reason: str
     saving_seconds: Seconds = 0.0
 
 
@@ -289,8 +344,11 @@ Event = (
     | CheckpointSetAside
     | CheckpointFailed
     | PreemptionNoticed
+    | WorkerWarned
     | AttemptEnded
+    | StartFailed
     | RunFinished
+    | RunFailed
     | CommandEnded
 )
 

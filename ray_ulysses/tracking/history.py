@@ -18,9 +18,12 @@ from ray_ulysses.tracking.events import (
     AttemptStarted,
     Event,
     OfCommand,
+    RunFailed,
     RunFinished,
+    StartFailed,
     StepDone,
 )
+from ray_ulysses.tracking.failures import Failure
 from ray_ulysses.tracking.journal_reader import Journal, read_journal
 from ray_ulysses.tracking.taken_over import taken_over
 from ray_ulysses.tracking.time_spent import TimeSpent, time_spent
@@ -68,6 +71,8 @@ class AttemptRecord:
         first_step: First step it completed; None if none.
         last_step: Last step it completed; None if none.
         reason: Why it ended; None while it runs or if it died without a word.
+        rank: Where it was ended by a failure, the rank that it began on; else None.
+        node: That rank's node, where it is known.
         seconds_to_first_step: To the end of its first step, from the start of its command, or from the last record of
             the attempt before it in the same command; None if there was none.
     """
@@ -79,6 +84,8 @@ class AttemptRecord:
     first_step: int | None
     last_step: int | None
     reason: str | None
+    rank: int | None = None
+    node: str | None = None
     seconds_to_first_step: float | None
 
 
@@ -116,6 +123,7 @@ class RunHistory:
         lost_steps: Steps that were trained and thrown away because an attempt resumed before them.
         goodput: Share of `time_spent` that went into steps that count; None before the first of them.
         time_spent: Seconds of the run's commands, from their start, by what they went into.
+        failure: What has ended the run, if that was a failure which its command lived to tell.
         missing_steps: Steps below `step` of which the journal has no record; empty in a sound run.
         damaged_records: The journal's damaged lines, each in words; empty in a sound run.
     """
@@ -132,6 +140,7 @@ class RunHistory:
     lost_steps: int
     goodput: float | None
     time_spent: TimeSpent = field(default_factory=TimeSpent)
+    failure: Failure | None = None
     missing_steps: tuple[int, ...] = ()
     damaged_records: tuple[str, ...] = ()
 
@@ -188,11 +197,12 @@ def build_history(
     ordered = [kept[step] for step in sorted(kept)]
     last = ordered[-1].step if ordered else 0
     attempts = _by_attempt(journal.events)
+    failure = None if is_held else _last_failure(journal.events)
     before, spent = taken_over(journal.events), time_spent(journal.events)
     digest = (before.digest + sum(step.digest for step in ordered)) % 2**64
     return RunHistory(
         name=name,
-        status=_status(attempts, is_held),
+        status="failed" if failure is not None else _status(attempts, is_held),
         step=max(last, before.step),
         tokens=before.tokens + sum(step.tokens for step in ordered),
         steps=tuple(_step_record(step) for step in ordered),
@@ -203,6 +213,7 @@ def build_history(
         lost_steps=len(counted.lost),
         goodput=spent.goodput,
         time_spent=spent,
+        failure=failure,
         missing_steps=tuple(step for step in range(before.step + 1, last) if step not in kept),
         damaged_records=tuple(str(record) for record in journal.damaged),
     )
@@ -255,13 +266,30 @@ def _by_attempt(events: Iterable[Event]) -> list[list[Event]]:
     """Return the events of each attempt that started, in order."""
     attempts: dict[int, list[Event]] = {}
     for event in events:
-        attempts.setdefault(event.attempt, []).append(event)
+        # These are no attempt's own: they lie beside the newest one, which may be days old.
+        if not isinstance(event, StartFailed | RunFailed):
+            attempts.setdefault(event.attempt, []).append(event)
     return [attempt for attempt in attempts.values() if _first(attempt, AttemptStarted) is not None]
 
 
 def _first(attempt: Iterable[Event], kind: type[_Kind]) -> _Kind | None:
     """Return an attempt's first event of a kind."""
     return next((event for event in attempt if isinstance(event, kind)), None)
+
+
+def _end(attempt: Sequence[Event]) -> AttemptEnded | None:
+    """Return how an attempt ended: what supervises all of its workers knows better than one of them, and comes last."""
+    return _first(reversed(attempt), AttemptEnded)
+
+
+def _last_failure(events: Iterable[Event]) -> Failure | None:
+    """Return the failure that has ended the run, unless something came after it."""
+    last = max(
+        (event for event in events if isinstance(event, AttemptStarted | RunFinished | RunFailed)),
+        key=lambda event: (event.attempt, event.time),
+        default=None,
+    )
+    return Failure.from_event(last) if isinstance(last, RunFailed) else None
 
 
 def _step_record(step: StepDone) -> StepRecord:
@@ -281,7 +309,7 @@ def _attempt_record(attempt: Sequence[Event], before: Sequence[Event] | None) ->
     started = _first(attempt, AttemptStarted)
     assert started is not None
     steps = [event for event in attempt if isinstance(event, StepDone)]
-    ended = _first(attempt, AttemptEnded)
+    ended = _end(attempt)
     return AttemptRecord(
         world_size=started.world_size,
         sp_size=started.sp_size,
@@ -290,6 +318,8 @@ def _attempt_record(attempt: Sequence[Event], before: Sequence[Event] | None) ->
         first_step=steps[0].step if steps else None,
         last_step=steps[-1].step if steps else None,
         reason=ended.reason if ended is not None else None,
+        rank=ended.rank if ended is not None else None,
+        node=ended.node if ended is not None else None,
         seconds_to_first_step=round(steps[0].time - _began(attempt, before), 3) if steps else None,
     )
 
@@ -318,7 +348,7 @@ def _status(attempts: Sequence[Sequence[Event]], is_held: bool) -> Status:
         return "finished"
     if is_held:
         return "running"
-    ended = _first(attempts[-1], AttemptEnded)
+    ended = _end(attempts[-1])
     if ended is None:
         return "interrupted"
     return "stopped" if ended.reason.startswith(STOP_REASONS) else "failed"

@@ -26,7 +26,7 @@ JOURNAL_FOLDER = "journal"
 
 _SEGMENT = re.compile(r"^attempt-(\d{4,})(?:\.([A-Za-z0-9_-]+))?\.jsonl$")
 # After these the record must outlive a power cut: recovery reads them.
-_DURABLE = {"attempt_started", "checkpoint_committed", "attempt_ended", "run_finished"}
+_DURABLE = {"attempt_started", "checkpoint_committed", "attempt_ended", "start_failed", "run_finished", "run_failed"}
 # Until a sync they are kept in memory, too: a few thousand steps, in case that nothing else asks for one.
 _MOST_UNSYNCED_BYTES = 2**20
 
@@ -133,6 +133,15 @@ class AttemptJournal:
         """Return the size of the segment up to now, with what is still to be written."""
         with self._lock:
             return self._num_durable + len(self._tail)
+
+    def is_gone(self) -> bool:
+        """Whether the segment was deleted or moved away; a disk that does not say it proves nothing."""
+        try:
+            return not os.path.samestat(os.stat(self.path), os.fstat(self._stream.fileno()))
+        except FileNotFoundError:
+            return True
+        except (OSError, ValueError):
+            return False
 
     @property
     def num_pending(self) -> int:

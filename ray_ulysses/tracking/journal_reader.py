@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,6 +96,42 @@ def read_journal(run_dir: Path | str) -> Journal:
             events.insert(places[number], step)
             damaged[number] = replace(damaged[number], outcome="recovered")
     return Journal(events=tuple(events), damaged=tuple(damaged))
+
+
+def read_beside(run_dir: Path | str) -> list[Event]:
+    """Return the events beside the attempts' first segments, in order; they are few, however long the run is.
+
+    Raises:
+        OSError: A segment can't be read.
+    """
+    beside = [(attempt, path) for attempt, path in segments(run_dir) if path.name.count(".") > 1]
+    found = [event for attempt, path in beside for event in _read_segment(path, attempt)]
+    return [event for event in found if not isinstance(event, DamagedRecord)]
+
+
+def read_edges(run_dir: Path | str, attempt: int, num_bytes: int = 2**20) -> list[Event]:
+    """Return the events at the beginning and at the end of an attempt's first segment, in order.
+
+    Args:
+        run_dir: The run's directory.
+        attempt: The attempt's number.
+        num_bytes: How much is read at either end, so that a long attempt takes no time.
+    """
+    path = next((path for number, path in segments(run_dir) if number == attempt), None)
+    if path is None or path.name.count(".") > 1:
+        return []
+    with open_regular(path) as stream:
+        text = stream.read(num_bytes)
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(max(len(text), size - num_bytes))
+        # A line that is cut is damaged.
+        text += (b"\n" if size > 2 * num_bytes else b"") + stream.read()
+    events = []
+    for line in text.split(b"\n"):
+        with contextlib.suppress(ContentError):
+            event = parse_line(line, attempt, must_have_checksum=False) if line else None
+            events += [event] if event is not None else []
+    return events
 
 
 def parse_line(line: bytes, attempt: int, *, must_have_checksum: bool) -> Event | None:

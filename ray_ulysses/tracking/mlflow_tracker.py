@@ -18,6 +18,7 @@ from ray_ulysses.clock import Clock
 from ray_ulysses.logging import get_logger
 from ray_ulysses.tracking.commits import CheckpointInventory, CommittedCheckpoint, GoneCheckpoint
 from ray_ulysses.tracking.delivery import Event, RefusedEvent, SpooledTracker
+from ray_ulysses.tracking.failures import TAG_PREFIX
 from ray_ulysses.tracking.mlflow_client import open_client
 from ray_ulysses.tracking.mlflow_models import CheckpointModels
 from ray_ulysses.tracking.mlflow_runs import KEY_TAG
@@ -251,6 +252,9 @@ class MlflowSink:
             self._client.log_batch(self._run_id, params=part, synchronous=True)
         for part in _slices([RunTag(key, value) for key, value in tags.items()], _ENTITIES_A_BATCH):
             self._client.log_batch(self._run_id, tags=part, synchronous=True)
+        for tag in self._client.get_run(self._run_id).data.tags:
+            if tag.startswith(TAG_PREFIX):
+                self._client.delete_tag(self._run_id, tag)
         self._client.update_run(self._run_id, status="RUNNING")
 
     def _log_end(self, event: Event) -> None:
@@ -260,6 +264,8 @@ class MlflowSink:
             self._log_steps([event])
         step = f" at step {event['step']}" if event.get("step") else ""
         self._client.set_tag(self._run_id, _STATE_TAG, f"{event['status']}{step}")
+        for key, value in event.get("tags", {}).items():
+            self._client.set_tag(self._run_id, key, str(value)[:_TAG_CHARACTERS])
         self._client.set_terminated(self._run_id, status=_MLFLOW_STATUS[event["status"]])
 
     def _log_files(self, event: Event) -> None:

@@ -54,6 +54,9 @@ def checkpoint_store(config: Config, run_dir: Path | None = None) -> Store:
     Raises:
         UserError: The location is no path and no URI of a known kind.
     """
+    if config.checkpoint.storage is None:
+        # The run's directory: whoever has claimed it has made it.
+        return LocalStore(checkpoint_location(config, run_dir), must_exist=True)
     return open_store(checkpoint_location(config, run_dir))
 
 

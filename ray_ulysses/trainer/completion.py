@@ -6,10 +6,12 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from ray_ulysses.checkpoint.fence import read_lineage
+from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.tracking.events import AttemptStarted, OfCommand
+from ray_ulysses.tracking.failures import tell_end
 from ray_ulysses.tracking.history import finished_step, read_history
-from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal import AttemptJournal, attempt_numbers
 from ray_ulysses.tracking.journal_reader import read_events, read_journal
 from ray_ulysses.tracking.mlflow_tracker import MlflowTracker
 from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_store
@@ -17,10 +19,13 @@ from ray_ulysses.trainer.inventory import take_inventory
 from ray_ulysses.trainer.planning import committed_step
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from ray_ulysses.config import Config
+    from ray_ulysses.tracking.failures import Failure
     from ray_ulysses.tracking.history import RunHistory
+    from ray_ulysses.tracking.tracker import RunStatus
     from ray_ulysses.trainer.preflight import PreparedRun
 
 _log = get_logger(__name__)
@@ -53,10 +58,24 @@ def settle_completed(prepared: PreparedRun) -> RunHistory | None:
         if saved < last_step:
             return None
     # First the tracker, whose news outlive this command, and only then what keeps them from being told again.
-    if _catch_up_tracking(config, is_news=said is None) and said is None:
+    if _catch_up_tracking(config, status="finished" if said is None else None) and said is None:
         _say_finished(config, saved)
     # Nobody is training it now, whatever the lock says: it is the caller's.
     return read_history(config.run_dir, is_held=False, store=checkpoint_store(config))
+
+
+def settle_failed(config: Config, failure: Failure) -> None:
+    """Say in the journal and to the tracker that a failure has ended the run.
+
+    The workers are gone, and the caller holds the run's lock. A storage or a tracker that does not answer is warned of:
+    the failure itself is on its way to the person.
+    """
+    try:
+        attempt = max(attempt_numbers(config.run_dir), default=1)
+        tell_end(config.run_dir, failure, attempt=attempt, writer=_WRITER)
+    except OSError as error:
+        _log.warning("the journal could not be told how run %s ended (%s)", config.run.name, error)
+    _catch_up_tracking(config, status="failed", tags=failure.to_tags())
 
 
 def _say_finished(config: Config, step: int) -> None:
@@ -86,7 +105,7 @@ def say_command_ended(run_dir: Path, session: str) -> None:
             journal.close()
 
 
-def _catch_up_tracking(config: Config, *, is_news: bool) -> bool:
+def _catch_up_tracking(config: Config, *, status: RunStatus | None, tags: Mapping[str, str] | None = None) -> bool:
     """Tell the tracker what it has not been told; takes a bounded time, and an outage is no error of a run.
 
     Returns:
@@ -94,7 +113,8 @@ def _catch_up_tracking(config: Config, *, is_news: bool) -> bool:
 
     Args:
         config: The run's configuration.
-        is_news: Whether the last attempt did not say how it ended, and perhaps not what it had committed.
+        status: How the run ended, if its last attempt did not say it, and perhaps not what it had committed.
+        tags: What is said of that end.
     """
     if config.tracking_uri is None:
         return True
@@ -105,14 +125,14 @@ def _catch_up_tracking(config: Config, *, is_news: bool) -> bool:
         run_dir=config.run_dir,
     )
     try:
-        if is_news:
+        if status is not None:
             store = checkpoint_store(config)
             next_attempt = read_lineage(store).newest_attempt + 1
             inventory = take_inventory(store, checkpoint_location(config), next_attempt)
-            tracker.catch_up(inventory, status="finished")
+            tracker.catch_up(inventory, status=status, tags=tags)
         else:
             tracker.catch_up()
-    except OSError as error:
+    except (OSError, RunError) as error:
         _log.warning("MLflow was not told everything of run %s (%s)", config.run.name, error)
         return False
     return True

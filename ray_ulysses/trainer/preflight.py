@@ -13,7 +13,7 @@ from ray_ulysses.data.plan_files import PLAN_FOLDER, has_plan, load_plan
 from ray_ulysses.data.planning import NoSink, Remainder, build_segment
 from ray_ulysses.engine.model import check_architecture
 from ray_ulysses.engine.model_config import check_described
-from ray_ulysses.errors import ConfigError, Problem, UserError
+from ray_ulysses.errors import ConfigError, Problem, RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.planner.problems import position_problems
 from ray_ulysses.planner.report import PlanReport, build_report
@@ -215,6 +215,19 @@ def claim_directory(prepared: PreparedRun) -> None:
     store_plan(config, prepared.corpora, prepared.plan, prepared.remainder)
     pin_origin(config, prepared.origin)
     LocalStore(config.run_dir).replace(CONFIG_FILE, [config.to_yaml().encode()])
+
+
+def refuse_vanished(config: Config) -> None:
+    """Refuse to call a run complete whose directory is not there any more; the caller has claimed it before.
+
+    Raises:
+        RunError: Somebody has deleted or moved it while the run was training.
+    """
+    if not (config.run_dir / CONFIG_FILE).is_file():
+        raise RunError(
+            f"the run's directory {config.run_dir} was deleted or moved away while the run was training: what it held "
+            "is lost unless you bring it back"
+        )
 
 
 def check_writable(config: Config) -> None:

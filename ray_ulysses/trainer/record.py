@@ -155,6 +155,7 @@ class Recorder:
             ring_size=layout.ring_size,
             dp_size=layout.dp_size,
             nodes=sorted(set(self.nodes)),
+            rank_nodes=self.nodes,
             resumed_step=progress.step,
             resumed_from=progress.resumed_from,
             last_step=last_step,
@@ -268,6 +269,10 @@ class Recorder:
         """Record that a node is going to be taken away, and when, in seconds since the epoch, if that is known."""
         self._append("preemption_notice", step=step, deadline=deadline)
 
+    def is_gone(self) -> bool:
+        """Whether the journal was deleted or moved away, with the run's directory."""
+        return self._journal is not None and self._journal.is_gone()
+
     def journal_position(self) -> dict[str, int]:
         """Return how far the journal has come: the attempt, and bytes of its segment."""
         return {"attempt": self.attempt, "bytes": self._journal.num_bytes if self._journal is not None else 0}
@@ -302,10 +307,16 @@ class Recorder:
 
     def failed(self, error: BaseException) -> None:
         """Record what ended the attempt; never raises, since the error itself is on its way."""
-        # The disk that failed the attempt may well be the journal's.
-        with contextlib.suppress(OSError, RunError):
-            self._append("attempt_ended", reason=f"failed: {type(error).__name__}: {error}")
         try:
+            if self._worker.is_watched:
+                # The launcher says it, to the tracker as well, and must not wait for this rank to reach that.
+                if self._journal is not None:
+                    self._journal.close()
+                return
+            # The disk that failed the attempt may well be the journal's.
+            with contextlib.suppress(OSError, RunError):
+                reason = f"failed: {type(error).__name__}: {error}"
+                self._append("attempt_ended", reason=reason, rank=self.rank, node=self._worker.node)
             self._close("failed")
         except OSError as again:
             _log.warning("%s; what waits is lost with this process", self._unwritten(again))

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.checkpoint import CheckpointError, CheckpointMeta, FencedError, Retention
 from ray_ulysses.checkpoint.background import BackgroundSaver
+from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.checkpoint.staging import Staging
-from ray_ulysses.checkpoint.triggers import Flags, Triggers, due, time_is_up
+from ray_ulysses.checkpoint.triggers import Flags, Triggers, due, retry_pause_s, time_is_up
 from ray_ulysses.config.resume import resume_fingerprint, resume_settings
 from ray_ulysses.engine.zero_state import state_source
+from ray_ulysses.errors import PeerError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.trainer.checkpoint_store import keep_rules
+from ray_ulysses.trainer.checkpoint_store import checkpoint_location, keep_rules
 from ray_ulysses.trainer.notice_watch import NoticeWatch
 from ray_ulysses.trainer.requests import stop_requested, take_save_request
 from ray_ulysses.trainer.settings import versions
@@ -101,7 +104,7 @@ class CheckpointKeeper:
             notice_asks=asks,
             failed=failure is not None,
             saving=saving,
-            ended=_ends(failure),
+            ended=_ends(failure) or (not saving and self._is_out_of_patience()),
         )
         if worker.rank != 0:
             return own
@@ -110,6 +113,8 @@ class CheckpointKeeper:
             own,
             time_is_up=time_is_up(self._triggers, last_save=self._taken_at, now=worker.clock.monotonic()),
             asked=take_save_request(run_dir),
+            retry_asks=saver.failed_for_s >= retry_pause_s(saver.failures, self._config.checkpoint.max_failed_saves),
+            gone=self._recorder.is_gone(),
             stop=stop is not None,
             resize=stop == "resize",
         )
@@ -118,7 +123,9 @@ class CheckpointKeeper:
         """Save if a checkpoint is due; every rank must call after every step.
 
         Raises:
-            CheckpointError: Too many saves in a row have failed, or the storage takes nothing.
+            StorageFailedError: Too many saves in a row have failed, for too long.
+            CheckpointError: The storage takes nothing.
+            PeerError: Another rank has ended for such a reason.
             FencedError: A newer attempt has taken the run over.
         """
         flags, step = outcome.flags, outcome.progress.step
@@ -126,13 +133,15 @@ class CheckpointKeeper:
             # After the first step, since the optimizer's moments are made in it.
             self.staging.reserve(state_source(engine).intervals)
             self._is_reserved = True
+        if flags.gone:
+            self._leave(engine, outcome, cursor)
         if flags.ended:
             failure = self._saver.failure
             # Another rank's failure ends this one, too; its own thread may not have heard of it.
-            other = CheckpointError("another rank could not save; its log says why")
-            raise failure if failure is not None and _ends(failure) else other
-        if flags.failed and not flags.saving:
-            self._give_up_or_go_on()
+            other = PeerError("another rank could not save; its log says why")
+            raise other if failure is None else _last_word(failure)
+        if flags.failed and flags.retry_asks and not flags.saving:
+            _log.warning("%s; it is tried again now", self._saver.failure)
         if flags.notice != self._noticed:
             self._noticed = flags.notice
             if flags.notice:
@@ -154,7 +163,7 @@ class CheckpointKeeper:
             self._saver.close(_LAST_WORD_S)
         failure = self._saver.failure
         if failure is not None:
-            raise failure
+            raise _last_word(failure)
 
     def abandon(self) -> None:
         """Give a save that is under way a last chance, when the attempt has failed; never raises."""
@@ -165,8 +174,11 @@ class CheckpointKeeper:
         if is_last:
             # Nothing is left to do meanwhile, and no later step to try again with.
             self._wait()
-            for pause_s in _PAUSES_S[: self._config.checkpoint.max_failed_saves]:
+            for pause_s in chain(_PAUSES_S, repeat(_PAUSES_S[-1])):
                 if self._saver.failure is None or _ends(self._saver.failure):
+                    break
+                # Ranks' clocks differ, and a save that some of them don't join would wait for them.
+                if self._recorder.exchange.broadcast(self._is_out_of_patience()):
                     break
                 _log.warning("%s; trying again in %g s", self._saver.failure, pause_s)
                 time.sleep(pause_s)
@@ -186,6 +198,25 @@ class CheckpointKeeper:
             self._notices.taken(step)
         self._saver.save(step, state_source(engine), meta, timeout_s=timeout_s, obstacle=self._obstacle())
         self._taken_step, self._taken_at = step, worker.clock.monotonic()
+
+    def _leave(self, engine: Any, outcome: StepOutcome, cursor: Cursor) -> None:
+        """End an attempt whose run directory was deleted; its state is saved where checkpoints lie elsewhere.
+
+        Raises:
+            StorageFailedError: Always.
+        """
+        step, storage = outcome.progress.step, self._config.checkpoint.storage
+        kept = "its checkpoints went with it. Start a new run"
+        if storage is not None:
+            self._take(engine, outcome, cursor, "stop")
+            self._wait()
+            if self._saver.failure is None:
+                where = checkpoint_location(self._config)
+                kept = f"the state of step {step} is saved. A new run goes on from it with model.resume_from={where}"
+        raise StorageFailedError(
+            f"the run's directory {self._config.run_dir} was deleted or moved away while the run was training; it is "
+            f"not made anew, and {kept}, or bring the directory back"
+        )
 
     def _obstacle(self) -> str | None:
         """Return why the journal does not have the steps that a checkpoint counts on, if it does not."""
@@ -228,13 +259,10 @@ class CheckpointKeeper:
             },
         )
 
-    def _give_up_or_go_on(self) -> None:
-        failure, failures = self._saver.failure, self._saver.failures
-        allowed = self._config.checkpoint.max_failed_saves
-        assert failure is not None, "a failed save is a failure on every rank"
-        if failures > allowed:
-            raise failure
-        _log.warning("%s; it is tried again now (%d of %d)", failure, failures, allowed)
+    def _is_out_of_patience(self) -> bool:
+        """Whether saves have failed more often, and for longer, than they may."""
+        section, saver = self._config.checkpoint, self._saver
+        return saver.failures > section.max_failed_saves and saver.failing_s >= section.failed_saves_patience_s
 
     def _on_saved(self, saved: Saved) -> None:
         """Record a commit and let go of what it replaces, on rank 0's thread."""
@@ -251,6 +279,11 @@ class CheckpointKeeper:
     def _on_failed(self, step: int, error: CheckpointError) -> None:
         if self._worker.rank == 0:
             self._recorder.checkpoint_failed(step, str(error))
+
+
+def _last_word(failure: BaseException) -> BaseException:
+    """Return what an attempt ends with whose last save has failed: another attempt's saves would fail as well."""
+    return failure if _ends(failure) else StorageFailedError(str(failure))
 
 
 def _ends(failure: BaseException | None) -> bool:

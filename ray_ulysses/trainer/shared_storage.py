@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.checkpoint.exchange import agree
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.local import LocalStore
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 _SESSION_KEY = "session"
 _PROBE_FOLDER = "probe"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def announce_session(run_dir: Path, session: str) -> None:
@@ -29,17 +32,24 @@ def probe_storage(run_dir: Path, worker: Worker, exchange: Exchange) -> None:
     Every rank must call.
 
     Raises:
-        UserError: Some nodes have another directory at that path; the text names them.
+        UserError: Some nodes have another directory at that path, or can't write it; the text names them.
+        StorageFailedError: It is full.
     """
-    store = LocalStore(run_dir)
+    store = LocalStore(run_dir, must_exist=True)
     mark = f"{_PROBE_FOLDER}/{worker.session}/rank-{worker.rank:05d}"
-    problem = None
+    problem = full = None
     try:
         if read_bytes(store, _SESSION_KEY).decode() != worker.session:
             problem = f"node {worker.node} sees another run directory than the driver"
         store.replace(mark, [worker.node.encode()])
     except OSError as error:
         problem = f"node {worker.node} can't use it ({error.strerror or error})"
+        full = f"{worker.node} ({error.strerror})" if error.errno in _FULL else None
+    full = agree(exchange, full)
+    if full is not None:
+        raise StorageFailedError(
+            f"run.storage: the disk of {run_dir} is full: {full}. Make room, then start the same command again"
+        )
     nodes = exchange.gather((worker.rank, worker.node, problem))
     if nodes is not None:
         seen = {Path(key).name for key in store.list(f"{_PROBE_FOLDER}/{worker.session}")}

@@ -36,6 +36,8 @@ class Worker:
         workers_asked: When it asked for its workers.
         make_source: Makes its source of rows.
         notice: What this worker has heard of a node's end, or ``None``; asked after every step.
+        is_watched: Whether the launcher sees every worker's end, and tells journal and tracker why an attempt failed;
+            rank 0 alone can't tell a cause from what it has done to the others.
         clock: Time.
         on_event: Called with the name of each event of the loop, and its step; a seam for fault tests.
     """
@@ -50,6 +52,7 @@ class Worker:
     workers_asked: float | None = None
     make_source: SourceMaker
     notice: Callable[[], Notice | None] = lambda: None
+    is_watched: bool = False
     clock: Clock = field(default_factory=SystemClock)
     on_event: Callable[[str, int], Any] = lambda name, step: None
 

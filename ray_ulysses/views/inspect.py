@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ray_ulysses.forensics.lineage import Lineage, SegmentRecord
+from ray_ulysses.tracking.failures import Failure
 from ray_ulysses.tracking.history import AttemptRecord, RunHistory
 from ray_ulysses.tracking.time_spent import TimeSpent
 from ray_ulysses.views.time_spent import pause_in_words, time_rows
@@ -16,6 +17,8 @@ _MOST_DAMAGED = 5
 def render_history(history: RunHistory, lineage: Lineage | None = None) -> str:
     """Return a run's state, the lineage of its data, its attempts, its checkpoints and its last steps."""
     lines = [f"run {history.name!r}: {history.status} at step {history.step:,}", *facts(_totals(history))]
+    if history.failure is not None:
+        lines += ["", *facts(_failure(history.failure))]
     if history.missing_steps:
         lines += ["", f"  MISSING: the journal has no record of steps {_ranges(history.missing_steps)}"]
     if history.damaged_records:
@@ -64,6 +67,11 @@ def _time(spent: TimeSpent) -> list[str]:
         return []
     pause = pause_in_words(spent)
     return ["", "time", *table(("seconds", "share", "went into"), rows), *([] if pause is None else [f"  {pause}"])]
+
+
+def _failure(failure: Failure) -> list[tuple[str, str]]:
+    rows = [("failed", failure.in_words()), ("what to do", f"{failure.way_out}; the same command resumes")]
+    return rows if failure.node is None else [*rows, ("node", failure.node)]
 
 
 def _lineage(lineage: Lineage) -> list[str]:

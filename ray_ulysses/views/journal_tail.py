@@ -22,10 +22,12 @@ class JournalTail:
     def poll(self) -> list[Event]:
         """Return the events that have been completed since the last call, attempt after attempt.
 
+        What supervises an attempt writes beside its workers, after them: its records come last, and are read first, so
+        that nothing of the workers' that came before them is returned after them.
         A line without its end is left for the next call; a file that can't be read now is tried again then.
         """
-        events: list[Event] = []
-        for attempt, path in segments(self._run_dir):
+        added_by: list[tuple[tuple[int, bool], list[Event]]] = []
+        for attempt, path in sorted(segments(self._run_dir), key=_is_beside, reverse=True):
             try:
                 with open_regular(path) as stream:
                     stream.seek(self._offsets.get(path, 0))
@@ -34,8 +36,15 @@ class JournalTail:
                 continue
             whole = added[: added.rfind(b"\n") + 1]
             self._offsets[path] = self._offsets.get(path, 0) + len(whole)
-            events += [event for line in whole.split(b"\n") if (event := _parse(line, attempt)) is not None]
-        return events
+            events = [event for line in whole.split(b"\n") if (event := _parse(line, attempt)) is not None]
+            added_by.append(((attempt, _is_beside((attempt, path))), events))
+        added_by.sort(key=lambda added: added[0])
+        return [event for _, events in added_by for event in events]
+
+
+def _is_beside(segment: tuple[int, Path]) -> bool:
+    """Whether a segment is not the attempt's first, but of a writer with a name."""
+    return segment[1].name.count(".") > 1
 
 
 def _parse(line: bytes, attempt: int) -> Event | None:

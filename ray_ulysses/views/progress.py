@@ -23,8 +23,10 @@ from ray_ulysses.tracking.events import (
     Event,
     PreemptionNoticed,
     RunFinished,
+    StartFailed,
     StepDone,
 )
+from ray_ulysses.tracking.failures import Failure
 from ray_ulysses.views.journal_tail import JournalTail
 from ray_ulysses.views.progress_state import ProgressState
 from ray_ulysses.views.words import count, duration
@@ -205,8 +207,10 @@ def render_line(event: Event, state: ProgressState) -> str | None:
             return f"checkpoint step={event.step} set_aside: {event.reason}"
         case PreemptionNoticed():
             return f"preemption notice: a node will be taken away{_when(event)}"
-        case AttemptEnded():
+        case AttemptEnded(restarts=None):
             return f"attempt={state.attempt} ended step={state.step} reason: {_first_line(event.reason)}"
+        case AttemptEnded() | StartFailed():
+            return Failure.from_event(event).in_words()
         case RunFinished():
             return f"run finished step={event.step}"
     return None

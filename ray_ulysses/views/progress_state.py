@@ -14,8 +14,10 @@ from ray_ulysses.tracking.events import (
     Event,
     PhaseBegun,
     RunFinished,
+    StartFailed,
     StepDone,
 )
+from ray_ulysses.tracking.failures import Failure
 
 _WINDOW = 20
 
@@ -122,11 +124,12 @@ class ProgressState:
                 return replace(self, evaluation=(event.step, event.loss))
             case CheckpointCommitted():
                 return replace(self, checkpoint_step=event.step)
-            case AttemptEnded():
-                awaits = not event.reason.startswith(STOP_REASONS)
-                ended = replace(self, ended=event.reason, phase=None, awaits_workers=awaits)
+            case AttemptEnded() | StartFailed():
+                words = event.reason if event.restarts is None else Failure.from_event(event).in_words()
+                awaits = event.restarts is not False and not event.reason.startswith(STOP_REASONS)
+                ended = replace(self, ended=words, phase=None, awaits_workers=awaits)
                 # Nothing is trained now, so that no pace tells when the run will be done.
-                return replace(ended, recent=(), seconds_per_step=None)
+                return replace(ended, recent=(), seconds_per_step=None, tokens_per_s=None)
             case RunFinished():
                 return replace(self, ended="finished", phase=None)
         return self

@@ -98,6 +98,10 @@ def _overtake(run_dir: Path) -> None:
     assert claim_attempt(LocalStore(run_dir), 99)
 
 
+def _move_away(run_dir: Path) -> None:
+    run_dir.rename(run_dir.with_name("moved"))
+
+
 ACTIONS: dict[str, Callable[[Path], object]] = {
     "request save": request_save,
     "notice": lambda run_dir: (run_dir / NOTICE_FILE).touch(),
@@ -105,6 +109,7 @@ ACTIONS: dict[str, Callable[[Path], object]] = {
     "storage away": _take_storage_away,
     "storage back": _bring_storage_back,
     "overtaken": _overtake,
+    "directory away": _move_away,
 }
 
 

@@ -114,13 +114,43 @@ def test_a_storage_that_is_away_for_a_while_costs_checkpoints_and_not_the_run(
 
 
 def test_a_storage_that_stays_away_ends_the_run_and_says_why(tmp_path: Path, corpus: Path) -> None:
-    config = _config(tmp_path, corpus, checkpoint__every_steps=4, checkpoint__max_failed_saves=1)
+    config = _config(
+        tmp_path,
+        corpus,
+        checkpoint__every_steps=4,
+        checkpoint__max_failed_saves=1,
+        checkpoint__failed_saves_patience_s=0.0,
+    )
     with pytest.raises(RankFailure) as failure:
         _run(config, actions={5: "storage away"})
     text = str(failure.value)
-    assert text.count("the checkpoint of step ") >= WORLD and "could not be saved" in text
+    assert text.count("StorageFailedError: the checkpoint of step ") >= WORLD and "could not be saved" in text
     assert "repair run.storage, then start the same command again" in text
     assert [event.step for event in _events(config, "checkpoint_committed")] == [4]
+
+
+def test_an_outage_longer_than_the_failed_saves_of_fast_steps_is_waited_for(tmp_path: Path, corpus: Path) -> None:
+    config = _config(tmp_path, corpus, checkpoint__every_steps=2, checkpoint__max_failed_saves=0, run__stop_step=16)
+    history = _run(config, actions={2: "storage away", 15: "storage back"})
+    assert history.status == "finished"
+    assert _reasons(config)[16] == "end"
+    assert len(_events(config, "checkpoint_failed")) > 2
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["inside", "elsewhere"])
+def test_a_run_directory_that_vanishes_is_an_error_and_is_not_made_anew(
+    tmp_path: Path, corpus: Path, is_elsewhere: bool
+) -> None:
+    elsewhere = {"checkpoint__storage": str(tmp_path / "elsewhere")} if is_elsewhere else {}
+    config = _config(tmp_path / "runs", corpus, checkpoint__every_steps=4, **elsewhere)
+    with pytest.raises(RankFailure) as failure:
+        _run(config, actions={5: "directory away"})
+    text = str(failure.value)
+    assert f"the run's directory {config.run_dir} was deleted or moved away while the run was training" in text
+    assert not config.run_dir.exists()
+    if is_elsewhere:
+        (saved,) = [step for step in committed_steps(checkpoint_store(config)) if step > 5]
+        assert f"the state of step {saved} is saved" in text and "model.resume_from=" in text
 
 
 def test_an_attempt_that_was_overtaken_ends_and_commits_nothing_more(tmp_path: Path, corpus: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ray_ulysses.checkpoint.triggers import Flags, Reason, Triggers, due, time_is_up
+from ray_ulysses.checkpoint.triggers import Flags, Reason, Triggers, due, retry_pause_s, time_is_up
 
 RULES = Triggers(every_steps=10, every_s=60.0, at_end=True)
 SILENT = Triggers(every_steps=None, every_s=None, at_end=False)
@@ -25,9 +25,10 @@ SILENT = Triggers(every_steps=None, every_s=None, at_end=False)
         (Flags(stop=True), 11, "stop"),
         (Flags(stop=True, resize=True), 11, "resize"),
         (Flags(), 99, "end"),
-        (Flags(failed=True), 11, "retry"),
+        (Flags(failed=True), 11, None),
+        (Flags(failed=True, retry_asks=True), 11, "retry"),
         (Flags(failed=True), 20, "steps"),
-        (Flags(failed=True, saving=True), 11, None),
+        (Flags(failed=True, retry_asks=True, saving=True), 11, None),
     ],
 )
 def test_what_is_due_has_a_reason(agreed: Flags, step: int, reason: Reason | None) -> None:
@@ -50,3 +51,8 @@ def test_minutes_are_counted_from_the_last_state_taken() -> None:
     assert not time_is_up(RULES, last_save=100.0, now=159.9)
     assert time_is_up(RULES, last_save=100.0, now=160.0)
     assert not time_is_up(SILENT, last_save=0.0, now=1e9)
+
+
+def test_saves_that_go_on_failing_are_tried_ever_less_often() -> None:
+    assert [retry_pause_s(failures, 2) for failures in range(1, 10)] == [0, 0, 1, 2, 4, 8, 16, 30, 30]
+    assert retry_pause_s(10**6, 0) == 30

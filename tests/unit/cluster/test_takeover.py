@@ -114,7 +114,7 @@ def test_a_worker_that_was_fenced_by_another_command_is_not_started_again(
     monkeypatch.setattr(worker_module.ray.train, "get_context", lambda: context)
     monkeypatch.setattr(worker_module.ray.train.torch, "get_device", lambda: worker_module.torch.device("cpu"))
     monkeypatch.setattr(worker_module.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    job = {"config": config.model_dump(mode="json"), "session": "one"}
+    job = {"config": config.model_dump(mode="json"), "session": "one", "command_started": 1.0, "workers_asked": 2.0}
     with pytest.raises(FencedError):
         train_worker(job)
     with pytest.raises(UserError, match="another command has taken the run over"):

@@ -86,6 +86,8 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
                 "first_step": 1,
                 "last_step": 3,
                 "reason": None,
+                "rank": None,
+                "node": None,
                 "seconds_to_first_step": 2.0,
             },
             {
@@ -96,6 +98,8 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
                 "first_step": 3,
                 "last_step": 3,
                 "reason": "stopped: SIGTERM",
+                "rank": None,
+                "node": None,
                 "seconds_to_first_step": 2.0,
             },
         ],
@@ -108,6 +112,7 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
         "lost_steps": 1,
         # 3 useful seconds; attempt 1 ran 100..104, attempt 2 ran 110..112.5, and the pause was nobody's run.
         "goodput": round(3 / 6.5, 4),
+        "failure": None,
         "time_spent": {
             "total_s": 6.5,
             "steps_s": 3.0,

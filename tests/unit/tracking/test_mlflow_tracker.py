@@ -173,6 +173,23 @@ def test_the_page_of_a_run_is_told_by_its_tracker(tmp_path, uri, known, command,
     assert page.is_run == (url is not None and "abc" in url)
 
 
+def test_what_ended_a_run_is_told_after_its_workers_and_goes_when_it_goes_on(uri, client, tmp_path):
+    tracker = make_tracker(uri, tmp_path)
+    tracker.start({}, {})
+    tracker._stop.set()
+    tracker._wake.set()
+    assert tracker._drained.wait(60)
+    told = {"failure.reason": "lost worker 0 (killed by signal 9)", "failure.rank": "0"}
+    assert make_tracker(uri, tmp_path).catch_up(status="failed", tags=told) == 0
+    run = client.get_run(TrackingIdentity.load(tmp_path).run_id)
+    assert run.info.status == "FAILED"
+    assert told.items() <= run.data.tags.items()
+    run_attempt(uri, tmp_path, [1], status="finished")
+    run = client.get_run(run.info.run_id)
+    assert run.info.status == "FINISHED"
+    assert not any(tag.startswith("failure.") for tag in run.data.tags)
+
+
 def test_a_changed_parameter_becomes_a_tag_and_stops_nothing(uri, client, tmp_path):
     run_attempt(uri, tmp_path, [1], params={"a": 1, "b": 2})
     run_id = run_attempt(uri, tmp_path, [2], params={"a": 1, "b": 3, "c": 4}).run_id

@@ -166,7 +166,7 @@ def test_what_the_tracker_could_not_be_told_is_told_by_the_next_command(
     save(LocalStore(run_dir), 2)
     told: list[object] = []
 
-    def catch_up(self: MlflowTracker, news: object = None, *, status: object = None) -> int:
+    def catch_up(self: MlflowTracker, news: object = None, *, status: object = None, tags: object = None) -> int:
         told.append(status)
         if len(told) == 1:
             raise OSError("no space left")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.errors import UserError
+from ray_ulysses.storage import LocalStore
 from ray_ulysses.trainer.shared_storage import announce_session, probe_storage
 from ray_ulysses.trainer.worker import Worker
 from tests.unit.checkpoint.fakes import ThreadExchange, on_ranks
@@ -65,6 +70,24 @@ def test_a_node_that_finds_nothing_there_says_so(tmp_path: Path) -> None:
     announce_session(shared, "now")
     errors = probe([shared, empty])
     assert all("node node-1 can't use it (No such file or directory)" in str(error) for error in errors)
+
+
+def test_a_full_disk_is_called_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    announce_session(tmp_path, "now")
+    replace = LocalStore.replace
+
+    def full(self: LocalStore, key: str, chunks: Iterable[bytes]) -> None:
+        if key.endswith("rank-00001"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(self, key, chunks)
+
+    monkeypatch.setattr(LocalStore, "replace", full)
+    errors = probe([tmp_path, tmp_path])
+    assert {type(error) for error in errors} == {StorageFailedError}
+    text = str(errors[0])
+    assert text.startswith(f"run.storage: the disk of {tmp_path} is full: ")
+    assert "node-1 (No space left on device)" in text and "Make room" in text
+    assert "one shared directory" not in text
 
 
 def test_a_copy_that_is_not_shared_is_found_by_rank_0(tmp_path: Path) -> None:

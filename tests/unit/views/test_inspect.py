@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 from ray_ulysses.forensics.lineage import Lineage, SegmentRecord, SourceRecord
+from ray_ulysses.tracking.failures import Failure
 from ray_ulysses.tracking.time_spent import TimeSpent
 from ray_ulysses.views.inspect import render_history
 from tests.unit.views.histories import make_history
@@ -89,3 +90,23 @@ def test_a_plan_that_cannot_be_read_is_said_and_one_that_is_not_there_is_not():
     assert "  PLAN: segment-0000: another version" in text
     assert "data digest    00000000deadbeef" in text
     assert "plan" not in render_history(make_history(), Lineage())
+
+
+def test_a_failed_run_says_why_and_what_to_do() -> None:
+    failure = Failure(
+        session="s",
+        kind="lost",
+        reason="lost worker 3 (its node died)",
+        rank=3,
+        node="host/10.0.0.3",
+        committed_step=40,
+        lost_steps=2,
+        way_out="repair or replace the node",
+        failure=4,
+        max_failures=3,
+        restarts=False,
+    )
+    text = render_history(make_history(status="failed", failure=failure))
+    assert "lost worker 3 (its node died); 2 steps lost; failure 4, more than elastic.max_failures=3 allows" in text
+    assert "host/10.0.0.3" in text
+    assert "repair or replace the node; the same command resumes" in text

@@ -101,6 +101,9 @@ def test_every_event_of_a_run_has_its_line():
         {"event": "attempt_ended", "reason": "failed: RunError: a\nmore"},
         {"event": "run_finished", "step": 30},
         {"event": "preemption_notice"},
+        {"event": "preemption_notice", "time": 1000.0, "deadline": 1120.0},
+        lost_worker(),
+        {**lost_worker(), "event": "start_failed", "reason": "4 workers did not start in time", "lost_steps": None},
     ]
     state, lines = fold(), []
     for record in records:
@@ -114,7 +117,36 @@ def test_every_event_of_a_run_has_its_line():
         "attempt=2 ended step=30 reason: failed: RunError: a",
         "run finished step=30",
         "preemption notice: a node will be taken away",
+        "preemption notice: a node will be taken away in 2m00s",
+        "lost worker 0 (killed by signal 9); restarting from step 10; 9 steps lost; failure 1 of 3",
+        "4 workers did not start in time; restarting from step 10; failure 1 of 3",
     ]
+
+
+def lost_worker():
+    return {
+        "event": "attempt_ended",
+        "reason": "lost worker 0 (killed by signal 9)",
+        "committed_step": 10,
+        "lost_steps": 9,
+        "failure": 1,
+        "max_failures": 3,
+        "restarts": True,
+    }
+
+
+def test_a_restart_shows_its_reason_and_no_eta():
+    state = fold(started(), *[step(n) for n in range(1, 20)])
+    assert state.eta_s is not None
+    state = state.after(event(lost_worker()))
+    assert state.eta_s is None
+    lines = panel_lines(state, width=100)
+    assert lines[0].rstrip().endswith("19/120 ETA -")
+    assert lines[2].startswith(
+        "lost worker 0 (killed by signal 9); restarting from step 10; 9 steps lost; failure 1 of 3"
+    )
+    # It is over when the next attempt begins.
+    assert state.after(event(started(attempt=2, resumed_step=10))).ended is None
 
 
 def test_the_panel_fits_80_columns():

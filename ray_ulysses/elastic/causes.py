@@ -1,0 +1,160 @@
+"""The root cause of a failed attempt, told apart from what it did to the other ranks (pure)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ray_ulysses.errors import PeerError
+
+Kind = Literal["preempted", "lost", "raised", "consequence", "start", "controller"]
+"""A node that was taken away as announced, a worker whose process is gone, an error of a worker's own, an error that
+another rank's end has caused, workers that did not start, and the end of what supervises them."""
+
+_RANK_KINDS: tuple[Kind, ...] = ("preempted", "lost", "raised", "consequence")
+"""In this order one is the cause of the next: a worker that has raised lives until the group is ended, so that a worker
+that is gone was there first."""
+_MOST_RANKS = 8
+_MOST_CHARACTERS = 400
+_COLLECTIVE_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError"}
+_COLLECTIVE_TEXT = re.compile(
+    r"gloo/|connection closed by peer|connection reset by peer|connection refused|broken pipe|socket (closed|timeout)"
+    r"|timed out waiting \d+ ?ms for (recv|send)|NCCL|ProcessGroup|store.*(timed out|timeout)",
+    re.IGNORECASE,
+)
+_MEMORY_MONITOR = re.compile(r"(running|ran) low on memory|memory pressure", re.IGNORECASE)
+_NODE_DIED = re.compile(r"node (has died|died|was terminated|is dead|failure)|node .{0,80}marked dead", re.IGNORECASE)
+_NO_ANSWER = re.compile(r"health check has been hanging for ([\d.]+)")
+_DISCONNECTED = re.compile(r"connection error code 2|end of file", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankError:
+    """How one rank's worker ended.
+
+    Attributes:
+        rank: The rank.
+        kind: One of the kinds that a rank can have.
+        what: The error in a line, or how the process was lost.
+    """
+
+    rank: int
+    kind: Kind
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cause:
+    """Why an attempt failed.
+
+    Attributes:
+        kind: Which kind of failure it is.
+        reason: In one line.
+        rank: The rank that it began on; None where it was none's.
+        way_out: What a person can do about it.
+        is_final: Whether starting the workers again can't mend it.
+    """
+
+    kind: Kind
+    reason: str
+    rank: int | None
+    way_out: str
+    is_final: bool = False
+
+
+def raised(rank: int, error: BaseException) -> RankError:
+    """Return how a worker ended that raised an error."""
+    return RankError(rank=rank, kind="consequence" if is_consequence(error) else "raised", what=one_line(error))
+
+
+def lost(rank: int, text: str) -> RankError:
+    """Return how a worker ended whose process is gone.
+
+    Args:
+        rank: Its rank.
+        text: What Ray says of it.
+    """
+    silent = _NO_ANSWER.search(text)
+    if _MEMORY_MONITOR.search(text):
+        what = "killed by Ray's memory monitor, since its node ran low on memory"
+    elif _NODE_DIED.search(text):
+        what = "its node died"
+    elif silent:
+        what = f"it did not answer for {float(silent[1]):.0f} s"
+    elif _DISCONNECTED.search(text):
+        # All that Ray knows is that the process is gone, and it has raised nothing.
+        what = "killed by signal 9"
+    else:
+        what = _shortened(text)
+    return RankError(rank=rank, kind="lost", what=what)
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Return whether an error says no more than that another rank did not answer."""
+    if isinstance(error, PeerError):
+        return True
+    names = {kind.__name__ for kind in type(error).__mro__}
+    # Gloo raises plain RuntimeErrors; our own have a text of their own, and so has a GPU that is out of memory.
+    is_plain = type(error).__module__ == "builtins" and isinstance(error, RuntimeError | ConnectionError | TimeoutError)
+    return bool(names & _COLLECTIVE_TYPES) or (is_plain and _COLLECTIVE_TEXT.search(str(error)) is not None)
+
+
+def root_cause(errors: Sequence[RankError], *, is_final: bool = False) -> Cause:
+    """Return why an attempt failed, from how its ranks ended.
+
+    Args:
+        errors: Of every rank that has ended, one at least.
+        is_final: Whether starting the workers again can't mend it.
+    """
+    first = min(errors, key=lambda error: (_RANK_KINDS.index(error.kind), error.rank))
+    ranks = sorted(error.rank for error in errors if (error.kind, error.what) == (first.kind, first.what))
+    if first.kind == "raised":
+        reason = f"worker {first.rank} raised {first.what}"
+    elif first.kind == "consequence":
+        reason = f"worker {first.rank} lost touch with the others: {first.what}"
+    else:
+        reason = f"lost {_workers(ranks)} ({first.what})"
+    return Cause(kind=first.kind, reason=reason, rank=first.rank, way_out=_way_out(first), is_final=is_final)
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's type and the first line of its text that says something."""
+    text = _shortened(str(error))
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _shortened(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    line = lines[0] if lines else ""
+    return line if len(line) <= _MOST_CHARACTERS else line[: _MOST_CHARACTERS - 3] + "..."
+
+
+def _workers(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"worker {ranks[0]}"
+    if len(ranks) > _MOST_RANKS:
+        return f"{len(ranks)} workers, {ranks[0]} to {ranks[-1]}"
+    return f"workers {', '.join(map(str, ranks))}"
+
+
+def _way_out(error: RankError) -> str:
+    """Return what a person can do about a failure of a rank."""
+    if "memory monitor" in error.what:
+        return "give the node more memory, put fewer workers on it, or lower what they hold (see `ray-ulysses plan`)"
+    if "out of memory" in error.what.lower():
+        return (
+            "lower what a worker holds: raise parallel.sp_size or memory.attention_chunks, set "
+            "memory.offload_optimizer: cpu; `ray-ulysses plan` shows the terms"
+        )
+    if error.kind == "lost" and "signal" in error.what:
+        return "where nobody killed it, the kernel did when memory ran out (`dmesg` on its node says so)"
+    if error.kind == "raised":
+        return "the log of that worker has the whole error; mend its cause"
+    if error.kind == "consequence":
+        return (
+            "look for what held up the other workers in their logs; raise elastic.collective_timeout_s if they were "
+            "only slow"
+        )
+    return "repair or replace the node"

@@ -1,0 +1,102 @@
+"""Failures of workers as a person meets them: on the screen, in the journal, in ``inspect`` and in MLflow."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+
+from ray_ulysses.config import Config
+from ray_ulysses.tracking.events import AttemptEnded, AttemptStarted
+from ray_ulysses.tracking.journal_reader import read_events
+from tests.cluster.test_train_job import TIMEOUT_S, Command, start, wait_for_step, worker_processes
+from tests.distributed.run_case import make_config, make_corpus
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+
+def test_the_seams_of_ray_train_are_there() -> None:
+    """A canary of Ray Train 2.60: where `cluster.failures` takes its place."""
+    assert hasattr(TorchTrainer, "_initialize_and_run_controller")
+    assert hasattr(WorkerGroupCallback, "after_worker_group_poll_status")
+
+
+def _failures(config: Config) -> list[AttemptEnded]:
+    return [event for event in read_events(config.run_dir) if isinstance(event, AttemptEnded)]
+
+
+def _kill_worker(config: Config, count: int) -> float:
+    """Kill a worker with SIGKILL; returns how long it took until the journal said so."""
+    process = worker_processes(config)[0]
+    os.kill(process.pid, signal.SIGKILL)
+    killed_at = time.monotonic()
+    while len(_failures(config)) < count:
+        assert time.monotonic() - killed_at < TIMEOUT_S
+        time.sleep(0.05)
+    return time.monotonic() - killed_at
+
+
+@pytest.mark.slow
+def test_killed_workers_are_told_as_the_cause_until_no_more_are_allowed(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=400, data__epochs=3, parallel__sp_size=2,
+        cluster__workers=2, cluster__cpus_per_worker=0.25, checkpoint__every_steps=5, tracking__enabled=True,
+        elastic__max_failures=1,
+    )  # fmt: skip
+    command = start(config, tmp_path / "run")
+    try:
+        wait_for_step(config, 7)
+        seconds = _kill_worker(config, 1)
+        # No checkpoint is committed in between: the second failure is one too many.
+        deadline = time.monotonic() + TIMEOUT_S
+        while sum(isinstance(event, AttemptStarted) for event in read_events(config.run_dir)) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        _kill_worker(config, 2)
+        assert command.wait() == 1, command.text
+    finally:
+        command.kill()
+    text = command.text
+    told = re.search(
+        r"lost worker (\d) \(killed by signal 9\); restarting from step (\d+); (\d+) steps? lost; failure 1 of 1", text
+    )
+    assert told, text
+    assert "raylet" not in text and "gloo" not in text and "Traceback" not in text, text
+    assert f"run 'run' failed: lost worker {told[1]} (killed by signal 9)" in text
+    assert len(text.splitlines()) < 120
+    print(f"the journal had it {seconds:.1f} s after the kill")
+    first, second = _failures(config)
+    assert first.restarts is True and second.restarts is False
+    assert first.rank == int(told[1]) and first.node and first.lost_steps == int(told[3])
+    check_inspect(config, tmp_path)
+    check_mlflow(config)
+
+
+def check_inspect(config: Config, folder: Path) -> None:
+    command = Command("inspect", config.run_dir, "--json", log=folder / "inspect.json")
+    assert command.wait() == 0
+    printed = json.loads(command.text)
+    assert printed["status"] == "failed"
+    assert "killed by signal 9" in printed["failure"]["reason"]
+    assert printed["failure"]["node"] and printed["failure"]["way_out"]
+    assert ["killed by signal 9" in attempt["reason"] for attempt in printed["attempts"]] == [True, True]
+    command = Command("inspect", config.run_dir, log=folder / "inspect.txt")
+    assert command.wait() == 0
+    assert "what to do" in command.text and "no word of its end" not in command.text
+
+
+def check_mlflow(config: Config) -> None:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(config.tracking_uri)
+    experiment = client.get_experiment_by_name(config.tracking.experiment)
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FAILED"
+    assert "killed by signal 9" in run.data.tags["failure.reason"]

@@ -1,0 +1,44 @@
+"""Failures count within a window, and not beyond the last progress."""
+
+from __future__ import annotations
+
+from ray_ulysses.elastic.budget import PastFailure, failures_that_count
+
+DAY = 86400.0
+
+
+def _past(*failures: tuple[float, int | None]) -> list[PastFailure]:
+    return [PastFailure(time=time, step=step) for time, step in failures]
+
+
+def test_failures_without_progress_count() -> None:
+    past = _past((0.0, 10), (60.0, 10), (120.0, 10))
+    assert failures_that_count(past, now=180.0, step=10, window_s=DAY) == 3
+
+
+def test_a_newer_checkpoint_forgives_what_came_before_it() -> None:
+    past = _past((0.0, 10), (60.0, 10), (120.0, 20))
+    assert failures_that_count(past, now=180.0, step=20, window_s=DAY) == 1
+    assert failures_that_count(past, now=180.0, step=30, window_s=DAY) == 0
+
+
+def test_a_failure_outside_of_the_window_does_not_count() -> None:
+    past = _past((0.0, 10), (60.0, 10))
+    assert failures_that_count(past, now=DAY + 30.0, step=10, window_s=DAY) == 1
+
+
+def test_a_month_of_lost_workers_ends_no_run_and_a_fault_of_the_program_does() -> None:
+    past: list[PastFailure] = []
+    for day in range(30):
+        now, step = day * DAY / 2, 100 * day
+        assert failures_that_count(past, now=now, step=step, window_s=DAY) == 0
+        past.append(PastFailure(time=now, step=step))
+    crashing: list[PastFailure] = []
+    for count in range(4):
+        assert failures_that_count(crashing, now=60.0 * count, step=50, window_s=DAY) == count
+        crashing.append(PastFailure(time=60.0 * count, step=50))
+
+
+def test_a_storage_that_does_not_say_is_no_progress() -> None:
+    assert failures_that_count(_past((0.0, 10), (1.0, None)), now=2.0, step=None, window_s=DAY) == 2
+    assert failures_that_count(_past((1.0, None)), now=2.0, step=10, window_s=DAY) == 1
