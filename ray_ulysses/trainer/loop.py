@@ -23,6 +23,7 @@ from ray_ulysses.trainer.saving import CheckpointKeeper, StepOutcome
 from ray_ulysses.trainer.self_test import check_start
 from ray_ulysses.trainer.settings import last_step_of, model_shape, zero_settings
 from ray_ulysses.trainer.step import evaluate, train_step
+from ray_ulysses.trainer.warnings import warnings_told
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ray_ulysses.data.plan import Plan
     from ray_ulysses.data.reader import RowReader, RowSlice
     from ray_ulysses.data.row_source import RowSource
+    from ray_ulysses.model_shape import ModelShape
     from ray_ulysses.parallel.layout import ParallelLayout
     from ray_ulysses.trainer.progress import Progress
     from ray_ulysses.trainer.worker import Worker
@@ -84,6 +86,20 @@ def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
     layout = run_layout(config, shape, worker.world_size)
     mesh = SequenceMesh.from_layout(layout, timeout=timedelta(seconds=config.elastic.collective_timeout_s))
     recorder = Recorder.open(config, worker, layout)
+    # What it warns of reaches the person: what a worker logs stays on its node.
+    with warnings_told(recorder.warned if worker.rank == 0 else None):
+        return _run(config, worker, layout, mesh, shape, recorder)
+
+
+def _run(
+    config: Config,
+    worker: Worker,
+    layout: ParallelLayout,
+    mesh: SequenceMesh,
+    shape: ModelShape,
+    recorder: Recorder,
+) -> AttemptEnd:
+    """Build everything, resume, and train to the end."""
     keeper = CheckpointKeeper(config, worker, layout, recorder)
     try:
         # The data: the plan that the driver has stored. The model: under ZeRO, with our attention.

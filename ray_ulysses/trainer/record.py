@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +22,7 @@ from ray_ulysses.tracking.tracker import NullTracker
 from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_store
 from ray_ulysses.trainer.inventory import committed_checkpoint, take_inventory
 from ray_ulysses.trainer.run_files import describing_files
-from ray_ulysses.trainer.settings import versions
+from ray_ulysses.trainer.settings import flat_settings, versions
 from ray_ulysses.trainer.shared_storage import probe_storage
 from ray_ulysses.trainer.step_meter import StepMeter
 from ray_ulysses.trainer.takeover import refuse_taken_over
@@ -167,7 +167,7 @@ class Recorder:
         self._insist()
         self._last_step = progress.step
         self._tracker.start(
-            params=_flat(config.model_dump(mode="json", include={"model", "data", "optimizer", "schedule"})),
+            params=flat_settings(config.model_dump(mode="json", include={"model", "data", "optimizer", "schedule"})),
             tags={
                 **config.tracking.tags,
                 "run_dir": str(config.run_dir),
@@ -264,6 +264,10 @@ class Recorder:
     def checkpoint_failed(self, step: int, reason: str) -> None:
         """Record a save that came to nothing."""
         self._append("checkpoint_failed", step=step, reason=reason)
+
+    def warned(self, text: str) -> None:
+        """Record a warning that a person should see."""
+        self._append("warning", text=text)
 
     def preemption_noticed(self, step: int, deadline: float | None = None) -> None:
         """Record that a node is going to be taken away, and when, in seconds since the epoch, if that is known."""
@@ -388,13 +392,3 @@ def _claim(config: Config, store: Store, worker: Worker) -> AttemptJournal:
             f"attempts can't be noted beside the checkpoints in {checkpoint_location(config)} ({error}); repair the "
             "storage, then start the same command again"
         ) from error
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat

@@ -141,7 +141,8 @@ class CheckpointKeeper:
             other = PeerError("another rank could not save; its log says why")
             raise other if failure is None else _last_word(failure)
         if flags.failed and flags.retry_asks and not flags.saving:
-            _log.warning("%s; it is tried again now", self._saver.failure)
+            # The journal has the failure, and a warning of it would say it twice.
+            _log.info("%s; it is tried again now", self._saver.failure)
         if flags.notice != self._noticed:
             self._noticed = flags.notice
             if flags.notice:

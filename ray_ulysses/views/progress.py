@@ -18,6 +18,7 @@ from ray_ulysses.tracking.events import (
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
+    CheckpointFailed,
     CheckpointSetAside,
     Evaluated,
     Event,
@@ -25,6 +26,7 @@ from ray_ulysses.tracking.events import (
     RunFinished,
     StartFailed,
     StepDone,
+    WorkerWarned,
 )
 from ray_ulysses.tracking.failures import Failure
 from ray_ulysses.views.journal_tail import JournalTail
@@ -35,6 +37,10 @@ _LIVE_INTERVAL_S = 0.25
 _LINES_INTERVAL_S = 0.5
 _REMINDER_S = 10.0
 """A phase that lasts has a line as often."""
+
+
+_THAT_STAY = (AttemptEnded, StartFailed, WorkerWarned, CheckpointFailed)
+"""Events whose line is printed above a panel, too: a panel forgets."""
 
 
 class ProgressView:
@@ -130,15 +136,16 @@ class ProgressView:
                 self._state = self._state.after(event)
                 line = render_line(event, self._state)
                 if line is not None and self._is_due(event):
-                    self._print(line)
+                    self._print(line, stays=isinstance(event, _THAT_STAY))
             waited = self._watch.look(self._state.phase)
             if waited is not None and not self._stop.is_set():
                 self._print(f"elapsed={duration(self._watch.elapsed_s)} phase: {waited}")
         if self._live is not None:
             self._live.update(self._panel(), refresh=True)
 
-    def _print(self, line: str) -> None:
-        if self._live is None:
+    def _print(self, line: str, *, stays: bool = False) -> None:
+        """Print a line; beside a panel only one that is to stay on the screen, above it."""
+        if self._live is None or stays:
             # Plain text: markup, colours and folding would break what a script reads.
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -203,6 +210,10 @@ def render_line(event: Event, state: ProgressState) -> str | None:
             return f"evaluation step={event.step} eval_loss={event.loss:.4f}"
         case CheckpointCommitted():
             return f"checkpoint step={event.step} path={event.path}"
+        case CheckpointFailed():
+            return f"warning: checkpoint step={event.step} failed: {_first_line(event.reason)}"
+        case WorkerWarned():
+            return f"warning: {_first_line(event.text)}"
         case CheckpointSetAside():
             return f"checkpoint step={event.step} set_aside: {event.reason}"
         case PreemptionNoticed():
