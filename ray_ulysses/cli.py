@@ -148,6 +148,7 @@ def train(
     with ProgressView(run_dir, name=loaded.run.name, console=console, log_every_steps=every) as view:
         view.phase("loading libraries")
         from ray_ulysses.cluster.train_job import train as run_training
+        from ray_ulysses.tracking.mlflow_tracker import is_tracked
         from ray_ulysses.trainer.preflight import prepare_run
         from ray_ulysses.views.summary import build_summary, render_summary
 
@@ -174,6 +175,7 @@ def train(
         planned_steps=prepared.plan.num_steps,
         elapsed_s=result.seconds,
         tracking_uri=prepared.config.tracking_uri,
+        is_heard=is_tracked(prepared.config.run_dir),
         unigram_nats=prepared.report.corpus.unigram_nats,
     )
     typer.echo(render_summary(summary))

@@ -86,6 +86,12 @@ class TrackingIdentity:
         os.replace(temporary, run_dir / IDENTITY_FILE)
 
 
+def is_tracked(run_dir: Path) -> bool:
+    """Return whether MLflow has a run of this directory: it has been reached once at least."""
+    identity = TrackingIdentity.load(run_dir)
+    return identity is not None and identity.run_id is not None
+
+
 class MlflowTracker(SpooledTracker):
     """Shows a run in MLflow: parameters once, a curve without repeated steps, and each committed checkpoint.
 

@@ -9,6 +9,7 @@ from statistics import fmean
 
 from ray_ulysses.tracking.history import RunHistory
 from ray_ulysses.tracking.mlflow_page import MlflowPage, mlflow_page
+from ray_ulysses.tracking.mlflow_tracker import SPOOL_DIR
 from ray_ulysses.views.time_spent import goodput_in_words
 from ray_ulysses.views.words import count, duration, facts
 
@@ -33,6 +34,7 @@ class Summary:
         goodput: Share of the time of all commands of the run that went into steps that count, and where the rest went.
         checkpoint: Newest committed checkpoint.
         mlflow: Where the curves are; None if the run is not tracked.
+        waiting: Where the tracker's news wait, if it has heard nothing of the run; else None.
         resume: Command that goes on.
         go_on: Command that goes on to the end of the planned data.
     """
@@ -50,6 +52,7 @@ class Summary:
     goodput: str
     checkpoint: str | None
     mlflow: MlflowPage | None
+    waiting: str | None = None
     resume: str
     go_on: str
 
@@ -63,6 +66,7 @@ def build_summary(
     planned_steps: int,
     elapsed_s: float,
     tracking_uri: str | None = None,
+    is_heard: bool = True,
     unigram_nats: float | None = None,
 ) -> Summary:
     """Sum up a run from its history.
@@ -75,6 +79,7 @@ def build_summary(
         planned_steps: Steps of the data plan.
         elapsed_s: Seconds of this command.
         tracking_uri: MLflow's URI; None if the run is not tracked.
+        is_heard: Whether MLflow has heard of the run at all.
         unigram_nats: Entropy of the corpus's bytes, if known.
     """
     last = [step.loss for step in history.steps[-_LAST_LOSSES:]]
@@ -93,6 +98,7 @@ def build_summary(
         goodput=goodput_in_words(history.time_spent),
         checkpoint=str(run_dir / committed[-1].path) if committed else None,
         mlflow=None if tracking_uri is None else mlflow_page(tracking_uri, run_dir),
+        waiting=None if is_heard else str(run_dir / SPOOL_DIR),
         resume=_command(config_path, overrides),
         go_on=_command(config_path, (*overrides, f"run.stop_step={planned_steps}")),
     )
@@ -117,7 +123,11 @@ def render_summary(summary: Summary) -> str:
     rows.append(("time", duration(summary.elapsed_s)))
     rows.append(("goodput", summary.goodput))
     rows.append(("checkpoint", summary.checkpoint or "none committed"))
-    if summary.mlflow is not None:
+    if summary.mlflow is not None and summary.waiting is not None:
+        rows.append(
+            ("MLflow", f"has heard nothing of this run; the same command sends it what waits in {summary.waiting}")
+        )
+    elif summary.mlflow is not None:
         ways = [way for way in (summary.mlflow.command, summary.mlflow.url) if way is not None]
         rows += zip(("see the curves", "then open"), ways, strict=False)
     rows.append(_next_step(summary))

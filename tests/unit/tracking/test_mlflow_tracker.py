@@ -11,7 +11,7 @@ import time
 import pytest
 
 from ray_ulysses.tracking.mlflow_page import mlflow_page
-from ray_ulysses.tracking.mlflow_tracker import MlflowSink, MlflowTracker, TrackingIdentity
+from ray_ulysses.tracking.mlflow_tracker import MlflowSink, MlflowTracker, TrackingIdentity, is_tracked
 from tests.unit.tracking.checkpoints import committed
 
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
@@ -188,6 +188,16 @@ def test_what_ended_a_run_is_told_after_its_workers_and_goes_when_it_goes_on(uri
     run = client.get_run(run.info.run_id)
     assert run.info.status == "FINISHED"
     assert not any(tag.startswith("failure.") for tag in run.data.tags)
+
+
+def test_a_run_is_tracked_once_mlflow_was_reached(uri, tmp_path):
+    assert not is_tracked(tmp_path)
+    away = make_tracker("http://127.0.0.1:1", tmp_path, drain_s=0.2)
+    away.start({}, {})
+    away.finish("failed")
+    assert not is_tracked(tmp_path)
+    run_attempt(uri, tmp_path, [1], status="finished")
+    assert is_tracked(tmp_path)
 
 
 def test_a_changed_parameter_becomes_a_tag_and_stops_nothing(uri, client, tmp_path):

@@ -81,3 +81,10 @@ def test_the_page_of_the_curves_is_named_once_there_is_one(tmp_path):
     identity.save(tmp_path)
     text = render_summary(summary_of(make_history(), run_dir=tmp_path, tracking_uri="http://mlflow"))
     assert "  see the curves   http://mlflow/#/experiments/3/runs/r/model-metrics\n" in text
+
+
+def test_curves_of_a_tracker_that_heard_nothing_are_not_promised():
+    text = render_summary(summary_of(make_history(), is_heard=False))
+    assert "see the curves" not in text
+    assert "has heard nothing of this run; the same command sends it what waits in /runs/demo/tracking" in text
+    assert "MLflow" not in render_summary(summary_of(make_history(), tracking_uri=None, is_heard=False))
