@@ -69,7 +69,7 @@ def test_killed_workers_are_told_as_the_cause_until_no_more_are_allowed(tmp_path
     )
     assert told, text
     assert "raylet" not in text and "gloo" not in text and "Traceback" not in text, text
-    assert f"run 'run' failed: lost worker {told[1]} (killed by signal 9)" in text
+    assert re.search(r"run 'run' failed: lost worker \d \(killed by signal 9\)", text), text
     assert len(text.splitlines()) < 120
     print(f"the journal had it {seconds:.1f} s after the kill")
     first, second = _failures(config)
