@@ -1,4 +1,4 @@
-"""`ray job submit -- python jobs/export.py ...`: the same as `ray-ulysses export ...`."""
+"""`ray job submit --working-dir . -- python jobs/export.py ...`: the same as `ray-ulysses export ...`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`ray job submit -- python jobs/inspect_run.py ...`: the same as `ray-ulysses inspect ...`."""
+"""`ray job submit --working-dir . -- python jobs/inspect_run.py ...`: the same as `ray-ulysses inspect ...`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`ray job submit -- python jobs/plan.py ...`: the same as `ray-ulysses plan ...`."""
+"""`ray job submit --working-dir . -- python jobs/plan.py ...`: the same as `ray-ulysses plan ...`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`ray job submit -- python jobs/prepare.py ...`: the same as `ray-ulysses prepare ...`."""
+"""`ray job submit --working-dir . -- python jobs/prepare.py ...`: the same as `ray-ulysses prepare ...`."""
 
 import sys
 

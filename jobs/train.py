@@ -1,4 +1,4 @@
-"""`ray job submit -- python jobs/train.py ...`: the same as `ray-ulysses train ...`."""
+"""`ray job submit --working-dir . -- python jobs/train.py ...`: the same as `ray-ulysses train ...`."""
 
 import sys
 

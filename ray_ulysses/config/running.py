@@ -47,7 +47,7 @@ class MemorySection(Section):
 
     attention_output: Literal["both", "kernel", "none"] = "both"
     """What gradient checkpointing keeps of attention: its output in the layouts of the kernel and of the model
-    (`both`: 5 collectives a layer), in the kernel's alone (`kernel`: 6 collectives, one output less), or nothing
+    (`both`: 5 collectives per layer), in the kernel's alone (`kernel`: 6 collectives, one output less), or nothing
     (`none`: attention runs twice). Default `both`, the fastest."""
 
     attention_chunks: int = Field(default=1, ge=1)

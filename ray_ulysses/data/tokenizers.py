@@ -174,6 +174,11 @@ class _SlowTokenizer:
         except (OSError, ValueError, KeyError, ImportError) as error:
             if (away := transient_cause(error)) is not None:
                 raise away from error
+            if "trust_remote_code" in str(error):
+                raise UserError(
+                    f"tokenizer={directory}: is defined by Python code of its own, which ray-ulysses never runs; give "
+                    "a directory with a tokenizer.json, which most tokenizers can be saved as"
+                ) from error
             raise UserError(
                 f"tokenizer={directory}: can't be loaded ({error}); "
                 "give a directory that AutoTokenizer.from_pretrained can load"

@@ -137,7 +137,7 @@ def _activations(
             name="layer inputs, kept",
             bytes=layers * tokens * hidden * value,
             phase="always",
-            source=f"{layers} layers x {tokens:,} tokens a rank x {hidden} x {value} bytes: what gradient "
+            source=f"{layers} layers x {tokens:,} tokens per rank x {hidden} x {value} bytes: what gradient "
             "checkpointing keeps of each layer",
         )
         return [saved, *_kept_attention(shape, tokens, split, value), *one_layer]
@@ -161,7 +161,7 @@ def _layer_values(shape: ModelShape, tokens: int, value: int) -> MemoryTerm:
         name="one layer outside attention",
         bytes=tokens * each,
         phase="layer",
-        source=f"{tokens:,} tokens a rank x {each:,} bytes: norms with fp32 copies, residuals, and six values of the "
+        source=f"{tokens:,} tokens per rank x {each:,} bytes: norms with fp32 copies, residuals, and six values of the "
         "MLP's width (four kept, two gradients)",
     )
 
@@ -181,7 +181,7 @@ def _kept_attention(shape: ModelShape, tokens: int, split: _AttentionSplit, valu
             name="attention outputs, kept",
             bytes=shape.num_layers * tokens * each,
             phase="always",
-            source=f"{shape.num_layers} layers x {tokens:,} tokens a rank x {each:,} bytes: output {layouts} and "
+            source=f"{shape.num_layers} layers x {tokens:,} tokens per rank x {each:,} bytes: output {layouts} and "
             f"log-sum-exp (memory.attention_output={split.kept})",
         )
     ]
@@ -203,14 +203,14 @@ def _attention(shape: ModelShape, tokens: int, split: _AttentionSplit, value: in
             name="attention q, k, v and output",
             bytes=round(tokens * value * (kept + 2 * query_after + 2 * kv_after)),
             phase="layer",
-            source=f"{tokens:,} tokens a rank x {value} bytes x the widths of q, k, v and output, and their gradients "
-            "in the kernel's layout",
+            source=f"{tokens:,} tokens per rank x {value} bytes x the widths of q, k, v and output, and their "
+            "gradients in the kernel's layout",
         ),
         MemoryTerm(
             name="attention log-sum-exp",
             bytes=tokens * shape.num_heads * FP32_BYTES,
             phase="layer",
-            source=f"{tokens:,} tokens a rank x {shape.num_heads} heads x 4 bytes: kept for the softmax's backward",
+            source=f"{tokens:,} tokens per rank x {shape.num_heads} heads x 4 bytes: kept for the softmax's backward",
         ),
     ]
     if split.ulysses_size > 1:
@@ -220,7 +220,7 @@ def _attention(shape: ModelShape, tokens: int, split: _AttentionSplit, value: in
                 name="all-to-all buffers",
                 bytes=tokens * value * exchange,
                 phase="layer",
-                source=f"{tokens:,} tokens a rank x {value} bytes x {exchange}: q, k and v in one payload, sent and "
+                source=f"{tokens:,} tokens per rank x {value} bytes x {exchange}: q, k and v in one payload, sent and "
                 "received (the output's, and the gradients', are no larger)",
             )
         )
@@ -231,7 +231,7 @@ def _attention(shape: ModelShape, tokens: int, split: _AttentionSplit, value: in
                 name="ring buffers",
                 bytes=tokens * each,
                 phase="layer",
-                source=f"{tokens:,} tokens a rank x {each} bytes: keys and values held and on their way, their "
+                source=f"{tokens:,} tokens per rank x {each} bytes: keys and values held and on their way, their "
                 "gradients in fp32 made, sent and received, and the queries' in fp32",
             )
         )
@@ -244,6 +244,6 @@ def _loss(shape: ModelShape, tokens: int, value: int) -> MemoryTerm:
         name="logits",
         bytes=tokens * shape.vocab_size * each,
         phase="loss",
-        source=f"{tokens:,} tokens a rank x vocabulary {shape.vocab_size:,} x {each} bytes: logits, their fp32 copy, "
+        source=f"{tokens:,} tokens per rank x vocabulary {shape.vocab_size:,} x {each} bytes: logits, their fp32 copy, "
         "log-probabilities and gradient, untiled in this version",
     )

@@ -179,7 +179,7 @@ def _unreduced(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
 
 
 def _each(shape: ModelShape, sharing: StateSharing) -> str:
-    return f"{sharing.shard(shape):,} parameters a rank (1/{sharing.world_size})"
+    return f"{sharing.shard(shape):,} parameters per rank (1/{sharing.world_size})"
 
 
 def _always(name: str, size: int, source: str) -> MemoryTerm:

@@ -66,7 +66,7 @@ def _layout(report: PlanReport) -> list[str]:
             [
                 ("workers", f"{layout.world_size} = dp {layout.dp_size} x sp {layout.sp_size}"),
                 ("split of a row", _split(layout)),
-                ("heads a rank", _heads(layout.heads)),
+                ("heads per rank", _heads(layout.heads)),
                 ("other sp sizes", ", ".join(str(size) for size in layout.valid_sp_sizes)),
                 ("other worker counts", f"multiples of {layout.sp_size} up to {layout.largest_world_size}"),
                 ("without idle turns", shown),
@@ -181,7 +181,7 @@ def _memory(report: PlanReport) -> list[str]:
     limit = "" if report.device_gib is None else f"; memory.device_gib is {report.device_gib:g}"
     width = max(len(_title(term)) for term in (*memory.device, *memory.host))
     return [
-        f"memory of a rank: {memory.note}",
+        f"memory per rank: {memory.note}",
         f"  device: {size(memory.device_bytes)} at its peak{limit}",
         *[line for term in memory.device for line in _term(term, width)],
         f"  host: {size(memory.host_bytes)} at its peak",

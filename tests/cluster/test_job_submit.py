@@ -17,6 +17,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 from ray_ulysses.tracking.history import read_history
 from tests.distributed.harness import free_port
 from tests.distributed.run_case import make_config, make_corpus
+from tests.docs_commands import clone, commands
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 TIMEOUT_S = 240.0
@@ -25,16 +26,17 @@ END = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
 
 
 @pytest.fixture
-def client() -> Iterator[JobSubmissionClient]:
-    """A client of ``ray start --head`` on free ports; the head is ended by its own process id."""
+def head() -> Iterator[str]:
+    """The address of ``ray start --head`` on free ports; it is ended by its own process id."""
     # Short: a Unix socket's path has at most 107 characters.
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     dashboard = free_port()
     ray = Path(sys.executable).with_name("ray")
     options = ["--num-cpus=4", f"--port={free_port()}", f"--dashboard-port={dashboard}", "--include-dashboard=true"]
     environment = {**os.environ, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment["PATH"] = f"{ray.parent}:{environment['PATH']}"  # the `python` of a job
     with (Path(folder) / "head.log").open("w") as log:
-        head = subprocess.Popen(
+        process = subprocess.Popen(
             [ray, "start", "--head", "--block", "--disable-usage-stats", f"--temp-dir={folder}/s", *options],
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -42,29 +44,34 @@ def client() -> Iterator[JobSubmissionClient]:
             start_new_session=True,
         )
     try:
-        yield _connect(f"http://127.0.0.1:{dashboard}", head)
+        _connect(f"http://127.0.0.1:{dashboard}", process)
+        yield f"http://127.0.0.1:{dashboard}"
     finally:
-        head.terminate()
+        process.terminate()
         try:
-            head.wait(30)
+            process.wait(30)
         except subprocess.TimeoutExpired:
-            head.kill()
-            head.wait()
+            process.kill()
+            process.wait()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _connect(address: str, head: subprocess.Popen[bytes]) -> JobSubmissionClient:
+@pytest.fixture
+def client(head: str) -> JobSubmissionClient:
+    return JobSubmissionClient(head)
+
+
+def _connect(address: str, head: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while True:
         assert head.poll() is None, "the head ended"
         try:
-            client = JobSubmissionClient(address)
-            client.list_jobs()
+            JobSubmissionClient(address).list_jobs()
         except Exception:
             assert time.monotonic() < deadline, "the head's dashboard does not answer"
             time.sleep(0.5)
         else:
-            return client
+            return
 
 
 def submit(client: JobSubmissionClient, config: Path, *options: str) -> tuple[JobStatus, str]:
@@ -101,3 +108,23 @@ def test_a_submitted_job_trains_says_when_it_is_complete_and_goes_on(
     assert "step=5/5 loss=" in logs and "resumed_step=3" in logs
     history = read_history(config.run_dir)
     assert [step.rows[0] for step in history.steps] == [6 * index for index in range(5)]
+
+
+@pytest.mark.slow
+def test_readmes_submission_runs_in_a_fresh_clone(head: str, tmp_path: Path) -> None:
+    """The command as it stands there, but for the address; a small configuration lies in the place of the large one."""
+    command = next(one.text for one in commands(REPOSITORY / "README.md") if one.text.startswith("ray job submit"))
+    folder = clone(tmp_path / "clone")
+    config = make_config(
+        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=2, run__self_test=False, cluster__workers=2,
+        cluster__cpus_per_worker=0.25, data__engine="ray",
+    )  # fmt: skip
+    (folder / command.split()[-1]).write_text(config.to_yaml())
+    done = subprocess.run(
+        ["bash", "-c", command.replace("http://HEAD:8265", head)],
+        cwd=folder, capture_output=True, text=True, timeout=600, check=False,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "RAY_AUTH_MODE": "disabled"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step=2/2 loss=" in done.stdout
+    assert [step.step for step in read_history(config.run_dir).steps] == [1, 2]

@@ -230,7 +230,7 @@ def test_plan_says_layout_rows_padding_and_memory(
     path = write(tmp_path, make_config(tmp_path / "runs", corpus))
     assert run(app, ["plan", str(path)]) == 0
     said = capsys.readouterr().out
-    for word in ("dp 2 x sp 2", "other worker counts", "multiples of 2", "rows", "padding", "memory of a rank"):
+    for word in ("dp 2 x sp 2", "other worker counts", "multiples of 2", "rows", "padding", "memory per rank"):
         assert word in said
     assert run(app, ["plan", str(path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

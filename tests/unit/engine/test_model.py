@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
-from ray_ulysses.engine.model import build_model
+from ray_ulysses.engine.model import build_model, check_architecture
 from ray_ulysses.engine.model_config import check_described
 from ray_ulysses.errors import UserError
 from tests.unit.config.trees import small_tree
@@ -145,3 +145,35 @@ def test_an_unknown_architecture_is_refused() -> None:
     described = {**INLINE, "model_type": "no_such_model"}
     with pytest.raises(UserError, match=r"model\.config\.model_type='no_such_model': Transformers .* has no such"):
         build_model(config_of(model__config=described))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said"),
+    [
+        ("llamma", r"model_config\.model_type='llamma': Transformers .* has no such model type; .*did you mean 'llama'"),
+        ("vit", r"model_type='vit': Transformers .* has no causal language model of this type; use a decoder such as"),
+    ],
+)
+def test_a_model_type_that_is_no_decoder_is_refused_in_a_line(model_type: str, said: str) -> None:
+    with pytest.raises(UserError, match=said.replace("model_config", r"model\.config")) as caught:
+        check_architecture(config_of(model__config={**INLINE, "model_type": model_type}))
+    assert len(str(caught.value)) < 300, "not the list of all that Transformers knows"
+
+
+def test_code_of_a_models_repository_is_refused_without_asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(_: str = "") -> str:
+        raise AssertionError("a worker has nobody to ask")
+
+    monkeypatch.setattr("builtins.input", ask)
+    code = tmp_path / "configuration_own.py"
+    code.write_text(f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n")
+    classes = {"AutoConfig": "configuration_own.Own", "AutoModelForCausalLM": "configuration_own.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({**INLINE, "model_type": "own", "auto_map": classes}))
+    for load in (check_architecture, build_model):
+        with pytest.raises(UserError, match=r"model\.path=.*: its model_type 'own' is defined by Python code .*never"):
+            load(pretrained(tmp_path))
+    assert not (tmp_path / "ran").exists()
+    # A type that Transformers has is its own code, whatever the repository brings beside it.
+    (tmp_path / "config.json").write_text(json.dumps({**INLINE, "auto_map": classes}))
+    check_architecture(pretrained(tmp_path))
+    assert not (tmp_path / "ran").exists()

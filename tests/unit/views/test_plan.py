@@ -9,7 +9,7 @@ def text_of(config, corpus):
 
 def test_every_section_is_there_and_the_end_says_whether_it_starts():
     text = text_of(make_config(), make_corpus([64, 64, 100, 1, 30]))
-    for title in ("model", "layout", "data", "memory of a rank: a first estimate by formula, not a measurement"):
+    for title in ("model", "layout", "data", "memory per rank: a first estimate by formula, not a measurement"):
         assert f"\n{title}\n" in text
     assert "  workers              4 = dp 2 x sp 2\n" in text
     assert "  without idle turns   2, 4, 8\n" in text
@@ -30,7 +30,7 @@ def test_the_split_and_why_it_was_chosen_are_said():
 
 
 def test_uneven_heads_and_copied_key_value_heads_are_said():
-    assert "  heads a rank         2 query, 1 key-value\n" in layout_text(sp_size=2)
+    assert "  heads per rank       2 query, 1 key-value\n" in layout_text(sp_size=2)
     uneven = layout_text(sp_size=3)
     assert "1 or 2 query" in uneven
     assert "uneven: the fullest has 1.50x the mean, and attention takes as much longer" in uneven
