@@ -150,7 +150,10 @@ def test_an_unknown_architecture_is_refused() -> None:
 @pytest.mark.parametrize(
     ("model_type", "said"),
     [
-        ("llamma", r"model_config\.model_type='llamma': Transformers .* has no such model type; .*did you mean 'llama'"),
+        (
+            "llamma",
+            r"model_config\.model_type='llamma': Transformers .* has no such model type; .*did you mean 'llama'",
+        ),
         ("vit", r"model_type='vit': Transformers .* has no causal language model of this type; use a decoder such as"),
     ],
 )
