@@ -11,6 +11,8 @@ from ray_ulysses.tracking.redaction import without_secret
 
 _UI_ADDRESS = "http://127.0.0.1:5000"
 """Where ``mlflow ui`` listens unless it is told otherwise."""
+_TRAINING = "?workflowType=machine_learning"
+"""Or MLflow 3 shows the page among those of an application of language models, with runs as "evaluation runs"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +47,7 @@ def mlflow_page(uri: str, run_dir: Path) -> MlflowPage:
     identity = TrackingIdentity.load(run_dir)
     path = None
     if identity is not None and identity.uri == uri and None not in (identity.run_id, identity.experiment_id):
-        path = f"/#/experiments/{identity.experiment_id}/runs/{identity.run_id}/model-metrics"
+        path = f"/#/experiments/{identity.experiment_id}/runs/{identity.run_id}/model-metrics{_TRAINING}"
     if is_server:
         server = shown.rstrip("/")
         return MlflowPage(command=None, url=server + (path or ""), is_run=path is not None)

@@ -39,8 +39,6 @@ _ENTITIES_A_BATCH = 100
 _TAG_CHARACTERS = 8000
 _PARAM_CHARACTERS = 6000
 
-# Or MLflow 3 shows the pages of an application of language models, with runs as "evaluation runs".
-_KIND_TAG, _TRAINING = "mlflow.experimentKind", "custom_model_development"
 _STATE_TAG = "state"
 _DESCRIPTION_TAG, _DESCRIPTION_FILE = "mlflow.note.content", "README.md"
 
@@ -209,8 +207,8 @@ class MlflowSink:
         found = self._client.get_experiment_by_name(self._experiment)
         if found is None:
             try:
-                location, tags = _artifact_root(self._uri), {_KIND_TAG: _TRAINING}
-                return str(self._client.create_experiment(self._experiment, artifact_location=location, tags=tags))
+                location = _artifact_root(self._uri)
+                return str(self._client.create_experiment(self._experiment, artifact_location=location))
             except MlflowException:  # another run made it in between
                 found = self._client.get_experiment_by_name(self._experiment)
                 if found is None:

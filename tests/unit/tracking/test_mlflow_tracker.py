@@ -144,22 +144,25 @@ def test_an_outage_while_artifacts_are_sent_is_waited_for(uri, client, tmp_path,
     assert {one.path for one in client.list_artifacts(identity.run_id)} == set(FILES)
 
 
-def test_a_run_is_made_among_training_runs_and_its_page_is_known(uri, client, tmp_path):
+def test_the_page_of_a_run_is_known_once_it_is_made(uri, client, tmp_path):
     identity = run_attempt(uri, tmp_path, range(1, 2))
     experiment = client.get_experiment_by_name("tests")
-    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
     page = mlflow_page(uri, tmp_path)
     assert page.command == f"mlflow ui --backend-store-uri {uri}"
     assert page.url == (
         f"http://127.0.0.1:5000/#/experiments/{experiment.experiment_id}/runs/{identity.run_id}/model-metrics"
+        "?workflowType=machine_learning"
     )
+
+
+PAGE = "/#/experiments/7/runs/abc/model-metrics?workflowType=machine_learning"
 
 
 @pytest.mark.parametrize(
     ("uri", "known", "command", "url"),
     [
-        ("http://mlflow:5000/", True, None, "http://mlflow:5000/#/experiments/7/runs/abc/model-metrics"),
-        ("https://me:secret@m", True, None, "https://***@m/#/experiments/7/runs/abc/model-metrics"),
+        ("http://mlflow:5000/", True, None, f"http://mlflow:5000{PAGE}"),
+        ("https://me:secret@m", True, None, f"https://***@m{PAGE}"),
         ("http://mlflow:5000", False, None, "http://mlflow:5000"),
         ("sqlite:////a b/m.db", False, "mlflow ui --backend-store-uri 'sqlite:////a b/m.db'", None),
         ("databricks", True, None, "databricks"),

@@ -76,11 +76,16 @@ def test_the_page_of_the_curves_is_named_once_there_is_one(tmp_path):
     identity.save(tmp_path)
     lines = render_summary(summary_of(make_history(), run_dir=tmp_path)).splitlines()
     assert "  see the curves   mlflow ui --backend-store-uri sqlite:////runs/mlflow.db" in lines
-    assert "  then open        http://127.0.0.1:5000/#/experiments/3/runs/r/model-metrics" in lines
+    assert (
+        "  then open        http://127.0.0.1:5000/#/experiments/3/runs/r/model-metrics?workflowType=machine_learning"
+        in lines
+    )
     identity = replace(identity, uri="http://mlflow")
     identity.save(tmp_path)
     text = render_summary(summary_of(make_history(), run_dir=tmp_path, tracking_uri="http://mlflow"))
-    assert "  see the curves   http://mlflow/#/experiments/3/runs/r/model-metrics\n" in text
+    assert (
+        "  see the curves   http://mlflow/#/experiments/3/runs/r/model-metrics?workflowType=machine_learning\n" in text
+    )
 
 
 def test_curves_of_a_tracker_that_heard_nothing_are_not_promised():
