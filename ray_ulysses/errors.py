@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+_MOST_SAID = 50
+
 
 class UlyssesError(Exception):
     """Base of every error that ray-ulysses raises on purpose."""
@@ -95,8 +97,11 @@ class ConfigError(UserError):
         more = beside.problems if isinstance(beside, ConfigError) else ()
         self.problems: tuple[Problem, ...] = (*problems, *more)
         self.source = source
-        said = [str(problem) for problem in self.problems]
+        said = [str(problem) for problem in self.problems[:_MOST_SAID]]
+        if len(self.problems) > _MOST_SAID:
+            said.append(f"and {len(self.problems) - _MOST_SAID:,} more of their kind")
         if beside is not None and not more:
             said.append(str(beside))
+        count = len(self.problems) + (beside is not None and not more)
         lines = "\n".join(f"  - {one}" for one in said)
-        super().__init__(f"{source}: {len(said)} problem{'s' if len(said) != 1 else ''}\n{lines}")
+        super().__init__(f"{source}: {count:,} problem{'s' if count != 1 else ''}\n{lines}")

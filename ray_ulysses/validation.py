@@ -107,6 +107,6 @@ def _fault_text(detail: ErrorDetails) -> str:
 
 
 def shown_text(text: str) -> str:
-    """Return a text as an error shows it: short, and without characters that no terminal can write."""
+    """Return a text as an error shows it: short, and with the characters that no terminal can show written out."""
     short = text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
-    return short.encode("utf-8", "backslashreplace").decode()
+    return short if short.isprintable() else repr(short)[1:-1]

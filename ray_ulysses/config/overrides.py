@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from ray_ulysses.config.yaml_text import parse_yaml
 from ray_ulysses.errors import Problem
 
+_LONGEST_PATH = 200
 _FORM = "write --set section.setting=value, such as --set run.stop_step=200"
 
 
@@ -26,7 +27,8 @@ def apply_overrides(
     for override in overrides:
         path, separator, text = override.partition("=")
         names = path.strip().split(".")
-        if not separator or len(names) < 2 or not all(names):
+        # A name that no terminal can show is none of ours.
+        if not (separator and len(names) > 1 and all(names) and path.isprintable() and len(path) <= _LONGEST_PATH):
             problems.append(Problem(path="--set", value=override, rule="is not of the form a.b=c", way_out=_FORM))
             continue
         value, wrong = parse_yaml(text, f"--set {path}")

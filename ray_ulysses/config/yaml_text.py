@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from ray_ulysses.errors import Problem
+from ray_ulysses.errors import Problem, shown
+from ray_ulysses.storage.regular import open_regular
 
 _TAG = "tag:yaml.org,2002:"
 _RESOLVERS = (
@@ -43,14 +44,50 @@ _KINDS = {
 }
 
 
+# A configuration has hundreds of values, five levels deep. One that has so many more is a mistake, or a trap.
+_MOST_BYTES, _MOST_VALUES, _MOST_LEVELS = 2**17, 10_000, 50
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+
+
 class _Loader(yaml.SafeLoader):
-    """A safe loader that notes duplicate keys, with YAML 1.2's plain scalars."""
+    """A safe loader of bounded size that notes duplicate keys, with YAML 1.2's plain scalars and no tags."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.duplicates: list[tuple[str, int, int]] = []
+        self._num_values = self._level = 0
+        self._sizes: dict[int, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Return the next value; an alias counts as many values as it stands for, before any of them is made."""
+        event = self.peek_event()
+        if getattr(event, "tag", None) is not None:
+            raise _error(event, f"the tag {shown(event.tag)} is not supported; write a plain value")
+        before = self._num_values
+        self._level += 1
+        if self._level > _MOST_LEVELS:
+            raise _error(event, f"it is nested deeper than {_MOST_LEVELS} levels")
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        if not isinstance(event, yaml.AliasEvent):
+            self._num_values += 1
+            self._sizes[id(node)] = self._num_values - before
+        elif id(node) in self._sizes:
+            self._num_values += self._sizes[id(node)]
+        else:
+            raise _error(event, "an alias may not stand inside the value that it refers to")
+        if self._num_values > _MOST_VALUES:
+            raise _error(event, f"it holds more than {_MOST_VALUES:,} values, with aliases written out")
+        return node
+
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        """Return the next scalar."""
+        event = self.peek_event()
+        if _NO_TEXT.search(event.value):
+            raise _error(event, "a text may hold no zero byte and no half of a character")
+        return super().compose_scalar_node(anchor)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Return the next mapping; its keys are looked at here, before merge keys put others among them."""
@@ -58,7 +95,7 @@ class _Loader(yaml.SafeLoader):
         seen: dict[str, int] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise yaml.MarkedYAMLError(problem="a key must be plain text", problem_mark=key.start_mark)
+                raise _error(key, "a key must be plain text")
             line = key.start_mark.line + 1
             if key.value in seen:
                 self.duplicates.append((key.value, seen[key.value], line))
@@ -68,6 +105,10 @@ class _Loader(yaml.SafeLoader):
     def construct_int(self, node: yaml.ScalarNode) -> int:
         """Return a decimal number; a leading zero does not make it octal."""
         return int(self.construct_scalar(node))
+
+
+def _error(what: Any, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=what.start_mark)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -95,10 +136,12 @@ def parse_yaml(text: str, source: str) -> tuple[object, tuple[Problem, ...]]:
     Returns:
         The value (None when the text is not YAML), and a problem for each duplicate key or for the syntax.
     """
+    if len(text) > _MOST_BYTES:
+        return None, (_too_large(source),)
     try:
         loader = _Loader(text)
         value = loader.get_single_data()
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
         return None, (_syntax_problem(error, source),)
     problems = tuple(
         Problem(
@@ -119,6 +162,14 @@ def _syntax_problem(error: Exception, source: str) -> Problem:
     return Problem(path=place, rule=f"not valid YAML: {what}", way_out="correct the file's syntax")
 
 
+def _too_large(source: str) -> Problem:
+    return Problem(
+        path=source,
+        rule=f"is larger than {_MOST_BYTES // 1024} KiB",
+        way_out="give a configuration; a long model.config belongs into a config.json that model.path names",
+    )
+
+
 def read_yaml(path: Path) -> tuple[object, tuple[Problem, ...]]:
     """Return the value of a YAML file and its problems, as `parse_yaml` does.
 
@@ -126,23 +177,26 @@ def read_yaml(path: Path) -> tuple[object, tuple[Problem, ...]]:
         path: A file in UTF-8. One that can't be read is a problem too.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        with open_regular(path) as stream:
+            content = stream.read(_MOST_BYTES + 1)
+        text = content.decode("utf-8")
     except FileNotFoundError:
         return None, (_file_problem(path, "the file does not exist", "check the path; see configs/"),)
     except IsADirectoryError:
         return None, (_file_problem(path, "is a directory", "give the YAML file in it"),)
     except UnicodeDecodeError:
-        return None, (_file_problem(path, f"is {_kind_of(path)}, not UTF-8 text", "give a YAML file"),)
+        if len(content) > _MOST_BYTES and _kind_of(content) == "a binary file":
+            # The limit may have cut a character in two.
+            return None, (_too_large(path.name),)
+        return None, (_file_problem(path, f"is {_kind_of(content)}, not UTF-8 text", "give a YAML file"),)
     except OSError as error:
         return None, (_file_problem(path, f"can't be read ({error.strerror})", "check its permissions"),)
     return parse_yaml(text, path.name)
 
 
-def _kind_of(path: Path) -> str:
+def _kind_of(content: bytes) -> str:
     """Return what a file that is no text is, by its first bytes."""
-    with path.open("rb") as file:
-        start = file.read(16)
-    return next((kind for first, kind in _KINDS.items() if start.startswith(first)), "a binary file")
+    return next((kind for first, kind in _KINDS.items() if content.startswith(first)), "a binary file")
 
 
 def _file_problem(path: Path, rule: str, way_out: str) -> Problem:
