@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 T = TypeVar("T")
@@ -26,6 +26,8 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 """A finite number; a whole one will do."""
 Seconds = Annotated[float, Field(strict=True, ge=0, lt=YEAR_10000_S, allow_inf_nan=False)]
 """A duration, or a time since the epoch."""
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+"""The name of a file in a folder that is known: it leads nowhere else."""
 
 
 def _from_hex(value: object) -> object:
@@ -59,8 +61,14 @@ _RULES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "list_type": lambda _: "must be a list",
     "too_long": lambda c: f"must have {c['max_length']} values",
     "dict_type": lambda _: "must be a mapping",
+    "extra_forbidden": lambda _: "there is no such field",
+    "string_pattern_mismatch": lambda c: f"must be of the form {c['pattern']}",
     "value_error": lambda c: str(c["error"]),
 }
+
+
+KNOWN_FIELDS_ONLY = ConfigDict(extra="forbid")
+"""For a dataclass whose file says its version: a field that is unknown is one whose name is damaged."""
 
 
 class ContentError(ValueError):
@@ -85,6 +93,14 @@ def read_json(adapter: TypeAdapter[T], content: bytes | str) -> T:
     """
     try:
         return adapter.validate_json(content)
+    except ValidationError as error:
+        raise ContentError(faults_text(error)) from None
+
+
+def checked(adapter: TypeAdapter[T], value: object) -> T:
+    """Return a value that JSON gave as what it must be; raises as `read_json` does."""
+    try:
+        return adapter.validate_python(value)
     except ValidationError as error:
         raise ContentError(faults_text(error)) from None
 

@@ -62,7 +62,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Return the next value; an alias counts as many values as it stands for, before any of them is made."""
-        event = self.peek_event()
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if getattr(event, "tag", None) is not None:
             raise _error(event, f"the tag {shown(event.tag)} is not supported; write a plain value")
         before = self._num_values
@@ -84,7 +84,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
         """Return the next scalar."""
-        event = self.peek_event()
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if _NO_TEXT.search(event.value):
             raise _error(event, "a text may hold no zero byte and no half of a character")
         return super().compose_scalar_node(anchor)

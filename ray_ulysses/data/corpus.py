@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from ray_ulysses.data.atomic import file_crc32
 from ray_ulysses.data.document_table import DocumentSource, DocumentTable, SpanTable
@@ -24,7 +25,11 @@ from ray_ulysses.data.patience import READ_ERRORS, Patience, is_transient
 from ray_ulysses.data.shard import ShardReader, check_shard, unreadable_shard
 from ray_ulysses.data.spans import LabelSpans
 from ray_ulysses.data.tokenizers import TokenizerInfo
-from ray_ulysses.errors import UserError
+from ray_ulysses.errors import UserError, shown
+from ray_ulysses.storage.regular import read_regular
+from ray_ulysses.validation import ContentError, read_json
+
+_OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
 
 
 class Corpus:
@@ -249,24 +254,23 @@ def _read_info(directory: Path) -> CorpusInfo:
             f"data.path={directory}: is not a prepared corpus (no {CORPUS_FILE}); make one with `ray-ulysses prepare`"
         )
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        version = fields["format_version"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        fields = read_json(_OBJECT, read_regular(path))
+    except (OSError, ContentError) as error:
         if is_transient(error):
             raise
         raise _unreadable(path, error) from error
+    if "format_version" not in fields:
+        raise _unreadable(path, "format_version is missing")
+    version = fields["format_version"]
     if version != FORMAT_VERSION:
         raise UserError(
-            f"data.path={directory}: the corpus has format {version}, this version reads {FORMAT_VERSION}; "
+            f"data.path={directory}: the corpus has format {shown(version)}, this version reads {FORMAT_VERSION}; "
             "prepare it again into another directory"
         )
     try:
-        info = CorpusInfo.from_json(fields)
-    except (ValueError, KeyError, TypeError) as error:
+        return CorpusInfo.from_json(fields)
+    except ContentError as error:
         raise _unreadable(path, error) from error
-    if fields.get("fingerprint") != info.fingerprint:
-        raise _unreadable(path, "its fields do not give its fingerprint")
-    return info
 
 
 def _unreadable(path: Path, reason: object) -> UserError:

@@ -15,6 +15,7 @@ sidecars' row groups hold 65,536 rows, and are read one by one: opening a corpus
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from dataclasses import asdict, dataclass
@@ -22,8 +23,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from pydantic import TypeAdapter
 
 from ray_ulysses.data.tokenizers import TokenizerInfo
+from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, FileName, Number, Whole, checked
 
 FORMAT_VERSION = 3
 CHUNK_TOKENS = 65_536
@@ -95,14 +98,16 @@ class ShardInfo:
             that another shard in its place is noticed, however much it looks like this one.
     """
 
-    name: str
-    num_rows: int
-    num_documents: int
-    num_tokens: int
-    num_bytes: int
-    crc32: int
-    tokens_crc32: int
-    rows_crc32: int
+    __pydantic_config__ = KNOWN_FIELDS_ONLY
+
+    name: FileName
+    num_rows: Whole
+    num_documents: Whole
+    num_tokens: Whole
+    num_bytes: Whole
+    crc32: Whole
+    tokens_crc32: Whole
+    rows_crc32: Whole
 
     @property
     def footer(self) -> dict[str, str]:
@@ -127,11 +132,13 @@ class SpansInfo:
         content_crc32: Of documents, starts and stops, which does not depend on the library that wrote the file.
     """
 
-    num_spans: int
-    num_supervised: int
-    num_bytes: int
-    crc32: int
-    content_crc32: int
+    __pydantic_config__ = KNOWN_FIELDS_ONLY
+
+    num_spans: Whole
+    num_supervised: Whole
+    num_bytes: Whole
+    crc32: Whole
+    content_crc32: Whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,22 +165,24 @@ class CorpusInfo:
         turn_ends: The special tokens that end supervised stretches of documents.
     """
 
+    __pydantic_config__ = KNOWN_FIELDS_ONLY
+
     tokenizer: TokenizerInfo
     dtype: str
-    num_documents: int
-    num_tokens: int
-    max_token_id: int
-    num_quarantined: int
+    num_documents: Whole
+    num_tokens: Whole
+    max_token_id: Whole
+    num_quarantined: Whole
     shards: tuple[ShardInfo, ...]
-    documents_bytes: int
-    documents_crc32: int
-    lengths_crc32: int
-    byte_unigram_nats: float | None
-    token_unigram_nats: float | None
+    documents_bytes: Whole
+    documents_crc32: Whole
+    lengths_crc32: Whole
+    byte_unigram_nats: Number | None
+    token_unigram_nats: Number | None
     signature: str
     spans: SpansInfo | None = None
-    turn_ends: tuple[int, ...] = ()
-    reasons: tuple[tuple[str, int], ...] = ()
+    turn_ends: tuple[Whole, ...] = ()
+    reasons: tuple[tuple[str, Whole], ...] = ()
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -194,33 +203,39 @@ class CorpusInfo:
         return stable_hash(content)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that ``corpus.json`` holds."""
-        fields = asdict(self)
-        fields["shards"] = [asdict(shard) for shard in self.shards]
-        return {"format_version": FORMAT_VERSION, "fingerprint": self.fingerprint, **fields}
+        """Return the object that ``corpus.json`` holds; its checksum is of all else in it."""
+        fields = {"format_version": FORMAT_VERSION, "fingerprint": self.fingerprint, **asdict(self)}
+        return {**fields, "checksum": stable_hash(fields)}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> CorpusInfo:
         """Return what ``to_json`` described.
 
         Raises:
-            KeyError: A field is missing.
-            TypeError: A field is unknown.
-            ValueError: ``dtype`` is not the type that tokens of this vocabulary are stored as.
+            ContentError: A field is missing, unknown or wrong, or they are not those that the checksum is of.
         """
-        known = {key: value for key, value in fields.items() if key not in ("format_version", "fingerprint")}
-        known["tokenizer"] = TokenizerInfo.from_json(known["tokenizer"])
-        known["shards"] = tuple(ShardInfo(**shard) for shard in known["shards"])
-        known["turn_ends"] = tuple(known.get("turn_ends", ()))
-        known["reasons"] = tuple((str(reason), int(count)) for reason, count in known["reasons"])
-        known["spans"] = None if known["spans"] is None else SpansInfo(**known["spans"])
-        expected = token_dtype(known["tokenizer"].vocab_size).name
-        if known["dtype"] != expected:
-            raise ValueError(
-                f"dtype={known['dtype']!r}: tokens of a vocabulary of {known['tokenizer'].vocab_size} are "
-                f"stored as {expected}"
+        known = dict(fields)
+        if known.pop("checksum", None) != stable_hash(known):
+            raise ContentError("its fields were changed: they do not give its checksum")
+        fingerprint = known.pop("fingerprint", None)
+        del known["format_version"]
+        info = checked(_corpus_adapter(), known)
+        try:
+            expected = token_dtype(info.tokenizer.vocab_size).name
+        except ValueError as error:
+            raise ContentError(f"tokenizer.{error}") from error
+        if info.dtype != expected:
+            raise ContentError(
+                f"dtype={info.dtype!r}: tokens of a vocabulary of {info.tokenizer.vocab_size} are stored as {expected}"
             )
-        return cls(**known)
+        if fingerprint != info.fingerprint:
+            raise ContentError("its fields do not give its fingerprint")
+        return info
+
+
+@functools.cache
+def _corpus_adapter() -> TypeAdapter[CorpusInfo]:
+    return TypeAdapter(CorpusInfo)
 
 
 def stable_hash(value: object) -> str:

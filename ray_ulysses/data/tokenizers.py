@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ray_ulysses.data.chat import ByteChat, ChatFormat, TemplateChat, special_tokens
 from ray_ulysses.data.patience import transient_cause
 from ray_ulysses.errors import UserError
+from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Positive, Whole
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
@@ -45,10 +46,12 @@ class TokenizerInfo:
         fingerprint: Hash of the tokenizer's files, which decides whether two tokenizers are the same.
     """
 
+    __pydantic_config__ = KNOWN_FIELDS_ONLY
+
     kind: Literal["bytes", "huggingface"]
     name: str
-    vocab_size: int
-    eos_token_id: int
+    vocab_size: Positive
+    eos_token_id: Whole
     fingerprint: str
 
     def to_json(self) -> dict[str, Any]:

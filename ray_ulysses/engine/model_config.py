@@ -108,7 +108,8 @@ def with_words(read: Callable[[], Any], setting: str) -> Any:
     """
     try:
         return read()
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:
+        # Of any kind: Transformers checks little of what it is given, and its own errors are plain exceptions.
         what = f"a value in it is unknown: {error}" if isinstance(error, KeyError) else str(error)
         way_out = "correct it" if setting == "model.config" else _SOURCES
         raise UserError(f"{setting}: no model can be made of this configuration ({what}); {way_out}") from error

@@ -9,7 +9,10 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from pydantic_core import from_json
+
 from ray_ulysses.export.report import ExportReport, decimal_size
+from ray_ulysses.storage.regular import read_regular
 
 RECORD_FILE = "ray_ulysses_export.json"
 
@@ -79,7 +82,7 @@ class Existing:
 def read_existing(directory: Path) -> Existing | None:
     """Return what a directory says of itself; None where it is no export, or does not say which files are its own."""
     try:
-        fields = json.loads((directory / RECORD_FILE).read_bytes())
+        fields = from_json(read_regular(directory / RECORD_FILE))
         files = _value_of(dict[str, int], fields["report"]["files"])
     except (OSError, ValueError, TypeError, KeyError):
         return None

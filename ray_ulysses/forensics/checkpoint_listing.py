@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import from_json
 
 from ray_ulysses.checkpoint.choice import Damage, examine
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
@@ -149,7 +150,7 @@ def _is_gone(store: Store, key: str) -> bool:
 
 def _read_note(store: Store, key: str) -> Mapping[str, Any]:
     try:
-        note = json.loads(read_bytes(store, key))
+        note = from_json(read_bytes(store, key))
     except (OSError, ValueError):
         return {}
     return note if isinstance(note, dict) else {}

@@ -28,6 +28,8 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Self
 
+from pydantic_core import from_json
+
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.storage.lock import LockOwner
@@ -212,7 +214,7 @@ class RunLease:
     def _is_own(self, generation: int) -> bool:
         """Return whether this process has created a generation itself."""
         try:
-            note = json.loads(read_bytes(self._store, _holder_key(generation)))
+            note = from_json(read_bytes(self._store, _holder_key(generation)))
         except (FileNotFoundError, ValueError):
             return False
         return isinstance(note, dict) and note.get("nonce") == self._nonce
@@ -251,7 +253,7 @@ class RunLease:
     def _owner(self, generation: int) -> LockOwner | None:
         """Return who holds a generation; None if the file is gone or torn."""
         try:
-            fields = json.loads(read_bytes(self._store, _holder_key(generation)))
+            fields = from_json(read_bytes(self._store, _holder_key(generation)))
             return LockOwner(host=str(fields["host"]), pid=int(fields["pid"]), since=float(fields["since"]))
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ray_ulysses.errors import UserError
+from ray_ulysses.storage.regular import open_regular
 from ray_ulysses.storage.store import AlreadyExistsError, Buffer, checked_key
 from ray_ulysses.storage.temporaries import TEMPORARY_PREFIX, mark_as_written, temporary_name
 
@@ -43,8 +44,8 @@ class LocalStore:
         return self.root / checked_key(key)
 
     def open(self, key: str) -> BinaryIO:
-        """Return a seekable stream of the file's bytes; raises `FileNotFoundError` if there is none."""
-        return self.path(key).open("rb")
+        """Return a seekable stream of the file's bytes; see `Store.open`."""
+        return open_regular(self.path(key))
 
     def create(self, key: str, chunks: Iterable[Buffer]) -> int:
         """Write a new file durably and return its size in bytes; see `Store.create`."""

@@ -14,9 +14,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from pydantic_core import from_json
+
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.storage.mounts import local_lock_option, read_mount_table
+from ray_ulysses.storage.regular import read_regular
 
 LOCK_FILE = "run.lock"
 _RETRY_PAUSES_S = (0.05, 0.1, 0.2, 0.4)
@@ -152,7 +155,7 @@ class RunLock:
             )
         while True:
             try:
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
             except OSError as error:
                 raise self._unwritable(error) from error
             try:
@@ -214,7 +217,8 @@ def current_owner(run_dir: Path | str) -> LockOwner | None:
     """Return who holds a run at the moment, or None if no live process does; takes nothing."""
     path = Path(run_dir) / LOCK_FILE
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        # A pipe that somebody has put in its place would be waited for.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     try:
@@ -229,7 +233,7 @@ def current_owner(run_dir: Path | str) -> LockOwner | None:
 def _read_owner(path: Path) -> LockOwner | None:
     """Return the owner that the note names; a torn or empty note names nobody."""
     try:
-        fields = json.loads(path.read_text())
+        fields = from_json(read_regular(path))
         return LockOwner(host=str(fields["host"]), pid=int(fields["pid"]), since=float(fields["since"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from pydantic_core import from_json
+
 from ray_ulysses.storage import LocalStore, Store, current_owner
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.events import (
@@ -389,6 +391,6 @@ def _read_checkpoints(store: Store) -> list[CheckpointRecord]:
 def _world_size(store: Store, manifest: str) -> int | None:
     """Return how many ranks wrote a checkpoint, if its manifest can be read."""
     try:
-        return int(json.loads(read_bytes(store, manifest))["world_size"])
+        return int(from_json(read_bytes(store, manifest))["world_size"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -13,6 +13,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pydantic_core import from_json
+
 from ray_ulysses.tracking.commits import (
     CheckpointInventory,
     CheckpointState,
@@ -307,7 +309,7 @@ def _state(text: str | None) -> CheckpointState:
 def _json(text: str | None) -> dict[str, Any]:
     """Return a tag's JSON object; a tag that was cut or edited is no reason to fail."""
     try:
-        value = json.loads(text or "{}")
+        value = from_json(text or "{}")
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

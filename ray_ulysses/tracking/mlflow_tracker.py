@@ -14,8 +14,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pydantic_core import from_json
+
 from ray_ulysses.clock import Clock
 from ray_ulysses.logging import get_logger
+from ray_ulysses.storage.regular import read_regular
 from ray_ulysses.tracking.commits import CheckpointInventory, CommittedCheckpoint, GoneCheckpoint
 from ray_ulysses.tracking.delivery import Event, RefusedEvent, SpooledTracker
 from ray_ulysses.tracking.failures import TAG_PREFIX
@@ -69,7 +72,7 @@ class TrackingIdentity:
     def load(cls, run_dir: Path) -> TrackingIdentity | None:
         """Read it from a run directory; None if the run was never tracked."""
         try:
-            content = json.loads((run_dir / IDENTITY_FILE).read_text(encoding="utf-8"))
+            content = from_json(read_regular(run_dir / IDENTITY_FILE))
             return cls(**content)
         except FileNotFoundError:
             return None

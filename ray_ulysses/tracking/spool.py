@@ -15,9 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pydantic import TypeAdapter
+
 from ray_ulysses.logging import get_logger
+from ray_ulysses.storage.regular import read_regular
+from ray_ulysses.validation import ContentError, Whole, read_json
 
 _logger = get_logger(__name__)
+_EVENT: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +31,15 @@ class Position:
 
     file: int
     offset: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _State:
+    """What ``state.json`` holds: the position up to which everything was delivered, and the receiver's marks."""
+
+    file: Whole
+    offset: Whole
+    marks: dict[str, Whole]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,11 +169,11 @@ class Spool:
 
     def _read_state(self) -> tuple[Position, dict[str, int]]:
         try:
-            state = json.loads((self._directory / "state.json").read_text(encoding="utf-8"))
-            return Position(file=int(state["file"]), offset=int(state["offset"])), dict(state["marks"])
+            state = read_json(TypeAdapter(_State), read_regular(self._directory / "state.json"))
+            return Position(file=state.file, offset=state.offset), state.marks
         except FileNotFoundError:
             pass
-        except (ValueError, KeyError, TypeError) as error:
+        except ContentError as error:
             _logger.warning("%s is damaged (%s): its events are delivered again", self._directory / "state.json", error)
         return Position(file=0, offset=0), {}
 
@@ -179,8 +193,8 @@ class Spool:
                     break
                 start += len(line)
                 try:
-                    event = json.loads(line)
-                except ValueError:
+                    event = read_json(_EVENT, line)
+                except ContentError:
                     _logger.warning("%s: a torn line was passed over", self._path(number))
                     event = {}
                 entries.append(Entry(event=event, end=Position(file=number, offset=start)))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic_core import from_json
+
 from ray_ulysses.engine.zero import ZeroSettings
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.storage.regular import read_regular
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -44,7 +46,7 @@ def local_model_config(directory: Path) -> dict[str, Any]:
     """
     path = directory / "config.json"
     try:
-        fields = json.loads(path.read_bytes())
+        fields = from_json(read_regular(path))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: can't be read ({error}); restore it from the model's source") from error
     if not isinstance(fields, dict):

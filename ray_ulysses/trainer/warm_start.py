@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pydantic_core import from_json
+
 from ray_ulysses.checkpoint import DamagedCheckpointError, Manifest, load_pieces
 from ray_ulysses.checkpoint.choice import Damage, committed_steps, examine
 from ray_ulysses.checkpoint.named import best_of, nameable, unreadable
@@ -127,7 +129,7 @@ def pin_origin(config: Config, origin: Origin | None) -> None:
 def pinned_origin(config: Config) -> Origin | None:
     """Return what was written down for the present ``model.resume_from``; ``None`` if nothing was."""
     try:
-        found = Origin(**json.loads(read_bytes(LocalStore(config.run_dir), _PIN_KEY)))
+        found = Origin(**from_json(read_bytes(LocalStore(config.run_dir), _PIN_KEY)))
     except (OSError, ValueError, TypeError):
         return None
     return found if found.asked == config.model.resume_from else None

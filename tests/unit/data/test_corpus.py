@@ -12,7 +12,7 @@ import pytest
 
 from ray_ulysses.data import row_groups
 from ray_ulysses.data.corpus import Corpus
-from ray_ulysses.data.format import CHUNK_TOKENS, token_dtype
+from ray_ulysses.data.format import CHUNK_TOKENS, stable_hash, token_dtype
 from ray_ulysses.data.patience import StorageAwayError
 from ray_ulysses.data.shard import ShardReader, ShardWriter
 from ray_ulysses.errors import UserError
@@ -100,7 +100,12 @@ def test_a_broken_corpus_json_is_named(corpus: Corpus, text: str) -> None:
 def test_an_edited_corpus_json_is_refused(corpus: Corpus) -> None:
     path = corpus.path / "corpus.json"
     fields = json.loads(path.read_text())
-    path.write_text(json.dumps({**fields, "num_documents": fields["num_documents"] - 1}))
+    path.write_text(json.dumps({**fields, "max_token_id": fields["max_token_id"] - 1}))
+    with pytest.raises(UserError, match=r"its fields were changed: they do not give its checksum"):
+        Corpus.open(corpus.path)
+    del fields["checksum"]
+    edited = {**fields, "num_documents": fields["num_documents"] - 1}
+    path.write_text(json.dumps({**edited, "checksum": stable_hash(edited)}))
     with pytest.raises(UserError, match=r"its fields do not give its fingerprint"):
         Corpus.open(corpus.path)
 
