@@ -4,6 +4,7 @@ import pytest
 
 from ray_ulysses.config import parse_config
 from ray_ulysses.config.overrides import apply_overrides
+from ray_ulysses.errors import ConfigError
 from tests.unit.config.trees import small_tree
 
 
@@ -54,3 +55,18 @@ def test_an_override_that_is_not_yaml_is_refused_by_its_path() -> None:
     _, (problem,) = apply_overrides(small_tree(), ["parallel.allowed_sp=[1, 2"])
     assert problem.path.startswith("--set parallel.allowed_sp")
     assert "not valid YAML" in problem.rule
+
+
+@pytest.mark.parametrize("path", ["run.\x1b[31m", "run.\udcff", "run." + "x" * 300, "run.na\nme"])
+def test_a_name_that_no_terminal_can_show_is_refused(path: str) -> None:
+    _, (problem,) = apply_overrides({}, [f"{path}=1"])
+    assert problem.rule == "is not of the form a.b=c"
+    assert str(problem).isprintable()
+
+
+def test_thousands_of_unknown_settings_are_counted_within_seconds() -> None:
+    """Each was compared with every setting, and every one was printed."""
+    with pytest.raises(ConfigError) as refused:
+        parse_config({f"k{number}q": 1 for number in range(9000)})
+    assert len(str(refused.value)) < 20_000
+    assert "more of their kind" in str(refused.value)

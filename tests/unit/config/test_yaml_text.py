@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,45 @@ def test_what_is_written_is_read_back_with_its_types(value: dict[str, object]) -
     assert not problems
     assert read == value
     assert {key: type(item) for key, item in value.items()} == {key: type(read[key]) for key in value}
+
+
+def _bomb(line: str, levels: int) -> str:
+    return "a0: &a0 {k: 1}\n" + "".join(line.format(n=n, below=n - 1) for n in range(1, levels))
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        (_bomb("a{n}: &a{n} [*a{below}, *a{below}, *a{below}, *a{below}]\n", 30), "more than 10,000 values"),
+        (_bomb("a{n}: &a{n} {{<<: [*a{below}, *a{below}]}}\n", 30), "more than 10,000 values"),
+        ("run: &a\n  name: *a\n", "an alias may not stand inside the value that it refers to"),
+        ("run: " + "[" * 900 + "]" * 900, "nested deeper than 50 levels"),
+        ("[" * 100_000, "nested deeper than 50 levels"),
+        ("a:\n" + "  - 1\n" * 20_000, "more than 10,000 values"),
+        ("# " + "x" * 200_000, "is larger than 128 KiB"),
+        ("a: !!float ''", "the tag 'tag:yaml.org,2002:float' is not supported"),
+        ("a: !!bool x", "the tag 'tag:yaml.org,2002:bool' is not supported"),
+        ("a: !!timestamp x", "the tag 'tag:yaml.org,2002:timestamp' is not supported"),
+        ('"\\ud800": 1', "no half of a character"),
+        ('a: "\\0"', "no zero byte"),
+        ('a: "\\UFFFFFFFF"', "not valid YAML"),
+        ("a: " + "9" * 5000, "not valid YAML"),
+    ],
+)
+def test_what_would_exhaust_time_or_memory_or_end_in_a_traceback_is_refused(text: str, rule: str) -> None:
+    value, problems = parse_yaml(text, "c.yaml")
+    assert value is None
+    assert [problem.path.partition(":")[0] for problem in problems] == ["c.yaml"]
+    assert rule in problems[0].rule and len(problems[0].rule) < 200
+
+
+def test_an_alias_stands_for_its_value() -> None:
+    text = "a: &a {x: 1}\nb: *a\nc: {<<: *a, y: 2}\n"
+    assert parse_yaml(text, "c.yaml") == ({"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1, "y": 2}}, ())
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "c.yaml")
+    value, (problem,) = read_yaml(tmp_path / "c.yaml")
+    assert value is None
+    assert problem.rule == "can't be read (a pipe, a socket or a device, not a plain file)"
