@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import time
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ray_ulysses import __version__
-from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.errors import INTERRUPTED, RunError, UserError
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -344,7 +345,13 @@ def doctor(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command; errors that are meant for the user are printed without a traceback."""
-    sys.exit(run(app, arguments))
+    code = run(app, arguments)
+    if code == INTERRUPTED:
+        # Interrupted in the middle of a start, Ray's threads may crash while the interpreter takes itself apart.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def run(command: Callable[..., Any], arguments: list[str] | None = None) -> int:
@@ -361,8 +368,7 @@ def run(command: Callable[..., Any], arguments: list[str] | None = None) -> int:
         typer.echo(f"error: {error}", err=True)
         return 1
     except KeyboardInterrupt:
-        typer.echo("interrupted; what is committed stays, the same command resumes", err=True)
-        return 130
+        code = INTERRUPTED
     except typer.Abort:
         return 1
     except OSError as error:
@@ -374,6 +380,9 @@ def run(command: Callable[..., Any], arguments: list[str] | None = None) -> int:
             error.show()
             return int(error.exit_code)
         raise
+    # Typer makes an exit code of an interrupt.
+    if code == INTERRUPTED:
+        typer.echo("interrupted; what is committed stays, the same command resumes", err=True)
     return code if isinstance(code, int) else 0
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+INTERRUPTED = 130
+"""Exit code of a command that a signal ended before it was done, as shells have it."""
 _MOST_SAID = 50
 
 

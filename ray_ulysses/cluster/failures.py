@@ -28,6 +28,7 @@ from ray.train.v2.api.exceptions import ControllerError, PreemptionError, Worker
 
 from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.cluster.worker import refusal
+from ray_ulysses.cluster.worker_watch import WorkersMissing
 from ray_ulysses.elastic.causes import Cause, RankError, lost, one_line, raised, root_cause
 from ray_ulysses.errors import UserError
 
@@ -69,6 +70,8 @@ def cause_of(error: BaseException) -> Cause:
         # What the user gave, or a storage that takes nothing, is the same for the next attempt.
         is_final = any(isinstance(one, UserError | StorageFailedError) for one in failures.values())
         return root_cause([rank_error(rank, one) for rank, one in failures.items()], is_final=is_final)
+    if isinstance(error, WorkersMissing):
+        return Cause(kind="start", reason=error.reason, rank=None, way_out=error.way_out, is_final=True)
     inner = error.controller_failure if isinstance(error, ControllerError) else error
     if isinstance(inner, WorkerGroupStartupTimeoutError):
         return Cause(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast, get_args
 
+from ray_ulysses.config.job_paths import refuse_relative_in_job
 from ray_ulysses.data.corpus import Corpus
 from ray_ulysses.data.merge import Duplicates
 from ray_ulysses.data.preparation import PrepareRequest, preparing, progress_of
@@ -37,6 +38,7 @@ def prepare_corpus(
     Raises:
         UserError: An option, a source, the tokenizer or the directory can't be used.
     """
+    refuse_relative_in_job("--out", out)
     for name, value, choices in (
         ("kind", kind, get_args(SourceKind)),
         ("duplicates", duplicates, get_args(Duplicates)),

@@ -6,19 +6,28 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import ray
-import ray._private.state
+from ray._common.utils import get_system_memory
+from ray._private import state
+from ray._private.utils import get_used_memory
+from ray.exceptions import RayError
 
 from ray_ulysses.cluster.address import check_address
+from ray_ulysses.cluster.capacity import Node
 from ray_ulysses.cluster.quiet import quiet_errors
+from ray_ulysses.cluster.worker_watch import ClusterView
 from ray_ulysses.errors import RunError
+from ray_ulysses.logging import get_logger
 
 _SLACK_CPUS = 1.0
 _WORKER_CLASS = "RayTrainWorker"
+_MEMORY_THRESHOLD = 0.95
+"""Share of the memory in use at which Ray 2.60 ends workers."""
+_log = get_logger(__name__)
 
 
 @contextmanager
@@ -37,8 +46,7 @@ def ray_session(address: str | None, *, cpus: float, environment: dict[str, str]
         UserError: The address is none.
         RunError: The cluster can't be reached; this is known within seconds.
     """
-    target = address or os.environ.get("RAY_ADDRESS") or None
-    target = None if target == "local" else target
+    target = cluster_address(address)
     if target is not None:
         check_address(target)
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
@@ -53,6 +61,10 @@ def ray_session(address: str | None, *, cpus: float, environment: dict[str, str]
             ray.init(address=target, **options)
         else:
             _start_embedded(cpus, options)
+    except SystemExit as error:
+        # While it connects, Ray answers a SIGTERM so; it is a stop like any other.
+        ray.shutdown()
+        raise KeyboardInterrupt from error
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = f"the Ray cluster at {target}" if target else "an embedded Ray"
         raise RunError(
@@ -64,6 +76,17 @@ def ray_session(address: str | None, *, cpus: float, environment: dict[str, str]
             yield target is None
     finally:
         ray.shutdown()
+
+
+def cluster_address(address: str | None) -> str | None:
+    """Return where the cluster is: what was asked for, else ``RAY_ADDRESS``; ``None`` stands for a Ray of our own."""
+    target = address or os.environ.get("RAY_ADDRESS") or None
+    return None if target == "local" else target
+
+
+def free_memory() -> int:
+    """Return how many bytes of this machine's memory, or of its container's, may be taken before Ray ends workers."""
+    return int(_MEMORY_THRESHOLD * get_system_memory() - get_used_memory())
 
 
 def _start_embedded(cpus: float, options: dict[str, Any]) -> None:
@@ -100,15 +123,30 @@ def _children_in_own_group() -> Iterator[None]:
             os.setpgid(0, group)
 
 
-def missing_resources(*, cpus: float, gpus: float) -> str | None:
-    """Return what the connected cluster lacks at the moment, in words, or ``None``; nodes may still be joining."""
-    total = ray.cluster_resources()
-    lacking = [
-        f"{needed:g} {name}s are asked for, {total.get(name, 0):g} are there"
-        for name, needed in (("CPU", cpus), ("GPU", gpus))
-        if total.get(name, 0.0) < needed
-    ]
-    return "; ".join(lacking) or None
+def cluster_nodes() -> tuple[Node, ...]:
+    """Return the nodes of the connected cluster that are alive, and not about to be taken away."""
+    draining = state.state.get_draining_nodes()
+    alive = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in draining]
+    return tuple(_node(node["Resources"]) for node in alive)
+
+
+def free_nodes() -> tuple[Node, ...]:
+    """Return the same nodes with what nobody uses at the moment."""
+    return tuple(_node(resources) for resources in state.available_resources_per_node().values())
+
+
+def _node(resources: Mapping[str, float]) -> Node:
+    return Node(cpus=resources.get("CPU", 0.0), gpus=resources.get("GPU", 0.0))
+
+
+def look_at_cluster() -> ClusterView | None:
+    """Return what is there now; ``None`` if the head does not say it."""
+    workers = workers_there()
+    try:
+        return None if workers is None else ClusterView(nodes=cluster_nodes(), workers=workers)
+    except (OSError, RuntimeError, RayError) as error:
+        _log.debug("the cluster's head does not answer: %s", error)
+        return None
 
 
 def session_logs() -> str | None:
@@ -124,7 +162,7 @@ def workers_there() -> int | None:
     """
     try:
         job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
-        actors = ray._private.state.state.actor_table(None, job, "ALIVE").values()
-    except Exception:  # only for the screen
+        actors = state.actors(job_id=job, actor_state_name="ALIVE").values()
+    except (OSError, RuntimeError, RayError):
         return None
     return sum(1 for actor in actors if str(actor["ActorClassName"]).endswith(_WORKER_CLASS))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ray_ulysses.cluster.session import workers_there
 from ray_ulysses.tracking.mlflow_page import mlflow_page
 
 if TYPE_CHECKING:
@@ -19,10 +18,14 @@ class StartView:
         self._view, self._config = view, config
         self._has_said_page = config.tracking_uri is None
 
-    def look(self) -> None:
-        """Say how many workers are there while none has spoken, and the page of the run's curves once it is known."""
+    def look(self, there: int | None) -> None:
+        """Say how many workers are there while none has spoken, and the page of the run's curves once it is known.
+
+        Args:
+            there: How many workers there are, where that is known.
+        """
         if self._view.state.awaits_workers:
-            self._view.awaiting_workers(awaited(self._config.cluster.workers, workers_there()))
+            self._view.awaiting_workers(awaited(self._config.cluster.workers, there))
         elif not self._has_said_page:
             self._say_page()
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +14,26 @@ from typing import TYPE_CHECKING, Any
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig
 
+from ray_ulysses.clock import SystemClock
+from ray_ulysses.cluster.capacity import Demand, places, shortfall, way_out
 from ray_ulysses.cluster.failures import WatchedTrainer
 from ray_ulysses.cluster.restarts import Ended, TrainingFailed, failure_book, settle_failure, train_until_done
-from ray_ulysses.cluster.session import missing_resources, ray_session, session_logs
+from ray_ulysses.cluster.session import (
+    cluster_address,
+    cluster_nodes,
+    free_memory,
+    free_nodes,
+    look_at_cluster,
+    ray_session,
+    session_logs,
+)
+from ray_ulysses.cluster.signals import StopSignals
 from ray_ulysses.cluster.start_view import StartView
 from ray_ulysses.cluster.worker import leave_refusal, refusal, train_worker
-from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.cluster.worker_watch import WorkersMissing, WorkerWatch
+from ray_ulysses.errors import ConfigError, RunError, UserError
 from ray_ulysses.logging import get_logger
+from ray_ulysses.planner.local_workers import local_problem
 from ray_ulysses.storage.holding import HoldWatch
 from ray_ulysses.storage.lock import RunLock
 from ray_ulysses.tracking.history import read_history
@@ -30,7 +41,7 @@ from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint
 from ray_ulysses.trainer.completion import say_command_ended, settle_completed
 from ray_ulysses.trainer.failures import CONTROLLER
 from ray_ulysses.trainer.preflight import check_resume, check_writable, claim_directory, refuse_vanished
-from ray_ulysses.trainer.requests import clear_stop, request_save, request_stop
+from ray_ulysses.trainer.requests import clear_stop
 from ray_ulysses.trainer.run_files import describe_run
 from ray_ulysses.trainer.shared_storage import announce_session
 from ray_ulysses.views.plan import render_plan
@@ -46,8 +57,6 @@ if TYPE_CHECKING:
     from ray_ulysses.trainer.preflight import PreparedRun
     from ray_ulysses.views.progress import ProgressView
 
-_SAME_REQUEST_S = 2.0
-"""`timeout` and some schedulers send a signal to the process and to its group: two that close together are one."""
 _STORAGE_PREFIXES = ("AWS_", "AZURE_STORAGE_", "GOOGLE_")
 """Variables by which an object store is found and entered: what the driver has checked, the workers must find, too."""
 _log = get_logger(__name__)
@@ -80,11 +89,15 @@ def train(prepared: PreparedRun, view: ProgressView, started: float) -> TrainRes
         UserError: The run is held by another process, or contradicts what is stored.
         RunError: Training failed; what is committed stays, and the same command resumes.
     """
-    config, console = prepared.config, view.console
+    config, console, session = prepared.config, view.console, uuid.uuid4().hex
     view.phase("looking at the storage")
     check_writable(config)
     check_resume(prepared)
-    with RunLock(config.run_dir) as lock, checkpoint_lock(config) as lease:
+    with (
+        StopSignals(config.run_dir, session, console) as signals,
+        RunLock(config.run_dir) as lock,
+        checkpoint_lock(config) as lease,
+    ):
         if lock.taken_over_from is not None:
             console.print(f"taken over from {lock.taken_over_from}, which ended without a word", soft_wrap=True)
         # Once more: another command may have started the run between the check and the lock.
@@ -92,15 +105,16 @@ def train(prepared: PreparedRun, view: ProgressView, started: float) -> TrainRes
         history = settle_completed(prepared)
         if history is not None:
             return TrainResult(history=history, was_complete=True, seconds=time.time() - started)
+        if cluster_address(config.cluster.address) is None:
+            _check_memory(prepared)
         claim_directory(prepared)
         _describe(prepared)
-        session = uuid.uuid4().hex
         announce_session(config.run_dir, session)
         clear_stop(config.run_dir)
         book = failure_book(config, session)
         holds = [lock] if lease is None else [lock, lease]
         try:
-            train_until_done(book, lambda: _train_once(prepared, book, started, view, holds))
+            train_until_done(book, lambda: _train_once(prepared, book, started, view, signals, holds))
             view.phase("ending Ray")
         except (TrainingFailed, UserError):
             settle_failure(book)
@@ -124,20 +138,32 @@ def _describe(prepared: PreparedRun) -> None:
 
 
 def _train_once(
-    prepared: PreparedRun, book: FailureBook, started: float, view: ProgressView, holds: Sequence[Hold]
+    prepared: PreparedRun,
+    book: FailureBook,
+    started: float,
+    view: ProgressView,
+    signals: StopSignals,
+    holds: Sequence[Hold],
 ) -> Ended | None:
     """Connect to Ray and run the workers until the run ends, or Ray can't go on; return what it ended with."""
     config = prepared.config
-    where = config.cluster.address or os.environ.get("RAY_ADDRESS")
-    view.phase(f"connecting to Ray at {where}" if where else "starting Ray")
-    with ray_session(config.cluster.address, cpus=_cpus(config), environment=_worker_environment()) as embedded:
-        if not embedded:
-            _say_what_is_missing(config, view.console)
-        return _run_workers(prepared, book, started, view, holds)
+    address = cluster_address(config.cluster.address)
+    view.phase("starting Ray" if address is None else f"connecting to Ray at {address}")
+    cpus = Demand.of(config).total_cpus
+    with ray_session(address, cpus=cpus, environment=_worker_environment()) as embedded:
+        if not book.failures():
+            # After a failure, what was lost is waited for.
+            _check_capacity(config, view.console, embedded=embedded)
+        return _run_workers(prepared, book, started, view, signals, holds)
 
 
 def _run_workers(
-    prepared: PreparedRun, book: FailureBook, started: float, view: ProgressView, holds: Sequence[Hold]
+    prepared: PreparedRun,
+    book: FailureBook,
+    started: float,
+    view: ProgressView,
+    signals: StopSignals,
+    holds: Sequence[Hold],
 ) -> Ended | None:
     config, session = prepared.config, book.session
     trainer = _trainer(config, book, {"session": session, "command_started": started, "workers_asked": time.time()})
@@ -152,9 +178,28 @@ def _run_workers(
 
     # Not in the main thread: there Ray Train would install a SIGINT handler of its own, which loses the last steps.
     thread = threading.Thread(target=fit, name="ray-train", daemon=True)
-    with _requests_by_signal(config.run_dir, session, view.console), HoldWatch(holds) as watch:
+    workers = WorkerWatch(
+        Demand.of(config),
+        limit_s=config.elastic.worker_start_timeout_s,
+        look=look_at_cluster,
+        say=lambda text: view.console.print(text, soft_wrap=True),
+        clock=SystemClock(),
+    )
+    start = StartView(view, config)
+
+    def look() -> None:
+        workers.check()
+        signals.check(workers_are_whole=workers.is_whole)
+        start.look(workers.there)
+
+    signals.workers_start()
+    with HoldWatch(holds) as watch:
         thread.start()
-        wait_while_held(thread, watch, config.run_dir, session, StartView(view, config).look)
+        try:
+            wait_while_held(thread, watch, config.run_dir, session, look)
+        except WorkersMissing as error:
+            # Ray Train's controller ends with the connection, and its thread with this process.
+            failure.append(error)
         if failure:
             # It may be what the loss of the run has done to the workers.
             watch.look()
@@ -232,10 +277,6 @@ def _trainer(config: Config, book: FailureBook, command: dict[str, Any]) -> Watc
     )
 
 
-def _cpus(config: Config) -> float:
-    return config.cluster.workers * config.cluster.cpus_per_worker + 2 * config.cluster.data_cpus
-
-
 def _worker_environment() -> dict[str, str]:
     names = ("HF_HOME", "HF_TOKEN", "HF_HUB_OFFLINE", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
     found = {name: value for name, value in os.environ.items() if name in names or name.startswith(_STORAGE_PREFIXES)}
@@ -244,62 +285,42 @@ def _worker_environment() -> dict[str, str]:
 
 def _controller_environment(config: Config) -> dict[str, str]:
     return {
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(config.elastic.worker_start_timeout_s),
+        # The driver's own watch ends the wait before, and says what is missing.
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(config.elastic.worker_start_timeout_s + 60.0),
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
         "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "3",
         "RAY_CHDIR_TO_TRIAL_DIR": "0",
     }
 
 
-def _say_what_is_missing(config: Config, console: Console) -> None:
-    cluster = config.cluster
-    gpus = float(cluster.workers * cluster.gpus_per_worker)
-    missing = missing_resources(cpus=_cpus(config), gpus=gpus)
-    if missing is not None:
-        console.print(f"waiting up to {config.elastic.worker_start_timeout_s:g} s for nodes: {missing}", soft_wrap=True)
+def _check_memory(prepared: PreparedRun) -> None:
+    """Refuse more workers than this machine's memory holds, before a Ray of its own is started.
 
-
-@contextmanager
-def _requests_by_signal(run_dir: Path, session: str, console: Console) -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into a request to save and stop, and a second one into an interrupt.
-
-    SIGUSR1 asks for a checkpoint, and the run goes on.
-
-    Installed after ``ray.init``, which replaces handlers.
+    Raises:
+        ConfigError: Says how many fit.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    problem = local_problem(prepared.config, prepared.report.shape, free_memory())
+    if problem is not None:
+        raise ConfigError([problem], source="a Ray on this machine")
 
-    asked_at: list[float] = []
 
-    def handle(number: int, frame: Any) -> None:
-        now = time.monotonic()
-        if asked_at and now - asked_at[0] > _SAME_REQUEST_S:
-            raise KeyboardInterrupt
-        asked_at.append(now)
-        if len(asked_at) > 1:
+def _check_capacity(config: Config, console: Console, *, embedded: bool) -> None:
+    """Hold what is asked for against what the cluster has, before a worker starts.
+
+    Raises:
+        RunError: The cluster can't hold the run, and may not be waited for.
+    """
+    demand, nodes = Demand.of(config), cluster_nodes()
+    lack = shortfall(demand, nodes)
+    if lack is not None:
+        if config.cluster.wait_for_nodes and not embedded:
             return
-        try:
-            request_stop(run_dir, session)
-        except OSError as error:
-            console.print(
-                f"the request to stop could not be written ({error}); once more stops at once", soft_wrap=True
-            )
-            return
-        name = signal.Signals(number).name
-        console.print(f"{name}: saving after this step, then stopping; once more to stop at once", soft_wrap=True)
-
-    def save(number: int, frame: Any) -> None:
-        try:
-            request_save(run_dir)
-        except OSError as error:
-            console.print(f"the request to save could not be written ({error})", soft_wrap=True)
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, save)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        wait = "" if embedded else "; nodes that join later are waited for with cluster.wait_for_nodes=true"
+        raise RunError(f"{lack}; {way_out(demand, nodes)}{wait}")
+    free = places(demand, free_nodes())
+    if free < demand.workers:
+        console.print(
+            f"waiting up to {config.elastic.worker_start_timeout_s:g} s for other work to end: cluster.workers="
+            f"{demand.workers} workers fit the cluster, and there is room for {free} at the moment",
+            soft_wrap=True,
+        )

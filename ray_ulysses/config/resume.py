@@ -101,6 +101,7 @@ FREE: dict[str, str] = {
     "cluster.gpus_per_worker": "",
     "cluster.cpus_per_worker": "",
     "cluster.data_cpus": "",
+    "cluster.wait_for_nodes": "",
 }
 
 

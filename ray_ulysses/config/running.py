@@ -149,7 +149,8 @@ class ElasticSection(Section):
     """How long a failure counts against `max_failures`, in seconds. Default 86400: one day."""
 
     worker_start_timeout_s: float = Field(default=300.0, gt=0.0)
-    """Longest wait for all workers to start, in seconds. Default 300, which covers pulling an image."""
+    """Longest wait for all workers to be there, at the start and after the loss of some, in seconds. Default 300,
+    which covers pulling an image."""
 
     collective_timeout_s: float = Field(default=600.0, gt=0.0)
     """Longest that one collective may take, in seconds, before the attempt counts as failed. Default 600,
@@ -202,3 +203,7 @@ class ClusterSection(Section):
 
     data_cpus: float = Field(default=0.25, gt=0.0)
     """CPUs that one task of the data stream reserves. Default 0.25: reading rows is light work."""
+
+    wait_for_nodes: bool = False
+    """Whether nodes that the cluster lacks at the start are waited for, up to `elastic.worker_start_timeout_s`, as
+    where an autoscaler adds them. Default false: what the cluster can't hold is refused at once."""

@@ -26,6 +26,8 @@ from ray_ulysses.config.section import Section
 from ray_ulysses.config.yaml_text import dump_yaml
 from ray_ulysses.storage.location import absolute_location
 
+_SQLITE = "sqlite:///"
+
 
 class Config(Section):
     """Everything that a run is made from; make one with `load_config`, which says all errors at once."""
@@ -67,7 +69,7 @@ class Config(Section):
         """MLflow's URI with the default filled in; None when tracking is off."""
         if not self.tracking.enabled:
             return None
-        return self.tracking.uri or f"sqlite:///{Path(self.run.storage) / 'mlflow.db'}"
+        return self.tracking.uri or f"{_SQLITE}{Path(self.run.storage) / 'mlflow.db'}"
 
     def with_absolute_paths(self, base: Path) -> Config:
         """Return this configuration with every path that workers open made absolute.
@@ -98,7 +100,14 @@ class Config(Section):
         if checkpoint.storage is not None:
             where = absolute_location(checkpoint.storage, base)
             checkpoint = checkpoint.model_copy(update={"storage": where})
-        return self.model_copy(update={"run": run, "data": data, "model": model, "checkpoint": checkpoint})
+        memory, tracking = self.memory, self.tracking
+        if memory.nvme_path is not None:
+            memory = memory.model_copy(update={"nvme_path": str(base / Path(memory.nvme_path).expanduser())})
+        if tracking.uri is not None and tracking.uri.startswith(_SQLITE):
+            file = base / Path(tracking.uri.removeprefix(_SQLITE)).expanduser()
+            tracking = tracking.model_copy(update={"uri": f"{_SQLITE}{file}"})
+        changed = {"run": run, "data": data, "model": model, "checkpoint": checkpoint}
+        return self.model_copy(update={**changed, "memory": memory, "tracking": tracking})
 
     def to_yaml(self) -> str:
         """Return the configuration, defaults filled in, as YAML that loads into an equal one."""

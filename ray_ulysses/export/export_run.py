@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.checkpoint.manifest import Manifest, manifest_key, step_folder
 from ray_ulysses.clock import Clock, SystemClock
+from ray_ulysses.config.job_paths import refuse_relative_in_job
 from ray_ulysses.errors import RunError
 from ray_ulysses.export.architecture import Architecture, describe
 from ray_ulysses.export.card import model_card
@@ -69,6 +70,7 @@ def export_run(request: ExportRequest, say: _Say, clock: Clock | None = None) ->
         RunError: The checkpoint is damaged or its storage does not answer, the disk is full, or the check fails; then
             nothing was published.
     """
+    refuse_relative_in_job("--out", request.out or request.run_dir)
     config = read_config(request.run_dir)
     store, manifest = find_checkpoint(config, request.run_dir, request.step)
     return export_checkpoint(store, manifest, config, request, say, clock or SystemClock())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from ray_ulysses.config import Config
+from ray_ulysses.config.job_paths import relative_path_problems
 from ray_ulysses.data.corpus_set import CorpusSet
 from ray_ulysses.data.plan import Plan
 from ray_ulysses.data.plan_files import PLAN_FOLDER, has_plan, load_plan
@@ -88,8 +90,9 @@ def prepare_run(config: Config, base: Path, *, branch: bool = False) -> Prepared
     Raises:
         UserError: The model's configuration or the corpus can't be read, or no row can be made of it.
     """
+    relative = relative_path_problems(config, base, os.environ)
     config = config.with_absolute_paths(base)
-    problems = [*changed_settings(config, branch=branch)]
+    problems = [*relative, *changed_settings(config, branch=branch)]
     try:
         return _prepare(config, problems, branch=branch)
     except UserError as error:

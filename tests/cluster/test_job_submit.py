@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).parents[2]
 END = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def head() -> Iterator[str]:
     """The address of ``ray start --head`` on free ports; it is ended by its own process id."""
     # Short: a Unix socket's path has at most 107 characters.
@@ -84,6 +84,23 @@ def submit(client: JobSubmissionClient, config: Path, *options: str) -> tuple[Jo
         assert time.monotonic() < deadline, client.get_job_logs(job)
         time.sleep(0.5)
     return status, client.get_job_logs(job)
+
+
+def test_a_job_with_relative_paths_is_refused_with_the_paths_to_write(
+    client: JobSubmissionClient, tmp_path: Path
+) -> None:
+    """Its working directory is unpacked elsewhere whenever a file of it changes: the run would begin anew."""
+    shutil.copy(REPOSITORY / "configs" / "llama-tiny_cpu_sp2-dp2_8k.yaml", tmp_path / "demo.yaml")
+    entry = f"{sys.executable} {REPOSITORY / 'jobs' / 'train.py'} demo.yaml"
+    job = client.submit_job(entrypoint=entry, runtime_env={"working_dir": str(tmp_path)})
+    deadline = time.monotonic() + TIMEOUT_S
+    while client.get_job_status(job) not in END:
+        assert time.monotonic() < deadline, client.get_job_logs(job)
+        time.sleep(0.5)
+    logs = client.get_job_logs(job)
+    assert client.get_job_info(job).driver_exit_code == 2, logs
+    assert "run.storage='runs': is relative, and a Ray job's working directory is another one at each" in logs
+    assert "such as /mnt/shared/runs" in logs and "such as /mnt/shared/runs/corpus-stdlib" in logs
 
 
 def test_a_submitted_job_trains_says_when_it_is_complete_and_goes_on(

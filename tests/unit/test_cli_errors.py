@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import typer
 
 from ray_ulysses.cli import run
 from ray_ulysses.errors import RunError, UserError
@@ -28,6 +29,17 @@ def test_an_error_of_the_system_is_a_line_with_its_path(
 
     assert run(command) == code
     assert capsys.readouterr().err == said
+
+
+def test_an_interrupt_is_told_whoever_of_typer_and_us_catches_it(capsys: pytest.CaptureFixture[str]) -> None:
+    command = typer.Typer()
+
+    @command.command()
+    def wait() -> None:
+        raise KeyboardInterrupt
+
+    assert run(command, []) == 130
+    assert capsys.readouterr().err == "interrupted; what is committed stays, the same command resumes\n"
 
 
 def test_a_fault_of_the_program_is_not_hidden() -> None:

@@ -113,11 +113,12 @@ def _groups(ray_job: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _trained_config(command: str) -> Config:
     """Return the configuration that a command of the image trains; its script and file exist in the repository."""
-    python, script, file = shlex.split(command)
+    python, script, file, *options = shlex.split(command)
+    assert options[::2] == ["--set"] * (len(options) // 2)
     assert python == "python"
     assert script.startswith(_IN_IMAGE)
     assert (_ROOT / script.removeprefix(_IN_IMAGE)).is_file()
-    return load_config(_ROOT / file.removeprefix(_IN_IMAGE))
+    return load_config(_ROOT / file.removeprefix(_IN_IMAGE), options[1::2])
 
 
 @pytest.mark.parametrize("path", ["kuberay/shared-storage.yaml", "mlflow/kubernetes.yaml"])

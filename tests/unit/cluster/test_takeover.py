@@ -55,7 +55,7 @@ def test_a_command_whose_run_was_taken_ends_while_its_workers_still_train(tmp_pa
     with RunLock(tmp_path) as lock, HoldWatch([lock], every_s=0.01) as watch:
         timer.start()
         with pytest.raises(RunError) as ended:
-            wait_while_held(thread, watch, tmp_path, "one")
+            wait_while_held(thread, watch, tmp_path, "one", lambda: None)
     assert thread.is_alive()
     end.set()
     text = str(ended.value)
@@ -69,7 +69,7 @@ def test_a_command_that_keeps_its_run_waits_for_the_end(tmp_path: Path) -> None:
     thread, end = _training()
     threading.Timer(0.3, end.set).start()
     with RunLock(tmp_path) as lock, HoldWatch([lock], every_s=0.01) as watch:
-        wait_while_held(thread, watch, tmp_path, "one")
+        wait_while_held(thread, watch, tmp_path, "one", lambda: None)
         end_if_lost(watch, tmp_path, "one")
     assert not thread.is_alive()
     assert refusal(tmp_path, "one") is None

@@ -66,6 +66,17 @@ def test_relative_paths_become_absolute_and_absolute_ones_stay() -> None:
     assert (config.run.storage, config.data.path) == ("/home/me/runs", "/corpora/a")
 
 
+def test_what_each_node_and_each_worker_opens_is_absolute_too() -> None:
+    """A worker has a working directory of its own, in which a relative database or swap folder is another one."""
+    tree = small_tree(memory__nvme_path="swap", tracking__uri="sqlite:///mlflow.db", checkpoint__storage="kept")
+    config = parse_config(tree).with_absolute_paths(Path("/home/me"))
+    assert config.memory.nvme_path == "/home/me/swap"
+    assert config.tracking.uri == config.tracking_uri == "sqlite:////home/me/mlflow.db"
+    assert config.checkpoint.storage == "/home/me/kept"
+    for uri in ("sqlite:////srv/mlflow.db", "http://mlflow:5000"):
+        assert parse_config(small_tree(tracking__uri=uri)).with_absolute_paths(Path("/home/me")).tracking.uri == uri
+
+
 def test_all_errors_of_a_file_come_at_once(tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text(

@@ -154,3 +154,13 @@ def test_a_run_that_branches_says_so_before_it_starts(tmp_path: Path) -> None:
         f"--branch: the run's data change after step 0, at row 0 in epoch 1; plan {changed.plan.plan_id} has "
         f"{changed.plan.num_rows:,} more rows, up to step {changed.plan.num_steps:,}"
     )
+
+
+def test_relative_paths_are_refused_in_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(Path("runs"), make_corpus(tmp_path))
+    prepare_run(config, tmp_path).report.raise_problems()
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    with pytest.raises(
+        ConfigError, match=rf"run\.storage='runs': is relative, .*; write {tmp_path}/runs, if every node"
+    ):
+        prepare_run(config, tmp_path).report.raise_problems()

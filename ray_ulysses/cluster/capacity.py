@@ -1,0 +1,124 @@
+"""What a run asks of a cluster, held against what its nodes have: pure arithmetic on whole workers."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+
+_ROUNDING = 1e-6
+"""Ray counts in ten-thousandths, and 0.3 / 0.1 is less than 3 in floating point."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """A node that is alive.
+
+    Attributes:
+        cpus: CPUs that it offers to Ray.
+        gpus: The same of GPUs.
+    """
+
+    cpus: float
+    gpus: float
+
+    def __str__(self) -> str:
+        return f"{_count(self.cpus, 'CPU')} and {_count(self.gpus, 'GPU')}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """What a run asks for.
+
+    Attributes:
+        workers: Workers, each of them on one node.
+        sp_size: Their number is a multiple of this.
+        cpus: CPUs of one worker.
+        gpus: GPUs of one worker.
+        data_cpus: CPUs of one task of the data stream; 0 if there is none.
+    """
+
+    workers: int
+    sp_size: int
+    cpus: float
+    gpus: int
+    data_cpus: float
+
+    @classmethod
+    def of(cls, config: Config) -> Demand:
+        """Return what a configuration asks for."""
+        cluster = config.cluster
+        return cls(
+            workers=cluster.workers,
+            sp_size=config.parallel.sp_size,
+            cpus=cluster.cpus_per_worker,
+            gpus=cluster.gpus_per_worker,
+            data_cpus=cluster.data_cpus if config.data.engine == "ray" else 0.0,
+        )
+
+    def __str__(self) -> str:
+        if self.gpus == 0:
+            return f"{_count(self.cpus, 'CPU')} each (cluster.cpus_per_worker)"
+        each = f"{_count(self.cpus, 'CPU')} and {_count(self.gpus, 'GPU')} each"
+        return f"{each} (cluster.cpus_per_worker, cluster.gpus_per_worker)"
+
+    @property
+    def total_cpus(self) -> float:
+        """CPUs of all workers, and of two tasks of the data stream beside them, so that neither waits."""
+        return self.workers * self.cpus + 2 * self.data_cpus
+
+    def workers_on(self, node: Node) -> int:
+        """Return how many whole workers a node holds."""
+        by_cpus = math.floor(node.cpus / self.cpus + _ROUNDING)
+        return by_cpus if self.gpus == 0 else min(by_cpus, math.floor(node.gpus / self.gpus + _ROUNDING))
+
+
+def places(demand: Demand, nodes: Sequence[Node]) -> int:
+    """Return how many whole workers the nodes hold."""
+    return sum(demand.workers_on(node) for node in nodes)
+
+
+def shortfall(demand: Demand, nodes: Sequence[Node]) -> str | None:
+    """Return in words what the nodes lack, were they all idle; ``None`` if they hold the run."""
+    held = places(demand, nodes)
+    if held < demand.workers:
+        return f"cluster.workers={demand.workers} needs {demand}; {_counted(demand, nodes, held)}"
+    room = max(node.cpus - demand.workers_on(node) * demand.cpus for node in nodes)
+    # Where there are more places than workers, a task can have one of them.
+    if held > demand.workers:
+        room = max(room, demand.cpus)
+    if room < demand.data_cpus - _ROUNDING:
+        return (
+            f"cluster.data_cpus={demand.data_cpus:g}: the workers leave no node with so many CPUs for the data stream; "
+            "lower it, or cluster.cpus_per_worker"
+        )
+    return None
+
+
+def way_out(demand: Demand, nodes: Sequence[Node]) -> str:
+    """Return what to do about a shortfall."""
+    fitting = places(demand, nodes) // demand.sp_size * demand.sp_size
+    if 0 < fitting < demand.workers:
+        return f"set cluster.workers={fitting}, which fits (a run goes on at any number), or bring more nodes"
+    if demand.gpus and not any(node.gpus >= demand.gpus for node in nodes):
+        return "bring nodes with GPUs, or set cluster.gpus_per_worker=0 to train on CPUs"
+    if fitting >= demand.workers:
+        return "bring more CPUs"
+    least = f"parallel.sp_size={demand.sp_size} of them at least" if demand.sp_size > 1 else "one of them at least"
+    return f"bring nodes that hold workers, {least}"
+
+
+def _counted(demand: Demand, nodes: Sequence[Node], held: int) -> str:
+    kinds = Counter(nodes).most_common()
+    shown = ", ".join(f"{count} of {node} ({count * demand.workers_on(node)})" for node, count in kinds)
+    number = "1 node that is there holds" if len(nodes) == 1 else f"{len(nodes)} nodes that are there hold"
+    return f"the {number} {held}: {shown}"
+
+
+def _count(number: float, name: str) -> str:
+    return f"{number:g} {name}{'s' * (number != 1)}"

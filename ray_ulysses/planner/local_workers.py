@@ -1,0 +1,57 @@
+"""How many workers one machine's memory holds: the measured size of their processes, and what the plan adds to it."""
+
+from __future__ import annotations
+
+from ray_ulysses.config import Config
+from ray_ulysses.errors import Problem
+from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.planner.memory_terms import GIB
+from ray_ulysses.planner.problems import configured_memory
+
+RAY_BYTES = 2 * GIB
+"""Ray's own processes, those of Ray Train and of the data stream: 2.0 GiB of unshared pages with Ray 2.60."""
+WORKER_BYTES = GIB // 2
+"""A worker's process with its libraries and a tiny model: 0.50 GiB of unshared pages with torch 2.13 on a CPU."""
+
+
+def local_bytes(config: Config, shape: ModelShape) -> int:
+    """Return the memory that a Ray of its own takes on this machine with all workers of a run."""
+    memory = configured_memory(config, shape)
+    on_device = memory.device_bytes if config.cluster.gpus_per_worker == 0 else 0
+    return RAY_BYTES + config.cluster.workers * (WORKER_BYTES + memory.host_bytes + on_device)
+
+
+def local_problem(config: Config, shape: ModelShape, free_bytes: int) -> Problem | None:
+    """Return why a machine can't hold a run's workers, and how many it holds; ``None`` if it holds them.
+
+    Args:
+        config: The run's configuration.
+        shape: The model's shape.
+        free_bytes: Memory that the run may take.
+    """
+    needed, workers = local_bytes(config, shape), config.cluster.workers
+    if needed <= free_bytes:
+        return None
+    each = (needed - RAY_BYTES) / workers
+    rule = (
+        f"takes {needed / GIB:.1f} GiB of this machine's memory, of which {max(0, free_bytes) / GIB:.1f} GiB are free: "
+        f"{RAY_BYTES / GIB:.1f} for Ray and {each / GIB:.2f} for each worker, by the plan's estimate"
+    )
+    fitting = _most_that_fit(config, shape, free_bytes)
+    if fitting:
+        way_out = f"use {fitting}, which fits (a run goes on at any number), or a cluster (cluster.address)"
+    else:
+        way_out = "free memory, use a smaller model or context, or a cluster (cluster.address)"
+    return Problem(path="cluster.workers", value=workers, rule=rule, way_out=way_out)
+
+
+def _most_that_fit(config: Config, shape: ModelShape, free_bytes: int) -> int:
+    """Return the largest number of workers that fits, a multiple of ``parallel.sp_size``; 0 if there is none."""
+    sp_size = config.parallel.sp_size
+    # More processes than this do not fit even if they hold nothing.
+    most = min(config.cluster.workers - 1, max(0, free_bytes - RAY_BYTES) // WORKER_BYTES)
+    for workers in range(most // sp_size * sp_size, 0, -sp_size):
+        fewer = config.model_copy(update={"cluster": config.cluster.model_copy(update={"workers": workers})})
+        if local_bytes(fewer, shape) <= free_bytes:
+            return workers
+    return 0

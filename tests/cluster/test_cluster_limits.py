@@ -1,0 +1,214 @@
+"""What a live cluster can't hold is refused in our words; a node that is lost is awaited, told and given up."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray._private import services
+from ray.cluster_utils import Cluster
+from rich.console import Console
+
+from ray_ulysses.cluster.address import check_address
+from ray_ulysses.cluster.capacity import Node
+from ray_ulysses.cluster.session import cluster_nodes, free_nodes, look_at_cluster, ray_session
+from ray_ulysses.cluster.train_job import _check_capacity
+from ray_ulysses.config import Config
+from ray_ulysses.errors import RunError
+from ray_ulysses.storage.lock import current_owner
+from ray_ulysses.tracking.history import read_history
+from tests.distributed.run_case import make_config, make_corpus
+
+
+@ray.remote(num_cpus=0.9)
+class RayTrainWorker:
+    """Has the name of Ray Train's."""
+
+    def ping(self) -> None: ...
+
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+TIMEOUT_S = 240.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        head = {"num_cpus": 1, "node_ip_address": "127.0.1.1", "object_store_memory": 128 << 20}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            cluster.add_node(num_cpus=1, node_ip_address="127.0.1.2", object_store_memory=128 << 20)
+            cluster.wait_for_nodes()
+            yield cluster
+        finally:
+            cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("data"))
+
+
+def config_for(cluster: Cluster, corpus: Path, folder: Path, **overrides: Any) -> Config:
+    settings = {
+        "run__stop_step": 160, "parallel__sp_size": 1, "cluster__workers": 2, "cluster__cpus_per_worker": 0.9,
+        "cluster__address": cluster.address,
+    }  # fmt: skip
+    return make_config(folder / "runs", corpus, **(settings | overrides))
+
+
+def start(config: Config, folder: Path) -> subprocess.Popen[bytes]:
+    path = folder / "config.yaml"
+    path.write_text(config.to_yaml())
+    command = [sys.executable, "-m", "ray_ulysses", "train", str(path)]
+    with (folder / "log.txt").open("w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def wait_until(holds: Any, what: str, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert process.poll() is None, f"the command ended before {what}"
+        assert time.monotonic() < deadline, f"{what}: not within {TIMEOUT_S} s"
+        time.sleep(0.1)
+
+
+def test_the_head_that_answers_is_taken_and_a_stranger_is_sent_to_a_node(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A canary of Ray 2.60: the head's two services, and how a machine's own nodes are found."""
+    check_address(cluster.address)
+    monkeypatch.setattr(services, "find_node_ids", list)
+    with pytest.raises(RunError) as refused:
+        check_address(cluster.address)
+    assert f"this machine is not one of the 2 nodes of the Ray cluster at {cluster.address}; run" in str(refused.value)
+
+
+def test_nodes_and_workers_are_counted_and_what_can_not_fit_is_refused(
+    cluster: Cluster, corpus: Path, tmp_path: Path
+) -> None:
+    """A canary of Ray 2.60: its table of actors and its nodes that are about to go."""
+    console = Console(record=True, width=200)
+    with ray_session(cluster.address, cpus=0):
+        assert cluster_nodes() == (Node(cpus=1.0, gpus=0.0),) * 2
+        workers = [RayTrainWorker.remote() for _ in range(2)]
+        ray.get([worker.ping.remote() for worker in workers])
+        view = look_at_cluster()
+        assert view is not None and view.workers == 2
+        assert sum(node.cpus for node in free_nodes()) == pytest.approx(0.2)
+
+        refused = {
+            "workers": ({"cluster__workers": 8}, "set cluster.workers=2, which fits"),
+            "GPUs": ({"cluster__gpus_per_worker": 1}, "or set cluster.gpus_per_worker=0 to train on CPUs"),
+            "whole CPUs": ({"cluster__cpus_per_worker": 1.5}, "hold 0: 2 of 1 CPU and 0 GPUs (0)"),
+            "data": ({"data__engine": "ray"}, "cluster.data_cpus=0.25: the workers leave no node"),
+        }
+        for overrides, words in refused.values():
+            with pytest.raises(RunError) as told:
+                _check_capacity(config_for(cluster, corpus, tmp_path, **overrides), console, embedded=False)
+            assert words in str(told.value)
+            assert "nodes that join later are waited for with cluster.wait_for_nodes=true" in str(told.value)
+        waits = config_for(cluster, corpus, tmp_path, cluster__workers=8, cluster__wait_for_nodes=True)
+        _check_capacity(waits, console, embedded=False)
+        assert console.export_text() == ""
+        _check_capacity(config_for(cluster, corpus, tmp_path), console, embedded=False)
+        assert "there is room for 0 at the moment" in console.export_text()
+
+
+def test_gpus_that_no_node_has_are_refused_before_a_worker_starts(
+    cluster: Cluster, corpus: Path, tmp_path: Path
+) -> None:
+    process = start(config_for(cluster, corpus, tmp_path, cluster__gpus_per_worker=1), tmp_path)
+    assert process.wait(TIMEOUT_S) == 1
+    text = (tmp_path / "log.txt").read_text()
+    told = [line for line in text.splitlines() if not line.startswith("elapsed=")]
+    assert len(told) == 1
+    assert told[0].startswith(
+        "error: cluster.workers=2 needs 0.9 CPUs and 1 GPU each (cluster.cpus_per_worker, cluster"
+    )
+    assert "the 2 nodes that are there hold 0: 2 of 1 CPU and 0 GPUs (0); bring nodes with GPUs" in told[0]
+    assert "waiting for 2 workers" not in text
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["waiting for nodes", "workers starting"])
+def test_a_stop_during_the_start_ends_what_was_started(
+    cluster: Cluster, corpus: Path, tmp_path: Path, moment: str, number: signal.Signals
+) -> None:
+    waits = moment == "waiting for nodes"
+    overrides = {"cluster__workers": 8, "cluster__wait_for_nodes": True} if waits else {}
+    config = config_for(cluster, corpus, tmp_path, **overrides)
+    process = start(config, tmp_path)
+    log = tmp_path / "log.txt"
+    try:
+        if waits:
+            wait_until(lambda: "waiting up to" in log.read_text(), "the wait is told", process)
+        else:
+            wait_until(lambda: _train_processes(), "Ray Train starts", process)
+        asked = time.monotonic()
+        process.send_signal(number)
+        assert process.wait(30) == 130, log.read_text()
+        # Five seconds on a machine that does nothing else.
+        assert time.monotonic() - asked < 15
+    finally:
+        process.kill()
+        process.wait()
+    text = log.read_text()
+    assert f"{number.name}: there is no step to save yet; ending what was started" in text
+    assert "interrupted; what is committed stays, the same command resumes" in text
+    assert "Traceback" not in text and "raylet" not in text
+    assert current_owner(config.run_dir) is None
+    deadline = time.monotonic() + 30
+    while _train_processes():
+        assert time.monotonic() < deadline, "what was started outlives the command"
+        time.sleep(0.2)
+
+
+def _train_processes() -> list[psutil.Process]:
+    """Return the processes of Ray Train on this cluster, whose nodes are children of this process."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if "TrainController" in (line := " ".join(process.cmdline())) or "RayTrainWorker" in line:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_a_lost_node_is_awaited_and_given_up_without_a_dump(cluster: Cluster, corpus: Path, tmp_path: Path) -> None:
+    """The last of the module: it takes a node away."""
+    # As long as the workers of a slow machine take to start.
+    config = config_for(cluster, corpus, tmp_path, elastic__worker_start_timeout_s=60.0, data__epochs=20)
+    process = start(config, tmp_path)
+    log = tmp_path / "log.txt"
+    try:
+        wait_until(lambda: read_history(config.run_dir).step >= 3, "step 3", process)
+        (node,) = cluster.worker_nodes
+        cluster.remove_node(node, allow_graceful=False)
+        assert process.wait(TIMEOUT_S) == 1
+    finally:
+        process.kill()
+        process.wait()
+    text = log.read_text()
+    lack = "cluster.workers=2 needs 0.9 CPUs each (cluster.cpus_per_worker); the 1 node that is there holds 1"
+    assert f"s for nodes: {lack}" in text
+    assert f"of cluster.workers=2 workers are there after 60 s (elastic.worker_start_timeout_s): {lack}" in text
+    assert "set cluster.workers=1, which fits" in text
+    assert "; logs of the workers: /tmp/ray/session_" in text
+    assert "the same command resumes from " in text
+    assert read_history(config.run_dir).status == "failed"
+    for word in ("(raylet)", "RAY_TRAIN_", "ScalingConfig", "Traceback", socket.gethostname() + "/"):
+        assert word not in text
+    after = [line for line in text.partition("waiting up to")[2].splitlines() if not line.startswith("elapsed=")]
+    assert len(after) <= 8, text

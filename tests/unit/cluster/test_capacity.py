@@ -1,0 +1,111 @@
+"""What a run asks for is held against nodes in whole workers, and the answer is in the settings' names."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ray_ulysses.cluster.capacity import Demand, Node, places, shortfall, way_out
+from tests.distributed.run_case import make_config
+
+ONE = Demand(workers=4, sp_size=2, cpus=1.0, gpus=0, data_cpus=0.25)
+
+
+def nodes(*sizes: tuple[float, float]) -> list[Node]:
+    return [Node(cpus=cpus, gpus=gpus) for cpus, gpus in sizes]
+
+
+def test_the_demand_is_the_configurations(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path,
+        tmp_path,
+        cluster__workers=4,
+        cluster__cpus_per_worker=0.5,
+        cluster__data_cpus=0.75,
+        data__engine="ray",
+    )
+    demand = Demand.of(config)
+    assert demand == Demand(workers=4, sp_size=2, cpus=0.5, gpus=0, data_cpus=0.75)
+    assert demand.total_cpus == 4 * 0.5 + 2 * 0.75
+    # The local engine reads in the workers themselves.
+    assert Demand.of(make_config(tmp_path, tmp_path, data__engine="local")).data_cpus == 0.0
+
+
+def test_a_cluster_that_holds_the_run_lacks_nothing() -> None:
+    assert shortfall(ONE, nodes((2, 0), (2.5, 0))) is None
+    assert shortfall(ONE, nodes((8, 0))) is None
+    assert shortfall(replace(ONE, cpus=0.1, workers=30, data_cpus=0.0), nodes((3, 0))) is None, (
+        "0.1 x 30 is not below 3"
+    )
+
+
+def test_workers_are_whole() -> None:
+    # Three CPUs in sum, and no node that holds two workers of 1.5.
+    assert places(replace(ONE, cpus=1.5), nodes((2, 0), (2, 0))) == 2
+    # Four GPUs in sum, on a node that has CPUs for one worker.
+    assert places(replace(ONE, gpus=1), nodes((1, 4))) == 1
+
+
+def test_the_shortfall_counts_what_is_there_and_what_is_needed() -> None:
+    there = nodes((1, 0), (1, 0), (0, 0))
+    assert shortfall(ONE, there) == (
+        "cluster.workers=4 needs 1 CPU each (cluster.cpus_per_worker); the 3 nodes "
+        "that are there hold 2: 2 of 1 CPU and 0 GPUs (2), 1 of 0 CPUs and 0 GPUs (0)"
+    )
+    assert way_out(ONE, there) == (
+        "set cluster.workers=2, which fits (a run goes on at any number), or bring more nodes"
+    )
+
+
+def test_the_way_out_keeps_to_multiples_of_sp_size() -> None:
+    demand = replace(ONE, workers=16, sp_size=4)
+    assert "set cluster.workers=4, which fits" in way_out(demand, nodes((7, 0)))
+    assert way_out(demand, nodes((3, 0))) == "bring nodes that hold workers, parallel.sp_size=4 of them at least"
+
+
+def test_gpus_that_no_node_has_are_told() -> None:
+    demand = replace(ONE, gpus=1)
+    assert "needs 1 CPU and 1 GPU each" in str(shortfall(demand, nodes((64, 0))))
+    assert way_out(demand, nodes((64, 0))) == "bring nodes with GPUs, or set cluster.gpus_per_worker=0 to train on CPUs"
+
+
+def test_the_data_stream_needs_cpus_that_no_worker_has() -> None:
+    assert str(shortfall(ONE, nodes((2, 0), (2.1, 0)))).startswith("cluster.data_cpus=0.25: the workers leave no node")
+    assert shortfall(replace(ONE, data_cpus=0.0), nodes((2, 0), (2, 0))) is None
+
+
+def test_no_node_at_all_is_a_shortfall() -> None:
+    assert "the 0 nodes that are there hold 0" in str(shortfall(ONE, []))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_recommended_fits_and_what_fits_is_not_refused(seed: int) -> None:
+    """Random clusters and demands: placed one by one, as Ray would place them."""
+    draw = random.Random(seed)
+    for _ in range(400):
+        demand = Demand(
+            workers=draw.randint(1, 24), sp_size=1, cpus=draw.choice([0.1, 0.25, 0.5, 0.9, 1.0, 3.0]),
+            gpus=draw.randint(0, 1), data_cpus=draw.choice([0.0, 0.25]),
+        )  # fmt: skip
+        there = nodes(*((draw.choice([0, 1, 2, 2.5, 8]), draw.randint(0, 4)) for _ in range(draw.randint(0, 5))))
+        placed = sum(_place(demand, node) for node in there)
+        assert places(demand, there) == placed
+        lack = shortfall(demand, there)
+        if placed < demand.workers:
+            assert lack is not None and f"hold{'s' * (len(there) == 1)} {placed}:" in lack
+            if placed:
+                assert shortfall(replace(demand, workers=placed, data_cpus=0.0), there) is None
+                assert f"cluster.workers={placed}, which fits" in way_out(demand, there)
+        else:
+            assert lack is None or lack.startswith("cluster.data_cpus")
+
+
+def _place(demand: Demand, node: Node) -> int:
+    """Take a worker's ten-thousandths off a node until they don't suffice."""
+    cpus, gpus, number = round(node.cpus * 10_000), node.gpus, 0
+    while cpus >= round(demand.cpus * 10_000) and gpus >= demand.gpus:
+        cpus, gpus, number = cpus - round(demand.cpus * 10_000), gpus - demand.gpus, number + 1
+    return number

@@ -1,0 +1,174 @@
+"""A stop ends a command that has nothing to save at once, and one that has after it was saved."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ray_ulysses.cluster import signals as module
+from ray_ulysses.cluster.signals import StopSignals
+from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.trainer.requests import SAVE_FILE, stop_requested
+
+STARTED = {
+    "event": "attempt_started", "world_size": 1, "sp_size": 1, "dp_size": 1, "nodes": (), "resumed_step": 0,
+    "resumed_from": None,
+}  # fmt: skip
+STEP = {"event": "step", "step": 1, "loss": 1.0, "tokens": 1, "rows": (0, 1), "digest": "0" * 16, "seconds": 1.0}
+STOP = [signal.SIGINT, signal.SIGTERM]
+
+
+def say(journal: AttemptJournal, *records: dict[str, object]) -> None:
+    for record in records:
+        journal.append(record)
+
+
+def received(number: signal.Signals) -> None:
+    """Send this process a signal, and let it arrive."""
+    os.kill(os.getpid(), number)
+    time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The times that this process was told to end, whatever it is doing."""
+    told: list[bool] = []
+    monkeypatch.setattr(module, "_end_in_time", lambda: told.append(True))
+    return told
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def shown(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("number", STOP)
+def test_before_the_workers_start_a_stop_ends_the_command_where_it_is(
+    number: signal.Signals, tmp_path: Path, console: Console
+) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), StopSignals(tmp_path, "one", console):
+        received(number)
+    assert shown(console) == f"{number.name}: there is no step to save yet; ending what was started\n"
+    assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("number", STOP)
+@pytest.mark.parametrize("moment", ["no attempt yet", "started", "a step of an earlier command", "failed", "restarted"])
+def test_a_stop_ends_the_wait_for_a_first_step(
+    number: signal.Signals, moment: str, tmp_path: Path, console: Console
+) -> None:
+    journal = AttemptJournal.claim(tmp_path)
+    with StopSignals(tmp_path, "one", console) as signals:
+        if moment == "a step of an earlier command":
+            say(journal, STARTED, STEP)
+        signals.workers_start()
+        if moment == "started":
+            say(journal, STARTED)
+        elif moment == "failed":
+            say(journal, STARTED, STEP, {"event": "attempt_ended", "reason": "failed: RuntimeError: lost"})
+        elif moment == "restarted":
+            say(journal, STARTED, STEP)
+            journal = AttemptJournal.claim(tmp_path)
+            say(journal, STARTED)
+        signals.check(workers_are_whole=True)
+        received(number)
+        with pytest.raises(KeyboardInterrupt):
+            signals.check(workers_are_whole=True)
+    assert "there is no step to save yet; ending what was started" in shown(console)
+
+
+@pytest.mark.parametrize("number", STOP)
+def test_a_step_is_saved_before_the_command_ends(number: signal.Signals, tmp_path: Path, console: Console) -> None:
+    journal = AttemptJournal.claim(tmp_path)
+    with StopSignals(tmp_path, "one", console) as signals:
+        signals.workers_start()
+        say(journal, STARTED, STEP)
+        signals.check(workers_are_whole=True)
+        received(number)
+        signals.check(workers_are_whole=True)
+        assert stop_requested(tmp_path, "one") == "stop"
+        # It is saved; the workers end, one after another.
+        say(journal, {"event": "attempt_ended", "reason": "stopped"})
+        signals.check(workers_are_whole=True)
+        signals.check(workers_are_whole=False)
+    assert shown(console) == f"{number.name}: saving after this step, then stopping; once more to stop at once\n"
+
+
+def test_a_stop_does_not_wait_for_workers_of_which_one_is_lost(tmp_path: Path, console: Console) -> None:
+    journal = AttemptJournal.claim(tmp_path)
+    with StopSignals(tmp_path, "one", console) as signals:
+        signals.workers_start()
+        say(journal, STARTED, STEP)
+        signals.check(workers_are_whole=True)
+        received(signal.SIGTERM)
+        signals.check(workers_are_whole=True)
+        with pytest.raises(KeyboardInterrupt):
+            signals.check(workers_are_whole=False)
+
+
+def test_two_signals_that_close_together_are_one_and_a_later_one_ends_at_once(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = AttemptJournal.claim(tmp_path)
+    with StopSignals(tmp_path, "one", console) as signals:
+        signals.workers_start()
+        say(journal, STARTED, STEP)
+        signals.check(workers_are_whole=True)
+        received(signal.SIGTERM)
+        received(signal.SIGTERM)
+        monkeypatch.setattr(module, "_SAME_REQUEST_S", -1.0)
+        with pytest.raises(KeyboardInterrupt):
+            received(signal.SIGINT)
+
+
+def test_a_request_to_save_never_ends_the_command(tmp_path: Path, console: Console) -> None:
+    with StopSignals(tmp_path / "run", "one", console) as signals:
+        # Before there is a directory, too, where the signal itself would end the process.
+        received(signal.SIGUSR1)
+        assert "the request to save could not be written" in shown(console)
+        (tmp_path / "run").mkdir()
+        signals.workers_start()
+        received(signal.SIGUSR1)
+        assert (tmp_path / "run" / SAVE_FILE).exists()
+        signals.check(workers_are_whole=False)
+
+
+def test_the_handlers_are_ours_again_after_ray_has_connected(tmp_path: Path, console: Console) -> None:
+    with StopSignals(tmp_path, "one", console) as signals:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signals.workers_start()
+        received(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signals.check(workers_are_whole=True)
+
+
+def test_a_start_that_swallows_the_interrupt_ends_in_time_all_the_same(tmp_path: Path) -> None:
+    script = """
+import contextlib, os, signal, sys, time
+from pathlib import Path
+from rich.console import Console
+from ray_ulysses.cluster.signals import StopSignals
+with StopSignals(Path(sys.argv[1]), "one", Console()):
+    with contextlib.suppress(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+    time.sleep(100)
+"""
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=90, check=False)
+    assert done.returncode == 130
+    assert time.monotonic() - started < 60

@@ -1,0 +1,104 @@
+"""Workers that are missing are awaited for so long and no longer, and the user hears what for."""
+
+from __future__ import annotations
+
+import pytest
+
+from ray_ulysses.cluster.capacity import Demand, Node
+from ray_ulysses.cluster.failures import cause_of
+from ray_ulysses.cluster.worker_watch import ClusterView, WorkersMissing, WorkerWatch
+from ray_ulysses.errors import RunError
+
+DEMAND = Demand(workers=2, sp_size=1, cpus=1.0, gpus=0, data_cpus=0.0)
+NODE = Node(cpus=1.0, gpus=0.0)
+
+
+class Cluster:
+    """A cluster and a clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.time_s, self.view, self.said = 0.0, ClusterView(nodes=(NODE, NODE), workers=0), list[str]()
+        self.watch = WorkerWatch(DEMAND, limit_s=60.0, look=lambda: self.view, say=self.said.append, clock=self)
+
+    def now(self) -> float:
+        raise AssertionError("a wait is measured by the clock that never goes back")
+
+    def monotonic(self) -> float:
+        return self.time_s
+
+    def at(self, time_s: float, num_nodes: int, workers: int) -> None:
+        self.time_s, self.view = time_s, ClusterView(nodes=(NODE,) * num_nodes, workers=workers)
+        self.watch.check()
+
+
+def test_workers_that_start_in_time_are_not_spoken_of() -> None:
+    cluster = Cluster()
+    cluster.at(0, 2, 0)
+    cluster.at(59, 2, 1)
+    assert not cluster.watch.is_whole
+    cluster.at(60, 2, 2)
+    cluster.at(10_000, 2, 2)
+    assert cluster.watch.is_whole and cluster.said == []
+
+
+def test_a_lost_node_is_awaited_told_once_and_given_up_with_its_count() -> None:
+    cluster = Cluster()
+    cluster.at(30, 2, 2)
+    cluster.at(100, 1, 1)
+    assert not cluster.watch.is_whole and cluster.said == []
+    for second in range(101, 160):
+        cluster.at(second, 1, 0)
+    lack = "cluster.workers=2 needs 1 CPU each (cluster.cpus_per_worker); the 1 node"
+    assert cluster.said == [f"waiting up to 58 s for nodes: {lack} that is there holds 1: 1 of 1 CPU and 0 GPUs (1)"]
+    with pytest.raises(RunError) as ended:
+        cluster.at(160, 1, 0)
+    text = str(ended.value)
+    assert text.startswith(
+        f"0 of cluster.workers=2 workers are there after 60 s (elastic.worker_start_timeout_s): {lack}"
+    )
+    assert text.endswith("set cluster.workers=1, which fits (a run goes on at any number), or bring more nodes")
+    assert "RAY_TRAIN" not in text
+
+
+def test_a_node_that_comes_back_begins_the_wait_anew() -> None:
+    cluster = Cluster()
+    cluster.at(1, 2, 2)
+    cluster.at(50, 1, 1)
+    cluster.at(100, 2, 2)
+    cluster.at(110, 1, 1)
+    cluster.at(169, 1, 1)
+    with pytest.raises(RunError):
+        cluster.at(171, 1, 1)
+
+
+def test_workers_that_never_start_on_nodes_that_hold_them_end_the_wait_too() -> None:
+    cluster = Cluster()
+    with pytest.raises(RunError, match=r"0 of cluster\.workers=2 .* the nodes hold them all, so others use"):
+        cluster.at(60, 2, 0)
+
+
+def test_a_head_that_does_not_answer_changes_nothing() -> None:
+    cluster = Cluster()
+    cluster.at(1, 2, 2)
+    cluster.time_s, cluster.watch._look = 5_000.0, lambda: None
+    cluster.watch.check()
+    assert cluster.watch.is_whole
+
+
+def test_the_cluster_is_asked_once_a_second() -> None:
+    cluster = Cluster()
+    asked: list[float] = []
+    cluster.watch._look = lambda: asked.append(cluster.time_s)
+    for tenth in range(1, 51):
+        cluster.time_s = tenth / 10
+        cluster.watch.check()
+    assert len(asked) == 5
+
+
+def test_workers_that_are_given_up_end_the_run_for_good_in_the_same_words() -> None:
+    cluster = Cluster()
+    with pytest.raises(WorkersMissing) as ended:
+        cluster.at(60, 1, 0)
+    cause = cause_of(ended.value)
+    assert (cause.kind, cause.is_final, cause.rank) == ("start", True, None)
+    assert f"{cause.reason}; {cause.way_out}" == str(ended.value)

@@ -1,0 +1,93 @@
+"""A run whose paths mean something else at each submission of a Ray job is refused, with the paths to write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ray_ulysses.cli import app, run
+from ray_ulysses.config import load_config, parse_config
+from ray_ulysses.config.job_paths import refuse_relative_in_job, relative_path_problems
+from ray_ulysses.errors import UserError
+from tests.unit.config.trees import small_tree
+
+JOB = {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}
+HOME = Path("/home/ray")
+UNPACKED = Path("/tmp/ray/session_1/runtime_resources/working_dir_files/_ray_pkg_0f")
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def test_every_setting_that_is_a_path_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    tree = small_tree(
+        run__storage="runs", data__path="corpus", model__path="model", checkpoint__storage="kept",
+        tracking__uri="sqlite:///mlflow.db", memory__nvme_path="swap", model__resume_from="runs/first",
+    )  # fmt: skip
+    found = relative_path_problems(parse_config(tree), tmp_path, JOB)
+    assert {problem.path: problem.value for problem in found} == {
+        "run.storage": "runs",
+        "model.path": "model",
+        "model.resume_from": "runs/first",
+        "data.path": "corpus",
+        "memory.nvme_path": "swap",
+        "checkpoint.storage": "kept",
+        "tracking.uri": "sqlite:///mlflow.db",
+    }
+    assert str(found[0]) == (
+        "run.storage='runs': is relative, and a Ray job's working directory is another one at each submission; write "
+        f"{tmp_path}/runs, if every node sees it, or another absolute path"
+    )
+
+
+def test_sources_are_paths_too() -> None:
+    tree = small_tree(run__storage="/runs", data__path=None, data__sources=[{"path": "/a"}, {"path": "b"}])
+    assert [problem.path for problem in relative_path_problems(parse_config(tree), HOME, JOB)] == [
+        "data.sources.1.path"
+    ]
+
+
+def test_what_a_job_has_unpacked_is_not_recommended() -> None:
+    (problem,) = relative_path_problems(parse_config(small_tree(data__path="/corpus")), UNPACKED, JOB)
+    assert problem.path == "run.storage"
+    assert problem.way_out == "write an absolute path that every node sees, such as /mnt/shared/runs"
+
+
+def test_absolute_paths_homes_stores_and_hub_ids_pass() -> None:
+    tree = small_tree(
+        run__storage="/mnt/shared/runs", data__path="~/corpus", model__path="owner/name",
+        checkpoint__storage="s3://bucket/kept", tracking__uri="http://mlflow:5000",
+    )  # fmt: skip
+    assert relative_path_problems(parse_config(tree), HOME, JOB) == ()
+
+
+def test_outside_of_a_job_relative_paths_are_as_good_as_any() -> None:
+    assert relative_path_problems(parse_config(small_tree()), HOME, {"RAY_ADDRESS": "head:6379"}) == ()
+    refuse_relative_in_job("--out", Path("corpus"), base=HOME, environment={})
+
+
+def test_the_demo_is_refused_in_a_job() -> None:
+    (demo,) = CONFIGS.glob("llama-tiny*.yaml")
+    found = relative_path_problems(load_config(demo), UNPACKED, JOB)
+    assert {problem.path for problem in found} == {"run.storage", "data.path"}
+
+
+def test_what_is_written_to_a_relative_directory_is_refused() -> None:
+    with pytest.raises(UserError) as refused:
+        refuse_relative_in_job("--out", Path("corpus"), base=HOME, environment=JOB)
+    assert str(refused.value).startswith("--out='corpus': is relative, and") and "write /home/ray/corpus" in str(
+        refused.value
+    )
+    refuse_relative_in_job("--out", Path("/corpus"), base=HOME, environment=JOB)
+    refuse_relative_in_job("--out", Path("~/corpus"), base=HOME, environment=JOB)
+
+
+def test_prepare_and_export_refuse_it_before_they_read_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    assert run(app, ["prepare", "no-such-source", "--out", "corpus", "--tokenizer", "bytes"]) == 2
+    assert "error: --out='corpus': is relative, and a Ray job's" in capsys.readouterr().err
+    (tmp_path / "config.yaml").write_text("nothing of use")
+    assert run(app, ["export", str(tmp_path), "--out", "model"]) == 2
+    assert "error: --out='model': is relative, and a Ray job's" in capsys.readouterr().err

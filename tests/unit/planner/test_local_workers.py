@@ -1,0 +1,65 @@
+"""One machine gets as many workers as its memory holds, and the number is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_ulysses.config import Config, load_config
+from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.planner.local_workers import RAY_BYTES, WORKER_BYTES, local_bytes, local_problem
+from ray_ulysses.planner.memory_terms import GIB
+from ray_ulysses.planner.problems import configured_memory
+from tests.distributed.run_case import make_config
+
+DEMO = Path(__file__).parents[3] / "configs" / "llama-tiny_cpu_sp2-dp2_8k.yaml"
+
+
+def sized(config: Config) -> tuple[Config, ModelShape]:
+    assert config.model.config is not None
+    return config, ModelShape.from_config_dict(config.model.config)
+
+
+def tiny(workers: int, sp_size: int = 1, **overrides: Any) -> tuple[Config, ModelShape]:
+    config = make_config(
+        Path("/runs"), Path("/corpus"), cluster__workers=workers, parallel__sp_size=sp_size, **overrides
+    )
+    return sized(config)
+
+
+def test_the_demo_runs_on_a_small_laptop() -> None:
+    config, shape = sized(load_config(DEMO))
+    assert local_problem(config, shape, 6 * GIB) is None
+
+
+def test_dozens_of_workers_are_refused_with_the_number_that_fits() -> None:
+    config, shape = tiny(64)
+    problem = local_problem(config, shape, 16 * GIB)
+    assert problem is not None
+    text = str(problem)
+    assert text.startswith("cluster.workers=64: takes 4") and "16.0 GiB are free: 2.0 for Ray and 0.69 for" in text
+    fitting = int(text.partition("; use ")[2].partition(",")[0])
+    assert 20 <= fitting <= 28
+    assert local_problem(*tiny(fitting), 16 * GIB) is None
+    assert local_problem(*tiny(fitting + 1), 16 * GIB) is not None
+
+
+@pytest.mark.parametrize("sp_size", [2, 4])
+def test_the_number_that_fits_is_a_multiple_of_sp_size(sp_size: int) -> None:
+    text = str(local_problem(*tiny(64, sp_size), local_bytes(*tiny(7)) + WORKER_BYTES // 2))
+    assert f"; use {7 // sp_size * sp_size}, which fits" in text
+
+
+def test_a_machine_that_holds_no_group_is_told_so() -> None:
+    text = str(local_problem(*tiny(4, 4), RAY_BYTES + WORKER_BYTES))
+    assert text.endswith("free memory, use a smaller model or context, or a cluster (cluster.address)")
+    assert "of which 0.0 GiB are free" in str(local_problem(*tiny(1), -GIB))
+
+
+def test_what_the_plan_says_a_worker_holds_counts_and_a_gpus_memory_does_not() -> None:
+    (config, shape), (on_gpu, _) = tiny(2), tiny(2, cluster__gpus_per_worker=1)
+    memory, other = configured_memory(config, shape), configured_memory(on_gpu, shape)
+    assert local_bytes(config, shape) == RAY_BYTES + 2 * (WORKER_BYTES + memory.host_bytes + memory.device_bytes)
+    assert local_bytes(on_gpu, shape) == RAY_BYTES + 2 * (WORKER_BYTES + other.host_bytes)
