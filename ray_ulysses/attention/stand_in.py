@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 DTYPE = torch.float64
 """Of every floating-point tensor of the copy: rounding must not look like a dependence."""
 
-_NOISE_SIZE = 1 << 22
+_LEAST_NOISE = 1 << 16
 _RANK = 8
 _MOST_ELEMENTS = 1 << 24
 _SMALL = 1 << 12
@@ -30,7 +32,10 @@ def stand_in_for(model: nn.Module) -> tuple[Any, torch.Tensor]:
     Args:
         model: A module on any device, its parameters partitioned by ZeRO-3 or not; it is left as it is.
     """
-    noise = torch.randn(_NOISE_SIZE, generator=torch.Generator().manual_seed(5), dtype=DTYPE)
+    longest = max((dim for one in model.parameters() for dim in getattr(one, "ds_shape", one.shape)), default=1)
+    # The thin matrices that stand for the largest parameter are in either half of it.
+    size = max(_LEAST_NOISE, 2 * _RANK * longest)
+    noise = torch.randn(size, generator=torch.Generator().manual_seed(5), dtype=DTYPE)
     memo: dict[int, Any] = {}
     for module in model.modules():
         held = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
@@ -38,7 +43,35 @@ def stand_in_for(model: nn.Module) -> tuple[Any, torch.Tensor]:
             if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
                 memo[id(tensor)] = _copied(tensor, len(memo), noise)
     with torch.no_grad():
-        return deepcopy(model, memo), noise
+        copy = deepcopy(model, memo)
+    for module in copy.modules():
+        forward = vars(module).get("forward")
+        if forward is not None:
+            module.forward = _rebound(forward, memo)
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for number, hook in hooks.items():
+                hooks[number] = _rebound(hook, memo)
+    return copy, noise
+
+
+def _rebound(call: Any, memo: Mapping[int, Any]) -> Any:
+    """Return a call that was put into a module by hand, for the copies of the modules that it holds on to.
+
+    ``deepcopy`` takes a function as it is, so a forward that wraps the module's own would run the one of the model.
+    """
+    if isinstance(call, MethodType):
+        return MethodType(_rebound(call.__func__, memo), memo.get(id(call.__self__), call.__self__))
+    if isinstance(call, partial):
+        return partial(_rebound(call.func, memo), *call.args, **call.keywords)
+    if isinstance(call, FunctionType) and call.__closure__:
+        held = [cell.cell_contents for cell in call.__closure__]
+        if any(one is call for one in held):
+            return call
+        cells = tuple(CellType(_rebound(one, memo)) for one in held)
+        rebound = FunctionType(call.__code__, call.__globals__, call.__name__, call.__defaults__, cells)
+        rebound.__kwdefaults__ = call.__kwdefaults__
+        return rebound
+    return memo.get(id(call), call) if isinstance(call, nn.Module) else call
 
 
 def noise_like(shape: Sequence[int], seed: int, noise: torch.Tensor) -> torch.Tensor:
@@ -185,9 +218,9 @@ def _look_up(table: Any, ids: Any, *_: Any, **__: Any) -> torch.Tensor | None:
     if not isinstance(table, StandIn) or isinstance(ids, StandIn):
         return None
     width = table.shape[1:].numel()
-    rows = table.noise.unfold(0, width, 1) if width <= _NOISE_SIZE // 2 else None
-    if rows is None:
+    if width > table.noise.numel() // 2:
         return None
+    rows = table.noise.unfold(0, width, 1)
     # Negative ids count from the end.
     starts = ((ids % table.shape[0]) * 9973 + table.place) % rows.shape[0]
     return rows[starts].reshape(*ids.shape, *table.shape[1:]).to(table.dtype)

@@ -54,6 +54,17 @@ ARCHITECTURES: dict[str, Callable[..., PreTrainedConfig]] = {
     "gemma3_text": _kind(
         "gemma3_text", head_dim=8, sliding_window=6, layer_types=_ALTERNATING, query_pre_attn_scalar=5
     ),
+    # Heads of another size and number in its global layers, two kinds of RoPE, a second embedding for each layer.
+    "gemma4_text": _kind(
+        "gemma4_text",
+        head_dim=8,
+        sliding_window=6,
+        layer_types=_ALTERNATING,
+        per_layer_config={"1": {"head_dim": 16, "num_key_value_heads": 1}},
+        vocab_size_per_layer_input=VOCAB,
+        hidden_size_per_layer_input=8,
+        num_kv_shared_layers=0,
+    ),
     # Attention sinks, alternating windows, experts with biases.
     "gpt_oss": _kind(
         "gpt_oss", head_dim=8, sliding_window=6, layer_types=_ALTERNATING, num_local_experts=4, **_EXPERTS

@@ -144,6 +144,26 @@ def test_a_window_that_only_the_mask_knows_is_applied(kind: str, settings: dict[
     assert outcome_of(kind, settings) == "equal with a window named"
 
 
+def test_a_compiled_model_has_the_windows_that_only_its_mask_knows() -> None:
+    """Under torch.compile nothing is checked per layer, so the window must be there before."""
+    settings = {"sliding_window": 5, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}
+    config = plain_config("qwen2_moe", **TYPES["qwen2_moe"] | PADDING, **settings)
+    ids = torch.randint(3, VOCAB, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for compiled in (False, True):
+        torch.manual_seed(7)
+        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double()
+        model.set_experts_implementation("eager")
+        called, inputs = model, {"input_ids": ids, "use_cache": False}
+        if compiled:
+            called = torch.compile(apply_ulysses(model, ALONE), backend="aot_eager")
+            inputs = shard_batch(ids, None, None, ALONE).model_inputs()
+        logits = called(**inputs).logits
+        torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).backward()
+        gradients.append(torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None]))
+    assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < 1e-5
+
+
 @pytest.mark.parametrize("window", [1, 2, 6, 100, 4096, None])
 def test_the_window_of_a_mask_is_found(window: int | None) -> None:
     function = masking_utils.causal_mask_function

@@ -1,0 +1,253 @@
+"""The probe sees every operation that puts tokens together outside attention, however it got into the model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+
+from ray_ulysses import apply_ulysses
+from ray_ulysses.attention.probe import LayerAttention, look_through
+from ray_ulysses.attention.refusals import refuse_inexact
+from ray_ulysses.engine.model import refuse_architecture
+from ray_ulysses.errors import UserError
+from tests.unit.attention.meshes import ALONE
+from tests.unit.attention.models import ARCHITECTURES, tiny_model
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads cost more than they bring at these sizes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _along(tokens_BLH: torch.Tensor, layer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Apply what works along the last dim to the tokens."""
+    return layer(tokens_BLH.transpose(1, 2)).transpose(1, 2)
+
+
+def _neighbour(x: torch.Tensor) -> torch.Tensor:
+    return torch.arange(x.shape[1]).sub(1).clamp(min=0)
+
+
+MIXING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mean": lambda x: x.mean(1, keepdim=True),
+    "sum": lambda x: x.sum(dim=-2, keepdim=True) / 9,
+    "sum-of-all": lambda x: x.sum() / 99,
+    "prod": lambda x: x.tanh().add(1.5).prod(1, keepdim=True),
+    "amax": lambda x: x.amax(1, keepdim=True),
+    "max": lambda x: x.max(1, keepdim=True).values,
+    "min-of-all": lambda x: x.min(),
+    "argmax": lambda x: x.argmax(1, keepdim=True).to(x.dtype),
+    "var": lambda x: x.var(1, keepdim=True),
+    "std": lambda x: x.std(1, keepdim=True),
+    "norm": lambda x: x.norm(dim=1, keepdim=True),
+    "logsumexp": lambda x: x.logsumexp(1, keepdim=True),
+    "median": lambda x: x.median(1, keepdim=True).values,
+    "kthvalue": lambda x: x.kthvalue(2, dim=1, keepdim=True).values,
+    "quantile": lambda x: x.quantile(0.3, dim=1, keepdim=True),
+    "softmax": lambda x: x.softmax(1),
+    "cumsum": lambda x: x.cumsum(1) / 9,
+    "cummax": lambda x: x.cummax(1).values,
+    "logcumsumexp": lambda x: x.logcumsumexp(1),
+    "sort": lambda x: x.sort(1).values,
+    "topk": lambda x: x.topk(2, dim=1).values.sum(1, keepdim=True),
+    "flip": lambda x: x.flip(1),
+    "roll": lambda x: x.roll(1, 1),
+    "pad-shift": lambda x: F.pad(x, (0, 0, 1, -1)),
+    "slice-and-pad": lambda x: F.pad(x[:, :-1], (0, 0, 1, 0)),
+    "cat-shift": lambda x: torch.cat([x[:, :1], x[:, :-1]], dim=1),
+    "first-token": lambda x: x[:, :1],
+    "narrow": lambda x: x.narrow(1, 0, 1),
+    "diff": lambda x: torch.diff(x, dim=1, prepend=x[:, :1]),
+    "gather": lambda x: x.gather(1, _neighbour(x)[None, :, None].expand_as(x)),
+    "index": lambda x: x[:, _neighbour(x)],
+    "index-select": lambda x: x.index_select(1, _neighbour(x)),
+    "take-along-dim": lambda x: torch.take_along_dim(x, _neighbour(x)[None, :, None], dim=1),
+    "scatter": lambda x: torch.zeros_like(x).scatter(1, _neighbour(x)[None, :, None].expand_as(x), x),
+    "scatter-add": lambda x: torch.zeros_like(x).scatter_add(1, _neighbour(x)[None, :, None].expand_as(x), x),
+    "index-add": lambda x: torch.zeros_like(x).index_add(1, _neighbour(x), x),
+    "product-of-ones": lambda x: torch.ones(x.shape[1], x.shape[1]).tril() @ x / 9,
+    "einsum": lambda x: torch.einsum("bld,bmd->blm", x, x).mean(-1, keepdim=True),
+    "average-pool": lambda x: _along(x, lambda y: F.avg_pool1d(y, 3, 1, 1)),
+    "max-pool": lambda x: _along(x, lambda y: F.max_pool1d(y, 3, 1, 1)),
+    "convolution": lambda x: _along(x, lambda y: F.conv1d(y, torch.ones(y.shape[1], 1, 3), None, 1, 1, 1, y.shape[1])),
+    "unfold": lambda x: F.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1).mean(-1),
+    "batch-norm": lambda x: _along(x, lambda y: F.batch_norm(y, None, None, training=True)),
+    "group-norm": lambda x: _along(x, lambda y: F.group_norm(y, 4)),
+    "instance-norm": lambda x: _along(x, F.instance_norm),
+    "layer-norm-of-tokens": lambda x: F.layer_norm(x, tuple(x.shape[1:])),
+    "batch-mean": lambda x: x.mean(0, keepdim=True).mean(),
+    "other-row": lambda x: x.flip(0).mean(1, keepdim=True),
+    "interpolate": lambda x: _along(x, lambda y: F.interpolate(y[..., ::2], size=y.shape[-1])),
+    "fourier": lambda x: torch.fft.fft(x, dim=1).real / 9,
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "dropout": lambda x: F.dropout(x, 0.1),
+    "alpha-dropout": lambda x: F.alpha_dropout(x, 0.1, training=True),
+    "noise": lambda x: 0.01 * torch.randn_like(x),
+    "uniform-noise": lambda x: 0.01 * torch.rand(x.shape),
+    "place-in-the-row": lambda x: torch.arange(x.shape[1]).to(x.dtype)[None, :, None] / 9 + 0 * x,
+    "length-of-the-row": lambda x: x * x.shape[1] / 30,
+    "number-of-rows": lambda x: x * x.shape[0],
+    "item": lambda x: x * float(x.mean().item()),
+    "item-branch": lambda x: x if x[0, 0, 0].item() > 1e9 else x.roll(1, 1),
+    "tolist": lambda x: x * float(torch.tensor(x[0, :, 0].tolist()).abs().max()),
+    "nonzero": lambda x: x * len((x[..., 0] > 0).nonzero()) / 9,
+    "host": lambda x: torch.from_numpy(x.numpy().mean(axis=1, keepdims=True)),
+}
+
+
+class Mixing(nn.Module):
+    """A gated MLP's place, taken by an operation beside the identity."""
+
+    def __init__(self, operation: str) -> None:
+        super().__init__()
+        self.operation = operation
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden + MIXING[self.operation](hidden)
+
+
+class MixingLlama(LlamaForCausalLM):
+    """A class of somebody else's, with an operation in its second layer."""
+
+    operation = ""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.layers[1].mlp = Mixing(self.operation)
+
+
+def refusal_of(model: Any) -> str:
+    """Return the text that a model is refused with."""
+    with pytest.raises(UserError, match=r"^llama can't be trained exactly over slices of a row: ") as refused:
+        refuse_inexact(model, model.config, None)
+    return str(refused.value)
+
+
+def test_at_least_forty_operations_are_tried() -> None:
+    assert len(MIXING) >= 40
+
+
+@pytest.mark.parametrize("operation", MIXING)
+def test_an_operation_between_tokens_is_refused_in_a_module_that_is_swapped_in(operation: str) -> None:
+    model = tiny_model(meta=True)
+    model.model.layers[1].mlp = Mixing(operation)
+    refusal_of(model)
+
+
+@pytest.mark.parametrize("operation", ["mean", "roll", "index", "item", "dropout"])
+@pytest.mark.parametrize("way", ["class", "forward", "hook", "experts", "query", "rank-of-values"])
+def test_an_operation_between_tokens_is_refused_however_it_got_into_the_model(operation: str, way: str) -> None:
+    mixing, model = Mixing(operation), tiny_model(num_hidden_layers=3)
+    layer = model.model.layers[1]
+    if way == "class":
+        model = type("Named", (MixingLlama,), {"operation": operation})(ARCHITECTURES["llama"]())
+    elif way == "forward":
+        plain = layer.mlp.forward
+        layer.mlp.forward = MethodType(lambda _, hidden: mixing(plain(hidden)), layer.mlp)
+    elif way == "hook":
+        layer.register_forward_hook(lambda _, __, output: mixing(output))
+    elif way == "experts":
+        layer.mlp = type("SomeExperts", (Mixing,), {})(operation)
+    elif way == "query":
+        layer.self_attn.q_proj = nn.Sequential(layer.self_attn.q_proj, mixing)
+    else:
+        layer.self_attn.v_proj = nn.Sequential(layer.self_attn.v_proj, mixing)
+    refusal_of(model)
+
+
+def test_the_module_that_puts_tokens_together_is_named() -> None:
+    model = tiny_model(meta=True)
+    model.model.layers[1].mlp = Mixing("index-add")
+    assert "what Mixing at model.layers.1.mlp makes of a token depends on other tokens, on its place" in refusal_of(
+        model
+    )
+    model.model.layers[1].mlp = Mixing("amax")
+    assert "an operation outside its attention puts tokens together (amax)" in refusal_of(model)
+
+
+def test_experts_of_one_kind_are_told_from_others() -> None:
+    """Experts alike are looked at once; one whose forward was replaced is not alike."""
+    model = tiny_model("mixtral", num_local_experts=2, num_experts_per_tok=1, num_hidden_layers=3)
+    assert look_through(model).problems == []
+    experts = model.model.layers[2].mlp.experts
+    plain = experts.forward
+    experts.forward = MethodType(lambda _, hidden, *rest: plain(hidden, *rest).roll(1, 0), experts)
+    assert look_through(model).problems
+
+
+@pytest.mark.parametrize("module_or_keyword", ["is_causal", "bias"])
+def test_a_keyword_that_changes_attention_is_refused(module_or_keyword: str) -> None:
+    model = tiny_model()
+    attention = model.model.layers[1].self_attn
+    plain = attention.forward
+    given = {"is_causal": False} if module_or_keyword == "is_causal" else {"bias": torch.zeros(1)}
+    attention.forward = MethodType(lambda _, *args, **kwargs: plain(*args, **kwargs, **given), attention)
+    assert f"LlamaAttention asks its attention for {module_or_keyword}" in refusal_of(model)
+
+
+def test_a_layer_that_makes_its_mask_itself_is_refused() -> None:
+    model = tiny_model()
+    attention = model.model.layers[1].self_attn
+    plain = attention.forward
+
+    def without_mask(_: Any, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        return plain(*args, attention_mask=None, **kwargs)
+
+    attention.forward = MethodType(without_mask, attention)
+    assert "LlamaAttention is handed no causal mask by its model" in refusal_of(model)
+
+    def with_other_mask(_: Any, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        return plain(*args, attention_mask=attention_mask * 2, **kwargs)
+
+    attention.forward = MethodType(with_other_mask, attention)
+    assert "LlamaAttention makes an attention mask of its own" in refusal_of(model)
+
+
+def test_the_model_and_the_run_are_left_as_they_are() -> None:
+    model: Any = tiny_model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    implementation, state, dtype = model.config._attn_implementation, torch.get_rng_state(), torch.get_default_dtype()
+    look_through(model)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert model.config._attn_implementation == implementation
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_default_dtype() == dtype
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_an_applied_model_is_looked_through_again_as_it_was() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = tiny_model(rope_parameters=rope)
+    first = look_through(model)
+    apply_ulysses(model, ALONE)
+    assert look_through(model) == first
+    assert first.layers["model.layers.0.self_attn"] == LayerAttention(
+        num_heads=4, num_kv_heads=2, head_size=8, value_size=8, window=None, has_softcap=False
+    )
+
+
+def test_a_model_of_seventy_billion_parameters_is_looked_through_in_seconds() -> None:
+    config = AutoConfig.for_model(
+        "llama", hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8, vocab_size=128256,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    began = time.process_time()
+    assert look_through(model).problems == []
+    # Five seconds on a quiet machine; neighbours slow the processor's caches too.
+    assert time.process_time() - began < 30
+    assert "ray_ulysses_probe" in AttentionInterface().valid_keys()
+    assert refuse_architecture(config).num_positions is None
