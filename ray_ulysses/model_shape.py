@@ -31,8 +31,9 @@ class ModelShape:
         hidden_size: Width of the residual stream.
         intermediate_size: Width inside the gated MLP.
         num_heads: Query heads.
-        num_kv_heads: Key-value heads; divides ``num_heads``.
-        head_dim: Width of one head.
+        num_kv_heads: Key-value heads; divides ``num_heads``. Of the layer with the most, where layers differ.
+        head_dim: Width of one head; of the layer with the widest, where layers differ.
+        attention_width: Width of the query heads of all layers together.
         vocab_size: Rows of the token embedding.
         tied_embeddings: Whether the output head shares the token embedding's weight.
         layer_parameters: Parameters of one decoder layer.
@@ -47,6 +48,7 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    attention_width: int
     vocab_size: int
     tied_embeddings: bool
     layer_parameters: int
@@ -94,14 +96,20 @@ class ModelShape:
         num_heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
         num_kv_heads = _kv_heads(config, model_type, num_heads, source)
         head_dim = _head_dim(config, model_type, num_heads, hidden, source)
+        num_layers = sizes["num_hidden_layers"]
+        # Per layer: key-value heads and their width.
+        layers = _layer_heads(config, num_layers, (num_kv_heads, head_dim), num_heads, source)
+        query_width = sum(num_heads * dim for _, dim in layers)
+        kv_width = sum(count * dim for count, dim in layers)
         return cls(
             model_type=model_type,
-            num_layers=sizes["num_hidden_layers"],
+            num_layers=num_layers,
             hidden_size=hidden,
             intermediate_size=sizes["intermediate_size"],
             num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
+            num_kv_heads=max(count for count, _ in layers),
+            head_dim=max(dim for _, dim in layers),
+            attention_width=query_width,
             vocab_size=sizes["vocab_size"],
             tied_embeddings=bool(config.get("tie_word_embeddings") or False),
             layer_parameters=_layer_parameters(
@@ -109,8 +117,9 @@ class ModelShape:
                 model_type,
                 hidden,
                 sizes["intermediate_size"],
-                num_heads * head_dim,
-                num_kv_heads * head_dim,
+                # Families whose layers differ are an estimate: a layer of the mean width.
+                query_width // num_layers,
+                kv_width // num_layers,
                 head_dim,
             ),
             is_exact=model_type in EXACT_FAMILIES,
@@ -176,6 +185,36 @@ def _head_dim(config: Mapping[str, Any], model_type: str, num_heads: int, hidden
             "give head_dim, or sizes that divide"
         )
     return hidden // num_heads
+
+
+def _layer_heads(
+    config: Mapping[str, Any], num_layers: int, usual: tuple[int, int], num_heads: int, source: str
+) -> list[tuple[int, int]]:
+    """Return key-value heads and head width of each layer, where a configuration lets layers differ.
+
+    Transformers 5.23 writes what differs as ``per_layer_config``, by the layer's number as a text or not; Gemma 4's own
+    files name the sizes of its full-attention layers.
+    """
+    given = config.get("per_layer_config")
+    if isinstance(given, Mapping):
+        changes = {_layer_number(number, num_layers, source): change for number, change in given.items() if change}
+    else:
+        names = {"num_global_key_value_heads": "num_key_value_heads", "global_head_dim": "head_dim"}
+        full = {own: config[name] for name, own in names.items() if config.get(name) is not None}
+        kinds = config.get("layer_types") or ()
+        changes = {number: full for number, kind in enumerate(kinds) if full and kind == "full_attention"}
+    layers = [usual] * num_layers
+    for number, change in changes.items():
+        layer = {"num_attention_heads": num_heads, **change}
+        kv_heads = _kv_heads(layer, "", num_heads, source) if "num_key_value_heads" in change else usual[0]
+        layers[number] = (kv_heads, _positive_int(layer, "head_dim", source) if "head_dim" in change else usual[1])
+    return layers
+
+
+def _layer_number(number: Any, num_layers: int, source: str) -> int:
+    if not str(number).isdecimal() or int(number) >= num_layers:
+        raise UserError(f"{source}.per_layer_config names layer {number}, and there are {num_layers} layers")
+    return int(number)
 
 
 def _layer_parameters(

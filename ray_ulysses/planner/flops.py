@@ -56,9 +56,9 @@ def step_flops(shape: ModelShape, *, tokens: int, sum_squared_lengths: int) -> f
     """Return the model's floating-point operations for forward and backward over some tokens.
 
     ``6 N`` a token, where N are the parameters that multiply (all but an untied input embedding, which is a lookup),
-    and ``6 L d S^2`` a document of S tokens, where d is the width of all heads: forward, query times key and
-    probability times value take ``2 S^2 d`` each, halved by the causal mask, and backward twice that (PaLM, appendix
-    B, https://arxiv.org/abs/2204.02311, which does not halve it). Recomputed work is not counted.
+    and ``6 d S^2`` a document of S tokens, where d is the width of all layers' heads together: forward, query times
+    key and probability times value take ``2 S^2 d`` each, halved by the causal mask, and backward twice that (PaLM,
+    appendix B, https://arxiv.org/abs/2204.02311, which does not halve it). Recomputed work is not counted.
 
     Args:
         shape: The model.
@@ -66,7 +66,7 @@ def step_flops(shape: ModelShape, *, tokens: int, sum_squared_lengths: int) -> f
         sum_squared_lengths: Sum over documents (their pieces in a row) of the squared length in tokens.
     """
     matrix_parameters = shape.num_parameters - (0 if shape.tied_embeddings else shape.embedding_parameters)
-    attention = 6 * shape.num_layers * shape.num_heads * shape.head_dim * sum_squared_lengths
+    attention = 6 * shape.attention_width * sum_squared_lengths
     return float(6 * matrix_parameters * tokens + attention)
 
 

@@ -173,7 +173,7 @@ def _kept_attention(shape: ModelShape, tokens: int, split: _AttentionSplit, valu
     is_both = split.kept == "both" and split.ulysses_size > 1 and split.chunks == 1
     share = split.heads(shape).imbalance
     # The kernel's layout has the fullest rank's heads; the model's has all heads of this rank's slice.
-    width = shape.num_heads * shape.head_dim * (share + 1 if is_both else share)
+    width = shape.attention_width / shape.num_layers * (share + 1 if is_both else share)
     each = round(width * value + shape.num_heads * share * FP32_BYTES)
     layouts = "in the layouts of kernel and model" if is_both else "in one layout"
     return [

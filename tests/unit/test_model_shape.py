@@ -134,3 +134,46 @@ def test_a_broken_config_is_named(tmp_path, content, text):
 def test_torch_is_not_imported():
     code = "import sys, ray_ulysses.model_shape; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        {"per_layer_config": {"01": {"head_dim": 16, "num_key_value_heads": 1}}},
+        {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+        },
+    ],
+    ids=["per-layer", "gemma4"],
+)
+def test_heads_may_differ_from_layer_to_layer(described):
+    config = {
+        "model_type": "gemma4_text",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "vocab_size": 61,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    shape = ModelShape.from_config_dict({**config, **described})
+    assert (shape.head_dim, shape.num_kv_heads) == (16, 2)
+    assert shape.attention_width == 4 * (8 + 16 + 8)
+    assert ModelShape.from_config_dict(config).attention_width == 4 * 3 * 8
+
+
+def test_a_layer_that_is_not_there_can_not_differ():
+    config = {
+        "model_type": "gemma4_text",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "vocab_size": 61,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "per_layer_config": {"2": {"head_dim": 16}},
+    }
+    with pytest.raises(UserError, match=r"per_layer_config names layer 2, and there are 2 layers"):
+        ModelShape.from_config_dict(config)
