@@ -62,8 +62,8 @@ def ray_session(address: str | None, *, cpus: float, environment: dict[str, str]
         else:
             _start_embedded(cpus, options)
     except SystemExit as error:
-        # While it connects, Ray answers a SIGTERM so; it is a stop like any other.
-        ray.shutdown()
+        # While it connects, Ray answers a SIGTERM so; it is a stop like any other. What is half connected can't be shut
+        # down without a crash, and ends with this process.
         raise KeyboardInterrupt from error
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = f"the Ray cluster at {target}" if target else "an embedded Ray"
