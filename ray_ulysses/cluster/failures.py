@@ -72,7 +72,18 @@ def cause_of(error: BaseException) -> Cause:
         return root_cause([rank_error(rank, one) for rank, one in failures.items()], is_final=is_final)
     if isinstance(error, WorkersMissing):
         return Cause(kind="start", reason=error.reason, rank=None, way_out=error.way_out, is_final=True)
-    inner = error.controller_failure if isinstance(error, ControllerError) else error
+    if isinstance(error, RayActorError):
+        return Cause(
+            kind="controller",
+            reason=f"Ray Train's controller was lost ({lost(0, str(error)).what})",
+            rank=None,
+            way_out="where nobody killed it, the kernel did when memory ran out (`dmesg` on this node says so)",
+        )
+    return _cause_beside(error.controller_failure if isinstance(error, ControllerError) else error)
+
+
+def _cause_beside(inner: BaseException) -> Cause:
+    """Return why workers could not be started or supervised, from what their controller met."""
     if isinstance(inner, WorkerGroupStartupTimeoutError):
         return Cause(
             kind="start",

@@ -9,14 +9,16 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 
 from ray_ulysses.config import Config
 from ray_ulysses.tracking.events import AttemptEnded, AttemptStarted
+from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.journal_reader import read_events
-from tests.cluster.test_train_job import TIMEOUT_S, Command, start, wait_for_step, worker_processes
+from tests.cluster.test_train_job import TIMEOUT_S, Command, _cmdline, start, wait_for_step, worker_processes
 from tests.distributed.run_case import make_config, make_corpus
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -100,3 +102,30 @@ def check_mlflow(config: Config) -> None:
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FAILED"
     assert "killed by signal 9" in run.data.tags["failure.reason"]
+
+
+def _kill_controller() -> None:
+    """Kill the controller of the command's own Ray Train with SIGKILL."""
+    found = psutil.Process().children(recursive=True)
+    (controller,) = [process for process in found if "TrainController" in " ".join(_cmdline(process))]
+    os.kill(controller.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_the_death_of_ray_trains_controller_is_survived_by_the_command(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=30, parallel__sp_size=2, cluster__workers=2,
+        cluster__cpus_per_worker=0.25, checkpoint__every_steps=5, elastic__max_failures=1,
+    )  # fmt: skip
+    command = start(config, tmp_path / "run")
+    try:
+        wait_for_step(config, 7)
+        _kill_controller()
+        assert command.wait() == 0, command.text
+    finally:
+        command.kill()
+    text = command.text
+    assert "Ray Train's controller was lost (killed by signal 9); restarting from step 5" in text, text
+    assert "failure 1 of 1" in text and "Traceback" not in text and "StackTrace" not in text, text
+    history = read_history(config.run_dir)
+    assert history.status == "finished" and history.step == 30 and history.missing_steps == ()

@@ -59,7 +59,7 @@ def test_a_node_that_was_taken_away_is_no_failure() -> None:
         (ControllerError(WorkerGroupStartupTimeoutError(4)), "start", "4 workers did not start in time"),
         (ControllerError(RayActorError("a", RAY_DUMP)), "start", "lost while the workers started (killed by signal 9)"),
         (ControllerError(RuntimeError("init_process_group\nat")), "controller", "RuntimeError: init_process_group"),
-        (ActorDiedError(), "start", "lost while the workers started"),
+        (RayActorError("a", RAY_DUMP), "controller", "Ray Train's controller was lost (killed by signal 9)"),
         (ConnectionError("the raylet is gone"), "controller", "ConnectionError: the raylet is gone"),
     ],
 )  # fmt: skip
