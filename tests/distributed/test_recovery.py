@@ -102,6 +102,7 @@ def test_one_step_from_the_same_state_has_the_same_loss_at_another_layout(
             assert abs(ours[step] - losses[step]) / losses[step] <= 1e-5
 
 
+@pytest.mark.timeout(900)
 def test_the_last_step_may_be_short_and_every_row_is_trained_on_once(corpus: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path, corpus, data__rows_per_step=400, run__stop_step=None, checkpoint__every_steps=None)
     assert run(config, "all")[0] == "finished"
