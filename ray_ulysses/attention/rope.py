@@ -72,7 +72,7 @@ def _wrap(module: Any, current: CurrentBatch) -> None:
             return plain(x, position_ids, **kwargs)
         assert current.batch is not None
         if kind == "longrope":
-            return _longrope(module, plain, x, position_ids, current.batch, layer_type, kwargs)
+            return _longrope(module, plain, x, position_ids, current.batch, kwargs)
         return _dynamic_ntk(module, plain, x, position_ids, current.batch, kwargs)
 
     module.forward = forward_per_document
@@ -84,11 +84,12 @@ def _longrope(
     x: torch.Tensor,
     position_ids_BL: torch.Tensor,
     batch: ShardedBatch,
-    layer_type: str | None,
     kwargs: dict[str, Any],
 ) -> Any:
     """Two sets of frequencies: one up to the original length, one for every longer document."""
-    parameters = module.config.rope_parameters if layer_type is None else module.config.rope_parameters[layer_type]
+    parameters = module.config.rope_parameters
+    if "layer_type" in kwargs:
+        parameters = parameters[kwargs["layer_type"]]
     original = parameters["original_max_position_embeddings"]
     rotary = _of_length(original, plain, x, position_ids_BL, kwargs)
     longest = batch.documents.max_position + 1
