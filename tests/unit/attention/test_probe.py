@@ -173,8 +173,24 @@ def test_the_module_that_puts_tokens_together_is_named() -> None:
     assert "what Mixing at model.layers.1.mlp makes of a token depends on other tokens, on its place" in refusal_of(
         model
     )
-    model.model.layers[1].mlp = Mixing("amax")
-    assert "an operation outside its attention puts tokens together (amax)" in refusal_of(model)
+
+
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [
+        ("first-token", "slice"),
+        ("unfold", "constant_pad_nd"),
+        ("cumsum", "cumsum"),
+        ("mean", "mean"),
+        ("min-of-all", "min"),
+        ("product-of-ones", "bmm"),
+        ("convolution", "convolution"),
+    ],
+)
+def test_an_operation_along_the_tokens_is_named(operation: str, name: str) -> None:
+    model = tiny_model(meta=True)
+    model.model.layers[1].mlp = Mixing(operation)
+    assert f"an operation outside its attention puts tokens together ({name})" in refusal_of(model)
 
 
 def test_experts_of_one_kind_are_told_from_others() -> None:
