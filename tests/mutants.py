@@ -266,7 +266,7 @@ MUTANTS = (
         name="the probe tries rows of one length only",
         file="ray_ulysses/attention/probe.py",
         old="_OTHER_ROWS = (2, 23)\n",
-        new="_OTHER_ROWS = (1, TOKENS)\n",
+        new="_OTHER_ROWS = (2, TOKENS)\n",
         killer="tests/unit/attention/test_probe.py::"
         "test_an_operation_between_tokens_is_refused_in_a_module_that_is_swapped_in[length-of-the-row]",
     ),
