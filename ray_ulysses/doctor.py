@@ -11,7 +11,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,6 +26,7 @@ _SUPPORTED_PYTHON = ((3, 11), (3, 13))
 _REQUIRED = ("torch", "ray", "deepspeed", "transformers", "mlflow", "pyarrow", "safetensors")
 _LEAST_SHARED_MEMORY_GIB = 1.0
 _LEAST_DISK_GIB = 10.0
+_NAME_WIDTH = len("shared memory")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,26 +46,33 @@ class Check:
     way_out: str = ""
 
 
-def check_machine(storage: Path | str | None = None) -> tuple[Check, ...]:
+def check_machine(storage: Path | str | None = None) -> Iterator[Check]:
     """Look at everything on this machine that needs no cluster; imports the heavy packages, one after another.
 
     Args:
         storage: Location of runs or checkpoints to check too: a directory, made if absent, or an object store's URI.
+
+    Yields:
+        Each check when it is made: all of them take half a minute on a slow machine.
     """
-    checks: list[Check] = [check_python(sys.version_info[:2])]
-    checks += [check_import(name) for name in _REQUIRED]
-    checks += [*check_accelerator(), check_flash_attention()]
-    checks.append(check_shared_memory(Path("/dev/shm")))
-    if all(check.level != "fail" for check in checks):
+    yield check_python(sys.version_info[:2])
+    is_complete = True
+    for name in _REQUIRED:
+        check = check_import(name)
+        is_complete &= check.level != "fail"
+        yield check
+    yield from check_accelerator()
+    yield check_flash_attention()
+    yield check_shared_memory(Path("/dev/shm"))
+    if is_complete:
         # Without its packages it can't start, and what is missing has been said.
-        checks.append(check_exactness())
+        yield check_exactness()
     if storage is not None:
-        checks.append(check_run_storage(storage))
+        yield check_run_storage(storage)
         with contextlib.suppress(UserError):
             # A bucket has no size, and what is no location has been said.
             if isinstance(location := parse_location(storage), Path):
-                checks.append(check_free_disk(location))
-    return tuple(checks)
+                yield check_free_disk(location)
 
 
 def exit_code(checks: Iterable[Check]) -> int:
@@ -72,18 +80,17 @@ def exit_code(checks: Iterable[Check]) -> int:
     return 1 if any(check.level == "fail" for check in checks) else 0
 
 
-def render_checks(checks: Iterable[Check]) -> str:
-    """Return a line for each check, its way out below it, and a closing line."""
-    found = list(checks)
-    width = max((len(check.name) for check in found), default=0)
-    lines = []
-    for check in found:
-        lines.append(f"{check.level:<4}  {check.name:<{width}}  {check.detail}")
-        if check.way_out:
-            lines.append(f"{'':<{width + 8}}-> {check.way_out}")
-    failed, warned = (sum(check.level == level for check in found) for level in ("fail", "warn"))
+def render_check(check: Check) -> str:
+    """Return a check's line, and its way out below it."""
+    line = f"{check.level:<4}  {check.name:<{_NAME_WIDTH}}  {check.detail}"
+    return f"{line}\n{'':<{_NAME_WIDTH + 8}}-> {check.way_out}" if check.way_out else line
+
+
+def render_sum(checks: Sequence[Check]) -> str:
+    """Return the closing line."""
+    failed, warned = (sum(check.level == level for check in checks) for level in ("fail", "warn"))
     state = "not ready" if failed else "ready"
-    return "\n".join([*lines, f"{state}: {failed} failed, {warned} warned, {len(found)} looked at"])
+    return f"{state}: {failed} failed, {warned} warned, {len(checks)} looked at"
 
 
 def check_python(version: tuple[int, ...]) -> Check:

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
 
 from ray_ulysses.cluster.session import ray_session
-from ray_ulysses.doctor import Check, check_machine, exit_code, render_checks
+from ray_ulysses.doctor import Check, check_machine, exit_code, render_check, render_sum
 from ray_ulysses.errors import RunError, UserError
 
 
 def run_doctor(*, storage: str | None, address: str | None, say: Callable[[str], Any]) -> bool:
-    """Look at machine and cluster and say what was found; returns whether a run can start."""
-    checks = [*check_machine(storage)]
+    """Look at machine and cluster and say each thing when it is found; returns whether a run can start."""
+    found = []
+    for check in _checks(storage, address):
+        say(render_check(check))
+        found.append(check)
+    say(render_sum(found))
+    return exit_code(found) == 0
+
+
+def _checks(storage: str | None, address: str | None) -> Iterator[Check]:
     if address is not None or os.environ.get("RAY_ADDRESS"):
-        checks.append(_check_cluster(address))
-    say(render_checks(checks))
-    return exit_code(checks) == 0
+        # First: a cluster that can't be reached is known in seconds.
+        yield _check_cluster(address)
+    yield from check_machine(storage)
 
 
 def _check_cluster(address: str | None) -> Check:

@@ -45,6 +45,7 @@ class StopSignals:
         self._run_dir, self._session, self._console = run_dir, session, console
         self._asked_at: float | None = None
         self._has_workers = False
+        self._is_ending = False
         self._steps = UnsavedSteps(run_dir)
         self._before: dict[int, Any] = {}
 
@@ -81,7 +82,8 @@ class StopSignals:
         if not workers_are_whole:
             self._steps.lost()
         self._steps.look()
-        if self._asked_at is not None and not self._steps.are_there:
+        # Once it is said that there is nothing to save, a first step that is done since changes nothing.
+        if self._is_ending or (self._asked_at is not None and not self._steps.are_there):
             _end_in_time()
             raise KeyboardInterrupt
 
@@ -93,6 +95,7 @@ class StopSignals:
             return
         self._asked_at = now
         if not self._steps.are_there:
+            self._is_ending = True
             self._say(f"{name}: there is no step to save yet; ending what was started")
             _end_in_time()
             if not self._has_workers:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ray_ulysses import doctor
-from ray_ulysses.doctor import Check, check_import, check_python, exit_code, render_checks
+from ray_ulysses.doctor import Check, check_import, check_python, exit_code, render_check, render_sum
 
 
 @pytest.mark.parametrize(("version", "level"), [((3, 10), "fail"), ((3, 11), "ok"), ((3, 13), "ok"), ((3, 14), "fail")])
@@ -77,14 +77,19 @@ def test_one_failure_decides_the_exit_code():
 def test_checks_are_lines_that_end_with_the_sum():
     checks = [
         Check(name="python", level="ok", detail="3.11"),
-        Check(name="flash-attn", level="fail", detail="broken", way_out="reinstall it"),
+        Check(name="shared memory", level="fail", detail="broken", way_out="repair it"),
     ]
-    assert render_checks(checks).splitlines() == [
-        "ok    python      3.11",
-        "fail  flash-attn  broken",
-        "                  -> reinstall it",
-        "not ready: 1 failed, 0 warned, 2 looked at",
+    assert [line for check in checks for line in render_check(check).splitlines()] == [
+        "ok    python         3.11",
+        "fail  shared memory  broken",
+        "                     -> repair it",
     ]
+    assert render_sum(checks) == "not ready: 1 failed, 0 warned, 2 looked at"
+
+
+def test_a_check_is_said_before_the_next_one_is_made(monkeypatch):
+    monkeypatch.setattr(doctor, "check_import", lambda name: pytest.fail("it takes seconds"))
+    assert next(iter(doctor.check_machine())).name == "python"
 
 
 @pytest.mark.parametrize("ok", [True, False])

@@ -13,10 +13,12 @@ from threading import Thread
 import pytest
 from ray._private import worker
 
+from ray_ulysses.cluster import doctor_command
 from ray_ulysses.cluster.address import check_address
-from ray_ulysses.cluster.doctor_command import _check_cluster
+from ray_ulysses.cluster.doctor_command import _check_cluster, run_doctor
 from ray_ulysses.cluster.quiet import quiet_errors
 from ray_ulysses.cluster.session import ray_session
+from ray_ulysses.doctor import Check
 from ray_ulysses.errors import RunError, UserError
 from tests.distributed.harness import free_port
 
@@ -94,6 +96,19 @@ def test_the_doctor_says_so_of_the_address_in_the_environment(monkeypatch: pytes
     assert time.monotonic() - started < 10
     assert (check.name, check.level) == ("cluster", "fail")
     assert "no Ray head answers" in check.detail and "Connection refused" in check.detail
+
+
+def test_the_doctor_says_it_before_anything_else_and_each_check_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def machine(storage: str | None) -> Iterator[Check]:
+        assert len(said) == 1 and said[0].startswith("fail  cluster        no Ray head answers at 127.0.0.1:")
+        yield Check(name="python", level="ok", detail="3.11")
+        assert said[1:] == ["ok    python         3.11"]
+
+    monkeypatch.setattr(doctor_command, "check_machine", machine)
+    assert not run_doctor(storage=None, address=f"127.0.0.1:{free_port()}", say=said.append)
+    assert said[2:] == ["not ready: 1 failed, 0 warned, 2 looked at"]
 
 
 def test_ray_prints_nothing_of_its_nodes_within_a_session(capsys: pytest.CaptureFixture[str]) -> None:

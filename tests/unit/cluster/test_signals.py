@@ -92,6 +92,22 @@ def test_a_stop_ends_the_wait_for_a_first_step(
 
 
 @pytest.mark.parametrize("number", STOP)
+def test_a_first_step_that_is_done_after_the_stop_does_not_delay_it(
+    number: signal.Signals, tmp_path: Path, console: Console
+) -> None:
+    journal = AttemptJournal.claim(tmp_path)
+    with StopSignals(tmp_path, "one", console) as signals:
+        signals.workers_start()
+        say(journal, STARTED)
+        signals.check(workers_are_whole=True)
+        received(number)
+        say(journal, STEP)
+        with pytest.raises(KeyboardInterrupt):
+            signals.check(workers_are_whole=True)
+    assert stop_requested(tmp_path, "one") is None
+
+
+@pytest.mark.parametrize("number", STOP)
 def test_a_step_is_saved_before_the_command_ends(number: signal.Signals, tmp_path: Path, console: Console) -> None:
     journal = AttemptJournal.claim(tmp_path)
     with StopSignals(tmp_path, "one", console) as signals:
