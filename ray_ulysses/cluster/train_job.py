@@ -99,7 +99,7 @@ def train(prepared: PreparedRun, view: ProgressView, started: float) -> TrainRes
         checkpoint_lock(config) as lease,
     ):
         if lock.taken_over_from is not None:
-            console.print(f"taken over from {lock.taken_over_from}, which ended without a word", soft_wrap=True)
+            console.print(f"taken over from {lock.taken_over_from}, which ended without releasing it", soft_wrap=True)
         # Once more: another command may have started the run between the check and the lock.
         check_resume(prepared)
         history = settle_completed(prepared)

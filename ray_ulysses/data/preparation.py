@@ -141,22 +141,11 @@ def preparing(request: PrepareRequest, patience: Patience | None = None) -> Iter
         yield patience.call_or_fail(out, lambda: _preparation(plan, is_complete=is_complete))
 
 
-def begin(request: PrepareRequest) -> Preparation:
-    """Do as ``preparing`` does, without keeping the directory: says what there is to do, and what is wrong.
-
-    Raises:
-        UserError: As ``preparing`` does.
-        RunError: As ``preparing`` does.
-    """
-    with preparing(request) as preparation:
-        return preparation
-
-
 def finish(preparation: Preparation, results: tuple[UnitResult, ...], patience: Patience | None = None) -> Corpus:
     """Merge the units' notes and commit the corpus by writing ``corpus.json``.
 
     Args:
-        preparation: What ``begin`` returned.
+        preparation: What ``preparing`` gave.
         results: The results of all units, in any order.
         patience: How long to wait for the storage of the corpus.
 
@@ -194,8 +183,8 @@ def prepare_local(
     """Prepare a corpus in this process, one unit after another; the same files as through Ray.
 
     Raises:
-        UserError: As ``begin`` and ``finish`` do, and for a file that can't be read.
-        RunError: As ``begin``, ``write_unit`` and ``finish`` do.
+        UserError: As ``preparing`` and ``finish`` do, and for a file that can't be read.
+        RunError: As ``preparing``, ``write_unit`` and ``finish`` do.
     """
     patience = patience if patience is not None else Patience()
     with preparing(request, patience) as preparation:

@@ -81,7 +81,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewestAttempt:
-    """What the journal knows of an attempt that has ended without a word.
+    """What the journal knows of an attempt whose end is not recorded.
 
     Attributes:
         attempt: Its number.

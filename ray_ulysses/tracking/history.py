@@ -72,7 +72,7 @@ class AttemptRecord:
         ring_size: Ring part of ``sp_size``; 1 in the journal of a version that had no ring.
         first_step: First step it completed; None if none.
         last_step: Last step it completed; None if none.
-        reason: Why it ended; None while it runs or if it died without a word.
+        reason: Why it ended; None while it runs, and if its end was not recorded.
         rank: Where it was ended by a failure, the rank that it began on; else None.
         node: That rank's node, where it is known.
         seconds_to_first_step: To the end of its first step, from the start of its command, or from the last record of

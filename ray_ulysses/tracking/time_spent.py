@@ -118,7 +118,7 @@ class TimeLedger:
         return TimeSpent(**parts)
 
     def _command_of(self, event: Event) -> _Command:
-        """Return the command that an event is of; one that says no word of it is of the command before."""
+        """Return the command that an event is of; one that names none is of the command before."""
         before = self._command
         said = event if isinstance(event, OfCommand) else None
         session = self._session if said is None or said.session is None else said.session

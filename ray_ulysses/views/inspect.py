@@ -97,7 +97,7 @@ def _attempt(number: int, attempt: AttemptRecord) -> tuple[str, ...]:
     steps = "-" if attempt.first_step is None else f"{attempt.first_step}-{attempt.last_step}"
     first = "-" if attempt.seconds_to_first_step is None else duration(attempt.seconds_to_first_step)
     sizes = (str(attempt.world_size), str(attempt.sp_size), str(attempt.dp_size))
-    return (str(number), *sizes, steps, first, (attempt.reason or "no word of its end").partition("\n")[0])
+    return (str(number), *sizes, steps, first, (attempt.reason or "end not recorded").partition("\n")[0])
 
 
 def _titled(name: str, shown: int, total: int) -> str:

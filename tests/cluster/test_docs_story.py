@@ -152,6 +152,7 @@ def _answers(address: str) -> bool:
 
 
 def test_the_tutorial_goes_from_the_demo_over_a_kill_to_the_mlflow_page(place: Path) -> None:
+    (place / _LARGE).write_text((ROOT / _LARGE).read_text())
     for name, text in ((_DEMO, (ROOT / _DEMO).read_text()), ("mine.yaml", _block("yaml"))):
         text = re.sub("8192|4096", "512", text)
         (place / name).write_text(text.replace("eval_fraction: 0.01", "eval_fraction: 0.1"))

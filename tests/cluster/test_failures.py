@@ -91,7 +91,7 @@ def check_inspect(config: Config, folder: Path) -> None:
     assert ["killed by signal 9" in attempt["reason"] for attempt in printed["attempts"]] == [True, True]
     command = Command("inspect", config.run_dir, log=folder / "inspect.txt")
     assert command.wait() == 0
-    assert "what to do" in command.text and "no word of its end" not in command.text
+    assert "what to do" in command.text and "end not recorded" not in command.text
 
 
 def check_mlflow(config: Config) -> None:

@@ -13,13 +13,13 @@ import pytest
 
 from ray_ulysses.cluster.prepare_job import prepare
 from ray_ulysses.data.corpus import Corpus
-from ray_ulysses.data.preparation import PrepareProgress, PrepareRequest, begin, prepare_local
+from ray_ulysses.data.preparation import PrepareProgress, PrepareRequest, prepare_local
 from ray_ulysses.data.sources import SourceSpec
 from ray_ulysses.data.tokenizers import load_tokenizer
 from ray_ulysses.data.unit_writer import write_unit
 from ray_ulysses.errors import RunError, UserError
 from tests.cluster.local_ray import local_ray
-from tests.unit.data.corpora import varied_texts, write_texts
+from tests.unit.data.corpora import begin, varied_texts, write_texts
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 

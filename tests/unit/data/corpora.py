@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus import Corpus
-from ray_ulysses.data.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.preparation import Preparation, PrepareRequest, prepare_local, preparing
 from ray_ulysses.data.sources import SourceSpec
 from ray_ulysses.data.spans import LabelSpans
 
@@ -34,6 +34,12 @@ class MemoryStore:
 
     def label_mask(self, document: int, first: int, last: int) -> NDArray[np.bool_] | None:
         return None if self.spans is None else self.spans.mask(document, first, last)
+
+
+def begin(request: PrepareRequest) -> Preparation:
+    """Say what there is to do, and what is wrong, without keeping the directory."""
+    with preparing(request) as preparation:
+        return preparation
 
 
 def write_texts(directory: Path, texts: Sequence[str]) -> Path:

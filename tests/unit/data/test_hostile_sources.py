@@ -16,9 +16,10 @@ import pytest
 
 from ray_ulysses.cluster import prepare_job
 from ray_ulysses.data.corpus import Corpus
-from ray_ulysses.data.preparation import PrepareRequest, begin, prepare_local
+from ray_ulysses.data.preparation import PrepareRequest, prepare_local
 from ray_ulysses.data.sources import SourceSpec
 from ray_ulysses.errors import RunError, UserError
+from tests.unit.data.corpora import begin
 from tests.unit.data.test_chat import CHATML, TOOL_BLOCK, chat_tokenizer
 from tests.unit.data.test_supervision import reasons_of
 

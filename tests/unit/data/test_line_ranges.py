@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 from ray_ulysses.data.corpus import Corpus
 from ray_ulysses.data.line_ranges import LineCounts, cut_bytes, number_lines, range_lines
 from ray_ulysses.data.merge import Duplicates
-from ray_ulysses.data.preparation import PrepareRequest, begin, prepare_local
+from ray_ulysses.data.preparation import PrepareRequest, prepare_local
 from ray_ulysses.data.sources import SourceSpec
 from ray_ulysses.data.tokenizers import load_tokenizer
 from ray_ulysses.data.unit_writer import write_unit
 from ray_ulysses.errors import UserError
+from tests.unit.data.corpora import begin
 
 WHOLE = 1 << 30
 

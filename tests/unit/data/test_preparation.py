@@ -19,12 +19,12 @@ from ray_ulysses.data.corpus import Corpus
 from ray_ulysses.data.directory_lock import directory_lock
 from ray_ulysses.data.merge import entropy_nats
 from ray_ulysses.data.patience import Patience
-from ray_ulysses.data.preparation import PrepareProgress, PrepareRequest, begin, prepare_local, preparing
+from ray_ulysses.data.preparation import PrepareProgress, PrepareRequest, prepare_local, preparing
 from ray_ulysses.data.sources import SourceSpec, Unit
 from ray_ulysses.data.tokenizers import Tokenizer, load_tokenizer
 from ray_ulysses.data.unit_writer import UnitResult, write_unit
 from ray_ulysses.errors import UserError
-from tests.unit.data.corpora import varied_texts, write_texts
+from tests.unit.data.corpora import begin, varied_texts, write_texts
 from tests.unit.data.test_tokenizers import fast_tokenizer
 
 

@@ -13,12 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from ray_ulysses.data.corpus import Corpus
-from ray_ulysses.data.preparation import PrepareRequest, begin, prepare_local
+from ray_ulysses.data.preparation import PrepareRequest, prepare_local
 from ray_ulysses.data.quarantine import reason_class
 from ray_ulysses.data.repeats import first_of_same_content, refuse_repeats
 from ray_ulysses.data.sources import SourceSpec
 from ray_ulysses.errors import UserError
-from tests.unit.data.corpora import varied_texts, write_texts
+from tests.unit.data.corpora import begin, varied_texts, write_texts
 from tests.unit.data.test_supervision import reasons_of
 from tests.unit.data.test_tokenizers import fast_tokenizer
 

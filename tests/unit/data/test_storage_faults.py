@@ -14,10 +14,10 @@ import pytest
 
 from ray_ulysses.cluster import prepare_job
 from ray_ulysses.data.patience import StorageAwayError, transient_cause
-from ray_ulysses.data.preparation import PrepareRequest, begin, prepare_local
+from ray_ulysses.data.preparation import PrepareRequest, prepare_local
 from ray_ulysses.data.sources import SourceSpec, list_units
 from ray_ulysses.errors import RunError, UserError
-from tests.unit.data.corpora import write_texts
+from tests.unit.data.corpora import begin, write_texts
 from tests.unit.data.test_patience import SleepingClock, patience_of
 
 ROOT = Path(__file__).parents[3]
