@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -126,7 +127,7 @@ class RunHistory:
         goodput: Share of `time_spent` that went into steps that count; None before the first of them.
         time_spent: Seconds of the run's commands, from their start, by what they went into.
         failure: What has ended the run, if that was a failure which its command lived to tell.
-        missing_steps: Steps below `step` of which the journal has no record; empty in a sound run.
+        missing_steps: First and last of each stretch of steps that the journal has no record of; empty in a sound run.
         damaged_records: The journal's damaged lines, each in words; empty in a sound run.
     """
 
@@ -143,13 +144,12 @@ class RunHistory:
     goodput: float | None
     time_spent: TimeSpent = field(default_factory=TimeSpent)
     failure: Failure | None = None
-    missing_steps: tuple[int, ...] = ()
+    missing_steps: tuple[tuple[int, int], ...] = ()
     damaged_records: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that ``ray-ulysses inspect RUN --json`` prints."""
         fields: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        del fields["missing_steps"]
         fields["time_spent"] = self.time_spent.to_json()
         for step in fields["steps"]:
             for name, value in step.items():
@@ -216,7 +216,7 @@ def build_history(
         goodput=spent.goodput,
         time_spent=spent,
         failure=failure,
-        missing_steps=tuple(step for step in range(before.step + 1, last) if step not in kept),
+        missing_steps=_gaps([before.step, *(step.step for step in ordered if step.step > before.step)]),
         damaged_records=tuple(str(record) for record in journal.damaged),
     )
 
@@ -262,6 +262,11 @@ def steps_that_count(events: Iterable[Event]) -> CountedSteps:
                 repeated.append(kept[event.step])
             kept[event.step] = event
     return CountedSteps(kept=kept, lost=tuple(lost), repeated=tuple(repeated))
+
+
+def _gaps(steps: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Return the first and the last of each stretch of numbers that is missing between ascending ones."""
+    return tuple((one + 1, other - 1) for one, other in itertools.pairwise(steps) if other > one + 1)
 
 
 def _by_attempt(events: Iterable[Event]) -> list[list[Event]]:
@@ -391,6 +396,7 @@ def _read_checkpoints(store: Store) -> list[CheckpointRecord]:
 def _world_size(store: Store, manifest: str) -> int | None:
     """Return how many ranks wrote a checkpoint, if its manifest can be read."""
     try:
-        return int(from_json(read_bytes(store, manifest))["world_size"])
+        world_size = from_json(read_bytes(store, manifest))["world_size"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    return world_size if type(world_size) is int and 0 < world_size < 2**63 else None

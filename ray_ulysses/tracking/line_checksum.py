@@ -10,6 +10,7 @@ import zlib
 
 _BEGINNING = b'{"crc32": "'
 _HEAD_BYTES = len(_BEGINNING) + len('01234567", ')
+_MOST_CORRECTED_BYTES = 11_000
 
 
 def with_checksum(line: bytes) -> bytes:
@@ -31,8 +32,11 @@ def corrected(line: bytes) -> bytes | None:
     """Return a damaged line as it was before one of its bits was flipped; None if it was damaged otherwise.
 
     Two different single flips never have the same effect on a CRC-32, and two flips never look like one (its Hamming
-    distance is 4 up to 11 kB: P. Koopman, https://users.ece.cmu.edu/~koopman/crc/crc32.html).
+    distance is 4 up to 11 kB: P. Koopman, https://users.ece.cmu.edu/~koopman/crc/crc32.html). A longer line, as a
+    stretch of a disk that was overwritten leaves, is not corrected: the search would take seconds for each.
     """
+    if len(line) > _MOST_CORRECTED_BYTES:
+        return None
     head, rest = line[:_HEAD_BYTES], line[_HEAD_BYTES:]
     right = _head(rest)
     if len(head) == len(right) and _num_flips(head, right) == 1:

@@ -67,7 +67,8 @@ def _step_at(events: Sequence[Event], place: int, attempt: int, totals: Mapping[
             later.append(event)
         elif isinstance(event, CheckpointCommitted) and event.step > before.step:
             others = [step for step in later if step.step <= event.step]
-            if [step.step for step in others] != list(range(before.step + 2, event.step + 1)):
+            expected = range(before.step + 2, event.step + 1)
+            if len(others) != len(expected) or [step.step for step in others] != list(expected):
                 return None
             return _difference(event, before, others, time=last[0])
     return None

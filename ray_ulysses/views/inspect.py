@@ -104,12 +104,6 @@ def _titled(name: str, shown: int, total: int) -> str:
     return name if shown == total else f"{name} (the last {shown} of {total:,})"
 
 
-def _ranges(numbers: tuple[int, ...]) -> str:
-    """Return ascending numbers with neighbours joined: ``3, 7-9``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+def _ranges(stretches: tuple[tuple[int, int], ...]) -> str:
+    """Return stretches of numbers as text: ``3, 7-9``."""
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in stretches)

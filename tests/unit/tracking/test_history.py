@@ -125,6 +125,7 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
             "other_s": 0.5,
             "between_commands_s": 6.0,
         },
+        "missing_steps": [],
         "damaged_records": [],
     }
 
@@ -193,7 +194,7 @@ def test_a_finished_run_that_goes_on_is_no_longer_finished() -> None:
 
 def test_a_missing_record_is_named() -> None:
     records = [_started(1, 0.0), _step(1, 1, 1.0), _step(1, 3, 2.0)]
-    assert build_history(name="r", journal=journal(records)).missing_steps == (2,)
+    assert build_history(name="r", journal=journal(records)).missing_steps == ((2, 2),)
 
 
 def test_a_loss_that_is_not_finite_survives_the_round_trip() -> None:
@@ -234,3 +235,12 @@ def test_checkpoints_are_read_from_the_store_that_they_lie_in(tmp_path: Path) ->
     assert read_history(run_dir, is_held=False).checkpoints == ()
     (found,) = read_history(run_dir, is_held=False, store=LocalStore(tmp_path / "elsewhere")).checkpoints
     assert (found.step, found.path, found.committed, found.world_size) == (7, "checkpoints/step-00000007", True, 6)
+
+
+@pytest.mark.parametrize("world_size", ["Infinity", "1e999", "NaN", '"6"', "1.5", "true", "-6", "[6]", "9" * 5000])
+def test_a_manifest_that_is_damaged_has_no_world_size(tmp_path: Path, world_size: str) -> None:
+    folder = tmp_path / "checkpoints" / "step-00000007"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text(f'{{"world_size": {world_size}}}')
+    (found,) = read_history(tmp_path, is_held=False).checkpoints
+    assert (found.committed, found.world_size) == (True, None)

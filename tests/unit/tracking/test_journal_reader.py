@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,12 +143,34 @@ def test_a_lost_step_is_recovered_from_the_next_checkpoint_s_sums(tmp_path: Path
     assert (history.rows_consumed, history.missing_steps) == (72, ())
 
 
+def test_a_line_that_a_disk_has_overwritten_is_set_aside_in_time(tmp_path: Path) -> None:
+    lines = _lines(_run(tmp_path))
+    _rewrite(tmp_path, [*lines[:2], lines[2][:100] + bytes(16 << 20), *lines[3:]])
+    begun = time.process_time()
+    found = read_journal(tmp_path)
+    assert time.process_time() - begun < 5.0
+    assert [record.outcome for record in found.damaged] == ["recovered"]
+
+
+def test_a_far_step_in_a_journal_without_checksums_makes_one_gap(tmp_path: Path) -> None:
+    path = tmp_path / "journal/attempt-0001.jsonl"
+    path.parent.mkdir()
+    started = {"event": "attempt_started", **_SIZES, "resumed_step": 0, "resumed_from": None}
+    lost = '{"event": "step", "step'
+    events = [started, lost, {**_step(2), "step": 10**12}, {**_committed(8), "step": 10**12}]
+    lines = [event if isinstance(event, str) else json.dumps({"time": 1.0, "attempt": 1, **event}) for event in events]
+    path.write_text("\n".join(lines) + "\n")
+    history = read_history(tmp_path)
+    assert (history.step, history.missing_steps) == (10**12, ((1, 10**12 - 1),))
+    assert history.to_json()["missing_steps"] == [[1, 10**12 - 1]]
+
+
 def test_two_lost_steps_before_one_checkpoint_are_named_and_not_guessed(tmp_path: Path) -> None:
     lines = _lines(_run(tmp_path))
     _rewrite(tmp_path, [*lines[:2], b"x" * 50, b"y" * 50, *lines[4:]])
     found = read_journal(tmp_path)
     assert [record.outcome for record in found.damaged] == ["lost", "lost"]
-    assert build_history(name="r", journal=found).missing_steps == (2, 3)
+    assert build_history(name="r", journal=found).missing_steps == ((2, 3),)
 
 
 def test_a_lost_record_that_was_no_step_s_changes_no_step(tmp_path: Path) -> None:

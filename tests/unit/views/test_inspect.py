@@ -42,7 +42,7 @@ def test_where_the_time_went_is_told_by_name() -> None:
 
 
 def test_missing_steps_are_not_hidden():
-    text = render_history(make_history(missing_steps=(3, 7, 8, 9)))
+    text = render_history(make_history(missing_steps=((3, 3), (7, 9))))
     assert "MISSING: the journal has no record of steps 3, 7-9" in text
 
 
