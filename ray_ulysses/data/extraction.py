@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import itertools
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from ray_ulysses.data.row_fields import (
     row_content,
     row_id,
 )
-from ray_ulysses.data.sources import PACKED_SUFFIXES, Unit, open_dataset
+from ray_ulysses.data.sources import Unit, is_packed, open_dataset
 from ray_ulysses.data.zstd_file import open_zstd
 
 _BATCH_ROWS = 64
@@ -99,7 +100,7 @@ def _read_texts(unit: Unit) -> Iterator[RawDocument | Rejected]:
 
 
 def _read_json(unit: Unit) -> Iterator[RawDocument | Rejected]:
-    """Read a list of rows as rows; any other JSON is a text like that of other files, where text is asked for."""
+    """Read a list of rows, or a row per line, as rows; any other JSON is a text, where text is asked for."""
     fields = unit.fields
     for file in unit.files:
         text = _whole_text(file.path)
@@ -108,10 +109,14 @@ def _read_json(unit: Unit) -> Iterator[RawDocument | Rejected]:
         elif (rows := _listed_rows(text, fields)) is not None:
             for number, row in enumerate(rows, start=1):
                 yield _row(row, file.path, number, fields)
+        elif _is_row_per_line(text, fields):
+            for number, line in enumerate(text.split("\n"), start=1):
+                if line.strip():
+                    yield _parse_line(line.encode(), file.path, number, fields)
         elif fields.kind == "text":
             yield _document({"text": text}, RowFields(), file.path, 0)
         else:
-            reason = f"no JSON list of rows with {' and '.join(map(repr, _needed(fields)))}"
+            reason = f"no JSON list of rows, and no row per line, with {' and '.join(map(repr, _needed(fields)))}"
             yield Rejected(source=path_text(file.path), offset=0, reason=reason)
 
 
@@ -123,8 +128,25 @@ def _listed_rows(text: str, fields: RowFields) -> list[dict[str, Any]] | None:
         values = json.loads(text)
     except (ValueError, RecursionError):
         return None
+    return values if _are_rows(values, fields) else None
+
+
+def _is_row_per_line(text: str, fields: RowFields) -> bool:
+    """Return whether the first two lines are rows, as in JSON Lines whose name ends with ``.json``."""
+    if not text.lstrip().startswith("{"):
+        return False
+    first = itertools.islice(filter(str.strip, text.split("\n")), 2)
+    try:
+        rows = [json.loads(line) for line in first]
+    except (ValueError, RecursionError):
+        return False
+    return len(rows) == 2 and _are_rows(rows, fields)
+
+
+def _are_rows(values: Sequence[Any], fields: RowFields) -> bool:
+    """Return whether all values are objects, of which one, at least, has the fields."""
     are_objects = all(isinstance(value, dict) for value in values)
-    return values if are_objects and any(value.keys() >= set(_needed(fields)) for value in values) else None
+    return are_objects and any(value.keys() >= set(_needed(fields)) for value in values)
 
 
 def _needed(fields: RowFields) -> list[str]:
@@ -141,13 +163,13 @@ def _whole_text(path: str) -> str | Rejected:
 
 
 def _open_packed(path: str) -> AbstractContextManager[BinaryIO]:
-    opened = open_zstd(path) if path.endswith(".zst") else gzip.open(path, "rb")  # noqa: SIM115 -- the caller does
+    opened = open_zstd(path) if path.lower().endswith(".zst") else gzip.open(path, "rb")  # noqa: SIM115 -- the caller does
     return cast("AbstractContextManager[BinaryIO]", opened)
 
 
 def _lines(unit: Unit) -> Iterator[bytes]:
     file = unit.files[0]
-    if not file.path.endswith(PACKED_SUFFIXES):
+    if not is_packed(file.path):
         yield from range_lines(file.path, unit.first, unit.last or file.num_bytes)
         return
     with _open_packed(file.path) as lines:

@@ -84,6 +84,8 @@ def merge(
     repeated = _repeated_documents(out, units, repeats, others)
     num_quarantined, reasons = _write_quarantine(out, results, rejected, repeated)
     if not any((repeated < 0).any() for repeated in repeats):
+        if not num_quarantined:
+            raise UserError("the sources hold no document: their files are empty")
         common = "; ".join(f"{reason} ({count})" for reason, count in reasons[:3])
         raise UserError(
             f"the sources hold no usable document: {num_quarantined} were left out: {common}. "

@@ -227,6 +227,11 @@ def _plan(request: PrepareRequest) -> _Plan:
     units, rejected = list_units(request.sources, request.unit_bytes)
     if not units:
         paths = ", ".join(map(path_text, request.sources.paths))
+        if rejected:
+            raise UserError(
+                f"source={paths}: all {len(rejected)} files were left out (the first: {rejected[0].source}, "
+                f"{rejected[0].reason}); nothing was written"
+            )
         raise UserError(
             f"source={paths}: no file matches pattern={request.sources.pattern!r} "
             f"(kind={request.sources.kind}); nothing was written"

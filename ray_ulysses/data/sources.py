@@ -19,8 +19,8 @@ SourceKind = Literal["auto", "text", "jsonl", "parquet", "datasets"]
 UnitKind = Literal["text", "json", "jsonl", "parquet", "datasets"]
 DEFAULT_UNIT_BYTES = 16 << 20
 DEFAULT_EXCLUDE = (".*", "__pycache__")
-PACKED_SUFFIXES = (".gz", ".zst")
-_JSONL_SUFFIXES = tuple(f"{kind}{packed}" for kind in (".jsonl", ".ndjson") for packed in ("", *PACKED_SUFFIXES))
+_PACKED_SUFFIXES = (".gz", ".zst")
+_JSONL_SUFFIXES = tuple(f"{kind}{packed}" for kind in (".jsonl", ".ndjson") for packed in ("", *_PACKED_SUFFIXES))
 _DATASET_MARKS = ("dataset_info.json", "dataset_dict.json")
 
 
@@ -31,8 +31,8 @@ class SourceSpec:
     Attributes:
         paths: Files, directories, or (``kind="datasets"``) a directory of ``save_to_disk`` or a hub name.
         kind: How to read them; ``auto`` decides by suffix: ``.parquet``, ``.jsonl`` (also
-            ``.gz`` and ``.zst``), ``.json`` where it holds a list of rows, else text. Text files are left out where
-            the fields ask for rows of another kind.
+            ``.gz`` and ``.zst``), ``.json`` where it holds a list of rows or a row per line, else text. Text files are
+            left out where the fields ask for rows of another kind.
         pattern: Only files of a directory whose path below it matches; ``*`` also crosses ``/``.
         exclude: Patterns of files to leave out; a pattern without ``/`` also matches any one directory's
             name.
@@ -220,14 +220,20 @@ def _is_saved_dataset(path: Path) -> bool:
     return any((path / mark).is_file() for mark in _DATASET_MARKS)
 
 
+def is_packed(path: str) -> bool:
+    """Return whether a file is compressed, by its name."""
+    return path.lower().endswith(_PACKED_SUFFIXES)
+
+
 def _kind_of(path: str, kind: SourceKind) -> UnitKind:
     if kind != "auto":
         return kind
-    if path.endswith(".parquet"):
+    name = path.lower()
+    if name.endswith(".parquet"):
         return "parquet"
-    if path.endswith(_JSONL_SUFFIXES):
+    if name.endswith(_JSONL_SUFFIXES):
         return "jsonl"
-    return "json" if path.endswith(".json") else "text"
+    return "json" if name.endswith(".json") else "text"
 
 
 def _whole_file_units(kind: UnitKind, files: Sequence[FileStamp], fields: RowFields, unit_bytes: int) -> Iterator[Unit]:
@@ -246,7 +252,7 @@ def _whole_file_units(kind: UnitKind, files: Sequence[FileStamp], fields: RowFie
 def _jsonl_units(file: FileStamp, fields: RowFields, unit_bytes: int) -> Iterator[Unit]:
     whole = Unit(index=0, kind="jsonl", files=(file,), num_bytes=file.num_bytes, fields=fields)
     ranges = cut_bytes(file.num_bytes, unit_bytes)
-    if len(ranges) == 1 or file.path.endswith(PACKED_SUFFIXES):
+    if len(ranges) == 1 or is_packed(file.path):
         yield whole
         return
     for first, last in ranges:

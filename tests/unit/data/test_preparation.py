@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -327,6 +328,23 @@ def test_sources_without_a_matching_file_are_refused_and_nothing_is_written(tmp_
     with pytest.raises(UserError, match=r"no file matches pattern='\*\.py' .*; nothing was written"):
         prepare_local(request)
     assert not request.out.exists()
+
+
+def test_a_source_that_is_left_out_says_why(tmp_path: Path) -> None:
+    request = request_of(tmp_path, [])
+    os.mkfifo(tmp_path / "pipe")
+    request = replace(request, sources=replace(request.sources, paths=(str(tmp_path / "pipe"),)))
+    with pytest.raises(UserError, match=r"all 1 files were left out \(the first: .*/pipe, not a regular file\)"):
+        prepare_local(request)
+    assert not request.out.exists()
+
+
+def test_empty_files_of_rows_are_called_empty(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n")
+    request = request_of(tmp_path, [])
+    request = replace(request, sources=replace(request.sources, paths=(str(tmp_path / "rows.jsonl"),)))
+    with pytest.raises(UserError, match=r"^the sources hold no document: their files are empty$"):
+        prepare_local(request)
 
 
 def test_sources_without_a_usable_document_say_why_and_make_no_corpus(tmp_path: Path) -> None:

@@ -278,9 +278,9 @@ def test_text_files_among_rows_of_chats_are_left_out_by_name(tmp_path: Path) -> 
     assert [(Path(one.source).name, one.offset) for one in documents] == [("rows.json", 1), ("train.jsonl", 1)]
     assert [(Path(one.source).name, one.offset, one.reason) for one in (*listed, *rejected)] == [
         ("README.md", 0, "a text file: messages_field='m' asks for rows"),
-        ("other.json", 0, "no JSON list of rows with 'm'"),
+        ("other.json", 0, "no JSON list of rows, and no row per line, with 'm'"),
         ("rows.json", 2, "no field 'm'"),
-        ("stats.json", 0, "no JSON list of rows with 'm'"),
+        ("stats.json", 0, "no JSON list of rows, and no row per line, with 'm'"),
     ]
 
 
@@ -305,6 +305,21 @@ def test_a_json_list_of_rows_is_rows_and_any_other_json_is_text(tmp_path: Path) 
     assert [(one.offset, one.reason) for one in rejected] == [(3, "no field 'text'")]
     plain = SourceSpec(paths=(str(tmp_path),), kind="text")
     assert texts_of(plain) == [text.removeprefix("\ufeff") for text in texts.values()]
+
+
+def test_json_lines_in_a_json_file_are_rows(tmp_path: Path) -> None:
+    lines = ['{"text": "one"}', "", '{"text": "two"}', '{"no": "text"}', '{"text": "torn']
+    (tmp_path / "rows.json").write_text("\n".join(lines))
+    (tmp_path / "one.json").write_text(lines[0] + "\n")
+    documents, rejected = read_all(list_units(SourceSpec(paths=(str(tmp_path),)))[0])
+    assert [(one.content, one.offset) for one in documents] == [(lines[0] + "\n", 0), ("one", 1), ("two", 3)]
+    assert [(one.offset, one.reason.partition(":")[0]) for one in rejected] == [(4, "no field 'text'"), (5, "not JSON")]
+
+
+@pytest.mark.parametrize("name", ["data.JSONL", "data.jsonl.GZ", "DATA.NDJSON.ZST"])
+def test_a_suffix_in_capitals_is_the_same_suffix(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(packed(name.lower(), b'{"text": "one"}\n'))
+    assert texts_of(SourceSpec(paths=(str(tmp_path),)), 4) == ["one"]
 
 
 @pytest.mark.parametrize("name", ["data.jsonl", "data.jsonl.gz", "data.jsonl.zst"])
