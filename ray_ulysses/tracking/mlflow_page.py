@@ -44,7 +44,11 @@ def mlflow_page(uri: str, run_dir: Path) -> MlflowPage:
     shown = without_secret(uri)
     is_server = uri.startswith(("http://", "https://"))
     is_database = "://" in uri and not is_server and not uri.startswith("databricks")
-    identity = TrackingIdentity.load(run_dir)
+    try:
+        identity = TrackingIdentity.load(run_dir)
+    except OSError:
+        # A storage that does not answer now must not end who only wants to show the page.
+        identity = None
     path = None
     if identity is not None and identity.uri == uri and None not in (identity.run_id, identity.experiment_id):
         path = f"/#/experiments/{identity.experiment_id}/runs/{identity.run_id}/model-metrics{_TRAINING}"

@@ -89,7 +89,10 @@ class TrackingIdentity:
 
 def is_tracked(run_dir: Path) -> bool:
     """Return whether MLflow has a run of this directory: it has been reached once at least."""
-    identity = TrackingIdentity.load(run_dir)
+    try:
+        identity = TrackingIdentity.load(run_dir)
+    except OSError:
+        return False
     return identity is not None and identity.run_id is not None
 
 

@@ -19,14 +19,17 @@ other two are for people and scripts, who know no session: ``touch RUN/save-requ
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Literal
 
 from ray_ulysses.checkpoint.notice import Notice
+from ray_ulysses.storage.regular import open_regular
 
 STOP_FILE = "stop-request"
 SAVE_FILE = "save-request"
 NOTICE_FILE = "preemption-notice"
+_MOST_BYTES = 1024
 
 StopReason = Literal["stop", "resize"]
 """Why a run is to stop: for good, or to go on at another size."""
@@ -40,7 +43,7 @@ def request_stop(run_dir: Path, session: str, reason: StopReason = "stop") -> No
 def stop_requested(run_dir: Path, session: str) -> StopReason | None:
     """Return why this session was asked to stop; ``None`` if it was not."""
     try:
-        words = (run_dir / STOP_FILE).read_text().split()
+        words = _read(run_dir / STOP_FILE).split()
     except OSError:
         return None
     if words[:1] != [session]:
@@ -71,11 +74,17 @@ def preemption_noticed(run_dir: Path) -> Notice | None:
     """Return what somebody has announced of a node's end; ``None`` if nobody has."""
     path = run_dir / NOTICE_FILE
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError):
-        return Notice() if path.exists() else None
+        text = _read(path)
+    except OSError:
+        return Notice() if os.path.lexists(path) else None
     try:
         deadline = float(text)
     except ValueError:
         return Notice()
     return Notice(deadline=deadline if math.isfinite(deadline) else None)
+
+
+def _read(path: Path) -> str:
+    """Return the beginning of what a file says, whatever its bytes are; raises as `open_regular` does."""
+    with open_regular(path) as stream:
+        return stream.read(_MOST_BYTES).decode(errors="replace")

@@ -24,10 +24,14 @@ class JournalTail:
 
         What supervises an attempt writes beside its workers, after them: its records come last, and are read first, so
         that nothing of the workers' that came before them is returned after them.
-        A line without its end is left for the next call; a file that can't be read now is tried again then.
+        A line without its end is left for the next call; a file or folder that can't be read now is tried again then.
         """
         added_by: list[tuple[tuple[int, bool], list[Event]]] = []
-        for attempt, path in sorted(segments(self._run_dir), key=_is_beside, reverse=True):
+        try:
+            found = sorted(segments(self._run_dir), key=_is_beside, reverse=True)
+        except OSError:
+            return []
+        for attempt, path in found:
             try:
                 with open_regular(path) as stream:
                     stream.seek(self._offsets.get(path, 0))

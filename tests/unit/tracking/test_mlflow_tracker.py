@@ -176,6 +176,12 @@ def test_the_page_of_a_run_is_told_by_its_tracker(tmp_path, uri, known, command,
     assert page.is_run == (url is not None and "abc" in url)
 
 
+def test_a_page_that_can_not_be_looked_up_now_is_no_error(tmp_path):
+    (tmp_path / "tracking.json").mkdir()
+    assert mlflow_page("http://mlflow:5000", tmp_path).url == "http://mlflow:5000"
+    assert not is_tracked(tmp_path)
+
+
 def test_what_ended_a_run_is_told_after_its_workers_and_goes_when_it_goes_on(uri, client, tmp_path):
     tracker = make_tracker(uri, tmp_path)
     tracker.start({}, {})

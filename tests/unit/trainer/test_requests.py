@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,28 @@ def test_a_directory_that_cannot_be_read_asks_for_nothing(tmp_path: Path) -> Non
     assert not stop_requested(tmp_path / "missing", "now")
     (tmp_path / STOP_FILE).mkdir()
     assert not stop_requested(tmp_path, "now")
+
+
+def test_whatever_stands_in_a_request_s_place_ends_and_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / STOP_FILE).write_bytes(b"\xff\xfe\x00" * 1000)
+    (tmp_path / NOTICE_FILE).write_bytes(b"\xff\xfe\x00" * 1000)
+    assert stop_requested(tmp_path, "now") is None
+    assert preemption_noticed(tmp_path) == Notice()
+    for name in (STOP_FILE, NOTICE_FILE):
+        (tmp_path / name).unlink()
+        os.mkfifo(tmp_path / name)
+    assert stop_requested(tmp_path, "now") is None
+    assert preemption_noticed(tmp_path) == Notice()
+
+    def stale(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    for call in ("open", "stat", "lstat"):
+        monkeypatch.setattr(os, call, stale)
+    assert stop_requested(tmp_path, "now") is None
+    assert preemption_noticed(tmp_path) is None
 
 
 def test_a_request_says_why_it_stops(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """What a person sees while a run goes on: in a terminal of 80 columns, and in a log that is grepped."""
 
+import errno
 import io
 import json
+import os
 import re
 import time
 
@@ -269,6 +271,19 @@ def wait_until(condition, seconds=10.0):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_storage_that_is_away_for_a_moment_ends_no_tail(tmp_path, monkeypatch):
+    AttemptJournal.claim(tmp_path).append({"event": "run_finished", "step": 1})
+    tail = JournalTail(tmp_path)
+
+    def stale(*arguments, **options):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as away:
+        away.setattr(os, "listdir", stale)
+        assert tail.poll() == []
+    assert [found.event for found in tail.poll()] == ["run_finished"]
 
 
 def test_without_a_terminal_only_new_events_are_printed_as_plain_lines(tmp_path):
