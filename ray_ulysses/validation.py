@@ -60,6 +60,7 @@ _RULES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "tuple_type": lambda _: "must be a list",
     "list_type": lambda _: "must be a list",
     "too_long": lambda c: f"must have {c['max_length']} values",
+    "too_short": lambda c: f"must have at least {c['min_length']}",
     "dict_type": lambda _: "must be a mapping",
     "extra_forbidden": lambda _: "there is no such field",
     "string_pattern_mismatch": lambda c: f"must be of the form {c['pattern']}",

@@ -140,7 +140,7 @@ class DataSection(Section):
     """Longest row, in tokens. Rows are packed up to it, rounded down to the row padding that
     `parallel.allowed_sp` asks for; longer documents are split without losing a target."""
 
-    rows_per_step: int = Field(ge=1)
+    rows_per_step: int = Field(ge=1, le=65_536)
     """Global batch of one optimizer step, in rows. It is a number of the run, not of the cluster: the rows of
     a step are the same on any number of workers."""
 
@@ -154,12 +154,12 @@ class DataSection(Section):
     `truncate` trains its beginning, `drop` leaves it out, `error` refuses the corpus. Default `split`, which loses
     nothing; what the others lose is counted and printed."""
 
-    balance_steps: int = Field(default=1, ge=1)
+    balance_steps: int = Field(default=1, ge=1, le=1024)
     """Steps among which rows are exchanged so that rows of like cost meet in a micro-step. More levels data-parallel
     groups at very long context, and lets rows move within so many steps. Default 1: a step's rows stay as shuffled,
     and are sorted by cost within the step."""
 
-    epochs: int = Field(default=1, ge=1)
+    epochs: int = Field(default=1, ge=1, le=10_000)
     """Passes over the training documents, each in an order of its own. Default 1: long documents are rarely
     so scarce that repeating them is the first choice."""
 

@@ -43,6 +43,7 @@ _WAYS_OUT: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "literal_error": lambda _: "use one of these",
     "tuple_type": lambda _: "write it as [a, b]",
     "too_long": lambda _: "write it as [a, b]",
+    "too_short": lambda _: "give one, or null",
     "dict_type": lambda _: "write it as indented 'key: value' lines",
     "model_type": lambda _: "write its settings indented below it",
     "refused": lambda c: c["way_out"],
@@ -51,11 +52,11 @@ _WAYS_OUT: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 def problems_of(error: ValidationError) -> tuple[Problem, ...]:
     """Return a problem for each error that pydantic found, in the order in which it found them."""
+    details = error.errors(include_url=False)
+    # A list whose only entry is wrong counts as empty for pydantic, which says so as well.
+    details = [detail for detail in details if detail["type"] != "too_short" or not detail["input"]]
     # Looking for the nearest of all settings takes a while, and nobody reads thousands of problems.
-    return tuple(
-        _problem(detail, is_guessed=number < _MOST_GUESSED)
-        for number, detail in enumerate(error.errors(include_url=False))
-    )
+    return tuple(_problem(detail, is_guessed=number < _MOST_GUESSED) for number, detail in enumerate(details))
 
 
 def _problem(detail: ErrorDetails, *, is_guessed: bool) -> Problem:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
@@ -294,7 +295,29 @@ def _mlflow_reference_has_a_server(config: Config) -> Iterator[Problem]:
     )
 
 
+def _homes_are_known(config: Config) -> Iterator[Problem]:
+    data = config.data
+    paths = {
+        "run.storage": config.run.storage,
+        "data.path": data.path,
+        **{f"data.sources.{number}.path": source.path for number, source in enumerate(data.sources or ())},
+        "model.path": config.model.path,
+        "model.resume_from": config.model.resume_from,
+        "checkpoint.storage": config.checkpoint.storage,
+        "memory.nvme_path": config.memory.nvme_path,
+    }
+    for path, value in paths.items():
+        if value is not None and os.path.expanduser(value).startswith("~"):
+            yield Problem(
+                path=path,
+                value=value,
+                rule="names the home directory of a user that this machine does not know",
+                way_out="write an absolute path",
+            )
+
+
 _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
+    _homes_are_known,
     _weights_have_a_source,
     _data_has_a_source,
     _weights_decide,

@@ -15,17 +15,17 @@ _TRACKING_SCHEMES = ("http://", "https://", "sqlite:///", "postgresql", "mysql",
 class ParallelSection(Section):
     """How the workers share a row. The world is dp x sp; dp follows from `cluster.workers`."""
 
-    sp_size: int = Field(default=1, ge=1)
+    sp_size: int = Field(default=1, ge=1, le=65_536)
     """Ranks that share one row, each with a slice of its tokens (the `sp` axis). It must divide
     `cluster.workers`; ranks are level where it divides the model's attention heads. Default 1: rows are not
     shared."""
 
-    ring_size: int | None = Field(default=None, ge=1)
+    ring_size: int | None = Field(default=None, ge=1, le=65_536)
     """Ring part of `sp_size`: keys and values go round this many ranks, and heads are exchanged over
     `sp_size / ring_size`, which may not exceed the model's attention heads. Default null: 1 up to as many ranks as
     heads, beyond that the smallest that leaves a divisor of the heads."""
 
-    allowed_sp: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(default=None, strict=False)
+    allowed_sp: tuple[Annotated[int, Field(ge=1, le=65_536)], ...] | None = Field(default=None, strict=False)
     """Values of `sp_size` that the run may ever use, in ascending order. Rows are padded to their least
     common multiple (twice a size that takes a ring), for the whole run. Default null: every divisor of the model's
     attention heads, and `sp_size`."""
@@ -192,7 +192,7 @@ class ClusterSection(Section):
     """Address of a Ray cluster. Default null: the one that `RAY_ADDRESS` names, else a Ray of its own on this
     machine."""
 
-    workers: int = Field(ge=1)
+    workers: int = Field(ge=1, le=65_536)
     """Training workers, one a GPU: a multiple of `parallel.sp_size`."""
 
     gpus_per_worker: int = Field(default=0, ge=0, le=1)

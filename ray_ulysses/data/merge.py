@@ -84,13 +84,7 @@ def merge(
     repeated = _repeated_documents(out, units, repeats, others)
     num_quarantined, reasons = _write_quarantine(out, results, rejected, repeated)
     if not any((repeated < 0).any() for repeated in repeats):
-        if not num_quarantined:
-            raise UserError("the sources hold no document: their files are empty")
-        common = "; ".join(f"{reason} ({count})" for reason, count in reasons[:3])
-        raise UserError(
-            f"the sources hold no usable document: {num_quarantined} were left out: {common}. "
-            f"{out / QUARANTINE_FILE} names each"
-        )
+        raise _no_document(out, num_quarantined, reasons)
     totals = _write_documents(out, units, repeats)
     spans = _write_spans(out, units, repeats) if any(unit.has_spans for unit in units) else None
     byte_entropy, token_entropy = _entropies(out, units, repeats, tokenizer, patience)
@@ -118,6 +112,16 @@ def merge(
     write_text(out / CORPUS_FILE, json.dumps(info.to_json(), indent=2) + "\n")
     sync_folder(out)
     return info
+
+
+def _no_document(out: Path, num_quarantined: int, reasons: Sequence[tuple[str, int]]) -> UserError:
+    if not num_quarantined:
+        return UserError("the sources hold no document: their files are empty")
+    common = "; ".join(f"{reason} ({count})" for reason, count in reasons[:3])
+    return UserError(
+        f"the sources hold no usable document: {num_quarantined} were left out: {common}. "
+        f"{out / QUARANTINE_FILE} names each"
+    )
 
 
 def remove_working_files(out: Path, info: CorpusInfo) -> None:

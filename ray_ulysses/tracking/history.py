@@ -195,8 +195,7 @@ def build_history(
         is_held: Whether a live process holds the run.
     """
     counted = steps_that_count(journal.events)
-    kept = counted.kept
-    ordered = [kept[step] for step in sorted(kept)]
+    ordered = [counted.kept[step] for step in sorted(counted.kept)]
     last = ordered[-1].step if ordered else 0
     attempts = _by_attempt(journal.events)
     failure = None if is_held else _last_failure(journal.events)
@@ -313,10 +312,9 @@ def _step_record(step: StepDone) -> StepRecord:
 
 
 def _attempt_record(attempt: Sequence[Event], before: Sequence[Event] | None) -> AttemptRecord:
-    started = _first(attempt, AttemptStarted)
+    started, ended = _first(attempt, AttemptStarted), _end(attempt)
     assert started is not None
     steps = [event for event in attempt if isinstance(event, StepDone)]
-    ended = _end(attempt)
     return AttemptRecord(
         world_size=started.world_size,
         sp_size=started.sp_size,
@@ -355,8 +353,7 @@ def _status(attempts: Sequence[Sequence[Event]], is_held: bool) -> Status:
         return "finished"
     if is_held:
         return "running"
-    ended = _end(attempts[-1])
-    if ended is None:
+    if (ended := _end(attempts[-1])) is None:
         return "interrupted"
     return "stopped" if ended.reason.startswith(STOP_REASONS) else "failed"
 

@@ -173,6 +173,35 @@ def test_betas_of_the_wrong_length_are_refused() -> None:
     assert errors_of(small_tree(), ("optimizer.betas=[0.9, 0.9, 0.9]",))[0].startswith("optimizer.betas")
 
 
+@pytest.mark.parametrize(
+    ("section", "name", "value", "expected"),
+    [
+        *(("data", name, 10**9, f"data.{name}=1000000000: must be at most") for name in ("epochs", "rows_per_step")),
+        ("data", "balance_steps", 10**8, "data.balance_steps=100000000: must be at most 1024; use 1024 or less"),
+        ("parallel", "sp_size", 10**9 + 7, "parallel.sp_size=1000000007: must be at most 65536"),
+        ("cluster", "workers", 10**9, "cluster.workers=1000000000: must be at most 65536"),
+        ("data", "sources", [], "data.sources=[]: must have at least 1; give one, or null"),
+        ("data", "sources", [{"path": "a", "weight": -1}], "data.sources.0.weight=-1: must be at least 0.0"),
+    ],
+)
+def test_what_would_exhaust_a_machine_or_has_no_value_is_refused_in_words(
+    section: str, name: str, value: object, expected: str
+) -> None:
+    (error,) = errors_of(
+        small_tree(**{f"{section}__{name}": value, **({"data__path": None} if name == "sources" else {})})
+    )
+    assert error.startswith(expected)
+
+
+def test_a_home_that_nobody_knows_is_refused() -> None:
+    tree = small_tree(run__storage="~nobody-knows/runs", data__path="~nobody-knows/corpus")
+    rule = "names the home directory of a user that this machine does not know; write an absolute path"
+    assert errors_of(tree) == [
+        f"run.storage='~nobody-knows/runs': {rule}",
+        f"data.path='~nobody-knows/corpus': {rule}",
+    ]
+
+
 @pytest.mark.parametrize("tree", [[], 3, "run"])
 def test_a_file_without_sections_is_refused(tree: object) -> None:
     (error,) = errors_of(tree)
