@@ -120,7 +120,7 @@ class SourceSection(Section):
     path: str = Field(min_length=1)
     """Directory of a prepared corpus, on a path that every node sees."""
 
-    weight: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
+    weight: float | None = Field(default=None, ge=0.0, allow_inf_nan=False, le=1e9)
     """Its share of an epoch's tokens, relative to the other sources. Default null: all of it."""
 
 

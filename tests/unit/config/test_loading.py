@@ -181,6 +181,7 @@ def test_betas_of_the_wrong_length_are_refused() -> None:
         ("parallel", "sp_size", 10**9 + 7, "parallel.sp_size=1000000007: must be at most 65536"),
         ("cluster", "workers", 10**9, "cluster.workers=1000000000: must be at most 65536"),
         ("data", "sources", [], "data.sources=[]: must have at least 1; give one, or null"),
+        ("data", "sources", [{"path": "a", "weight": 1e308}], "data.sources.0.weight=1e+308: must be at most"),
         ("data", "sources", [{"path": "a", "weight": -1}], "data.sources.0.weight=-1: must be at least 0.0"),
     ],
 )
