@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("ray_ulysses", "tests", "pyproject.toml")
+PARTS = ("ray_ulysses", "tests", "examples", "pyproject.toml")
 TIMEOUT_S = 240.0
 _TESTS_FAILED = 1  # pytest's exit code; 0 is green, everything above 1 means that the tests did not run
 
@@ -61,6 +61,27 @@ MUTANTS = (
         old="factor = float(mesh.world_size * accumulation)",
         new="factor = float(mesh.world_size * mesh.sp_size * accumulation)",
         killer="tests/distributed/test_seam_parity.py::test_a_step_equals_that_of_one_process[sp2-dp2]",
+    ),
+    Mutant(
+        name="the loop of DDP told of an accumulation",
+        file="examples/ddp.py",
+        old="accumulation=1)",
+        new="accumulation=len(batches))",
+        killer="tests/distributed/test_examples.py::test_a_loop_trains_as_one_process_does[ddp]",
+    ),
+    Mutant(
+        name="the loop of FSDP2 with each rank's own denominator",
+        file="examples/fsdp2.py",
+        old="        dist.all_reduce(tokens)\n",
+        new="",
+        killer="tests/distributed/test_examples.py::test_a_loop_trains_as_one_process_does[fsdp2]",
+    ),
+    Mutant(
+        name="the loop of DeepSpeed told of no accumulation",
+        file="examples/deepspeed_zero3.py",
+        old="zero_stage=3, accumulation=accumulation)",
+        new="zero_stage=3, accumulation=1)",
+        killer="tests/distributed/test_examples.py::test_a_loop_trains_as_one_process_does[deepspeed_zero3]",
     ),
     Mutant(
         name="gradient x sp, pure",

@@ -41,7 +41,7 @@ def parse(arguments: list[str]) -> None:
 def test_every_block_says_what_it_is_and_every_command_is_of_a_known_kind() -> None:
     assert [page.name for page in PAGES if "" in languages(page) or "bash" in languages(page)] == []
     assert len(_COMMANDS) > 15
-    known = ("ray-ulysses ", "ray job submit ", "make ", "pip install ", "mlflow ui ", *_SHELL)
+    known = ("ray-ulysses ", "ray job submit ", "make ", "pip install ", "mlflow ui ", "torchrun ", *_SHELL)
     assert [str(command) for command in _COMMANDS if not command.text.startswith(known)] == []
 
 
@@ -76,6 +76,15 @@ def test_a_target_of_make_exists(command: Command) -> None:
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", _of("torchrun"))
+def test_torchrun_takes_its_options_and_the_loop_is_there(command: Command) -> None:
+    from torch.distributed.run import parse_args
+
+    parsed = parse_args(shlex.split(command.text)[1:])
+    assert (ROOT / parsed.training_script).is_file()
+    assert parsed.training_script_args == ["--sp-size", "2"]
 
 
 @pytest.mark.parametrize("command", _of("mlflow", "ui"))
