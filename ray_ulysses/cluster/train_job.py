@@ -115,7 +115,6 @@ def train(prepared: PreparedRun, view: ProgressView, started: float) -> TrainRes
         holds = [lock] if lease is None else [lock, lease]
         try:
             train_until_done(book, lambda: _train_once(prepared, book, started, view, signals, holds))
-            view.phase("ending Ray")
         except (TrainingFailed, UserError):
             settle_failure(book)
             raise
@@ -154,7 +153,9 @@ def _train_once(
         if not book.failures():
             # After a failure, what was lost is waited for.
             _check_capacity(config, view.console, embedded=embedded)
-        return _run_workers(prepared, book, started, view, signals, holds)
+        ended = _run_workers(prepared, book, started, view, signals, holds)
+        view.phase("ending Ray")
+        return ended
 
 
 def _run_workers(

@@ -26,6 +26,7 @@ from ray_ulysses.data.shard import ShardReader, check_shard, unreadable_shard
 from ray_ulysses.data.spans import LabelSpans
 from ray_ulysses.data.tokenizers import TokenizerInfo
 from ray_ulysses.errors import UserError, shown
+from ray_ulysses.storage.location import expand_home
 from ray_ulysses.storage.regular import read_regular
 from ray_ulysses.validation import ContentError, read_json
 
@@ -68,7 +69,7 @@ class Corpus:
             UserError: It is missing, is no prepared corpus, is empty, or a sidecar can't be read.
         """
         patience = patience if patience is not None else Patience()
-        directory = Path(path).expanduser()
+        directory = expand_home(path)
         try:
             info = patience.call(directory, lambda: _read_info(directory))
         except OSError as error:

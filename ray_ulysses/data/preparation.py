@@ -25,6 +25,7 @@ from ray_ulysses.data.sources import DEFAULT_UNIT_BYTES, SourceSpec, Unit, list_
 from ray_ulysses.data.tokenizers import BYTES, Tokenizer, TokenizerInfo, load_tokenizer
 from ray_ulysses.data.unit_writer import UnitResult, finished_unit, unit_signature, write_unit
 from ray_ulysses.errors import UserError
+from ray_ulysses.storage.location import expand_home
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,14 +264,14 @@ def _with_absolute_paths(request: PrepareRequest) -> PrepareRequest:
     return replace(
         request,
         sources=replace(request.sources, paths=paths),
-        out=request.out.expanduser().absolute(),
+        out=expand_home(request.out).absolute(),
         without=tuple(_absolute(path) for path in request.without),
         tokenizer=_absolute(request.tokenizer) if request.tokenizer != BYTES else BYTES,
     )
 
 
 def _absolute(path: str) -> str:
-    expanded = Path(path).expanduser()
+    expanded = expand_home(path)
     return str(expanded.absolute()) if expanded.exists() else path
 
 

@@ -14,6 +14,7 @@ from ray_ulysses.data.patience import READ_ERRORS, transient_cause
 from ray_ulysses.data.quarantine import Rejected
 from ray_ulysses.data.row_fields import RowFields, option
 from ray_ulysses.errors import UserError
+from ray_ulysses.storage.location import expand_home
 
 SourceKind = Literal["auto", "text", "jsonl", "parquet", "datasets"]
 UnitKind = Literal["text", "json", "jsonl", "parquet", "datasets"]
@@ -146,7 +147,7 @@ def list_units(spec: SourceSpec, unit_bytes: int = DEFAULT_UNIT_BYTES) -> tuple[
         if spec.kind == "datasets" or (spec.kind == "auto" and _is_saved_dataset(Path(path))):
             units.extend(_dataset_units(path, spec, unit_bytes))
             continue
-        for file in listing.files(Path(path).expanduser()):
+        for file in listing.files(expand_home(path)):
             if isinstance(file, Rejected):
                 rejected.append(file)
             else:

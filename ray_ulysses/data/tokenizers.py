@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ray_ulysses.data.chat import ByteChat, ChatFormat, TemplateChat, special_tokens
 from ray_ulysses.data.patience import transient_cause
 from ray_ulysses.errors import UserError
+from ray_ulysses.storage.location import expand_home
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Positive, Whole
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     """
     if str(name) == BYTES:
         return ByteTokenizer()
-    directory = Path(name).expanduser()
+    directory = expand_home(name)
     if not directory.is_dir():
         raise UserError(
             f"tokenizer={name}: no such directory; use 'bytes', or the local directory of a Hugging Face "

@@ -149,7 +149,10 @@ def _way_out(error: RankError) -> str:
             "memory.offload_optimizer: cpu; `ray-ulysses plan` shows the terms"
         )
     if error.kind == "lost" and "signal" in error.what:
-        return "where nobody killed it, the kernel did when memory ran out (`dmesg` on its node says so)"
+        return (
+            "where nobody killed it, the kernel did when memory ran out (`dmesg` on its node says so), or it crashed "
+            "(the end of its log says so)"
+        )
     if error.kind == "raised":
         return "the log of that worker has the whole error; mend its cause"
     if error.kind == "consequence":

@@ -11,6 +11,7 @@ from ray_ulysses.data.corpus import Corpus
 from ray_ulysses.data.tokenizers import BYTES, ByteTokenizer, TokenizerInfo, load_tokenizer
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.planned_data import DATA_ERRORS, planned_data
+from ray_ulysses.storage.location import expand_home
 
 # What Hugging Face's tokenizers read; weights and the model's own files must not come along.
 _PATTERNS = (
@@ -143,7 +144,7 @@ def _given(directory: Path, prepared: _Prepared) -> TokenizerFiles:
         if str(directory) == BYTES:
             info, files = ByteTokenizer().info, byte_tokenizer_files()
         else:
-            info, files = load_tokenizer(directory).info, _copy(directory.expanduser())
+            info, files = load_tokenizer(directory).info, _copy(expand_home(directory))
     except OSError as error:
         raise UserError(
             f"--tokenizer={str(directory)!r}: can't be read ({error.strerror or error}); give a directory that can be"

@@ -163,8 +163,3 @@ def held_ranges(row_tokens: int, sp_rank: int, sp_size: int, ring_size: int = 1)
         elif start < stop:
             ranges.append((start, stop))
     return tuple(ranges)
-
-
-def valid_world_sizes(sp_size: int, most: int) -> tuple[int, ...]:
-    """Return the worker counts up to ``most`` that are whole numbers of ``sp`` groups."""
-    return tuple(range(sp_size, most + 1, sp_size))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from ray_ulysses.model_shape import ModelShape
 
 # Dense bf16 TFLOP/s from the vendors' data sheets (NVIDIA's state twice as much, "with sparsity"). The first entry
@@ -74,11 +72,6 @@ def token_cost(shape: ModelShape) -> int:
     """Return what a token costs beside attention, in squared tokens: the length at which the two are equal."""
     attention = step_flops(shape, tokens=0, sum_squared_lengths=1)
     return round(step_flops(shape, tokens=1, sum_squared_lengths=0) / attention)
-
-
-def sum_squared(lengths: Iterable[int]) -> int:
-    """Return the sum of the squared lengths, as ``step_flops`` takes it."""
-    return sum(length * length for length in lengths)
 
 
 def mfu(*, flops: float, seconds: float, world_size: int, peak_flops: float | None) -> float | None:

@@ -153,7 +153,21 @@ def absolute_location(location: str, base: Path) -> str:
         location: A path or URI.
         base: Absolute directory that relative paths start from.
     """
-    return location if _SCHEME.match(location) else str(base / Path(location).expanduser())
+    return location if _SCHEME.match(location) else str(base / expand_home(location))
+
+
+def expand_home(path: str | Path) -> Path:
+    """Return a path with the home directory in the place of a leading ``~``.
+
+    Raises:
+        UserError: It names the home directory of a user that this machine does not know.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UserError(
+            f"{path}: names the home directory of a user that this machine does not know; write an absolute path"
+        ) from None
 
 
 def open_store(location: str | Path, *, retry_s: float = RETRY_S) -> Store:

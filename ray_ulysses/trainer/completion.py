@@ -1,4 +1,4 @@
-"""A run that has nothing left to do, and what its last attempt died before saying."""
+"""Settles a run that has nothing left to do: records the end that its last attempt died before recording."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import json
 import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +218,22 @@ def test_a_fault_of_ours_in_a_unit_is_one_line_that_names_its_files(
     monkeypatch.setattr(prepare_job, "_run_units", lambda *_: iter([answer]))
     with pytest.raises(RunError, match=r"0\.txt and 1 more\): KeyError"):
         prepare_job.prepare(request)
+
+
+def test_a_home_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a text")
+    plain = PrepareRequest(
+        sources=SourceSpec(paths=(str(tmp_path / "a.txt"),)), out=tmp_path / "out", tokenizer="bytes"
+    )
+    for request in (
+        replace(plain, sources=SourceSpec(paths=("~nobody-at-all/a",))),
+        replace(plain, out=Path("~nobody-at-all/out")),
+        replace(plain, tokenizer="~nobody-at-all/tokenizer"),
+        replace(plain, without=("~nobody-at-all/corpus",)),
+    ):
+        with pytest.raises(
+            UserError, match="names the home directory of a user that this machine does not know; write"
+        ):
+            begin(request)
+    with pytest.raises(UserError, match="names the home directory"):
+        Corpus.open("~nobody-at-all/corpus")

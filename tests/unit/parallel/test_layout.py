@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.parallel.layout import ParallelLayout, valid_world_sizes
+from ray_ulysses.parallel.layout import ParallelLayout
 
 
 @settings(max_examples=50, deadline=None)
@@ -56,8 +56,3 @@ def test_a_world_that_is_no_whole_number_of_groups_is_refused(world_size: int, s
 def test_a_rank_outside_the_world_is_our_own_mistake(rank: int) -> None:
     with pytest.raises(AssertionError, match=f"rank {rank} outside a world of 6"):
         ParallelLayout(world_size=6, sp_size=3).sp_rank(rank)
-
-
-def test_valid_world_sizes_are_the_multiples_of_sp() -> None:
-    assert valid_world_sizes(4, 17) == (4, 8, 12, 16)
-    assert valid_world_sizes(4, 3) == ()
