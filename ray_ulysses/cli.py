@@ -235,11 +235,11 @@ def inspect(
     else:
         from ray_ulysses.forensics.checkpoint_place import read_run
         from ray_ulysses.forensics.lineage import read_lineage
-        from ray_ulysses.views.inspect import render_history
+        from ray_ulysses.views.inspect import history_json, render_history
 
         history, lineage = read_run(run), read_lineage(run)
-        fields = {**history.to_json(), **lineage.to_json()}
-        typer.echo(json.dumps(fields, indent=2) if as_json else render_history(history, lineage))
+        for text in history_json(history, lineage) if as_json else (render_history(history, lineage), "\n"):
+            typer.echo(text, nl=False)
 
 
 def _inspect_row(run: Path, row: int, corpora: tuple[Path, ...], text: TextMode, as_json: bool) -> None:

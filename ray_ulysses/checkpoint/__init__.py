@@ -1,16 +1,30 @@
 """Checkpoints: intervals of flat tensors, committed by a manifest, loadable at any world size."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from ray_ulysses.checkpoint.choice import Choice, Damage, newest_committed, set_aside
 from ray_ulysses.checkpoint.errors import CheckpointError, DamagedCheckpointError, FencedError
-from ray_ulysses.checkpoint.exchange import Exchange, TorchExchange
-from ray_ulysses.checkpoint.load import load_pieces
 from ray_ulysses.checkpoint.manifest import CheckpointMeta, CheckpointRef, Manifest, read_manifest
 from ray_ulysses.checkpoint.retention import KeepRules, Retention
-from ray_ulysses.checkpoint.save import save_checkpoint
 from ray_ulysses.checkpoint.state import Piece, ShardedState, StateDescription, TensorSpec
+
+if TYPE_CHECKING:
+    from ray_ulysses.checkpoint.exchange import Exchange, TorchExchange
+    from ray_ulysses.checkpoint.load import load_pieces
+    from ray_ulysses.checkpoint.save import save_checkpoint
 
 __all__ = [
     "CheckpointError", "CheckpointMeta", "CheckpointRef", "Choice", "Damage", "DamagedCheckpointError", "Exchange",
     "FencedError", "KeepRules", "Manifest", "Piece", "Retention", "ShardedState", "StateDescription", "TensorSpec",
     "TorchExchange", "load_pieces", "newest_committed", "read_manifest", "save_checkpoint", "set_aside",
 ]  # fmt: skip
+
+_HOMES = {"Exchange": "exchange", "TorchExchange": "exchange", "load_pieces": "load", "save_checkpoint": "save"}
+
+
+def __getattr__(name: str) -> object:
+    """Load what needs torch on first use, so that looking at a run's checkpoints costs no torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -12,15 +12,16 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import BinaryIO
-
-import torch
+from typing import TYPE_CHECKING, BinaryIO
 
 from ray_ulysses.checkpoint.checksums import BLOCK_BYTES, BlockSums, block_sums, checksum, num_blocks, table_bytes
 from ray_ulysses.checkpoint.intervals import Interval
 from ray_ulysses.checkpoint.state import Piece, dtype_name
 from ray_ulysses.storage import Buffer, Store
 from ray_ulysses.storage.store import read_exactly
+
+if TYPE_CHECKING:
+    import torch
 
 SUMS_KEY = "block_sums"
 CHUNK_BYTES = 16 * 2**20
@@ -215,6 +216,8 @@ def check_blocks(entry: ShardEntry, stored: StoredInterval, sums: BlockSums, con
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's bytes in host memory; a copy only if it lives elsewhere."""
+    import torch
+
     flat = tensor.detach().to("cpu").contiguous().view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy 2 arrays are buffers
 

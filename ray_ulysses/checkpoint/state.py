@@ -5,26 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ray_ulysses.checkpoint.intervals import Interval
 
-_DTYPE_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+if TYPE_CHECKING:
+    import torch
 
+# By safetensors' names, since whoever reads a manifest needs no torch: torch's name, and bytes of an element.
+_DTYPES: dict[str, tuple[str, int]] = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+}
+_NAMES = {f"torch.{torch_name}": name for name, (torch_name, _) in _DTYPES.items()}
 
 WEIGHT_KINDS = frozenset({"fp32", "model", "frozen", "buffer"})
 """What the first part of a key may be for a tensor of the model; any other is a moment of the optimizer."""
@@ -71,7 +72,7 @@ class TensorSpec:
     @property
     def item_bytes(self) -> int:
         """Return the size of one element."""
-        return dtype_of(self.dtype).itemsize
+        return _known(self.dtype)[1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,9 +185,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     Raises:
         ValueError: Tensors of that dtype can't be stored.
     """
-    if dtype not in _DTYPE_NAMES:
+    name = _NAMES.get(str(dtype))
+    if name is None:
         raise ValueError(f"tensors of dtype {dtype} can't be stored; stored are {sorted(_DTYPES)}")
-    return _DTYPE_NAMES[dtype]
+    return name
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -195,6 +197,13 @@ def dtype_of(name: str) -> torch.dtype:
     Raises:
         ValueError: There is none of that name.
     """
+    import torch
+
+    dtype: torch.dtype = getattr(torch, _known(name)[0])
+    return dtype
+
+
+def _known(name: str) -> tuple[str, int]:
     if name not in _DTYPES:
         raise ValueError(f"dtype {name!r} is unknown; known are {sorted(_DTYPES)}")
     return _DTYPES[name]

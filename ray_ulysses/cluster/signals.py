@@ -11,7 +11,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from ray_ulysses.errors import INTERRUPTED
-from ray_ulysses.tracking.events import STOP_REASONS, AttemptEnded, AttemptStarted, StepDone
+from ray_ulysses.tracking.events import STOP_REASONS, AttemptEnded, AttemptStarted
+from ray_ulysses.tracking.step_runs import StepRun
 from ray_ulysses.trainer.requests import request_save, request_stop
 from ray_ulysses.views.journal_tail import JournalTail
 
@@ -148,7 +149,7 @@ class UnsavedSteps:
         for event in self._tail.poll():
             if isinstance(event, AttemptStarted):
                 self._state = "none"
-            elif isinstance(event, StepDone):
+            elif isinstance(event, StepRun):
                 self._state = "trained"
             elif isinstance(event, AttemptEnded):
                 # One that ended well has saved, and its workers end by themselves.

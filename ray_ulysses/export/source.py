@@ -13,7 +13,7 @@ from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.request import StepChoice
 from ray_ulysses.storage import Store
 from ray_ulysses.storage.location import open_store
-from ray_ulysses.tracking.journal_reader import read_events
+from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.trainer.checkpoint_store import checkpoint_location, storage_answers
 from ray_ulysses.trainer.settings import CONFIG_FILE
 from ray_ulysses.trainer.start_point import commits_that_count
@@ -57,7 +57,7 @@ def find_checkpoint(config: Config, run_dir: Path, step: StepChoice) -> tuple[St
 def _none_committed(run_dir: Path, location: str, lineage: Lineage) -> UserError | RunError:
     """Return why a storage without a checkpoint is refused: the run has saved none, or they are not there now."""
     try:
-        steps = commits_that_count(read_events(run_dir), lineage)
+        steps = commits_that_count(read_entries(run_dir), lineage)
     except OSError as error:
         return RunError(
             f"{location} holds no committed checkpoint of the run, and its journal, which says whether it should, "

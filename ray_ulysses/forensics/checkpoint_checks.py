@@ -12,7 +12,8 @@ from ray_ulysses.data.plan import Plan
 from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.trained import Trained
 from ray_ulysses.forensics.verdict import Finding
-from ray_ulysses.tracking.events import CheckpointCommitted, Event
+from ray_ulysses.tracking.events import CheckpointCommitted
+from ray_ulysses.tracking.step_runs import Entry
 
 _RESUMED = "a run resumed from it"
 
@@ -38,7 +39,7 @@ class Claim:
     problem: str | None = None
 
 
-def commits(events: Sequence[Event], trained: Trained) -> list[Claim]:
+def commits(events: Sequence[Entry], trained: Trained) -> list[Claim]:
     """Return what the journal noted of the checkpoints whose steps count (pure).
 
     A checkpoint of an attempt whose step was thrown away is not among them.

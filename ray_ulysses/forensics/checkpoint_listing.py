@@ -33,8 +33,9 @@ from ray_ulysses.forensics.checkpoint_report import (
 )
 from ray_ulysses.storage import Store, current_owner
 from ray_ulysses.storage.store import read_bytes
-from ray_ulysses.tracking.events import CheckpointCommitted, CheckpointSetAside, Event
-from ray_ulysses.tracking.journal_reader import read_events
+from ray_ulysses.tracking.events import CheckpointCommitted, CheckpointSetAside
+from ray_ulysses.tracking.journal_reader import read_entries
+from ray_ulysses.tracking.step_runs import Entry
 from ray_ulysses.trainer.checkpoint_store import keep_rules, storage_answers
 
 _KEY = re.compile(rf"^{CHECKPOINT_FOLDER}/step-(\d{{8,}})/(.+)$")
@@ -77,7 +78,7 @@ def list_checkpoints(run_dir: Path) -> CheckpointListing:
     with storage_answers(place.location):
         lineage = read_lineage(place.store)
         folders = _look_into_all(place.store)
-    events = read_events(run_dir)
+    events = read_entries(run_dir)
     writing = lineage.newest_attempt if current_owner(run_dir) is not None else None
     reports = [_report(folder, events, writing) for folder in folders]
     ahead = outlook(reports, events, lineage, place.location)
@@ -163,7 +164,7 @@ def _readable(store: Store, step: int) -> Manifest | None:
         return None
 
 
-def _report(folder: _Folder, events: Sequence[Event], writing: int | None) -> CheckpointReport:
+def _report(folder: _Folder, events: Sequence[Entry], writing: int | None) -> CheckpointReport:
     """Return what is told of a directory (pure).
 
     Args:
@@ -248,13 +249,13 @@ def _with_names(report: CheckpointReport, names: Iterable[str]) -> CheckpointRep
     return replace(report, attempt=attempts[-1], world_size=max(sizes, default=None))
 
 
-def _set_aside(step: int, attempt: int, note: Mapping[str, Any], events: Sequence[Event]) -> SetAside:
+def _set_aside(step: int, attempt: int, note: Mapping[str, Any], events: Sequence[Entry]) -> SetAside:
     reason = str(note.get("reason", "its note can't be read"))
     return SetAside(attempt=attempt, reason=reason, at=_time(events, CheckpointSetAside, step, attempt))
 
 
 def _time(
-    events: Sequence[Event], kind: type[CheckpointCommitted | CheckpointSetAside], step: int, attempt: int
+    events: Sequence[Entry], kind: type[CheckpointCommitted | CheckpointSetAside], step: int, attempt: int
 ) -> float | None:
     """Return when the journal noted an event of a step; None if it did not."""
     times = (

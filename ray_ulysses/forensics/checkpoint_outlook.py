@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ray_ulysses.checkpoint.fence import Lineage
 from ray_ulysses.forensics.checkpoint_report import CheckpointReport
-from ray_ulysses.tracking.events import Event
+from ray_ulysses.tracking.step_runs import Entry
 from ray_ulysses.trainer.start_point import commits_that_count
 
 
@@ -26,7 +26,7 @@ class Outlook:
     refusal: str | None = None
 
 
-def outlook(reports: Sequence[CheckpointReport], events: Iterable[Event], lineage: Lineage, location: str) -> Outlook:
+def outlook(reports: Sequence[CheckpointReport], events: Iterable[Entry], lineage: Lineage, location: str) -> Outlook:
     """Return what the next attempt would do.
 
     Args:
@@ -56,7 +56,7 @@ def outlook(reports: Sequence[CheckpointReport], events: Iterable[Event], lineag
     return Outlook(refusal=lost_commits(events, lineage, location))
 
 
-def lost_commits(events: Iterable[Event], lineage: Lineage, location: str) -> str | None:
+def lost_commits(events: Iterable[Entry], lineage: Lineage, location: str) -> str | None:
     """Return what is to be said of a run of which no checkpoint is found; None if it has none that counts.
 
     Args:

@@ -14,7 +14,7 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.storage import LocalStore, current_owner
 from ray_ulysses.storage.location import open_store
 from ray_ulysses.tracking.history import build_history, read_history
-from ray_ulysses.tracking.journal_reader import read_events, read_journal
+from ray_ulysses.tracking.journal_reader import read_journal
 from ray_ulysses.trainer.checkpoint_store import checkpoint_location
 from ray_ulysses.trainer.settings import CONFIG_FILE
 
@@ -52,16 +52,15 @@ def read_run(run_dir: Path) -> RunHistory:
         OSError: The journal can't be read.
     """
     place = find_checkpoints(run_dir)
+    journal = read_journal(run_dir)
     try:
-        history = read_history(run_dir, store=place.store)
+        history = read_history(run_dir, store=place.store, journal=journal)
         if not any(checkpoint.committed for checkpoint in history.checkpoints):
-            lost = lost_commits(read_events(run_dir), read_lineage(place.store), place.location)
+            lost = lost_commits(journal.entries, read_lineage(place.store), place.location)
             if lost is not None:
                 _log.warning("%s", lost)
         return history
     except OSError as error:
-        # Where it is the journal that can't be read, there is nothing to tell, and this raises.
-        journal = read_journal(run_dir)
         _log.warning("the checkpoints in %s can't be listed (%s)", place.location, error.strerror or error)
         name, is_held = run_dir.absolute().name, current_owner(run_dir) is not None
         return build_history(name=name, journal=journal, is_held=is_held)

@@ -19,8 +19,9 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.piece_text import PieceText, Texts
 from ray_ulysses.forensics.request import TextMode, check_run
 from ray_ulysses.forensics.run_data import find_sources, open_plan
-from ray_ulysses.forensics.trained import Trained, trained_steps
-from ray_ulysses.tracking.journal_reader import read_events
+from ray_ulysses.forensics.trained import TrainedStep, trained_steps
+from ray_ulysses.tracking.journal_reader import read_entries
+from ray_ulysses.tracking.step_runs import Entry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,8 +143,9 @@ def look_at_row(run_dir: Path, row: int, *, corpora: Sequence[Path] = (), text: 
     """
     check_run(run_dir)
     plan = open_plan(run_dir)
-    trained = trained_steps(read_events(run_dir), plan)
-    _check_row(plan, trained, row)
+    entries = read_entries(run_dir)
+    _check_row(plan, entries, row)
+    trained = trained_steps(entries, plan, row=row)
     number = plan.segment_of_row(row)
     segment = plan.segments[number]
     weights = plan.weights(range(row, row + 1))
@@ -153,8 +155,8 @@ def look_at_row(run_dir: Path, row: int, *, corpora: Sequence[Path] = (), text: 
         run=run_dir.absolute().name,
         row=row,
         planned_step=segment.base_step + (row - segment.base_row) // segment.settings.rows_per_step + 1,
-        trained=_times(trained.steps, row),
-        thrown_away=_times((*trained.lost, *trained.superseded), row),
+        trained=_times(trained.steps),
+        thrown_away=_times((*trained.lost, *trained.superseded)),
         segment=number,
         plan_id=segment.plan_id,
         epoch=segment.epoch_of(row - segment.base_row),
@@ -168,9 +170,10 @@ def look_at_row(run_dir: Path, row: int, *, corpora: Sequence[Path] = (), text: 
     )
 
 
-def _check_row(plan: Plan, trained: Trained, row: int) -> None:
+def _check_row(plan: Plan, entries: Sequence[Entry], row: int) -> None:
     if 0 <= row < plan.num_rows:
         return
+    trained = trained_steps(entries, plan)
     done = f"; rows 0 to {trained.steps[-1].rows[1] - 1} are trained so far" if trained.steps else ""
     raise UserError(
         f"--row={row}: the plan {plan.plan_id} has rows 0 to {plan.num_rows - 1} in {plan.num_steps} steps{done}; "
@@ -178,10 +181,8 @@ def _check_row(plan: Plan, trained: Trained, row: int) -> None:
     )
 
 
-def _times(steps: Sequence[Any], row: int) -> tuple[TimesTrained, ...]:
-    return tuple(
-        TimesTrained(step=step.step, attempt=step.attempt) for step in steps if step.rows[0] <= row < step.rows[1]
-    )
+def _times(steps: Sequence[TrainedStep]) -> tuple[TimesTrained, ...]:
+    return tuple(TimesTrained(step=step.step, attempt=step.attempt) for step in steps)
 
 
 def _pieces(

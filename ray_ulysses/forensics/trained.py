@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ray_ulysses.data.digest import add_digests
 from ray_ulysses.data.plan import Plan
-from ray_ulysses.tracking.events import AttemptStarted, Event, StepDone, TakenOver
-from ray_ulysses.tracking.history import steps_that_count
+from ray_ulysses.tracking.counted_steps import Steps, steps_that_count
+from ray_ulysses.tracking.events import AttemptStarted, TakenOver
+from ray_ulysses.tracking.step_runs import Entry, step_of
 from ray_ulysses.tracking.taken_over import taken_over
 
 
@@ -68,32 +69,32 @@ class Trained:
         return self.before.tokens + sum(step.tokens for step in self.steps)
 
 
-def trained_steps(events: Sequence[Event], plan: Plan) -> Trained:
+def trained_steps(entries: Sequence[Entry], plan: Plan, *, row: int | None = None) -> Trained:
     """Sort the steps of a journal by what became of them (pure).
 
     Args:
-        events: The run's journal.
+        entries: The run's journal.
         plan: The run's plan as it is now.
+        row: Only the steps that trained this row of it; None for all.
     """
-    counted = steps_that_count(events)
+    counted = steps_that_count(entries)
     ids = tuple(segment.plan_id for segment in plan.segments)
     plans = {
-        event.attempt: event.plan_ids
-        for event in events
-        if isinstance(event, AttemptStarted) and event.plan_ids is not None
+        entry.attempt: entry.plan_ids
+        for entry in entries
+        if isinstance(entry, AttemptStarted) and entry.plan_ids is not None
     }
     steps: list[TrainedStep] = []
     superseded: list[TrainedStep] = []
-    for number in sorted(counted.kept):
-        step = _step(counted.kept[number])
+    for step in _steps(counted.kept, row):
         (superseded if _is_superseded(step, plans, ids, plan) else steps).append(step)
     attempts = {step.attempt for step in steps}
     return Trained(
         steps=tuple(steps),
         superseded=tuple(superseded),
-        lost=tuple(_step(step) for step in counted.lost),
-        repeated=tuple(_step(step) for step in counted.repeated),
-        before=taken_over(events),
+        lost=tuple(_steps(counted.lost, row)),
+        repeated=tuple(_steps(counted.repeated, row)),
+        before=taken_over(entries),
         other_plans={
             attempt: plan_ids
             for attempt, plan_ids in plans.items()
@@ -111,5 +112,10 @@ def _is_superseded(step: TrainedStep, plans: Mapping[int, tuple[str, ...]], ids:
     return not is_taken_up and step.step > plan.segments[len(known)].base_step
 
 
-def _step(step: StepDone) -> TrainedStep:
-    return TrainedStep(step=step.step, attempt=step.attempt, rows=step.rows, tokens=step.tokens, digest=step.digest)
+def _steps(steps: Steps, row: int | None) -> Iterator[TrainedStep]:
+    for part in steps.parts:
+        for found in part if row is None else part[(part["first_row"] <= row) & (row < part["end_row"])]:
+            step = step_of(found)
+            yield TrainedStep(
+                step=step.step, attempt=step.attempt, rows=step.rows, tokens=step.tokens, digest=step.digest
+            )

@@ -20,7 +20,7 @@ from ray_ulysses.forensics.trained import Trained, trained_steps
 from ray_ulysses.forensics.verdict import Comparison, Finding, Reading, Verification
 from ray_ulysses.storage import current_owner
 from ray_ulysses.tracking.history import build_history
-from ray_ulysses.tracking.journal_reader import read_events, read_journal
+from ray_ulysses.tracking.journal_reader import read_entries, read_journal
 
 
 def verify_run(
@@ -51,8 +51,8 @@ def verify_run(
     # Manifests before the journal: a step is in the journal before the checkpoint that counts on it is committed.
     claims = read_claims(run_dir)
     journal = read_journal(run_dir)
-    trained = trained_steps(journal.events, plan)
-    noted = commits(journal.events, trained)
+    trained = trained_steps(journal.entries, plan)
+    noted = commits(journal.entries, trained)
     history = build_history(name=run_dir.absolute().name, journal=journal, is_held=current_owner(run_dir) is not None)
     findings = [*check_journal(plan, trained), *check_claims(plan, trained, [*claims, *noted])]
     comparison, reading = None, None
@@ -88,7 +88,7 @@ def _compare(plan: Plan, trained: Trained, other: Path) -> tuple[Comparison, lis
         steps=trained.steps,
         other=str(other),
         other_plan=other_plan,
-        other_steps=trained_steps(read_events(other), other_plan).steps,
+        other_steps=trained_steps(read_entries(other), other_plan).steps,
     )
 
 

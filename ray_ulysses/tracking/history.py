@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -15,19 +12,20 @@ from pydantic_core import from_json
 
 from ray_ulysses.storage import LocalStore, Store, current_owner
 from ray_ulysses.storage.store import read_bytes
+from ray_ulysses.tracking.counted_steps import StepRecord, steps_that_count
 from ray_ulysses.tracking.events import (
     STOP_REASONS,
     AttemptEnded,
     AttemptStarted,
-    Event,
+    CheckpointCommitted,
     OfCommand,
     RunFailed,
     RunFinished,
     StartFailed,
-    StepDone,
 )
 from ray_ulysses.tracking.failures import Failure
 from ray_ulysses.tracking.journal_reader import Journal, read_journal
+from ray_ulysses.tracking.step_runs import Entry, StepRun, grouped
 from ray_ulysses.tracking.taken_over import taken_over
 from ray_ulysses.tracking.time_spent import TimeSpent, time_spent
 
@@ -35,31 +33,6 @@ Status = Literal["not_started", "running", "interrupted", "stopped", "failed", "
 
 _Kind = TypeVar("_Kind")
 _STEP_KEY = re.compile(r"^(checkpoints/step-(\d{8,}))/(.+)$")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepRecord:
-    """One optimizer step as it counts.
-
-    Attributes:
-        step: Completed optimizer steps, from 1.
-        loss: Mean loss over the step's supervised tokens, nats.
-        tokens: Supervised tokens.
-        rows: First row and the row after the last.
-        attempt: The attempt whose step is the one that counts.
-        seconds: How long it took.
-        learning_rate: Its rate; None in the journal of a version that did not note it.
-        grad_norm: Norm of its gradient before clipping; None as above.
-    """
-
-    step: int
-    loss: float
-    tokens: int
-    rows: tuple[int, int]
-    attempt: int
-    seconds: float
-    learning_rate: float | None = None
-    grad_norm: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +108,7 @@ class RunHistory:
     status: Status
     step: int
     tokens: int
-    steps: tuple[StepRecord, ...]
+    steps: Sequence[StepRecord]
     attempts: tuple[AttemptRecord, ...]
     checkpoints: tuple[CheckpointRecord, ...]
     rows_consumed: int
@@ -149,32 +122,39 @@ class RunHistory:
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that ``ray-ulysses inspect RUN --json`` prints."""
-        fields: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        fields["time_spent"] = self.time_spent.to_json()
-        for step in fields["steps"]:
-            for name, value in step.items():
-                if isinstance(value, float) and not math.isfinite(value):
-                    # JSON has no number for these; a string keeps every reader working.
-                    step[name] = str(value)
-        return fields
+        values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
+        for name in ("attempts", "checkpoints"):
+            values[name] = [asdict(one) for one in values[name]]
+        return {
+            **values,
+            "steps": [one.to_json() for one in self.steps],
+            "time_spent": self.time_spent.to_json(),
+            "failure": None if self.failure is None else asdict(self.failure),
+            "missing_steps": [list(stretch) for stretch in self.missing_steps],
+            "damaged_records": list(self.damaged_records),
+        }
 
 
-def read_history(run_dir: Path | str, *, is_held: bool | None = None, store: Store | None = None) -> RunHistory:
+def read_history(
+    run_dir: Path | str, *, is_held: bool | None = None, store: Store | None = None, journal: Journal | None = None
+) -> RunHistory:
     """Read what happened in a run; also of one that is running or was torn off.
 
     Args:
         run_dir: ``<storage>/<name>``.
         is_held: Whether a live process trains it; ``None`` asks the run's lock.
         store: Where its checkpoints lie; ``None`` is in its directory.
+        journal: Its journal, if it has been read.
 
     Raises:
         OSError: The store can't be listed.
     """
     run_dir = Path(run_dir)
+    journal = read_journal(run_dir) if journal is None else journal
     return build_history(
         name=run_dir.absolute().name,
-        journal=read_journal(run_dir),
-        checkpoints=_read_checkpoints(store if store is not None else LocalStore(run_dir)),
+        journal=journal,
+        checkpoints=_read_checkpoints(store if store is not None else LocalStore(run_dir), _world_sizes(journal)),
         is_held=current_owner(run_dir) is not None if is_held is None else is_held,
     )
 
@@ -194,101 +174,52 @@ def build_history(
         checkpoints: The checkpoint folders that are there.
         is_held: Whether a live process holds the run.
     """
-    counted = steps_that_count(journal.events)
-    ordered = [counted.kept[step] for step in sorted(counted.kept)]
-    last = ordered[-1].step if ordered else 0
-    attempts = _by_attempt(journal.events)
-    failure = None if is_held else _last_failure(journal.events)
-    before, spent = taken_over(journal.events), time_spent(journal.events)
-    digest = (before.digest + sum(step.digest for step in ordered)) % 2**64
+    counted = steps_that_count(journal.entries)
+    kept = counted.kept
+    last = kept[-1].step if kept else 0
+    attempts = _by_attempt(journal.entries)
+    failure = None if is_held else _last_failure(journal.entries)
+    before, spent = taken_over(journal.entries), time_spent(journal.entries)
     return RunHistory(
         name=name,
         status="failed" if failure is not None else _status(attempts, is_held),
         step=max(last, before.step),
-        tokens=before.tokens + sum(step.tokens for step in ordered),
-        steps=tuple(_step_record(step) for step in ordered),
+        tokens=before.tokens + kept.tokens,
+        steps=kept,
         attempts=tuple(map(_attempt_record, attempts, [None, *attempts])),
         checkpoints=tuple(checkpoints),
-        rows_consumed=before.rows + sum(step.rows[1] - step.rows[0] for step in ordered),
-        data_digest=f"{digest:016x}",
+        rows_consumed=before.rows + kept.num_rows,
+        data_digest=f"{(before.digest + kept.digest) % 2**64:016x}",
         lost_steps=len(counted.lost),
         goodput=spent.goodput,
         time_spent=spent,
         failure=failure,
-        missing_steps=_gaps([before.step, *(step.step for step in ordered if step.step > before.step)]),
+        missing_steps=kept.missing_after(before.step),
         damaged_records=tuple(str(record) for record in journal.damaged),
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CountedSteps:
-    """The step records of a journal, by what became of them.
-
-    Attributes:
-        kept: Those that count, by step.
-        lost: Those that were thrown away because an attempt resumed before them, in the order of the journal.
-        repeated: Those that came again without a resume before them; the last record of a step is the one kept.
-            Empty in a sound run.
-    """
-
-    kept: Mapping[int, StepDone]
-    lost: tuple[StepDone, ...]
-    repeated: tuple[StepDone, ...]
-
-
-def steps_that_count(events: Iterable[Event]) -> CountedSteps:
-    """Sort a run's steps by what became of them (pure).
-
-    An attempt that resumed at step r starts from the state after r steps: whatever was recorded beyond is
-    not in it.
-
-    Args:
-        events: The run's journal.
-    """
-    kept: dict[int, StepDone] = {}
-    lost, repeated = [], []
-    attempt = 0
-    for event in events:
-        if not isinstance(event, AttemptStarted | StepDone):
-            continue
-        if event.attempt != attempt:
-            # Where the record of an attempt's start is damaged, its first step tells where it resumed.
-            resumed_step = event.resumed_step if isinstance(event, AttemptStarted) else event.step - 1
-            lost += [kept.pop(step) for step in [step for step in kept if step > resumed_step]]
-            attempt = event.attempt
-        if isinstance(event, StepDone):
-            if event.step in kept:
-                repeated.append(kept[event.step])
-            kept[event.step] = event
-    return CountedSteps(kept=kept, lost=tuple(lost), repeated=tuple(repeated))
-
-
-def _gaps(steps: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return the first and the last of each stretch of numbers that is missing between ascending ones."""
-    return tuple((one + 1, other - 1) for one, other in itertools.pairwise(steps) if other > one + 1)
-
-
-def _by_attempt(events: Iterable[Event]) -> list[list[Event]]:
-    """Return the events of each attempt that started, in order."""
-    attempts: dict[int, list[Event]] = {}
-    for event in events:
+def _by_attempt(entries: Iterable[Entry]) -> list[list[Entry]]:
+    """Return the entries of each attempt that started, in order."""
+    attempts: dict[int, list[Entry]] = {}
+    for event in grouped(entries):
         # These are no attempt's own: they lie beside the newest one, which may be days old.
         if not isinstance(event, StartFailed | RunFailed):
             attempts.setdefault(event.attempt, []).append(event)
     return [attempt for attempt in attempts.values() if _first(attempt, AttemptStarted) is not None]
 
 
-def _first(attempt: Iterable[Event], kind: type[_Kind]) -> _Kind | None:
+def _first(attempt: Iterable[Entry], kind: type[_Kind]) -> _Kind | None:
     """Return an attempt's first event of a kind."""
     return next((event for event in attempt if isinstance(event, kind)), None)
 
 
-def _end(attempt: Sequence[Event]) -> AttemptEnded | None:
+def _end(attempt: Sequence[Entry]) -> AttemptEnded | None:
     """Return how an attempt ended: what supervises all of its workers knows better than one of them, and comes last."""
     return _first(reversed(attempt), AttemptEnded)
 
 
-def _last_failure(events: Iterable[Event]) -> Failure | None:
+def _last_failure(events: Iterable[Entry]) -> Failure | None:
     """Return the failure that has ended the run, unless something came after it."""
     last = max(
         (event for event in events if isinstance(event, AttemptStarted | RunFinished | RunFailed)),
@@ -298,54 +229,42 @@ def _last_failure(events: Iterable[Event]) -> Failure | None:
     return Failure.from_event(last) if isinstance(last, RunFailed) else None
 
 
-def _step_record(step: StepDone) -> StepRecord:
-    return StepRecord(
-        step=step.step,
-        loss=step.loss,
-        tokens=step.tokens,
-        rows=step.rows,
-        attempt=step.attempt,
-        seconds=step.seconds,
-        learning_rate=step.learning_rate,
-        grad_norm=step.grad_norm,
-    )
-
-
-def _attempt_record(attempt: Sequence[Event], before: Sequence[Event] | None) -> AttemptRecord:
-    started, ended = _first(attempt, AttemptStarted), _end(attempt)
+def _attempt_record(attempt: Sequence[Entry], before: Sequence[Entry] | None) -> AttemptRecord:
+    started = _first(attempt, AttemptStarted)
     assert started is not None
-    steps = [event for event in attempt if isinstance(event, StepDone)]
+    runs = [entry for entry in attempt if isinstance(entry, StepRun)]
+    ended = _end(attempt)
     return AttemptRecord(
         world_size=started.world_size,
         sp_size=started.sp_size,
         dp_size=started.dp_size,
         ring_size=started.ring_size,
-        first_step=steps[0].step if steps else None,
-        last_step=steps[-1].step if steps else None,
+        first_step=runs[0].first.step if runs else None,
+        last_step=runs[-1].last.step if runs else None,
         reason=ended.reason if ended is not None else None,
         rank=ended.rank if ended is not None else None,
         node=ended.node if ended is not None else None,
-        seconds_to_first_step=round(steps[0].time - _began(attempt, before), 3) if steps else None,
+        seconds_to_first_step=round(runs[0].time - _began(attempt, before), 3) if runs else None,
     )
 
 
-def _began(attempt: Sequence[Event], before: Sequence[Event] | None) -> float:
+def _began(attempt: Sequence[Entry], before: Sequence[Entry] | None) -> float:
     """Return when an attempt began to be waited for: at the end of the one before, or with its command."""
     session = _session(attempt)
     if before is not None and session is not None and _session(before) == session:
-        return max(event.time for event in before)
+        return max(entry.end_time if isinstance(entry, StepRun) else entry.time for entry in before)
     first = attempt[0]
     started = first.command_started if isinstance(first, OfCommand) else None
     return first.time if started is None else started
 
 
-def _session(attempt: Iterable[Event]) -> str | None:
+def _session(attempt: Iterable[Entry]) -> str | None:
     """Return which command an attempt belongs to."""
     sessions = (event.session for event in attempt if isinstance(event, OfCommand))
     return next((session for session in sessions if session is not None), None)
 
 
-def _status(attempts: Sequence[Sequence[Event]], is_held: bool) -> Status:
+def _status(attempts: Sequence[Sequence[Entry]], is_held: bool) -> Status:
     """Return where the run stands after its last attempt."""
     if not attempts:
         return "running" if is_held else "not_started"
@@ -353,23 +272,30 @@ def _status(attempts: Sequence[Sequence[Event]], is_held: bool) -> Status:
         return "finished"
     if is_held:
         return "running"
-    if (ended := _end(attempts[-1])) is None:
+    ended = _end(attempts[-1])
+    if ended is None:
         return "interrupted"
     return "stopped" if ended.reason.startswith(STOP_REASONS) else "failed"
 
 
-def finished_step(events: Iterable[Event]) -> int | None:
+def finished_step(entries: Iterable[Entry]) -> int | None:
     """Return the step at which a run was finished (pure); None if its last attempt did not say that it was.
 
     Args:
-        events: The run's journal.
+        entries: The run's journal.
     """
-    attempts = _by_attempt(events)
+    attempts = _by_attempt(entries)
     found = _first(attempts[-1], RunFinished) if attempts else None
     return found.step if found is not None else None
 
 
-def _read_checkpoints(store: Store) -> list[CheckpointRecord]:
+def _world_sizes(journal: Journal) -> dict[int, int]:
+    """Return how many ranks wrote the checkpoint of each step of which the journal has the commit."""
+    commits = (entry for entry in journal.entries if isinstance(entry, CheckpointCommitted))
+    return {commit.step: commit.world_size for commit in commits}
+
+
+def _read_checkpoints(store: Store, world_sizes: Mapping[int, int]) -> list[CheckpointRecord]:
     """Return what lies under ``checkpoints/``; whole or not is `checkpoint.choice`'s to say."""
     folders: dict[int, str] = {}
     committed = set()
@@ -384,16 +310,17 @@ def _read_checkpoints(store: Store) -> list[CheckpointRecord]:
             step=step,
             path=folders[step],
             committed=step in committed,
-            world_size=_world_size(store, f"{folders[step]}/manifest.json") if step in committed else None,
+            # A manifest takes a while to read.
+            world_size=(world_sizes.get(step) or _world_size(store, folders[step])) if step in committed else None,
         )
         for step in sorted(folders)
     ]
 
 
-def _world_size(store: Store, manifest: str) -> int | None:
+def _world_size(store: Store, folder: str) -> int | None:
     """Return how many ranks wrote a checkpoint, if its manifest can be read."""
     try:
-        world_size = from_json(read_bytes(store, manifest))["world_size"]
+        world_size = from_json(read_bytes(store, f"{folder}/manifest.json"))["world_size"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return world_size if type(world_size) is int and 0 < world_size < 2**63 else None

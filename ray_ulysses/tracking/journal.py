@@ -3,7 +3,7 @@
 ``journal/attempt-0003.jsonl`` belongs to the third attempt; its number is claimed by creating the file, so
 that two attempts never share one. A process beside the first writer (the controller beside rank 0) appends
 to a segment of its own, ``attempt-0003.controller.jsonl``, because appending from two hosts to one file is
-not safe on NFS.
+not safe on NFS. Beside a segment that has grown stands its index; see `tracking.journal_index`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.errors import UserError
 from ray_ulysses.tracking.events import encode_event, event_adapter
+from ray_ulysses.tracking.journal_index import LEAST_BYTES, PIECE_BYTES, SegmentIndex
 from ray_ulysses.tracking.line_checksum import with_checksum
 from ray_ulysses.validation import ContentError, read_json
 
@@ -55,6 +56,8 @@ class AttemptJournal:
         # A writer may have died in the middle of a line; its rest must not swallow the next record.
         self._tail = bytearray(b"\n" if _is_torn(self._stream.fileno(), self._num_durable) else b"")
         self._num_taken = 0
+        self._index = SegmentIndex(path, attempt)
+        self._index_lock = threading.Lock()
         self._lock = threading.Lock()
         self._sync_lock = threading.Lock()
 
@@ -127,6 +130,8 @@ class AttemptJournal:
             self._write()
         if kind in _DURABLE or len(self._tail) > _MOST_UNSYNCED_BYTES:
             self.sync()
+        if self.num_bytes - self._index.reached > PIECE_BYTES:
+            self._extend_index(PIECE_BYTES)
 
     @property
     def num_bytes(self) -> int:
@@ -184,9 +189,18 @@ class AttemptJournal:
             return
         try:
             self.sync()
+            self._extend_index(LEAST_BYTES)
         finally:
             with self._sync_lock, self._lock:
                 self._stream.close()
+
+    def _extend_index(self, least_bytes: int) -> None:
+        """Index what has been written, unless another thread is at it."""
+        if self._index_lock.acquire(blocking=False):
+            try:
+                self._index.extend(least_bytes)
+            finally:
+                self._index_lock.release()
 
     def _refuse_closed(self) -> None:
         """Raise `OSError` where the stream would raise a `ValueError`: what comes too late is lost, and no bug."""

@@ -1,55 +1,22 @@
-"""Reading of a journal: every line's checksum and fields are checked, and what is damaged is named and set aside."""
+"""Reading of a journal: what its indexes can be believed in, and every other line with its checksum and fields."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import Literal
-
-from pydantic import ValidationError
 
 from ray_ulysses.storage.regular import open_regular
-from ray_ulysses.tracking.events import Event, event_adapter
+from ray_ulysses.tracking.events import Event
 from ray_ulysses.tracking.journal import segments
-from ray_ulysses.tracking.line_checksum import corrected, has_checksum, is_intact
+from ray_ulysses.tracking.journal_index import LEAST_BYTES, SegmentIndex, read_indexed
+from ray_ulysses.tracking.journal_lines import DamagedRecord, SegmentLines, parse_line
 from ray_ulysses.tracking.step_recovery import recovered_steps
-from ray_ulysses.validation import ContentError, faults_text
-
-Outcome = Literal["corrected", "recovered", "lost"]
-
-# Enough for flipped bits; a file that is damaged all over is not worth minutes.
-_MOST_TRIES = 100
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DamagedRecord:
-    """A line of a journal that is not what was written.
-
-    Attributes:
-        segment: Name of its file.
-        attempt: The attempt whose file it is.
-        line: Number of its line, from 1.
-        reason: What is wrong with it.
-        outcome: Whether a flipped bit in it was corrected by its checksum, its step was recovered from the sums of the
-            next checkpoint (all but its loss and its duration), or it is lost.
-    """
-
-    segment: str
-    attempt: int
-    line: int
-    reason: str
-    outcome: Outcome
-
-    def __str__(self) -> str:
-        outcome = {
-            "corrected": "its flipped bit was corrected",
-            "recovered": "its step was recovered from the next checkpoint's sums, without loss and duration",
-            "lost": "it was set aside",
-        }
-        return f"journal/{self.segment}, line {self.line}: {self.reason}; {outcome[self.outcome]}"
+from ray_ulysses.tracking.step_runs import Entry, StepRun, grouped, single
+from ray_ulysses.validation import ContentError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,17 +24,45 @@ class Journal:
     """All that the journal of a run tells.
 
     Attributes:
-        events: Attempts in order, an attempt's first segment before its others.
+        entries: Attempts in order, an attempt's first segment before its others.
         damaged: The lines that were damaged, in the same order.
     """
 
-    events: tuple[Event, ...]
+    entries: tuple[Entry, ...]
     damaged: tuple[DamagedRecord, ...]
 
 
-def read_events(run_dir: Path | str) -> tuple[Event, ...]:
-    """Return the events of `read_journal`."""
-    return read_journal(run_dir).events
+class SegmentReader:
+    """Reads a segment from front to back, and goes on where it has stopped when the file has grown."""
+
+    def __init__(self, segment: Path, attempt: int) -> None:
+        """Prepare; nothing is read yet.
+
+        Args:
+            segment: Its file.
+            attempt: Its attempt.
+        """
+        self._segment = segment
+        self._lines = SegmentLines(segment.name, attempt)
+
+    def read(self) -> Iterator[Entry | DamagedRecord]:
+        """Yield what was added since the last call.
+
+        Raises:
+            NotAPlainFileError: The segment is a pipe, a socket or a device.
+            OSError: It can't be read.
+        """
+        with open_regular(self._segment) as stream:
+            if self._lines.offset == 0:
+                yield from read_indexed(self._segment, stream, self._lines)
+            for _, found in self._lines.read(stream):
+                if found is not None:
+                    yield found
+
+
+def read_entries(run_dir: Path | str) -> tuple[Entry, ...]:
+    """Return the entries of `read_journal`."""
+    return read_journal(run_dir).entries
 
 
 def read_journal(run_dir: Path | str) -> Journal:
@@ -79,23 +74,23 @@ def read_journal(run_dir: Path | str) -> Journal:
         NotAPlainFileError: A segment is a pipe, a socket or a device.
         OSError: A segment can't be read.
     """
-    events: list[Event] = []
+    entries: list[Entry] = []
     damaged: list[DamagedRecord] = []
     places: list[int] = []
     for attempt, path in segments(run_dir):
-        for found in _read_segment(path, attempt):
+        for found in grouped(SegmentReader(path, attempt).read()):
             if isinstance(found, DamagedRecord):
                 damaged.append(found)
-                places.append(len(events))
+                places.append(len(entries))
             else:
-                events.append(found)
-    lost = [number for number, record in enumerate(damaged) if record.outcome == "lost"]
-    recovered = recovered_steps(events, [(places[number], damaged[number].attempt) for number in lost])
-    for number, step in reversed(list(zip(lost, recovered, strict=True))):
-        if step is not None:
-            events.insert(places[number], step)
-            damaged[number] = replace(damaged[number], outcome="recovered")
-    return Journal(events=tuple(events), damaged=tuple(damaged))
+                entries.append(found)
+    return _with_recovered_steps(entries, damaged, places)
+
+
+def index_journal(run_dir: Path | str) -> None:
+    """Index what attempts that were killed have left without; nobody may train the run now."""
+    for attempt, path in segments(run_dir):
+        SegmentIndex(path, attempt).extend(LEAST_BYTES)
 
 
 def read_beside(run_dir: Path | str) -> list[Event]:
@@ -105,8 +100,8 @@ def read_beside(run_dir: Path | str) -> list[Event]:
         OSError: A segment can't be read.
     """
     beside = [(attempt, path) for attempt, path in segments(run_dir) if path.name.count(".") > 1]
-    found = [event for attempt, path in beside for event in _read_segment(path, attempt)]
-    return [event for event in found if not isinstance(event, DamagedRecord)]
+    found = [entry for attempt, path in beside for entry in SegmentReader(path, attempt).read()]
+    return [event for event in single(found) if not isinstance(event, DamagedRecord)]
 
 
 def read_edges(run_dir: Path | str, attempt: int, num_bytes: int = 2**20) -> list[Event]:
@@ -134,58 +129,22 @@ def read_edges(run_dir: Path | str, attempt: int, num_bytes: int = 2**20) -> lis
     return events
 
 
-def parse_line(line: bytes, attempt: int, *, must_have_checksum: bool) -> Event | None:
-    """Return the event of a line without its end; None if a later version has written one of a kind unknown here.
+def _with_recovered_steps(entries: Sequence[Entry], damaged: list[DamagedRecord], places: Sequence[int]) -> Journal:
+    """Return a journal, its lost steps made good where that can be (pure).
 
     Args:
-        line: The line.
-        attempt: The attempt whose segment it stands in.
-        must_have_checksum: Whether it is damaged without a checksum; versions that wrote none are read too.
-
-    Raises:
-        ContentError: It is damaged; the text says how.
+        entries: What is whole.
+        damaged: What is not.
+        places: Entries before each damaged record.
     """
-    is_checked = is_intact(line)
-    if not is_checked and (must_have_checksum or has_checksum(line)):
-        raise ContentError("its checksum is wrong")
-    try:
-        event = event_adapter().validate_json(line)
-    except ValidationError as error:
-        if is_checked and error.errors(include_url=False)[0]["type"] == "union_tag_invalid":
-            return None
-        raise ContentError(faults_text(error)) from None
-    if event.attempt != attempt:
-        raise ContentError(f"attempt is {event.attempt}, but it stands in a segment of attempt {attempt}")
-    return event
-
-
-def _read_segment(path: Path, attempt: int) -> Iterator[Event | DamagedRecord]:
-    has_checksums, num_tries = False, 0
-    with open_regular(path) as stream:
-        for number, line in enumerate(stream, start=1):
-            text = line.removesuffix(b"\n")
-            if not text:
-                # What keeps the rest of a line, whose writer died, from the next record.
-                continue
-            try:
-                event = parse_line(text, attempt, must_have_checksum=has_checksums)
-                has_checksums = has_checksums or has_checksum(text)
-            except ContentError as error:
-                num_tries += 1
-                event = _try_to_correct(line, attempt) if num_tries <= _MOST_TRIES else None
-                if event is None and text is line:
-                    # Its writer is still at it, or has died there.
-                    return
-                outcome: Outcome = "lost" if event is None else "corrected"
-                yield DamagedRecord(segment=path.name, attempt=attempt, line=number, reason=str(error), outcome=outcome)
-            if event is not None:
-                yield event
-
-
-def _try_to_correct(line: bytes, attempt: int) -> Event | None:
-    """Return the event of a line of which one bit was flipped, perhaps in its end."""
-    text = corrected(line.removesuffix(b"\n")) if line.endswith(b"\n") else line[:-1]
-    try:
-        return None if text is None else parse_line(text, attempt, must_have_checksum=True)
-    except ContentError:
-        return None
+    lost = [number for number, record in enumerate(damaged) if record.outcome == "lost"]
+    if lost:
+        num_before = [0, *accumulate(len(entry.rows) if isinstance(entry, StepRun) else 1 for entry in entries)]
+        events = list(single(entries))
+        recovered = recovered_steps(events, [(num_before[places[number]], damaged[number].attempt) for number in lost])
+        for number, step in reversed(list(zip(lost, recovered, strict=True))):
+            if step is not None:
+                events.insert(num_before[places[number]], step)
+                damaged[number] = replace(damaged[number], outcome="recovered")
+        entries = list(grouped(events))
+    return Journal(entries=tuple(entries), damaged=tuple(damaged))

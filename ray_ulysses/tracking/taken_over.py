@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ray_ulysses.tracking.events import AttemptStarted, Event, TakenOver
+from ray_ulysses.tracking.events import AttemptStarted, TakenOver
+from ray_ulysses.tracking.step_runs import Entry
 
 
-def taken_over(events: Iterable[Event]) -> TakenOver:
+def taken_over(events: Iterable[Entry]) -> TakenOver:
     """Return the steps that the newest attempts of a run build on, beside those that its own journal records (pure).
 
     Args:

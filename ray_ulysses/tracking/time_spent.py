@@ -10,16 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ray_ulysses.tracking.events import (
     STOP_REASONS,
     AttemptEnded,
     AttemptStarted,
     Evaluated,
-    Event,
     OfCommand,
     RunFinished,
-    StepDone,
 )
+from ray_ulysses.tracking.step_runs import Entry, StepRun, StepStack, grouped
+
+_SPENT = np.dtype([("step", "<i8"), ("seconds", "<f8")])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,12 +87,16 @@ class TimeLedger:
     """Accounts for a run's time, event by event in the journal's order."""
 
     _spent: dict[str, float] = field(default_factory=lambda: asdict(TimeSpent()))
-    _kept: dict[int, float] = field(default_factory=dict)
+    _kept: StepStack = field(default_factory=StepStack)
     _session: str | None = None
     _command: _Command | None = None
 
-    def add(self, event: Event) -> None:
+    def add(self, event: Entry) -> None:
         """Account for the time up to an event."""
+        for entry in grouped((event,)):
+            self._add(entry)
+
+    def _add(self, event: Entry) -> None:
         if isinstance(event, RunFinished):
             # A later command may have said it in the name of an attempt that died before.
             return
@@ -98,16 +106,15 @@ class TimeLedger:
             command.evaluation_s = 0.0
             self._advance(command, event.time, "recovery_s" if command.has_stepped else "waiting_s")
         if isinstance(event, AttemptStarted):
-            for step in [step for step in self._kept if step > event.resumed_step]:
-                self._lose(step)
-        elif isinstance(event, StepDone):
-            self._add_step(command, event)
+            self._lose(self._kept.cut(event.resumed_step))
+        elif isinstance(event, StepRun):
+            self._add_steps(command, event)
         elif isinstance(event, Evaluated):
             command.evaluation_s += event.seconds
         elif isinstance(event, AttemptEnded) and event.reason.startswith(STOP_REASONS):
             command.ended_well = True
-            self._add_pause(command, event, event.time)
-        command.end = max(command.end, event.time)
+            self._add_pause(command, event.saving_seconds, event.time)
+        command.end = max(command.end, event.end_time if isinstance(event, StepRun) else event.time)
 
     def spent(self) -> TimeSpent:
         """Return where the time went, up to the latest event."""
@@ -117,7 +124,7 @@ class TimeLedger:
             parts[_open_part(command)] += max(0.0, command.end - command.at)
         return TimeSpent(**parts)
 
-    def _command_of(self, event: Event) -> _Command:
+    def _command_of(self, event: Entry) -> _Command:
         """Return the command that an event is of; one that names none is of the command before."""
         before = self._command
         said = event if isinstance(event, OfCommand) else None
@@ -137,26 +144,45 @@ class TimeLedger:
         self._advance(self._command, asked, "startup_s")
         return self._command
 
-    def _add_step(self, command: _Command, event: StepDone) -> None:
-        begin = event.time - event.seconds
+    def _add_steps(self, command: _Command, run: StepRun) -> None:
+        spent = np.zeros(len(run.rows), _SPENT)
+        spent["step"] = run.rows["step"]
+        first = run.first
+        begin = first.time - first.seconds
         if command.attempt_has_stepped:
-            self._add_pause(command, event, begin)
+            self._add_pause(command, first.saving_seconds, begin)
         else:
             self._advance(command, begin, "recovery_s" if command.has_stepped else "startup_s")
         command.has_stepped = command.attempt_has_stepped = True
-        if event.step in self._kept:
-            self._lose(event.step)
-        self._kept[event.step] = self._advance(command, event.time, "steps_s")
+        spent["seconds"][0] = self._advance(command, first.time, "steps_s")
+        spent["seconds"][1:] = self._advance_through(command, run)
+        self._lose(self._kept.push(spent))
 
-    def _add_pause(self, command: _Command, event: StepDone | AttemptEnded, until: float) -> None:
+    def _advance_through(self, command: _Command, run: StepRun) -> NDArray[np.float64]:
+        """Account for all steps of a run but its first, as for one after the other; return the seconds of each."""
+        rows = run.rows[1:]
+        if not len(rows):
+            return np.zeros(0)
+        ends = np.maximum.accumulate(np.append(command.at, rows["time"]))
+        begin = rows["time"] - rows["seconds"]
+        saved = np.maximum(ends[:-1], np.minimum(begin, ends[:-1] + rows["saving_seconds"]))
+        begun = np.maximum(saved, begin)
+        seconds: NDArray[np.float64] = ends[1:] - begun
+        command.at = float(ends[-1])
+        self._spent["saves_s"] += float((saved - ends[:-1]).sum())
+        self._spent["other_s"] += float((begun - saved).sum())
+        self._spent["steps_s"] += float(seconds.sum())
+        return seconds
+
+    def _add_pause(self, command: _Command, saving_s: float, until: float) -> None:
         """Account for what lies between a step and the next, or the attempt's end."""
-        self._advance(command, min(until, command.at + event.saving_seconds), "saves_s")
+        self._advance(command, min(until, command.at + saving_s), "saves_s")
         self._advance(command, min(until, command.at + command.evaluation_s), "evaluation_s")
         self._advance(command, until, "other_s")
         command.evaluation_s = 0.0
 
-    def _lose(self, step: int) -> None:
-        seconds = self._kept.pop(step)
+    def _lose(self, steps: Iterable[NDArray[np.void]]) -> None:
+        seconds = sum(float(rows["seconds"].sum()) for rows in steps)
         self._spent["steps_s"] -= seconds
         self._spent["lost_steps_s"] += seconds
 
@@ -168,14 +194,14 @@ class TimeLedger:
         return seconds
 
 
-def time_spent(events: Iterable[Event]) -> TimeSpent:
+def time_spent(events: Iterable[Entry]) -> TimeSpent:
     """Return where a run's time went (pure).
 
     Args:
         events: The run's journal.
     """
     ledger = TimeLedger()
-    for event in events:
+    for event in grouped(events):
         ledger.add(event)
     return ledger.spent()
 

@@ -12,7 +12,7 @@ from ray_ulysses.tracking.events import AttemptStarted, OfCommand
 from ray_ulysses.tracking.failures import tell_end
 from ray_ulysses.tracking.history import finished_step, read_history
 from ray_ulysses.tracking.journal import AttemptJournal, attempt_numbers
-from ray_ulysses.tracking.journal_reader import read_events, read_journal
+from ray_ulysses.tracking.journal_reader import index_journal, read_entries, read_journal
 from ray_ulysses.tracking.mlflow_tracker import MlflowTracker
 from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_store
 from ray_ulysses.trainer.inventory import take_inventory
@@ -48,10 +48,11 @@ def settle_completed(prepared: PreparedRun) -> RunHistory | None:
     if prepared.remainder is not None and last_step > prepared.remainder.branch.step:
         # What was trained beyond the branch, with the data as they were, does not count.
         return None
+    index_journal(config.run_dir)
     journal = read_journal(config.run_dir)
     for record in journal.damaged[:_MOST_DAMAGED]:
         _log.warning("%s; `ray-ulysses inspect` names every damaged record", record)
-    said = finished_step(journal.events)
+    said = finished_step(journal.entries)
     if said is None or said < last_step:
         # Asked only now: who has exported a finished run may have deleted its checkpoints.
         saved = committed_step(config)
@@ -80,7 +81,7 @@ def settle_failed(config: Config, failure: Failure) -> None:
 
 def _say_finished(config: Config, step: int) -> None:
     """Write into the journal of the last attempt what it did not live to write."""
-    started = [event.attempt for event in read_events(config.run_dir) if isinstance(event, AttemptStarted)]
+    started = [event.attempt for event in read_entries(config.run_dir) if isinstance(event, AttemptStarted)]
     if not started:
         return
     journal = AttemptJournal.open(config.run_dir, started[-1], writer=_WRITER)
@@ -96,11 +97,9 @@ def say_command_ended(run_dir: Path, session: str) -> None:
     Whatever the journal's disk says to it: the command has ended all the same.
     """
     with contextlib.suppress(OSError):
-        attempts = [
-            event.attempt for event in read_events(run_dir) if isinstance(event, OfCommand) and event.session == session
-        ]
-        if attempts:
-            journal = AttemptJournal.open(run_dir, attempts[-1], writer=_WRITER)
+        own = [one for one in read_entries(run_dir) if isinstance(one, OfCommand) and one.session == session]
+        if own:
+            journal = AttemptJournal.open(run_dir, own[-1].attempt, writer=_WRITER)
             journal.append({"event": "command_ended", "session": session})
             journal.close()
 

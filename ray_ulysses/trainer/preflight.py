@@ -24,7 +24,7 @@ from ray_ulysses.planner.stand_in import stand_in_documents
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.tracking.history import finished_step
-from ray_ulysses.tracking.journal_reader import read_events
+from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.trainer.checkpoint_store import storage_answers
 from ray_ulysses.trainer.contradictions import changed_settings, misfit, other_plan
 from ray_ulysses.trainer.planning import committed_step, plan_run, store_plan
@@ -164,7 +164,7 @@ def _origin(config: Config, plan: Plan) -> Origin | None:
     """
     if config.model.resume_from is None:
         return None
-    finished = finished_step(read_events(config.run_dir))
+    finished = finished_step(read_entries(config.run_dir))
     if (finished is not None and finished >= last_step_of(config, plan)) or committed_step(config) > 0:
         return None
     origin = pinned_origin(config)

@@ -16,7 +16,7 @@ from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.tracking.commits import GoneCheckpoint
 from ray_ulysses.tracking.journal import AttemptJournal
-from ray_ulysses.tracking.journal_reader import read_events
+from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.mlflow_tracker import MlflowTracker
 from ray_ulysses.tracking.tracker import NullTracker
 from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_store
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ray_ulysses.data.plan import Plan
     from ray_ulysses.parallel.layout import ParallelLayout
     from ray_ulysses.storage import Store
-    from ray_ulysses.tracking.events import Event
+    from ray_ulysses.tracking.step_runs import Entry
     from ray_ulysses.tracking.tracker import Tracker
     from ray_ulysses.trainer.progress import Progress
     from ray_ulysses.trainer.step import StepResult
@@ -76,7 +76,7 @@ class Recorder:
         tracker: Tracker,
         attempt: int,
         nodes: list[str],
-        events: Sequence[Event] = (),
+        events: Sequence[Entry] = (),
     ) -> None:
         self.store = store
         self.exchange = exchange
@@ -131,7 +131,7 @@ class Recorder:
             tracker=tracker,
             attempt=attempt,
             nodes=nodes,
-            events=read_events(config.run_dir) if journal is not None else (),
+            events=read_entries(config.run_dir) if journal is not None else (),
         )
         recorder.phase("opening the data")
         return recorder

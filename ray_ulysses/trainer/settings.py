@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json
 
-from ray_ulysses.engine.zero import ZeroSettings
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.storage.regular import read_regular
@@ -17,6 +16,7 @@ from ray_ulysses.storage.regular import read_regular
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.data.plan import Plan
+    from ray_ulysses.engine.zero import ZeroSettings
 
 CONFIG_FILE = "config.yaml"
 _LIBRARIES = ("ray-ulysses", "torch", "deepspeed", "transformers", "ray")
@@ -56,6 +56,8 @@ def local_model_config(directory: Path) -> dict[str, Any]:
 
 def zero_settings(config: Config, accumulation: int) -> ZeroSettings:
     """Return the settings of the ZeRO engine."""
+    from ray_ulysses.engine.zero import ZeroSettings
+
     return ZeroSettings(
         stage=config.memory.zero_stage,
         dtype=config.model.dtype,

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.checkpoint.manifest import CHECKPOINT_FOLDER
 from ray_ulysses.tracking.events import CheckpointCommitted, CheckpointSetAside
-from ray_ulysses.tracking.journal_reader import read_events
+from ray_ulysses.tracking.journal_reader import read_entries
+from ray_ulysses.tracking.step_runs import Entry
 from ray_ulysses.trainer.checkpoint_store import checkpoint_location
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from ray_ulysses.checkpoint.fence import Lineage
     from ray_ulysses.config import Config
     from ray_ulysses.storage import Store
-    from ray_ulysses.tracking.events import Event
 
 
 def why_no_start(config: Config, store: Store, chosen: Manifest | None, passed: Sequence[Damage]) -> str | None:
@@ -50,7 +50,7 @@ def why_no_start(config: Config, store: Store, chosen: Manifest | None, passed: 
             f"was changed: restore the files in {folder}, or start a new run under another run.name "
             "(model.resume_from starts it from another run's checkpoint)"
         )
-    known = commits_that_count(read_events(config.run_dir), read_lineage(store))
+    known = commits_that_count(read_entries(config.run_dir), read_lineage(store))
     if known:
         return (
             f"the journal knows of the checkpoint of step {max(known)}, but there is none in {folder}; mount or "
@@ -59,7 +59,7 @@ def why_no_start(config: Config, store: Store, chosen: Manifest | None, passed: 
     return None
 
 
-def commits_that_count(events: Iterable[Event], lineage: Lineage) -> tuple[int, ...]:
+def commits_that_count(events: Iterable[Entry], lineage: Lineage) -> tuple[int, ...]:
     """Return the steps that a journal says were committed, not set aside since, and part of the run (pure).
 
     Args:

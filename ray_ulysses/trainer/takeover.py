@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Literal
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.tracking.events import AttemptStarted, Event
+from ray_ulysses.tracking.events import AttemptStarted
 from ray_ulysses.tracking.journal import attempt_numbers
-from ray_ulysses.tracking.journal_reader import read_events
+from ray_ulysses.tracking.journal_reader import read_entries
+from ray_ulysses.tracking.step_runs import Entry
 
 Owner = Literal["own", "other", "unsaid", "elsewhere"]
 """Whose an attempt is: this command's; another's, by its own word; of this directory, and it has not said whose; or of
 another directory, since an attempt leaves a journal here before it is announced beside the checkpoints."""
 
 
-def owner_of(attempt: int, events: Sequence[Event], numbers: Collection[int], session: str) -> Owner:
+def owner_of(attempt: int, events: Sequence[Entry], numbers: Collection[int], session: str) -> Owner:
     """Return whose an attempt is (pure).
 
     Args:
@@ -38,7 +39,7 @@ def is_taken_over(run_dir: Path, newest: int, session: str) -> bool:
     That it has not said so yet is no proof: an attempt that was thought dead is overtaken by its own command. Nor is a
     journal that is not there: another host's file may show up late.
     """
-    return owner_of(newest, read_events(run_dir), attempt_numbers(run_dir), session) == "other"
+    return owner_of(newest, read_entries(run_dir), attempt_numbers(run_dir), session) == "other"
 
 
 def refuse_taken_over(run_dir: Path, newest: int, session: str) -> None:
@@ -52,7 +53,7 @@ def refuse_taken_over(run_dir: Path, newest: int, session: str) -> None:
     Raises:
         UserError: This command has had an attempt, and the newest one is another's.
     """
-    events = read_events(run_dir)
+    events = read_entries(run_dir)
     own = [event.attempt for event in events if isinstance(event, AttemptStarted) and event.session == session]
     if not own or newest <= max(own):
         return

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from ray_ulysses.clock import Clock
-from ray_ulysses.tracking.events import Event, event_of
+from ray_ulysses.tracking.events import event_of
+from ray_ulysses.tracking.step_runs import Entry
 from ray_ulysses.tracking.time_spent import TimeLedger
 
 _AFTER_A_PAUSE = ("step", "attempt_ended")
@@ -18,7 +19,7 @@ _AFTER_A_PAUSE = ("step", "attempt_ended")
 class TimeAccount:
     """The account of a run's time up to now; records may come from any thread."""
 
-    def __init__(self, clock: Clock, events: Iterable[Event] = ()) -> None:
+    def __init__(self, clock: Clock, events: Iterable[Entry] = ()) -> None:
         """Begin with what the journal already holds.
 
         Args:

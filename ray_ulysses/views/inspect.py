@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+
 from ray_ulysses.forensics.lineage import Lineage, SegmentRecord
 from ray_ulysses.tracking.failures import Failure
 from ray_ulysses.tracking.history import AttemptRecord, RunHistory
@@ -12,6 +17,7 @@ from ray_ulysses.views.words import count, duration, facts, percent, table
 _LAST_STEPS = 10
 _LAST_CHECKPOINTS = 8
 _MOST_DAMAGED = 5
+_STEPS_A_PIECE = 1000
 
 
 def render_history(history: RunHistory, lineage: Lineage | None = None) -> str:
@@ -48,6 +54,19 @@ def render_history(history: RunHistory, lineage: Lineage | None = None) -> str:
         lines += ["", _titled("steps", len(last), len(history.steps))]
         lines += table(("step", "loss", "tokens", "rows", "attempt"), steps)
     return "\n".join(lines)
+
+
+def history_json(history: RunHistory, lineage: Lineage) -> Iterator[str]:
+    """Yield the text of ``inspect --json`` in pieces, with a line for each step: a run may have a million."""
+    fields = {**replace(history, steps=()).to_json(), **lineage.to_json()}
+    before, begin, after = json.dumps(fields, indent=2).partition('"steps": [')
+    yield before + begin
+    texts = (json.dumps(step.to_json()) for step in history.steps)
+    separator = "\n    "
+    while piece := list(islice(texts, _STEPS_A_PIECE)):
+        yield separator + ",\n    ".join(piece)
+        separator = ",\n    "
+    yield f"\n  {after}\n" if history.steps else f"{after}\n"
 
 
 def _totals(history: RunHistory) -> list[tuple[str, str]]:

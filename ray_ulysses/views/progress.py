@@ -29,6 +29,7 @@ from ray_ulysses.tracking.events import (
     WorkerWarned,
 )
 from ray_ulysses.tracking.failures import Failure
+from ray_ulysses.tracking.step_runs import StepRun, single
 from ray_ulysses.views.journal_tail import JournalTail
 from ray_ulysses.views.progress_state import ProgressState
 from ray_ulysses.views.words import count, duration
@@ -105,8 +106,9 @@ class ProgressView:
     def __enter__(self) -> ProgressView:
         """Start to follow."""
         planned = self._state.total_steps
-        for event in self._tail.poll():
-            self._state = self._state.after(event)
+        for entry in self._tail.poll():
+            # Of all that was done before, the last step is what there is to show.
+            self._state = self._state.after(entry.last if isinstance(entry, StepRun) else entry)
         # Not where an earlier command stopped, or the bar is full before anything is done.
         self._state = replace(self._state.before_attempt(), total_steps=planned, phase="starting")
         if self._is_live:
@@ -132,7 +134,7 @@ class ProgressView:
     def look(self) -> None:
         """Read what was added to the journal, and show it."""
         with self._lock:
-            for event in self._tail.poll():
+            for event in single(self._tail.poll()):
                 self._state = self._state.after(event)
                 line = render_line(event, self._state)
                 if line is not None and self._is_due(event):

@@ -17,9 +17,9 @@ from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray_ulysses.config import Config
 from ray_ulysses.tracking.events import AttemptEnded, AttemptStarted
 from ray_ulysses.tracking.history import read_history
-from ray_ulysses.tracking.journal_reader import read_events
 from tests.cluster.test_train_job import TIMEOUT_S, Command, _cmdline, start, wait_for_step, worker_processes
 from tests.distributed.run_case import make_config, make_corpus
+from tests.unit.tracking.journals import read_events
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 

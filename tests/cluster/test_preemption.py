@@ -18,8 +18,8 @@ from ray.train.v2._internal.execution.preemption import PreemptionContext
 from ray_ulysses.config import Config
 from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted
 from ray_ulysses.tracking.history import read_history
-from ray_ulysses.tracking.journal_reader import read_events
 from tests.distributed.run_case import make_config, make_corpus
+from tests.unit.tracking.journals import read_events
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 TIMEOUT_S = 150.0

@@ -18,9 +18,9 @@ import pytest
 from ray_ulysses.config import Config
 from ray_ulysses.tracking.events import CheckpointCommitted
 from ray_ulysses.tracking.history import RunHistory, read_history
-from ray_ulysses.tracking.journal_reader import read_events
 from tests.distributed.harness import run_ranks
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
+from tests.unit.tracking.journals import read_events
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 TIMEOUT_S = 240.0

@@ -16,11 +16,11 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.verification import verify_run
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.history import RunHistory, read_history
-from ray_ulysses.tracking.journal_reader import read_events
 from ray_ulysses.trainer.checkpoint_store import checkpoint_store
 from tests.distributed.harness import RankFailure, run_ranks, run_ranks_to_outcomes
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
 from tests.s3_server import serve_s3
+from tests.unit.tracking.journals import read_events
 
 pytestmark = pytest.mark.distributed
 WORLD = 2

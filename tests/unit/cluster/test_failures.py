@@ -21,8 +21,8 @@ from ray_ulysses.cluster.restarts import Ended, TrainingFailed, failure_book, tr
 from ray_ulysses.cluster.worker import leave_refusal
 from ray_ulysses.errors import UserError
 from ray_ulysses.tracking.events import StartFailed
-from ray_ulysses.tracking.journal_reader import read_events
 from tests.unit.elastic.test_causes import GLOO, RAY_DUMP
+from tests.unit.tracking.journals import read_events
 from tests.unit.trainer.test_failures import _attempt, _Clock, _config
 
 KILLED = WorkerHealthCheckFailedError("A worker health check failed.", RayActorError("a", RAY_DUMP))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from ray_ulysses.tracking.events import Event, event_of
-from ray_ulysses.tracking.journal_reader import Journal
+from ray_ulysses.tracking.journal_reader import Journal, read_entries
+from ray_ulysses.tracking.step_runs import single
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "attempt_started": {
@@ -29,4 +31,9 @@ def event(fields: Mapping[str, Any]) -> Event:
 
 def journal(records: Iterable[Mapping[str, Any]]) -> Journal:
     """Return a journal of some events."""
-    return Journal(events=tuple(event(record) for record in records), damaged=())
+    return Journal(entries=tuple(event(record) for record in records), damaged=())
+
+
+def read_events(run_dir: Path | str) -> tuple[Event, ...]:
+    """Return a run's events one by one."""
+    return tuple(single(read_entries(run_dir)))

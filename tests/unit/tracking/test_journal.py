@@ -18,7 +18,7 @@ import pytest
 from ray_ulysses.errors import UserError
 from ray_ulysses.tracking.events import AttemptEnded, StepDone
 from ray_ulysses.tracking.journal import AttemptJournal, attempt_numbers
-from ray_ulysses.tracking.journal_reader import read_events
+from tests.unit.tracking.journals import read_events
 
 
 class _StillClock:
@@ -250,7 +250,7 @@ def test_records_of_several_threads_are_whole(tmp_path: Path) -> None:
 _FULL_DISK = """
 import os, subprocess, sys
 from ray_ulysses.tracking.journal import AttemptJournal
-from ray_ulysses.tracking.journal_reader import read_events
+from tests.unit.tracking.journals import read_events
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", sys.argv[1]], check=True)
 def step(number):
     return {"event": "step", "step": number, "loss": 1.0, "tokens": 1, "rows": [0, 1], "digest": "0", "seconds": 1.0}

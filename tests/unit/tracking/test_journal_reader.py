@@ -17,8 +17,10 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.tracking.events import StepDone
 from ray_ulysses.tracking.history import RunHistory, build_history, read_history
 from ray_ulysses.tracking.journal import AttemptJournal
-from ray_ulysses.tracking.journal_reader import Journal, read_events, read_journal
+from ray_ulysses.tracking.journal_reader import read_journal
 from ray_ulysses.tracking.line_checksum import with_checksum
+from ray_ulysses.tracking.step_runs import single
+from tests.unit.tracking.journals import read_events
 
 _SIZES = {"world_size": 4, "sp_size": 2, "dp_size": 2, "nodes": ["a", "b"]}
 _SECOND = {"step": 4, "tokens": 4000, "rows": 24, "digest": "00000000000000ff", "origin": "s3://other/run@4"}
@@ -90,7 +92,10 @@ def test_a_line_is_json_whose_first_member_is_the_checksum_of_the_rest(tmp_path:
 def test_a_sound_journal_has_no_damage(tmp_path: Path) -> None:
     found = read_journal(_run(tmp_path))
     assert found.damaged == ()
-    assert [event.step for event in found.events if isinstance(event, StepDone)] == [*range(1, 10), *range(9, 13)]
+    assert [event.step for event in single(found.entries) if isinstance(event, StepDone)] == [
+        *range(1, 10),
+        *range(9, 13),
+    ]
 
 
 def test_the_journal_of_a_version_without_checksums_is_read(tmp_path: Path) -> None:
@@ -103,8 +108,8 @@ def test_the_journal_of_a_version_without_checksums_is_read(tmp_path: Path) -> N
         _rewrite(tmp_path, [json.dumps(fields).encode() for fields in lines], attempt)
     found = read_journal(tmp_path)
     assert found.damaged == ()
-    assert [event for event in found.events if event.event != "checkpoint_committed"] == [
-        event for event in expected.events if event.event != "checkpoint_committed"
+    assert [event for event in single(found.entries) if event.event != "checkpoint_committed"] == [
+        event for event in single(expected.entries) if event.event != "checkpoint_committed"
     ]
 
 
@@ -116,7 +121,7 @@ def test_a_flipped_bit_is_corrected_and_named(tmp_path: Path) -> None:
     lines[3] = lines[3][:place] + bytes([lines[3][place] ^ 0x40]) + lines[3][place + 1 :]
     _rewrite(tmp_path, lines)
     found = read_journal(tmp_path)
-    assert found.events == expected
+    assert tuple(single(found.entries)) == expected
     assert [str(record) for record in found.damaged] == [
         "journal/attempt-0001.jsonl, line 4: its checksum is wrong; its flipped bit was corrected"
     ]
@@ -222,7 +227,8 @@ def test_a_last_line_without_an_end_is_its_writer_s_business(tmp_path: Path, end
     expected = read_events(_run(tmp_path))
     path = tmp_path / "journal/attempt-0002.jsonl"
     path.write_bytes(path.read_bytes() + end)
-    assert read_journal(tmp_path) == Journal(events=expected, damaged=())
+    assert read_events(tmp_path) == expected
+    assert read_journal(tmp_path).damaged == ()
 
 
 def test_a_record_of_another_attempt_is_damage(tmp_path: Path) -> None:
@@ -241,7 +247,7 @@ def test_an_event_of_a_later_version_is_passed_over(tmp_path: Path) -> None:
     _rewrite(tmp_path, [*_lines(tmp_path), with_checksum(text)])
     found = read_journal(tmp_path)
     assert found.damaged == ()
-    assert [event.event for event in found.events] == ["preemption_notice"]
+    assert [event.event for event in single(found.entries)] == ["preemption_notice"]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from ray_ulysses.tracking.counted_steps import steps_that_count
 from ray_ulysses.tracking.events import Event
-from ray_ulysses.tracking.history import build_history, steps_that_count
+from ray_ulysses.tracking.history import build_history
 from ray_ulysses.tracking.journal_reader import Journal as Events
 from ray_ulysses.tracking.time_spent import TimeSpent, time_spent
 from tests.unit.tracking.journals import event
@@ -67,7 +68,7 @@ def test_a_command_is_counted_from_its_start_and_every_part_of_it_is_named() -> 
         "between_commands_s": 0.0,
     }
     assert journal.spent.goodput == 0.15
-    assert build_history(name="r", journal=Events(events=journal.events, damaged=())).goodput == 0.15
+    assert build_history(name="r", journal=Events(entries=journal.events, damaged=())).goodput == 0.15
 
 
 def test_what_a_failure_cost_is_recovery_and_lost_steps() -> None:
@@ -169,6 +170,6 @@ def test_the_parts_add_up_to_the_time_of_the_commands(seed: int) -> None:
     assert spent.total_s + spent.between_commands_s == pytest.approx(
         journal.records[-1]["time"] - journal.records[0]["command_started"]
     )
-    assert spent.steps_s == pytest.approx(sum(one.seconds for one in counted.kept.values()))
+    assert spent.steps_s == pytest.approx(sum(one.seconds for one in counted.kept))
     assert spent.lost_steps_s == pytest.approx(sum(one.seconds for one in counted.lost))
     assert all(seconds >= -1e-9 for seconds in spent.to_json().values())

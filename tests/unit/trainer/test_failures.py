@@ -15,11 +15,11 @@ from ray_ulysses.tracking.events import AttemptEnded
 from ray_ulysses.tracking.failures import Failure
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.journal import AttemptJournal
-from ray_ulysses.tracking.journal_reader import read_events
 from ray_ulysses.trainer.completion import settle_failed
 from ray_ulysses.trainer.failures import COMMAND, CONTROLLER, FailureBook
 from tests.distributed.run_case import make_config
 from tests.unit.checkpoint.fakes import save
+from tests.unit.tracking.journals import read_events
 
 LOST = Cause(kind="lost", reason="lost worker 1 (killed by signal 9)", rank=1, way_out="look at `dmesg`")
 

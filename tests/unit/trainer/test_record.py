@@ -20,13 +20,14 @@ from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.history import build_history
 from ray_ulysses.tracking.journal import AttemptJournal
-from ray_ulysses.tracking.journal_reader import read_events, read_journal
+from ray_ulysses.tracking.journal_reader import read_journal
 from ray_ulysses.tracking.tracker import NullTracker
 from ray_ulysses.trainer.progress import Progress
 from ray_ulysses.trainer.record import Recorder
 from ray_ulysses.trainer.step import StepResult
 from ray_ulysses.trainer.worker import Worker
 from tests.distributed.run_case import make_config
+from tests.unit.tracking.journals import read_events
 
 
 class _Tracker(NullTracker):

@@ -38,7 +38,7 @@ def test_an_attempt_is_its_session_s_by_its_own_word() -> None:
             {"event": "attempt_started", "attempt": 3},
             {"event": "attempt_ended", "attempt": 4, "reason": "stopped"},
         ]
-    ).events
+    ).entries
     found = [owner_of(attempt, records, (1, 2, 3, 4), "one") for attempt in (1, 2, 3, 4, 5)]
     assert found == ["own", "other", "unsaid", "unsaid", "elsewhere"]
 

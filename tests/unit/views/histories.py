@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray_ulysses.tracking.history import AttemptRecord, CheckpointRecord, RunHistory, StepRecord
+from ray_ulysses.tracking.counted_steps import StepRecord
+from ray_ulysses.tracking.history import AttemptRecord, CheckpointRecord, RunHistory
 from ray_ulysses.tracking.time_spent import TimeSpent
 
 

@@ -1,9 +1,13 @@
+import json
+import math
 from dataclasses import replace
+
+import pytest
 
 from ray_ulysses.forensics.lineage import Lineage, SegmentRecord, SourceRecord
 from ray_ulysses.tracking.failures import Failure
 from ray_ulysses.tracking.time_spent import TimeSpent
-from ray_ulysses.views.inspect import render_history
+from ray_ulysses.views.inspect import history_json, render_history
 from tests.unit.views.histories import make_history
 
 
@@ -110,3 +114,14 @@ def test_a_failed_run_says_why_and_what_to_do() -> None:
     assert "lost worker 3 (its node died); 2 steps lost; failure 4, more than elastic.max_failures=3 allows" in text
     assert "host/10.0.0.3" in text
     assert "repair or replace the node; the same command resumes" in text
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 12, 2500])
+def test_the_json_has_a_line_for_each_step_and_every_field(num_steps):
+    losses = {0: math.nan, 3: math.inf}
+    steps = tuple(replace(step, loss=losses.get(n, step.loss)) for n, step in enumerate(make_history(num_steps).steps))
+    history = make_history(num_steps, name='"steps": [', steps=steps)
+    text = "".join(history_json(history, Lineage(problem="gone")))
+    expected = {**history.to_json(), "plan": [], "plan_problem": "gone"}
+    assert json.loads(text, parse_constant=pytest.fail) == json.loads(json.dumps(expected))
+    assert len([line for line in text.splitlines() if line.startswith('    {"step": ')]) == num_steps
