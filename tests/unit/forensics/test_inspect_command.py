@@ -46,7 +46,7 @@ def test_the_plan_stands_in_text_and_json_beside_what_was_there_before(
     assert set(fields) == {
         *("name", "status", "step", "tokens", "steps", "attempts", "checkpoints"),
         *("rows_consumed", "data_digest", "lost_steps", "goodput", "time_spent"),
-        *("damaged_records", "failure", "plan"),
+        *("damaged_records", "missing_steps", "failure", "plan"),
     }
     assert fields["plan"][0]["sources"] == [{"path": str(corpus), "weight": None}]
 
