@@ -1,0 +1,30 @@
+"""How a command connects to Ray; no Ray is started here."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import ray
+from ray.runtime_env.runtime_env import _merge_runtime_env
+
+from ray_ulysses.cluster import session
+from ray_ulysses.cluster.session import ray_session
+
+
+def test_variables_that_a_submitted_job_was_given_may_be_its_workers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A canary of Ray 2.60: it merges what a job and its driver ask for in this way."""
+    monkeypatch.delenv("RAY_OVERRIDE_JOB_RUNTIME_ENV", raising=False)
+    job = {"working_dir": "gcs://_ray_pkg_1.zip", "env_vars": {"HF_TOKEN": "t", "A": "1"}}
+    merged: list[Any] = []
+
+    def init(*, runtime_env: dict[str, Any], **options: Any) -> None:
+        override = os.getenv("RAY_OVERRIDE_JOB_RUNTIME_ENV") == "1"
+        merged.append(_merge_runtime_env(job, runtime_env, override=override))
+
+    monkeypatch.setattr(session, "check_address", lambda address: None)
+    monkeypatch.setattr(ray, "init", init)
+    with ray_session("head:6379", cpus=1, environment={"HF_TOKEN": "t", "B": "2"}):
+        pass
+    assert merged == [{"working_dir": "gcs://_ray_pkg_1.zip", "env_vars": {"HF_TOKEN": "t", "A": "1", "B": "2"}}]
