@@ -105,8 +105,11 @@ def prepare(
 def _load_config(path: Path, overrides: list[str]) -> Config:
     """Read a configuration before anything that takes seconds to import: what is wrong with it is said at once."""
     from ray_ulysses.config import load_config
+    from ray_ulysses.trainer.secrets_file import use_secrets
 
-    return load_config(path, overrides)
+    loaded = load_config(path, overrides)
+    use_secrets(loaded)
+    return loaded
 
 
 @app.command(epilog="Example: ray-ulysses plan configs/llama-tiny_cpu_sp2-dp2_8k.yaml --set cluster.workers=8")

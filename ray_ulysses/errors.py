@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,13 @@ from typing import Final
 INTERRUPTED = 130
 """Exit code of a command that a signal ended before it was done, as shells have it."""
 _MOST_SAID = 50
+# A password may hold slashes and at signs; a port and a path with an at sign are none.
+_IN_ADDRESS = re.compile(r"(?<=://)[^/?\s]*:(?!\d+(?:[/?]|$))\S*@|(?<=https://)[^/?\s]+@|(?<=http://)[^/?\s]+@")
+_IN_QUERY = re.compile(
+    r"([?&](?:[^=&\s]*(?:password|passwd|secret)[^=&\s]*|(?:[^=&\s]*[_-])?"
+    r"(?:(?:api|access)?key|token|pwd|credentials?|signature|sig|sas))=)[^&\s]+",
+    re.IGNORECASE,
+)
 
 
 class UlyssesError(Exception):
@@ -41,6 +49,9 @@ class _Shown(reprlib.Repr):
         self.maxstring = self.maxother = self.maxlong = 300
         self.maxdict = self.maxlist = self.maxtuple = 12
 
+    def repr_str(self, value: str, level: int) -> str:
+        return super().repr_str(without_secret(value), level)
+
     def repr_NoneType(self, _: None, __: int) -> str:
         return "null"
 
@@ -54,6 +65,11 @@ class _Shown(reprlib.Repr):
 def shown(value: object) -> str:
     """Return a setting's value in one line, as YAML writes null, true and lists, and cut where it is long."""
     return _Shown().repr(value)
+
+
+def without_secret(text: str) -> str:
+    """Return a text in which what is secret in a URI is stars: ``user:password@``, and options such as ``token=``."""
+    return _IN_QUERY.sub(r"\1***", _IN_ADDRESS.sub("***@", text))
 
 
 class PeerError(RunError):

@@ -30,6 +30,7 @@ from ray_ulysses.cluster.session import (
 from ray_ulysses.cluster.signals import StopSignals
 from ray_ulysses.cluster.start_view import StartView
 from ray_ulysses.cluster.worker import leave_refusal, refusal, train_worker
+from ray_ulysses.cluster.worker_environment import check_secrets, passed_on
 from ray_ulysses.cluster.worker_watch import WorkersMissing, WorkerWatch
 from ray_ulysses.errors import ConfigError, RunError, UserError
 from ray_ulysses.logging import get_logger
@@ -57,8 +58,6 @@ if TYPE_CHECKING:
     from ray_ulysses.trainer.preflight import PreparedRun
     from ray_ulysses.views.progress import ProgressView
 
-_STORAGE_PREFIXES = ("AWS_", "AZURE_STORAGE_", "GOOGLE_")
-"""Variables by which an object store is found and entered: what the driver has checked, the workers must find, too."""
 _log = get_logger(__name__)
 
 
@@ -149,10 +148,13 @@ def _train_once(
     address = cluster_address(config.cluster.address)
     view.phase("starting Ray" if address is None else f"connecting to Ray at {address}")
     cpus = Demand.of(config).total_cpus
-    with ray_session(address, cpus=cpus, environment=_worker_environment()) as embedded:
+    environment = passed_on(os.environ, embedded=address is None)
+    with ray_session(address, cpus=cpus, environment=environment) as embedded:
         if not book.failures():
             # After a failure, what was lost is waited for.
             _check_capacity(config, view.console, embedded=embedded)
+            if not embedded:
+                check_secrets(config, lambda text: view.console.print(text, soft_wrap=True, markup=False))
         ended = _run_workers(prepared, book, started, view, signals, holds)
         view.phase("ending Ray")
         return ended
@@ -276,12 +278,6 @@ def _trainer(config: Config, book: FailureBook, command: dict[str, Any]) -> Watc
             storage_path=str(config.run_dir / "ray"),
         ),
     )
-
-
-def _worker_environment() -> dict[str, str]:
-    names = ("HF_HOME", "HF_TOKEN", "HF_HUB_OFFLINE", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
-    found = {name: value for name, value in os.environ.items() if name in names or name.startswith(_STORAGE_PREFIXES)}
-    return found | {"TOKENIZERS_PARALLELISM": "false"}
 
 
 def _controller_environment(config: Config) -> dict[str, str]:

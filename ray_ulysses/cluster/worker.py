@@ -27,6 +27,7 @@ from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
 from ray_ulysses.trainer.checkpoint_store import checkpoint_store
 from ray_ulysses.trainer.data import moved_sources
 from ray_ulysses.trainer.loop import run_attempt
+from ray_ulysses.trainer.secrets_file import use_secrets
 from ray_ulysses.trainer.takeover import is_taken_over, taken_over_text
 from ray_ulysses.trainer.worker import Worker
 
@@ -73,6 +74,7 @@ def train_worker(job: dict[str, Any]) -> None:
         is_watched=True,
     )
     try:
+        use_secrets(config)
         run_attempt(config, worker)
     except UserError as error:
         # Trying again can't mend what the user gave: the next attempt of this session ends at once.

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from ray_ulysses.config.credentials import credential_problems
 from ray_ulysses.config.overrides import apply_overrides
 from ray_ulysses.config.problems import problems_of
 from ray_ulysses.config.rules import broken_rules, broken_rules_of_part
@@ -55,6 +56,8 @@ def _build(tree: object, problems: tuple[Problem, ...], overrides: Sequence[str]
     changed, wrong_overrides = apply_overrides(tree or {}, overrides)
     config, wrong_settings = _validate(changed)
     problems = (*problems, *wrong_overrides, *wrong_settings)
+    told = tuple(f"{problem.path}." for problem in problems)
+    problems += tuple(one for one in credential_problems(changed) if not f"{one.path}.".startswith(told))
     if config is None or problems:
         raise ConfigError(problems, source)
     return config

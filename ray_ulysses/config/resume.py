@@ -100,6 +100,7 @@ FREE: dict[str, str] = {
     "cluster.workers": "any multiple of `parallel.sp_size`",
     "cluster.gpus_per_worker": "",
     "cluster.cpus_per_worker": "",
+    "cluster.secrets_file": "",
     "cluster.data_cpus": "",
     "cluster.wait_for_nodes": "",
 }

@@ -51,7 +51,9 @@ class _Part:
     def __getattr__(self, name: str) -> object:
         if name not in self._values:
             raise _UnusableError(name)
-        return self._values[name]
+        value = self._values[name]
+        # Settings of a list, such as data.sources, are read by their names too.
+        return [_Part(one) if isinstance(one, Mapping) else one for one in value] if isinstance(value, list) else value
 
 
 def _weights_have_a_source(config: Config) -> Iterator[Problem]:
@@ -305,6 +307,7 @@ def _homes_are_known(config: Config) -> Iterator[Problem]:
         "model.resume_from": config.model.resume_from,
         "checkpoint.storage": config.checkpoint.storage,
         "memory.nvme_path": config.memory.nvme_path,
+        "cluster.secrets_file": config.cluster.secrets_file,
     }
     for path, value in paths.items():
         if value is not None and os.path.expanduser(value).startswith("~"):

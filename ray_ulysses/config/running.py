@@ -80,7 +80,7 @@ class CheckpointSection(Section):
     storage: str | None = Field(default=None, min_length=1)
     """Where checkpoints are kept, if not in the run's directory: a path that every node sees, or the URI of an object
     store such as `s3://bucket/prefix`; they lie there under the run's name. Credentials come from the environment of
-    every node. Default null: `checkpoints/` in the run's directory."""
+    every node, or from `cluster.secrets_file`. Default null: `checkpoints/` in the run's directory."""
 
     every_steps: int | None = Field(default=100, ge=1)
     """Steps between two checkpoints, in steps; null for no such rule. Default 100."""
@@ -200,6 +200,11 @@ class ClusterSection(Section):
 
     cpus_per_worker: float = Field(default=1.0, gt=0.0)
     """CPUs that one worker reserves; a fraction lets several share one. Default 1."""
+
+    secrets_file: str | None = Field(default=None, min_length=1)
+    """File of `NAME=VALUE` lines, such as access keys, that the command and each worker read on their own node at
+    the start; its variables go before those of the environment. Nobody but its owner may be able to read it (`chmod
+    600`). Default null: secrets come from the environment of every node alone. They are never sent through Ray."""
 
     data_cpus: float = Field(default=0.25, gt=0.0)
     """CPUs that one task of the data stream reserves. Default 0.25: reading rows is light work."""

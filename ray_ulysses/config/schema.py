@@ -100,13 +100,16 @@ class Config(Section):
         if checkpoint.storage is not None:
             where = absolute_location(checkpoint.storage, base)
             checkpoint = checkpoint.model_copy(update={"storage": where})
-        memory, tracking = self.memory, self.tracking
+        memory, tracking, cluster = self.memory, self.tracking, self.cluster
+        if cluster.secrets_file is not None:
+            file = base / Path(cluster.secrets_file).expanduser()
+            cluster = cluster.model_copy(update={"secrets_file": str(file)})
         if memory.nvme_path is not None:
             memory = memory.model_copy(update={"nvme_path": str(base / Path(memory.nvme_path).expanduser())})
         if tracking.uri is not None and tracking.uri.startswith(_SQLITE):
             file = base / Path(tracking.uri.removeprefix(_SQLITE)).expanduser()
             tracking = tracking.model_copy(update={"uri": f"{_SQLITE}{file}"})
-        changed = {"run": run, "data": data, "model": model, "checkpoint": checkpoint}
+        changed = {"run": run, "data": data, "model": model, "checkpoint": checkpoint, "cluster": cluster}
         return self.model_copy(update={**changed, "memory": memory, "tracking": tracking})
 
     def to_yaml(self) -> str:

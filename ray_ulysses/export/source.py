@@ -15,6 +15,7 @@ from ray_ulysses.storage import Store
 from ray_ulysses.storage.location import open_store
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.trainer.checkpoint_store import checkpoint_location, storage_answers
+from ray_ulysses.trainer.secrets_file import use_secrets
 from ray_ulysses.trainer.settings import CONFIG_FILE
 from ray_ulysses.trainer.start_point import commits_that_count
 
@@ -30,7 +31,9 @@ def read_config(run_dir: Path) -> Config:
         raise UserError(
             f"RUN={str(run_dir)!r}: is no run directory; give <run.storage>/<run.name>, which holds {CONFIG_FILE}"
         )
-    return load_config(path)
+    config = load_config(path)
+    use_secrets(config, is_needed=False)
+    return config
 
 
 def find_checkpoint(config: Config, run_dir: Path, step: StepChoice) -> tuple[Store, Manifest]:

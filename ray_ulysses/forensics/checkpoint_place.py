@@ -16,6 +16,7 @@ from ray_ulysses.storage.location import open_store
 from ray_ulysses.tracking.history import build_history, read_history
 from ray_ulysses.tracking.journal_reader import read_journal
 from ray_ulysses.trainer.checkpoint_store import checkpoint_location
+from ray_ulysses.trainer.secrets_file import use_secrets
 from ray_ulysses.trainer.settings import CONFIG_FILE
 
 if TYPE_CHECKING:
@@ -88,8 +89,10 @@ def _configuration(file: Path) -> Config | None:
     if not file.is_file():
         return None
     try:
-        return load_config(file)
+        config = load_config(file)
     except ConfigError as error:
         problem = error.problems[0] if error.problems else error
         _log.warning("%s can't be read (%s): checkpoints are looked for beside it", file, problem)
         return None
+    use_secrets(config, is_needed=False)
+    return config

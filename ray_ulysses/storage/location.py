@@ -44,9 +44,12 @@ _VALUES = {
 }
 _SECRET_WORDS = ("key", "secret", "token", "password", "credential", "sig", "sas")
 _CREDENTIALS: dict[Provider, str] = {
-    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment of every node, or give the nodes a role",
-    "gs": "set GOOGLE_APPLICATION_CREDENTIALS in the environment of every node, or give the nodes a service account",
-    "az": "set AZURE_STORAGE_ACCOUNT_KEY in the environment of every node, or give the nodes a managed identity",
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment of every node or in "
+    "cluster.secrets_file, or give the nodes a role",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS in the environment of every node or in cluster.secrets_file, or give the "
+    "nodes a service account",
+    "az": "set AZURE_STORAGE_ACCOUNT_KEY in the environment of every node or in cluster.secrets_file, or give the "
+    "nodes a managed identity",
 }
 _KNOWN = "a path, file://, s3://bucket/prefix, gs://bucket/prefix or abfs://container@account/prefix"
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):(/{1,2})")
@@ -131,6 +134,12 @@ def parse_location(location: str | Path) -> Path | ObjectLocation:
     if scheme not in _PROVIDERS:
         raise LocationError(without_secret(text), f"{scheme}:// is no storage", f"give {_KNOWN}")
     return _object_location(text, scheme)
+
+
+def credentials_way_out(scheme: str) -> str | None:
+    """Return where the credentials of a storage belong, which its URI may not hold; None if it is no storage's."""
+    provider = _PROVIDERS.get(scheme)
+    return None if provider is None else _CREDENTIALS[provider]
 
 
 def join_location(location: str | Path, name: str) -> str:

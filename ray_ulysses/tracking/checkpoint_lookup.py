@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.errors import RunError, UserError, without_secret
 from ray_ulysses.tracking.commits import TrackedCheckpoint
 from ray_ulysses.tracking.mlflow_runs import MlflowRun, MlflowRuns
-from ray_ulysses.tracking.redaction import without_secret
 
 _MOST_CANDIDATES = 10
 _BEST_BY = ("eval_loss", "loss")

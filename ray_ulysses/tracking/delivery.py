@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ray_ulysses.clock import Clock, SystemClock
+from ray_ulysses.errors import without_secret
 from ray_ulysses.logging import get_logger
 from ray_ulysses.tracking.commits import CheckpointNews
-from ray_ulysses.tracking.redaction import without_secret
 from ray_ulysses.tracking.spool import Entry, Spool
 from ray_ulysses.tracking.tracker import RunStatus
 

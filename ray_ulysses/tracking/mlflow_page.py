@@ -6,8 +6,8 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from ray_ulysses.errors import without_secret
 from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
-from ray_ulysses.tracking.redaction import without_secret
 
 _UI_ADDRESS = "http://127.0.0.1:5000"
 """Where ``mlflow ui`` listens unless it is told otherwise."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic_core import from_json
 
 from ray_ulysses.clock import Clock
+from ray_ulysses.errors import without_secret
 from ray_ulysses.logging import get_logger
 from ray_ulysses.storage.regular import read_regular
 from ray_ulysses.tracking.commits import CheckpointInventory, CommittedCheckpoint, GoneCheckpoint
@@ -25,7 +26,6 @@ from ray_ulysses.tracking.failures import TAG_PREFIX
 from ray_ulysses.tracking.mlflow_client import open_client
 from ray_ulysses.tracking.mlflow_models import CheckpointModels
 from ray_ulysses.tracking.mlflow_runs import KEY_TAG
-from ray_ulysses.tracking.redaction import without_secret
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

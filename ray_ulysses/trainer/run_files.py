@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from ray_ulysses.errors import without_secret
 from ray_ulysses.storage.local import LocalStore
-from ray_ulysses.tracking.redaction import without_secret
 from ray_ulysses.trainer.settings import CONFIG_FILE
 
 PLAN_FILE = "plan.txt"

@@ -1,0 +1,154 @@
+"""What workers get of the command's environment, and what they would do without: secrets are never sent through Ray.
+
+Ray writes the variables of a runtime environment into logs that everybody on a node can read. An embedded Ray inherits
+this process's environment; on a cluster, secrets come from each node's own, or from ``cluster.secrets_file``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ray_ulysses.errors import UserError
+from ray_ulysses.logging import get_logger
+from ray_ulysses.trainer.secrets_file import SETTING, read_secrets
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+
+PASSED = frozenset(
+    {
+        "HF_HOME",
+        "HF_HUB_OFFLINE",
+        "AWS_CA_BUNDLE",
+        "AWS_DEFAULT_REGION",
+        "AWS_ENDPOINT_URL",
+        "AWS_ENDPOINT_URL_S3",
+        "AWS_METADATA_ENDPOINT",
+        "AWS_REGION",
+        "AZURE_STORAGE_ACCOUNT_NAME",
+    }
+)
+"""Variables by which models and object stores are found, none of them a secret."""
+_SECRETS = ("HF_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "PGPASSWORD")
+_STORAGE_PREFIXES = ("AWS_", "AZURE_STORAGE_", "GOOGLE_")
+_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+_ALWAYS = {"TOKENIZERS_PARALLELISM": "false"}
+_PATIENCE_S = 60.0
+_log = get_logger(__name__)
+
+
+def passed_on(environment: Mapping[str, str], *, embedded: bool) -> dict[str, str]:
+    """Return the variables that Ray is to set in each worker (pure).
+
+    Args:
+        environment: This process's.
+        embedded: Whether Ray runs on this machine alone, where its processes inherit the rest.
+    """
+    found = {} if embedded else {name: environment[name] for name in PASSED if _is_passed(name, environment)}
+    # Ray refuses a variable that the submitted job has set as well; the workers have it already.
+    return {name: value for name, value in (found | _ALWAYS).items() if name not in _of_the_job(environment)}
+
+
+def kept_back(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names of the variables that a run may need and that are not passed on: they may be secrets (pure)."""
+    names = (name for name in environment if name in _SECRETS or name.startswith(_STORAGE_PREFIXES))
+    return tuple(sorted(name for name in names if not _is_passed(name, environment)))
+
+
+def check_secrets(config: Config, say: Callable[[str], Any]) -> None:
+    """Ask each node of the connected cluster for the secrets that this command has, before a worker starts there.
+
+    Args:
+        config: The run's configuration.
+        say: Told which variables workers will do without; never a value.
+
+    Raises:
+        UserError: A node can't read ``cluster.secrets_file``.
+    """
+    names, path = kept_back(os.environ), config.cluster.secrets_file
+    shown = sorted(_of_the_job(os.environ).intersection(names))
+    if shown:
+        say(
+            f"warning: {', '.join(shown)} {_are(shown)} in the runtime environment of this job, which Ray writes into "
+            f"logs that others can read. Remove {_it(shown)} there, and {_way_out(shown)}; then replace what Ray has "
+            "written down"
+        )
+    if not names and path is None:
+        return
+    lacking: dict[str, list[str]] = {}
+    for node, (missing, problem) in _ask_nodes(names, path).items():
+        if problem is not None:
+            raise UserError(problem)
+        for name in missing:
+            lacking.setdefault(name, []).append(node)
+    if lacking:
+        nodes = sorted({node for where in lacking.values() for node in where})
+        say(
+            f"note: {', '.join(lacking)} {_are(lacking)} set for this command and not on {', '.join(nodes)}: workers "
+            "there do without, since secrets are not sent through Ray. If the run needs "
+            f"{_it(lacking)}, {_way_out(lacking)}"
+        )
+
+
+def _ask_nodes(names: Collection[str], path: str | None) -> dict[str, tuple[list[str], str | None]]:
+    """Return what each node that can hold a worker answers; one that does not answer is left out."""
+    asked: dict[Any, str] = {}
+    look: Any = ray.remote(_look)
+    for node in ray.nodes():
+        if node["Alive"] and (node["Resources"].get("CPU") or node["Resources"].get("GPU")):
+            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            on_node = look.options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+            asked[on_node.remote(list(names), path)] = str(node["NodeManagerAddress"])
+    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_PATIENCE_S) if asked else ([], [])
+    found = {}
+    for answer in answered:
+        try:
+            found[asked[answer]] = ray.get(answer)
+        except RayError as error:
+            _log.warning("node %s does not say which secrets it has (%s)", asked[answer], type(error).__name__)
+    return found
+
+
+def _look(names: list[str], path: str | None) -> tuple[list[str], str | None]:
+    """Return, on a node, which variables its workers would lack, and why the file of secrets can't be used there."""
+    try:
+        there = set(os.environ).union(read_secrets(path) if path is not None else ())
+    except FileNotFoundError:
+        return [], f"{SETTING}={path!r} does not exist on {os.uname().nodename}; write it on every node"
+    except UserError as error:
+        return [], str(error)
+    return [name for name in names if name not in there], None
+
+
+def _is_passed(name: str, environment: Mapping[str, str]) -> bool:
+    # An address may hold a password.
+    return name in PASSED and name in environment and "@" not in environment[name]
+
+
+def _of_the_job(environment: Mapping[str, str]) -> frozenset[str]:
+    """Return the names of the variables in the runtime environment of the job that this process is, if it is one."""
+    try:
+        job = json.loads(environment.get(_JOB, "{}"))
+        return frozenset(job["runtime_env"]["env_vars"])
+    except (ValueError, KeyError, TypeError):
+        return frozenset()
+
+
+def _are(names: Collection[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
+def _way_out(names: Collection[str]) -> str:
+    it = _it(names)
+    return f"set {it} on every node before Ray starts there, or name a file that holds {it} in {SETTING}"
+
+
+def _it(names: Collection[str]) -> str:
+    return "it" if len(names) == 1 else "them"

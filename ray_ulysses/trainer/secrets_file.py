@@ -1,0 +1,79 @@
+"""Secrets in a file that each process of a run reads on its own node, so that nothing has to pass them on."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+from typing import TYPE_CHECKING
+
+from ray_ulysses.errors import Problem, UserError
+from ray_ulysses.storage.regular import open_regular
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+
+SETTING = "cluster.secrets_file"
+_MOST_BYTES = 2**16
+_LINE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(.*)")
+
+
+def use_secrets(config: Config, *, is_needed: bool = True) -> None:
+    """Put the variables of ``cluster.secrets_file``, if it is set, into this process's environment.
+
+    Args:
+        config: The run's configuration.
+        is_needed: Whether the file must be there; a command that only looks at a run does without.
+
+    Raises:
+        UserError: The file can't be used; the text holds none of its content.
+    """
+    path = config.cluster.secrets_file
+    if path is None:
+        return
+    try:
+        os.environ.update(read_secrets(path))
+    except FileNotFoundError as error:
+        if is_needed:
+            raise _refusal(path, "does not exist", "write it on every node, or leave the setting out") from error
+
+
+def read_secrets(path: str) -> dict[str, str]:
+    """Return the variables of a file: lines ``NAME=VALUE``, a value perhaps in quotes, and comments behind ``#``.
+
+    Raises:
+        UserError: Others than its owner can read it, or a line has another form; the text holds none of its content.
+        FileNotFoundError: There is no such file.
+    """
+    try:
+        with open_regular(os.path.expanduser(path)) as stream:
+            mode = stat.S_IMODE(os.fstat(stream.fileno()).st_mode)
+            if mode & 0o077:
+                rule = f"may be used by others than its owner (mode {mode:04o})"
+                raise _refusal(path, rule, f"run chmod 600 {path} on that node")
+            content = stream.read(_MOST_BYTES + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        way_out = "give a file that this user can read"
+        raise _refusal(path, f"can't be read ({error.strerror})", way_out) from error
+    if len(content) > _MOST_BYTES:
+        raise _refusal(path, f"is larger than {_MOST_BYTES // 1024} KiB", "give a file of NAME=VALUE lines")
+    found = {}
+    for number, line in enumerate(content.decode(errors="replace").splitlines(), start=1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        match = _LINE.fullmatch(text)
+        if match is None or not text.isprintable() or "\ufffd" in text:
+            raise _refusal(path, f"line {number} is not of the form NAME=VALUE", "correct it; a comment begins with #")
+        name, value = match[1], match[2]
+        quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+        found[name] = value[1:-1] if quoted else value
+    return found
+
+
+def _refusal(path: str, rule: str, way_out: str) -> UserError:
+    problem = Problem(path=SETTING, value=path, rule=f"on {socket.gethostname()}: {rule}", way_out=way_out)
+    return UserError(str(problem))

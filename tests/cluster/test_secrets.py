@@ -1,0 +1,134 @@
+"""Secrets reach the workers that need them and stand in no file and no output of a run, Ray's own logs included."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from ray_ulysses.config import Config
+from ray_ulysses.tracking.history import read_history
+from tests.distributed.run_case import make_config, make_corpus
+from tests.s3_server import S3Server, serve_s3
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
+TIMEOUT_S = 500.0
+NAMES = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "HF_TOKEN",
+    "MLFLOW_TRACKING_USERNAME",
+    "MLFLOW_TRACKING_PASSWORD",
+)
+
+
+@pytest.fixture
+def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where each Ray of the test keeps its sessions; short, for a Unix socket's path has at most 107 characters."""
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    for name in (*NAMES, "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(folder))
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def s3() -> Iterator[S3Server]:
+    with serve_s3() as server:
+        yield server
+
+
+def plant() -> dict[str, str]:
+    return {name: f"planted-{uuid.uuid4().hex}" for name in NAMES}
+
+
+def train(config: Config, folder: Path, environment: Mapping[str, str]) -> tuple[int, str]:
+    folder.mkdir(exist_ok=True)
+    path, log = folder / "config.yaml", folder / "log.txt"
+    path.write_text(config.to_yaml())
+    with log.open("w") as stream:
+        command = [sys.executable, "-m", "ray_ulysses", "train", str(path)]
+        done = subprocess.run(
+            command, stdout=stream, stderr=subprocess.STDOUT, env={**os.environ, **environment}, timeout=TIMEOUT_S
+        )
+    return done.returncode, log.read_text()
+
+
+def files_with(secrets: Mapping[str, str], *folders: Path) -> dict[str, set[str]]:
+    """Return the files, anywhere below the folders, that hold a secret, and which; by name."""
+    found: dict[str, set[str]] = {}
+    num_read = 0
+    for path in (path for folder in folders for path in folder.rglob("*")):
+        if path.is_file() and not path.is_symlink():
+            num_read += 1
+            content = path.read_bytes()
+            held = {name for name, value in secrets.items() if value.encode() in content}
+            if held:
+                found[str(path)] = held
+    assert num_read > 20
+    return found
+
+
+def test_an_embedded_ray_inherits_secrets_and_writes_none(corpus: Path, tmp_path: Path, ray_folder: Path) -> None:
+    config = make_config(
+        tmp_path / "runs", corpus, run__stop_step=3, cluster__workers=2, cluster__cpus_per_worker=0.25,
+        data__engine="ray", tracking__enabled=True,
+    )  # fmt: skip
+    secrets = plant()
+    code, text = train(config, tmp_path / "command", secrets)
+    assert code == 0, text
+    assert list(ray_folder.rglob("runtime_env_agent.log")), "Ray's logs are not where they are looked for"
+    assert files_with(secrets, tmp_path, ray_folder) == {}
+
+
+def test_on_a_cluster_secrets_come_from_the_file_and_what_workers_lack_is_said(
+    corpus: Path, tmp_path: Path, ray_folder: Path, s3: S3Server
+) -> None:
+    secrets, file = plant(), tmp_path / "apart" / "secrets.env"
+    in_file = [name for name in NAMES if name.startswith("AWS_")]
+    file.parent.mkdir()
+    file.touch(mode=0o600)
+    file.write_text("# keys of the storage\n" + "".join(f"{name}='{secrets[name]}'\n" for name in in_file))
+    # Without keys, a worker would ask the machine for its role, and fail.
+    places = {"AWS_REGION": "us-east-1", "AWS_METADATA_ENDPOINT": "http://127.0.0.1:9"}
+    environment = places | {name: value for name, value in secrets.items() if name not in in_file}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "node_ip_address": "127.0.1.1"})
+    try:
+        config = make_config(
+            tmp_path / "runs", corpus, run__stop_step=3, cluster__workers=2, cluster__cpus_per_worker=0.25,
+            cluster__address=cluster.address, cluster__secrets_file=str(file), tracking__enabled=True,
+            checkpoint__storage=s3.uri("secrets"),
+        )  # fmt: skip
+        file.chmod(0o640)
+        code, text = train(config, tmp_path / "refused", environment)
+        assert code == 2
+        where = f"cluster.secrets_file='{file}': on {socket.gethostname()}"
+        assert f"{where}: may be used by others than its owner (mode 0640); run chmod 600 {file} on that node" in text
+        file.chmod(0o600)
+        code, text = train(config, tmp_path / "command", environment)
+        assert code == 0, text
+        assert read_history(config.run_dir).step == 3
+        said = " ".join(text.split())
+        assert "note: HF_TOKEN, MLFLOW_TRACKING_PASSWORD, MLFLOW_TRACKING_USERNAME are set for this command" in said
+        assert "and not on 127.0.1.1: workers there do without" in said
+        assert "name a file that holds them in cluster.secrets_file" in said
+    finally:
+        cluster.shutdown()
+    found = files_with(secrets, tmp_path, ray_folder)
+    assert found == {str(file): set(in_file)}

@@ -1,0 +1,81 @@
+"""What of the command's environment Ray is told, and what is kept back."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+
+from ray_ulysses.cluster import worker_environment
+from ray_ulysses.cluster.worker_environment import check_secrets, kept_back, passed_on
+from ray_ulysses.config.loading import parse_config
+from ray_ulysses.errors import UserError
+from tests.unit.config.trees import small_tree
+
+ENVIRONMENT = {
+    "PATH": "/bin",
+    "HF_HOME": "/models",
+    "HF_TOKEN": "a",
+    "AWS_REGION": "us-east-1",
+    "AWS_SECRET_ACCESS_KEY": "b",
+    "AWS_ENDPOINT_URL": "http://me:c@minio:9000",
+    "AZURE_STORAGE_CONNECTION_STRING": "d",
+    "GOOGLE_SERVICE_ACCOUNT_KEY": "e",
+    "MLFLOW_TRACKING_PASSWORD": "f",
+}
+
+
+def test_ray_is_told_where_things_are_and_no_secret() -> None:
+    told = {"HF_HOME": "/models", "AWS_REGION": "us-east-1", "TOKENIZERS_PARALLELISM": "false"}
+    assert passed_on(ENVIRONMENT, embedded=False) == told
+    assert set(kept_back(ENVIRONMENT)) == set(ENVIRONMENT) - set(told) - {"PATH"}
+
+
+def test_an_embedded_ray_inherits_all_of_it() -> None:
+    assert passed_on(ENVIRONMENT, embedded=True) == {"TOKENIZERS_PARALLELISM": "false"}
+
+
+def test_what_a_submitted_job_sets_itself_is_not_set_again() -> None:
+    """Ray 2.60 refuses to connect where both say a variable."""
+    job = {"runtime_env": {"env_vars": {"HF_HOME": "/models", "TOKENIZERS_PARALLELISM": "true"}}}
+    environment = ENVIRONMENT | {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job)}
+    assert passed_on(environment, embedded=False) == {"AWS_REGION": "us-east-1"}
+    for other in ("", "[]", "{", json.dumps({"runtime_env": None})):
+        assert "HF_HOME" in passed_on(ENVIRONMENT | {"RAY_JOB_CONFIG_JSON_ENV_VAR": other}, embedded=False)
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], environment: dict[str, str]) -> list[str]:
+    """Let nodes answer, and return what is said of it."""
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "AZURE_STORAGE_", "GOOGLE_", "HF_TOKEN", "MLFLOW_", "PGPASSWORD", "RAY_JOB_")):
+            monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(worker_environment, "_ask_nodes", lambda names, path: found)
+    said: list[str] = []
+    check_secrets(parse_config(small_tree()), said.append)
+    return said
+
+
+def test_what_nodes_lack_is_said_by_name_and_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"10.0.0.2": (["HF_TOKEN"], None), "10.0.0.1": (["HF_TOKEN"], None), "10.0.0.3": ([], None)}
+    assert answers(monkeypatch, found, {"HF_TOKEN": "hunter2"}) == [
+        "note: HF_TOKEN is set for this command and not on 10.0.0.1, 10.0.0.2: workers there do without, since secrets "
+        "are not sent through Ray. If the run needs it, set it on every node before Ray starts there, or name a file "
+        "that holds it in cluster.secrets_file"
+    ]
+    assert answers(monkeypatch, {"10.0.0.1": ([], None)}, {"HF_TOKEN": "hunter2"}) == []
+
+
+def test_a_file_that_a_node_can_not_read_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="mode 0644"):
+        answers(monkeypatch, {"10.0.0.1": ([], "mode 0644")}, {"HF_TOKEN": "hunter2"})
+
+
+def test_a_secret_in_the_job_s_runtime_environment_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = json.dumps({"runtime_env": {"env_vars": {"HF_TOKEN": "hunter2", "HF_HOME": "/models"}}})
+    (text,) = answers(monkeypatch, {}, {"HF_TOKEN": "hunter2", "RAY_JOB_CONFIG_JSON_ENV_VAR": job})
+    assert text.startswith("warning: HF_TOKEN is in the runtime environment of this job, which Ray writes into logs")
+    assert "Remove it there, and set it on every node" in text and "hunter2" not in text

@@ -1,0 +1,86 @@
+"""Credentials in a configuration are refused wherever they stand, shown nowhere, and sent to their own place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_ulysses.config.loading import load_config, parse_config
+from ray_ulysses.errors import ConfigError, without_secret
+from tests.unit.config.trees import small_tree
+
+AWS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment of every node or in cluster.secrets_file"
+MLFLOW = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, in the environment"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "shown", "way_out"),
+    [
+        ("tracking.uri", "http://me:hunter2@mlflow:5000", "http://***@mlflow:5000", MLFLOW),
+        ("tracking.uri", "https://hunter2@mlflow", "https://***@mlflow", MLFLOW),
+        ("tracking.uri", "https://me:hun/ter2@hunter2@mlflow", "https://***@mlflow", MLFLOW),
+        ("tracking.uri", "https://mlflow?api_key=hunter2", "https://mlflow?api_key=***", MLFLOW),
+        (
+            "tracking.uri",
+            "postgresql://me:hunter2@db/mlflow",
+            "postgresql://***@db/mlflow",
+            "and set PGPASSWORD in the",
+        ),
+        (
+            "tracking.uri",
+            "mysql://me:hunter2@db/mlflow",
+            "mysql://***@db/mlflow",
+            "an MLflow server that stands before",
+        ),
+        ("checkpoint.storage", "s3://me:hunter2@bucket/runs", "s3://***@bucket/runs", AWS),
+        ("model.resume_from", "s3://me:hunter2@bucket/runs@latest", "s3://***@", AWS),
+        ("data.path", "s3://me:hunter2@bucket/corpus", "s3://***@bucket/corpus", AWS),
+        ("cluster.address", "ray://me:hunter2@host:10001", "ray://***@host:10001", "leave them out"),
+        (
+            "tracking.tags.code",
+            "git at https://me:hunter2@host/a.git",
+            "git at https://***@host/a.git",
+            "leave them out",
+        ),
+        ("traking.uri", "http://me:hunter2@mlflow", "http://***@mlflow", "did you mean 'tracking'?"),
+    ],
+)
+def test_credentials_are_refused_with_their_own_place_and_not_shown(
+    tmp_path: Path, path: str, value: str, shown: str, way_out: str
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(parse_config(small_tree()).to_yaml())
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, [f"{path}={value}"])
+    text = str(caught.value)
+    assert len(caught.value.problems) == 1
+    assert "ter2" not in text and "hunter2" not in str(caught.value.problems[0].rule)
+    assert f"{path.partition('.')[0]}" in text and shown in text and way_out in text
+
+
+def test_a_source_among_several_is_named_beside_other_problems() -> None:
+    sources: list[Any] = [{"path": "a"}, {"path": "gs://me:hunter2@bucket/b"}]
+    with pytest.raises(ConfigError) as caught:
+        parse_config(small_tree(data__path=None, data__sources=sources, cluster__workers=0))
+    assert [problem.path for problem in caught.value.problems] == ["cluster.workers", "data.sources.1.path"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://mlflow:5000",
+        "http://mlflow:5000/a@b",
+        "http://[::1]:5000/x",
+        "postgresql://me@db/mlflow",
+        "sqlite:////home/me@corp/mlflow.db",
+        "s3://bucket/runs@latest",
+        "s3://bucket/runs?endpoint_override=127.0.0.1:9000@40",
+        "abfs://container@account/runs",
+        "https://host/?tokens=5&design=key",
+    ],
+)
+def test_what_holds_no_secret_is_left_as_it_is(text: str) -> None:
+    assert without_secret(text) == text
+    parse_config(small_tree(tracking__tags={"place": text}))

@@ -1,0 +1,77 @@
+"""The file of secrets: what is read of it, and what is refused without a word of its content."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from ray_ulysses.config.loading import parse_config
+from ray_ulysses.errors import UserError
+from ray_ulysses.trainer.secrets_file import read_secrets, use_secrets
+from tests.unit.config.trees import small_tree
+
+
+def write(path: Path, content: bytes, mode: int = 0o600) -> str:
+    path.touch(mode=0o600)
+    path.write_bytes(content)
+    path.chmod(mode)
+    return str(path)
+
+
+def test_names_values_quotes_and_comments_are_read(tmp_path: Path) -> None:
+    content = b"# of the storage\n\nA=1\nexport B = 'two words'\nC=\"a=b#c\"\nD=x#y==\nE=\nF='\n"
+    assert read_secrets(write(tmp_path / "secrets", content)) == {
+        "A": "1", "B": "two words", "C": "a=b#c", "D": "x#y==", "E": "", "F": "'",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o644])
+def test_a_file_that_others_can_use_is_refused_with_the_way_out(tmp_path: Path, mode: int) -> None:
+    path = write(tmp_path / "secrets", b"A=hunter2", mode)
+    with pytest.raises(UserError) as refused:
+        read_secrets(path)
+    assert str(refused.value) == (
+        f"cluster.secrets_file={path!r}: on {socket.gethostname()}: may be used by others than its owner (mode "
+        f"{mode:04o}); run chmod 600 {path} on that node"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"A=1\nhunter2", "line 2 is not of the form NAME=VALUE; correct it"),
+        (b"A B=hunter2", "line 1 is not of the form"),
+        (b"A=hunter2\0", "line 1 is not of the form"),
+        (b"A=hunter2\xff", "line 1 is not of the form"),
+        (b"A=hunter2" * 10_000, "is larger than 64 KiB"),
+    ],
+)
+def test_another_form_is_refused_by_its_line_alone(tmp_path: Path, content: bytes, said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        read_secrets(write(tmp_path / "secrets", content))
+    assert said in str(refused.value) and "hunter2" not in str(refused.value)
+
+
+def test_a_pipe_or_a_directory_in_its_place_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(UserError, match="can't be read") as refused:
+            read_secrets(str(path))
+        assert "give a file that this user can read" in str(refused.value)
+
+
+def test_the_file_goes_before_the_environment_and_must_be_there_to_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET_OF_A_TEST", "from the environment")
+    config = parse_config(small_tree(cluster__secrets_file="secrets")).with_absolute_paths(tmp_path)
+    use_secrets(config, is_needed=False)
+    assert os.environ["SECRET_OF_A_TEST"] == "from the environment"
+    with pytest.raises(UserError, match="does not exist; write it on every node"):
+        use_secrets(config)
+    write(tmp_path / "secrets", b"SECRET_OF_A_TEST=from the file")
+    use_secrets(config)
+    assert os.environ["SECRET_OF_A_TEST"] == "from the file"
