@@ -153,6 +153,7 @@ def train(
         view.phase("loading libraries")
         from ray_ulysses.cluster.train_job import train as run_training
         from ray_ulysses.tracking.mlflow_tracker import is_tracked
+        from ray_ulysses.trainer.checkpoint_store import checkpoint_location
         from ray_ulysses.trainer.preflight import prepare_run
         from ray_ulysses.views.summary import build_summary, render_summary
 
@@ -174,6 +175,7 @@ def train(
     summary = build_summary(
         result.history,
         run_dir=prepared.config.run_dir,
+        location=checkpoint_location(prepared.config),
         config_path=str(config),
         overrides=tuple(overrides),
         planned_steps=prepared.plan.num_steps,

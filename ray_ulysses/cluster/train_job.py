@@ -41,6 +41,7 @@ from ray_ulysses.tracking.history import read_history
 from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_lock, checkpoint_store
 from ray_ulysses.trainer.completion import say_command_ended, settle_completed
 from ray_ulysses.trainer.failures import CONTROLLER
+from ray_ulysses.trainer.ownership import claim_checkpoints
 from ray_ulysses.trainer.preflight import check_resume, check_writable, claim_directory, refuse_vanished
 from ray_ulysses.trainer.requests import clear_stop
 from ray_ulysses.trainer.run_files import describe_run
@@ -99,6 +100,7 @@ def train(prepared: PreparedRun, view: ProgressView, started: float) -> TrainRes
     ):
         if lock.taken_over_from is not None:
             console.print(f"taken over from {lock.taken_over_from}, which ended without releasing it", soft_wrap=True)
+        claim_checkpoints(config)
         # Once more: another command may have started the run between the check and the lock.
         check_resume(prepared)
         history = settle_completed(prepared)

@@ -213,7 +213,7 @@ class CheckpointKeeper:
             self._wait()
             if self._saver.failure is None:
                 where = checkpoint_location(self._config)
-                kept = f"the state of step {step} is saved. A new run goes on from it with model.resume_from={where}"
+                kept = f"the state of step {step} is saved. A new run.name goes on with model.resume_from={where}"
         raise StorageFailedError(
             f"the run's directory {self._config.run_dir} was deleted or moved away while the run was training; it is "
             f"not made anew, and {kept}, or bring the directory back"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from ray_ulysses.storage.location import join_location
 from ray_ulysses.tracking.history import RunHistory
 from ray_ulysses.tracking.mlflow_page import MlflowPage, mlflow_page
 from ray_ulysses.tracking.mlflow_tracker import SPOOL_DIR
@@ -61,6 +62,7 @@ def build_summary(
     history: RunHistory,
     *,
     run_dir: Path,
+    location: str,
     config_path: str,
     overrides: tuple[str, ...] = (),
     planned_steps: int,
@@ -74,6 +76,7 @@ def build_summary(
     Args:
         history: As the journal has it.
         run_dir: The run's directory.
+        location: Path or URI under which its checkpoints lie.
         config_path: The configuration that was given, for the command that resumes.
         overrides: What was given with ``--set``.
         planned_steps: Steps of the data plan.
@@ -96,7 +99,7 @@ def build_summary(
         tokens=history.tokens,
         elapsed_s=elapsed_s,
         goodput=goodput_in_words(history.time_spent),
-        checkpoint=str(run_dir / committed[-1].path) if committed else None,
+        checkpoint=join_location(location, committed[-1].path) if committed else None,
         mlflow=None if tracking_uri is None else mlflow_page(tracking_uri, run_dir),
         waiting=None if is_heard else str(run_dir / SPOOL_DIR),
         resume=_command(config_path, overrides),

@@ -209,3 +209,22 @@ def check_mlflow(config: Config, ours: RunHistory) -> None:
     assert all(abs(by_step[step.step] - step.loss) <= 1e-5 * step.loss for step in ours.steps)
     models = client.search_logged_models([experiment.experiment_id])
     assert {int(model.tags["step"]) for model in models if model.source_run_id == runs[0].info.run_id}
+
+
+def test_a_second_directory_of_the_same_checkpoints_is_refused_before_a_worker_starts(
+    corpus: Path, tmp_path: Path
+) -> None:
+    def config_in(storage: str) -> Config:
+        return make_config(
+            tmp_path / storage, corpus, run__stop_step=2, cluster__workers=2, cluster__cpus_per_worker=0.25,
+            checkpoint__storage=str(tmp_path / "place"),
+        )  # fmt: skip
+
+    first, second = config_in("a"), config_in("b")
+    code, text = train(first, tmp_path / "first")
+    assert code == 0, text
+    assert f"checkpoint       {tmp_path}/place/run/checkpoints/step-00000002" in text
+    code, text = train(second, tmp_path / "second")
+    assert code == 2, text
+    assert f"belong to the run directory {first.run_dir} of host " in text and "Set another run.name" in text
+    assert "starting Ray" not in text and not read_events(second.run_dir)

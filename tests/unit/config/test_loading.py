@@ -196,10 +196,12 @@ def test_what_would_exhaust_a_machine_or_has_no_value_is_refused_in_words(
 
 def test_a_home_that_nobody_knows_is_refused() -> None:
     tree = small_tree(run__storage="~nobody-knows/runs", data__path="~nobody-knows/corpus")
+    tree["cluster"]["secrets_file"] = "~nobody-knows/secrets"
     rule = "names the home directory of a user that this machine does not know; write an absolute path"
     assert errors_of(tree) == [
         f"run.storage='~nobody-knows/runs': {rule}",
         f"data.path='~nobody-knows/corpus': {rule}",
+        f"cluster.secrets_file='~nobody-knows/secrets': {rule}",
     ]
 
 

@@ -11,6 +11,7 @@ from tests.unit.views.histories import make_history
 def summary_of(history, **changes):
     given = {
         "run_dir": Path("/runs/demo"),
+        "location": "/runs/demo",
         "config_path": "configs/demo.yaml",
         "planned_steps": 12,
         "elapsed_s": 300.0,
@@ -34,6 +35,17 @@ def test_the_summary_says_what_came_out_and_where_it_is():
         "  see the curves   mlflow ui --backend-store-uri sqlite:////runs/mlflow.db",
         "  go on            every planned row is trained; a new run.name with more data or data.epochs trains further",
     ]
+
+
+@pytest.mark.parametrize(
+    ("location", "shown"),
+    [
+        ("/elsewhere/demo", "/elsewhere/demo/checkpoints/step-00000010"),
+        ("s3://bucket/runs/demo?region=eu", "s3://bucket/runs/demo/checkpoints/step-00000010?region=eu"),
+    ],
+)
+def test_the_checkpoint_is_shown_where_it_lies(location, shown):
+    assert f"  checkpoint       {shown}\n" in render_summary(summary_of(make_history(), location=location))
 
 
 def test_the_mean_is_over_the_last_ten_losses():

@@ -1,0 +1,112 @@
+"""Whose the checkpoints of a run are: one run directory's, where ``checkpoint.storage`` keeps them apart from it.
+
+Two directories of one name and one storage would otherwise continue each other in turn, and neither journal would hold
+the whole run. A directory that was moved or copied takes its identity along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import uuid
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from pydantic import TypeAdapter
+
+from ray_ulysses.checkpoint import newest_committed
+from ray_ulysses.errors import UserError
+from ray_ulysses.storage.local import LocalStore
+from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
+from ray_ulysses.tracking.events import CheckpointCommitted, StepDone
+from ray_ulysses.tracking.journal_reader import read_events
+from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_store, storage_answers
+from ray_ulysses.validation import ContentError, read_json
+
+if TYPE_CHECKING:
+    from ray_ulysses.checkpoint import Manifest
+    from ray_ulysses.config import Config
+    from ray_ulysses.storage import Store
+
+IDENTITY_FILE = "identity"
+OWNER_FILE = "owner.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Owner:
+    identity: str
+    run_dir: str
+    host: str
+
+
+_OWNER = TypeAdapter(_Owner)
+
+
+def claim_checkpoints(config: Config) -> None:
+    """Make the checkpoints this run directory's for good, unless they are; the caller holds the run's lock.
+
+    Of several directories that come at once exactly one gets them. Those of a version that noted no owner are the
+    directory's whose journal tells of the newest one.
+
+    Raises:
+        UserError: They are another directory's; nothing was changed beside them.
+        RunError: The storage does not answer.
+    """
+    if config.checkpoint.storage is None:
+        return
+    identity, store, location = _identity(config), checkpoint_store(config), checkpoint_location(config)
+    with storage_answers(location):
+        owner = _read_owner(store, location)
+        if owner is None:
+            newest = newest_committed(store, "sizes")
+            if newest.manifest is not None and not _tells_of(config, newest.manifest):
+                raise _refusal(config, location, "a run directory whose journal tells of them,")
+            note = _Owner(identity=identity, run_dir=str(config.run_dir), host=socket.gethostname())
+            with contextlib.suppress(AlreadyExistsError):
+                store.create(OWNER_FILE, [json.dumps(asdict(note)).encode()])
+            owner = _read_owner(store, location)
+    if owner is None or owner.identity != identity:
+        there = "another" if owner is None else f"the run directory {owner.run_dir} of host {owner.host}"
+        raise _refusal(config, location, there)
+
+
+def _identity(config: Config) -> str:
+    """Return the name that the run directory keeps wherever it is moved to; a directory without one is given one."""
+    store = LocalStore(config.run_dir, must_exist=True)
+    with contextlib.suppress(AlreadyExistsError):
+        store.create(IDENTITY_FILE, [uuid.uuid4().hex.encode()])
+    return read_bytes(store, IDENTITY_FILE).decode(errors="replace")
+
+
+def _read_owner(store: Store, location: str) -> _Owner | None:
+    try:
+        return read_json(_OWNER, read_bytes(store, OWNER_FILE))
+    except FileNotFoundError:
+        return None
+    except ContentError as error:
+        raise UserError(
+            f"{location}/{OWNER_FILE} says which run directory the checkpoints there belong to, and is damaged "
+            f"({error}); delete it, and the directory whose journal tells of the newest one can go on"
+        ) from error
+
+
+def _tells_of(config: Config, manifest: Manifest) -> bool:
+    """Whether the directory's journal tells of a checkpoint; its attempt may have died before it noted the commit."""
+    trained, digests = False, set()
+    for event in read_events(config.run_dir):
+        if isinstance(event, StepDone | CheckpointCommitted) and (event.step, event.attempt) == (
+            manifest.step,
+            manifest.attempt,
+        ):
+            trained |= isinstance(event, StepDone)
+            digests |= {event.digest} if isinstance(event, CheckpointCommitted) and event.digest is not None else set()
+    return int(manifest.meta.digest, 16) in digests if digests else trained
+
+
+def _refusal(config: Config, location: str, owner: str) -> UserError:
+    return UserError(
+        f"checkpoint.storage={config.checkpoint.storage!r}: the checkpoints of run {config.run.name!r} there belong to "
+        f"{owner} and not to {config.run_dir}: two directories would train one run in turn. Set another run.name or "
+        f"another checkpoint.storage; model.resume_from={location} starts a new run from these checkpoints"
+    )

@@ -1,0 +1,146 @@
+"""Checkpoints that lie apart from their run directory belong to it alone, wherever it is moved to."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ray_ulysses.config import Config
+from ray_ulysses.config.loading import parse_config
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.trainer.checkpoint_store import checkpoint_store
+from ray_ulysses.trainer.ownership import IDENTITY_FILE, OWNER_FILE, claim_checkpoints
+from tests.s3_server import serve_s3
+from tests.unit.config.trees import small_tree
+from tests.unit.forensics.saved import save
+
+
+@pytest.fixture(params=["path", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where checkpoints are kept: a path, and an object store."""
+    if request.param == "path":
+        yield str(tmp_path / "place")
+        return
+    with serve_s3() as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        yield server.uri("place")
+
+
+def run_in(storage: Path, place: str | None) -> Config:
+    config = parse_config(small_tree(run__storage=str(storage), checkpoint__storage=place))
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    return config
+
+
+def train(config: Config, step: int, *, commit_noted: bool = True, digest: int | None = None) -> int:
+    """Leave in the journal what an attempt does up to a checkpoint, and the checkpoint; return the attempt."""
+    journal = AttemptJournal.claim(config.run_dir)
+    digest = step if digest is None else digest
+    journal.append(
+        {"event": "step", "step": step, "loss": 1.0, "tokens": 1, "rows": [0, 1], "digest": "0", "seconds": 1.0}
+    )
+    save(checkpoint_store(config), step, attempt=journal.attempt, world_size=1, digest=f"{digest:016x}")
+    if commit_noted:
+        commit = {"event": "checkpoint_committed", "step": step, "path": "p", "world_size": 1, "digest": f"{step:016x}"}
+        journal.append(commit)
+    journal.close()
+    return journal.attempt
+
+
+def owned_by(config: Config) -> str:
+    return str(json.loads(checkpoint_store(config).open(OWNER_FILE).read())["run_dir"])
+
+
+def test_a_second_directory_of_the_same_name_is_refused_with_the_way_out(tmp_path: Path, place: str) -> None:
+    first, second = run_in(tmp_path / "a", place), run_in(tmp_path / "b", place)
+    claim_checkpoints(first)
+    for _ in range(2):
+        with pytest.raises(UserError) as refused:
+            claim_checkpoints(second)
+        claim_checkpoints(first)
+    text = str(refused.value)
+    there = f"there belong to the run directory {first.run_dir} of host "
+    assert text.startswith(f"checkpoint.storage={place!r}: the checkpoints of run 'first' {there}")
+    assert f"and not to {second.run_dir}" in text
+    assert "Set another run.name or another checkpoint.storage; model.resume_from=" in text
+
+
+def test_a_directory_that_was_moved_or_copied_is_still_the_owner(tmp_path: Path, place: str) -> None:
+    first = run_in(tmp_path / "a", place)
+    claim_checkpoints(first)
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    (tmp_path / "a").rename(tmp_path / "moved")
+    for storage in ("copy", "moved"):
+        claim_checkpoints(run_in(tmp_path / storage, place))
+
+
+def test_of_directories_that_come_at_once_exactly_one_gets_them(tmp_path: Path, place: str) -> None:
+    configs = [run_in(tmp_path / str(number), place) for number in range(6)]
+    barrier = threading.Barrier(len(configs))
+
+    def claim(config: Config) -> bool:
+        barrier.wait(30)
+        try:
+            claim_checkpoints(config)
+        except UserError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(len(configs)) as pool:
+        won = list(pool.map(claim, configs))
+    assert sum(won) == 1
+    assert owned_by(configs[0]) == str(configs[won.index(True)].run_dir)
+
+
+@pytest.mark.parametrize("commit_noted", [True, False], ids=["noted", "died before it was noted"])
+def test_checkpoints_without_an_owner_are_the_directory_s_whose_journal_tells_of_them(
+    tmp_path: Path, commit_noted: bool
+) -> None:
+    place = str(tmp_path / "place")
+    first, second = run_in(tmp_path / "a", place), run_in(tmp_path / "b", place)
+    train(first, 10)
+    assert train(first, 20, commit_noted=commit_noted) == 2
+    # Another run of the same name, whose attempts and steps are the same, kept its checkpoints elsewhere.
+    elsewhere = run_in(tmp_path / "b", str(tmp_path / "elsewhere"))
+    train(elsewhere, 10)
+    for config in (second, run_in(tmp_path / "new", place)):
+        with pytest.raises(UserError, match="belong to a run directory whose journal tells of them, and not to"):
+            claim_checkpoints(config)
+        assert not (tmp_path / "place" / "first" / OWNER_FILE).exists()
+    claim_checkpoints(first)
+    assert owned_by(first) == str(first.run_dir)
+
+
+def test_a_journal_that_tells_of_another_checkpoint_of_that_step_claims_nothing(tmp_path: Path) -> None:
+    config = run_in(tmp_path / "a", str(tmp_path / "place"))
+    train(config, 10, digest=11)
+    with pytest.raises(UserError, match="whose journal tells of them"):
+        claim_checkpoints(config)
+
+
+def test_checkpoints_in_the_run_s_own_directory_need_no_owner(tmp_path: Path) -> None:
+    config = run_in(tmp_path / "a", None)
+    claim_checkpoints(config)
+    assert list(config.run_dir.iterdir()) == []
+
+
+def test_a_damaged_owner_and_a_storage_that_is_away_are_told(tmp_path: Path) -> None:
+    config = run_in(tmp_path / "a", str(tmp_path / "place"))
+    claim_checkpoints(config)
+    owner = tmp_path / "place" / "first" / OWNER_FILE
+    owner.write_text("{}")
+    with pytest.raises(UserError, match=r"owner.json says which run directory .* is damaged .*delete it"):
+        claim_checkpoints(config)
+    owner.unlink()
+    owner.mkdir()
+    with pytest.raises(RunError, match="can't be read"):
+        claim_checkpoints(config)
+    assert (config.run_dir / IDENTITY_FILE).is_file()
