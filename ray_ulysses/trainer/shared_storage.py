@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,16 @@ if TYPE_CHECKING:
 
 _SESSION_KEY = "session"
 _PROBE_FOLDER = "probe"
+"""Of each attempt its own: ``probe-<id>``; that of an attempt that died stays until the next command."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def announce_session(run_dir: Path, session: str) -> None:
-    """Leave the session's name where every worker will look for it; the driver calls it."""
-    LocalStore(run_dir).replace(_SESSION_KEY, [session.encode()])
+    """Leave the session's name where every worker will look for it; the driver calls it before it has workers."""
+    store = LocalStore(run_dir)
+    for left in run_dir.glob(f"{_PROBE_FOLDER}*"):
+        store.delete(left.name)
+    store.replace(_SESSION_KEY, [session.encode()])
 
 
 def probe_storage(run_dir: Path, worker: Worker, exchange: Exchange) -> None:
@@ -36,7 +41,9 @@ def probe_storage(run_dir: Path, worker: Worker, exchange: Exchange) -> None:
         StorageFailedError: It is full.
     """
     store = LocalStore(run_dir, must_exist=True)
-    mark = f"{_PROBE_FOLDER}/{worker.session}/rank-{worker.rank:05d}"
+    # A dying attempt of the same session may be deleting its marks at this moment.
+    folder = exchange.broadcast(f"{_PROBE_FOLDER}-{uuid.uuid4().hex}")
+    mark = f"{folder}/rank-{worker.rank:05d}"
     problem = full = None
     try:
         if read_bytes(store, _SESSION_KEY).decode() != worker.session:
@@ -52,11 +59,11 @@ def probe_storage(run_dir: Path, worker: Worker, exchange: Exchange) -> None:
         )
     nodes = exchange.gather((worker.rank, worker.node, problem))
     if nodes is not None:
-        seen = {Path(key).name for key in store.list(f"{_PROBE_FOLDER}/{worker.session}")}
+        seen = {Path(key).name for key in store.list(folder)}
         unseen = [node for rank, node, said in nodes if said is None and f"rank-{rank:05d}" not in seen]
         if unseen:
             problem = f"what node {', '.join(sorted(set(unseen)))} writes is not seen on node {worker.node}"
-        store.delete(_PROBE_FOLDER)
+        store.delete(folder)
     problem = agree(exchange, problem)
     if problem is not None:
         raise UserError(

@@ -90,6 +90,33 @@ def test_a_full_disk_is_called_full(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "one shared directory" not in text
 
 
+def test_an_attempt_that_is_dying_does_not_erase_the_marks_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one session; it ends its probe between the next one's marks and rank 0's look at them."""
+    announce_session(tmp_path, "now")
+    look, dying = LocalStore.list, []
+
+    def late(self: LocalStore, prefix: str) -> list[str]:
+        if not dying:
+            dying.append(None)
+            dying[:] = probe([tmp_path])
+        return look(self, prefix)
+
+    monkeypatch.setattr(LocalStore, "list", late)
+    assert probe([tmp_path] * 3) == [None] * 3
+    assert dying == [None]
+    assert [path.name for path in tmp_path.iterdir()] == ["session"]
+
+
+def test_marks_of_attempts_that_died_go_with_the_next_command(tmp_path: Path) -> None:
+    for folder in ("probe-dead", "probe/earlier"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "rank-00000").touch()
+    announce_session(tmp_path, "now")
+    assert [path.name for path in tmp_path.iterdir()] == ["session"]
+
+
 def test_a_copy_that_is_not_shared_is_found_by_rank_0(tmp_path: Path) -> None:
     """Such as a directory that was copied to each node: every node reads the session, none sees the others' writes."""
     shared, copy = tmp_path / "shared", tmp_path / "copy"
