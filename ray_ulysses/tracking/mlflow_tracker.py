@@ -7,18 +7,18 @@ that neither the package nor the loop waits for it.
 from __future__ import annotations
 
 import json
-import os
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic_core import from_json
+from pydantic import TypeAdapter
 
 from ray_ulysses.clock import Clock
 from ray_ulysses.errors import without_secret
 from ray_ulysses.logging import get_logger
+from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.regular import read_regular
 from ray_ulysses.tracking.commits import CheckpointInventory, CommittedCheckpoint, GoneCheckpoint
 from ray_ulysses.tracking.delivery import Event, RefusedEvent, SpooledTracker
@@ -26,6 +26,7 @@ from ray_ulysses.tracking.failures import TAG_PREFIX
 from ray_ulysses.tracking.mlflow_client import open_client
 from ray_ulysses.tracking.mlflow_models import CheckpointModels
 from ray_ulysses.tracking.mlflow_runs import KEY_TAG
+from ray_ulysses.validation import ContentError, read_json
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -72,19 +73,16 @@ class TrackingIdentity:
     def load(cls, run_dir: Path) -> TrackingIdentity | None:
         """Read it from a run directory; None if the run was never tracked."""
         try:
-            content = from_json(read_regular(run_dir / IDENTITY_FILE))
-            return cls(**content)
+            return read_json(TypeAdapter(cls), read_regular(run_dir / IDENTITY_FILE))
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError) as error:
+        except ContentError as error:
             _logger.warning("%s is damaged (%s): a new MLflow run is made", run_dir / IDENTITY_FILE, error)
             return None
 
     def save(self, run_dir: Path) -> None:
-        """Write it into a run directory, atomically."""
-        temporary = run_dir / f"{IDENTITY_FILE}.tmp"
-        temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        os.replace(temporary, run_dir / IDENTITY_FILE)
+        """Write it into a run directory, whole or not at all, also at a power failure."""
+        LocalStore(run_dir, must_exist=True).replace(IDENTITY_FILE, [json.dumps(asdict(self)).encode()])
 
 
 def is_tracked(run_dir: Path) -> bool:

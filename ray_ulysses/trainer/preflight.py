@@ -112,7 +112,7 @@ def _prepare(config: Config, problems: list[Problem], *, branch: bool) -> Prepar
     corpora, plan, remainder = plan_run(config, settings, stored, branch=branch)
     problems += () if problems else other_plan(config, stored, plan, is_branched=remainder is not None)
     if num_positions is not None:
-        longest = max(int(corpus.lengths.max()) for corpus in corpora.corpora)
+        longest = _longest_trained(config, corpora, plan.settings.capacity)
         problems += position_problems(config, longest, plan.settings.capacity, num_positions)
     report = build_report(config, shape, corpora, plan, tuple(problems))
     problems[:] = report.problems
@@ -125,6 +125,19 @@ def _prepare(config: Config, problems: list[Problem], *, branch: bool) -> Prepar
         branch=branch,
         origin=_origin(config, plan),
     )
+
+
+def _longest_trained(config: Config, corpora: CorpusSet, row_tokens: int) -> int:
+    """Return the tokens of the longest document that may come into a row; 0 if there is none."""
+    longest = 0
+    for corpus, (_, weight) in zip(corpora.corpora, config.data_sources, strict=True):
+        lengths = corpus.lengths
+        if config.data.overlong == "drop":
+            # A document's last token is a label only.
+            lengths = lengths[lengths <= row_tokens + 1]
+        if weight != 0 and lengths.size:
+            longest = max(longest, int(lengths.max()))
+    return longest
 
 
 def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanReport:

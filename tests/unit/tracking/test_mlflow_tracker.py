@@ -388,3 +388,18 @@ def test_neither_the_package_nor_its_construction_imports_mlflow():
         sys.exit(any(name in sys.modules for name in ("mlflow", "ray", "torch")))
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60, cwd=REPOSITORY)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"uri": "sqlite:///a", "experiment": "e", "key": "k", "run_id": 5}', "[]", "{", "{}"]
+)
+def test_a_damaged_identity_is_none(tmp_path, text):
+    (tmp_path / "tracking.json").write_text(text)
+    assert TrackingIdentity.load(tmp_path) is None
+
+
+def test_an_identity_is_read_as_it_was_saved(tmp_path):
+    identity = TrackingIdentity(uri="sqlite:///a", experiment="e", key="k", run_id="5")
+    identity.save(tmp_path)
+    assert TrackingIdentity.load(tmp_path) == identity
+    assert [path.name for path in tmp_path.iterdir()] == ["tracking.json"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,7 +95,7 @@ def test_documents_beyond_a_learned_table_of_positions_are_refused_before_a_work
     corpus = make_corpus(tmp_path)
     no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_dropout"), 0.0)
 
-    def problems(num_positions: int) -> list[str]:
+    def problems(num_positions: int, **data: Any) -> list[str]:
         model = {
             "model_type": "gpt2",
             "vocab_size": 264,
@@ -107,7 +108,8 @@ def test_documents_beyond_a_learned_table_of_positions_are_refused_before_a_work
             "eos_token_id": 0,
             **no_dropout,
         }
-        report = prepare_run(make_config(tmp_path / "runs", corpus, model__config=model), Path("/")).report
+        config = make_config(tmp_path / "runs", corpus, model__config=model, run__stop_step=2, **data)
+        report = prepare_run(config, Path("/")).report
         return [str(problem) for problem in report.problems]
 
     assert problems(256) == []
@@ -116,6 +118,15 @@ def test_documents_beyond_a_learned_table_of_positions_are_refused_before_a_work
         "data.context_tokens=256: lets documents of up to 256 tokens into a row, and the model's table of positions "
         "ends at 200; use at most 200, or a model with rotary positions"
     )
+    # A document that no row is made of does not count.
+    (tmp_path / "some").mkdir()
+    for number in range(40):
+        (tmp_path / f"some/{number}.txt").write_text(f"{number} words " * (12 if number else 120))
+    sources = SourceSpec(paths=(str(tmp_path / "some"),))
+    prepare_local(PrepareRequest(sources=sources, out=tmp_path / "some-corpus"))
+    mixed = [{"path": str(tmp_path / "some-corpus"), "weight": 1.0}, {"path": str(corpus), "weight": 0.0}]
+    assert len(problems(200, data__path=None, data__sources=mixed)) == 1
+    assert problems(200, data__path=None, data__sources=mixed, data__overlong="drop") == []
 
 
 def test_corpora_that_share_documents_are_refused_and_prepared_apart_they_are_not(
