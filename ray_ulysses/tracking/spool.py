@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -152,8 +153,10 @@ class Spool:
         total = 0
         for number in self._numbers():
             if number >= self._done.file:
-                size = self._path(number).stat().st_size
-                total += size - (self._done.offset if number == self._done.file else 0)
+                # A process before this one may still be ending: its empty file goes when it is closed.
+                with suppress(FileNotFoundError):
+                    size = self._path(number).stat().st_size
+                    total += size - (self._done.offset if number == self._done.file else 0)
         return total
 
     def _open_next(self) -> None:

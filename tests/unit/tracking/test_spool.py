@@ -116,3 +116,15 @@ def test_a_file_that_goes_while_one_counts_counts_nothing(tmp_path, monkeypatch)
     monkeypatch.setattr(spool, "_numbers", lambda: listed)
     assert listed == [1, 2] and not (tmp_path / "00000002.jsonl").exists()
     assert spool.num_waiting() == 1
+
+
+def test_a_file_that_its_writer_removes_meanwhile_is_no_error(tmp_path, monkeypatch):
+    """The writer before may still be ending when the next one begins."""
+    dead = Spool(tmp_path)
+    dead.append({"n": 1})
+    listed = Spool._numbers
+    monkeypatch.setattr(Spool, "_numbers", lambda self: [*listed(self), 99])
+    spool = Spool(tmp_path)
+    assert not spool.is_empty
+    spool.acknowledge(spool.peek(100)[-1].end, {})
+    assert spool.is_empty
