@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -77,7 +77,12 @@ class Choice:
 
 def committed_steps(store: Store) -> tuple[int, ...]:
     """Return the steps that have a manifest, ascending."""
-    matches = (_MANIFEST_KEY.match(key) for key in store.list(CHECKPOINT_FOLDER))
+    return committed_in(store.list(CHECKPOINT_FOLDER))
+
+
+def committed_in(keys: Iterable[str]) -> tuple[int, ...]:
+    """Return the steps whose manifest is among some keys, ascending (pure)."""
+    matches = (_MANIFEST_KEY.match(key) for key in keys)
     return tuple(sorted(int(match[1]) for match in matches if match))
 
 

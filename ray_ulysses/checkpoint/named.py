@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ray_ulysses.checkpoint.choice import committed_steps
+from ray_ulysses.checkpoint.each_step import for_each_step
 from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.checkpoint.retention import Committed, best_steps, read_committed_facts
 from ray_ulysses.storage import Store
@@ -16,13 +17,13 @@ def nameable(store: Store) -> dict[int, Committed]:
     What a dead attempt committed late is not among them. One whose manifest is damaged, of another version or not given
     now is, with no attempt and no numbers: somebody who means it is told so, and is not handed an older one.
     """
-    lineage = read_lineage(store)
-    named = {}
-    for step in committed_steps(store):
-        found = read_committed_facts(store, step)
-        if found is not None and (found.attempt is None or lineage.holds(step, found.attempt)):
-            named[step] = found
-    return named
+    lineage, steps = read_lineage(store), committed_steps(store)
+    facts = for_each_step(steps, lambda step: read_committed_facts(store, step))
+    return {
+        step: found
+        for step, found in zip(steps, facts, strict=True)
+        if found is not None and (found.attempt is None or lineage.holds(step, found.attempt))
+    }
 
 
 def unreadable(committed: Mapping[int, Committed]) -> tuple[int, ...]:

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ray_ulysses.checkpoint.choice import committed_steps
+from ray_ulysses.checkpoint.choice import committed_in
+from ray_ulysses.checkpoint.each_step import for_each_step
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.manifest import (
     CHECKPOINT_FOLDER,
@@ -144,6 +145,12 @@ class Retention:
         self._rules = rules
         # A manifest of a large world takes a while to read, and does not change.
         self._known: dict[int, Committed] = {}
+        # What lies under the checkpoints' folder; None where that is not known. Listing a thousand takes seconds.
+        self._keys: frozenset[str] | None = None
+
+    def forget(self) -> None:
+        """List everything anew at the next call: a save that failed may have left something behind."""
+        self._keys = None
 
     def apply(self, newest: CheckpointRef) -> tuple[int, ...]:
         """Delete what `newest` has made superfluous, after it was committed.
@@ -161,7 +168,8 @@ class Retention:
         lineage = read_lineage(store)
         if lineage.newest_attempt > newest.attempt:
             return ()
-        committed = self._committed(newest)
+        keys, self._keys = self._list(newest), None
+        committed = self._committed(newest, committed_in(keys))
         alive = {step: found for step, found in committed.items() if _is_alive(lineage, step, found)}
         if newest.step not in alive:
             raise OSError(f"the checkpoint of step {newest.step} was committed a moment ago and is not listed")
@@ -174,25 +182,33 @@ class Retention:
             store.delete(step_folder(step))
             self._known.pop(step, None)
         kept = {step: found.attempt for step, found in committed.items() if step not in deleted}
-        for folder in leftovers(store.list(CHECKPOINT_FOLDER), kept, attempt=newest.attempt, newest=newest.step):
+        keys = frozenset(key for key in keys if not key.startswith(tuple(f"{step_folder(step)}/" for step in deleted)))
+        dead_folders = leftovers(keys, kept, attempt=newest.attempt, newest=newest.step)
+        for folder in dead_folders:
             store.delete(folder)
         if isinstance(store, LocalStore):
             # What a process was writing when it was killed has no name that a listing shows.
             sweep_temporaries(store.path(CHECKPOINT_FOLDER))
+        self._keys = keys.difference(f"{folder}/" for folder in dead_folders)
         return deleted
 
-    def _committed(self, newest: CheckpointRef) -> dict[int, Committed]:
+    def _list(self, newest: CheckpointRef) -> frozenset[str]:
+        """Return the keys of manifests, and the folders of shards with a slash at their end.
+
+        Nobody but this attempt writes checkpoints, and a newer one ends it.
+        """
+        known, folder = (self._keys, step_folder(newest.step)) if self._keys is not None else ((), CHECKPOINT_FOLDER)
+        matches = ((key, _ATTEMPT_KEY.match(key)) for key in self._store.list(folder))
+        return frozenset((*known, *(f"{match[1]}/" if match else key for key, match in matches)))
+
+    def _committed(self, newest: CheckpointRef, steps: Iterable[int]) -> dict[int, Committed]:
         """Return what is committed; a manifest that is known is not read again, but the newest, which is new."""
         self._known.pop(newest.step, None)
-        found = {}
-        for step in committed_steps(self._store):
-            facts = self._known.get(step) or read_committed_facts(self._store, step)
-            if facts is None:
-                continue
-            found[step] = facts
-            if facts.attempt is not None:
-                self._known[step] = facts
-        return found
+        unknown = [step for step in steps if step not in self._known]
+        read = for_each_step(unknown, lambda step: read_committed_facts(self._store, step))
+        found = self._known | {step: facts for step, facts in zip(unknown, read, strict=True) if facts is not None}
+        self._known = {step: facts for step, facts in found.items() if facts.attempt is not None}
+        return {step: found[step] for step in steps if step in found}
 
 
 def read_committed_facts(store: Store, step: int) -> Committed | None:

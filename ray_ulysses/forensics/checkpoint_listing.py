@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import from_json
 
-from ray_ulysses.checkpoint.choice import Damage, examine
+from ray_ulysses.checkpoint.choice import Damage, examine, read_committed
+from ray_ulysses.checkpoint.each_step import for_each_step
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.manifest import (
     CHECKPOINT_FOLDER,
@@ -23,6 +23,7 @@ from ray_ulysses.checkpoint.manifest import (
     step_folder,
 )
 from ray_ulysses.checkpoint.retention import Committed, keep_reasons
+from ray_ulysses.checkpoint.state import StateDescription
 from ray_ulysses.forensics.checkpoint_outlook import outlook
 from ray_ulysses.forensics.checkpoint_place import CheckpointPlace, find_checkpoints
 from ray_ulysses.forensics.checkpoint_report import (
@@ -41,7 +42,6 @@ from ray_ulysses.trainer.checkpoint_store import keep_rules, storage_answers
 _KEY = re.compile(rf"^{CHECKPOINT_FOLDER}/step-(\d{{8,}})/(.+)$")
 _SHARD = re.compile(r"^attempt-(\d{4,})/(?:rank-\d+-of-(\d+))?")
 _NOTE = re.compile(r"^set-aside-(\d{4,})\.json$")
-_MOST_THREADS = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,8 @@ class _Folder:
         notes: What each note of a set-aside says, by the attempt that wrote it.
         found: The manifest if the checkpoint is whole by size and part of the run, else what is wrong with it; None if
             it was never committed.
-        manifest: The manifest if it can be read, whatever the state of the rest.
+        manifest: The manifest, without what is stored, if it can be read, whatever the state of the rest.
+        named: The shards that it names.
     """
 
     step: int
@@ -62,6 +63,7 @@ class _Folder:
     notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     found: Manifest | Damage | None = None
     manifest: Manifest | None = None
+    named: frozenset[str] = frozenset()
 
 
 def list_checkpoints(run_dir: Path) -> CheckpointListing:
@@ -77,7 +79,7 @@ def list_checkpoints(run_dir: Path) -> CheckpointListing:
     place = find_checkpoints(run_dir)
     with storage_answers(place.location):
         lineage = read_lineage(place.store)
-        folders = _look_into_all(place.store)
+        folders = _look_into_all(place.store, lineage)
     events = read_entries(run_dir)
     writing = lineage.newest_attempt if current_owner(run_dir) is not None else None
     reports = [_report(folder, events, writing) for folder in folders]
@@ -92,18 +94,17 @@ def list_checkpoints(run_dir: Path) -> CheckpointListing:
     )
 
 
-def _look_into_all(store: Store) -> list[_Folder]:
+def _look_into_all(store: Store, lineage: Lineage) -> list[_Folder]:
     """Return what lies in each directory, by step; a few are looked into at once."""
     keys: dict[int, list[str]] = {}
     for key in store.list(CHECKPOINT_FOLDER):
         match = _KEY.match(key)
         if match:
             keys.setdefault(int(match[1]), []).append(match[2])
-    with ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="ray-ulysses-list") as threads:
-        return list(threads.map(lambda step: _look(store, step, keys[step]), sorted(keys)))
+    return for_each_step(sorted(keys), lambda step: _look(store, step, keys[step], lineage))
 
 
-def _look(store: Store, step: int, names: Iterable[str]) -> _Folder:
+def _look(store: Store, step: int, names: Iterable[str], lineage: Lineage) -> _Folder:
     """Return what lies in a directory; a file that is deleted meanwhile is left out."""
     folder, notes = step_folder(step), {}
     files: dict[str, int | None] = {}
@@ -117,13 +118,28 @@ def _look(store: Store, step: int, names: Iterable[str]) -> _Folder:
             notes[int(match[1])] = _read_note(store, f"{folder}/{name}")
     if MANIFEST_FILE not in files:
         return _Folder(step=step, files=files, notes=notes)
-    found = examine(store, step, "sizes")
+    found = read_committed(store, step)
+    if isinstance(found, Manifest) and not _is_sound(found, files, lineage):
+        found = examine(store, step, "sizes")
     if isinstance(found, Damage) and _is_gone(store, manifest_key(step)):
         # Retention deletes the manifest first: what is missing from then on is no damage.
         del files[MANIFEST_FILE]
         return _Folder(step=step, files=files, notes=notes)
     manifest = found if isinstance(found, Manifest) else _readable(store, step)
-    return _Folder(step=step, files=files, notes=notes, found=found, manifest=manifest)
+    if manifest is None:
+        return _Folder(step=step, files=files, notes=notes, found=found)
+    named = frozenset(shard.file for shard in manifest.shards)
+    # A manifest of a large world takes tens of megabytes: what is told of it does not.
+    facts = replace(manifest, state=StateDescription(tensors={}), shards=())
+    found = found if isinstance(found, Damage) else facts
+    return _Folder(step=step, files=files, notes=notes, found=found, manifest=facts, named=named)
+
+
+def _is_sound(manifest: Manifest, files: Mapping[str, int | None], lineage: Lineage) -> bool:
+    """Return whether a checkpoint is part of the run and its shards have their sizes."""
+    return lineage.holds(manifest.step, manifest.attempt) and all(
+        files.get(shard.file) == shard.num_bytes for shard in manifest.shards
+    )
 
 
 def _size(store: Store, key: str) -> int | None:
@@ -174,7 +190,7 @@ def _report(folder: _Folder, events: Sequence[Entry], writing: int | None) -> Ch
     """
     condition, why = _condition(folder, writing)
     manifest = folder.manifest
-    named = {MANIFEST_FILE, *(shard.file for shard in manifest.shards)} if manifest is not None else set(folder.files)
+    named = {MANIFEST_FILE, *folder.named} if manifest is not None else set(folder.files)
     notes = tuple(_set_aside(folder.step, attempt, folder.notes[attempt], events) for attempt in sorted(folder.notes))
     report = CheckpointReport(
         step=folder.step,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ray_ulysses.checkpoint import Damage, Manifest
+from ray_ulysses.checkpoint import Damage
 from ray_ulysses.checkpoint.choice import committed_steps, read_committed
+from ray_ulysses.checkpoint.each_step import for_each_step
 from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.storage.location import join_location
 from ray_ulysses.tracking.commits import CheckpointInventory, CommittedCheckpoint
@@ -26,15 +27,20 @@ def take_inventory(store: Store, location: str, attempt: int) -> CheckpointInven
     Raises:
         OSError: The store can't be listed.
     """
-    found = [read_committed(store, step) for step in committed_steps(store)]
+
+    def look(step: int) -> tuple[CheckpointRef, CheckpointMeta] | Damage:
+        found = read_committed(store, step)
+        return found if isinstance(found, Damage) else (found.ref, found.meta)
+
+    found = for_each_step(committed_steps(store), look)
     lineage = read_lineage(store)
     return CheckpointInventory(
         attempt=attempt,
         store=location,
         checkpoints=tuple(
-            committed_checkpoint(location, one.ref, one.meta)
+            committed_checkpoint(location, *one)
             for one in found
-            if isinstance(one, Manifest) and lineage.holds(one.step, one.attempt)
+            if not isinstance(one, Damage) and lineage.holds(one[0].step, one[0].attempt)
         ),
         unread=tuple(one.step for one in found if isinstance(one, Damage)),
     )

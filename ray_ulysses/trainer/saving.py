@@ -279,6 +279,7 @@ class CheckpointKeeper:
 
     def _on_failed(self, step: int, error: CheckpointError) -> None:
         if self._worker.rank == 0:
+            self._retention.forget()
             self._recorder.checkpoint_failed(step, str(error))
 
 

@@ -199,3 +199,39 @@ def test_what_a_killed_process_was_writing_is_swept_once_it_is_old(tmp_path: Pat
     (ref, _) = save(store, 20, attempt=3)
     Retention(store, KeepRules(last=1)).apply(ref)
     assert not old.exists() and fresh.exists()
+
+
+class _Asked:
+    """Counts what a store is asked for."""
+
+    def __init__(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.listed: list[str] = []
+        self.opened: list[str] = []
+        list_keys, open_key = store.list, store.open
+        monkeypatch.setattr(store, "list", lambda prefix: (self.listed.append(prefix), list_keys(prefix))[1])
+        monkeypatch.setattr(store, "open", lambda key: (self.opened.append(key), open_key(key))[1])
+
+
+def test_everything_is_listed_and_read_once_and_then_the_newest_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path)
+    for step in (10, 20, 30):
+        save(store, step)
+    retention = Retention(store, KeepRules(last=2))
+    (ref, _) = save(store, 40, attempt=2)
+    assert retention.apply(ref) == (10, 20)
+    (ref, _) = save(store, 50, attempt=2)
+    asked = _Asked(store, monkeypatch)
+    assert retention.apply(ref) == (30,)
+    assert asked.listed == ["attempts", "checkpoints/step-00000050"]
+    assert {key.split("/")[1] for key in asked.opened} == {"step-00000050"}
+    # What a save that failed has left behind is found by a look at everything.
+    dead = tmp_path / "checkpoints/step-00000055/attempt-0002"
+    dead.mkdir(parents=True)
+    (dead / "rank-00000-of-00002.safetensors").write_bytes(b"half")
+    retention.forget()
+    (ref, _) = save(store, 60, attempt=2)
+    assert retention.apply(ref) == (40,)
+    assert not dead.exists()
+    assert committed_steps(store) == (50, 60)

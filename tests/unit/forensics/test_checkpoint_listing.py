@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from ray_ulysses.checkpoint import Damage, Manifest, newest_committed, set_aside
-from ray_ulysses.checkpoint.choice import Depth
 from ray_ulysses.checkpoint.fence import claim_attempt, start_attempt
 from ray_ulysses.config import load_config
 from ray_ulysses.errors import RunError
@@ -284,14 +283,14 @@ def test_one_that_retention_deletes_meanwhile_is_not_called_damaged(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(make_folder(folder), 10)
-    examine = checkpoint_listing.examine
+    read_committed = checkpoint_listing.read_committed
 
-    def late(store: Store, step: int, depth: Depth) -> Manifest | Damage:
+    def late(store: Store, step: int) -> Manifest | Damage:
         manifest(folder, 10).unlink()
         shard(folder, 10).unlink()
-        return examine(store, step, depth)
+        return read_committed(store, step)
 
-    monkeypatch.setattr(checkpoint_listing, "examine", late)
+    monkeypatch.setattr(checkpoint_listing, "read_committed", late)
     assert (by_step(folder)[10].condition, by_step(folder)[10].committed) == ("not_committed", False)
 
 
