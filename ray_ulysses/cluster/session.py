@@ -51,7 +51,7 @@ def ray_session(address: str | None, *, cpus: float, environment: dict[str, str]
         check_address(target)
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # A submitted job may have been given the same variables as its workers, such as HF_TOKEN; Ray would refuse both.
+    # A submitted job may have been given the same variables as its workers, such as HF_HOME; Ray would refuse both.
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     options: dict[str, Any] = {
         "log_to_driver": False,

@@ -52,8 +52,7 @@ def passed_on(environment: Mapping[str, str], *, embedded: bool) -> dict[str, st
         embedded: Whether Ray runs on this machine alone, where its processes inherit the rest.
     """
     found = {} if embedded else {name: environment[name] for name in PASSED if _is_passed(name, environment)}
-    # Ray refuses a variable that the submitted job has set as well; the workers have it already.
-    return {name: value for name, value in (found | _ALWAYS).items() if name not in _of_the_job(environment)}
+    return found | _ALWAYS
 
 
 def kept_back(environment: Mapping[str, str]) -> tuple[str, ...]:

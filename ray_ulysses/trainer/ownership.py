@@ -19,8 +19,9 @@ from ray_ulysses.checkpoint import newest_committed
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
-from ray_ulysses.tracking.events import CheckpointCommitted, StepDone
-from ray_ulysses.tracking.journal_reader import read_events
+from ray_ulysses.tracking.events import CheckpointCommitted
+from ray_ulysses.tracking.journal_reader import read_entries
+from ray_ulysses.tracking.step_runs import StepRun
 from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_store, storage_answers
 from ray_ulysses.validation import ContentError, read_json
 
@@ -93,14 +94,12 @@ def _read_owner(store: Store, location: str) -> _Owner | None:
 
 def _tells_of(config: Config, manifest: Manifest) -> bool:
     """Whether the directory's journal tells of a checkpoint; its attempt may have died before it noted the commit."""
-    trained, digests = False, set()
-    for event in read_events(config.run_dir):
-        if isinstance(event, StepDone | CheckpointCommitted) and (event.step, event.attempt) == (
-            manifest.step,
-            manifest.attempt,
-        ):
-            trained |= isinstance(event, StepDone)
-            digests |= {event.digest} if isinstance(event, CheckpointCommitted) and event.digest is not None else set()
+    step, trained, digests = manifest.step, False, set()
+    for entry in read_entries(config.run_dir):
+        if entry.attempt == manifest.attempt and isinstance(entry, StepRun):
+            trained |= bool((entry.rows["step"] == step).any())
+        elif entry.attempt == manifest.attempt and isinstance(entry, CheckpointCommitted) and entry.step == step:
+            digests |= {entry.digest} if entry.digest is not None else set()
     return int(manifest.meta.digest, 16) in digests if digests else trained
 
 
