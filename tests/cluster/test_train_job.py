@@ -223,7 +223,7 @@ def test_a_second_directory_of_the_same_checkpoints_is_refused_before_a_worker_s
     first, second = config_in("a"), config_in("b")
     code, text = train(first, tmp_path / "first")
     assert code == 0, text
-    assert f"checkpoint       {tmp_path}/place/run/checkpoints/step-00000002" in text
+    assert re.search(rf"^  checkpoint +{tmp_path}/place/run/checkpoints/step-00000002$", text, flags=re.MULTILINE), text
     code, text = train(second, tmp_path / "second")
     assert code == 2, text
     assert f"belong to the run directory {first.run_dir} of host " in text and "Set another run.name" in text
