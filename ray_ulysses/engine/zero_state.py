@@ -27,7 +27,7 @@ from ray_ulysses.engine.state_tables import StateTables
 from ray_ulysses.engine.swapped_state import SwappedState
 from ray_ulysses.engine.zero3_tables import Zero3Tables
 from ray_ulysses.engine.zero12_tables import zero12_tables
-from ray_ulysses.errors import UserError
+from ray_ulysses.errors import RunError, UserError
 
 
 def state_source(engine: Any) -> StateSource:
@@ -50,6 +50,21 @@ def state_source(engine: Any) -> StateSource:
         return SwappedState(engine=engine, tables=tables, moments=moments, resident=resident, description=description)
     stepped = stepped_pieces(engine, tables, tables.portions[0], moments)
     return ShardedState(pieces=(*stepped, *resident), description=description)
+
+
+def export_state(engine: Any) -> ShardedState:
+    """Return `state_source` of an engine whose state is in memory: views of it, nothing is copied.
+
+    Raises:
+        UserError: The engine keeps its state where it can't be reached.
+        RunError: Some of it is swapped out to NVMe, or the engine is of another DeepSpeed.
+    """
+    state = state_source(engine)
+    if not isinstance(state, ShardedState):
+        raise RunError(
+            "memory.offload_optimizer=nvme: the optimizer's state is not in memory; copy it out of state_source"
+        )
+    return state
 
 
 def import_state(engine: Any, description: StateDescription, fill: Callable[[Sequence[Piece]], object]) -> None:

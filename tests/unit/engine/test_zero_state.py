@@ -16,7 +16,7 @@ from ray_ulysses.engine.bf16_tables import BF16_TABLES
 from ray_ulysses.engine.state_tables import flat_view, require_tables, shape_of
 from ray_ulysses.engine.zero3_tables import ZERO3_TABLES
 from ray_ulysses.engine.zero12_tables import ZERO12_TABLES
-from ray_ulysses.engine.zero_state import state_source
+from ray_ulysses.engine.zero_state import export_state
 from ray_ulysses.errors import RunError, UserError
 
 SOURCES = {
@@ -33,13 +33,13 @@ def _engine(stage: int, tables: tuple[str, ...] = (), **own: Any) -> SimpleNames
 
 def test_an_engine_without_zero_is_refused() -> None:
     with pytest.raises(UserError, match="zero_stage=0: checkpoints hold the state of ZeRO stages 1, 2 and 3; use one"):
-        state_source(_engine(0))
+        export_state(_engine(0))
 
 
 def test_weights_on_nvme_are_refused() -> None:
     engine = _engine(3, ZERO3_TABLES, fp16_partitioned_groups_flat=[None])
     with pytest.raises(UserError, match=r"offload_param: weights .* NVMe can't be .*memory\.offload_optimizer=nvme"):
-        state_source(engine)
+        export_state(engine)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_deepspeed_without_the_private_tables_is_refused(stage: int, tables: t
     engine = _engine(stage, tables)
     delattr(engine.optimizer, name)
     with pytest.raises(RunError, match=rf"SimpleNamespace lacks {name}; install the version .* pins \(0\.19\)"):
-        state_source(engine)
+        export_state(engine)
 
 
 def test_every_table_that_is_missing_is_named() -> None:
