@@ -10,6 +10,7 @@ from typing import Any
 
 from ray_ulysses.errors import UserError
 
+_PARTS = ("text_config", "vision_config", "audio_config")
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
 # Key-value heads where the configuration leaves them out, as each class of Transformers 5.23 declares them; a family
@@ -84,6 +85,12 @@ class ModelShape:
             UserError: If a size is missing, is not a positive whole number, or does not go with another one.
         """
         model_type = config.get("model_type")
+        parts = [name for name in _PARTS if isinstance(config.get(name), Mapping)]
+        if parts:
+            raise UserError(
+                f"{source}: is of a multimodal model (it has {', '.join(parts)}); set model.part: text to train its "
+                "text decoder, which is exported back into the whole checkpoint"
+            )
         missing = [name for name in ("model_type", *_REQUIRED) if config.get(name) is None]
         if missing:
             raise UserError(

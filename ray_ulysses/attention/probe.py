@@ -166,7 +166,7 @@ def _prepare(copy: Any) -> None:
         earlier.remove()
     without_documents(copy)
     copy.train()
-    copy.set_attn_implementation(PROBE_NAME)
+    use_attention(copy, PROBE_NAME)
     if hasattr(copy, "set_experts_implementation"):
         copy.set_experts_implementation("eager")
     first_of_kind: dict[tuple[Any, ...], _Experts] = {}
@@ -178,6 +178,20 @@ def _prepare(copy: Any) -> None:
             experts = _Experts(module.forward, first_of_kind.get(kind))
             first_of_kind.setdefault(kind, experts)
             module.forward = experts
+
+
+def use_attention(model: Any, name: str) -> None:
+    """Make every part of a model that is there call an attention function.
+
+    Transformers warns of each part that its configuration speaks of and that was cut out of it.
+
+    Args:
+        model: A ``PreTrainedModel``, or PEFT's model around it.
+        name: What the function is registered under.
+    """
+    own = {id(getattr(module, "config", None)) for module in model.modules()}
+    parts = [part for part in model.config.sub_configs if id(getattr(model.config, part)) in own]
+    model.set_attn_implementation({"": name} | dict.fromkeys(parts, name))
 
 
 class _Experts:

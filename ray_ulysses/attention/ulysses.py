@@ -18,7 +18,7 @@ from ray_ulysses.attention.exchange import gather_heads, scatter_heads
 from ray_ulysses.attention.forward_checks import check_attached, check_inputs, check_tables
 from ray_ulysses.attention.kernels import Demand, KernelName, choose_kernel
 from ray_ulysses.attention.operators import LayerSettings, attend_heads, attend_payload
-from ray_ulysses.attention.probe import LayerAttention, refused_keywords
+from ray_ulysses.attention.probe import LayerAttention, refused_keywords, use_attention
 from ray_ulysses.attention.refusals import refuse_inexact, refuse_mixed_devices
 from ray_ulysses.attention.rope import CurrentBatch, follow_documents
 from ray_ulysses.errors import UserError
@@ -95,7 +95,7 @@ def apply_ulysses(
     sight = refuse_inexact(model, config, mesh)
     _refuse_kernels(model, sight.layers.values(), attention)
     _register()
-    model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+    use_attention(model, ATTENTION_NAME)
     _remove_earlier(model)
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     modules = {name: base.get_submodule(name) for name in sight.layers}

@@ -75,6 +75,11 @@ class ModelSection(Section):
     with `init: pretrained` it is what `plan` uses without a network, and the loaded model is checked against
     it. Default null: read from `path`."""
 
+    part: Literal["whole", "text"] = "whole"
+    """Which part of the model is trained: `text` is the text decoder of a multimodal checkpoint (`docs/multimodal.md`),
+    with `path` the directory of the whole, into a copy of which the decoder is exported. Default `whole`: a model of
+    text only."""
+
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Type of weights and activations in compute; the optimizer keeps fp32 masters of bf16 weights. Default
     `bf16`, the fast type of every GPU that this is meant for; use `fp32` on CPU."""

@@ -22,6 +22,7 @@ FIXED: dict[str, str] = {
     "model.path": "another model is another run",
     "model.init": "another model is another run",
     "model.config": "another model is another run",
+    "model.part": "another model is another run",
     "model.dtype": "the precision of the weights belongs to the curve",
     "data.eval_fraction": "it decides which documents are trained on",
     "parallel.allowed_sp": "it decides how rows are padded",

@@ -65,6 +65,12 @@ def _weights_have_a_source(config: Config) -> Iterator[Problem]:
             rule="model.init=pretrained needs the weights of a model",
             way_out="give a local directory or a hub id, or set model.init=random",
         )
+    elif config.model.part == "text":
+        yield Problem(
+            path="model.path",
+            rule="model.part=text exports the decoder into a copy of the whole checkpoint",
+            way_out="give the directory of the whole checkpoint",
+        )
     elif config.model.config is None:
         yield Problem(
             path="model.config",
@@ -148,7 +154,8 @@ def _nvme_has_a_place(config: Config) -> Iterator[Problem]:
 
 
 def _heads_allow_sp(config: Config) -> Iterator[Problem]:
-    if config.model.config is None:
+    if config.model.config is None or config.model.part == "text":
+        # The sizes of a decoder inside another model are known with the defaults of its type, which a plan looks at.
         return
     try:
         shape = ModelShape.from_config_dict(config.model.config)

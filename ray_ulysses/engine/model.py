@@ -14,10 +14,11 @@ from ray_ulysses.attention.refusals import refuse_config, refuse_inexact
 from ray_ulysses.engine.model_config import (
     check_described,
     described_config,
-    inline_config,
+    planned_config,
     refuse_no_decoder,
     with_words,
 )
+from ray_ulysses.engine.text_part import Part, cut_to_text, model_class
 from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
@@ -53,8 +54,10 @@ def build_model(config: Config, partition: Mapping[str, Any] | None = None) -> P
         model = _random_model(config, dtype)
     else:
         model = _pretrained_model(config, dtype, partition)
+    if config.model.part == "text":
+        cut_to_text(model)
     # The cache is for generation; under gradient checkpointing it would only warn.
-    model.config.use_cache = False
+    model.config.use_cache = model.config.get_text_config(decoder=True).use_cache = False
     if config.memory.gradient_checkpointing:
         _checkpoint_layers(model, config.memory.attention_output)
     return model
@@ -81,16 +84,15 @@ def check_architecture(config: Config) -> Sight:
     Raises:
         UserError: The configuration can't be read, or says which layer or setting can't be exact, and why.
     """
-    # What is written in line needs no hub; that it is what the path holds is checked when that is loaded.
-    described = config.model.config
-    return refuse_architecture(described_config(config) if described is None else inline_config(described))
+    return refuse_architecture(planned_config(config), config.model.part)
 
 
-def refuse_architecture(hf_config: Any) -> Sight:
+def refuse_architecture(hf_config: Any, part: Part = "whole") -> Sight:
     """Build a decoder on the meta device, where it takes no memory, and refuse what can't be trained exactly.
 
     Args:
         hf_config: A ``PreTrainedConfig``; left as it is.
+        part: Which part of the model is trained.
 
     Returns:
         What its attention asks for, and how many positions it has.
@@ -98,25 +100,25 @@ def refuse_architecture(hf_config: Any) -> Sight:
     Raises:
         UserError: Names the architecture or setting, why it can't be exact, and the way out.
     """
-    from transformers import AutoModelForCausalLM
-
     # The architectures that can't even be built as a decoder are named by what they are first.
     refuse_config(hf_config)
-    refuse_no_decoder(hf_config)
+    builder = model_class(hf_config, part)
+    if part == "whole":
+        refuse_no_decoder(hf_config)
     with torch.device("meta"):
         model: Any = with_words(
-            lambda: AutoModelForCausalLM.from_config(deepcopy(hf_config), trust_remote_code=False), "model.config"
+            lambda: builder.from_config(deepcopy(hf_config), trust_remote_code=False), "model.config"
         )
+    if part == "text":
+        cut_to_text(model)
     return refuse_inexact(model, model.config.get_text_config(decoder=True), None)
 
 
 def _random_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
     hf_config = described_config(config)
-    refuse_architecture(hf_config)
+    refuse_architecture(hf_config, config.model.part)
     torch.manual_seed(config.run.seed)
-    model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+    model: Any = model_class(hf_config, config.model.part).from_config(hf_config, dtype=torch.float32)
     for parameter in model.parameters():
         # Parameters only: rotary frequencies are buffers, and rounded ones would turn far positions wrongly.
         parameter.data = parameter.data.to(dtype)
@@ -125,12 +127,10 @@ def _random_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _pretrained_model(config: Config, dtype: torch.dtype, partition: Mapping[str, Any] | None) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
     path = str(config.model.path)
     hf_config = described_config(config)
     check_described(config.model.config, hf_config.to_dict(), path)
-    refuse_architecture(hf_config)
+    refuse_architecture(hf_config, config.model.part)
     keep_alive = None
     if partition is not None:
         from transformers.integrations.deepspeed import HfDeepSpeedConfig
@@ -138,8 +138,8 @@ def _pretrained_model(config: Config, dtype: torch.dtype, partition: Mapping[str
         # While this object lives, from_pretrained partitions each parameter as it is made.
         keep_alive = HfDeepSpeedConfig(dict(partition))
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, output_loading_info=True, trust_remote_code=False
+        loaded: Any = model_class(hf_config, config.model.part).from_pretrained(
+            path, config=hf_config, dtype=dtype, output_loading_info=True, trust_remote_code=False
         )
     except (OSError, RuntimeError, SafetensorError) as error:
         raise UserError(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ray_ulysses.engine.stored_weights import settle_tie
 from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,6 +19,18 @@ _SOURCES = (
 )
 
 
+def planned_config(config: Config) -> Any:
+    """Return the ``PreTrainedConfig`` that a run is planned by: what is written in line, which needs no hub, or stored.
+
+    That it is what the path holds is checked when that is loaded.
+
+    Raises:
+        UserError: As `described_config`.
+    """
+    described = config.model.config
+    return described_config(config) if described is None else inline_config(described)
+
+
 def described_config(config: Config) -> Any:
     """Return the ``PreTrainedConfig`` of a run's model: the inline one of a random model, or that of ``model.path``.
 
@@ -25,7 +39,11 @@ def described_config(config: Config) -> Any:
     """
     if config.model.config is not None and config.model.init == "random":
         return inline_config(config.model.config)
-    return _stored_config(str(config.model.path))
+    found = _stored_config(str(config.model.path))
+    directory = Path(str(config.model.path)).expanduser()
+    if config.model.init == "pretrained" and directory.is_dir():
+        settle_tie(found, config.model.part, directory)
+    return found
 
 
 def inline_config(described: Mapping[str, Any]) -> Any:
@@ -115,17 +133,23 @@ def with_words(read: Callable[[], Any], setting: str) -> Any:
         raise UserError(f"{setting}: no model can be made of this configuration ({what}); {way_out}") from error
 
 
+def _differing(described: Mapping[str, Any], loaded: Mapping[str, Any], section: str = "") -> Iterator[str]:
+    for name, value in described.items():
+        found = loaded.get(name)
+        if isinstance(value, Mapping) and isinstance(found, Mapping):
+            # Of a model of several parts; what is not named is not compared.
+            yield from _differing(value, found, f"{section}{name}.")
+        elif name in loaded and found != value:
+            yield f"{section}{name} is {found!r} there and {value!r} in model.config"
+
+
 def check_described(described: Mapping[str, Any] | None, loaded: Mapping[str, Any], path: str) -> None:
     """Refuse a loaded model that differs from what ``model.config`` says of it, and from what was planned.
 
     Raises:
         UserError: Names every field that differs.
     """
-    differing = [
-        f"{name} is {loaded.get(name)!r} there and {value!r} in model.config"
-        for name, value in (described or {}).items()
-        if name in loaded and loaded[name] != value
-    ]
+    differing = list(_differing(described or {}, loaded))
     if differing:
         raise UserError(
             f"model.path={path!r} is not the model that model.config describes: {'; '.join(differing)}. "

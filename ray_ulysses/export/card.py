@@ -62,8 +62,8 @@ def context_words(report: ExportReport) -> str:
 
 def python_lines(report: ExportReport, path: str) -> list[str]:
     """Return the lines of Python that load a directory."""
-    classes, quoted = "AutoModelForCausalLM", json.dumps(path, ensure_ascii=False)
-    lines = [f'model = AutoModelForCausalLM.from_pretrained({quoted}, dtype="auto")']
+    classes, quoted = report.loaded_with, json.dumps(path, ensure_ascii=False)
+    lines = [f'model = {report.loaded_with}.from_pretrained({quoted}, dtype="auto")']
     if report.has_tokenizer:
         classes += ", AutoTokenizer"
         lines.append(f"tokenizer = AutoTokenizer.from_pretrained({quoted})")

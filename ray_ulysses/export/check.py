@@ -10,8 +10,7 @@ whatever the weights' type. One of them is in memory at a time.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,8 @@ from safetensors import SafetensorError
 from ray_ulysses.attention.batch import shard_batch, unshard
 from ray_ulysses.attention.ulysses import apply_ulysses
 from ray_ulysses.engine.model import build_model
+from ray_ulysses.engine.stored_weights import without_progress_bar
+from ray_ulysses.engine.text_part import Part, auto_class
 from ray_ulysses.errors import RunError
 from ray_ulysses.export.report import CheckResult
 from ray_ulysses.export.sample import Sample
@@ -80,7 +81,7 @@ def check_export(
     live = _live_logits(config, model_config, stored, weights, sample)
     # Hooks and modules hold one another: without this the live model would stay beside the exported one.
     gc.collect()
-    exported = _exported_logits(folder, sample)
+    exported = _exported_logits(folder, config.model.part, sample)
     if live.shape != exported.shape:
         raise RunError(
             f"the export failed its check: logits of shape {list(exported.shape)}, the live model's {list(live.shape)}"
@@ -156,13 +157,11 @@ def _fill(model: Any, stored: Mapping[str, Stored], weights: Weights) -> list[st
 
 
 @torch.no_grad()
-def _exported_logits(folder: Path, sample: Sample) -> torch.Tensor:
+def _exported_logits(folder: Path, part: Part, sample: Sample) -> torch.Tensor:
     """Return ``[T, V]``: the logits of all documents, one after the other."""
-    from transformers import AutoModelForCausalLM
-
     try:
-        with _without_progress_bar():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+        with without_progress_bar():
+            loaded: Any = auto_class(part).from_pretrained(
                 folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -177,16 +176,3 @@ def _exported_logits(folder: Path, sample: Sample) -> torch.Tensor:
     return torch.cat(
         [model(input_ids=torch.tensor([document]), use_cache=False).logits[0] for document in sample.documents]
     )
-
-
-@contextmanager
-def _without_progress_bar() -> Iterator[None]:
-    from transformers.utils import logging
-
-    was_shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_shown:
-            logging.enable_progress_bar()

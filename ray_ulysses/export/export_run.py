@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 from ray_ulysses.checkpoint.manifest import Manifest, manifest_key, step_folder
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.config.job_paths import refuse_relative_in_job
+from ray_ulysses.engine.text_part import auto_class
 from ray_ulysses.errors import RunError
 from ray_ulysses.export.architecture import Architecture, describe
 from ray_ulysses.export.card import model_card
 from ray_ulysses.export.check import check_export, refuse_small_memory
 from ray_ulysses.export.directory import already_exported, refuse_place, unpublished
 from ray_ulysses.export.files import INDEX_FILE, WeightFile, index_json, lay_out
+from ray_ulysses.export.into_whole import CopiedFile, IntoWhole, into_whole, refuse_options, write_copies
 from ray_ulysses.export.record import RECORD_FILE, Identity, Record
 from ray_ulysses.export.report import CheckResult, ExportReport, decimal_size
 from ray_ulysses.export.request import ExportRequest
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 EXPORT_FOLDER = "export"
 CARD_FILE = "README.md"
+_WHOLES_OWN = "the whole checkpoint's own"
 _Say = Callable[[str], None]
 
 
@@ -52,6 +55,12 @@ class _Export:
     stored: dict[str, Stored]
     files: tuple[WeightFile, ...]
     identity: Identity
+    whole: IntoWhole | None
+
+    @property
+    def all_files(self) -> Sequence[WeightFile | CopiedFile]:
+        """Return the files of weights, or all of a whole checkpoint."""
+        return self.files if self.whole is None else self.whole.files
 
 
 def export_run(request: ExportRequest, say: _Say, clock: Clock | None = None) -> ExportReport:
@@ -96,23 +105,22 @@ def export_checkpoint(
         # What the directory does not say: wherever it lies now, and where its tokenizer is from.
         return replace(record.report, out=str(export.out), tokenizer=export.tokenizer.words, was_there=True)
     if request.check:
-        refuse_small_memory(sum(tensor.num_elements for file in export.files for tensor in file.tensors))
+        trained = sum(tensor.num_elements for file in export.all_files for tensor in file.tensors)
+        refuse_small_memory(export.whole.num_elements if export.whole else trained)
     weights = Weights(store, manifest)
-    small = export.architecture.files() | export.tokenizer.files
-    if len(export.files) > 1:
-        small[INDEX_FILE] = index_json(export.files)
-    num_bytes = sum(file.num_bytes for file in export.files) + sum(map(len, small.values()))
+    small = _small_files(export)
+    num_bytes = sum(file.num_bytes for file in export.all_files) + sum(map(len, small.values()))
     with unpublished(export.out, num_bytes) as folder:
         for name, content in small.items():
             (folder / name).write_bytes(content)
-        write_files(folder, export.files, weights, lambda file: say(f"{file.name}: {decimal_size(file.num_bytes)}"))
+        _write(export, folder, weights, say)
         check = _check(export, folder, weights, say) if request.check else None
         report = _report(export, check, {name: len(content) for name, content in small.items()})
-        card = model_card(report.published())
-        (folder / CARD_FILE).write_bytes(card)
-        report = replace(
-            report, files=report.files | {CARD_FILE: len(card)}, seconds=round(clock.monotonic() - started, 3)
-        )
+        if export.whole is None:
+            card = model_card(report.published())
+            (folder / CARD_FILE).write_bytes(card)
+            report = replace(report, files=report.files | {CARD_FILE: len(card)})
+        report = replace(report, seconds=round(clock.monotonic() - started, 3))
         (folder / RECORD_FILE).write_bytes(Record(identity=export.identity, report=report.published()).to_bytes())
     return report
 
@@ -122,11 +130,20 @@ def _prepare(store: Store, manifest: Manifest, config: Config, request: ExportRe
     exports = request.run_dir / EXPORT_FOLDER
     out = request.out or exports / Path(step_folder(manifest.step)).name
     refuse_place(out, (request.run_dir, *([store.root] if isinstance(store, LocalStore) else [])), exports)
-    tokenizer = find_tokenizer(request.run_dir, request.tokenizer)
-    architecture = describe(config, request.weights, tokenizer.end_tokens)
-    tokenizer.refuse_unknown_tokens(architecture.vocab_size)
-    stored = stored_tensors(architecture.model, manifest.state, request.weights, config.model.dtype)
-    files = lay_out(published_tensors(architecture.model, stored), request.max_shard_bytes)
+    whole: IntoWhole | None = None
+    files: tuple[WeightFile, ...] = ()
+    if config.model.part == "text":
+        refuse_options(request)
+        whole = into_whole(config, manifest.state)
+        tokenizer = TokenizerFiles(words=_WHOLES_OWN, published=_WHOLES_OWN)
+        architecture = Architecture(model=whole.model, generation=None)
+        stored = whole.stored
+    else:
+        tokenizer = find_tokenizer(request.run_dir, request.tokenizer)
+        architecture = describe(config, request.weights, tokenizer.end_tokens)
+        tokenizer.refuse_unknown_tokens(architecture.vocab_size)
+        stored = stored_tensors(architecture.model, manifest.state, request.weights, config.model.dtype)
+        files = lay_out(published_tensors(architecture.model, stored), request.max_shard_bytes)
     contents = b"".join(name.encode() + b"\0" + content for name, content in sorted(tokenizer.files.items()))
     with storage_answers(checkpoint_location(config, request.run_dir)):
         committed = read_bytes(store, manifest_key(manifest.step))
@@ -148,7 +165,30 @@ def _prepare(store: Store, manifest: Manifest, config: Config, request: ExportRe
         stored=stored,
         files=files,
         identity=identity,
+        whole=whole,
     )
+
+
+def _small_files(export: _Export) -> dict[str, bytes]:
+    """Return what is written beside the weights; of a whole checkpoint everything is copied."""
+    if export.whole is not None:
+        return {}
+    small = export.architecture.files() | export.tokenizer.files
+    if len(export.files) > 1:
+        small[INDEX_FILE] = index_json(export.files)
+    return small
+
+
+def _write(export: _Export, folder: Path, weights: Weights, say: _Say) -> None:
+    def wrote(file: WeightFile | CopiedFile) -> None:
+        say(f"{file.name}: {decimal_size(file.num_bytes)}")
+
+    if export.whole is None:
+        write_files(folder, export.files, weights, wrote)
+        return
+    if export.whole.left_out:
+        say(f"left out of {export.whole.directory}: {', '.join(export.whole.left_out)}")
+    write_copies(folder, export.whole.directory, export.whole.files, weights, wrote)
 
 
 def _check(export: _Export, folder: Path, weights: Weights, say: _Say) -> CheckResult:
@@ -172,7 +212,7 @@ def _check(export: _Export, folder: Path, weights: Weights, say: _Say) -> CheckR
 
 def _report(export: _Export, check: CheckResult | None, small: dict[str, int]) -> ExportReport:
     manifest = export.manifest
-    tensors = [tensor for file in export.files for tensor in file.tensors]
+    tensors = [tensor for file in export.all_files for tensor in file.tensors]
     return ExportReport(
         run=manifest.meta.run or export.config.run.name,
         step=manifest.step,
@@ -183,13 +223,14 @@ def _report(export: _Export, check: CheckResult | None, small: dict[str, int]) -
         architecture=export.architecture.class_name,
         parameters=sum(tensor.num_elements for tensor in tensors),
         weights=_weights_words(export),
-        files={file.name: file.num_bytes for file in export.files} | small,
+        files={file.name: file.num_bytes for file in export.all_files} | small,
         context_tokens=export.config.data.context_tokens,
         max_positions=export.architecture.max_positions,
         rope=export.architecture.rope,
         tokenizer=export.tokenizer.words,
         published_tokenizer=export.tokenizer.published,
-        has_tokenizer=bool(export.tokenizer.files),
+        has_tokenizer=export.whole.has_tokenizer if export.whole else bool(export.tokenizer.files),
+        loaded_with=auto_class(export.config.model.part).__name__,
         versions=dict(manifest.meta.versions),
         check=check,
         seconds=0.0,
@@ -199,6 +240,8 @@ def _report(export: _Export, check: CheckResult | None, small: dict[str, int]) -
 
 def _weights_words(export: _Export) -> str:
     """Return the precision of the weights, and whether they are those that the model computed with."""
+    if export.whole is not None:
+        return "the text decoder, in the types of the whole checkpoint; all else as it was there"
     name = export.config.model.dtype if export.request.weights == "model" else export.request.weights
     if name == export.config.model.dtype:
         return f"{name}, as the run computed with"

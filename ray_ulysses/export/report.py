@@ -72,6 +72,7 @@ class ExportReport:
         check: The check; None where it was left out.
         seconds: Time that it took.
         was_there: Whether it had been exported before, so that nothing was written.
+        loaded_with: The class of Transformers that loads the directory.
     """
 
     run: str
@@ -94,6 +95,7 @@ class ExportReport:
     check: CheckResult | None
     seconds: float
     was_there: bool
+    loaded_with: str = "AutoModelForCausalLM"
 
     def published(self) -> ExportReport:
         """Return what the directory may say of it: no path of the machine that exported it."""

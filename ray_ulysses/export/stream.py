@@ -185,15 +185,15 @@ def write_files(
             for tensor in file.tensors
         ]
         with (folder / file.name).open("xb", buffering=0) as stream:
-            _write_all(stream.fileno(), memoryview(file.header))
+            write_all(stream.fileno(), memoryview(file.header))
             for _, values in weights.read_ahead(stretches):
-                _write_all(stream.fileno(), memoryview(values.view(torch.uint8).numpy()))  # type: ignore[arg-type]
+                write_all(stream.fileno(), memoryview(values.view(torch.uint8).numpy()))  # type: ignore[arg-type]
             os.fsync(stream.fileno())
             assert stream.tell() == file.num_bytes, f"{file.name}: {stream.tell()} bytes, {file.num_bytes} expected"
         progress(file)
 
 
-def _write_all(descriptor: int, content: memoryview) -> None:
+def write_all(descriptor: int, content: memoryview) -> None:
     """Write all bytes; one call may write fewer."""
     while content:
         content = content[os.write(descriptor, content) :]

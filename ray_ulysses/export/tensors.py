@@ -173,6 +173,18 @@ def _revert(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     return reverted
 
 
+def reverted_name(model: Any, name: str, shape: tuple[int, ...]) -> str:
+    """Return the name in the published files of a tensor that is published as it is.
+
+    Raises:
+        RunError: It is not.
+    """
+    names = list(_revert(model, {name: torch.empty(shape, device="meta")}))
+    if len(names) != 1:
+        raise _cannot_stream(model, f"{name} is published as {len(names)} tensors")
+    return names[0]
+
+
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 

@@ -263,6 +263,11 @@ def _check_model_path(config: Config) -> None:
         return
     directory = Path(path).expanduser()
     if not directory.is_dir():
+        if config.model.part == "text":
+            raise UserError(
+                f"model.path={path!r}: no such directory; with model.part=text the decoder is exported into a copy of "
+                "the whole checkpoint, so download it first and give its directory"
+            )
         if not _HUB_ID.match(path):
             raise UserError(
                 f"model.path={path!r}: no such directory; give a directory with config.json and safetensors, or the "
@@ -271,7 +276,7 @@ def _check_model_path(config: Config) -> None:
         return
     if not (directory / "config.json").is_file():
         raise UserError(f"model.path={path!r}: holds no config.json; give a Hugging Face model directory")
-    if config.model.init == "pretrained" and not any(directory.glob("*.safetensors")):
+    if (config.model.init == "pretrained" or config.model.part == "text") and not any(directory.glob("*.safetensors")):
         raise UserError(
             f"model.path={path!r}: holds no *.safetensors weights; convert the model with save_pretrained, or set "
             "model.init: random"

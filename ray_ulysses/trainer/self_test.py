@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.engine.model import torch_dtype
-from ray_ulysses.engine.model_config import described_config, inline_config
+from ray_ulysses.engine.model_config import planned_config
 from ray_ulysses.engine.self_test import AttentionSettings, SelfTestReport, run_self_test
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
@@ -95,6 +95,4 @@ def layer_windows(text_config: Any) -> tuple[int | None, ...]:
 
 
 def _text_config(config: Config) -> Any:
-    described = config.model.config
-    found = described_config(config) if described is None else inline_config(described)
-    return found.get_text_config(decoder=True)
+    return planned_config(config).get_text_config(decoder=True)

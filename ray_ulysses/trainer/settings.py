@@ -28,6 +28,14 @@ def model_shape(config: Config) -> ModelShape:
     Raises:
         UserError: No model configuration can be read, or it lacks what a decoder has.
     """
+    if config.model.part == "text":
+        from ray_ulysses.engine.model_config import planned_config
+        from ray_ulysses.engine.text_part import model_class, text_fields
+
+        whole = planned_config(config)
+        # Refuses a model that has no such part.
+        model_class(whole, "text")
+        return ModelShape.from_config_dict(text_fields(whole), source="the text part of the model's configuration")
     if config.model.config is not None:
         return ModelShape.from_config_dict(config.model.config)
     assert config.model.path is not None

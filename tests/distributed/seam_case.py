@@ -13,9 +13,11 @@ import torch.distributed as dist
 
 from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, loss_scale, shard_batch, unshard
 from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch
+from ray_ulysses.engine.text_part import cut_to_text
 from ray_ulysses.engine.zero import ZeroSettings, build_engine
 from ray_ulysses.parallel.layout import ParallelLayout
 from tests.unit.attention.models import VOCAB, zoo_model
+from tests.unit.attention.multimodal import MULTIMODAL, multimodal_model
 
 ROWS: tuple[tuple[int, tuple[int, ...]], ...] = (
     # (tokens of the row, lengths of its documents; the rest is padding)
@@ -120,10 +122,21 @@ class Reference:
     gradients: dict[str, torch.Tensor]
 
 
+def _whole_model(architecture: str, dtype: torch.dtype = torch.float32) -> Any:
+    return multimodal_model(architecture).to(dtype) if architecture in MULTIMODAL else zoo_model(architecture, dtype)
+
+
+def _trained_model(architecture: str) -> Any:
+    model = _whole_model(architecture)
+    if architecture in MULTIMODAL:
+        cut_to_text(model)
+    return model
+
+
 @cache
 def reference_step(architecture: str, num_rows: int, dtype: torch.dtype) -> Reference:
-    """Train one step on one process."""
-    model = zoo_model(architecture, dtype)
+    """Train one step on one process; of a multimodal model the whole, on text only."""
+    model = _whole_model(architecture, dtype)
     rotary = deepcopy(getattr(model.base_model, "rotary_emb", None))
     sums, count, logits_of_rows = [], 0, []
     for index in range(num_rows):
@@ -175,10 +188,10 @@ def _run_case(case: SeamCase, mesh: SequenceMesh, dp_rank: int, *, is_measuring:
     batches = [shard_batch(*make_row(index), mesh) for index in mine]
     tokens = torch.stack([(batch.labels_BL != IGNORE_INDEX).sum() for batch in batches]).sum()
     dist.all_reduce(tokens)
-    model = apply_ulysses(zoo_model(case.architecture), mesh)
+    model = apply_ulysses(_trained_model(case.architecture), mesh)
     train = _step_with_an_engine if case.zero_stage else _step_by_hand
     step = train(case, model, mesh, batches, int(tokens))
-    fresh = apply_ulysses(zoo_model(case.architecture), mesh)
+    fresh = apply_ulysses(_trained_model(case.architecture), mesh)
     with torch.no_grad():
         logits = [unshard(fresh(**batch.model_inputs()).logits, batch) for batch in batches]
     if not is_measuring:

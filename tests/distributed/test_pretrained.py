@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -64,6 +65,19 @@ def test_weights_are_partitioned_while_they_are_loaded(tmp_path: Path, tied: boo
         assert held == 0, "a parameter was whole on a rank"
         assert weights.keys() == wanted.keys()
         assert all(torch.equal(weights[name], wanted[name].detach()) for name in wanted)
+
+
+def test_a_head_of_its_own_is_kept_though_the_configuration_ties_it(tmp_path: Path) -> None:
+    # Transformers 5.23 compares the two while it loads: under ZeRO-3 two empty placeholders, and drops the head.
+    model = build_model(parse_config(small_tree()))
+    model.save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"tie_word_embeddings": True}))
+    wanted = dict(model.named_parameters())
+    for weights, _, refused in run_ranks(loaded, 2, str(tmp_path)):
+        assert refused == ""
+        assert weights.keys() == wanted.keys()
+        assert torch.equal(weights["lm_head.weight"], wanted["lm_head.weight"].detach())
 
 
 @pytest.mark.parametrize("stage", [1, 2])

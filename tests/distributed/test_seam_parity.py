@@ -12,6 +12,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.seam_case import ROWS, SeamCase, SeamResult, run_cases
 from tests.result_table import ResultTable
 from tests.unit.attention.models import ARCHITECTURES
+from tests.unit.attention.multimodal import MULTIMODAL
 
 ENGINE_ARCHITECTURES = ("llama", "qwen3", "mistral")
 """What the matrix of engines is run with: a tied and an untied head, a window."""
@@ -102,6 +103,23 @@ def test_a_step_equals_that_of_one_process(shape: tuple[int, int]) -> None:
 def test_every_kind_of_attention_equals_that_of_one_process(ulysses_size: int) -> None:
     chosen = layout_cases((ulysses_size, 1), SPLIT[ulysses_size])
     for result in run_ranks(run_cases, ulysses_size, chosen, timeout_s=150)[0]:
+        check(result)
+
+
+@pytest.mark.distributed
+def test_the_text_part_of_a_multimodal_model_trains_as_the_whole_does_on_text() -> None:
+    for result in run_ranks(run_cases, 2, layout_cases((2, 1), MULTIMODAL), timeout_s=150)[0]:
+        check(result)
+
+
+@pytest.mark.distributed
+def test_the_text_part_trains_as_the_whole_does_on_a_ring_and_under_zero_3() -> None:
+    # A tied head under ZeRO-3, and positions in three axes.
+    sharded = [
+        SeamCase(architecture=name, ulysses_size=2, dp_size=2, zero_stage=3, accumulation=1)
+        for name in ("gemma3", "qwen2_5_vl")
+    ]
+    for result in run_ranks(run_cases, 4, [*layout_cases((2, 2), ["qwen3_vl"]), *sharded], timeout_s=150)[0]:
         check(result)
 
 

@@ -1,0 +1,50 @@
+"""A run of the text decoder of a multimodal checkpoint: trained, resumed on other workers, and put back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForMultimodalLM
+
+from ray_ulysses.cli import app
+from ray_ulysses.cli import run as run_cli
+from ray_ulysses.tracking.events import StepDone
+from ray_ulysses.tracking.journal_reader import read_events
+from tests.distributed.harness import run_ranks
+from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
+from tests.unit.attention.multimodal import multimodal_model
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+
+
+def test_a_decoder_is_trained_resumed_and_exported_into_its_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = multimodal_model("qwen2_5_vl", vocab_size=264)
+    whole.save_pretrained(tmp_path / "base", max_shard_size="50KB")
+    model = {"model__init": "pretrained", "model__path": str(tmp_path / "base"), "model__part": "text"}
+    corpus = make_corpus(tmp_path, ("bisect.py", "cmd.py", "copy.py"))
+
+    def trained(workers: int, sp_size: int, stop: int, session: str) -> list[tuple[str, int]]:
+        split = {"cluster__workers": workers, "parallel__sp_size": sp_size, "run__stop_step": stop}
+        config = make_config(tmp_path, corpus, model__config=None, checkpoint__every_steps=2, **model, **split)
+        prepare_attempt(config, session)
+        return run_ranks(run_worker, workers, config, session, timeout_s=200)
+
+    assert trained(2, 2, 2, "first") == [("finished", 2)] * 2
+    assert trained(1, 1, 4, "second") == [("finished", 4)]
+    steps = [event for event in read_events(tmp_path / "run") if isinstance(event, StepDone)]
+    assert [event.step for event in steps] == [1, 2, 3, 4]
+
+    assert run_cli(app, ["export", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    out = tmp_path / "run/export/step-00000004"
+    assert "weights    the text decoder, in the types of the whole checkpoint; all else as it was there" in said
+    assert "of 2 documents (the run's first training rows) " in said
+    assert f'model = AutoModelForMultimodalLM.from_pretrained("{out}", dtype="auto")' in said
+    before = dict(whole.named_parameters())
+    for name, parameter in AutoModelForMultimodalLM.from_pretrained(out).named_parameters():
+        is_new = name.startswith(("model.language_model.", "lm_head."))
+        assert torch.equal(parameter, before[name]) != is_new, name

@@ -1,0 +1,193 @@
+"""A decoder goes back into its multimodal checkpoint: its own tensors are new, and not a byte of the rest."""
+
+from __future__ import annotations
+
+import json
+import re
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForMultimodalLM
+
+from ray_ulysses.config.loading import parse_config
+from ray_ulysses.engine.text_part import cut_to_text
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.export.export_run import export_run
+from ray_ulysses.export.request import ExportRequest
+from tests.unit.attention.multimodal import MULTIMODAL, multimodal_model
+from tests.unit.config.trees import small_tree
+from tests.unit.export.runs import assert_same, export, tensors_in, write_checkpoint
+
+OTHERS = {"preprocessor_config.json": "{}", "README.md": "# The whole", "chat_template.jinja": "{{ messages }}"}
+
+
+def make_whole(base: Path, name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """Write a whole checkpoint of several files; return its model."""
+    model = multimodal_model(name, **changes).to(dtype)
+    model.save_pretrained(base, max_shard_size="20KB")
+    for other, text in OTHERS.items():
+        (base / other).write_text(text)
+    return model
+
+
+def trained_decoder(whole: Any) -> Any:
+    """Return the decoder of a whole model with other weights."""
+    decoder = deepcopy(whole).float()
+    cut_to_text(decoder)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    return decoder
+
+
+def make_run(run_dir: Path, base: Path, decoder: Any, dtype: str = "fp32", **changes: Any) -> None:
+    model = {"init": "pretrained", "path": str(base), "part": "text", "dtype": dtype, **changes}
+    tree = small_tree() | {"model": model}
+    tree["run"] |= {"name": run_dir.name, "storage": str(run_dir.parent)}
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(parse_config(tree).to_yaml())
+    write_checkpoint(run_dir, decoder, dtype=dtype)
+
+
+def check_whole(out: Path, base: Path, whole: Any, decoder: Any) -> None:
+    """Hold an exported directory against the whole model with the decoder's parameters in the place of its own."""
+    for path in base.iterdir():
+        if path.suffix != ".safetensors":
+            assert (out / path.name).read_bytes() == path.read_bytes(), path.name
+        else:
+            before, after = load_file(path), load_file(out / path.name)
+            assert {name: (one.dtype, one.shape) for name, one in before.items()} == {
+                name: (one.dtype, one.shape) for name, one in after.items()
+            }
+    assert {path.name for path in out.iterdir()} == {path.name for path in base.iterdir()} | {"ray_ulysses_export.json"}
+    new = dict(decoder.named_parameters(remove_duplicate=False))
+    wanted = {
+        name: new[name].detach().to(one.dtype) if name in new else one.detach()
+        for name, one in whole.named_parameters(remove_duplicate=False)
+    }
+    assert len(wanted) > len(new)
+    loaded = AutoModelForMultimodalLM.from_pretrained(out, dtype="auto")
+    assert_same({name: one.detach() for name, one in loaded.named_parameters(remove_duplicate=False)}, wanted)
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_the_decoder_is_new_and_all_else_is_as_it_was(tmp_path: Path, name: str) -> None:
+    whole = make_whole(tmp_path / "base", name)
+    decoder = trained_decoder(whole)
+    make_run(tmp_path / "run", tmp_path / "base", decoder)
+    report = export(tmp_path / "run")
+    assert report.check is not None and report.check.holds and report.check.bound == 1e-5
+    assert report.parameters == sum(parameter.numel() for parameter in decoder.parameters())
+    assert report.loaded_with == "AutoModelForMultimodalLM"
+    assert len(list((tmp_path / "base").glob("*.safetensors"))) > 2
+    check_whole(Path(report.out), tmp_path / "base", whole, decoder)
+    assert export(tmp_path / "run").was_there
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_the_types_are_those_of_the_whole_checkpoint(tmp_path: Path, stored: torch.dtype) -> None:
+    whole = make_whole(tmp_path / "base", "gemma3", stored)
+    decoder = trained_decoder(whole)
+    make_run(tmp_path / "run", tmp_path / "base", decoder, dtype="bf16")
+    check_whole(Path(export(tmp_path / "run").out), tmp_path / "base", whole, decoder)
+
+
+def test_a_checkpoint_in_transformers_own_names_is_written_in_these(tmp_path: Path) -> None:
+    whole = make_whole(tmp_path / "base", "gemma3")
+    old = tensors_in(tmp_path / "base")
+    for path in (tmp_path / "base").glob("model*"):
+        path.unlink()
+    renamed = {}
+    for name, tensor in old.items():
+        here = name.replace("language_model.model.", "model.language_model.")
+        renamed[re.sub(r"^(vision_tower|multi_modal_projector)", r"model.\1", here)] = tensor
+    save_file(renamed, tmp_path / "base/model.safetensors", {"format": "pt"})
+    decoder = trained_decoder(whole)
+    make_run(tmp_path / "run", tmp_path / "base", decoder)
+    out = Path(export(tmp_path / "run").out)
+    check_whole(out, tmp_path / "base", whole, decoder)
+    assert "model.language_model.norm.weight" in tensors_in(out)
+
+
+def test_a_tied_head_that_is_stored_as_well_is_new_in_both_places(tmp_path: Path) -> None:
+    whole = make_whole(tmp_path / "base", "qwen2_5_vl")
+    last = sorted((tmp_path / "base").glob("*.safetensors"))[-1]
+    head = {"lm_head.weight": whole.lm_head.weight.detach().clone()}
+    save_file(load_file(last) | head, last, {"format": "pt"})
+    decoder = trained_decoder(whole)
+    make_run(tmp_path / "run", tmp_path / "base", decoder)
+    out = Path(export(tmp_path / "run").out)
+    check_whole(out, tmp_path / "base", whole, decoder)
+    assert torch.equal(tensors_in(out)["lm_head.weight"], decoder.lm_head.weight)
+
+
+def test_a_head_of_its_own_stays_one_whatever_the_configuration_says(tmp_path: Path) -> None:
+    # As in Mistral Small 3: its config.json leaves out whether the head is tied, and the default is that it is.
+    whole = make_whole(tmp_path / "base", "mistral3")
+    fields = json.loads((tmp_path / "base/config.json").read_text())
+    assert not torch.equal(whole.lm_head.weight, whole.get_input_embeddings().weight)
+    fields["tie_word_embeddings"] = True
+    (tmp_path / "base/config.json").write_text(json.dumps(fields))
+    decoder = trained_decoder(whole)
+    make_run(tmp_path / "run", tmp_path / "base", decoder)
+    check_whole(Path(export(tmp_path / "run").out), tmp_path / "base", whole, decoder)
+
+
+def test_other_weights_and_folders_are_left_out_and_said(tmp_path: Path) -> None:
+    whole = make_whole(tmp_path / "base", "gemma3")
+    make_run(tmp_path / "run", tmp_path / "base", trained_decoder(whole))
+    (tmp_path / "base/consolidated.safetensors").write_bytes(b"the decoder as it was")
+    (tmp_path / "base/original").mkdir()
+    said: list[str] = []
+    out = Path(export_run(ExportRequest(run_dir=tmp_path / "run"), said.append).out)
+    assert f"left out of {tmp_path / 'base'}: consolidated.safetensors, original" in said
+    assert not {"consolidated.safetensors", "original"} & {path.name for path in out.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ({"weights": "bf16"}, "--dtype"),
+        ({"max_shard_bytes": 7}, "--max-shard-size"),
+        ({"tokenizer": Path("t")}, "--to"),
+    ],
+)
+def test_what_would_change_the_rest_of_the_whole_is_refused(tmp_path: Path, option: Any, named: str) -> None:
+    make_run(tmp_path / "run", tmp_path / "base", trained_decoder(make_whole(tmp_path / "base", "gemma3")))
+    with pytest.raises(UserError, match=rf"{named}.*: the run trained the text decoder .* \(model\.part=text\)"):
+        export(tmp_path / "run", **option)
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "said"),
+    [
+        ("gone", UserError, r"the whole checkpoint that the decoder goes into can't be read .*bring it back"),
+        (
+            "missing",
+            RunError,
+            r"can't be put into this checkpoint: model\.layers\.1\.mlp\.up_proj\.weight is not there",
+        ),
+        ("type", RunError, r"up_proj\.weight is I32 there, and only F32, BF16 and F16 are written; bring back the one"),
+    ],
+)
+def test_a_whole_that_is_not_the_runs_is_refused_before_anything_is_written(
+    tmp_path: Path, damage: str, error: type[Exception], said: str
+) -> None:
+    base, name = tmp_path / "base", "model.layers.1.mlp.up_proj.weight"
+    make_run(tmp_path / "run", base, trained_decoder(make_whole(base, "qwen2_vl")))
+    (file,) = (path for path in base.glob("*.safetensors") if name in load_file(path))
+    tensors = load_file(file)
+    if damage == "gone":
+        base.rename(tmp_path / "elsewhere")
+    else:
+        taken = tensors.pop(name)
+        if damage == "type":
+            tensors[name] = taken.int()
+        save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(error, match=said):
+        export(tmp_path / "run")
+    assert not (tmp_path / "run/export").exists()
