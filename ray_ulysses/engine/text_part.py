@@ -35,8 +35,8 @@ def model_class(hf_config: Any, part: Part) -> Any:
         )
     if part == "text" and not is_multimodal:
         raise UserError(
-            f"model.part=text: a model with model_type={hf_config.model_type!r} has no text decoder beside other parts; "
-            "leave model.part out for a model of text only"
+            f"model.part=text: a model with model_type={hf_config.model_type!r} has no text decoder beside other "
+            "parts; leave model.part out for a model of text only"
         )
     return auto_class(part)
 

@@ -82,6 +82,7 @@ _OTHER: dict[str, Any] = {
     "model.path": "other",
     "model.init": "pretrained",
     "model.config": None,
+    "model.part": "text",
     "model.dtype": "bf16",
     "data.path": "other",
     "data.context_tokens": 2048,
