@@ -84,6 +84,27 @@ MUTANTS = (
         killer="tests/distributed/test_examples.py::test_a_loop_trains_as_one_process_does[deepspeed_zero3]",
     ),
     Mutant(
+        name="a head of its own dropped for the tie of the configuration",
+        file="ray_ulysses/engine/stored_weights.py",
+        old="    hf_config.tie_word_embeddings = False\n",
+        new="    hf_config.tie_word_embeddings = True\n",
+        killer="tests/distributed/test_pretrained.py::test_a_head_of_its_own_is_kept_though_the_configuration_ties_it",
+    ),
+    Mutant(
+        name="the whole's second copy of a tied head left as it was",
+        file="ray_ulysses/export/into_whole.py",
+        old="        if there in tensors:\n",
+        new="        if there not in tensors:\n",
+        killer="tests/unit/export/test_into_whole.py::test_a_tied_head_that_is_stored_as_well_is_new_in_both_places",
+    ),
+    Mutant(
+        name="a decoder's tensors written from the front of the whole's file",
+        file="ray_ulysses/export/into_whole.py",
+        old="stream.seek(offset)",
+        new="stream.seek(0)",
+        killer="tests/unit/export/test_into_whole.py::test_the_decoder_is_new_and_all_else_is_as_it_was[qwen2_vl]",
+    ),
+    Mutant(
         name="gradient x sp, pure",
         file="ray_ulysses/engine/loss.py",
         old="factor = float(mesh.world_size * accumulation)",
