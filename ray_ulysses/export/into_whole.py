@@ -19,6 +19,7 @@ from ray_ulysses.export.record import RECORD_FILE
 from ray_ulysses.export.request import ExportRequest, WeightType
 from ray_ulysses.export.stream import Stretch, Weights, write_all
 from ray_ulysses.export.tensors import PublishedTensor, Stored, published_tensors, reverted_name, stored_tensors
+from ray_ulysses.storage.regular import open_regular
 
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint.state import StateDescription
@@ -28,6 +29,7 @@ _TYPES: Mapping[str, WeightType] = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"
 # Weights that Transformers does not read would be those of the decoder as it was.
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
 _MOST_NAMED = 3
+_COPIED_BYTES = 2**24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,6 +183,18 @@ def _tied(model: Any, stored: Mapping[str, Stored], tensors: Mapping[str, FileTe
     return found
 
 
+def _copy(source: Path, target: Path) -> None:
+    try:
+        stream = open_regular(source)
+    except OSError as error:
+        raise RunError(
+            f"model.path={str(source.parent)!r}: {source.name} can't be read ({error.strerror or error}); nothing was "
+            "published. Bring the file back"
+        ) from error
+    with stream, target.open("xb") as copy:
+        shutil.copyfileobj(stream, copy, _COPIED_BYTES)
+
+
 def write_copies(
     folder: Path,
     directory: Path,
@@ -198,11 +212,11 @@ def write_copies(
         progress: Is told of each file of weights when it is there.
 
     Raises:
-        RunError: The checkpoint can't be read.
-        OSError: A file can't be copied or written.
+        RunError: The checkpoint, or a file of the whole, can't be read.
+        OSError: A file can't be written.
     """
     for file in files:
-        shutil.copyfile(directory / file.name, folder / file.name)
+        _copy(directory / file.name, folder / file.name)
         if not file.tensors:
             continue
         stretches = [

@@ -17,6 +17,7 @@ from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.text_part import cut_to_text
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.export_run import export_run
+from ray_ulysses.export.into_whole import IntoWhole, into_whole
 from ray_ulysses.export.request import ExportRequest
 from tests.unit.attention.multimodal import MULTIMODAL, multimodal_model
 from tests.unit.config.trees import small_tree
@@ -160,6 +161,22 @@ def test_what_would_change_the_rest_of_the_whole_is_refused(tmp_path: Path, opti
     make_run(tmp_path / "run", tmp_path / "base", trained_decoder(make_whole(tmp_path / "base", "gemma3")))
     with pytest.raises(UserError, match=rf"{named}.*: the run trained the text decoder .* \(model\.part=text\)"):
         export(tmp_path / "run", **option)
+
+
+def test_a_file_of_the_whole_that_vanishes_meanwhile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path / "run", tmp_path / "base", trained_decoder(make_whole(tmp_path / "base", "gemma3")))
+
+    def find_and_remove(*args: Any) -> IntoWhole:
+        found = into_whole(*args)
+        (tmp_path / "base/preprocessor_config.json").unlink()
+        return found
+
+    monkeypatch.setattr("ray_ulysses.export.export_run.into_whole", find_and_remove)
+    with pytest.raises(
+        RunError, match=r"model\.path='.*base': preprocessor_config\.json can't be read .*Bring the file"
+    ):
+        export(tmp_path / "run")
+    assert list((tmp_path / "run/export").iterdir()) == []
 
 
 @pytest.mark.parametrize(
