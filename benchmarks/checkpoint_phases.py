@@ -13,8 +13,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.checkpoint_sides import OurSaver, Size, Trained, load_ours
+from benchmarks.dcp_side import DcpSaver, load_dcp
 from benchmarks.fresh_process import forget_pages, run_fresh
 from benchmarks.process_use import measured
+from ray_ulysses.checkpoint import newest_committed
+from ray_ulysses.storage import LocalStore
 
 BOUND_BYTES = 256 * 2**20
 """At most so much of a rank's state is taken for the bounds."""
@@ -35,6 +38,7 @@ def save_rank(rank: int, _: int, size: Size, folder: str, rounds: int) -> dict[s
     ours = OurSaver(trained, root / "ours")
     with measured() as reserved:
         ours.reserve()
+    dcp = DcpSaver(trained, root / "dcp")
     found = []
     for number in range(rounds):
         # The first saves come before any beside steps.
@@ -45,6 +49,10 @@ def save_rank(rank: int, _: int, size: Size, folder: str, rounds: int) -> dict[s
                 parts["ours"] = _alone(ours, 2 * number + 1)
             else:
                 parts["theirs"] = _save_theirs(trained, root / "theirs", f"round-{number}")
+        _settle()
+        with measured() as use:
+            saved = dcp.save()
+        parts["dcp"] = {**use, **saved}
         found.append({**parts, "bounds": _bounds(root, rank, trained)})
         _keep_newest(root, rank, f"round-{number}", 2 * number + 1)
     pieces = trained.pieces
@@ -64,6 +72,8 @@ def load_rank(rank: int, world_size: int, size: Size, folder: str, rounds: int, 
     """Load in rounds, each with both sides in turn, DeepSpeed's conversion before its own."""
     root = Path(folder)
     trained = Trained(size)
+    stored = newest_committed(LocalStore(root / "ours"), "sizes").manifest
+    assert stored is not None
     found = []
     for number in range(rounds + cold_rounds):
         is_cold = number >= rounds
@@ -73,6 +83,7 @@ def load_rank(rank: int, world_size: int, size: Size, folder: str, rounds: int, 
                 parts["ours"] = _load(trained, root / "ours", is_cold, lambda: load_ours(trained, root / "ours"))
             else:
                 parts |= _load_theirs(trained, root / "theirs", f"universal-{number}", is_cold)
+        parts["dcp"] = _load(trained, root / "dcp", is_cold, lambda: load_dcp(trained, stored.state, root / "dcp"))
         found.append(parts)
     pieces = [piece for piece in trained.pieces if not piece.key.startswith("model/")]
     return {"rounds": found, "needed_bytes": sum(piece.tensor.nbytes for piece in pieces)}

@@ -15,6 +15,7 @@ from benchmarks import (
     checkpoint_report,
     data_report,
     imbalance_report,
+    long_run_report,
     packing_report,
     random_reads,
     resume_report,
@@ -24,15 +25,18 @@ from benchmarks.attention_sides import Case, reference
 from benchmarks.bench_attention import count_rank, error_rank, parse
 from benchmarks.bench_checkpoint import parse as parse_checkpoint
 from benchmarks.bench_imbalance import case, random_imbalance, row_costs
+from benchmarks.bench_long_run import PARTS
 from benchmarks.bench_packing import TRL_BATCH, trl_documents
 from benchmarks.checkpoint_estimate import estimate_text, large_manifest, llama_8b
 from benchmarks.checkpoint_phases import save_rank
 from benchmarks.checkpoint_sides import SIZES, Trained, load_ours
+from benchmarks.dcp_side import load_dcp
 from benchmarks.document_lengths import LONGEST, log_normal, mixed, near_context, write_log_normal
 from benchmarks.synthetic_corpus import write_corpus
-from ray_ulysses.checkpoint import Manifest
+from ray_ulysses.checkpoint import Manifest, newest_committed
 from ray_ulysses.checkpoint.intervals import check_cover
 from ray_ulysses.data.steps import balance_windows, step_times
+from ray_ulysses.storage import LocalStore
 from tests.distributed.harness import run_ranks
 from tests.unit.data.corpora import text_corpus, varied_texts
 
@@ -311,6 +315,16 @@ def test_a_page_of_checkpoints_names_what_failed_and_what_is_not_met() -> None:
     assert "| 2 → 1 | ours | bitwise | 0.1, 0.0 | 0.1, 0.0 |" in page
     good["saves"][1]["rounds"][2]["beside"]["stall_s"] = good["saves"][1]["rounds"][1]["beside"]["stall_s"] = 2.0
     assert "| **50.0% (50.0% to 50.0%)** | **not met** |" in checkpoint_report.markdown(record)
+    assert "## Beside torch's `async_save` and `load`\n\nnot yet measured." in page
+    for rank in good["saves"]:
+        for one in rank["rounds"]:
+            one["dcp"] = one["ours"] | {"stall_s": 0.4, "stall_cpu_s": 0.1, "save_s": 2.0}
+    good["loads"][0]["rounds"][0]["dcp"] = good["loads"][0]["rounds"][0]["ours"] | {"seconds": 4.0, "digest": 12}
+    page = checkpoint_report.markdown(record)
+    # The stall is the slower rank's, 0.2 s.
+    assert "| 2 | 0.200 (0.200 to 0.200) s / 0.400 (0.400 to 0.400) s | 0.50 (0.50 to 0.50) |" in page
+    assert "| 2.000 (2.000 to 2.000) s / 4.000 (4.000 to 4.000) s | 0.50 (0.50 to 0.50) |" in page
+    assert "after its load is **not the same** as was saved" in page
     failed = checkpoint_report.markdown(record | {"worlds": [_checkpoint_world(None)]})
     assert "Theirs failed: it broke" in failed
     assert "| 2 → 1, warm | 1 | not yet measured |" in failed
@@ -337,17 +351,26 @@ def test_the_calculated_manifest_is_one_that_would_be_loaded() -> None:
 
 def _reloaded(rank: int, world_size: int, folder: str) -> list[int]:
     trained = Trained(SIZES["small"])
-    trained.forget()
-    forgotten = trained.digest()
-    load_ours(trained, Path(folder) / "ours")
-    return [forgotten, trained.digest()]
+    digests = []
+    manifest = newest_committed(LocalStore(Path(folder) / "ours")).manifest
+    assert manifest is not None
+    for load in (
+        lambda: load_ours(trained, Path(folder) / "ours"),
+        lambda: load_dcp(trained, manifest.state, Path(folder) / "dcp"),
+    ):
+        trained.forget()
+        digests.append(trained.digest())
+        load()
+        digests.append(trained.digest())
+    return digests
 
 
 @pytest.mark.distributed
-def test_both_sides_save_and_what_ours_loads_on_another_world_is_what_was_saved(tmp_path: Path) -> None:
+def test_all_sides_save_and_what_ours_and_torch_load_on_another_world_is_what_was_saved(tmp_path: Path) -> None:
     saves = run_ranks(save_rank, 2, SIZES["small"], str(tmp_path), 2)
-    forgotten, loaded = run_ranks(_reloaded, 1, str(tmp_path))[0]
-    assert loaded == saves[0]["digest"] == saves[1]["digest"] != forgotten
+    forgotten, loaded, forgotten_again, loaded_by_torch = run_ranks(_reloaded, 1, str(tmp_path))[0]
+    assert loaded == loaded_by_torch == saves[0]["digest"] == saves[1]["digest"]
+    assert loaded not in (forgotten, forgotten_again)
     for rank in saves:
         first, later = rank["rounds"]
         assert first["beside"] is None
@@ -357,3 +380,20 @@ def test_both_sides_save_and_what_ours_loads_on_another_world_is_what_was_saved(
     # Twelve bytes a parameter, and what pickles add.
     assert saves[0]["rounds"][1]["theirs"]["num_bytes"] >= 12 * saves[0]["num_parameters"]
     assert sum(rank["state_bytes"] for rank in saves) == 14 * saves[0]["num_parameters"]
+
+
+def test_a_page_of_a_long_run_says_what_is_met() -> None:
+    took = {"seconds": 4.0, "cpu_s": 2.0, "peak_bytes": 100 * 2**20}
+    after = {name: [took, took] for name in ("index", *PARTS)} | {"inspect": [took | {"cpu_s": 3.5}]}
+    record = {
+        "date": "a day", "commit": "abc", "hardware": "a machine", "versions": {}, "command": "c", "before": None,
+        "run": {
+            "num_steps": 10, "journal_bytes": 2**20, "num_checkpoints": 3, "num_shards": 2, "manifest_bytes": 2**10
+        },
+        "after": after,
+    }  # fmt: skip
+    page = long_run_report.markdown(record)
+    assert "| `inspect` | not yet measured | 3.5 CPU s, 4.0 s, 100 MiB | **not met** |" in page
+    assert "| the progress view's first look | not yet measured | 2.0 CPU s, 4.0 s, 100 MiB | met |" in page
+    before = {name: [took, took] for name in PARTS}
+    assert "| an attempt's first | 2.0 CPU s, 4.0 s, 100 MiB |" in long_run_report.markdown(record | {"before": before})
