@@ -208,7 +208,6 @@ def _report(folder: _Folder, events: Sequence[Entry], writing: int | None) -> Ch
     if manifest is None:
         return _with_names(report, folder.files)
     meta = manifest.meta
-    noted = _time(events, CheckpointCommitted, folder.step, manifest.attempt)
     return replace(
         report,
         attempt=manifest.attempt,
@@ -217,7 +216,7 @@ def _report(folder: _Folder, events: Sequence[Entry], writing: int | None) -> Ch
         ring_size=meta.ring_size,
         dp_size=manifest.world_size // meta.sp_size,
         zero_stage=meta.zero_stage,
-        written_at=meta.written_at or noted,
+        written_at=meta.written_at or _time(events, CheckpointCommitted, folder.step, manifest.attempt),
         reason=meta.reason,
         metrics=dict(meta.metrics),
     )
