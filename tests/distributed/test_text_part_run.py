@@ -10,8 +10,7 @@ from transformers import AutoModelForMultimodalLM
 
 from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_cli
-from ray_ulysses.tracking.events import StepDone
-from ray_ulysses.tracking.journal_reader import read_events
+from ray_ulysses.tracking.history import read_history
 from tests.distributed.harness import run_ranks
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
 from tests.unit.attention.multimodal import multimodal_model
@@ -35,8 +34,7 @@ def test_a_decoder_is_trained_resumed_and_exported_into_its_whole(
 
     assert trained(2, 2, 2, "first") == [("finished", 2)] * 2
     assert trained(1, 1, 4, "second") == [("finished", 4)]
-    steps = [event for event in read_events(tmp_path / "run") if isinstance(event, StepDone)]
-    assert [event.step for event in steps] == [1, 2, 3, 4]
+    assert [step.step for step in read_history(tmp_path / "run").steps] == [1, 2, 3, 4]
 
     assert run_cli(app, ["export", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out
