@@ -107,6 +107,10 @@ FREE: dict[str, str] = {
 }
 
 
+_ADDED: dict[str, Any] = {"model.part": "whole"}
+"""Settings that older checkpoints don't note, and what these were written under; left out where they are that."""
+
+
 def resume_conflicts(old: Config, new: Config, *, branch: bool = False) -> tuple[Problem, ...]:
     """Return a problem for each setting of a resume that contradicts the run, in the order of the table.
 
@@ -142,7 +146,8 @@ def _or_nothing(value: object) -> str:
 
 def resume_settings(config: Config) -> dict[str, Any]:
     """Return the settings that a state belongs to, by path, as JSON values: equal for all attempts of a run."""
-    return {path: setting(config, path) for path in FIXED if path not in _NAMES}
+    settings = {path: setting(config, path) for path in FIXED if path not in _NAMES}
+    return {path: value for path, value in settings.items() if path not in _ADDED or value != _ADDED[path]}
 
 
 def settings_that_differ(stored: Mapping[str, Any], config: Config) -> str:
@@ -152,8 +157,9 @@ def settings_that_differ(stored: Mapping[str, Any], config: Config) -> str:
         stored: What `resume_settings` returned of that one.
         config: The present one.
     """
-    now = resume_settings(config)
-    found = [(path, one) for path in now if path in stored for one in differences(stored[path], now[path])]
+    now = _ADDED | resume_settings(config)
+    before = _ADDED | dict(stored)
+    found = [(path, one) for path in now if path in before for one in differences(before[path], now[path])]
     said = [
         f"{path}{'.' if one.name else ''}{one.name} is {_or_nothing(one.new)} and was {_or_nothing(one.old)}"
         for path, one in found
