@@ -44,7 +44,7 @@ MLFLOW = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_T
             "git at https://***@host/a.git",
             "leave them out",
         ),
-        ("traking.uri", "http://me:hunter2@mlflow", "http://***@mlflow", "did you mean 'tracking'?"),
+        ("trakcing.uri", "http://me:hunter2@mlflow", "http://***@mlflow", "did you mean 'tracking'?"),
     ],
 )
 def test_credentials_are_refused_with_their_own_place_and_not_shown(
