@@ -146,8 +146,9 @@ class ObjectStream(io.BufferedIOBase):
 
     def _look(self) -> None:
         """Ask for size and version, and read a small object at once, so that its replacement can't get between."""
-        begun = time.monotonic()
+        begun, looks = time.monotonic(), 0
         while True:
+            looks += 1
             try:
                 meta = obstore.head(self._client, self._key)
             except Exception as error:
@@ -159,7 +160,10 @@ class ObjectStream(io.BufferedIOBase):
             try:
                 self._fetch(memoryview(content), 0)
             except OSError as error:
-                if error.errno in (errno.ESTALE, errno.ENOENT) and time.monotonic() - begun < self._retry_s:
+                # Once more however slow the store is: one replacement is no reason to give up.
+                if error.errno in (errno.ESTALE, errno.ENOENT) and (
+                    looks == 1 or time.monotonic() - begun < self._retry_s
+                ):
                     continue
                 raise
             self._ahead = memoryview(content)
