@@ -100,8 +100,20 @@ def _start_embedded(cpus: float, options: dict[str, Any]) -> None:
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "16")
     os.environ.setdefault("RAY_num_workers_soft_limit", "16")
     os.environ.setdefault("RAY_idle_worker_killing_time_threshold_ms", "600000")
-    with _children_in_own_group():
-        ray.init(address="local", num_cpus=offered, include_dashboard=False, **options)
+    for is_last in (False, True):
+        try:
+            with _children_in_own_group():
+                ray.init(address="local", num_cpus=offered, include_dashboard=False, **options)
+            return
+        except Exception as error:
+            # Ray raises the base class where one of its processes has died or did not answer while it started.
+            if type(error) is not Exception:
+                raise
+            ray.shutdown()
+            reason = str(error).partition(". ")[0]
+            if is_last:
+                raise RuntimeError(reason) from error
+            _log.warning("an embedded Ray did not start (%s); it is started once more", reason)
 
 
 @contextmanager
