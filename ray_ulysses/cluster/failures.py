@@ -73,12 +73,9 @@ def cause_of(error: BaseException) -> Cause:
     if isinstance(error, WorkersMissing):
         return Cause(kind="start", reason=error.reason, rank=None, way_out=error.way_out, is_final=True)
     if isinstance(error, RayActorError):
-        return Cause(
-            kind="controller",
-            reason=f"Ray Train's controller was lost ({lost(0, str(error)).what})",
-            rank=None,
-            way_out="where nobody killed it, the kernel did when memory ran out (`dmesg` on this node says so)",
-        )
+        gone = lost(0, str(error))
+        reason = f"Ray Train's controller was lost ({gone.what})"
+        return replace(root_cause([gone]), kind="controller", reason=reason, rank=None)
     return _cause_beside(error.controller_failure if isinstance(error, ControllerError) else error)
 
 
