@@ -146,8 +146,8 @@ def _resume(run_dir: Path, _: str) -> list[Callable[[], Any]]:
 
 def _inventory(_: Path, uri: str) -> list[Callable[[], Any]]:
     def take() -> None:
+        from ray_ulysses.run.inventory import take_inventory
         from ray_ulysses.storage.location import open_store
-        from ray_ulysses.trainer.inventory import take_inventory
 
         assert take_inventory(open_store(uri), uri, 2).checkpoints
 

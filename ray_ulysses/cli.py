@@ -105,7 +105,7 @@ def prepare(
 def _load_config(path: Path, overrides: list[str]) -> Config:
     """Read a configuration before anything that takes seconds to import: what is wrong with it is said at once."""
     from ray_ulysses.config import load_config
-    from ray_ulysses.trainer.secrets_file import use_secrets
+    from ray_ulysses.run.secrets_file import use_secrets
 
     loaded = load_config(path, overrides)
     use_secrets(loaded)
@@ -124,7 +124,7 @@ def plan(
     Needs no GPU and no network, and no corpus either: documents of made-up lengths stand in for one that is missing.
     """
     loaded = _load_config(config, overrides)
-    from ray_ulysses.trainer.preflight import report_run
+    from ray_ulysses.run.preflight import report_run
     from ray_ulysses.views.plan import render_plan
 
     report = report_run(loaded, Path.cwd(), branch=branch)
@@ -152,9 +152,9 @@ def train(
     with ProgressView(run_dir, name=loaded.run.name, console=console, log_every_steps=every) as view:
         view.phase("loading libraries")
         from ray_ulysses.cluster.train_job import train as run_training
+        from ray_ulysses.run.checkpoint_store import checkpoint_location
+        from ray_ulysses.run.preflight import prepare_run
         from ray_ulysses.tracking.mlflow_tracker import is_tracked
-        from ray_ulysses.trainer.checkpoint_store import checkpoint_location
-        from ray_ulysses.trainer.preflight import prepare_run
         from ray_ulysses.views.summary import build_summary, render_summary
 
         view.phase("planning")

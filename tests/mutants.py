@@ -482,7 +482,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a run begun anew over damaged checkpoints",
-        file="ray_ulysses/trainer/start_point.py",
+        file="ray_ulysses/run/start_point.py",
         old="    if damaged:\n",
         new="    if False:\n",
         killer="tests/unit/trainer/test_resume.py::"
@@ -498,10 +498,10 @@ MUTANTS = (
     ),
     Mutant(
         name="a run that is complete and never said so",
-        file="ray_ulysses/trainer/completion.py",
+        file="ray_ulysses/run/completion.py",
         old="        _say_finished(config, saved)\n",
         new="        pass\n",
-        killer="tests/unit/trainer/test_completion.py::"
+        killer="tests/unit/run/test_completion.py::"
         "test_an_attempt_that_died_after_its_last_save_is_finished_by_the_next_command",
     ),
     Mutant(
@@ -527,7 +527,7 @@ MUTANTS = (
     ),
     Mutant(
         name="the moments of another run taken with its weights",
-        file="ray_ulysses/trainer/warm_start.py",
+        file="ray_ulysses/trainer/resume.py",
         old='with_optimizer=config.model.resume_state == "optimizer"',
         new="with_optimizer=True",
         killer="tests/distributed/test_saving.py::test_a_run_of_another_context_length_starts_from_the_weights",

@@ -11,11 +11,11 @@ from ray.train.v2.api.exceptions import TrainingFailedError
 from ray_ulysses.cluster.failures import cause_of
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
+from ray_ulysses.run.completion import settle_failed
+from ray_ulysses.run.takeover import is_taken_over
 from ray_ulysses.tracking.failures import newest_attempt
 from ray_ulysses.tracking.journal import attempt_numbers
-from ray_ulysses.trainer.completion import settle_failed
 from ray_ulysses.trainer.failures import COMMAND, FailureBook
-from ray_ulysses.trainer.takeover import is_taken_over
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config

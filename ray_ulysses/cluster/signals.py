@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from ray_ulysses.errors import INTERRUPTED
+from ray_ulysses.run.requests import request_save, request_stop
 from ray_ulysses.tracking.events import STOP_REASONS, AttemptEnded, AttemptStarted
 from ray_ulysses.tracking.step_runs import StepRun
-from ray_ulysses.trainer.requests import request_save, request_stop
 from ray_ulysses.views.journal_tail import JournalTail
 
 if TYPE_CHECKING:

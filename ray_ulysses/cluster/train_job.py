@@ -35,16 +35,16 @@ from ray_ulysses.cluster.worker_watch import WorkersMissing, WorkerWatch
 from ray_ulysses.errors import ConfigError, RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.planner.local_workers import local_problem
+from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_lock, checkpoint_store
+from ray_ulysses.run.completion import say_command_ended, settle_completed
+from ray_ulysses.run.ownership import claim_checkpoints
+from ray_ulysses.run.preflight import check_resume, check_writable, claim_directory, refuse_vanished
+from ray_ulysses.run.requests import clear_stop
+from ray_ulysses.run.run_files import describe_run
 from ray_ulysses.storage.holding import HoldWatch
 from ray_ulysses.storage.lock import RunLock
 from ray_ulysses.tracking.history import read_history
-from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_lock, checkpoint_store
-from ray_ulysses.trainer.completion import say_command_ended, settle_completed
 from ray_ulysses.trainer.failures import CONTROLLER
-from ray_ulysses.trainer.ownership import claim_checkpoints
-from ray_ulysses.trainer.preflight import check_resume, check_writable, claim_directory, refuse_vanished
-from ray_ulysses.trainer.requests import clear_stop
-from ray_ulysses.trainer.run_files import describe_run
 from ray_ulysses.trainer.shared_storage import announce_session
 from ray_ulysses.views.plan import render_plan
 from ray_ulysses.views.run_readme import render_readme
@@ -53,10 +53,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ray_ulysses.config import Config
+    from ray_ulysses.run.preflight import PreparedRun
     from ray_ulysses.storage.holding import Hold
     from ray_ulysses.tracking.history import RunHistory
     from ray_ulysses.trainer.failures import FailureBook
-    from ray_ulysses.trainer.preflight import PreparedRun
     from ray_ulysses.views.progress import ProgressView
 
 _log = get_logger(__name__)

@@ -22,13 +22,13 @@ from ray_ulysses.config.loading import parse_config
 from ray_ulysses.data.row_source import DirectSource
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import configure_logging
+from ray_ulysses.run.checkpoint_store import checkpoint_store
+from ray_ulysses.run.secrets_file import use_secrets
+from ray_ulysses.run.takeover import is_taken_over, taken_over_text
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
-from ray_ulysses.trainer.checkpoint_store import checkpoint_store
 from ray_ulysses.trainer.data import moved_sources
 from ray_ulysses.trainer.loop import run_attempt
-from ray_ulysses.trainer.secrets_file import use_secrets
-from ray_ulysses.trainer.takeover import is_taken_over, taken_over_text
 from ray_ulysses.trainer.worker import Worker
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.trainer.secrets_file import SETTING, read_secrets
+from ray_ulysses.run.secrets_file import SETTING, read_secrets
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config

@@ -27,9 +27,9 @@ from ray_ulysses.export.source import find_checkpoint, read_config
 from ray_ulysses.export.stream import Weights, write_files
 from ray_ulysses.export.tensors import Stored, published_tensors, stored_tensors
 from ray_ulysses.export.tokenizer_files import TokenizerFiles, find_tokenizer
+from ray_ulysses.run.checkpoint_store import checkpoint_location, storage_answers
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.storage.store import read_bytes
-from ray_ulysses.trainer.checkpoint_store import checkpoint_location, storage_answers
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config

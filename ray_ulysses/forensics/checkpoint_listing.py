@@ -32,12 +32,12 @@ from ray_ulysses.forensics.checkpoint_report import (
     CheckpointReport,
     SetAside,
 )
+from ray_ulysses.run.checkpoint_store import keep_rules, storage_answers
 from ray_ulysses.storage import Store, current_owner
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.events import CheckpointCommitted, CheckpointSetAside
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.step_runs import Entry
-from ray_ulysses.trainer.checkpoint_store import keep_rules, storage_answers
 
 _KEY = re.compile(rf"^{CHECKPOINT_FOLDER}/step-(\d{{8,}})/(.+)$")
 _SHARD = re.compile(r"^attempt-(\d{4,})/(?:rank-\d+-of-(\d+))?")

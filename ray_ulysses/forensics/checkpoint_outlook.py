@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ray_ulysses.checkpoint.fence import Lineage
 from ray_ulysses.forensics.checkpoint_report import CheckpointReport
+from ray_ulysses.run.start_point import commits_that_count
 from ray_ulysses.tracking.step_runs import Entry
-from ray_ulysses.trainer.start_point import commits_that_count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

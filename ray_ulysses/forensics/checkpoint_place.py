@@ -11,13 +11,13 @@ from ray_ulysses.config import load_config
 from ray_ulysses.errors import ConfigError
 from ray_ulysses.forensics.checkpoint_outlook import lost_commits
 from ray_ulysses.logging import get_logger
+from ray_ulysses.run.checkpoint_store import checkpoint_location
+from ray_ulysses.run.secrets_file import use_secrets
+from ray_ulysses.run.settings import CONFIG_FILE
 from ray_ulysses.storage import LocalStore, current_owner
 from ray_ulysses.storage.location import open_store
 from ray_ulysses.tracking.history import build_history, read_history
 from ray_ulysses.tracking.journal_reader import read_journal
-from ray_ulysses.trainer.checkpoint_store import checkpoint_location
-from ray_ulysses.trainer.secrets_file import use_secrets
-from ray_ulysses.trainer.settings import CONFIG_FILE
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config

@@ -18,8 +18,8 @@ from ray_ulysses.clock import Clock
 from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.checkpoint_place import find_checkpoints
 from ray_ulysses.forensics.checkpoint_report import CheckpointVerdict, FileVerdict
+from ray_ulysses.run.checkpoint_store import storage_answers
 from ray_ulysses.storage import Store
-from ray_ulysses.trainer.checkpoint_store import storage_answers
 
 _NUM_THREADS = 4
 

@@ -10,10 +10,10 @@ from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.elastic.budget import PastFailure, failures_that_count
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
+from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.tracking.events import AttemptEnded
 from ray_ulysses.tracking.failures import Failure, failures_of, newest_attempt, tell_failure
 from ray_ulysses.tracking.journal_reader import read_beside
-from ray_ulysses.trainer.checkpoint_store import checkpoint_store
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config

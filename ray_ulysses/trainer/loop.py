@@ -16,12 +16,12 @@ from ray_ulysses.engine.optimizer import learning_rate
 from ray_ulysses.engine.zero import build_engine, partition_config, prepare_process
 from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.planner.settings import run_layout
+from ray_ulysses.run.settings import last_step_of, model_shape, zero_settings
 from ray_ulysses.trainer.data import open_data
 from ray_ulysses.trainer.record import Recorder
 from ray_ulysses.trainer.resume import resume
 from ray_ulysses.trainer.saving import CheckpointKeeper, StepOutcome
 from ray_ulysses.trainer.self_test import check_start
-from ray_ulysses.trainer.settings import last_step_of, model_shape, zero_settings
 from ray_ulysses.trainer.step import evaluate, train_step
 from ray_ulysses.trainer.warnings import warnings_told
 

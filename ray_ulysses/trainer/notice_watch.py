@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ray_ulysses.checkpoint.notice import Notice, NoticedSave, notice_asks
-from ray_ulysses.trainer.requests import preemption_noticed
+from ray_ulysses.run.requests import preemption_noticed
 
 if TYPE_CHECKING:
     from pathlib import Path

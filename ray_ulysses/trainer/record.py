@@ -14,18 +14,18 @@ from ray_ulysses.checkpoint.exchange import TorchExchange
 from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
+from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_store
+from ray_ulysses.run.inventory import committed_checkpoint, take_inventory
+from ray_ulysses.run.run_files import describing_files
+from ray_ulysses.run.settings import flat_settings, versions
+from ray_ulysses.run.takeover import refuse_taken_over
 from ray_ulysses.tracking.commits import GoneCheckpoint
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.mlflow_tracker import MlflowTracker
 from ray_ulysses.tracking.tracker import NullTracker
-from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_store
-from ray_ulysses.trainer.inventory import committed_checkpoint, take_inventory
-from ray_ulysses.trainer.run_files import describing_files
-from ray_ulysses.trainer.settings import flat_settings, versions
 from ray_ulysses.trainer.shared_storage import probe_storage
 from ray_ulysses.trainer.step_meter import StepMeter
-from ray_ulysses.trainer.takeover import refuse_taken_over
 from ray_ulysses.trainer.time_account import TimeAccount
 
 if TYPE_CHECKING:

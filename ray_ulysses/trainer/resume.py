@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.checkpoint import (
@@ -19,14 +20,18 @@ from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.errors import UnreadableCheckpointError
 from ray_ulysses.checkpoint.fence import is_overtaken, start_attempt
 from ray_ulysses.checkpoint.load import verify_rest
+from ray_ulysses.checkpoint.state import begun_anew
+from ray_ulysses.config.reference_to_checkpoint import SETTING
 from ray_ulysses.config.resume import resume_fingerprint, settings_that_differ
 from ray_ulysses.data.cursor import Cursor
 from ray_ulysses.engine.zero_state import import_state
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
+from ray_ulysses.run.origin import check_origin, pinned_origin
+from ray_ulysses.run.start_point import why_no_start
+from ray_ulysses.storage.location import open_store
+from ray_ulysses.tracking.events import TakenOver
 from ray_ulysses.trainer.progress import Progress
-from ray_ulysses.trainer.start_point import why_no_start
-from ray_ulysses.trainer.warm_start import warm_start
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -230,10 +235,45 @@ def _check_origin(manifest: Manifest, config: Config, plan: Plan) -> None:
 
 
 def _begin(engine: Any, config: Config, plan: Plan, recorder: Recorder) -> Progress:
-    """Start without a checkpoint of the run's own: from another run's, or at the beginning."""
-    if config.model.resume_from is not None:
-        return warm_start(engine, config, plan, recorder)
-    return Progress()
+    """Start without a checkpoint of the run's own: from another run's, or at the beginning; every rank must call.
+
+    Raises:
+        UserError: It can't be used; the text names another way.
+        CheckpointError: It can't be read.
+    """
+    if config.model.resume_from is None:
+        return Progress()
+    origin = pinned_origin(config) if recorder.rank == 0 else None
+    origin = recorder.exchange.broadcast(origin)
+    if origin is None:
+        raise UserError(f"{SETTING}={config.model.resume_from!r} was not looked up; start the run with `train`")
+    recorder.phase(f"loading step {origin.step} of another run")
+    store = open_store(origin.location)
+    manifest = check_origin(origin, config, plan)
+    state = manifest.state
+    if config.model.resume_state != "all":
+        state = begun_anew(state, with_optimizer=config.model.resume_state == "optimizer")
+    try:
+        import_state(engine, state, partial(load_pieces, store, manifest, exchange=recorder.exchange))
+    except DamagedCheckpointError as error:
+        raise UserError(
+            f"{SETTING}={origin.asked!r}: the checkpoint of step {origin.step} is damaged ({error}); name another step"
+        ) from error
+    if config.model.resume_state != "all":
+        return Progress(resumed_from=str(origin))
+    return Progress(
+        step=manifest.step,
+        digest=int(manifest.meta.digest, 16),
+        tokens=manifest.meta.tokens,
+        resumed_from=str(origin),
+        taken_over=TakenOver(
+            step=manifest.step,
+            tokens=manifest.meta.tokens,
+            rows=int(manifest.meta.cursor["next_row"]),
+            digest=int(manifest.meta.digest, 16),
+            origin=str(origin),
+        ),
+    )
 
 
 def _progress_of(manifest: Manifest, origin: str) -> Progress:

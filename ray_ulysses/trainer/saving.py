@@ -17,10 +17,10 @@ from ray_ulysses.config.resume import resume_fingerprint, resume_settings
 from ray_ulysses.engine.zero_state import state_source
 from ray_ulysses.errors import PeerError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.trainer.checkpoint_store import checkpoint_location, keep_rules
+from ray_ulysses.run.checkpoint_store import checkpoint_location, keep_rules
+from ray_ulysses.run.requests import stop_requested, take_save_request
+from ray_ulysses.run.settings import versions
 from ray_ulysses.trainer.notice_watch import NoticeWatch
-from ray_ulysses.trainer.requests import stop_requested, take_save_request
-from ray_ulysses.trainer.settings import versions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

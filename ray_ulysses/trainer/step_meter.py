@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ray_ulysses.planner.flops import mfu, peak_bf16_flops, step_flops
-from ray_ulysses.trainer.settings import model_shape
+from ray_ulysses.run.settings import model_shape
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config

@@ -17,10 +17,10 @@ from ray_ulysses.config.loading import parse_config
 from ray_ulysses.data.preparation import PrepareRequest, prepare_local
 from ray_ulysses.data.row_source import DirectSource
 from ray_ulysses.data.sources import SourceSpec
+from ray_ulysses.run.preflight import check_resume, claim_directory, prepare_run
+from ray_ulysses.run.requests import NOTICE_FILE, clear_stop, request_save, request_stop
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.trainer.loop import run_attempt
-from ray_ulysses.trainer.preflight import check_resume, claim_directory, prepare_run
-from ray_ulysses.trainer.requests import NOTICE_FILE, clear_stop, request_save, request_stop
 from ray_ulysses.trainer.shared_storage import announce_session
 from ray_ulysses.trainer.worker import Worker
 

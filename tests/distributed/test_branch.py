@@ -11,8 +11,8 @@ import pytest
 from ray_ulysses.config import Config
 from ray_ulysses.data.plan_files import load_plan
 from ray_ulysses.errors import ConfigError, UserError
+from ray_ulysses.run.preflight import check_resume, prepare_run
 from ray_ulysses.tracking.history import RunHistory, read_history
-from ray_ulysses.trainer.preflight import check_resume, prepare_run
 from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
 from tests.distributed.run_case import MORE_FILES, make_config, make_corpus, prepare_attempt, run_worker
 

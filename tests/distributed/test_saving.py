@@ -14,9 +14,9 @@ from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.config import Config
 from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.verification import verify_run
+from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.history import RunHistory, read_history
-from ray_ulysses.trainer.checkpoint_store import checkpoint_store
 from tests.distributed.harness import RankFailure, run_ranks, run_ranks_to_outcomes
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
 from tests.s3_server import serve_s3

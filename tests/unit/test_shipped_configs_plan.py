@@ -11,7 +11,7 @@ import pytest
 
 from ray_ulysses.cli import app, run
 from ray_ulysses.config import load_config
-from ray_ulysses.trainer.preflight import prepare_run
+from ray_ulysses.run.preflight import prepare_run
 from tests.unit.data.corpora import text_corpus, varied_texts
 
 _CONFIGS = tuple(sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")))

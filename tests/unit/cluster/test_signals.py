@@ -15,8 +15,8 @@ from rich.console import Console
 
 from ray_ulysses.cluster import signals as module
 from ray_ulysses.cluster.signals import StopSignals
+from ray_ulysses.run.requests import SAVE_FILE, stop_requested
 from ray_ulysses.tracking.journal import AttemptJournal
-from ray_ulysses.trainer.requests import SAVE_FILE, stop_requested
 
 STARTED = {
     "event": "attempt_started", "world_size": 1, "sp_size": 1, "dp_size": 1, "nodes": (), "resumed_step": 0,

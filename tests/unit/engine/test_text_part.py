@@ -15,8 +15,8 @@ from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import build_model, check_architecture
 from ray_ulysses.engine.text_part import cut_to_text
 from ray_ulysses.errors import ConfigError, UserError
-from ray_ulysses.trainer.preflight import report_run
-from ray_ulysses.trainer.settings import model_shape
+from ray_ulysses.run.preflight import report_run
+from ray_ulysses.run.settings import model_shape
 from tests.unit.attention.models import tiny_model
 from tests.unit.attention.multimodal import MULTIMODAL, multimodal_model
 from tests.unit.config.trees import small_tree

@@ -15,9 +15,9 @@ from ray_ulysses.forensics import checkpoint_listing
 from ray_ulysses.forensics.checkpoint_listing import list_checkpoints
 from ray_ulysses.forensics.checkpoint_place import read_run
 from ray_ulysses.forensics.checkpoint_report import CheckpointReport
+from ray_ulysses.run.start_point import why_no_start
 from ray_ulysses.storage import LocalStore, RunLock, Store
 from ray_ulysses.tracking.journal import AttemptJournal
-from ray_ulysses.trainer.start_point import why_no_start
 from tests.unit.forensics.saved import WRITTEN, cut, denied, flip, make_folder, make_foreign, manifest, save, shard
 
 

@@ -10,12 +10,12 @@ import pytest
 
 from ray_ulysses.config import Config
 from ray_ulysses.elastic.causes import Cause
+from ray_ulysses.run.completion import settle_failed
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.events import AttemptEnded
 from ray_ulysses.tracking.failures import Failure
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.journal import AttemptJournal
-from ray_ulysses.trainer.completion import settle_failed
 from ray_ulysses.trainer.failures import COMMAND, CONTROLLER, FailureBook
 from tests.distributed.run_case import make_config
 from tests.unit.checkpoint.fakes import save

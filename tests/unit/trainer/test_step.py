@@ -21,10 +21,10 @@ from ray_ulysses.data.row_source import DirectSource
 from ray_ulysses.errors import RunError
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.parallel.mesh import SequenceMesh
+from ray_ulysses.run.preflight import claim_directory, prepare_run
 from ray_ulysses.trainer.batches import batch_checksum, batch_of
 from ray_ulysses.trainer.data import open_data
 from ray_ulysses.trainer.loop import _due, _padded
-from ray_ulysses.trainer.preflight import claim_directory, prepare_run
 from ray_ulysses.trainer.step import StepResult, evaluate, train_step
 from tests.distributed.run_case import make_config, make_corpus
 from tests.unit.attention.meshes import place

@@ -10,7 +10,7 @@ from ray_ulysses.data.plan_files import PLAN_FOLDER
 from ray_ulysses.errors import Problem
 from ray_ulysses.parallel.layout import automatic_ring_size, row_multiple
 from ray_ulysses.planner.settings import fits_rows
-from ray_ulysses.trainer.settings import CONFIG_FILE
+from ray_ulysses.run.settings import CONFIG_FILE
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ray_ulysses.checkpoint.notice import Notice
-from ray_ulysses.trainer.requests import (
+from ray_ulysses.run.requests import (
     NOTICE_FILE,
     SAVE_FILE,
     STOP_FILE,

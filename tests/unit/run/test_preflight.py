@@ -12,7 +12,7 @@ import pytest
 from ray_ulysses.data.preparation import PrepareRequest, prepare_local
 from ray_ulysses.data.sources import SourceSpec
 from ray_ulysses.errors import ConfigError, UserError
-from ray_ulysses.trainer.preflight import PreparedRun, check_resume, claim_directory, prepare_run
+from ray_ulysses.run.preflight import PreparedRun, check_resume, claim_directory, prepare_run
 from tests.distributed.run_case import make_config, make_corpus
 
 

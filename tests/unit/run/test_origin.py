@@ -10,9 +10,9 @@ import pytest
 from ray_ulysses.config import Config
 from ray_ulysses.config.resume import resume_settings, settings_that_differ
 from ray_ulysses.errors import UserError
+from ray_ulysses.run.origin import Origin, check_origin, find_origin, pin_origin, pinned_origin
+from ray_ulysses.run.preflight import PreparedRun, prepare_run
 from ray_ulysses.storage import LocalStore
-from ray_ulysses.trainer.preflight import PreparedRun, prepare_run
-from ray_ulysses.trainer.warm_start import Origin, check_origin, find_origin, pin_origin, pinned_origin
 from tests.distributed.run_case import make_config, make_corpus
 from tests.unit.checkpoint.fakes import save
 

@@ -12,8 +12,8 @@ from ray_ulysses.data.planning import NoSink, Remainder, build_segment
 from ray_ulysses.data.remainder import remainder_after
 from ray_ulysses.data.repeats import refuse_repeats
 from ray_ulysses.errors import RunError
-from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_store, storage_answers
-from ray_ulysses.trainer.start_point import why_no_start
+from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_store, storage_answers
+from ray_ulysses.run.start_point import why_no_start
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config

@@ -21,15 +21,15 @@ from ray_ulysses.planner.problems import position_problems
 from ray_ulysses.planner.report import PlanReport, build_report
 from ray_ulysses.planner.settings import plan_settings
 from ray_ulysses.planner.stand_in import stand_in_documents
+from ray_ulysses.run.checkpoint_store import storage_answers
+from ray_ulysses.run.contradictions import changed_settings, misfit, other_plan
+from ray_ulysses.run.origin import Origin, check_origin, find_origin, is_there, pin_origin, pinned_origin
+from ray_ulysses.run.planning import committed_step, plan_run, store_plan
+from ray_ulysses.run.settings import CONFIG_FILE, last_step_of, local_model_config, model_shape
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.tracking.history import finished_step
 from ray_ulysses.tracking.journal_reader import read_entries
-from ray_ulysses.trainer.checkpoint_store import storage_answers
-from ray_ulysses.trainer.contradictions import changed_settings, misfit, other_plan
-from ray_ulysses.trainer.planning import committed_step, plan_run, store_plan
-from ray_ulysses.trainer.settings import CONFIG_FILE, last_step_of, local_model_config, model_shape
-from ray_ulysses.trainer.warm_start import Origin, check_origin, find_origin, is_there, pin_origin, pinned_origin
 
 _log = get_logger(__name__)
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")

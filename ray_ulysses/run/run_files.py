@@ -6,8 +6,8 @@ import contextlib
 from pathlib import Path
 
 from ray_ulysses.errors import without_secret
+from ray_ulysses.run.settings import CONFIG_FILE
 from ray_ulysses.storage.local import LocalStore
-from ray_ulysses.trainer.settings import CONFIG_FILE
 
 PLAN_FILE = "plan.txt"
 README_FILE = "README.md"

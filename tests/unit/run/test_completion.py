@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from ray_ulysses.errors import RunError
+from ray_ulysses.run.completion import say_command_ended, settle_completed
+from ray_ulysses.run.preflight import PreparedRun, claim_directory, prepare_run
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.events import RunFinished
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.tracking.mlflow_tracker import MlflowTracker, TrackingIdentity
-from ray_ulysses.trainer.completion import say_command_ended, settle_completed
-from ray_ulysses.trainer.preflight import PreparedRun, claim_directory, prepare_run
 from tests.distributed.run_case import make_config, make_corpus
 from tests.unit.checkpoint.fakes import save
 from tests.unit.tracking.journals import read_events

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ray_ulysses.errors import UserError
+from ray_ulysses.run.takeover import is_taken_over, owner_of, refuse_taken_over
 from ray_ulysses.tracking.journal import AttemptJournal
-from ray_ulysses.trainer.takeover import is_taken_over, owner_of, refuse_taken_over
 from tests.unit.tracking.journals import journal
 
 _FIELDS = {

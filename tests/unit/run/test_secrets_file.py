@@ -10,7 +10,7 @@ import pytest
 
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.errors import UserError
-from ray_ulysses.trainer.secrets_file import read_secrets, use_secrets
+from ray_ulysses.run.secrets_file import read_secrets, use_secrets
 from tests.unit.config.trees import small_tree
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ray_ulysses.checkpoint.fence import Lineage
+from ray_ulysses.run.start_point import commits_that_count
 from ray_ulysses.tracking.events import Event
-from ray_ulysses.trainer.start_point import commits_that_count
 from tests.unit.tracking.journals import event
 
 LOST = Lineage(newest_attempt=0, started_from={})

@@ -1,36 +1,30 @@
-"""A start from another run's checkpoint: found once by the driver, pinned in the run's directory, loaded by all."""
+"""The other run's checkpoint that a run starts from: found once by the driver and pinned in the run's directory."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic_core import from_json
 
-from ray_ulysses.checkpoint import DamagedCheckpointError, Manifest, load_pieces
+from ray_ulysses.checkpoint import Manifest
 from ray_ulysses.checkpoint.choice import Damage, committed_steps, examine
 from ray_ulysses.checkpoint.named import best_of, nameable, unreadable
-from ray_ulysses.checkpoint.state import begun_anew
 from ray_ulysses.config.reference_to_checkpoint import SETTING, MlflowReference, RunReference, parse_reference
 from ray_ulysses.config.resume import resume_fingerprint, settings_that_differ
 from ray_ulysses.data.cursor import Cursor
-from ray_ulysses.engine.zero_state import import_state
 from ray_ulysses.errors import UserError
+from ray_ulysses.run.checkpoint_store import checkpoints_of, storage_answers
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.location import open_store
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.checkpoint_lookup import find_checkpoint
-from ray_ulysses.tracking.events import TakenOver
-from ray_ulysses.trainer.checkpoint_store import checkpoints_of, storage_answers
-from ray_ulysses.trainer.progress import Progress
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.data.plan import Plan
     from ray_ulysses.storage import Store
-    from ray_ulysses.trainer.record import Recorder
 
 _PIN_KEY = "resumed-from.json"
 
@@ -133,46 +127,6 @@ def pinned_origin(config: Config) -> Origin | None:
     except (OSError, ValueError, TypeError):
         return None
     return found if found.asked == config.model.resume_from else None
-
-
-def warm_start(engine: Any, config: Config, plan: Plan, recorder: Recorder) -> Progress:
-    """Put another run's checkpoint into the engine; every rank must call.
-
-    Raises:
-        UserError: It can't be used; the text names another way.
-        CheckpointError: It can't be read.
-    """
-    origin = pinned_origin(config) if recorder.rank == 0 else None
-    origin = recorder.exchange.broadcast(origin)
-    if origin is None:
-        raise UserError(f"{SETTING}={config.model.resume_from!r} was not looked up; start the run with `train`")
-    recorder.phase(f"loading step {origin.step} of another run")
-    store = open_store(origin.location)
-    manifest = check_origin(origin, config, plan)
-    state = manifest.state
-    if config.model.resume_state != "all":
-        state = begun_anew(state, with_optimizer=config.model.resume_state == "optimizer")
-    try:
-        import_state(engine, state, partial(load_pieces, store, manifest, exchange=recorder.exchange))
-    except DamagedCheckpointError as error:
-        raise UserError(
-            f"{SETTING}={origin.asked!r}: the checkpoint of step {origin.step} is damaged ({error}); name another step"
-        ) from error
-    if config.model.resume_state != "all":
-        return Progress(resumed_from=str(origin))
-    return Progress(
-        step=manifest.step,
-        digest=int(manifest.meta.digest, 16),
-        tokens=manifest.meta.tokens,
-        resumed_from=str(origin),
-        taken_over=TakenOver(
-            step=manifest.step,
-            tokens=manifest.meta.tokens,
-            rows=int(manifest.meta.cursor["next_row"]),
-            digest=int(manifest.meta.digest, 16),
-            origin=str(origin),
-        ),
-    )
 
 
 def _step_of(store: Store, reference: RunReference, asked: str) -> int:

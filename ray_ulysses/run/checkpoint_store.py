@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from ray_ulysses.checkpoint.retention import KeepRules
 from ray_ulysses.config.loading import load_config
 from ray_ulysses.errors import RunError
+from ray_ulysses.run.settings import CONFIG_FILE
 from ray_ulysses.storage.lease import RunLease
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.location import join_location, open_store, parse_location
 from ray_ulysses.storage.lock import RunLock
-from ray_ulysses.trainer.settings import CONFIG_FILE
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ray_ulysses.trainer.run_files import describe_run, describing_files
+from ray_ulysses.run.run_files import describe_run, describing_files
 
 
 def test_what_is_there_is_handed_on_without_passwords(tmp_path: Path) -> None:

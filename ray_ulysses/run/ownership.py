@@ -17,12 +17,12 @@ from pydantic import TypeAdapter
 
 from ray_ulysses.checkpoint import newest_committed
 from ray_ulysses.errors import UserError
+from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_store, storage_answers
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
 from ray_ulysses.tracking.events import CheckpointCommitted
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.step_runs import StepRun
-from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_store, storage_answers
 from ray_ulysses.validation import ContentError, read_json
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ import pytest
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.run.checkpoint_store import checkpoint_store
+from ray_ulysses.run.ownership import IDENTITY_FILE, OWNER_FILE, claim_checkpoints
 from ray_ulysses.tracking.journal import AttemptJournal
-from ray_ulysses.trainer.checkpoint_store import checkpoint_store
-from ray_ulysses.trainer.ownership import IDENTITY_FILE, OWNER_FILE, claim_checkpoints
 from tests.s3_server import serve_s3
 from tests.unit.config.trees import small_tree
 from tests.unit.forensics.saved import save

@@ -8,25 +8,25 @@ from typing import TYPE_CHECKING
 from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
+from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_store
+from ray_ulysses.run.inventory import take_inventory
+from ray_ulysses.run.planning import committed_step
 from ray_ulysses.tracking.events import AttemptStarted, OfCommand
 from ray_ulysses.tracking.failures import tell_end
 from ray_ulysses.tracking.history import finished_step, read_history
 from ray_ulysses.tracking.journal import AttemptJournal, attempt_numbers
 from ray_ulysses.tracking.journal_reader import index_journal, read_entries, read_journal
 from ray_ulysses.tracking.mlflow_tracker import MlflowTracker
-from ray_ulysses.trainer.checkpoint_store import checkpoint_location, checkpoint_store
-from ray_ulysses.trainer.inventory import take_inventory
-from ray_ulysses.trainer.planning import committed_step
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from ray_ulysses.config import Config
+    from ray_ulysses.run.preflight import PreparedRun
     from ray_ulysses.tracking.failures import Failure
     from ray_ulysses.tracking.history import RunHistory
     from ray_ulysses.tracking.tracker import RunStatus
-    from ray_ulysses.trainer.preflight import PreparedRun
 
 _log = get_logger(__name__)
 _WRITER = "command"
