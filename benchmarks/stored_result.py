@@ -37,6 +37,22 @@ def provenance(packages: Sequence[str], hardware: str) -> dict[str, Any]:
     }
 
 
+def gpu_provenance(packages: Sequence[str], commit: str | None) -> dict[str, Any]:
+    """Return date, commit, the GPU and versions.
+
+    Args:
+        packages: The distributions whose versions matter.
+        commit: The commit, where the tree came without its history.
+    """
+    import torch
+
+    found = provenance(packages, "")
+    gpu = torch.cuda.get_device_properties(0)
+    hardware = f"one {gpu.name} ({gpu.total_memory / 2**30:.0f} GiB), CUDA {torch.version.cuda}"
+    cudnn = f"cuDNN {torch.backends.cudnn.version()}"
+    return {**found, "commit": commit or found["commit"], "hardware": f"{hardware}, {cudnn}"}
+
+
 def origin(record: Mapping[str, Any]) -> str:
     """Return the sentences of a page that say where its figures come from."""
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())

@@ -1,0 +1,142 @@
+"""A training step on one GPU: ours beside Transformers alone and beside DeepSpeed's Ulysses, and memory as planned.
+
+Two kinds of cases. "One GPU": the whole step of a 1B model under DeepSpeed's ZeRO-3 engine, optimizer included. "One of
+sp 8": four layers of an 8B model, forward and backward, as one of eight ranks computes them; the other ranks are
+emulated (see ``one_step.py``), so its times hold no wire.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+if str(Path(__file__).resolve().parents[2]) not in sys.path:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.gpu.bench_kernels import drawn
+from benchmarks.stored_result import RESULTS, gpu_provenance, origin, say, store, table
+
+LIMIT_S = 300.0
+AT_ONCE = 3
+"""Processes that import and build their models while one of them has the GPU."""
+LLAMA_1B = {
+    "model_type": "llama",
+    "vocab_size": 32_768,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 1 << 20,
+    "tie_word_embeddings": True,
+}
+LAYERS_OF_8B = {
+    **LLAMA_1B,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 4,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+}
+
+
+def cases() -> list[dict[str, Any]]:
+    """Return every case, in the order of the page."""
+    found: list[dict[str, Any]] = []
+    whole = {"model": LLAMA_1B, "sp": 1, "engine": True, "device": "cuda", "steps": 6}
+    for title, context, lengths in (
+        ("32k, one document", 32_768, (32_768,)),
+        ("32k, documents around 4,000", 32_768, drawn(32_768, 4000)),
+        ("65k, one document", 65_536, (65_536,)),
+    ):
+        for side in ("ours:kernel", "ours:none", "transformers"):
+            found.append({**whole, "title": title, "context": context, "documents": lengths, "side": side})
+    rank = {"model": LAYERS_OF_8B, "sp": 8, "engine": False, "device": "cuda", "steps": 4}
+    for title, context in (("131k, one document", 131_072), ("524k, one document", 524_288)):
+        for side in ("ours:both", "ours:kernel", "ours:none", "deepspeed"):
+            found.append({**rank, "title": title, "context": context, "documents": (context,), "side": side})
+    return found
+
+
+def measured(case: dict[str, Any]) -> dict[str, Any]:
+    """Return what a fresh process measured."""
+    command = [sys.executable, str(Path(__file__).with_name("one_step.py")), json.dumps(case)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        found = {**case, "failure": f"{type(error).__name__}: no result"}
+    say(f"{case['title']}, {case['side']}: {found.get('failure') or statistics.median(found['seconds'])}")
+    return found
+
+
+def page_table(found: list[dict[str, Any]]) -> str:
+    """Return one table: a line for each side of each case."""
+    lines = []
+    for one in found:
+        name = f"{one['title']}: {one['side']}"
+        if "failure" in one:
+            lines.append([name, one["failure"][:120], "", "", "", "", ""])
+            continue
+        peer = next((o for o in found if o["title"] == one["title"] and not o["side"].startswith("ours")), None)
+        middle = statistics.median(one["seconds"])
+        ratio = "" if peer is None or "seconds" not in peer else f"{statistics.median(peer['seconds']) / middle:.2f}"
+        spread = f"{middle:.3f} ({min(one['seconds']):.3f} to {max(one['seconds']):.3f})"
+        mfu = "" if one["mfu"] is None else f"{one['mfu']:.1%}"
+        # The peak of one step beyond what stands between steps is what the planner calls activations and loss.
+        planned = f"{one['predicted']['device_gib']:.1f}" if one["engine"] else ""
+        lines.append([name, spread, ratio, f"{one['tokens_per_s']:,.0f}", mfu, f"{one['peak_gib']:.1f}", planned])
+    head = ["case and side", "seconds per step", "peer/this", "tokens/s of this GPU", "MFU", "peak GiB", "planned GiB"]
+    return table(head, lines)
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """Return the page."""
+    whole = [one for one in record["found"] if one["sp"] == 1]
+    ranks = [one for one in record["found"] if one["sp"] > 1]
+    return "\n\n".join(
+        [
+            "# A training step on one GPU",
+            f"{origin(record)} bf16, gradient checkpointing on every side; each side in a process of its own, medians "
+            "(minimum to maximum) of the steps after two warm-up steps, timed by events on the device. `ours:kernel` "
+            "and `ours:both` keep attention's output (memory.attention_output), `ours:none` computes it again. MFU "
+            "counts causal operations and nothing twice. Peak GiB is torch's peak of allocated memory.",
+            "## One GPU: a 1B Llama (16 layers, vocabulary 32,768) under ZeRO-3, AdamW included",
+            page_table(whole),
+            "## One of sp 8, the others emulated: four layers of an 8B Llama, vocabulary 32,768, no optimizer",
+            "No wire: each all-to-all is a copy of the same bytes on the device.",
+            page_table(ranks),
+        ]
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the benchmark, show its page and store it."""
+    parser = argparse.ArgumentParser(description="A training step on one GPU, ours beside its peers.")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for step_gpu.md and .json")
+    parser.add_argument("--commit", help="the commit, where the tree came without its history")
+    parser.add_argument("--only", default="", help="run the cases whose title or side has this text")
+    options = parser.parse_args(arguments)
+    record: dict[str, Any] = {
+        **gpu_provenance(("torch", "transformers", "deepspeed"), options.commit),
+        "command": "python benchmarks/gpu/bench_step.py",
+        "found": [],
+    }
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
+        chosen = [case for case in cases() if options.only in f"{case['title']} {case['side']}"]
+        for found in pool.map(measured, ({**case, "turn": f"{folder}/turn"} for case in chosen)):
+            record["found"].append(found)
+            store("step_gpu", markdown(record), record, options.out)
+    say(markdown(record))
+
+
+if __name__ == "__main__":
+    main()
