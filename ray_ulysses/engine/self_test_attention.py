@@ -6,6 +6,7 @@ Legend: B rows, L tokens of a slice, S tokens of a row, H query heads, K KV head
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,16 +14,82 @@ import torch.distributed as dist
 from torch import nn
 
 from ray_ulysses.attention.batch import MODEL_INPUT, held_tokens, shard_batch
+from ray_ulysses.attention.kernels import Demand, KernelName, choose_kernel
 from ray_ulysses.attention.kernels.reference import attention_by_definition, visible_tokens
 from ray_ulysses.attention.ulysses import apply_ulysses, settle_window, ulysses_attention
 from ray_ulysses.parallel.layout import row_multiple
 
 if TYPE_CHECKING:
-    from ray_ulysses.engine.self_test import AttentionSettings
     from ray_ulysses.parallel.mesh import SequenceMesh
 
 _LEAST_TOKENS = 256
 _SEED = 20
+
+
+EXACT_FP32 = 1e-5
+"""Law 1's bound of a tensor's relative error, norm-wise."""
+
+EXACT_BF16 = 2e-2
+"""The bf16 bound against fp64: a value has 8 significant bits, a kernel rounds its weights and its result (errors of
+2e-3 to 6e-3 norm-wise), and what this looks for, lost or misplaced tokens, heads or ranks, is above 1e-1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionSettings:
+    """The attention of a run.
+
+    Attributes:
+        num_heads: Query heads of a layer.
+        num_kv_heads: Key-value heads, a divisor of ``num_heads``.
+        head_size: ``D``.
+        value_size: ``E``.
+        dtype: Of queries, keys and values.
+        kernel: Name of the kernel, or ``auto``.
+        windows: A kind of layer each: its sliding window in tokens, or ``None`` for full attention.
+        softcap: Cap of the scores, or ``None``.
+        has_sinks: Whether layers have attention sinks.
+        chunks: Shares of the KV heads that are exchanged one after the other.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    value_size: int
+    dtype: torch.dtype
+    kernel: KernelName = "auto"
+    windows: tuple[int | None, ...] = (None,)
+    softcap: float | None = None
+    has_sinks: bool = False
+    chunks: int = 1
+
+    @property
+    def bound(self) -> float:
+        """Relative error that counts as exact."""
+        return EXACT_BF16 if self.dtype in (torch.bfloat16, torch.float16) else EXACT_FP32
+
+    def kernel_names(self, device: torch.device) -> tuple[str, ...]:
+        """Return the kernel that each kind of layer gets, once each.
+
+        Raises:
+            UserError: The kernel of the settings is not here, or can't do what the model asks for.
+        """
+        names = []
+        for window in self.windows:
+            demand = Demand(
+                device_type=device.type,
+                dtype=self.dtype,
+                head_size=self.head_size,
+                value_size=self.value_size,
+                has_window=window is not None,
+                has_softcap=self.softcap is not None,
+            )
+            names.append(choose_kernel(self.kernel, demand)[0].name)
+        return tuple(dict.fromkeys(names))
+
+    def in_words(self) -> str:
+        """Return what was tested, as an error names it."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.num_heads} heads on {self.num_kv_heads} KV heads of {self.head_size}, {dtype}"
 
 
 def document_lengths(num_tokens: int) -> tuple[int, ...]:

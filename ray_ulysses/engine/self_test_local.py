@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ray_ulysses.engine.self_test import AttentionSettings, SelfTestReport, run_self_test
+from ray_ulysses.engine.self_test import SelfTestReport, run_self_test
+from ray_ulysses.engine.self_test_attention import AttentionSettings
 from ray_ulysses.engine.zero import ZeroSettings, prepare_process
 from ray_ulysses.errors import UlyssesError
 from ray_ulysses.parallel.layout import ParallelLayout

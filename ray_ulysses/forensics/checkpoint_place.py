@@ -15,7 +15,7 @@ from ray_ulysses.run.checkpoint_store import checkpoint_location
 from ray_ulysses.run.secrets_file import use_secrets
 from ray_ulysses.run.settings import CONFIG_FILE
 from ray_ulysses.storage import LocalStore, current_owner
-from ray_ulysses.storage.location import open_store
+from ray_ulysses.storage.opening import open_store
 from ray_ulysses.tracking.history import build_history, read_history
 from ray_ulysses.tracking.journal_reader import read_journal
 

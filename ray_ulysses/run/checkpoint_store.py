@@ -13,8 +13,9 @@ from ray_ulysses.errors import RunError
 from ray_ulysses.run.settings import CONFIG_FILE
 from ray_ulysses.storage.lease import RunLease
 from ray_ulysses.storage.local import LocalStore
-from ray_ulysses.storage.location import join_location, open_store, parse_location
+from ray_ulysses.storage.location import join_location, parse_location
 from ray_ulysses.storage.lock import RunLock
+from ray_ulysses.storage.opening import open_store
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config

@@ -17,7 +17,7 @@ from ray_ulysses.data.cursor import Cursor
 from ray_ulysses.errors import UserError
 from ray_ulysses.run.checkpoint_store import checkpoints_of, storage_answers
 from ray_ulysses.storage.local import LocalStore
-from ray_ulysses.storage.location import open_store
+from ray_ulysses.storage.opening import open_store
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.checkpoint_lookup import find_checkpoint
 

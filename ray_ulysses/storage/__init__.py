@@ -2,8 +2,9 @@
 
 from ray_ulysses.storage.lease import RunLease
 from ray_ulysses.storage.local import LocalStore
-from ray_ulysses.storage.location import LocationError, join_location, open_store, parse_location
+from ray_ulysses.storage.location import LocationError, join_location, parse_location
 from ray_ulysses.storage.lock import LockOwner, RunLock, current_owner
+from ray_ulysses.storage.opening import open_store
 from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.storage.store import AlreadyExistsError, Buffer, Store
 from ray_ulysses.storage.temporaries import sweep_temporaries

@@ -16,8 +16,6 @@ from typing import Literal
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.local import LocalStore
-from ray_ulysses.storage.store import Store
 
 RETRY_S = 60.0
 
@@ -177,28 +175,6 @@ def expand_home(path: str | Path) -> Path:
         raise UserError(
             f"{path}: names the home directory of a user that this machine does not know; write an absolute path"
         ) from None
-
-
-def open_store(location: str | Path, *, retry_s: float = RETRY_S) -> Store:
-    """Return the store at a location; neither asks it anything nor creates anything.
-
-    Args:
-        location: A path, or a URI: ``file://``, ``s3://bucket/prefix``, ``gs://bucket/prefix``,
-            ``abfs://container@account/prefix``. Credentials, region and endpoint come from the environment;
-            ``?endpoint_override=127.0.0.1:9000&scheme=http&region=us-east-1`` may name the latter two.
-        retry_s: How long a request to an object store is tried again while it is away or overloaded, in seconds.
-
-    Raises:
-        LocationError: It is none of these, or it holds a secret.
-    """
-    where = parse_location(location)
-    if isinstance(where, Path):
-        return LocalStore(where)
-    # Imported here, since whoever keeps runs on paths needs none of it.
-    from ray_ulysses.storage.object_client import connect
-    from ray_ulysses.storage.object_store import ObjectStore
-
-    return ObjectStore(connect(where, retry_s=retry_s), name=where.name, retry_s=retry_s)
 
 
 def _file_path(text: str) -> Path:

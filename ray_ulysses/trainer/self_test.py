@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.engine.model import torch_dtype
 from ray_ulysses.engine.model_config import planned_config
-from ray_ulysses.engine.self_test import AttentionSettings, SelfTestReport, run_self_test
+from ray_ulysses.engine.self_test import SelfTestReport, run_self_test
+from ray_ulysses.engine.self_test_attention import AttentionSettings
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
 

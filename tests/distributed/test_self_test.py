@@ -14,7 +14,8 @@ import torch
 from ray_ulysses.attention import exchange
 from ray_ulysses.attention.kernels.call import KernelCall
 from ray_ulysses.engine import loss as losses
-from ray_ulysses.engine.self_test import AttentionSettings, SelfTestReport, run_self_test
+from ray_ulysses.engine.self_test import SelfTestReport, run_self_test
+from ray_ulysses.engine.self_test_attention import AttentionSettings
 from ray_ulysses.engine.zero import ZeroSettings
 from ray_ulysses.errors import RunError
 from ray_ulysses.parallel.layout import ParallelLayout

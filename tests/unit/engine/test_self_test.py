@@ -11,8 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from ray_ulysses.engine.self_test import EXACT_BF16, EXACT_FP32, AttentionSettings, SelfTestReport, find_worst
-from ray_ulysses.engine.self_test_attention import document_lengths, slice_error
+from ray_ulysses.engine.self_test import SelfTestReport, find_worst
+from ray_ulysses.engine.self_test_attention import (
+    EXACT_BF16,
+    EXACT_FP32,
+    AttentionSettings,
+    document_lengths,
+    slice_error,
+)
 from ray_ulysses.engine.self_test_local import watch_processes
 from ray_ulysses.engine.self_test_step import worst_error
 from ray_ulysses.errors import UserError
