@@ -29,10 +29,10 @@ from benchmarks.data_sides import WAIT_S, Consumer, Consumption, Engine, Mailbox
 from benchmarks.fresh_process import peak_rss_bytes, run_fresh
 from benchmarks.stored_result import RESULTS, command, provenance, say, store
 from ray_ulysses.cluster.stream import MAX_BLOCKS
-from ray_ulysses.data.corpus import Corpus
-from ray_ulysses.data.corpus_set import open_sources, plan_input
-from ray_ulysses.data.plan import Plan, PlanSettings
-from ray_ulysses.data.plan_files import load_plan, write_segment
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.plan.corpus_set import open_sources, plan_input
+from ray_ulysses.data.plan.plan import Plan, PlanSettings
+from ray_ulysses.data.plan.plan_files import load_plan, write_segment
 
 CONTEXT_TOKENS = 131_072
 ROWS_PER_STEP = 8

@@ -27,10 +27,10 @@ from benchmarks.document_lengths import log_normal, mixed, near_context, write_l
 from benchmarks.fresh_process import peak_rss_bytes, pin_to_one_core, run_fresh
 from benchmarks.packing_report import markdown
 from benchmarks.stored_result import RESULTS, command, provenance, say, store
-from ray_ulysses.data.mixture import PlannedSource
-from ray_ulysses.data.plan import PlanSettings, Segment
-from ray_ulysses.data.plan_files import write_segment
-from ray_ulysses.data.planning import PlanInput
+from ray_ulysses.data.plan.mixture import PlannedSource
+from ray_ulysses.data.plan.plan import PlanSettings, Segment
+from ray_ulysses.data.plan.plan_files import write_segment
+from ray_ulysses.data.plan.planning import PlanInput
 
 CONTEXTS = (131_072, 1_048_576)
 PAD_MULTIPLE = 256

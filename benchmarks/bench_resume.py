@@ -31,10 +31,10 @@ TIMEOUT_S = 1800.0
 def first_row(plan_folder: Path, step: int) -> dict[str, Any]:
     """Time this process's way to the first row of a step; it has imported nothing of ours before."""
     begin = time.perf_counter()
-    from ray_ulysses.data.corpus_set import CorpusSet
-    from ray_ulysses.data.plan_files import load_plan
-    from ray_ulysses.data.reader import RowReader
-    from ray_ulysses.data.row_source import DirectSource
+    from ray_ulysses.data.plan.corpus_set import CorpusSet
+    from ray_ulysses.data.plan.plan_files import load_plan
+    from ray_ulysses.data.read.reader import RowReader
+    from ray_ulysses.data.read.row_source import DirectSource
 
     imported = time.perf_counter()
     plan = load_plan(plan_folder)
@@ -62,9 +62,9 @@ def first_row(plan_folder: Path, step: int) -> dict[str, Any]:
 
 def plan_corpus(corpus_folder: Path, plan_folder: Path) -> dict[str, Any]:
     """Plan a corpus as a run does: lengths from its sidecar, the plan to disk."""
-    from ray_ulysses.data.corpus_set import open_sources, plan_input
-    from ray_ulysses.data.plan import PlanSettings
-    from ray_ulysses.data.plan_files import write_segment
+    from ray_ulysses.data.plan.corpus_set import open_sources, plan_input
+    from ray_ulysses.data.plan.plan import PlanSettings
+    from ray_ulysses.data.plan.plan_files import write_segment
 
     start = time.perf_counter()
     documents = plan_input(open_sources([(str(corpus_folder), None)]))

@@ -16,14 +16,14 @@ import psutil
 import ray
 
 from ray_ulysses.cluster.stream import MAX_BLOCKS, RaySource
-from ray_ulysses.data.corpus import Corpus
-from ray_ulysses.data.corpus_set import CorpusSet
-from ray_ulysses.data.mixture import PlannedSource
-from ray_ulysses.data.plan_files import load_plan
-from ray_ulysses.data.preparation import PrepareRequest, prepare_local
-from ray_ulysses.data.reader import RowReader
-from ray_ulysses.data.row_source import DirectSource, RowSource
-from ray_ulysses.data.sources import SourceSpec
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.plan.corpus_set import CorpusSet
+from ray_ulysses.data.plan.mixture import PlannedSource
+from ray_ulysses.data.plan.plan_files import load_plan
+from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.read.reader import RowReader
+from ray_ulysses.data.read.row_source import DirectSource, RowSource
+from ray_ulysses.data.sources.units import SourceSpec
 
 Engine = Literal["direct", "ray"]
 WAIT_S = 120.0

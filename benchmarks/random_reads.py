@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ray_ulysses.data.corpus import Corpus
-from ray_ulysses.data.document_table import DocumentTable
-from ray_ulysses.data.format import CHUNK_TOKENS, DOCUMENTS_FILE, SHARDS_DIRECTORY
-from ray_ulysses.data.patience import Patience
-from ray_ulysses.data.plan import Plan
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.corpus.document_table import DocumentTable
+from ray_ulysses.data.corpus.format import CHUNK_TOKENS, DOCUMENTS_FILE, SHARDS_DIRECTORY
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.storage.patience import Patience
 
 Stretch = tuple[int, int, int]
 """Document, first token, tokens."""

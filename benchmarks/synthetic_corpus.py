@@ -11,9 +11,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from benchmarks.document_lengths import log_normal
-from ray_ulysses.data.atomic import atomic_file, file_crc32, write_text
-from ray_ulysses.data.corpus import Corpus
-from ray_ulysses.data.format import (
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.corpus.format import (
     CORPUS_FILE,
     DOCUMENT_SCHEMA,
     DOCUMENTS_FILE,
@@ -22,9 +21,10 @@ from ray_ulysses.data.format import (
     ShardInfo,
     token_dtype,
 )
-from ray_ulysses.data.row_groups import RowGroupWriter
-from ray_ulysses.data.shard import ShardWriter
-from ray_ulysses.data.tokenizers import load_tokenizer
+from ray_ulysses.data.corpus.row_groups import RowGroupWriter
+from ray_ulysses.data.corpus.shard import ShardWriter
+from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
+from ray_ulysses.storage.atomic import atomic_file, file_crc32, write_text
 
 NUM_SHARDS = 4
 SHARD_DOCUMENTS = 2000

@@ -217,10 +217,10 @@ MUTANTS = (
     ),
     Mutant(
         name="local positions, reader",
-        file="ray_ulysses/data/reader.py",
+        file="ray_ulysses/data/read/reader.py",
         old="position_ids[target] = np.arange(inside, inside + count)",
         new="position_ids[target] = np.arange(count)",
-        killer="tests/unit/data/test_digest.py::test_the_digest_of_a_row_is_the_same_for_every_sp_size",
+        killer="tests/unit/data/read/test_digest.py::test_the_digest_of_a_row_is_the_same_for_every_sp_size",
     ),
     Mutant(
         name="length-dependent RoPE sees its slice only",
@@ -253,10 +253,10 @@ MUTANTS = (
     ),
     Mutant(
         name="a label lost at a shard border, reader",
-        file="ray_ulysses/data/reader.py",
+        file="ray_ulysses/data/read/reader.py",
         old="num_labels = min(count, piece.num_labels - inside)",
         new="num_labels = min(count - 1, piece.num_labels - inside)",
-        killer="tests/unit/data/test_exactly_once.py::"
+        killer="tests/unit/data/read/test_exactly_once.py::"
         "test_every_planned_token_is_received_exactly_once_at_any_sequence_of_worlds",
     ),
     Mutant(
@@ -357,26 +357,26 @@ MUTANTS = (
     ),
     Mutant(
         name="a repeated row, dealing",
-        file="ray_ulysses/data/steps.py",
+        file="ray_ulysses/data/plan/steps.py",
         old="list(ordered[first : first + dp_size])",
         new="list(ordered[max(first - 1, 0) :][: min(dp_size, len(ordered) - first)])",
-        killer="tests/unit/data/test_exactly_once.py::"
+        killer="tests/unit/data/read/test_exactly_once.py::"
         "test_every_planned_token_is_received_exactly_once_at_any_sequence_of_worlds",
     ),
     Mutant(
         name="a repeated row, steps that overlap",
-        file="ray_ulysses/data/plan.py",
+        file="ray_ulysses/data/plan/plan.py",
         old="return range(first, min(first + size, segment.base_row + segment.train.num_rows))",
         new="return range(max(0, first - 1), min(first + size, segment.base_row + segment.train.num_rows))",
-        killer="tests/unit/data/test_exactly_once.py::"
+        killer="tests/unit/data/read/test_exactly_once.py::"
         "test_every_planned_token_is_received_exactly_once_at_any_sequence_of_worlds",
     ),
     Mutant(
         name="digest by XOR",
-        file="ray_ulysses/data/digest.py",
+        file="ray_ulysses/data/read/digest.py",
         old="return sum(digests) % MODULUS",
         new='return int(np.bitwise_xor.reduce(np.array(digests, dtype="uint64")))',
-        killer="tests/unit/data/test_digest.py::test_rows_that_swap_contents_a_repeated_row_and_a_lost_one_are_noticed",
+        killer="tests/unit/data/read/test_digest.py::test_rows_that_swap_contents_a_repeated_row_and_a_lost_one_are_noticed",
     ),
     Mutant(
         name="digest of the plan and not of what the model received",
@@ -387,10 +387,10 @@ MUTANTS = (
     ),
     Mutant(
         name="evaluation rows trained on",
-        file="ray_ulysses/data/loops.py",
+        file="ray_ulysses/data/plan/packing_kernels.py",
         old="return is_taken or length < 2 or _is_held_out(document, key, threshold) != want_held",
         new="return is_taken or length < 2 or (want_held and not _is_held_out(document, key, threshold))",
-        killer="tests/unit/data/test_plan.py::test_evaluation_documents_are_never_trained_on",
+        killer="tests/unit/data/plan/test_plan.py::test_evaluation_documents_are_never_trained_on",
     ),
     Mutant(
         name="evaluation interval off by one",
@@ -534,66 +534,66 @@ MUTANTS = (
     ),
     Mutant(
         name="a document trained on again after a branch",
-        file="ray_ulysses/data/loops.py",
+        file="ray_ulysses/data/plan/packing_kernels.py",
         old="is_taken = taken.size > 0 and taken[document]",
         new="is_taken = False",
-        killer="tests/unit/data/test_branches.py::test_every_target_is_trained_once_an_epoch_through_any_branches",
+        killer="tests/unit/data/plan/test_branches.py::test_every_target_is_trained_once_an_epoch_through_any_branches",
     ),
     Mutant(
         name="what a branch left of a document lost",
-        file="ray_ulysses/data/remainder.py",
+        file="ray_ulysses/data/plan/branching.py",
         old="pieces.take(np.flatnonzero(~is_trained & is_cut[pieces.document]))",
         new="pieces.take(np.flatnonzero(~is_trained & ~is_cut[pieces.document]))",
-        killer="tests/unit/data/test_branches.py::test_every_target_is_trained_once_an_epoch_through_any_branches",
+        killer="tests/unit/data/plan/test_branches.py::test_every_target_is_trained_once_an_epoch_through_any_branches",
     ),
     Mutant(
         name="a label outside its span",
-        file="ray_ulysses/data/reader.py",
+        file="ray_ulysses/data/read/reader.py",
         old="return tokens if mask is None else np.where(mask, tokens, IGNORE_INDEX)",
         new="return tokens",
-        killer="tests/unit/data/test_spans_in_rows.py::test_labels_are_the_spans_at_every_split",
+        killer="tests/unit/data/read/test_spans_in_rows.py::test_labels_are_the_spans_at_every_split",
     ),
     Mutant(
         name="a span read one token late",
-        file="ray_ulysses/data/reader.py",
+        file="ray_ulysses/data/read/reader.py",
         old="first = piece.start + inside + 1\n    mask",
         new="first = piece.start + inside\n    mask",
-        killer="tests/unit/data/test_spans_in_rows.py::test_labels_are_the_spans_at_every_split",
+        killer="tests/unit/data/read/test_spans_in_rows.py::test_labels_are_the_spans_at_every_split",
     ),
     Mutant(
         name="lost tokens not counted",
-        file="ray_ulysses/data/loops.py",
+        file="ray_ulysses/data/plan/packing_kernels.py",
         old="lost = length - capacity - 1",
         new="lost = 0",
-        killer="tests/unit/data/test_plan.py::test_what_becomes_of_overlong_documents_is_counted",
+        killer="tests/unit/data/plan/test_plan.py::test_what_becomes_of_overlong_documents_is_counted",
     ),
     Mutant(
         name="a source walked from its start in every epoch",
-        file="ray_ulysses/data/mixture.py",
+        file="ray_ulysses/data/plan/mixture.py",
         old="uses += chosen",
         new="uses += False",
-        killer="tests/unit/data/test_mixture.py::test_a_source_goes_on_where_it_stopped",
+        killer="tests/unit/data/plan/test_mixture.py::test_a_source_goes_on_where_it_stopped",
     ),
     Mutant(
         name="what a run has used of a source forgotten by a branch",
-        file="ray_ulysses/data/remainder.py",
+        file="ray_ulysses/data/plan/branching.py",
         old="uses += begun",
         new="uses += False",
-        killer="tests/unit/data/test_rounds.py::test_documents_are_not_repeated_after_a_change_of_weights",
+        killer="tests/unit/data/plan/test_rounds.py::test_documents_are_not_repeated_after_a_change_of_weights",
     ),
     Mutant(
         name="resume at the wrong row, cursor",
-        file="ray_ulysses/data/plan.py",
+        file="ray_ulysses/data/plan/plan.py",
         old="local = min((step - segment.base_step) * segment.settings.rows_per_step, segment.train.num_rows)",
         new="local = max(0, step - segment.base_step - 1) * segment.settings.rows_per_step",
-        killer="tests/unit/data/test_plan.py::test_cursors_name_the_next_row_and_are_recognised",
+        killer="tests/unit/data/plan/test_plan.py::test_cursors_name_the_next_row_and_are_recognised",
     ),
     Mutant(
         name="resume at the wrong row, a stream that restarts at row 0",
-        file="ray_ulysses/data/row_source.py",
+        file="ray_ulysses/data/read/row_source.py",
         old="ReadAhead(self._slices_from(step), self._prefetch_rows)",
         new="ReadAhead(self._slices_from(1), self._prefetch_rows)",
-        killer="tests/unit/data/test_row_source.py::test_a_source_starts_at_every_step",
+        killer="tests/unit/data/read/test_row_source.py::test_a_source_starts_at_every_step",
     ),
     Mutant(
         name="a schedule that follows where the run stops",

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import cast, get_args
 
 from ray_ulysses.config.job_paths import refuse_relative_in_job
-from ray_ulysses.data.corpus import Corpus
-from ray_ulysses.data.merge import Duplicates
-from ray_ulysses.data.preparation import PrepareRequest, preparing, progress_of
-from ray_ulysses.data.sources import DEFAULT_EXCLUDE, SourceKind, SourceSpec
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.prepare.merge import Duplicates
+from ray_ulysses.data.prepare.preparation import PrepareRequest, preparing, progress_of
+from ray_ulysses.data.sources.units import DEFAULT_EXCLUDE, SourceKind, SourceSpec
 from ray_ulysses.errors import UserError
 from ray_ulysses.views.prepare_progress import PrepareView
 

@@ -12,10 +12,8 @@ import ray.data
 import ray.exceptions
 
 from ray_ulysses.cluster.quiet import quiet
-from ray_ulysses.data.corpus import Corpus
-from ray_ulysses.data.file_listing import path_text
-from ray_ulysses.data.patience import Patience, StorageAwayError
-from ray_ulysses.data.preparation import (
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.prepare.preparation import (
     Preparation,
     PrepareRequest,
     ProgressCallback,
@@ -23,11 +21,13 @@ from ray_ulysses.data.preparation import (
     preparing,
     progress_of,
 )
-from ray_ulysses.data.sources import Unit
-from ray_ulysses.data.tokenizers import Tokenizer, load_tokenizer
-from ray_ulysses.data.unit_writer import UnitResult, write_unit
+from ray_ulysses.data.prepare.unit_writer import UnitResult, write_unit
+from ray_ulysses.data.sources.file_listing import path_text
+from ray_ulysses.data.sources.units import Unit
+from ray_ulysses.data.tokenize.tokenizers import Tokenizer, load_tokenizer
 from ray_ulysses.errors import RunError, UlyssesError, UserError
 from ray_ulysses.logging import get_logger
+from ray_ulysses.storage.patience import Patience, StorageAwayError
 
 DEFAULT_NUM_CPUS = 1.0
 log = get_logger(__name__)

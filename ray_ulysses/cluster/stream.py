@@ -22,13 +22,13 @@ from ray.data import DataIterator, Datasource, ReadTask
 from ray.data.block import BlockMetadata
 
 from ray_ulysses.cluster.quiet import quiet, quiet_process
-from ray_ulysses.data.corpus_set import CorpusSet
-from ray_ulysses.data.mixture import PlannedSource
-from ray_ulysses.data.plan import Plan
-from ray_ulysses.data.read_ahead import ReadAhead
-from ray_ulysses.data.reader import FILLER_ROW, RowSlice, slice_row
-from ray_ulysses.data.rows import Piece
-from ray_ulysses.data.steps import num_micro_steps
+from ray_ulysses.data.plan.corpus_set import CorpusSet
+from ray_ulysses.data.plan.mixture import PlannedSource
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.plan.rows import Piece
+from ray_ulysses.data.plan.steps import num_micro_steps
+from ray_ulysses.data.read.read_ahead import ReadAhead
+from ray_ulysses.data.read.reader import FILLER_ROW, RowSlice, slice_row
 from ray_ulysses.errors import RunError, UserError
 
 MAX_BLOCKS = 1000

@@ -19,7 +19,7 @@ from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.cluster.preemption import preemption_noticed
 from ray_ulysses.cluster.stream import RaySource
 from ray_ulysses.config.loading import parse_config
-from ray_ulysses.data.row_source import DirectSource
+from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import configure_logging
 from ray_ulysses.run.checkpoint_store import checkpoint_store
@@ -33,9 +33,9 @@ from ray_ulysses.trainer.worker import Worker
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
-    from ray_ulysses.data.plan import Plan
-    from ray_ulysses.data.reader import RowReader
-    from ray_ulysses.data.row_source import RowSource
+    from ray_ulysses.data.plan.plan import Plan
+    from ray_ulysses.data.read.reader import RowReader
+    from ray_ulysses.data.read.row_source import RowSource
     from ray_ulysses.parallel.layout import ParallelLayout
     from ray_ulysses.storage import Store
 

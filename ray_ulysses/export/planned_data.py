@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ray_ulysses.data.mixture import PlannedSource
-from ray_ulysses.data.patience import StorageAwayError
-from ray_ulysses.data.plan import Plan
-from ray_ulysses.data.plan_files import PLAN_FOLDER, has_plan, load_plan
+from ray_ulysses.data.plan.mixture import PlannedSource
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.plan.plan_files import PLAN_FOLDER, has_plan, load_plan
 from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.run_data import find_sources
+from ray_ulysses.storage.patience import StorageAwayError
 
 DATA_ERRORS = (UserError, OSError, StorageAwayError)
 """What reading a plan or a corpus raises where it is not there, or is not what was written."""

@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from ray_ulysses.data.corpus_set import CorpusSet
-from ray_ulysses.data.rows import Piece
+from ray_ulysses.data.plan.corpus_set import CorpusSet
+from ray_ulysses.data.plan.rows import Piece
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.planned_data import DATA_ERRORS, PlannedData, planned_data, unreadable_plan
 

@@ -7,8 +7,8 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ray_ulysses.data.corpus import Corpus
-from ray_ulysses.data.tokenizers import BYTES, ByteTokenizer, TokenizerInfo, load_tokenizer
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.tokenize.tokenizers import BYTES, ByteTokenizer, TokenizerInfo, load_tokenizer
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.planned_data import DATA_ERRORS, planned_data
 from ray_ulysses.storage.location import expand_home

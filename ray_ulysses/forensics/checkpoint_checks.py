@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray_ulysses.data.cursor import Cursor
-from ray_ulysses.data.digest import MODULUS
-from ray_ulysses.data.plan import Plan
+from ray_ulysses.data.plan.cursor import Cursor
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.read.digest import MODULUS
 from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.trained import Trained
 from ray_ulysses.forensics.verdict import Finding

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 
-from ray_ulysses.data.plan import Plan
+from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.forensics.journal_checks import rows_text
 from ray_ulysses.forensics.trained import TrainedStep
 from ray_ulysses.forensics.verdict import Answer, Comparison, Finding

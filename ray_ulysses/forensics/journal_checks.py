@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ray_ulysses.data.plan import Plan
+from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.forensics.trained import Trained, TrainedStep
 from ray_ulysses.forensics.verdict import Finding
 

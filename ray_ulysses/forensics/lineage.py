@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ray_ulysses.data.plan_files import PLAN_FOLDER, has_plan, load_plan
+from ray_ulysses.data.plan.plan_files import PLAN_FOLDER, has_plan, load_plan
 from ray_ulysses.errors import UserError
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.corpus import Corpus
-from ray_ulysses.data.tokenizers import Tokenizer, TokenizerInfo, load_tokenizer
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.tokenize.tokenizers import Tokenizer, TokenizerInfo, load_tokenizer
 from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.request import TextMode
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ray_ulysses.data.digest import add_digests, row_digest, slice_checksum
-from ray_ulysses.data.plan import Plan
-from ray_ulysses.data.reader import RowReader
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.read.digest import add_digests, row_digest, slice_checksum
+from ray_ulysses.data.read.reader import RowReader
 from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.journal_checks import rows_text
 from ray_ulysses.forensics.trained import TrainedStep

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from ray_ulysses.data.corpus import Corpus
-from ray_ulysses.data.corpus_set import CorpusSet
-from ray_ulysses.data.mixture import first_documents
-from ray_ulysses.data.plan import Plan
-from ray_ulysses.data.rows import Piece
-from ray_ulysses.data.spans import mask_spans
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.plan.corpus_set import CorpusSet
+from ray_ulysses.data.plan.mixture import first_documents
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.plan.rows import Piece
+from ray_ulysses.data.tokenize.spans import mask_spans
 from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.piece_text import PieceText, Texts
 from ray_ulysses.forensics.request import TextMode, check_run

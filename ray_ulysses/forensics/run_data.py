@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ray_ulysses.config import load_config
-from ray_ulysses.data.corpus import Corpus
-from ray_ulysses.data.mixture import PlannedSource
-from ray_ulysses.data.plan import Plan
-from ray_ulysses.data.plan_files import PLAN_FOLDER, has_plan, load_plan
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.plan.mixture import PlannedSource
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.plan.plan_files import PLAN_FOLDER, has_plan, load_plan
 from ray_ulysses.errors import ConfigError, UserError
 
 _CONFIG_FILE = "config.yaml"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ray_ulysses.data.digest import add_digests
-from ray_ulysses.data.plan import Plan
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.read.digest import add_digests
 from ray_ulysses.tracking.counted_steps import Steps, steps_that_count
 from ray_ulysses.tracking.events import AttemptStarted, TakenOver
 from ray_ulysses.tracking.step_runs import Entry, step_of

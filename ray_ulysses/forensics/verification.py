@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ray_ulysses.data.corpus_set import CorpusSet
-from ray_ulysses.data.plan import Plan
-from ray_ulysses.data.reader import RowReader
+from ray_ulysses.data.plan.corpus_set import CorpusSet
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.read.reader import RowReader
 from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.checkpoint_checks import check_claims, commits
 from ray_ulysses.forensics.checkpoints import read_claims

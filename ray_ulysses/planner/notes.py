@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from ray_ulysses.config import Config
-from ray_ulysses.data.plan import Plan
+from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.model_shape import ModelShape
 
 

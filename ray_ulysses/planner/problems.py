@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ray_ulysses.config import Config
 from ray_ulysses.config.rules import ring_problem
-from ray_ulysses.data.plan import Plan
+from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.errors import Problem
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.memory import MemoryEstimate, estimate

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from ray_ulysses.config import Config
-from ray_ulysses.data.corpus_set import CorpusSet
-from ray_ulysses.data.plan import Plan, Segment
-from ray_ulysses.data.planning import PlanInput
-from ray_ulysses.data.steps import step_times
+from ray_ulysses.data.plan.corpus_set import CorpusSet
+from ray_ulysses.data.plan.plan import Plan, Segment
+from ray_ulysses.data.plan.planning import PlanInput
+from ray_ulysses.data.plan.steps import step_times
 from ray_ulysses.errors import ConfigError, Problem
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.heads import HeadPlan, assign_heads

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ray_ulysses.config import Config
-from ray_ulysses.data.plan import PlanSettings
+from ray_ulysses.data.plan.plan import PlanSettings
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.layout import ParallelLayout, automatic_ring_size, row_multiple
 from ray_ulysses.planner.flops import token_cost

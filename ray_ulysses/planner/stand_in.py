@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ray_ulysses.data.mixture import PlannedSource
-from ray_ulysses.data.plan import PlanSettings
-from ray_ulysses.data.planning import PlanInput
+from ray_ulysses.data.plan.mixture import PlannedSource
+from ray_ulysses.data.plan.plan import PlanSettings
+from ray_ulysses.data.plan.planning import PlanInput
 
 STEPS = 20
 _MOST_DOCUMENTS = 1_000_000

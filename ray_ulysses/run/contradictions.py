@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ray_ulysses.config import load_config
 from ray_ulysses.config.resume import resume_conflicts
-from ray_ulysses.data.plan_files import PLAN_FOLDER
+from ray_ulysses.data.plan.plan_files import PLAN_FOLDER
 from ray_ulysses.errors import Problem
 from ray_ulysses.parallel.layout import automatic_ring_size, row_multiple
 from ray_ulysses.planner.settings import fits_rows
@@ -14,7 +14,7 @@ from ray_ulysses.run.settings import CONFIG_FILE
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
-    from ray_ulysses.data.plan import Plan
+    from ray_ulysses.data.plan.plan import Plan
     from ray_ulysses.model_shape import ModelShape
 
 

@@ -13,7 +13,7 @@ from ray_ulysses.checkpoint.choice import Damage, committed_steps, examine
 from ray_ulysses.checkpoint.named import best_of, nameable, unreadable
 from ray_ulysses.config.reference_to_checkpoint import SETTING, MlflowReference, RunReference, parse_reference
 from ray_ulysses.config.resume import resume_fingerprint, settings_that_differ
-from ray_ulysses.data.cursor import Cursor
+from ray_ulysses.data.plan.cursor import Cursor
 from ray_ulysses.errors import UserError
 from ray_ulysses.run.checkpoint_store import checkpoints_of, storage_answers
 from ray_ulysses.storage.local import LocalStore
@@ -23,7 +23,7 @@ from ray_ulysses.tracking.checkpoint_lookup import find_checkpoint
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
-    from ray_ulysses.data.plan import Plan
+    from ray_ulysses.data.plan.plan import Plan
     from ray_ulysses.storage import Store
 
 _PIN_KEY = "resumed-from.json"

@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ray_ulysses.checkpoint import newest_committed
-from ray_ulysses.data.corpus_set import CorpusSet, open_sources, plan_input
-from ray_ulysses.data.plan import Plan
-from ray_ulysses.data.plan_files import PLAN_FOLDER, write_segment
-from ray_ulysses.data.planning import NoSink, Remainder, build_segment
-from ray_ulysses.data.remainder import remainder_after
-from ray_ulysses.data.repeats import refuse_repeats
+from ray_ulysses.data.corpus.repeats import refuse_repeats
+from ray_ulysses.data.plan.branching import remainder_after
+from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources, plan_input
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.plan.plan_files import PLAN_FOLDER, write_segment
+from ray_ulysses.data.plan.planning import NoSink, Remainder, build_segment
 from ray_ulysses.errors import RunError
 from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_store, storage_answers
 from ray_ulysses.run.start_point import why_no_start
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
-    from ray_ulysses.data.plan import PlanSettings
+    from ray_ulysses.data.plan.plan import PlanSettings
 
 
 def plan_run(

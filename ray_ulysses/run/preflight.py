@@ -9,10 +9,10 @@ from pathlib import Path
 
 from ray_ulysses.config import Config
 from ray_ulysses.config.job_paths import relative_path_problems
-from ray_ulysses.data.corpus_set import CorpusSet
-from ray_ulysses.data.plan import Plan
-from ray_ulysses.data.plan_files import PLAN_FOLDER, has_plan, load_plan
-from ray_ulysses.data.planning import NoSink, Remainder, build_segment
+from ray_ulysses.data.plan.corpus_set import CorpusSet
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.plan.plan_files import PLAN_FOLDER, has_plan, load_plan
+from ray_ulysses.data.plan.planning import NoSink, Remainder, build_segment
 from ray_ulysses.engine.model import check_architecture
 from ray_ulysses.engine.model_config import check_described
 from ray_ulysses.errors import ConfigError, Problem, RunError, UserError

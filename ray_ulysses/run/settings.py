@@ -15,7 +15,7 @@ from ray_ulysses.storage.regular import read_regular
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
-    from ray_ulysses.data.plan import Plan
+    from ray_ulysses.data.plan.plan import Plan
     from ray_ulysses.engine.zero import ZeroSettings
 
 CONFIG_FILE = "config.yaml"

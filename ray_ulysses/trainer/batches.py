@@ -8,12 +8,12 @@ import torch
 
 from ray_ulysses.attention.batch import ShardedBatch, held_document_lengths
 from ray_ulysses.attention.documents import pack_documents
-from ray_ulysses.data.digest import ranges_checksum
+from ray_ulysses.data.read.digest import ranges_checksum
 from ray_ulysses.errors import RunError
 from ray_ulysses.parallel.layout import held_ranges
 
 if TYPE_CHECKING:
-    from ray_ulysses.data.reader import RowSlice
+    from ray_ulysses.data.read.reader import RowSlice
     from ray_ulysses.parallel.mesh import SequenceMesh
 
 

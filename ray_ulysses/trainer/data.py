@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ray_ulysses.data.corpus import Corpus
-from ray_ulysses.data.corpus_set import CorpusSet
-from ray_ulysses.data.plan_files import PLAN_FOLDER, load_plan
-from ray_ulysses.data.reader import RowReader
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.plan.corpus_set import CorpusSet
+from ray_ulysses.data.plan.plan_files import PLAN_FOLDER, load_plan
+from ray_ulysses.data.read.reader import RowReader
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
-    from ray_ulysses.data.mixture import PlannedSource
-    from ray_ulysses.data.plan import Plan
+    from ray_ulysses.data.plan.mixture import PlannedSource
+    from ray_ulysses.data.plan.plan import Plan
 
 
 def open_data(config: Config) -> tuple[Plan, RowReader]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ray_ulysses.attention.ulysses import apply_ulysses
-from ray_ulysses.data.digest import add_digests
-from ray_ulysses.data.steps import num_micro_steps
+from ray_ulysses.data.plan.steps import num_micro_steps
+from ray_ulysses.data.read.digest import add_digests
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.engine.optimizer import learning_rate
 from ray_ulysses.engine.zero import build_engine, partition_config, prepare_process
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ray_ulysses.config import Config
-    from ray_ulysses.data.plan import Plan
-    from ray_ulysses.data.reader import RowReader, RowSlice
-    from ray_ulysses.data.row_source import RowSource
+    from ray_ulysses.data.plan.plan import Plan
+    from ray_ulysses.data.read.reader import RowReader, RowSlice
+    from ray_ulysses.data.read.row_source import RowSource
     from ray_ulysses.model_shape import ModelShape
     from ray_ulysses.parallel.layout import ParallelLayout
     from ray_ulysses.trainer.progress import Progress

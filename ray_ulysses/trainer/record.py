@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ray_ulysses.checkpoint import Damage
     from ray_ulysses.checkpoint.background import Saved
     from ray_ulysses.config import Config
-    from ray_ulysses.data.plan import Plan
+    from ray_ulysses.data.plan.plan import Plan
     from ray_ulysses.parallel.layout import ParallelLayout
     from ray_ulysses.storage import Store
     from ray_ulysses.tracking.step_runs import Entry

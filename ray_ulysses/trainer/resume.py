@@ -23,7 +23,7 @@ from ray_ulysses.checkpoint.load import verify_rest
 from ray_ulysses.checkpoint.state import begun_anew
 from ray_ulysses.config.reference_to_checkpoint import SETTING
 from ray_ulysses.config.resume import resume_fingerprint, settings_that_differ
-from ray_ulysses.data.cursor import Cursor
+from ray_ulysses.data.plan.cursor import Cursor
 from ray_ulysses.engine.zero_state import import_state
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from ray_ulysses.checkpoint import Choice, Piece
     from ray_ulysses.config import Config
-    from ray_ulysses.data.plan import Plan
+    from ray_ulysses.data.plan.plan import Plan
     from ray_ulysses.trainer.record import Recorder
 
 _log = get_logger(__name__)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ray_ulysses.checkpoint.background import Saved
     from ray_ulysses.checkpoint.triggers import Reason
     from ray_ulysses.config import Config
-    from ray_ulysses.data.cursor import Cursor
+    from ray_ulysses.data.plan.cursor import Cursor
     from ray_ulysses.parallel.layout import ParallelLayout
     from ray_ulysses.trainer.progress import Progress
     from ray_ulysses.trainer.record import Recorder

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ray_ulysses.checkpoint.triggers import NUM_FLAGS, Flags
-from ray_ulysses.data.digest import MODULUS, add_digests, from_int64, row_digest, to_int64
-from ray_ulysses.data.mixing import mix_int
+from ray_ulysses.data.plan.mixing import mix_int
+from ray_ulysses.data.read.digest import MODULUS, add_digests, from_int64, row_digest, to_int64
 from ray_ulysses.engine.loss import causal_lm_loss, loss_scale
 from ray_ulysses.errors import RunError
 from ray_ulysses.trainer.batches import batch_checksum, batch_of
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from ray_ulysses.attention.batch import ShardedBatch
-    from ray_ulysses.data.reader import RowSlice
+    from ray_ulysses.data.read.reader import RowSlice
     from ray_ulysses.parallel.mesh import SequenceMesh
 
 

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     import torch
 
     from ray_ulysses.checkpoint.notice import Notice
-    from ray_ulysses.data.plan import Plan
-    from ray_ulysses.data.reader import RowReader
-    from ray_ulysses.data.row_source import RowSource
+    from ray_ulysses.data.plan.plan import Plan
+    from ray_ulysses.data.read.reader import RowReader
+    from ray_ulysses.data.read.row_source import RowSource
     from ray_ulysses.parallel.layout import ParallelLayout
 
 SourceMaker = Callable[["Plan", "RowReader", "ParallelLayout", int], "RowSource"]

@@ -15,7 +15,7 @@ from ray_ulysses.views.progress import PhaseWatch
 from ray_ulysses.views.words import duration, size
 
 if TYPE_CHECKING:
-    from ray_ulysses.data.preparation import PrepareProgress
+    from ray_ulysses.data.prepare.preparation import PrepareProgress
 
 _INTERVAL_S = 0.25
 _LINE_S = 2.0

@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from ray_ulysses.cluster.prepare_job import prepare
-from ray_ulysses.data.corpus import Corpus
-from ray_ulysses.data.preparation import PrepareProgress, PrepareRequest, prepare_local
-from ray_ulysses.data.sources import SourceSpec
-from ray_ulysses.data.tokenizers import load_tokenizer
-from ray_ulysses.data.unit_writer import write_unit
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.prepare.preparation import PrepareProgress, PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.unit_writer import write_unit
+from ray_ulysses.data.sources.units import SourceSpec
+from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
 from ray_ulysses.errors import RunError, UserError
 from tests.cluster.local_ray import local_ray
 from tests.unit.data.corpora import begin, varied_texts, write_texts

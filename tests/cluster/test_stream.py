@@ -15,12 +15,12 @@ import pytest
 import ray
 
 from ray_ulysses.cluster.stream import RaySource, segment_slots, segment_steps
-from ray_ulysses.data.corpus import Corpus
-from ray_ulysses.data.mixture import PlannedSource
-from ray_ulysses.data.plan import Plan, PlanSettings
-from ray_ulysses.data.planning import build_plan
-from ray_ulysses.data.reader import RowReader, RowSlice
-from ray_ulysses.data.row_source import DirectSource
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.plan.mixture import PlannedSource
+from ray_ulysses.data.plan.plan import Plan, PlanSettings
+from ray_ulysses.data.plan.planning import build_plan
+from ray_ulysses.data.read.reader import RowReader, RowSlice
+from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.errors import RunError, UserError
 from tests.cluster.local_ray import local_ray
 from tests.unit.data.corpora import text_corpus, varied_texts

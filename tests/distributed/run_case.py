@@ -14,9 +14,9 @@ from ray_ulysses.checkpoint.fence import claim_attempt
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
-from ray_ulysses.data.preparation import PrepareRequest, prepare_local
-from ray_ulysses.data.row_source import DirectSource
-from ray_ulysses.data.sources import SourceSpec
+from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.read.row_source import DirectSource
+from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.run.preflight import check_resume, claim_directory, prepare_run
 from ray_ulysses.run.requests import NOTICE_FILE, clear_stop, request_save, request_stop
 from ray_ulysses.storage import LocalStore

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ray_ulysses.config import Config
-from ray_ulysses.data.plan_files import load_plan
+from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.errors import ConfigError, UserError
 from ray_ulysses.run.preflight import check_resume, prepare_run
 from ray_ulysses.tracking.history import RunHistory, read_history
@@ -124,6 +124,6 @@ def test_a_branch_planned_while_the_run_went_on_is_refused(corpora: tuple[Path, 
 
 
 def _lengths(path: Path) -> list[int]:
-    from ray_ulysses.data.corpus import Corpus
+    from ray_ulysses.data.corpus.corpus import Corpus
 
     return [int(length) for length in Corpus.open(path).lengths]

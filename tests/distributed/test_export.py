@@ -20,7 +20,7 @@ from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_cli
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
-from ray_ulysses.data.tokenizers import ByteTokenizer
+from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.engine.zero import ZeroSettings, build_engine, zero_config
 from ray_ulysses.engine.zero_state import export_state

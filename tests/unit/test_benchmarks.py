@@ -35,7 +35,7 @@ from benchmarks.document_lengths import LONGEST, log_normal, mixed, near_context
 from benchmarks.synthetic_corpus import write_corpus
 from ray_ulysses.checkpoint import Manifest, newest_committed
 from ray_ulysses.checkpoint.intervals import check_cover
-from ray_ulysses.data.steps import balance_windows, step_times
+from ray_ulysses.data.plan.steps import balance_windows, step_times
 from ray_ulysses.storage import LocalStore
 from tests.distributed.harness import run_ranks
 from tests.unit.data.corpora import text_corpus, varied_texts

@@ -17,8 +17,8 @@ from ray_ulysses.checkpoint.manifest import ManifestError, read_manifest
 from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
 from ray_ulysses.config import load_config
-from ray_ulysses.data.corpus import Corpus
-from ray_ulysses.data.plan_files import load_plan
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.errors import ConfigError, UserError
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.history import read_history

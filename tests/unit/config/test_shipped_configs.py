@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ray_ulysses.config import load_config
-from ray_ulysses.data.tokenizers import ByteTokenizer
+from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.memory import estimate
 from ray_ulysses.planner.memory_terms import GIB

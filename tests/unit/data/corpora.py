@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.corpus import Corpus
-from ray_ulysses.data.preparation import Preparation, PrepareRequest, prepare_local, preparing
-from ray_ulysses.data.sources import SourceSpec
-from ray_ulysses.data.spans import LabelSpans
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.prepare.preparation import Preparation, PrepareRequest, prepare_local, preparing
+from ray_ulysses.data.sources.units import SourceSpec
+from ray_ulysses.data.tokenize.spans import LabelSpans
 
 
 class MemoryStore:

@@ -63,7 +63,7 @@ def test_a_corpus_that_is_gone_or_may_not_be_read_is_said(
     def refuse(path: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    import ray_ulysses.data.corpus_set as module
+    import ray_ulysses.data.plan.corpus_set as module
 
     with monkeypatch.context() as patch:
         patch.setattr(module.Corpus, "open", refuse)

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer as RustTokenizer
 from transformers import AutoTokenizer
 
-from ray_ulysses.data.tokenizers import ByteTokenizer, load_tokenizer
+from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer, load_tokenizer
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.tokenizer_files import byte_tokenizer_files, find_tokenizer
 from tests.unit.data.corpora import text_corpus, varied_texts

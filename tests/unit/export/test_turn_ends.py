@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from ray_ulysses.data.corpus import Corpus
-from ray_ulysses.data.tokenizers import load_tokenizer
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
 from ray_ulysses.engine.model import described_config
 from ray_ulysses.export.source import read_config
 from ray_ulysses.export.tokenizer_files import find_tokenizer
 from tests.unit.data.corpora import text_corpus, varied_texts
-from tests.unit.data.test_chat import CHATML, CONVERSATION, MARKED, chat_tokenizer
-from tests.unit.data.test_supervision import prepare_rows
+from tests.unit.data.tokenize.test_chat import CHATML, CONVERSATION, MARKED, chat_tokenizer
+from tests.unit.data.tokenize.test_supervision import prepare_rows
 from tests.unit.export.runs import export, write_checkpoint, write_config
 from tests.unit.forensics.runs import make_run
 

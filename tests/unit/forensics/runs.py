@@ -10,12 +10,12 @@ from typing import Any
 from ray_ulysses.checkpoint import CheckpointMeta, Manifest, StateDescription
 from ray_ulysses.checkpoint.manifest import manifest_key
 from ray_ulysses.config.loading import parse_config
-from ray_ulysses.data.corpus_set import CorpusSet, open_sources, plan_input
-from ray_ulysses.data.digest import add_digests, row_digest, slice_checksum
-from ray_ulysses.data.plan import Plan, PlanSettings
-from ray_ulysses.data.plan_files import load_plan, write_segment
-from ray_ulysses.data.reader import RowReader
-from ray_ulysses.data.remainder import remainder_after
+from ray_ulysses.data.plan.branching import remainder_after
+from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources, plan_input
+from ray_ulysses.data.plan.plan import Plan, PlanSettings
+from ray_ulysses.data.plan.plan_files import load_plan, write_segment
+from ray_ulysses.data.read.digest import add_digests, row_digest, slice_checksum
+from ray_ulysses.data.read.reader import RowReader
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.journal import AttemptJournal
 from tests.unit.config.trees import small_tree

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from ray_ulysses.data.corpus import Corpus
-from ray_ulysses.data.preparation import PrepareRequest, prepare_local
-from ray_ulysses.data.sources import SourceSpec
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.piece_text import cut_text
 from ray_ulysses.forensics.row import look_at_row
 from tests.unit.data.corpora import text_corpus, varied_texts
-from tests.unit.data.test_supervision import prepare_rows
+from tests.unit.data.tokenize.test_supervision import prepare_rows
 from tests.unit.forensics.runs import SETTINGS, Run, make_run
 
 ALL = replace(SETTINGS, context_tokens=512, rows_per_step=3)

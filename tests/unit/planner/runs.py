@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from ray_ulysses.config import Config
-from ray_ulysses.data.corpus import Corpus
-from ray_ulysses.data.corpus_set import CorpusSet, plan_input
-from ray_ulysses.data.format import CorpusInfo
-from ray_ulysses.data.mixture import PlannedSource
-from ray_ulysses.data.plan import Plan, PlanSettings
-from ray_ulysses.data.planning import NoSink, build_segment
-from ray_ulysses.data.tokenizers import TokenizerInfo
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.corpus.format import CorpusInfo
+from ray_ulysses.data.plan.corpus_set import CorpusSet, plan_input
+from ray_ulysses.data.plan.mixture import PlannedSource
+from ray_ulysses.data.plan.plan import Plan, PlanSettings
+from ray_ulysses.data.plan.planning import NoSink, build_segment
+from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
 from ray_ulysses.model_shape import ModelShape
 
 MODEL = {

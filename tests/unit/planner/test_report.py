@@ -6,10 +6,10 @@ from fnmatch import fnmatch
 
 import pytest
 
-from ray_ulysses.data.corpus_set import plan_input
-from ray_ulysses.data.plan import Plan
-from ray_ulysses.data.planning import MemorySink, NoSink, build_segment
-from ray_ulysses.data.remainder import remainder_after
+from ray_ulysses.data.plan.branching import remainder_after
+from ray_ulysses.data.plan.corpus_set import plan_input
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.plan.planning import MemorySink, NoSink, build_segment
 from ray_ulysses.errors import ConfigError
 from ray_ulysses.planner.report import PlanReport, build_report
 from tests.unit.planner.runs import MODEL, make_config, make_corpus, make_plan, make_shape

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ray_ulysses.data.preparation import PrepareRequest, prepare_local
-from ray_ulysses.data.sources import SourceSpec
+from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import ConfigError, UserError
 from ray_ulysses.run.preflight import PreparedRun, check_resume, claim_directory, prepare_run
 from tests.distributed.run_case import make_config, make_corpus

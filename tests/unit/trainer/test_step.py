@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from ray_ulysses.checkpoint.triggers import Flags
-from ray_ulysses.data.digest import add_digests, row_digest, slice_checksum
-from ray_ulysses.data.plan import Plan, PlanSettings
-from ray_ulysses.data.planning import build_plan
-from ray_ulysses.data.reader import RowReader, RowSlice
-from ray_ulysses.data.row_source import DirectSource
+from ray_ulysses.data.plan.plan import Plan, PlanSettings
+from ray_ulysses.data.plan.planning import build_plan
+from ray_ulysses.data.read.digest import add_digests, row_digest, slice_checksum
+from ray_ulysses.data.read.reader import RowReader, RowSlice
+from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.errors import RunError
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.parallel.mesh import SequenceMesh

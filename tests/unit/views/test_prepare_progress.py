@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ray_ulysses.data.preparation import PrepareProgress
+from ray_ulysses.data.prepare.preparation import PrepareProgress
 from ray_ulysses.views import prepare_progress
 from ray_ulysses.views.prepare_progress import PrepareView, prepare_line
 

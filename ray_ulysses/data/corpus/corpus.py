@@ -1,0 +1,281 @@
+"""A prepared corpus, opened: nothing that grows with its documents is read until it is asked for."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import TypeAdapter
+
+from ray_ulysses.data.corpus.document_table import DocumentSource, DocumentTable, SpanTable
+from ray_ulysses.data.corpus.format import (
+    CORPUS_FILE,
+    DOCUMENTS_FILE,
+    FORMAT_VERSION,
+    PREPARATION_FILE,
+    SHARDS_DIRECTORY,
+    SPANS_FILE,
+    CorpusInfo,
+)
+from ray_ulysses.data.corpus.shard import ShardReader, check_shard, unreadable_shard
+from ray_ulysses.data.tokenize.spans import LabelSpans
+from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
+from ray_ulysses.errors import UserError, shown
+from ray_ulysses.storage.atomic import file_crc32
+from ray_ulysses.storage.location import expand_home
+from ray_ulysses.storage.patience import READ_ERRORS, Patience, is_transient
+from ray_ulysses.storage.regular import read_regular
+from ray_ulysses.validation import ContentError, read_json
+
+_OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
+
+
+class Corpus:
+    """Documents by number, from 0 on.
+
+    Storage that does not answer is asked again for a while (``Patience``); then the methods that read raise
+    ``StorageAwayError``.
+
+    Attributes:
+        path: The corpus directory.
+        info: What ``corpus.json`` says.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        info: CorpusInfo,
+        lengths: NDArray[np.uint32] | None = None,
+        *,
+        patience: Patience | None = None,
+    ) -> None:
+        self.path = path
+        self.info = info
+        self._patience = patience if patience is not None else Patience()
+        self._lengths = lengths
+        self._spans: LabelSpans | None = None
+        self._documents: DocumentTable | None = None
+        self._span_table: SpanTable | None = None
+        self._shards = ShardReader(path / SHARDS_DIRECTORY, np.dtype(info.dtype), patience=self._patience)
+
+    @classmethod
+    def open(cls, path: Path | str, *, patience: Patience | None = None) -> Corpus:
+        """Open a directory that ``prepare`` has written; reads footers only, whatever the number of documents.
+
+        Raises:
+            UserError: It is missing, is no prepared corpus, is empty, or a sidecar can't be read.
+        """
+        patience = patience if patience is not None else Patience()
+        directory = expand_home(path)
+        try:
+            info = patience.call(directory, lambda: _read_info(directory))
+        except OSError as error:
+            raise _unreadable(directory, error.strerror) from error
+        if info.num_documents == 0:
+            raise UserError(f"data.path={directory}: the corpus is empty; prepare sources that hold documents")
+        corpus = cls(directory, info, patience=patience)
+        corpus._check_sidecars()
+        corpus._document_table()
+        corpus._spans_by_document()
+        return corpus
+
+    @property
+    def num_documents(self) -> int:
+        """Return the number of documents."""
+        return self.info.num_documents
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens, end tokens included."""
+        return self.info.num_tokens
+
+    @property
+    def max_token_id(self) -> int:
+        """Return the largest token id, which must be below the model's vocabulary."""
+        return self.info.max_token_id
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the identity of the content."""
+        return self.info.fingerprint
+
+    @property
+    def tokenizer(self) -> TokenizerInfo:
+        """Return what is known of the tokenizer."""
+        return self.info.tokenizer
+
+    @property
+    def lengths(self) -> NDArray[np.uint32]:
+        """Return the tokens of each document, end tokens included; uint32, read-only, read when first asked for.
+
+        Raises:
+            UserError: The sidecar can't be read, or is not the one that ``corpus.json`` describes.
+        """
+        if self._lengths is None:
+            try:
+                self._lengths = self._document_table().lengths()
+            except READ_ERRORS as error:
+                raise _unreadable(self.path / DOCUMENTS_FILE, error) from error
+        return self._lengths
+
+    @property
+    def spans(self) -> LabelSpans | None:
+        """Return which tokens may be labels, read when first asked for; None where all may be.
+
+        Raises:
+            UserError: The spans can't be read, or are not those that ``corpus.json`` describes.
+        """
+        table = self._spans_by_document()
+        if table is not None and self._spans is None:
+            try:
+                self._spans = table.all()
+            except (*READ_ERRORS, ValueError) as error:
+                raise _unreadable(self.path / SPANS_FILE, error) from error
+        return self._spans
+
+    def label_mask(self, document: int, first: int, last: int) -> NDArray[np.bool_] | None:
+        """Return for each token ``[first, last)`` of a document whether it may be a label; None where all may be.
+
+        The label at input position ``j`` is token ``j + 1``. Reads the spans of that document's row group only.
+
+        Raises:
+            UserError: The spans can't be read.
+        """
+        table = self._spans_by_document()
+        if table is None:
+            return None
+        try:
+            return table.mask(document, first, last)
+        except READ_ERRORS as error:
+            raise _unreadable(self.path / SPANS_FILE, error) from error
+
+    def read(self, document: int, start: int, length: int) -> NDArray[np.int64]:
+        """Return ``length`` tokens of a document from ``start`` on, as int64.
+
+        Raises:
+            UserError: The shard or the sidecar can't be read.
+        """
+        try:
+            place = self._document_table().place(document)
+        except READ_ERRORS as error:
+            raise _unreadable(self.path / DOCUMENTS_FILE, error) from error
+        assert start >= 0 and start + length <= place.length, (document, start, length)
+        return self._shards.read(self.info.shards[place.shard], place.first_row, start, length)
+
+    def source(self, document: int) -> DocumentSource:
+        """Return the file a document came from, its line or row there (0 for a whole file), and its own id.
+
+        Raises:
+            UserError: The sidecar can't be read.
+        """
+        try:
+            return self._document_table().source(document)
+        except READ_ERRORS as error:
+            raise _unreadable(self.path / DOCUMENTS_FILE, error) from error
+
+    def digests(self) -> NDArray[np.uint64]:
+        """Return what documents of the same content share, here and in other corpora; uint64 [documents, 2].
+
+        Raises:
+            UserError: The sidecar can't be read.
+        """
+        path = self.path / DOCUMENTS_FILE
+        try:
+            return self._patience.call(path, self._document_table().digests)
+        except READ_ERRORS as error:
+            raise _unreadable(path, error) from error
+
+    def check_files(self, *, checksums: bool = False) -> None:
+        """Look at every file before a worker is taken: its size and footer, or (slow) its checksum.
+
+        Raises:
+            UserError: Names the first file that is missing, cut short, or not what ``prepare`` wrote.
+        """
+        self._check_sidecars(checksums=checksums)
+        dtype = np.dtype(self.info.dtype)
+        for shard in self.info.shards:
+            path = self.path / SHARDS_DIRECTORY / shard.name
+            self._check_file(path, shard.num_bytes, shard.crc32 if checksums else None)
+            try:
+                self._patience.call(path, functools.partial(check_shard, path, shard, dtype))
+            except READ_ERRORS as error:
+                raise unreadable_shard(path, error) from error
+
+    def _check_sidecars(self, *, checksums: bool = False) -> None:
+        info = self.info
+        self._check_file(self.path / DOCUMENTS_FILE, info.documents_bytes, info.documents_crc32 if checksums else None)
+        if info.spans is not None:
+            self._check_file(self.path / SPANS_FILE, info.spans.num_bytes, info.spans.crc32 if checksums else None)
+
+    def _check_file(self, path: Path, num_bytes: int, crc32: int | None) -> None:
+        """Compare a file's size, and its checksum where one is given, with what ``prepare`` wrote."""
+        try:
+            found = self._patience.call(path, lambda: path.stat().st_size)
+            if found != num_bytes:
+                raise _unreadable(path, f"{found} bytes where prepare wrote {num_bytes}")
+            if crc32 is not None and self._patience.call(path, lambda: file_crc32(path)) != crc32:
+                raise _unreadable(path, "its checksum differs from the one prepare wrote")
+        except OSError as error:
+            raise _unreadable(path, error.strerror) from error
+
+    def _document_table(self) -> DocumentTable:
+        if self._documents is None:
+            path = self.path / DOCUMENTS_FILE
+            try:
+                self._documents = DocumentTable(path, self.info, self._patience)
+            except READ_ERRORS as error:
+                raise _unreadable(path, error) from error
+        return self._documents
+
+    def _spans_by_document(self) -> SpanTable | None:
+        if self._span_table is None and self.info.spans is not None:
+            path = self.path / SPANS_FILE
+            try:
+                self._span_table = SpanTable(path, self.info.spans, self.num_documents, self._patience)
+            except READ_ERRORS as error:
+                raise _unreadable(path, error) from error
+        return self._span_table
+
+
+def _read_info(directory: Path) -> CorpusInfo:
+    if not directory.exists():
+        raise UserError(f"data.path={directory}: does not exist; make it with `ray-ulysses prepare`")
+    path = directory / CORPUS_FILE
+    if not path.is_file():
+        if (directory / PREPARATION_FILE).is_file():
+            raise UserError(
+                f"data.path={directory}: its preparation is not finished; run the same `ray-ulysses prepare` "
+                "again, "
+                "which goes on where it stopped"
+            )
+        raise UserError(
+            f"data.path={directory}: is not a prepared corpus (no {CORPUS_FILE}); make one with `ray-ulysses prepare`"
+        )
+    try:
+        fields = read_json(_OBJECT, read_regular(path))
+    except (OSError, ContentError) as error:
+        if is_transient(error):
+            raise
+        raise _unreadable(path, error) from error
+    if "format_version" not in fields:
+        raise _unreadable(path, "format_version is missing")
+    version = fields["format_version"]
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"data.path={directory}: the corpus has format {shown(version)}, this version reads {FORMAT_VERSION}; "
+            "prepare it again into another directory"
+        )
+    try:
+        return CorpusInfo.from_json(fields)
+    except ContentError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, reason: object) -> UserError:
+    return UserError(
+        f"data.path: {path} can't be used ({reason}); restore the file, "
+        "or prepare the corpus again into another directory"
+    )

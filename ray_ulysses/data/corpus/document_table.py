@@ -1,0 +1,191 @@
+"""The length sidecar and the label spans of a corpus, read where they are asked for."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from ray_ulysses.data.corpus.format import CorpusInfo, SpansInfo
+from ray_ulysses.data.corpus.row_groups import RowGroupReader
+from ray_ulysses.data.tokenize.spans import LabelSpans, span_mask
+from ray_ulysses.storage.patience import Patience
+
+_PLACE_COLUMNS = ("shard", "first_row", "length")
+_CRC_ROWS = 1 << 18
+_MAX_LENGTH = 2**32 - 1
+_SOURCE_COLUMNS = ("source", "offset", "id")
+
+
+class MismatchError(OSError):
+    """A sidecar that can be read, but is not the one that ``corpus.json`` describes."""
+
+
+class DocumentSource(NamedTuple):
+    """Where a document came from.
+
+    Attributes:
+        source: File or data set.
+        offset: Line or row in it, from 1; 0 for a whole file.
+        id: The row's own id; empty where it has none.
+    """
+
+    source: str
+    offset: int
+    id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DocumentPlace:
+    """Where the tokens of a document lie: its shard, its first chunk row there, and its tokens."""
+
+    shard: int
+    first_row: int
+    length: int
+
+
+class DocumentTable:
+    """One row a document; a row group is read when one of its documents is asked for.
+
+    Raises:
+        MismatchError: The file has other documents than ``corpus.json`` says.
+        OSError: It can't be read, as the other ``READ_ERRORS``.
+    """
+
+    def __init__(self, path: Path, info: CorpusInfo, patience: Patience) -> None:
+        self._path = path
+        self._info = info
+        self._patience = patience
+        self._places = RowGroupReader(path, _PLACE_COLUMNS, patience)
+        self._sources = RowGroupReader(path, _SOURCE_COLUMNS, patience, max_groups=2)
+        if self._places.num_rows != info.num_documents:
+            raise MismatchError(f"{self._places.num_rows} documents where corpus.json says {info.num_documents}")
+        _check_content(self._places, info.lengths_crc32)
+
+    def place(self, document: int) -> DocumentPlace:
+        """Return where a document's tokens lie."""
+        group, row = self._places.group_of(document)
+        table = self._places.group(group)
+        shard, first_row, length = (table.column(name)[row].as_py() for name in _PLACE_COLUMNS)
+        return DocumentPlace(shard=shard, first_row=first_row, length=length)
+
+    def source(self, document: int) -> DocumentSource:
+        """Return where a document came from."""
+        group, row = self._sources.group_of(document)
+        table = self._sources.group(group)
+        return DocumentSource(*(table.column(name)[row].as_py() for name in _SOURCE_COLUMNS))
+
+    def digests(self) -> NDArray[np.uint64]:
+        """Return the digest of each document's content; uint64 [documents, 2]."""
+        found = np.empty((self._info.num_documents, 2), dtype=np.uint64)
+        place = 0
+        with pq.ParquetFile(self._path, page_checksum_verification=True) as file:
+            for batch in file.iter_batches(batch_size=_CRC_ROWS, columns=["content"], use_threads=False):
+                part = digest_halves(batch.column(0))
+                found[place : place + len(part)] = part
+                place += len(part)
+        return found
+
+    def lengths(self) -> NDArray[np.uint32]:
+        """Return the tokens of every document, read-only; raises MismatchError if they are not corpus.json's."""
+        lengths = self._patience.call(self._path, self._read_lengths)
+        lengths.setflags(write=False)
+        return lengths
+
+    def _read_lengths(self) -> NDArray[np.uint32]:
+        # Group by group into four bytes a document: the column as a whole would be three times that.
+        lengths = np.empty(self._info.num_documents, dtype=np.uint32)
+        crc32, num_tokens, place = 0, 0, 0
+        with pq.ParquetFile(self._path, page_checksum_verification=True) as file:
+            for batch in file.iter_batches(batch_size=_CRC_ROWS, columns=["length"], use_threads=False):
+                part: NDArray[np.int64] = batch.column(0).to_numpy()
+                crc32 = zlib.crc32(part.astype("<i8", copy=False).tobytes(), crc32)
+                num_tokens += int(part.sum())
+                if part.size and int(part.max()) > _MAX_LENGTH:
+                    raise MismatchError(f"a document has {int(part.max())} tokens; it may have {_MAX_LENGTH}")
+                lengths[place : place + part.size] = part
+                place += part.size
+        info = self._info
+        if (place, num_tokens, crc32) != (info.num_documents, info.num_tokens, info.lengths_crc32):
+            raise MismatchError("its lengths do not add up to corpus.json")
+        return lengths
+
+
+class SpanTable:
+    """One row a span, in the order of the documents; every document has at least one.
+
+    Raises:
+        MismatchError: The file has other spans than ``corpus.json`` says.
+        OSError: It can't be read, as the other ``READ_ERRORS``.
+    """
+
+    def __init__(self, path: Path, info: SpansInfo, num_documents: int, patience: Patience) -> None:
+        self._path = path
+        self._info = info
+        self._num_documents = num_documents
+        self._patience = patience
+        self._groups = RowGroupReader(path, ("document", "start", "stop"), patience)
+        if self._groups.num_rows != info.num_spans:
+            raise MismatchError(f"{self._groups.num_rows} spans where corpus.json says {info.num_spans}")
+        _check_content(self._groups, info.content_crc32)
+        self._first_documents, self._last_documents = self._groups.bounds("document")
+
+    def mask(self, document: int, first: int, last: int) -> NDArray[np.bool_]:
+        """Return for each token ``[first, last)`` of a document whether it may be a label; bool [last - first]."""
+        begin = int(np.searchsorted(self._last_documents, document, side="left"))
+        end = int(np.searchsorted(self._first_documents, document, side="right"))
+        mask = np.zeros(max(0, last - first), dtype=np.bool_)
+        for number in range(begin, end):
+            # The spans of a document may go on in the next row group.
+            documents, starts, stops = _columns(self._groups.group(number))
+            rows = slice(*np.searchsorted(documents, [document, document + 1]))
+            mask |= span_mask(starts[rows], stops[rows], first, last)
+        return mask
+
+    def all(self) -> LabelSpans:
+        """Return the spans of every document; raises MismatchError if they are not corpus.json's."""
+        table = self._patience.call(self._path, lambda: pq.read_table(self._path, page_checksum_verification=True))
+        documents, starts, stops = _columns(table)
+        crc32 = 0
+        if documents.size == self._info.num_spans:
+            crc32 = spans_crc32(documents, starts, stops)
+        if crc32 != self._info.content_crc32:
+            raise MismatchError("its spans are not those of corpus.json")
+        offsets = np.zeros(self._num_documents + 1, dtype=np.int64)
+        np.cumsum(np.bincount(documents, minlength=self._num_documents), out=offsets[1:])
+        for values in (offsets, starts, stops):
+            values.setflags(write=False)
+        return LabelSpans(offsets=offsets, starts=starts, stops=stops)
+
+
+def spans_crc32(
+    documents: NDArray[np.int64], starts: NDArray[np.int64], stops: NDArray[np.int64], crc32: int = 0
+) -> int:
+    """Return the CRC-32 of spans as rows of three little-endian int64; ``crc32`` is that of the rows before."""
+    for first in range(0, documents.size, _CRC_ROWS):
+        rows = slice(first, first + _CRC_ROWS)
+        block = np.stack([documents[rows], starts[rows], stops[rows]], axis=1)
+        crc32 = zlib.crc32(block.astype("<i8", copy=False).tobytes(), crc32)
+    return crc32
+
+
+def digest_halves(digests: pa.FixedSizeBinaryArray) -> NDArray[np.uint64]:
+    """Return digests of 16 bytes as uint64 [documents, 2]."""
+    halves: NDArray[np.uint64] = np.frombuffer(digests.buffers()[1], dtype=np.uint64).reshape(-1, 2)
+    return halves[digests.offset : digests.offset + len(digests)]
+
+
+def _check_content(reader: RowGroupReader, crc32: int) -> None:
+    if reader.content_crc32 != crc32:
+        raise MismatchError("another file of the same size was put in its place")
+
+
+def _columns(table: pa.Table) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    documents, starts, stops = (table.column(name).to_numpy() for name in ("document", "start", "stop"))
+    return documents, starts, stops

@@ -1,0 +1,237 @@
+"""The layout of a prepared corpus on disk: names, schemas, and the JSON that commits it.
+
+A corpus directory holds::
+
+    corpus.json          written last: its presence means that the corpus is whole
+    documents.parquet    the length sidecar, one row a document
+    spans.parquet        label spans, one row a span; only where some document is supervised in part
+    quarantine.jsonl     documents that were left out, each with its reason
+    shards/shard-00000.parquet
+
+A shard's rows are chunks of at most 65,536 tokens: a document starts a row of its own and goes on in the next
+rows. Row groups hold about as many tokens, so that reading a piece of any document decodes little else. The
+sidecars' row groups hold 65,536 rows, and are read one by one: opening a corpus reads no document.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pydantic import TypeAdapter
+
+from ray_ulysses.data.fingerprint import stable_hash
+from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
+from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, FileName, Number, Whole, checked
+
+FORMAT_VERSION = 3
+CHUNK_TOKENS = 65_536
+CORPUS_FILE = "corpus.json"
+DOCUMENTS_FILE = "documents.parquet"
+SPANS_FILE = "spans.parquet"
+QUARANTINE_FILE = "quarantine.jsonl"
+PREPARATION_FILE = "preparation.json"
+SHARDS_DIRECTORY = "shards"
+UNITS_DIRECTORY = "units"
+
+DOCUMENT_SCHEMA = pa.schema(
+    [
+        pa.field("length", pa.int64(), nullable=False),
+        pa.field("max_token_id", pa.int64(), nullable=False),
+        pa.field("shard", pa.int32(), nullable=False),
+        pa.field("first_row", pa.int64(), nullable=False),
+        pa.field("source", pa.string(), nullable=False),
+        pa.field("offset", pa.int64(), nullable=False),
+        pa.field("id", pa.string(), nullable=False),
+        # What documents of the same content share, in this corpus and in others.
+        pa.field("content", pa.binary(16), nullable=False),
+    ]
+)
+SPANS_SCHEMA = pa.schema(
+    [
+        pa.field("document", pa.int64(), nullable=False),
+        pa.field("start", pa.int64(), nullable=False),
+        pa.field("stop", pa.int64(), nullable=False),
+    ]
+)
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """Return the smallest unsigned type that holds every id below ``vocab_size``."""
+    for dtype in (np.uint8, np.uint16, np.uint32):
+        if vocab_size - 1 <= np.iinfo(dtype).max:
+            return np.dtype(dtype)
+    raise ValueError(f"vocab_size={vocab_size} does not fit 32 bits")
+
+
+def shard_schema(dtype: np.dtype[Any]) -> pa.Schema:
+    """Return the schema of a shard whose tokens are stored as ``dtype``."""
+    return pa.schema(
+        [
+            pa.field("document", pa.int64(), nullable=False),
+            pa.field(
+                "tokens",
+                pa.list_(pa.field("token", pa.from_numpy_dtype(dtype), nullable=False)),
+                nullable=False,
+            ),
+        ]
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardInfo:
+    """One shard file.
+
+    Attributes:
+        name: File name under ``shards/``.
+        num_rows: Chunk rows in it.
+        num_documents: Documents written into it, those later set aside as duplicates included.
+        num_tokens: Tokens in it.
+        num_bytes: Size of the file.
+        crc32: Of the file's bytes.
+        tokens_crc32: Of the tokens, which does not depend on the library that wrote the file.
+        rows_crc32: Of the rows' documents and lengths. It and ``tokens_crc32`` stand in the file's footer too, so
+            that another shard in its place is noticed, however much it looks like this one.
+    """
+
+    __pydantic_config__ = KNOWN_FIELDS_ONLY
+
+    name: FileName
+    num_rows: Whole
+    num_documents: Whole
+    num_tokens: Whole
+    num_bytes: Whole
+    crc32: Whole
+    tokens_crc32: Whole
+    rows_crc32: Whole
+
+    @property
+    def footer(self) -> dict[str, str]:
+        """Return what the file's own footer must say."""
+        return shard_footer(self.tokens_crc32, self.rows_crc32)
+
+
+def shard_footer(tokens_crc32: int, rows_crc32: int) -> dict[str, str]:
+    """Return the key-value metadata of a shard."""
+    return {"ray_ulysses.tokens_crc32": f"{tokens_crc32:08x}", "ray_ulysses.rows_crc32": f"{rows_crc32:08x}"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpansInfo:
+    """The label spans of a corpus.
+
+    Attributes:
+        num_spans: Rows of ``spans.parquet``.
+        num_supervised: Tokens that lie in a span.
+        num_bytes: Size of the file.
+        crc32: Of the file's bytes.
+        content_crc32: Of documents, starts and stops, which does not depend on the library that wrote the file.
+    """
+
+    __pydantic_config__ = KNOWN_FIELDS_ONLY
+
+    num_spans: Whole
+    num_supervised: Whole
+    num_bytes: Whole
+    crc32: Whole
+    content_crc32: Whole
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorpusInfo:
+    """What ``corpus.json`` says.
+
+    Attributes:
+        tokenizer: The tokenizer that made the tokens.
+        dtype: Name of the tokens' type on disk.
+        num_documents: Documents in the sidecar.
+        num_tokens: Their tokens, the end token of each included.
+        max_token_id: Largest token id of all.
+        num_quarantined: Documents left out; ``quarantine.jsonl`` says why.
+        reasons: How many were left out for each reason, the most frequent ones first.
+        shards: The shard files.
+        documents_bytes: Size of the length sidecar.
+        documents_crc32: CRC-32 of the length sidecar.
+        lengths_crc32: CRC-32 of the document lengths as little-endian int64.
+        byte_unigram_nats: Entropy of the raw bytes; None unless the byte tokenizer was used.
+        token_unigram_nats: Entropy of the token ids, end tokens included; None unless the byte tokenizer was
+            used.
+        signature: Identifies sources and options, so that the same preparation is known again.
+        spans: The label spans; None where every token of every document is supervised.
+        turn_ends: The special tokens that end supervised stretches of documents.
+    """
+
+    __pydantic_config__ = KNOWN_FIELDS_ONLY
+
+    tokenizer: TokenizerInfo
+    dtype: str
+    num_documents: Whole
+    num_tokens: Whole
+    max_token_id: Whole
+    num_quarantined: Whole
+    shards: tuple[ShardInfo, ...]
+    documents_bytes: Whole
+    documents_crc32: Whole
+    lengths_crc32: Whole
+    byte_unigram_nats: Number | None
+    token_unigram_nats: Number | None
+    signature: str
+    spans: SpansInfo | None = None
+    turn_ends: tuple[Whole, ...] = ()
+    reasons: tuple[tuple[str, Whole], ...] = ()
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Return the tokens that a model learns to end a text with: that of every document, and those of turns."""
+        return tuple(dict.fromkeys((self.tokenizer.eos_token_id, *self.turn_ends)))
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the identity of the content: tokens, lengths and tokenizer, whatever wrote the files."""
+        content = {
+            "format": FORMAT_VERSION,
+            "tokenizer": self.tokenizer.fingerprint,
+            "dtype": self.dtype,
+            "documents": [self.num_documents, self.lengths_crc32],
+            "shards": [[s.num_rows, s.num_tokens, s.tokens_crc32] for s in self.shards],
+            "spans": None if self.spans is None else [self.spans.num_spans, self.spans.content_crc32],
+        }
+        return stable_hash(content)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that ``corpus.json`` holds; its checksum is of all else in it."""
+        fields = {"format_version": FORMAT_VERSION, "fingerprint": self.fingerprint, **asdict(self)}
+        return {**fields, "checksum": stable_hash(fields)}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> CorpusInfo:
+        """Return what ``to_json`` described.
+
+        Raises:
+            ContentError: A field is missing, unknown or wrong, or they are not those that the checksum is of.
+        """
+        known = dict(fields)
+        if known.pop("checksum", None) != stable_hash(known):
+            raise ContentError("its fields were changed: they do not give its checksum")
+        fingerprint = known.pop("fingerprint", None)
+        del known["format_version"]
+        info = checked(_corpus_adapter(), known)
+        try:
+            expected = token_dtype(info.tokenizer.vocab_size).name
+        except ValueError as error:
+            raise ContentError(f"tokenizer.{error}") from error
+        if info.dtype != expected:
+            raise ContentError(
+                f"dtype={info.dtype!r}: tokens of a vocabulary of {info.tokenizer.vocab_size} are stored as {expected}"
+            )
+        if fingerprint != info.fingerprint:
+            raise ContentError("its fields do not give its fingerprint")
+        return info
+
+
+@functools.cache
+def _corpus_adapter() -> TypeAdapter[CorpusInfo]:
+    return TypeAdapter(CorpusInfo)

@@ -1,0 +1,145 @@
+"""A large Parquet file, read by row group when a row is asked for, and written in groups of one size."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from ray_ulysses.storage.patience import Patience
+
+GROUP_ROWS = 65_536
+_CONTENT_KEY = "ray_ulysses.content_crc32"
+
+
+class RowGroupReader:
+    """Some columns of a file, group by group; the groups last used are kept.
+
+    Errors of reading pass as they are (``READ_ERRORS``), after the patience that was given.
+
+    Args:
+        path: The file.
+        columns: Which columns.
+        patience: How long to wait for a storage that is away.
+        max_groups: Groups that are kept.
+        check: Is given each group that was read and its number; raises OSError where it is not what was written.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        columns: Sequence[str],
+        patience: Patience,
+        max_groups: int = 32,
+        check: Callable[[int, pa.Table], None] | None = None,
+    ) -> None:
+        self._check = check
+        self._path = path
+        self._columns = list(columns)
+        self._patience = patience
+        self._max_groups = max_groups
+        self._groups: OrderedDict[int, pa.Table] = OrderedDict()
+        # The prefetch thread and the evaluation may read at once.
+        self._lock = threading.Lock()
+        self._metadata = patience.call(path, lambda: pq.read_metadata(path))
+        sizes = [self._metadata.row_group(group).num_rows for group in range(self._metadata.num_row_groups)]
+        self.group_starts = np.cumsum([0, *sizes], dtype=np.int64)
+
+    @property
+    def num_rows(self) -> int:
+        """Return the rows of the file."""
+        return int(self._metadata.num_rows)
+
+    @property
+    def num_groups(self) -> int:
+        """Return the row groups of the file."""
+        return int(self._metadata.num_row_groups)
+
+    @property
+    def content_crc32(self) -> int | None:
+        """Return what the writer noted of the content in the footer, if it did."""
+        noted = (self._metadata.metadata or {}).get(_CONTENT_KEY.encode())
+        return None if noted is None else int(noted, 16)
+
+    def group_of(self, row: int) -> tuple[int, int]:
+        """Return the group that holds a row, and the row's place in it."""
+        assert 0 <= row < self.num_rows, (row, self.num_rows)
+        group = int(np.searchsorted(self.group_starts, row, side="right")) - 1
+        return group, row - int(self.group_starts[group])
+
+    def bounds(self, column: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the smallest and the largest value of an integer column in each group, from the footer."""
+        index = self._metadata.schema.to_arrow_schema().get_field_index(column)
+        found = [self._metadata.row_group(group).column(index).statistics for group in range(self.num_groups)]
+        lowest = np.asarray([statistics.min for statistics in found], dtype=np.int64)
+        return lowest, np.asarray([statistics.max for statistics in found], dtype=np.int64)
+
+    def group(self, number: int) -> pa.Table:
+        """Return one row group, from memory where it was read lately."""
+        with self._lock:
+            table = self._groups.pop(number, None)
+        if table is None:
+            table = self._patience.call(self._path, lambda: self._read(number))
+        with self._lock:
+            self._groups[number] = table
+            if len(self._groups) > self._max_groups:
+                self._groups.popitem(last=False)
+        return table
+
+    def _read(self, number: int) -> pa.Table:
+        # With the footer at hand, opening costs one system call; a handle kept could go stale.
+        with pq.ParquetFile(self._path, metadata=self._metadata, page_checksum_verification=True) as file:
+            table = file.read_row_group(number, columns=self._columns, use_threads=False).combine_chunks()
+        if self._check is not None:
+            self._check(number, table)
+        return table
+
+
+class RowGroupWriter:
+    """Writes tables of any size as row groups of ``GROUP_ROWS`` rows, so that memory stays at about one group."""
+
+    def __init__(
+        self,
+        path: Path,
+        schema: pa.Schema,
+        *,
+        statistics: Sequence[str] = (),
+        compression: str | dict[str, str] = "zstd",
+        use_dictionary: bool = True,
+    ) -> None:
+        self._schema = schema
+        self._pending: list[pa.Table] = []
+        self._num_pending = 0
+        self._writer = pq.ParquetWriter(
+            path,
+            schema,
+            compression=compression,
+            use_dictionary=use_dictionary,
+            write_page_checksum=True,
+            write_statistics=list(statistics) or False,
+        )
+
+    def add(self, table: pa.Table) -> None:
+        """Append the rows of a table that has the schema's columns."""
+        self._pending.append(table.select(self._schema.names).cast(self._schema))
+        self._num_pending += table.num_rows
+        if self._num_pending >= GROUP_ROWS:
+            rows = pa.concat_tables(self._pending)
+            whole = rows.num_rows // GROUP_ROWS * GROUP_ROWS
+            self._writer.write_table(rows.slice(0, whole), row_group_size=GROUP_ROWS)
+            self._pending = [rows.slice(whole)]
+            self._num_pending = rows.num_rows - whole
+
+    def close(self, content_crc32: int | None = None) -> None:
+        """Write what is pending and the footer, which carries a checksum of the content where one is given."""
+        if self._num_pending:
+            self._writer.write_table(pa.concat_tables(self._pending), row_group_size=GROUP_ROWS)
+        if content_crc32 is not None:
+            self._writer.add_key_value_metadata({_CONTENT_KEY: f"{content_crc32:08x}"})
+        self._writer.close()

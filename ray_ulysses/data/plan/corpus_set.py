@@ -1,0 +1,160 @@
+"""The corpora of a run as one: documents numbered one source after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.plan.mixture import PlannedSource, first_documents
+from ray_ulysses.data.plan.plan import corpus_fingerprint
+from ray_ulysses.data.plan.planning import PlanInput
+from ray_ulysses.data.tokenize.spans import LabelSpans
+from ray_ulysses.errors import UserError
+
+
+class CorpusSet:
+    """Opens each corpus when something of it is first asked for.
+
+    Attributes:
+        sources: What the documents come from.
+    """
+
+    def __init__(self, sources: Sequence[PlannedSource], opened: Sequence[Corpus] = ()) -> None:
+        """Take the sources, and those of their corpora that are open already."""
+        self.sources = tuple(sources)
+        self._bases = first_documents(sources)
+        by_fingerprint = {corpus.fingerprint: corpus for corpus in opened}
+        self._opened = {
+            number: by_fingerprint[source.fingerprint]
+            for number, source in enumerate(sources)
+            if source.fingerprint in by_fingerprint
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the identity of the content of all corpora."""
+        return corpus_fingerprint(self.sources)
+
+    @property
+    def corpora(self) -> tuple[Corpus, ...]:
+        """Return every corpus, opened.
+
+        Raises:
+            UserError: One can't be opened, or is not the one planned with.
+        """
+        return tuple(self._corpus(number) for number in range(len(self.sources)))
+
+    def read(self, document: int, start: int, length: int) -> NDArray[np.int64]:
+        """Return ``length`` tokens of a document from ``start`` on.
+
+        Raises:
+            UserError: Its corpus can't be read, or is not the one planned with.
+        """
+        corpus, local = self.locate(document)
+        return corpus.read(local, start, length)
+
+    def label_mask(self, document: int, first: int, last: int) -> NDArray[np.bool_] | None:
+        """Return which of the tokens ``[first, last)`` of a document may be labels; None: all of them."""
+        corpus, local = self.locate(document)
+        return corpus.label_mask(local, first, last)
+
+    def locate(self, document: int) -> tuple[Corpus, int]:
+        """Return the corpus of a document and its number there."""
+        number = int(np.searchsorted(self._bases, document, side="right")) - 1
+        return self._corpus(number), document - int(self._bases[number])
+
+    def _corpus(self, number: int) -> Corpus:
+        if number not in self._opened:
+            source = self.sources[number]
+            corpus = Corpus.open(source.path)
+            if corpus.fingerprint != source.fingerprint:
+                raise UserError(
+                    f"data.path={source.path}: the corpus was replaced since planning: planned with corpus "
+                    f"{source.fingerprint}, found {corpus.fingerprint}; restore the corpus, or start a new run under "
+                    "another run.name"
+                )
+            self._opened[number] = corpus
+        return self._opened[number]
+
+
+def open_sources(shares: Sequence[tuple[str, float | None]], known: Sequence[PlannedSource] = ()) -> CorpusSet:
+    """Open the corpora that a configuration names.
+
+    Args:
+        shares: Path and weight of each.
+        known: Those of the run so far, which keep their places; one that is no longer named has weight 0.
+
+    Raises:
+        UserError: One can't be opened, is named twice, or was made with another tokenizer than the rest.
+    """
+    found: dict[str, PlannedSource] = {}
+    tokenizers = {source.tokenizer: source.path for source in known if source.tokenizer}
+    opened = []
+    for path, weight in shares:
+        corpus = Corpus.open(Path(path))
+        opened.append(corpus)
+        if corpus.fingerprint in found:
+            raise UserError(
+                f"data.sources: {path} and {found[corpus.fingerprint].path} hold the same corpus; name it once"
+            )
+        tokenizers[corpus.tokenizer.fingerprint] = path
+        found[corpus.fingerprint] = PlannedSource(
+            path=path,
+            fingerprint=corpus.fingerprint,
+            num_documents=corpus.num_documents,
+            weight=weight,
+            tokenizer=corpus.tokenizer.fingerprint,
+            end_tokens=corpus.info.end_tokens,
+        )
+    if len(tokenizers) > 1:
+        raise UserError(
+            f"data.sources: {' and '.join(tokenizers.values())} were prepared with different tokenizers; prepare them "
+            "with one"
+        )
+    places = [found.pop(source.fingerprint, replace(source, weight=0.0)) for source in known]
+    return CorpusSet([*places, *found.values()], opened)
+
+
+def plan_input(corpora: CorpusSet) -> PlanInput:
+    """Return the documents of all corpora as the planner takes them.
+
+    Raises:
+        UserError: A corpus can't be read.
+    """
+    opened = corpora.corpora
+    lengths = [corpus.lengths for corpus in opened]
+    return PlanInput(
+        sources=corpora.sources,
+        lengths=lengths[0] if len(lengths) == 1 else np.concatenate(lengths),
+        spans=_joined_spans(opened),
+    )
+
+
+def _joined_spans(corpora: Sequence[Corpus]) -> LabelSpans | None:
+    """Return the label spans of all corpora; a document of one without spans is a span of its own."""
+    known = [corpus.spans for corpus in corpora]
+    if all(spans is None for spans in known):
+        return None
+    whole = [spans or _whole(corpus.lengths) for spans, corpus in zip(known, corpora, strict=True)]
+    if len(whole) == 1:
+        return whole[0]
+    shifts = np.cumsum([0, *(spans.starts.size for spans in whole)])
+    ends = [spans.offsets[1:] + shift for spans, shift in zip(whole, shifts[:-1], strict=True)]
+    return LabelSpans(
+        offsets=np.concatenate([np.zeros(1, dtype=np.int64), *ends]),
+        starts=np.concatenate([spans.starts for spans in whole]),
+        stops=np.concatenate([spans.stops for spans in whole]),
+    )
+
+
+def _whole(lengths: NDArray[np.uint32]) -> LabelSpans:
+    return LabelSpans(
+        offsets=np.arange(lengths.size + 1, dtype=np.int64),
+        starts=np.zeros(lengths.size, dtype=np.int64),
+        stops=lengths.astype(np.int64),
+    )

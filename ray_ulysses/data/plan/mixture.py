@@ -1,0 +1,117 @@
+"""Sources of a plan and how much of each an epoch takes.
+
+Without weights an epoch takes every document of every source once. With weights an epoch is as long as the source that
+is scarcest for its weight allows: that one is taken whole, of the others as many tokens as their weight asks for. Of a
+source that is taken in part, the documents that the run has used least come first, in a seeded order: none is taken
+twice before every other was taken once, whatever edits of the run lie between, and none twice in one epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ray_ulysses.data.plan.drawing import Drawing
+from ray_ulysses.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedSource:
+    """One corpus of a plan.
+
+    Attributes:
+        path: Where it was when the plan was made.
+        fingerprint: Identity of its content.
+        num_documents: Its documents; those of all sources are numbered one source after another.
+        weight: Its share of an epoch's tokens, relative to the others; None where all of it is taken; 0 where none is.
+        tokenizer: Fingerprint of the tokenizer that made it; empty where it is not known.
+        end_tokens: The tokens that a model learns from it to end a text with.
+    """
+
+    path: str
+    fingerprint: str
+    num_documents: int
+    weight: float | None = None
+    tokenizer: str = ""
+    end_tokens: tuple[int, ...] = ()
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether rows are made of it."""
+        return self.weight is None or self.weight > 0
+
+    @property
+    def identity(self) -> list[Any]:
+        """Return what of it decides a plan: not where it lies."""
+        return [self.fingerprint, self.num_documents, None if self.weight is None else float(self.weight)]
+
+
+def check_weights(sources: Sequence[PlannedSource]) -> None:
+    """Refuse weights that decide nothing.
+
+    Raises:
+        UserError: They are given in part, are negative or not finite, or sum to zero.
+    """
+    weights = [source.weight for source in sources]
+    given = [weight for weight in weights if weight is not None]
+    if not given:
+        return
+    # A source that an edit took out of the run stands at 0 beside sources without weights.
+    if len(given) < len(weights) and any(given):
+        raise UserError(
+            f"data.sources: {len(given)} of {len(weights)} sources have a weight; give each one, or none of them one"
+        )
+    if any(not np.isfinite(weight) or weight < 0 for weight in given):
+        raise UserError(f"data.sources: the weights {given} must be finite and at least 0")
+    if len(given) == len(weights) and sum(given) == 0:
+        raise UserError("data.sources: the weights sum to zero, so no source is used; give at least one above 0")
+
+
+def choose_documents(
+    sources: Sequence[PlannedSource],
+    drawing: Drawing,
+    uses: NDArray[np.uint32],
+    epoch: int,
+    planned: NDArray[np.bool_] | None = None,
+) -> NDArray[np.bool_]:
+    """Return which documents an epoch takes where sources have weights, and count the use of each.
+
+    Args:
+        sources: The sources.
+        drawing: Which documents can be taken, and how long they are.
+        uses: [documents], how often each was taken before; counted up in place.
+        epoch: Number of the epoch, for the text of an error.
+        planned: [documents], where a branch goes on with the epoch: what the epoch had planned and not trained. If a
+            source that is used has nothing left, the epoch ends with these.
+
+    Raises:
+        UserError: A source that is used has no token left for the epoch.
+    """
+    weights = [source.weight or 0.0 for source in sources]
+    available = [drawing.available_tokens(number) if weight else 0 for number, weight in enumerate(weights)]
+    empty = [source for source, tokens in zip(sources, available, strict=True) if source.weight and not tokens]
+    if empty and planned is None:
+        raise UserError(
+            f"data.sources: {empty[0].path} has weight {empty[0].weight} and no token left for epoch {epoch}; "
+            "set its weight to 0, or add documents"
+        )
+    chosen = np.zeros(uses.size, dtype=np.bool_)
+    if empty and planned is not None:
+        chosen |= planned
+    else:
+        total = sum(weights)
+        length = min(tokens * total / weight for tokens, weight in zip(available, weights, strict=True) if weight)
+        for number, weight in enumerate(weights):
+            if weight:
+                drawing.choose(number, round(length * weight / total), uses, chosen)
+    uses += chosen
+    return chosen
+
+
+def first_documents(sources: Sequence[PlannedSource]) -> NDArray[np.int64]:
+    """Return the number of each source's first document, and one past the last of all."""
+    return np.cumsum([0, *(source.num_documents for source in sources)], dtype=np.int64)

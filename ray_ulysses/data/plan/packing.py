@@ -1,0 +1,270 @@
+"""Packing pieces into rows, block after block, in constant memory.
+
+``best_fit`` is windowed online best-fit: each piece goes, when it is met, into the open row that it leaves fullest;
+where it fits into none a new row is opened, and beyond 64 open rows the fullest is closed. ``concat`` cuts the stream
+of documents wherever a row is full. ``none`` gives each piece a row of its own.
+
+Rows are numbered in the order in which they close. A block hands out the rows that closed in it; the pieces of rows
+that are still open wait for the next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ray_ulysses.data.plan.compiled import compiled, inlined
+
+Int64Array = NDArray[np.int64]
+Packing = Literal["best_fit", "concat", "none"]
+NUM_OPEN_ROWS = 64
+_NEVER = np.int64(1 << 62)
+_SLOT_BITS = 6
+assert 1 << _SLOT_BITS == NUM_OPEN_ROWS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Pieces:
+    """Stretches of documents, one an entry.
+
+    Attributes:
+        document: int64, the document's number.
+        start: int64, the first token in the document.
+        length: int64, tokens.
+        has_next: bool, whether the document goes on, so that the last token has a label.
+    """
+
+    document: Int64Array
+    start: Int64Array
+    length: Int64Array
+    has_next: NDArray[np.bool_]
+
+    @property
+    def size(self) -> int:
+        """Return the number of pieces."""
+        return int(self.document.size)
+
+    def take(self, places: Int64Array | slice) -> Pieces:
+        """Return the pieces at the places, in their order; a slice is a view."""
+        return Pieces(
+            document=self.document[places],
+            start=self.start[places],
+            length=self.length[places],
+            has_next=self.has_next[places],
+        )
+
+    @classmethod
+    def join(cls, first: Pieces, second: Pieces) -> Pieces:
+        """Return the pieces of both."""
+        if not first.size:
+            return second
+        return cls(
+            document=np.concatenate([first.document, second.document]),
+            start=np.concatenate([first.start, second.start]),
+            length=np.concatenate([first.length, second.length]),
+            has_next=np.concatenate([first.has_next, second.has_next]),
+        )
+
+
+NO_PIECES = Pieces(
+    document=np.empty(0, dtype=np.int64),
+    start=np.empty(0, dtype=np.int64),
+    length=np.empty(0, dtype=np.int64),
+    has_next=np.empty(0, dtype=np.bool_),
+)
+
+
+class Packer:
+    """Takes pieces block after block and hands out whole rows."""
+
+    def __init__(self, packing: Packing, capacity: int) -> None:
+        """Begin with no row open.
+
+        Args:
+            packing: How rows are filled; ``concat`` takes uncut documents, the others pieces of at most ``capacity``.
+            capacity: Tokens a row holds.
+        """
+        self._packing = packing
+        self._capacity = capacity
+        self._free = np.full(NUM_OPEN_ROWS, -1, dtype=np.int64)
+        self._slot_rows = np.full(NUM_OPEN_ROWS, -1, dtype=np.int64)
+        self._used = 0
+        self._waiting = NO_PIECES
+        self._waiting_rows = np.empty(0, dtype=np.int64)
+
+    def add(self, pieces: Pieces, *, is_last: bool) -> tuple[Pieces, Int64Array]:
+        """Pack a block.
+
+        Args:
+            pieces: The next pieces, in their order.
+            is_last: Whether none follow, so that all rows close.
+
+        Returns:
+            The pieces of the rows that closed, row by row, and the number of pieces of each of these rows.
+        """
+        if self._packing == "none":
+            return pieces, np.ones(pieces.size, dtype=np.int64)
+        if self._packing == "concat":
+            return self._concatenate(pieces, is_last)
+        if not is_last and not pieces.size:
+            return NO_PIECES, np.empty(0, dtype=np.int64)
+        return self._best_fit(pieces, is_last)
+
+    def _best_fit(self, pieces: Pieces, is_last: bool) -> tuple[Pieces, Int64Array]:
+        joined = Pieces.join(self._waiting, pieces)
+        rows = np.empty(joined.size, dtype=np.int64)
+        rows[: self._waiting.size] = self._waiting_rows
+        num_open = int((self._free >= 0).sum())
+        closed = np.full(num_open + pieces.size, -1, dtype=np.int64)
+        num_closed = _fit_all(
+            pieces.length, self._capacity, self._free, self._slot_rows, num_open, rows[self._waiting.size :], closed,
+            is_last,
+        )  # fmt: skip
+        order, sizes, waiting = _group(rows, closed, num_closed)
+        # Rows that stay open are numbered from 0 again: a block's arrays are as long as the block.
+        renumbered = np.full(closed.size, -1, dtype=np.int64)
+        open_slots = np.flatnonzero(self._free >= 0)
+        renumbered[self._slot_rows[open_slots]] = np.arange(open_slots.size)
+        self._slot_rows[open_slots] = np.arange(open_slots.size)
+        self._waiting = joined.take(waiting)
+        self._waiting_rows = renumbered[rows[waiting]]
+        return joined.take(order), sizes
+
+    def _concatenate(self, documents: Pieces, is_last: bool) -> tuple[Pieces, Int64Array]:
+        room = documents.size + (int(documents.length.sum()) + self._used) // self._capacity + 1
+        cut = Pieces(
+            document=np.empty(room, dtype=np.int64),
+            start=np.empty(room, dtype=np.int64),
+            length=np.empty(room, dtype=np.int64),
+            has_next=np.empty(room, dtype=np.bool_),
+        )
+        ends = np.empty(room, dtype=np.int64)
+        count, num_rows, self._used = _cut_all(
+            documents.document, documents.start, documents.length, documents.has_next, self._capacity, self._used,
+            cut.document, cut.start, cut.length, cut.has_next, ends,
+        )  # fmt: skip
+        joined = Pieces.join(self._waiting, cut.take(slice(0, count)))
+        borders = ends[:num_rows] + self._waiting.size
+        if is_last and self._used:
+            borders = np.append(borders, joined.size)
+            self._used = 0
+        whole = int(borders[-1]) if borders.size else 0
+        self._waiting = joined.take(slice(whole, None))
+        return joined.take(slice(0, whole)), np.diff(borders, prepend=0)
+
+
+@inlined
+def _fullest_that_takes(free, length):  # type: ignore[no-untyped-def]
+    """Return ``free << bits | slot`` of the open row with the least room that is enough, or a value beyond all."""
+    best = _NEVER
+    for slot in range(NUM_OPEN_ROWS):
+        room = free[slot]
+        key = (room << _SLOT_BITS) | slot
+        best = min(best, key if room >= length else _NEVER)
+    return best
+
+
+@compiled
+def _fit_all(lengths, capacity, free, slot_rows, num_open, rows, closed, is_last):  # type: ignore[no-untyped-def]
+    """Give each piece its row; ``closed[row]`` becomes the row's number by closing, -1 while it is open."""
+    num_rows = num_open
+    num_closed = 0
+    for at in range(lengths.size):
+        length = lengths[at]
+        left = capacity - length
+        best = _fullest_that_takes(free, length) if left > 0 else _NEVER
+        if best != _NEVER:
+            slot = best & (NUM_OPEN_ROWS - 1)
+            row = slot_rows[slot]
+            left = free[slot] - length
+            free[slot] = left
+            if left == 0:
+                free[slot] = -1
+                num_open -= 1
+        else:
+            row = num_rows
+            num_rows += 1
+            if left > 0:
+                if num_open == NUM_OPEN_ROWS:
+                    slot = _fullest_that_takes(free, 0) & (NUM_OPEN_ROWS - 1)
+                    closed[slot_rows[slot]] = num_closed
+                    num_closed += 1
+                else:
+                    slot = 0
+                    while free[slot] >= 0:
+                        slot += 1
+                    num_open += 1
+                free[slot] = left
+                slot_rows[slot] = row
+        rows[at] = row
+        if left == 0:
+            closed[row] = num_closed
+            num_closed += 1
+    if is_last:
+        for slot in range(NUM_OPEN_ROWS):
+            if free[slot] >= 0:
+                closed[slot_rows[slot]] = num_closed
+                num_closed += 1
+                free[slot] = -1
+    return num_closed
+
+
+@compiled
+def _group(rows, closed, num_closed):  # type: ignore[no-untyped-def]
+    """Return the places of the pieces of closed rows, row by row; how many each has; the places of the others."""
+    sizes = np.zeros(num_closed, dtype=np.int64)
+    num_waiting = 0
+    for at in range(rows.size):
+        number = closed[rows[at]]
+        if number >= 0:
+            sizes[number] += 1
+        else:
+            num_waiting += 1
+    nexts = np.empty(num_closed, dtype=np.int64)
+    place = 0
+    for number in range(num_closed):
+        nexts[number] = place
+        place += sizes[number]
+    order = np.empty(place, dtype=np.int64)
+    waiting = np.empty(num_waiting, dtype=np.int64)
+    num_waiting = 0
+    for at in range(rows.size):
+        number = closed[rows[at]]
+        if number >= 0:
+            order[nexts[number]] = at
+            nexts[number] += 1
+        else:
+            waiting[num_waiting] = at
+            num_waiting += 1
+    return order, sizes, waiting
+
+
+@compiled
+def _cut_all(  # type: ignore[no-untyped-def]
+    document, start, length, has_next, capacity, used, out_document, out_start, out_length, out_next, ends
+):
+    """Cut documents where rows end; ``ends`` gets the number of pieces up to the end of each full row."""
+    count = 0
+    num_rows = 0
+    for at in range(document.size):
+        first = start[at]
+        left = length[at]
+        # A remainder without a target of its own is no piece: its token was a label already.
+        while left - 1 + has_next[at] > 0:
+            size = min(capacity - used, left)
+            out_document[count] = document[at]
+            out_start[count] = first
+            out_length[count] = size
+            out_next[count] = size < left or has_next[at]
+            count += 1
+            first += size
+            left -= size
+            used += size
+            if used == capacity:
+                ends[num_rows] = count
+                num_rows += 1
+                used = 0
+    return count, num_rows, used

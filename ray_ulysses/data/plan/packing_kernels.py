@@ -1,0 +1,207 @@
+"""The planner's compiled loops over documents: integers and arrays in, integers and arrays out.
+
+They stand in one file, since Numba keeps compiled code by the file of the outermost function alone: one that took part
+of its code from elsewhere would run the old code after that other file has changed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ray_ulysses.data.plan.compiled import compiled, inlined
+
+NUM_ROUNDS = 6
+_ONE = np.uint64(1)
+_HALF = np.uint64(32)
+_SHIFT = np.uint64(29)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
+
+SPLIT, TRUNCATE, DROP, ERROR = range(4)
+"""What becomes of overlong documents, in the order of `Overlong`."""
+
+SPLITS, TRUNCATED, DROPPED, LOST, REFUSED = range(5)
+"""Places of the counters."""
+
+
+@inlined
+def permuted(place, size, low_bits, high_bits, round_keys):  # type: ignore[no-untyped-def]
+    """Return which element stands at ``place``; for compiled callers, with what ``Permutation`` holds."""
+    low_mask = (_ONE << low_bits) - _ONE
+    high_mask = (_ONE << high_bits) - _ONE
+    value = np.uint64(place)
+    while True:
+        low = value & low_mask
+        high = value >> low_bits
+        for number in range(0, NUM_ROUNDS, 2):
+            word = (low ^ round_keys[number]) * _FIRST
+            word = (word ^ (word >> _HALF)) * _SECOND
+            high = (high ^ (word >> _SHIFT)) & high_mask
+            word = (high ^ round_keys[number + 1]) * _FIRST
+            word = (word ^ (word >> _HALF)) * _SECOND
+            low = (low ^ (word >> _SHIFT)) & low_mask
+        value = (high << low_bits) | low
+        if value < size:
+            return np.int64(value)
+
+
+@compiled
+def permute_all(places, size, low_bits, high_bits, round_keys, out):  # type: ignore[no-untyped-def]
+    """Write the element at each of the places."""
+    for at in range(places.size):
+        out[at] = permuted(places[at], size, low_bits, high_bits, round_keys)
+
+
+@compiled
+def permute_range(first, size, low_bits, high_bits, round_keys, out):  # type: ignore[no-untyped-def]
+    """Write the elements at the places from ``first`` on."""
+    for at in range(out.size):
+        out[at] = permuted(first + at, size, low_bits, high_bits, round_keys)
+
+
+@inlined
+def _is_held_out(document, key, threshold):  # type: ignore[no-untyped-def]
+    """Choose by a hash of the document's number: documents added later move none between the splits."""
+    word = (np.uint64(document) ^ key) + np.uint64(0x9E3779B97F4A7C15)
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((word ^ (word >> np.uint64(31))) >> np.uint64(11)) < threshold
+
+
+@inlined
+def _is_passed_over(document, length, taken, key, threshold, want_held):  # type: ignore[no-untyped-def]
+    is_taken = taken.size > 0 and taken[document]
+    return is_taken or length < 2 or _is_held_out(document, key, threshold) != want_held
+
+
+@inlined
+def _planned_length(length, capacity, overlong):  # type: ignore[no-untyped-def]
+    """Return how many tokens of a document are planned; one more than a row holds is a label alone."""
+    if length < 2:
+        return 0
+    if length <= capacity + 1 or overlong in (SPLIT, ERROR):
+        return length
+    return 0 if overlong == DROP else capacity + 1
+
+
+@compiled
+def count_documents(lengths, key, threshold):  # type: ignore[no-untyped-def]
+    """Return the documents held out, those without a target, and those held out with one."""
+    held, without, usable_held = 0, 0, 0
+    for document in range(lengths.size):
+        is_held = _is_held_out(document, key, threshold)
+        held += is_held
+        without += lengths[document] < 2
+        usable_held += is_held and lengths[document] >= 2
+    return held, without, usable_held
+
+
+@compiled
+def available_tokens(lengths, first, last, passed_over, capacity, overlong):  # type: ignore[no-untyped-def]
+    """Return the tokens of the documents ``[first, last)`` that can be taken."""
+    taken, key, threshold = passed_over
+    total = 0
+    for document in range(first, last):
+        if not _is_passed_over(document, lengths[document], taken, key, threshold, False):
+            total += _planned_length(np.int64(lengths[document]), capacity, overlong)
+    return total
+
+
+@compiled
+def choose_least_used(  # type: ignore[no-untyped-def]
+    tokens, circle, uses, lengths, passed_over, capacity, overlong, chosen
+):
+    """Mark the documents of a source with the fewest uses, in the order of its circle, until they hold the tokens."""
+    base, size, low_bits, high_bits, round_keys = circle
+    taken, key, threshold = passed_over
+    num_documents = np.int64(size)
+    level = np.int64(-1)
+    total = 0
+    while total < tokens:
+        following = np.int64(-1)
+        for document in range(base, base + num_documents):
+            found = np.int64(uses[document])
+            is_next = found > level and (following < 0 or found < following)
+            if is_next and not _is_passed_over(document, lengths[document], taken, key, threshold, False):
+                following = found
+        if following < 0:
+            return
+        level = following
+        for place in range(num_documents):
+            if total >= tokens:
+                return
+            document = base + permuted(place, size, low_bits, high_bits, round_keys)
+            is_next = uses[document] == level
+            if is_next and not _is_passed_over(document, lengths[document], taken, key, threshold, False):
+                total += _planned_length(np.int64(lengths[document]), capacity, overlong)
+                chosen[document] = True
+
+
+@inlined
+def _document_at(drawn, cumulative, bases):  # type: ignore[no-untyped-def]
+    """Return the document at a place of all sources that are used."""
+    source = 0
+    while drawn >= cumulative[source + 1]:
+        source += 1
+    return bases[source] + drawn - cumulative[source]
+
+
+@compiled
+def draw_block(  # type: ignore[no-untyped-def]
+    place, num_places, order, sources, lengths, passed_over, fragments, capacity, overlong, cut, out, counters
+):
+    """Fill the outputs from ``place`` on; return the next place and how many pieces there are."""
+    # Out of their tuples once: inside the loop that would count references for every document.
+    size, order_low, order_high, order_keys = order
+    cumulative, bases = sources
+    taken, key, threshold, want_held = passed_over
+    fragment_document, fragment_start, fragment_length = fragments
+    out_document, out_start, out_length, out_next = out
+    num_documents = cumulative[cumulative.size - 1]
+    count = 0
+    while place < num_places:
+        drawn = permuted(place, size, order_low, order_high, order_keys)
+        start, has_next = np.int64(0), False
+        if drawn < num_documents:
+            document = _document_at(drawn, cumulative, bases)
+            length = np.int64(lengths[document])
+            if _is_passed_over(document, length, taken, key, threshold, want_held):
+                place += 1
+                continue
+        else:
+            document = fragment_document[drawn - num_documents]
+            start = fragment_start[drawn - num_documents]
+            length = fragment_length[drawn - num_documents]
+            has_next = start + length < np.int64(lengths[document])
+        targets = length - 1 + has_next
+        num_pieces, lost = 1, 0
+        if targets > capacity:
+            if overlong == ERROR:
+                counters[REFUSED] = document + 1
+                return place, count
+            if overlong == DROP:
+                counters[DROPPED] += 1
+                counters[LOST] += length
+                place += 1
+                continue
+            if overlong == TRUNCATE:
+                lost = length - capacity - 1
+                length, has_next = capacity, True
+            elif cut:
+                num_pieces = (targets + capacity - 1) // capacity
+        if count + num_pieces > out_document.size:
+            return place, count
+        counters[LOST] += lost
+        counters[TRUNCATED] += targets > capacity and overlong == TRUNCATE
+        counters[SPLITS] += targets > capacity and overlong == SPLIT
+        for _ in range(num_pieces):
+            piece = min(capacity, length) if cut else length
+            out_document[count] = document
+            out_start[count] = start
+            out_length[count] = piece
+            out_next[count] = piece < length or has_next
+            count += 1
+            start += piece
+            length -= piece
+        place += 1
+    return place, count

@@ -1,0 +1,331 @@
+"""The end of a preparation: notes become the sidecars, and ``corpus.json`` commits the corpus.
+
+Units that are ranges of one JSONL file have counted their lines from 1; here each learns how many are before it.
+The notes are read unit by unit. Of every document at once only its digest is held, 16 bytes, to find repeats.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.corpus.document_table import digest_halves, spans_crc32
+from ray_ulysses.data.corpus.format import (
+    CORPUS_FILE,
+    DOCUMENT_SCHEMA,
+    DOCUMENTS_FILE,
+    PREPARATION_FILE,
+    QUARANTINE_FILE,
+    SHARDS_DIRECTORY,
+    SPANS_FILE,
+    SPANS_SCHEMA,
+    UNITS_DIRECTORY,
+    CorpusInfo,
+    SpansInfo,
+    token_dtype,
+)
+from ray_ulysses.data.corpus.repeats import first_of_same_content
+from ray_ulysses.data.corpus.row_groups import RowGroupWriter
+from ray_ulysses.data.corpus.shard import ShardReader
+from ray_ulysses.data.prepare.unit_writer import UnitResult, unit_file
+from ray_ulysses.data.sources.line_ranges import number_lines, refuse_files_without_objects
+from ray_ulysses.data.sources.quarantine import Rejected, reason_class
+from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
+from ray_ulysses.errors import UserError
+from ray_ulysses.storage.atomic import atomic_file, file_crc32, temporary_files, write_text
+from ray_ulysses.storage.local import sync_folder
+from ray_ulysses.storage.patience import Patience
+
+Duplicates = Literal["quarantine", "keep"]
+_NOTES_AT_HAND = 8
+_MOST_REASONS = 20
+
+
+def merge(
+    out: Path,
+    results: Sequence[UnitResult],
+    *,
+    tokenizer: TokenizerInfo,
+    rejected: Sequence[Rejected],
+    duplicates: Duplicates,
+    signature: str,
+    others: Sequence[Corpus] = (),
+    patience: Patience | None = None,
+) -> CorpusInfo:
+    """Write the sidecars, the quarantine and, last, ``corpus.json``; done again, it writes the same files.
+
+    What ``others`` hold is left out. Everything that ``corpus.json`` names outlives a power failure before
+    ``corpus.json`` has its name.
+
+    Raises:
+        UserError: No document is left, or a JSONL file holds no JSON object.
+        OSError: The notes can't be read, or the corpus can't be written, as the other ``READ_ERRORS``.
+    """
+    refuse_files_without_objects([result.lines for result in results])
+    numbered = number_lines([result.lines for result in results])
+    results = [replace(result, lines=lines) for result, lines in zip(results, numbered, strict=True)]
+    units = [result for result in results if result.shard is not None]
+    repeats = _repeats(out, units, others, duplicates)
+    repeated = _repeated_documents(out, units, repeats, others)
+    num_quarantined, reasons = _write_quarantine(out, results, rejected, repeated)
+    if not any((repeated < 0).any() for repeated in repeats):
+        raise _no_document(out, num_quarantined, reasons)
+    totals = _write_documents(out, units, repeats)
+    spans = _write_spans(out, units, repeats) if any(unit.has_spans for unit in units) else None
+    byte_entropy, token_entropy = _entropies(out, units, repeats, tokenizer, patience)
+    info = CorpusInfo(
+        tokenizer=tokenizer,
+        dtype=token_dtype(tokenizer.vocab_size).name,
+        num_documents=totals.num_documents,
+        num_tokens=totals.num_tokens,
+        max_token_id=totals.max_token_id,
+        num_quarantined=num_quarantined,
+        shards=tuple(unit.shard for unit in units if unit.shard is not None),
+        documents_bytes=(out / DOCUMENTS_FILE).stat().st_size,
+        documents_crc32=file_crc32(out / DOCUMENTS_FILE),
+        lengths_crc32=totals.lengths_crc32,
+        byte_unigram_nats=byte_entropy,
+        token_unigram_nats=token_entropy,
+        signature=signature,
+        reasons=reasons,
+        spans=spans,
+        turn_ends=tuple(sorted({token for unit in units for token in unit.turn_ends})),
+    )
+    # The files themselves were synced when they were written; their names are not durable before their folders are.
+    for directory in (out / SHARDS_DIRECTORY, out):
+        sync_folder(directory)
+    write_text(out / CORPUS_FILE, json.dumps(info.to_json(), indent=2) + "\n")
+    sync_folder(out)
+    return info
+
+
+def _no_document(out: Path, num_quarantined: int, reasons: Sequence[tuple[str, int]]) -> UserError:
+    if not num_quarantined:
+        return UserError("the sources hold no document: their files are empty")
+    common = "; ".join(f"{reason} ({count})" for reason, count in reasons[:3])
+    return UserError(
+        f"the sources hold no usable document: {num_quarantined} were left out: {common}. "
+        f"{out / QUARANTINE_FILE} names each"
+    )
+
+
+def remove_working_files(out: Path, info: CorpusInfo) -> None:
+    """Remove what a preparation leaves beside its corpus: notes, temporary files, shards that belong to no unit.
+
+    Such shards are of files that were removed before an interrupted preparation went on. Nothing here is needed any
+    more, so what can't be removed now is left to the next time.
+    """
+    for path in working_files(out, info):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                path.unlink()
+
+
+def working_files(out: Path, info: CorpusInfo) -> list[Path]:
+    """Return what lies in a complete corpus and does not belong to it, as far as it was made by a preparation."""
+    shards = {shard.name for shard in info.shards}
+    found = [path for path in (out / UNITS_DIRECTORY, out / PREPARATION_FILE) if path.exists()]
+    found += temporary_files(out)
+    found += temporary_files(out / SHARDS_DIRECTORY)
+    found += [path for path in (out / SHARDS_DIRECTORY).glob("shard-*.parquet") if path.name not in shards]
+    return found
+
+
+def entropy_nats(counts: NDArray[np.int64]) -> float:
+    """Return the Shannon entropy, in nats, of a distribution given by its counts."""
+    positive = counts[counts > 0].astype(np.float64)
+    shares = positive / positive.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Totals:
+    num_documents: int
+    num_tokens: int
+    max_token_id: int
+    lengths_crc32: int
+
+
+def _notes(out: Path, unit: UnitResult, columns: Sequence[str] | None = None) -> pa.Table:
+    notes = pq.read_table(unit_file(out, unit.index, "parquet"), columns=columns)
+    if "offset" not in notes.column_names or not _lines_before(unit):
+        return notes
+    place = notes.schema.get_field_index("offset")
+    return notes.set_column(place, notes.schema.field(place), pc.add(notes.column(place), _lines_before(unit)))
+
+
+def _lines_before(unit: UnitResult) -> int:
+    return 0 if unit.lines is None else unit.lines.num_before
+
+
+def _kept_notes(
+    out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]], columns: Sequence[str]
+) -> Iterator[tuple[int, pa.Table]]:
+    """Yield the number of each unit's first document, and the notes of its documents that stay."""
+    first = 0
+    for unit, repeated in zip(units, repeats, strict=True):
+        kept = _notes(out, unit, columns).filter(pa.array(repeated < 0))
+        yield first, kept
+        first += kept.num_rows
+
+
+def _repeats(
+    out: Path, units: Sequence[UnitResult], others: Sequence[Corpus], duplicates: Duplicates
+) -> list[NDArray[np.int64]]:
+    """Return for each document the number of the one, over ``others`` and all units, that it repeats, or -1."""
+    if duplicates == "keep" and not others:
+        return [np.full(unit.num_documents, -1, dtype=np.int64) for unit in units]
+    known = [corpus.digests() for corpus in others]
+    found = first_of_same_content([*known, *(_digests(_notes(out, unit, ["content"])) for unit in units)])[len(known) :]
+    if duplicates == "keep":
+        num_known = sum(map(len, known))
+        return [np.where(repeated < num_known, repeated, -1) for repeated in found]
+    return found
+
+
+def _digests(notes: pa.Table) -> NDArray[np.uint64]:
+    """Return the digests of a unit's documents as uint64 [documents, 2]."""
+    chunks = [digest_halves(chunk) for chunk in notes.column("content").chunks]
+    return np.concatenate([np.empty((0, 2), dtype=np.uint64), *chunks])
+
+
+def _repeated_documents(
+    out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]], others: Sequence[Corpus]
+) -> Iterator[Rejected]:
+    """Yield the documents that occurred before, each with the place of the first."""
+    sizes = [*(corpus.num_documents for corpus in others), *(repeated.size for repeated in repeats)]
+    begins = np.cumsum([0, *sizes])
+
+    @functools.lru_cache(maxsize=_NOTES_AT_HAND)
+    def places(unit: int) -> pa.Table:
+        return _notes(out, units[unit], ["source", "offset"])
+
+    def place(number: int) -> tuple[str, int]:
+        group = int(np.searchsorted(begins, number, side="right")) - 1
+        row = number - int(begins[group])
+        if group < len(others):
+            return others[group].source(row)[:2]
+        notes = places(group - len(others))
+        return notes.column("source")[row].as_py(), notes.column("offset")[row].as_py()
+
+    for begin, repeated in zip(begins[len(others) :].tolist(), repeats, strict=False):
+        for row in np.flatnonzero(repeated >= 0).tolist():
+            first_source, first_offset = place(int(repeated[row]))
+            source, offset = place(begin + row)
+            reason = f"the same content as {first_source}" + (f" at {first_offset}" if first_offset else "")
+            if repeated[row] < begins[len(others)]:
+                reason += " in another corpus"
+            yield Rejected(source=source, offset=offset, reason=reason)
+
+
+def _write_documents(out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]]) -> _Totals:
+    """Write the length sidecar, and add up what it holds."""
+    columns = [name for name in DOCUMENT_SCHEMA.names if name != "shard"]
+    num_documents, num_tokens, largest, crc32 = 0, 0, 0, 0
+    with atomic_file(out / DOCUMENTS_FILE) as temporary:
+        writer = RowGroupWriter(temporary, DOCUMENT_SCHEMA)
+        for shard, (_, kept) in enumerate(_kept_notes(out, units, repeats, columns)):
+            lengths = kept.column("length").to_numpy().astype("<i8")
+            num_documents += lengths.size
+            num_tokens += int(lengths.sum())
+            largest = max(largest, int(kept.column("max_token_id").to_numpy().max(initial=0)))
+            crc32 = zlib.crc32(lengths.tobytes(), crc32)
+            writer.add(kept.append_column("shard", pa.array(np.full(lengths.size, shard, dtype=np.int32))))
+        writer.close(crc32)
+    return _Totals(num_documents=num_documents, num_tokens=num_tokens, max_token_id=largest, lengths_crc32=crc32)
+
+
+def _write_spans(out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]]) -> SpansInfo:
+    """Write every document's spans; one that is supervised as a whole gets one span."""
+    num_spans, num_supervised, crc32 = 0, 0, 0
+    columns = ["length", "span_starts", "span_stops"]
+    with atomic_file(out / SPANS_FILE) as temporary:
+        writer = RowGroupWriter(temporary, SPANS_SCHEMA, statistics=["document"])
+        for first, kept in _kept_notes(out, units, repeats, columns):
+            documents, starts, stops = _unit_spans(kept)
+            documents += first
+            num_spans += starts.size
+            num_supervised += int((stops - starts).sum())
+            crc32 = spans_crc32(documents, starts, stops, crc32)
+            writer.add(pa.table({"document": documents, "start": starts, "stop": stops}))
+        writer.close(crc32)
+    return SpansInfo(
+        num_spans=num_spans,
+        num_supervised=num_supervised,
+        num_bytes=(out / SPANS_FILE).stat().st_size,
+        crc32=file_crc32(out / SPANS_FILE),
+        content_crc32=crc32,
+    )
+
+
+def _unit_spans(notes: pa.Table) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return document (from 0), start and stop of each span of a unit's documents."""
+    starts_of = notes.column("span_starts").combine_chunks()
+    is_whole = starts_of.is_null().to_numpy(zero_copy_only=False)
+    counts = np.where(is_whole, 1, starts_of.value_lengths().fill_null(0).to_numpy(zero_copy_only=False))
+    documents = np.repeat(np.arange(counts.size, dtype=np.int64), counts)
+    starts, stops = np.zeros((2, documents.size), dtype=np.int64)
+    of_whole = is_whole[documents]
+    stops[of_whole] = notes.column("length").to_numpy()[is_whole]
+    starts[~of_whole] = starts_of.flatten().to_numpy()
+    stops[~of_whole] = notes.column("span_stops").combine_chunks().flatten().to_numpy()
+    return documents, starts, stops
+
+
+def _write_quarantine(
+    out: Path, results: Sequence[UnitResult], rejected: Sequence[Rejected], repeated: Iterator[Rejected]
+) -> tuple[int, tuple[tuple[str, int], ...]]:
+    """Write everything that was left out into one file; return how much, and how often for the commonest reasons."""
+    reasons: Counter[str] = Counter()
+    with atomic_file(out / QUARANTINE_FILE) as temporary, temporary.open("w", encoding="utf-8") as file:
+        for group in (rejected, repeated):
+            for one in group:
+                reasons[reason_class(one.reason)] += 1
+                file.write(json.dumps(asdict(one)) + "\n")
+        for result in results:
+            with unit_file(out, result.index, "quarantine.jsonl").open(encoding="utf-8") as lines:
+                for line in lines:
+                    one = json.loads(line)
+                    reasons[reason_class(one["reason"])] += 1
+                    file.write(json.dumps({**one, "offset": one["offset"] + _lines_before(result)}) + "\n")
+    return reasons.total(), tuple(reasons.most_common(_MOST_REASONS))
+
+
+def _entropies(
+    out: Path,
+    units: Sequence[UnitResult],
+    repeats: Sequence[NDArray[np.int64]],
+    tokenizer: TokenizerInfo,
+    patience: Patience | None,
+) -> tuple[float | None, float | None]:
+    """Return the entropy of the raw bytes and of the token ids over the documents that are kept."""
+    known = [unit.token_counts for unit in units if unit.token_counts is not None]
+    if len(known) < len(units):
+        return None, None
+    reader = ShardReader(out / SHARDS_DIRECTORY, token_dtype(tokenizer.vocab_size), patience=patience)
+    counts = np.asarray(known, dtype=np.int64).sum(axis=0)
+    for unit, repeated in zip(units, repeats, strict=True):
+        assert unit.shard is not None
+        dropped = repeated >= 0
+        if dropped.any():
+            for note in _notes(out, unit, ["first_row", "length"]).filter(pa.array(dropped)).to_pylist():
+                tokens = reader.read(unit.shard, note["first_row"], 0, note["length"])
+                counts -= np.bincount(tokens, minlength=counts.size)
+    return entropy_nats(counts[:256]), entropy_nats(counts)

@@ -1,0 +1,371 @@
+"""From sources to a corpus: what is to be done, what is done already, and the merge that commits it.
+
+The units between may run anywhere: here one after another, or as Ray tasks
+(``ray_ulysses.cluster.prepare_job``).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.corpus.format import CORPUS_FILE, PREPARATION_FILE
+from ray_ulysses.data.fingerprint import stable_hash
+from ray_ulysses.data.prepare.merge import Duplicates, merge, remove_working_files, working_files
+from ray_ulysses.data.prepare.unit_writer import UnitResult, finished_unit, unit_signature, write_unit
+from ray_ulysses.data.sources.file_listing import path_text
+from ray_ulysses.data.sources.quarantine import Rejected
+from ray_ulysses.data.sources.units import DEFAULT_UNIT_BYTES, SourceSpec, Unit, list_units
+from ray_ulysses.data.tokenize.tokenizers import BYTES, Tokenizer, TokenizerInfo, load_tokenizer
+from ray_ulysses.errors import UserError
+from ray_ulysses.storage.atomic import TEMPORARY_SUFFIX, write_text
+from ray_ulysses.storage.directory_lock import LOCK_FILE, directory_lock
+from ray_ulysses.storage.location import expand_home
+from ray_ulysses.storage.patience import Patience
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrepareRequest:
+    """What the user asked ``prepare`` for.
+
+    Attributes:
+        sources: What to read.
+        out: Directory of the corpus.
+        tokenizer: ``bytes``, or a local Hugging Face tokenizer directory.
+        duplicates: ``quarantine`` leaves out documents whose text occurred before; ``keep`` keeps them.
+        without: Corpora that this one is to be trained on beside: what they hold is left out.
+        unit_bytes: Input bytes a unit, and so about the size of a shard.
+    """
+
+    sources: SourceSpec
+    out: Path
+    tokenizer: str = "bytes"
+    duplicates: Duplicates = "quarantine"
+    without: tuple[str, ...] = ()
+    unit_bytes: int = DEFAULT_UNIT_BYTES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preparation:
+    """A preparation that has begun.
+
+    Attributes:
+        request: What was asked for.
+        units: All units.
+        done: Results of the units that an earlier run finished.
+        rejected: Files left out before any was read.
+        signature: Identifies request and units.
+        is_complete: Whether the corpus is there already.
+    """
+
+    request: PrepareRequest
+    units: tuple[Unit, ...]
+    done: tuple[UnitResult, ...]
+    rejected: tuple[Rejected, ...]
+    signature: str
+    is_complete: bool
+
+    @property
+    def pending(self) -> tuple[Unit, ...]:
+        """Return the units that are still to be written."""
+        finished = {result.index for result in self.done}
+        return tuple(unit for unit in self.units if unit.index not in finished)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrepareProgress:
+    """How far a preparation is.
+
+    Attributes:
+        units_done: Units finished, those of earlier runs included.
+        num_units: All units.
+        documents: Documents stored so far.
+        tokens: Tokens stored so far.
+        rejected: Documents left out so far; repeated ones are found at the end.
+        bytes_done: Bytes of input in the units that are finished.
+        num_bytes: Bytes of input in all: as stored for files that are read whole, else unpacked.
+    """
+
+    units_done: int
+    num_units: int
+    documents: int
+    tokens: int
+    rejected: int
+    bytes_done: int
+    num_bytes: int
+
+
+ProgressCallback = Callable[[PrepareProgress], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """What a request comes to before anything is written."""
+
+    request: PrepareRequest
+    tokenizer: Tokenizer
+    units: tuple[Unit, ...]
+    rejected: tuple[Rejected, ...]
+    options: str
+    signature: str
+
+
+@contextmanager
+def preparing(request: PrepareRequest, patience: Patience | None = None) -> Iterator[Preparation]:
+    """List the sources, claim the directory, and keep others from it until the block ends.
+
+    Nothing that is already there is written over, and nothing is written for a request that can't be met.
+
+    Raises:
+        UserError: A source, an option or the tokenizer can't be used, there is nothing to read, the directory
+            holds another corpus, another unfinished preparation or files that are not ours, or another process
+            is preparing there.
+        RunError: A storage was away for too long.
+    """
+    patience = patience if patience is not None else Patience()
+    plan = patience.call_or_fail("the sources", lambda: _plan(request))
+    out = plan.request.out
+    if patience.call_or_fail(out, lambda: _is_complete(out, plan)):
+        _remove_leftovers(out, patience)
+        yield _preparation(plan, is_complete=True)
+        return
+    patience.call_or_fail(out, lambda: _refuse_other_content(out, plan))
+    with directory_lock(out, patience=patience):
+        # Looked at again: the process that held the lock before may have finished.
+        is_complete = patience.call_or_fail(out, lambda: _is_complete(out, plan))
+        if not is_complete:
+            patience.call_or_fail(out, lambda: _claim(out, plan))
+        yield patience.call_or_fail(out, lambda: _preparation(plan, is_complete=is_complete))
+
+
+def finish(preparation: Preparation, results: tuple[UnitResult, ...], patience: Patience | None = None) -> Corpus:
+    """Merge the units' notes and commit the corpus by writing ``corpus.json``.
+
+    Args:
+        preparation: What ``preparing`` gave.
+        results: The results of all units, in any order.
+        patience: How long to wait for the storage of the corpus.
+
+    Raises:
+        UserError: No document is left, or a JSONL file holds no JSON object.
+        RunError: The corpus can't be written; a ``StorageAwayError`` where its storage was away for too long.
+    """
+    ordered = tuple(sorted(results, key=lambda result: result.index))
+    assert [r.index for r in ordered] == [u.index for u in preparation.units], "every unit must have one result"
+    request = preparation.request
+    patience = patience if patience is not None else Patience()
+    tokenizer = patience.call_or_fail(request.tokenizer, lambda: load_tokenizer(request.tokenizer).info)
+    others = _other_corpora(request, tokenizer, patience)
+    merge_units = functools.partial(
+        merge,
+        request.out,
+        ordered,
+        tokenizer=tokenizer,
+        rejected=preparation.rejected,
+        duplicates=request.duplicates,
+        signature=preparation.signature,
+        others=others,
+        patience=patience,
+    )
+    info = patience.call_or_fail(request.out, merge_units)
+    # The corpus is committed: what can't be removed now is removed by the next preparation.
+    with suppress(OSError):
+        remove_working_files(request.out, info)
+    return Corpus.open(request.out, patience=patience)
+
+
+def prepare_local(
+    request: PrepareRequest, progress: ProgressCallback | None = None, patience: Patience | None = None
+) -> Corpus:
+    """Prepare a corpus in this process, one unit after another; the same files as through Ray.
+
+    Raises:
+        UserError: As ``preparing`` and ``finish`` do, and for a file that can't be read.
+        RunError: As ``preparing``, ``write_unit`` and ``finish`` do.
+    """
+    patience = patience if patience is not None else Patience()
+    with preparing(request, patience) as preparation:
+        request = preparation.request
+        if preparation.is_complete:
+            return Corpus.open(request.out, patience=patience)
+        tokenizer = patience.call_or_fail(request.tokenizer, lambda: load_tokenizer(request.tokenizer))
+        results = list(preparation.done)
+        for unit in preparation.pending:
+            results.append(write_unit(request.out, unit, tokenizer, patience))
+            if progress is not None:
+                progress(progress_of(preparation, results))
+        return finish(preparation, tuple(results), patience)
+
+
+def progress_of(preparation: Preparation, results: Sequence[UnitResult]) -> PrepareProgress:
+    """Return the progress that the results so far amount to, those of earlier runs included."""
+    finished = {result.index for result in results}
+    return PrepareProgress(
+        units_done=len(results),
+        num_units=len(preparation.units),
+        documents=sum(result.num_documents for result in results),
+        tokens=sum(result.num_tokens for result in results),
+        rejected=len(preparation.rejected) + sum(result.num_rejected for result in results),
+        bytes_done=sum(unit.num_bytes for unit in preparation.units if unit.index in finished),
+        num_bytes=sum(unit.num_bytes for unit in preparation.units),
+    )
+
+
+def _plan(request: PrepareRequest) -> _Plan:
+    request = _with_absolute_paths(request)
+    for name, path in (("out", str(request.out)), ("tokenizer", request.tokenizer)):
+        if path_text(path) != path:
+            raise UserError(f"{name}={path_text(path)}: its name is not UTF-8, which a corpus can't hold; rename it")
+    tokenizer = load_tokenizer(request.tokenizer)
+    request.sources.fields.check(request.sources.kind)
+    if request.sources.fields.kind == "messages":
+        # Says now that there is no chat template, not in the first task.
+        tokenizer.chat()
+    units, rejected = list_units(request.sources, request.unit_bytes)
+    if not units:
+        paths = ", ".join(map(path_text, request.sources.paths))
+        if rejected:
+            raise UserError(
+                f"source={paths}: all {len(rejected)} files were left out (the first: {rejected[0].source}, "
+                f"{rejected[0].reason}); nothing was written"
+            )
+        raise UserError(
+            f"source={paths}: no file matches pattern={request.sources.pattern!r} "
+            f"(kind={request.sources.kind}); nothing was written"
+        )
+    others = _other_corpora(request, tokenizer.info)
+    options = _options_signature(request, tokenizer, others)
+    signature = stable_hash([options, [unit_signature(unit, tokenizer) for unit in units]])
+    return _Plan(
+        request=request, tokenizer=tokenizer, units=units, rejected=rejected, options=options, signature=signature
+    )
+
+
+def _preparation(plan: _Plan, *, is_complete: bool) -> Preparation:
+    out = plan.request.out
+    found = () if is_complete else (finished_unit(out, unit, plan.tokenizer) for unit in plan.units)
+    return Preparation(
+        request=plan.request,
+        units=plan.units,
+        done=tuple(result for result in found if result is not None),
+        rejected=plan.rejected,
+        signature=plan.signature,
+        is_complete=is_complete,
+    )
+
+
+def _with_absolute_paths(request: PrepareRequest) -> PrepareRequest:
+    """Resolve what is on disk here: a worker has another current directory; hub names stay as they are."""
+    paths = tuple(_absolute(path) for path in request.sources.paths)
+    return replace(
+        request,
+        sources=replace(request.sources, paths=paths),
+        out=expand_home(request.out).absolute(),
+        without=tuple(_absolute(path) for path in request.without),
+        tokenizer=_absolute(request.tokenizer) if request.tokenizer != BYTES else BYTES,
+    )
+
+
+def _absolute(path: str) -> str:
+    expanded = expand_home(path)
+    return str(expanded.absolute()) if expanded.exists() else path
+
+
+def _other_corpora(
+    request: PrepareRequest, tokenizer: TokenizerInfo, patience: Patience | None = None
+) -> tuple[Corpus, ...]:
+    """Open the corpora whose documents are left out."""
+    others = []
+    for path in request.without:
+        try:
+            corpus = Corpus.open(path, patience=patience)
+        except UserError as error:
+            raise UserError(f"without{str(error).removeprefix('data.path')}") from error
+        if corpus.tokenizer.fingerprint != tokenizer.fingerprint:
+            raise UserError(
+                f"without={path}: was prepared with the tokenizer {corpus.tokenizer.name}, this corpus is to be with "
+                f"{tokenizer.name}; the corpora of a run need one tokenizer"
+            )
+        others.append(corpus)
+    return tuple(others)
+
+
+def _options_signature(request: PrepareRequest, tokenizer: Tokenizer, others: Sequence[Corpus]) -> str:
+    spec = request.sources
+    return stable_hash(
+        {
+            "tokenizer": tokenizer.info.fingerprint,
+            "paths": spec.paths,
+            "kind": spec.kind,
+            "pattern": spec.pattern,
+            "exclude": spec.exclude,
+            "fields": asdict(spec.fields),
+            "split": spec.split,
+            "duplicates": request.duplicates,
+            "without": [corpus.fingerprint for corpus in others],
+            "unit_bytes": request.unit_bytes,
+        }
+    )
+
+
+def _is_complete(out: Path, plan: _Plan) -> bool:
+    """Return whether the same corpus is there already; another one is refused."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"out={out}: is a file; name a directory")
+    if not (out / CORPUS_FILE).is_file():
+        return False
+    if _field(out / CORPUS_FILE, "signature") == plan.signature:
+        return True
+    raise UserError(
+        f"out={out}: already holds a corpus of other sources, options or source files, or of another version; "
+        "nothing was written over. Choose another directory, or delete this one first"
+    )
+
+
+def _refuse_other_content(out: Path, plan: _Plan) -> None:
+    if (out / PREPARATION_FILE).is_file():
+        if _field(out / PREPARATION_FILE, "options") != plan.options:
+            raise UserError(
+                f"out={out}: holds an unfinished preparation with other sources or options; "
+                "nothing was written over. Choose another directory, or delete this one first"
+            )
+        return
+    if out.is_dir() and not all(_is_ours(path) for path in out.iterdir()):
+        raise UserError(f"out={out}: is not empty and holds no corpus of ours; choose another directory")
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether a file is what a preparation leaves that was killed before it had claimed the directory."""
+    claim = f".{PREPARATION_FILE}."
+    return path.name == LOCK_FILE or (path.name.startswith(claim) and path.name.endswith(TEMPORARY_SUFFIX))
+
+
+def _remove_leftovers(out: Path, patience: Patience) -> None:
+    """Remove what a preparation left that was killed after it had committed the corpus.
+
+    Where the directory can't be written, or another process holds it and does the same, they stay and do no harm.
+    """
+    info = Corpus.open(out, patience=patience).info
+    with suppress(UserError, OSError):
+        if working_files(out, info) or (out / LOCK_FILE).exists():
+            with directory_lock(out, patience=patience):
+                remove_working_files(out, info)
+
+
+def _claim(out: Path, plan: _Plan) -> None:
+    _refuse_other_content(out, plan)
+    if not (out / PREPARATION_FILE).is_file():
+        write_text(out / PREPARATION_FILE, json.dumps({"options": plan.options}))
+
+
+def _field(path: Path, name: str) -> object:
+    text = path.read_bytes()
+    try:
+        return json.loads(text).get(name)
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"out={path.parent}: {path.name} can't be read ({error}); delete the directory") from error

@@ -1,0 +1,246 @@
+"""Preparing one unit: its documents become one shard and the notes that the merge needs.
+
+The unit's JSON file is written last, so that a unit counts as done only when everything else of it is in
+place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ray_ulysses.data.corpus.format import FORMAT_VERSION, SHARDS_DIRECTORY, UNITS_DIRECTORY, ShardInfo, token_dtype
+from ray_ulysses.data.corpus.shard import ShardWriter
+from ray_ulysses.data.sources.extraction import RawDocument, read_unit
+from ray_ulysses.data.sources.file_listing import path_text
+from ray_ulysses.data.sources.line_ranges import LineCounts
+from ray_ulysses.data.sources.quarantine import Rejected
+from ray_ulysses.data.sources.row_fields import RowError
+from ray_ulysses.data.sources.units import Unit
+from ray_ulysses.data.tokenize.encoding import EncodedDocument, encode_document
+from ray_ulysses.data.tokenize.tokenizers import Tokenizer
+from ray_ulysses.errors import UserError
+from ray_ulysses.storage.atomic import atomic_file, write_text
+from ray_ulysses.storage.patience import Patience, is_transient
+
+NOTES_SCHEMA = pa.schema(
+    [
+        ("length", pa.int64()),
+        ("max_token_id", pa.int64()),
+        ("first_row", pa.int64()),
+        ("source", pa.string()),
+        ("offset", pa.int64()),
+        ("id", pa.string()),
+        ("content", pa.binary(16)),
+        # Null where one span covers the document.
+        ("span_starts", pa.list_(pa.int64())),
+        ("span_stops", pa.list_(pa.int64())),
+    ]
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitResult:
+    """What became of one unit.
+
+    Attributes:
+        index: The unit's number.
+        signature: The unit's and the tokenizer's, at the time.
+        shard: The shard that was written; None when the unit held no usable document.
+        num_documents: Documents written.
+        num_tokens: Tokens written.
+        num_rejected: Documents left out.
+        has_spans: Whether a document is supervised in part only.
+        turn_ends: The special tokens that end supervised stretches.
+        token_counts: How often each id occurs, for the byte tokenizer; else None.
+        lines: The lines of the unit's file or range; None where it has none.
+    """
+
+    index: int
+    signature: str
+    shard: ShardInfo | None
+    num_documents: int
+    num_tokens: int
+    num_rejected: int
+    has_spans: bool
+    turn_ends: tuple[int, ...]
+    token_counts: tuple[int, ...] | None
+    lines: LineCounts | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> UnitResult:
+        """Return the result that ``to_json`` described."""
+        shard = fields["shard"]
+        counts = fields["token_counts"]
+        return cls(
+            **{
+                **fields,
+                "shard": None if shard is None else ShardInfo(**shard),
+                "turn_ends": tuple(fields["turn_ends"]),
+                "token_counts": None if counts is None else tuple(counts),
+                "lines": LineCounts.from_json(fields["lines"]),
+            }
+        )
+
+
+def unit_file(out: Path, index: int, suffix: str) -> Path:
+    """Return the path of a unit's notes with the given suffix."""
+    return out / UNITS_DIRECTORY / f"unit-{index:05d}.{suffix}"
+
+
+def unit_signature(unit: Unit, tokenizer: Tokenizer) -> str:
+    """Return what must be unchanged for a unit that is done to be kept."""
+    signature = f"{FORMAT_VERSION}-{unit.signature}-{tokenizer.info.fingerprint}"
+    if unit.kind != "text" and unit.fields.kind == "messages":
+        return f"{signature}-{tokenizer.chat().fingerprint}"
+    return signature
+
+
+def finished_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult | None:
+    """Return the result of a unit that an earlier run finished with the same content, else None.
+
+    Raises:
+        OSError: The storage is away.
+    """
+    try:
+        result = UnitResult.from_json(json.loads(unit_file(out, unit.index, "json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if is_transient(error):
+            raise
+        return None
+    if result.signature != unit_signature(unit, tokenizer):
+        return None
+    # Written before the result, but a power failure need not keep that order.
+    if not all(unit_file(out, unit.index, suffix).is_file() for suffix in ("parquet", "quarantine.jsonl")):
+        return None
+    if result.shard is not None:
+        shard = out / SHARDS_DIRECTORY / result.shard.name
+        if not shard.is_file() or shard.stat().st_size != result.shard.num_bytes:
+            return None
+    return result
+
+
+def write_unit(out: Path, unit: Unit, tokenizer: Tokenizer, patience: Patience | None = None) -> UnitResult:
+    """Read, tokenize and store one unit; done again, it writes the same files.
+
+    It is done again from its beginning where a storage stops answering, that of the sources or that of the corpus.
+
+    Raises:
+        UserError: A file of the unit can't be read, or changed while it was read.
+        RunError: The corpus can't be written; a ``StorageAwayError`` where a storage was away for too long.
+    """
+    patience = patience if patience is not None else Patience()
+    return patience.call_or_fail(f"unit {unit.index} of {out}", lambda: _write_unit(out, unit, tokenizer))
+
+
+def _write_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult:
+    shard_path = out / SHARDS_DIRECTORY / f"shard-{unit.index:05d}.parquet"
+    collected = _Collected(tokenizer)
+    with atomic_file(shard_path) as temporary:
+        writer = ShardWriter(temporary, token_dtype(tokenizer.info.vocab_size))
+        try:
+            for found in read_unit(unit):
+                collected.add(found, writer)
+            writer.close()
+        except BaseException:
+            writer.abandon()
+            raise
+        _refuse_changed_files(unit)
+    if not writer.num_documents:
+        shard_path.unlink()
+    result = UnitResult(
+        index=unit.index,
+        signature=unit_signature(unit, tokenizer),
+        shard=writer.info(shard_path) if writer.num_documents else None,
+        num_documents=writer.num_documents,
+        num_tokens=writer.num_tokens,
+        num_rejected=len(collected.rejected),
+        has_spans=collected.has_spans,
+        turn_ends=tuple(sorted(collected.turn_ends)),
+        token_counts=None if collected.counts is None else tuple(collected.counts.tolist()),
+        lines=collected.lines,
+    )
+    collected.write(out, unit.index)
+    write_text(unit_file(out, unit.index, "json"), json.dumps(result.to_json()))
+    return result
+
+
+class _Collected:
+    """The notes of a unit while it is read."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.rejected: list[Rejected] = []
+        self.columns: dict[str, list[Any]] = {name: [] for name in NOTES_SCHEMA.names}
+        self.has_spans = False
+        self.turn_ends: set[int] = set()
+        self.lines: LineCounts | None = None
+        self._tokenizer = tokenizer
+        info = tokenizer.info
+        self.counts = np.zeros(info.vocab_size, dtype=np.int64) if info.kind == "bytes" else None
+
+    def add(self, document: RawDocument | Rejected | LineCounts, writer: ShardWriter) -> None:
+        """Tokenize and store a document, or note why it is left out, or note how many lines there were."""
+        if isinstance(document, LineCounts):
+            self.lines = document
+            return
+        if isinstance(document, Rejected):
+            self.rejected.append(document)
+            return
+        try:
+            encoded = encode_document(document.content, self._tokenizer)
+        except RowError as error:
+            self.rejected.append(Rejected(source=document.source, offset=document.offset, reason=str(error)))
+            return
+        self._note(document, encoded, writer.add(encoded.ids))
+        if self.counts is not None:
+            self.counts += np.bincount(encoded.ids, minlength=self.counts.size)
+
+    def _note(self, document: RawDocument, encoded: EncodedDocument, first_row: int) -> None:
+        whole = encoded.is_whole
+        self.has_spans |= not whole
+        self.turn_ends |= encoded.turn_ends
+        row = {
+            "length": encoded.ids.size,
+            "max_token_id": int(encoded.ids.max()),
+            "first_row": first_row,
+            "source": document.source,
+            "offset": document.offset,
+            "id": document.id,
+            "content": encoded.digest,
+            "span_starts": None if whole else encoded.starts,
+            "span_stops": None if whole else encoded.stops,
+        }
+        for name, column in self.columns.items():
+            column.append(row[name])
+
+    def write(self, out: Path, index: int) -> None:
+        lines = "".join(json.dumps(asdict(rejected)) + "\n" for rejected in self.rejected)
+        write_text(unit_file(out, index, "quarantine.jsonl"), lines)
+        with atomic_file(unit_file(out, index, "parquet")) as temporary:
+            pq.write_table(pa.table(self.columns, schema=NOTES_SCHEMA), temporary, compression="zstd")
+
+
+def _refuse_changed_files(unit: Unit) -> None:
+    if unit.kind == "datasets":
+        return
+    for file in unit.files:
+        try:
+            status = os.stat(file.path)
+        except OSError as error:
+            if is_transient(error):
+                raise
+            status = None
+        if status is None or (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.modified_ns):
+            name = path_text(file.path)
+            raise UserError(f"source={name}: changed while it was being prepared; run prepare again when it rests")

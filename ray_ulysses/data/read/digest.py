@@ -1,0 +1,91 @@
+"""Proof of what the model received: a 64-bit sum that no order, restart or layout changes.
+
+A slice's checksum is a sum over its positions, so the checksums of a row's slices add up to the row's own,
+whatever their number. A row's digest binds that sum to the row's number; digests of rows add up to the run's.
+All sums are modulo 2**64: unlike XOR, a sum does not forget a row that was repeated twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ray_ulysses.data.plan.mixing import mix, mix_int
+from ray_ulysses.data.read.reader import RowSlice
+
+MODULUS = 1 << 64
+_SIGN = 1 << 63
+
+
+def checksum(
+    first_position: int,
+    input_ids: NDArray[np.int64],
+    labels: NDArray[np.int64],
+    position_ids: NDArray[np.int64],
+) -> int:
+    """Return the checksum of a contiguous part of a row, from the arrays that the model is given.
+
+    Args:
+        first_position: Where in the row the part begins.
+        input_ids: int64 [tokens].
+        labels: int64 [tokens].
+        position_ids: int64 [tokens].
+
+    Returns:
+        An integer in ``[0, 2**64)``; the checksums of a row's parts are added modulo 2**64.
+    """
+    places = np.arange(first_position, first_position + input_ids.size, dtype=np.uint64)
+    # Each value enters before another mixing, so that a token and a label that change places are noticed.
+    mixed = mix(places)
+    for values in (input_ids, labels, position_ids):
+        mixed = mix(mixed ^ values.astype(np.int64, copy=False).view(np.uint64))
+    return int(mixed.sum(dtype=np.uint64))
+
+
+def slice_checksum(row_slice: RowSlice) -> int:
+    """Return the checksum of a slice; a row's slices add up to the same sum for any split."""
+    return ranges_checksum(row_slice.ranges, row_slice.input_ids, row_slice.labels, row_slice.position_ids)
+
+
+def ranges_checksum(
+    ranges: Sequence[tuple[int, int]],
+    input_ids: NDArray[np.int64],
+    labels: NDArray[np.int64],
+    position_ids: NDArray[np.int64],
+) -> int:
+    """Return the checksum of the tokens ``(start, stop)`` of a row, which stand in the arrays end to end."""
+    total, place = 0, 0
+    for start, stop in ranges:
+        part = slice(place, place + stop - start)
+        total += checksum(start, input_ids[part], labels[part], position_ids[part])
+        place = part.stop
+    return total % MODULUS
+
+
+def row_digest(row: int, row_checksum: int) -> int:
+    """Return what a row adds to the run's digest: 0 for a filler.
+
+    Args:
+        row: Global number of the row, negative for a filler.
+        row_checksum: Sum of the checksums of all its slices.
+    """
+    if row < 0:
+        return 0
+    return mix_int(mix_int(row) ^ (row_checksum % MODULUS))
+
+
+def add_digests(*digests: int) -> int:
+    """Return the sum modulo 2**64."""
+    return sum(digests) % MODULUS
+
+
+def to_int64(value: int) -> int:
+    """Return the signed integer with the same 64 bits; sums of these in int64 wrap to the same digest."""
+    return value - MODULUS if value >= _SIGN else value
+
+
+def from_int64(value: int) -> int:
+    """Return the digest whose bits a signed integer holds."""
+    return value % MODULUS

@@ -1,0 +1,204 @@
+"""Rows as a rank receives them: its slice of tokens, labels shifted inside documents, and positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.plan.rows import Piece
+from ray_ulysses.parallel.layout import held_ranges, row_multiple
+
+IGNORE_INDEX = -100
+FILLER_ROW = -1
+PADDING_TOKEN = 0
+Split = Literal["train", "evaluation"]
+
+
+class TokenStore(Protocol):
+    """Where tokens come from; a ``Corpus`` is one."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the identity of the content."""
+        ...
+
+    def read(self, document: int, start: int, length: int) -> NDArray[np.int64]:
+        """Return ``length`` tokens of a document from ``start`` on."""
+        ...
+
+    def label_mask(self, document: int, first: int, last: int) -> NDArray[np.bool_] | None:
+        """Return which of the tokens ``[first, last)`` of a document may be labels; None: all of them."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RowSlice:
+    """What one rank holds of one row: one range of its tokens, or two on a ring.
+
+    Attributes:
+        row: Global number of the row; -1 for a zero-weight filler.
+        sp_rank: Which slice of the row it is.
+        sp_size: Slices of the row.
+        ring_size: Ring degree within ``sp_size``.
+        row_tokens: Length of the whole row, padding included.
+        document_lengths: Lengths of the whole row's pieces, in order, padding left out.
+        input_ids: int64 [row_tokens // sp_size]; padding is token 0.
+        labels: int64, the same shape: the next token of the same document, -100 where there is none or where it may
+            not be a label.
+        position_ids: int64, the same shape: from 0 in each piece, and from 0 in the padding.
+    """
+
+    row: int
+    sp_rank: int
+    sp_size: int
+    ring_size: int = 1
+    row_tokens: int
+    document_lengths: tuple[int, ...]
+    input_ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    position_ids: NDArray[np.int64]
+
+    @property
+    def is_filler(self) -> bool:
+        """Return whether the row only keeps ranks in step."""
+        return self.row == FILLER_ROW
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """Return the tokens ``(start, stop)`` of the row that the slice holds, in its order."""
+        return held_ranges(self.row_tokens, self.sp_rank, self.sp_size, self.ring_size)
+
+    @property
+    def num_supervised(self) -> int:
+        """Return the labels in this slice."""
+        return int((self.labels != IGNORE_INDEX).sum())
+
+
+def slice_row(
+    store: TokenStore,
+    row: int,
+    row_tokens: int,
+    pieces: Sequence[Piece],
+    sp_rank: int,
+    sp_size: int,
+    ring_size: int = 1,
+) -> RowSlice:
+    """Read the slice ``sp_rank`` of ``sp_size`` of a row, and no token that it does not need.
+
+    Args:
+        store: Where the tokens are.
+        row: Number that the slice carries.
+        row_tokens: Padded length of the row, a multiple of what the split needs.
+        pieces: The row's pieces in order.
+        sp_rank: Which slice.
+        sp_size: How many slices.
+        ring_size: Ring degree within ``sp_size``.
+    """
+    multiple = row_multiple(sp_size, ring_size)
+    if row_tokens % multiple:
+        ring = f" with parallel.ring_size={ring_size}" if ring_size > 1 else ""
+        raise ValueError(
+            f"row {row} has {row_tokens} tokens, which are no multiple of the {multiple} that "
+            f"parallel.sp_size={sp_size}{ring} needs"
+        )
+    length = sum(piece.length for piece in pieces)
+    assert length <= row_tokens, f"row {row} holds {length} tokens, more than its {row_tokens}"
+    size = row_tokens // sp_size
+    input_ids = np.full(size, PADDING_TOKEN, dtype=np.int64)
+    labels = np.full(size, IGNORE_INDEX, dtype=np.int64)
+    position_ids = np.empty(size, dtype=np.int64)
+    place = 0
+    for first, last in held_ranges(row_tokens, sp_rank, sp_size, ring_size):
+        part = slice(place, place + last - first)
+        _read_range(store, pieces, first, last, (input_ids[part], labels[part], position_ids[part]))
+        place = part.stop
+    return RowSlice(
+        row=row,
+        sp_rank=sp_rank,
+        sp_size=sp_size,
+        ring_size=ring_size,
+        row_tokens=row_tokens,
+        document_lengths=tuple(piece.length for piece in pieces),
+        input_ids=input_ids,
+        labels=labels,
+        position_ids=position_ids,
+    )
+
+
+def _read_range(
+    store: TokenStore,
+    pieces: Sequence[Piece],
+    first: int,
+    last: int,
+    into: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
+) -> None:
+    """Fill token ids, labels and positions of the tokens ``[first, last)`` of a row."""
+    input_ids, labels, position_ids = into
+    begin = 0
+    for piece in pieces:
+        low, high = max(first, begin), min(last, begin + piece.length)
+        if low < high:
+            inside, count = low - begin, high - low
+            num_labels = min(count, piece.num_labels - inside)
+            # One token more than the inputs, where there is one: the label of the last of them.
+            tokens = store.read(piece.document, piece.start + inside, max(count, num_labels + 1))
+            target = slice(low - first, high - first)
+            input_ids[target] = tokens[:count]
+            if num_labels > 0:
+                labels[low - first : low - first + num_labels] = _labels(
+                    store, piece, inside, tokens[1 : num_labels + 1]
+                )
+            position_ids[target] = np.arange(inside, inside + count)
+        begin += piece.length
+    padding = max(first, begin)
+    if padding < last:
+        position_ids[padding - first :] = np.arange(padding - begin, last - begin)
+
+
+def _labels(store: TokenStore, piece: Piece, inside: int, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the labels of a piece's inputs from ``inside`` on: the next tokens, where they may be labels."""
+    first = piece.start + inside + 1
+    mask = store.label_mask(piece.document, first, first + tokens.size)
+    return tokens if mask is None else np.where(mask, tokens, IGNORE_INDEX)
+
+
+def filler_slice(store: TokenStore, pad_multiple: int, sp_rank: int, sp_size: int, ring_size: int = 1) -> RowSlice:
+    """Return a slice of the shortest row, all padding, which weighs nothing in any sum."""
+    return slice_row(store, FILLER_ROW, pad_multiple, (), sp_rank, sp_size, ring_size)
+
+
+class RowReader:
+    """Reads any slice of any row of a plan, in any order."""
+
+    def __init__(self, store: TokenStore, plan: Plan) -> None:
+        """Bind a plan to its corpus.
+
+        Raises:
+            UserError: The corpus is not the one planned with.
+        """
+        plan.check_corpus(store.fingerprint)
+        self._store = store
+        self._plan = plan
+
+    def read(self, split: Split, row: int, sp_rank: int, sp_size: int, ring_size: int = 1) -> RowSlice:
+        """Return one slice of one row.
+
+        Raises:
+            UserError: A shard can't be read.
+        """
+        if split == "train":
+            pieces, row_tokens = self._plan.pieces(row), self._plan.row_tokens(row)
+        else:
+            pieces = self._plan.evaluation.pieces(row)
+            weights = self._plan.evaluation.weights(row, row + 1)
+            row_tokens = int(weights.padded_tokens(self._plan.settings.pad_multiple)[0])
+        return slice_row(self._store, row, row_tokens, pieces, sp_rank, sp_size, ring_size)
+
+    def filler(self, sp_rank: int, sp_size: int, ring_size: int = 1) -> RowSlice:
+        """Return a slice of the zero-weight row that stands in where no row is left in a micro-step."""
+        return filler_slice(self._store, self._plan.settings.pad_multiple, sp_rank, sp_size, ring_size)

@@ -1,0 +1,87 @@
+"""The rows of each step for one rank, read ahead while the last ones are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.read.read_ahead import ReadAhead
+from ray_ulysses.data.read.reader import RowReader, RowSlice
+
+
+class RowSource(Protocol):
+    """Gives a rank its slices, one a micro-step, from any step on."""
+
+    def step(self, step: int) -> Iterator[RowSlice]:
+        """Yield this rank's slices of step ``step`` (from 1 on), one a micro-step.
+
+        Steps are asked for in order after the first; every rank must ask for the same.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of threads and buffers; calling it again does nothing."""
+        ...
+
+
+class DirectSource:
+    """Reads the corpus in this process; the oracle of every other source."""
+
+    def __init__(
+        self,
+        reader: RowReader,
+        plan: Plan,
+        dp_rank: int,
+        dp_size: int,
+        sp_rank: int,
+        sp_size: int,
+        *,
+        ring_size: int = 1,
+        prefetch_rows: int = 2,
+        timeout_s: float | None = None,
+    ) -> None:
+        self._reader = reader
+        self._plan = plan
+        self._dp_rank = dp_rank
+        self._dp_size = dp_size
+        self._sp_rank = sp_rank
+        self._sp_size = sp_size
+        self._ring_size = ring_size
+        self._prefetch_rows = prefetch_rows
+        self._timeout_s = timeout_s
+        self._ahead: ReadAhead[RowSlice] | None = None
+        self._next_step = 0
+
+    def step(self, step: int) -> Iterator[RowSlice]:
+        """Yield this rank's slices of a step, one a micro-step.
+
+        Raises:
+            UserError: A shard can't be read.
+            RunError: No row came in time.
+        """
+        schedule = self._plan.step_schedule(step, self._dp_size)
+        if self._ahead is None or self._next_step != step:
+            self.close()
+            self._ahead = ReadAhead(self._slices_from(step), self._prefetch_rows)
+        # Until the last slice is out, the position is unknown: a step that is asked for again starts anew.
+        self._next_step = 0
+        for _ in schedule:
+            yield self._ahead.next(self._timeout_s)
+        self._next_step = step + 1
+
+    def close(self) -> None:
+        """Stop reading ahead; the next step starts afresh."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+            self._next_step = 0
+
+    def _slices_from(self, first_step: int) -> Iterator[RowSlice]:
+        for step in range(first_step, self._plan.num_steps + 1):
+            for micro_step in self._plan.step_schedule(step, self._dp_size):
+                row = micro_step[self._dp_rank]
+                if row is None:
+                    yield self._reader.filler(self._sp_rank, self._sp_size, self._ring_size)
+                else:
+                    yield self._reader.read("train", row, self._sp_rank, self._sp_size, self._ring_size)

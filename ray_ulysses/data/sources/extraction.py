@@ -1,0 +1,282 @@
+"""Reading the documents of one unit; what can't be a document is rejected with its reason."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import itertools
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import pyarrow as pa
+
+from ray_ulysses.data.sources.file_listing import open_parquet, path_text, unreadable
+from ray_ulysses.data.sources.line_ranges import LineCounts, range_lines
+from ray_ulysses.data.sources.quarantine import Rejected
+from ray_ulysses.data.sources.row_fields import (
+    OPTIONAL_ROLES,
+    Content,
+    FieldRole,
+    RowError,
+    RowFields,
+    json_problem,
+    row_content,
+    row_id,
+)
+from ray_ulysses.data.sources.units import Unit, is_packed, open_dataset
+from ray_ulysses.data.sources.zstd_file import open_zstd
+from ray_ulysses.storage.patience import READ_ERRORS
+
+_BATCH_ROWS = 64
+_BATCH_BYTES = 4 << 20
+_BUFFER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawDocument:
+    """One document before it is tokenized, and where it came from.
+
+    Attributes:
+        content: Text (not empty and valid as UTF-8), tokens, a chat, or a prompt with its completion.
+        source: File or data set.
+        offset: Line or row in it, from 1; 0 for a whole file.
+        id: The row's own id; empty where it has none.
+    """
+
+    content: Content
+    source: str
+    offset: int
+    id: str = ""
+
+
+def read_unit(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
+    """Yield the unit's documents in their order, in their place those that are left out, and last the count of lines.
+
+    Lines are counted, and so documents of JSONL numbered, from the begin of the unit's range. Only JSONL has lines.
+
+    Raises:
+        UserError: A file can't be read as what it is; the text names it.
+    """
+    readers: dict[str, Callable[[Unit], Iterator[RawDocument | Rejected | LineCounts]]]
+    readers = {
+        "text": _read_texts,
+        "json": _read_json,
+        "jsonl": _read_jsonl,
+        "parquet": _read_parquet,
+        "datasets": _read_dataset,
+    }
+    yield from readers[unit.kind](unit)
+
+
+def _document(row: Mapping[FieldRole, Any], fields: RowFields, path: str, offset: int) -> RawDocument | Rejected:
+    source = path_text(path)
+    try:
+        content = row_content(row, fields.kind)
+        return RawDocument(content=content, source=source, offset=offset, id=row_id(row.get("id")))
+    except RowError as error:
+        return Rejected(source=source, offset=offset, reason=str(error))
+
+
+def _decode(data: bytes, path: str, offset: int) -> str | Rejected:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return Rejected(source=path_text(path), offset=offset, reason=_not_utf8(error))
+
+
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start}"
+
+
+def _read_texts(unit: Unit) -> Iterator[RawDocument | Rejected]:
+    for file in unit.files:
+        text = _whole_text(file.path)
+        yield text if isinstance(text, Rejected) else _document({"text": text}, RowFields(), file.path, 0)
+
+
+def _read_json(unit: Unit) -> Iterator[RawDocument | Rejected]:
+    """Read a list of rows, or a row per line, as rows; any other JSON is a text, where text is asked for."""
+    fields = unit.fields
+    for file in unit.files:
+        text = _whole_text(file.path)
+        if isinstance(text, Rejected):
+            yield text
+        elif (rows := _listed_rows(text, fields)) is not None:
+            for number, row in enumerate(rows, start=1):
+                yield _row(row, file.path, number, fields)
+        elif _is_row_per_line(text, fields):
+            for number, line in enumerate(text.split("\n"), start=1):
+                if line.strip():
+                    yield _parse_line(line.encode(), file.path, number, fields)
+        elif fields.kind == "text":
+            yield _document({"text": text}, RowFields(), file.path, 0)
+        else:
+            reason = f"no JSON list of rows, and no row per line, with {' and '.join(map(repr, _needed(fields)))}"
+            yield Rejected(source=path_text(file.path), offset=0, reason=reason)
+
+
+def _listed_rows(text: str, fields: RowFields) -> list[dict[str, Any]] | None:
+    """Return the rows of a JSON list of objects of which one, at least, has the fields; None for any other text."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return values if _are_rows(values, fields) else None
+
+
+def _is_row_per_line(text: str, fields: RowFields) -> bool:
+    """Return whether the first two lines are rows, as in JSON Lines whose name ends with ``.json``."""
+    if not text.lstrip().startswith("{"):
+        return False
+    first = itertools.islice(filter(str.strip, text.split("\n")), 2)
+    try:
+        rows = [json.loads(line) for line in first]
+    except (ValueError, RecursionError):
+        return False
+    return len(rows) == 2 and _are_rows(rows, fields)
+
+
+def _are_rows(values: Sequence[Any], fields: RowFields) -> bool:
+    """Return whether all values are objects, of which one, at least, has the fields."""
+    are_objects = all(isinstance(value, dict) for value in values)
+    return are_objects and any(value.keys() >= set(_needed(fields)) for value in values)
+
+
+def _needed(fields: RowFields) -> list[str]:
+    return [field for role, field in fields.by_role.items() if role not in OPTIONAL_ROLES]
+
+
+def _whole_text(path: str) -> str | Rejected:
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        # A document that was left out because its file could not be read would be lost for good.
+        raise unreadable(path, error) from error
+    return _decode(data.removeprefix(codecs.BOM_UTF8), path, 0)
+
+
+def _open_packed(path: str) -> AbstractContextManager[BinaryIO]:
+    opened = open_zstd(path) if path.lower().endswith(".zst") else gzip.open(path, "rb")  # noqa: SIM115 -- the caller does
+    return cast("AbstractContextManager[BinaryIO]", opened)
+
+
+def _lines(unit: Unit) -> Iterator[bytes]:
+    file = unit.files[0]
+    if not is_packed(file.path):
+        yield from range_lines(file.path, unit.first, unit.last or file.num_bytes)
+        return
+    with _open_packed(file.path) as lines:
+        yield from lines
+
+
+def _read_jsonl(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
+    path = unit.files[0].path
+    number, num_filled, num_broken = 0, 0, 0
+    try:
+        for number, line in enumerate(_lines(unit), start=1):
+            if number == 1 and unit.first == 0:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if not line.strip():
+                continue
+            parsed = _parse_line(line, path, number, unit.fields)
+            num_broken += isinstance(parsed, Rejected) and parsed.reason.startswith("not JSON")
+            num_filled += 1
+            yield parsed
+    except (OSError, EOFError, zlib.error) as error:
+        raise unreadable(path, error, "JSONL") from error
+    yield LineCounts(source=path, num_lines=number, num_filled=num_filled, num_broken=num_broken)
+
+
+def _parse_line(line: bytes, path: str, number: int, fields: RowFields) -> RawDocument | Rejected:
+    decoded = _decode(line, path, number)
+    if isinstance(decoded, Rejected):
+        return decoded
+    try:
+        record = json.loads(decoded)
+    except (ValueError, RecursionError) as error:
+        return Rejected(source=path_text(path), offset=number, reason=f"not JSON: {json_problem(error)}")
+    if not isinstance(record, dict):
+        return Rejected(source=path_text(path), offset=number, reason="not JSON object")
+    return _row(record, path, number, fields)
+
+
+def _row(record: Mapping[str, Any], path: str, number: int, fields: RowFields) -> RawDocument | Rejected:
+    for field in _needed(fields):
+        if field not in record:
+            return Rejected(source=path_text(path), offset=number, reason=f"no field '{field}'")
+    return _document({role: record.get(field) for role, field in fields.by_role.items()}, fields, path, number)
+
+
+def _read_parquet(unit: Unit) -> Iterator[RawDocument | Rejected]:
+    path = unit.files[0].path
+    columns = list(dict.fromkeys(unit.fields.by_role.values()))
+    try:
+        # Without a buffer pyarrow 25 holds a row group's columns whole; with one a page, as large as it was written.
+        with open_parquet(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as parquet:
+            metadata = parquet.metadata
+            row = 1 + sum(metadata.row_group(group).num_rows for group in range(unit.first))
+            for group in range(unit.first, unit.last):
+                size = _batch_rows(metadata.row_group(group).num_rows, metadata.row_group(group).total_byte_size)
+                for batch in parquet.iter_batches(size, row_groups=[group], columns=columns, use_threads=False):
+                    yield from _batch_documents(batch, unit.fields, path, row)
+                    row += batch.num_rows
+    except READ_ERRORS as error:
+        raise unreadable(path, error, "Parquet") from error
+
+
+def _batch_rows(num_rows: int, num_bytes: int) -> int:
+    """Return how many rows to decode at once, so that long documents do not add up in memory."""
+    return max(1, min(_BATCH_ROWS, _BATCH_BYTES * num_rows // max(1, num_bytes)))
+
+
+def _read_dataset(unit: Unit) -> Iterator[RawDocument | Rejected]:
+    path = unit.files[0].path
+    columns = list(dict.fromkeys(unit.fields.by_role.values()))
+    dataset = open_dataset(path, unit.split).select_columns(columns).with_format("arrow")
+    size = _batch_rows(unit.last - unit.first, unit.num_bytes)
+    for first in range(unit.first, unit.last, size):
+        try:
+            table = dataset[first : min(first + size, unit.last)]
+        except READ_ERRORS as error:
+            raise unreadable(path, error, "data set's") from error
+        row = first + 1
+        for batch in table.combine_chunks().to_batches():
+            yield from _batch_documents(batch, unit.fields, path, row)
+            row += batch.num_rows
+
+
+def _batch_documents(
+    batch: pa.RecordBatch, fields: RowFields, path: str, first_row: int
+) -> Iterator[RawDocument | Rejected]:
+    by_role = {role: batch.column(batch.schema.get_field_index(field)) for role, field in fields.by_role.items()}
+    for place in range(batch.num_rows):
+        try:
+            row = {role: _value(column[place], role) for role, column in by_role.items()}
+        except RowError as error:
+            yield Rejected(source=path_text(path), offset=first_row + place, reason=str(error))
+            continue
+        yield _document(row, fields, path, first_row + place)
+
+
+def _value(scalar: pa.Scalar, role: FieldRole) -> object:
+    """Return a value; lists of integers as arrays, since a list of a million Python integers takes a second.
+
+    Raises:
+        RowError: Python has no such value: text that is not UTF-8, a time before the year 1, a list of too many levels.
+    """
+    values = getattr(scalar, "values", None) if scalar.is_valid else None
+    if isinstance(values, pa.IntegerArray) and values.null_count == 0:
+        return values.to_numpy(zero_copy_only=False)
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError as error:
+        raise RowError(_not_utf8(error)) from error
+    except (ValueError, ArithmeticError, RuntimeError) as error:
+        raise RowError(f"the {role} can't be read: {error}") from error

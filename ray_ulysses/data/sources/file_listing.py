@@ -1,0 +1,180 @@
+"""The files of the sources: each listed once, whatever links lead to it, in an order that their names alone decide."""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ray_ulysses.data.sources.quarantine import Rejected
+from ray_ulysses.errors import UserError
+from ray_ulysses.storage.patience import is_transient
+
+_LEADS_NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileStamp:
+    """A file as it was when the sources were listed."""
+
+    path: str
+    num_bytes: int
+    modified_ns: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Folder:
+    """A folder that is still to be listed.
+
+    Attributes:
+        path: Its path, through the links that lead to it.
+        below: The same, relative to the source.
+        real: Its path without links.
+        entered: The real paths of all folders on the way to it, its own included.
+    """
+
+    path: str
+    below: str
+    real: str
+    entered: frozenset[str]
+
+
+class FileListing:
+    """Lists one source after another, and knows the files that it has listed already.
+
+    Links are followed, those to folders too; a link that leads back to a folder it lies in is not. Errors of the
+    storage pass, so that a listing that was disturbed can be begun again; none of them leaves a file out.
+
+    Attributes:
+        pattern: Only files of a folder whose path below it matches; ``*`` also crosses ``/``.
+        exclude: Patterns of files and folders to leave out.
+    """
+
+    def __init__(self, pattern: str, exclude: Sequence[str]) -> None:
+        self.pattern = pattern
+        self.exclude = tuple(exclude)
+        self._listed: dict[str, str] = {}
+
+    def files(self, source: Path) -> Iterator[FileStamp | Rejected]:
+        """Yield the files of a source, in their place those that are left out.
+
+        Raises:
+            UserError: The source is missing, or a file or folder of it can't be read.
+        """
+        path = str(source)
+        try:
+            status, real = os.stat(path), os.path.realpath(path, strict=True)
+        except OSError as error:
+            raise unreadable(path, error) from error
+        if stat.S_ISDIR(status.st_mode):
+            yield from self._files_below(_Folder(path=path, below="", real=real, entered=frozenset([real])))
+        else:
+            yield self._file(path, real, status)
+
+    def _files_below(self, source: _Folder) -> Iterator[FileStamp | Rejected]:
+        """Yield the files of a folder, then those of the folders in it, each in the order of the names."""
+        folders = [source]
+        while folders:
+            folder = folders.pop()
+            inner: list[_Folder] = []
+            for entry in _entries(folder.path):
+                below = f"{folder.below}/{entry.name}" if folder.below else entry.name
+                found = None if is_excluded(below, self.exclude) else self._entry(entry, below, folder)
+                if isinstance(found, _Folder):
+                    inner.append(found)
+                elif found is not None:
+                    yield found
+            folders.extend(reversed(inner))
+
+    def _entry(self, entry: os.DirEntry[str], below: str, folder: _Folder) -> _Folder | FileStamp | Rejected | None:
+        """Return what a name in a folder stands for; None for a file that does not match."""
+        try:
+            is_folder, is_link = entry.is_dir(), entry.is_symlink()
+            if not is_folder and not matches(below, self.pattern):
+                return None
+            status = entry.stat()
+            real = os.path.realpath(entry.path, strict=True) if is_link else os.path.join(folder.real, entry.name)
+        except OSError as error:
+            if entry.is_symlink() and error.errno in _LEADS_NOWHERE:
+                return Rejected(source=path_text(entry.path), offset=0, reason="a broken symbolic link")
+            raise unreadable(entry.path, error) from error
+        if not is_folder:
+            return self._file(entry.path, real, status)
+        if real in folder.entered:
+            return Rejected(source=path_text(entry.path), offset=0, reason="a link back to a folder that it lies in")
+        return _Folder(path=entry.path, below=below, real=real, entered=folder.entered | {real})
+
+    def _file(self, path: str, real: str, status: os.stat_result) -> FileStamp | Rejected:
+        if not stat.S_ISREG(status.st_mode):
+            return Rejected(source=path_text(path), offset=0, reason="not a regular file")
+        if real in self._listed:
+            reason = f"the same file as {path_text(self._listed[real])}"
+            return Rejected(source=path_text(path), offset=0, reason=reason)
+        self._listed[real] = path
+        return FileStamp(path=path, num_bytes=status.st_size, modified_ns=status.st_mtime_ns)
+
+
+@contextmanager
+def open_parquet(path: str, **options: Any) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file of any name; pyarrow takes one that is not UTF-8 as bytes only.
+
+    Raises:
+        OSError: It can't be read, as the other ``READ_ERRORS``.
+    """
+    with pa.OSFile(os.fsencode(path)) as file, pq.ParquetFile(file, **options) as parquet:
+        yield parquet
+
+
+def path_text(path: str | Path) -> str:
+    r"""Return a path as it can be written anywhere: bytes of a name that are not UTF-8 are shown as ``\xff``."""
+    return str(path).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def matches(below: str, pattern: str) -> bool:
+    """Return whether the path of a file, relative to its source, matches a pattern."""
+    return fnmatch.fnmatchcase(below, pattern) or (
+        pattern.startswith("**/") and fnmatch.fnmatchcase(below, pattern[3:])
+    )
+
+
+def is_excluded(below: str, patterns: Sequence[str]) -> bool:
+    """Return whether a file or folder is to be left out; a pattern without ``/`` also matches the last name."""
+    name = below.rpartition("/")[2]
+    return any(
+        matches(below, pattern) or ("/" not in pattern and fnmatch.fnmatchcase(name, pattern)) for pattern in patterns
+    )
+
+
+def unreadable(path: str, error: Exception, what: str = "") -> Exception:
+    """Return what to raise where a source can't be read: the error itself where the storage may only be away.
+
+    Args:
+        path: The file or folder.
+        error: What reading it raised.
+        what: The format that it should have; empty where it is not about the format.
+    """
+    if is_transient(error):
+        return error
+    if what:
+        return UserError(f"source={path_text(path)}: the {what} file can't be read ({error}); restore or remove it")
+    if getattr(error, "errno", None) in _LEADS_NOWHERE:
+        return UserError(f"source={path_text(path)}: no such file or directory")
+    reason = getattr(error, "strerror", None) or error
+    return UserError(f"source={path_text(path)}: can't be read ({reason}); make it readable, or leave it out (exclude)")
+
+
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        raise unreadable(folder, error) from error

@@ -1,0 +1,315 @@
+"""What a corpus is made from: the user's files and data sets, cut into units of work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from ray_ulysses.data.fingerprint import stable_hash
+from ray_ulysses.data.sources.file_listing import FileListing, FileStamp, open_parquet, path_text, unreadable
+from ray_ulysses.data.sources.line_ranges import cut_bytes
+from ray_ulysses.data.sources.quarantine import Rejected
+from ray_ulysses.data.sources.row_fields import RowFields, option
+from ray_ulysses.errors import UserError
+from ray_ulysses.storage.location import expand_home
+from ray_ulysses.storage.patience import READ_ERRORS, transient_cause
+
+SourceKind = Literal["auto", "text", "jsonl", "parquet", "datasets"]
+UnitKind = Literal["text", "json", "jsonl", "parquet", "datasets"]
+DEFAULT_UNIT_BYTES = 16 << 20
+DEFAULT_EXCLUDE = (".*", "__pycache__")
+_PACKED_SUFFIXES = (".gz", ".zst")
+_JSONL_SUFFIXES = tuple(f"{kind}{packed}" for kind in (".jsonl", ".ndjson") for packed in ("", *_PACKED_SUFFIXES))
+_DATASET_MARKS = ("dataset_info.json", "dataset_dict.json")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceSpec:
+    """What to prepare.
+
+    Attributes:
+        paths: Files, directories, or (``kind="datasets"``) a directory of ``save_to_disk`` or a hub name.
+        kind: How to read them; ``auto`` decides by suffix: ``.parquet``, ``.jsonl`` (also
+            ``.gz`` and ``.zst``), ``.json`` where it holds a list of rows or a row per line, else text. Text files are
+            left out where the fields ask for rows of another kind.
+        pattern: Only files of a directory whose path below it matches; ``*`` also crosses ``/``.
+        exclude: Patterns of files to leave out; a pattern without ``/`` also matches any one directory's
+            name.
+        text_field: Column or key that holds the text, for JSONL, Parquet and data sets; ``text`` where no other
+            field is named.
+        tokens_field: Instead: holds token ids.
+        labels_field: Beside tokens: holds -100 or the token for each.
+        messages_field: Instead: holds a chat, a list of ``{role, content}``; a content may be a list of
+            ``{type: text, text}``.
+        tools_field: Beside messages: holds the tools that the assistant may call, for the chat template; a list, or
+            the JSON of one.
+        prompt_field: Instead: holds a prompt; only the completion is supervised.
+        completion_field: Holds its completion.
+        id_field: Holds the row's own id, which is kept.
+        split: Split of a data set that has several.
+    """
+
+    paths: tuple[str, ...]
+    kind: SourceKind = "auto"
+    pattern: str = "*"
+    exclude: tuple[str, ...] = DEFAULT_EXCLUDE
+    text_field: str | None = None
+    tokens_field: str | None = None
+    labels_field: str | None = None
+    messages_field: str | None = None
+    tools_field: str | None = None
+    prompt_field: str | None = None
+    completion_field: str | None = None
+    id_field: str | None = None
+    split: str | None = None
+
+    @property
+    def fields(self) -> RowFields:
+        """Return the fields of a row that are read."""
+        return RowFields(
+            text=self.text_field,
+            tokens=self.tokens_field,
+            labels=self.labels_field,
+            messages=self.messages_field,
+            tools=self.tools_field,
+            prompt=self.prompt_field,
+            completion=self.completion_field,
+            id=self.id_field,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unit:
+    """A piece of work that becomes one shard: some files, or a range of one.
+
+    A JSONL file is cut into ranges of bytes, Parquet into ranges of row groups, a data set into ranges of rows. A
+    file that is compressed with gzip or zstd is one unit whatever its size, since it is read from its beginning only,
+    and so is a text or JSON file, which is read as a whole.
+
+    Attributes:
+        index: Place in the list of units, which gives the order of the documents.
+        kind: How to read it.
+        files: The files; for a data set, its directory or name.
+        first: First byte (JSONL), row group (Parquet) or row (data set).
+        last: One past the last; 0 for files that are read whole.
+        num_bytes: Bytes of input, as stored for files that are read whole, else unpacked.
+        fields: The fields of a row that are read.
+        split: Split of a data set.
+    """
+
+    index: int
+    kind: UnitKind
+    files: tuple[FileStamp, ...]
+    first: int = 0
+    last: int = 0
+    num_bytes: int = 0
+    fields: RowFields = field(default_factory=RowFields)
+    split: str | None = None
+
+    @property
+    def signature(self) -> str:
+        """Return what changes when the unit's content may have changed."""
+        return stable_hash(asdict(self))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Unit:
+        """Return the unit that ``to_json`` described."""
+        files = tuple(FileStamp(**file) for file in fields["files"])
+        return cls(**{**fields, "files": files, "fields": RowFields(**fields["fields"])})
+
+
+def list_units(spec: SourceSpec, unit_bytes: int = DEFAULT_UNIT_BYTES) -> tuple[tuple[Unit, ...], tuple[Rejected, ...]]:
+    """Cut the sources into units of about ``unit_bytes``, in an order that depends on the names alone.
+
+    Returns:
+        The units, and the files that are left out already (broken links, files that were listed twice).
+
+    Raises:
+        UserError: A source is missing, a Parquet file or data set can't be opened, or the fields do not go
+            together or are not there.
+    """
+    if spec.kind not in get_args(SourceKind):
+        raise UserError(f"kind={spec.kind!r}: must be one of {', '.join(get_args(SourceKind))}")
+    if not spec.paths:
+        raise UserError("sources: none given; name at least one file, directory or data set")
+    spec.fields.check(spec.kind)
+    units: list[Unit] = []
+    rejected: list[Rejected] = []
+    by_kind: dict[UnitKind, list[FileStamp]] = {"text": [], "json": [], "jsonl": [], "parquet": []}
+    listing = FileListing(spec.pattern, spec.exclude)
+    for path in spec.paths:
+        if spec.kind == "datasets" or (spec.kind == "auto" and _is_saved_dataset(Path(path))):
+            units.extend(_dataset_units(path, spec, unit_bytes))
+            continue
+        for file in listing.files(expand_home(path)):
+            if isinstance(file, Rejected):
+                rejected.append(file)
+            else:
+                by_kind[_kind_of(file.path, spec.kind)].append(file)
+    if spec.fields.kind != "text":
+        rejected.extend(_text_among_rows(file, spec) for file in by_kind["text"])
+    else:
+        units.extend(_whole_file_units("text", by_kind["text"], RowFields(), unit_bytes))
+    units.extend(_whole_file_units("json", by_kind["json"], spec.fields, unit_bytes))
+    for stamp in by_kind["jsonl"]:
+        units.extend(_jsonl_units(stamp, spec.fields, unit_bytes))
+    for stamp in by_kind["parquet"]:
+        units.extend(_parquet_units(stamp, spec.fields, unit_bytes))
+    if by_kind["text"]:
+        _refuse_unused_fields(spec, units)
+    return tuple(replace(unit, index=index) for index, unit in enumerate(units)), tuple(rejected)
+
+
+def open_dataset(path: str, split: str | None) -> Any:
+    """Open one split of a ``datasets`` data set, saved on disk or by hub name.
+
+    Raises:
+        UserError: It can't be opened, or has several splits and none was chosen.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError("kind=datasets: needs the package `datasets`; install it, or give Parquet files") from error
+    try:
+        load = datasets.load_from_disk if _is_saved_dataset(Path(path)) else datasets.load_dataset
+        loaded = load(path)
+    except Exception as error:
+        # The library raises a dozen unrelated types, those of its HTTP client among them.
+        if (away := transient_cause(error)) is not None:
+            raise away from error
+        raise UserError(
+            f"source={path_text(path)}: is neither a data set of `save_to_disk` nor a hub name that can be loaded "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    if not isinstance(loaded, dict):
+        return loaded
+    names = sorted(loaded)
+    chosen = split or (names[0] if len(names) == 1 else None)
+    if chosen not in names:
+        raise UserError(
+            f"split={split}: the data set {path_text(path)} has the splits {', '.join(names)}; choose one of them"
+        )
+    return loaded[chosen]
+
+
+def _refuse_unused_fields(spec: SourceSpec, units: Sequence[Unit]) -> None:
+    """Refuse fields where nothing has rows: they would be ignored, and whole files taken for documents."""
+    named = _named_fields(spec)
+    if named and all(unit.kind == "text" for unit in units):
+        raise UserError(
+            f"{named[0]}: no source has rows with fields, all are text files; "
+            "give JSONL, Parquet or a data set (or set kind), or leave the option out"
+        )
+
+
+def _text_among_rows(file: FileStamp, spec: SourceSpec) -> Rejected:
+    reason = f"a text file: {_named_fields(spec)[0]} asks for rows"
+    return Rejected(source=path_text(file.path), offset=0, reason=reason)
+
+
+def _named_fields(spec: SourceSpec) -> list[str]:
+    return [f"{option(role)}={name!r}" for role, name in asdict(spec.fields).items() if name is not None]
+
+
+def _is_saved_dataset(path: Path) -> bool:
+    return any((path / mark).is_file() for mark in _DATASET_MARKS)
+
+
+def is_packed(path: str) -> bool:
+    """Return whether a file is compressed, by its name."""
+    return path.lower().endswith(_PACKED_SUFFIXES)
+
+
+def _kind_of(path: str, kind: SourceKind) -> UnitKind:
+    if kind != "auto":
+        return kind
+    name = path.lower()
+    if name.endswith(".parquet"):
+        return "parquet"
+    if name.endswith(_JSONL_SUFFIXES):
+        return "jsonl"
+    return "json" if name.endswith(".json") else "text"
+
+
+def _whole_file_units(kind: UnitKind, files: Sequence[FileStamp], fields: RowFields, unit_bytes: int) -> Iterator[Unit]:
+    group: list[FileStamp] = []
+    held = 0
+    for file in files:
+        if group and held + file.num_bytes > unit_bytes:
+            yield Unit(index=0, kind=kind, files=tuple(group), num_bytes=held, fields=fields)
+            group, held = [], 0
+        group.append(file)
+        held += file.num_bytes
+    if group:
+        yield Unit(index=0, kind=kind, files=tuple(group), num_bytes=held, fields=fields)
+
+
+def _jsonl_units(file: FileStamp, fields: RowFields, unit_bytes: int) -> Iterator[Unit]:
+    whole = Unit(index=0, kind="jsonl", files=(file,), num_bytes=file.num_bytes, fields=fields)
+    ranges = cut_bytes(file.num_bytes, unit_bytes)
+    if len(ranges) == 1 or is_packed(file.path):
+        yield whole
+        return
+    for first, last in ranges:
+        yield replace(whole, first=first, last=last, num_bytes=last - first)
+
+
+def _parquet_units(file: FileStamp, fields: RowFields, unit_bytes: int) -> Iterator[Unit]:
+    try:
+        with open_parquet(file.path) as parquet:
+            columns = parquet.schema_arrow.names
+            metadata = parquet.metadata
+            sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
+    except READ_ERRORS as error:
+        raise unreadable(file.path, error, "Parquet") from error
+    _check_columns(fields, columns, path_text(file.path))
+    whole = Unit(index=0, kind="parquet", files=(file,), fields=fields)
+    first, held = 0, 0
+    for group, size in enumerate(sizes):
+        if group > first and held + size > unit_bytes:
+            yield replace(whole, first=first, last=group, num_bytes=held)
+            first, held = group, 0
+        held += size
+    if sizes:
+        yield replace(whole, first=first, last=len(sizes), num_bytes=held)
+
+
+def _check_columns(fields: RowFields, columns: Sequence[str], source: str) -> None:
+    for role, name in fields.by_role.items():
+        if name not in columns:
+            raise UserError(
+                f"{option(role)}={name}: {source} has no such column; it has {', '.join(columns) or 'none'}"
+            )
+        if list(columns).count(name) > 1:
+            raise UserError(f"{option(role)}={name}: {source} has several columns of that name; rename all but one")
+
+
+def _dataset_units(path: str, spec: SourceSpec, unit_bytes: int) -> Iterator[Unit]:
+    dataset = open_dataset(path, spec.split)
+    _check_columns(spec.fields, dataset.column_names, f"the data set {path_text(path)}")
+    num_rows = len(dataset)
+    rows_per_unit = max(1, int(num_rows * unit_bytes / max(1, dataset.data.nbytes)))
+    # The library's own fingerprint stands for size and time: it changes with the rows.
+    stamp = FileStamp(path=path, num_bytes=num_rows, modified_ns=_fingerprint_number(dataset))
+    for first in range(0, num_rows, rows_per_unit):
+        last = min(first + rows_per_unit, num_rows)
+        yield Unit(
+            index=0,
+            kind="datasets",
+            files=(stamp,),
+            first=first,
+            last=last,
+            num_bytes=dataset.data.nbytes * last // num_rows - dataset.data.nbytes * first // num_rows,
+            fields=spec.fields,
+            split=spec.split,
+        )
+
+
+def _fingerprint_number(dataset: Any) -> int:
+    return int(stable_hash(str(dataset._fingerprint))[:12], 16)

@@ -1,0 +1,1 @@
+"""A document's content becomes token ids and label spans."""

@@ -1,0 +1,291 @@
+"""Text to token ids: a byte tokenizer that needs no download, and Hugging Face tokenizers on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ray_ulysses.data.tokenize.chat import ByteChat, ChatFormat, TemplateChat, special_tokens
+from ray_ulysses.errors import UserError
+from ray_ulysses.storage.location import expand_home
+from ray_ulysses.storage.patience import transient_cause
+from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Positive, Whole
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RustTokenizer
+
+BYTES = "bytes"
+_EOS_BYTE_ID = 256
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerInfo:
+    """What a corpus remembers of the tokenizer that made it.
+
+    Attributes:
+        kind: ``bytes`` or ``huggingface``.
+        name: ``bytes``, or the directory the tokenizer was read from.
+        vocab_size: One more than the largest token id that it can give.
+        eos_token_id: The token that ends every document.
+        fingerprint: Hash of the tokenizer's files, which decides whether two tokenizers are the same.
+    """
+
+    __pydantic_config__ = KNOWN_FIELDS_ONLY
+
+    kind: Literal["bytes", "huggingface"]
+    name: str
+    vocab_size: Positive
+    eos_token_id: Whole
+    fingerprint: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> TokenizerInfo:
+        """Return the value that ``to_json`` described."""
+        return cls(**fields)
+
+
+class Tokenizer(Protocol):
+    """Turns the text of one document into token ids, the end-of-document token last."""
+
+    @property
+    def info(self) -> TokenizerInfo:
+        """Return what identifies the tokenizer."""
+        ...
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Return the tokens that mean something beside their text, such as the end of a turn."""
+        ...
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """Return the token ids of one document, ended by ``info.eos_token_id``."""
+        ...
+
+    def decode(self, ids: NDArray[np.integer[Any]]) -> str:
+        """Return the text of token ids, for a person to read."""
+        ...
+
+    def chat(self) -> ChatFormat:
+        """Return how conversations are written; UserError where the tokenizer has no way."""
+        ...
+
+
+class ByteTokenizer:
+    """One token a UTF-8 byte (ids 0 to 255) and 256 for the end of a document."""
+
+    @property
+    def info(self) -> TokenizerInfo:
+        """Return the fixed description of the byte tokenizer."""
+        return TokenizerInfo(
+            kind="bytes",
+            name=BYTES,
+            vocab_size=_EOS_BYTE_ID + 1,
+            eos_token_id=_EOS_BYTE_ID,
+            fingerprint="bytes-eos256-v1",
+        )
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Return the tokens that mean something beside their text."""
+        return frozenset([_EOS_BYTE_ID])
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """Return the bytes of ``text`` and the end token; UnicodeEncodeError for a lone surrogate."""
+        raw = np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
+        ids = np.empty(raw.size + 1, dtype=np.int64)
+        ids[:-1] = raw
+        ids[-1] = _EOS_BYTE_ID
+        return ids
+
+    def decode(self, ids: NDArray[np.integer[Any]]) -> str:
+        """Return the text; the end token is left out and a cut character is shown as U+FFFD."""
+        kept = ids[ids < _EOS_BYTE_ID].astype(np.uint8)
+        return kept.tobytes().decode("utf-8", errors="replace")
+
+    def chat(self) -> ChatFormat:
+        """Return our own format for conversations in bytes."""
+        return ByteChat(_EOS_BYTE_ID)
+
+
+class _FastTokenizer:
+    """A ``tokenizer.json`` through the ``tokenizers`` library."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._chat: ChatFormat | None = None
+        self._tokenizer = _load_rust(directory)
+        # Text that spells a special token stays text: a document can't end itself or forge a chat turn.
+        self._tokenizer.encode_special_tokens = True
+        self._special_ids = frozenset(special_tokens(directory, self._tokenizer))
+        self._info = _describe(directory, self._tokenizer.get_vocab(with_added_tokens=True))
+
+    @property
+    def info(self) -> TokenizerInfo:
+        """Return what identifies the tokenizer."""
+        return self._info
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Return the tokens that mean something beside their text."""
+        return self._special_ids
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """Return the token ids of one document and the end token."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return np.asarray([*ids, self._info.eos_token_id], dtype=np.int64)
+
+    def decode(self, ids: NDArray[np.integer[Any]]) -> str:
+        """Return the text of token ids."""
+        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+
+    def chat(self) -> ChatFormat:
+        """Return the directory's chat template; UserError where it has none."""
+        if self._chat is None:
+            # A tokenizer of its own: in a template special tokens are meant, in a text they are not.
+            self._chat = TemplateChat(self._directory, _load_rust(self._directory), self._info.eos_token_id)
+        return self._chat
+
+
+class _SlowTokenizer:
+    """A tokenizer without ``tokenizer.json``, through Transformers."""
+
+    def __init__(self, directory: Path) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            if (away := transient_cause(error)) is not None:
+                raise away from error
+            if "trust_remote_code" in str(error):
+                raise UserError(
+                    f"tokenizer={directory}: is defined by Python code of its own, which ray-ulysses never runs; give "
+                    "a directory with a tokenizer.json, which most tokenizers can be saved as"
+                ) from error
+            raise UserError(
+                f"tokenizer={directory}: can't be loaded ({error}); "
+                "give a directory that AutoTokenizer.from_pretrained can load"
+            ) from error
+        self._info = _describe(directory, self._tokenizer.get_vocab())
+
+    @property
+    def info(self) -> TokenizerInfo:
+        """Return what identifies the tokenizer."""
+        return self._info
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Return the tokens that mean something beside their text."""
+        return frozenset(self._tokenizer.all_special_ids)
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """Return the token ids of one document and the end token."""
+        ids = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        return np.asarray([*ids, self._info.eos_token_id], dtype=np.int64)
+
+    def decode(self, ids: NDArray[np.integer[Any]]) -> str:
+        """Return the text of token ids."""
+        return str(self._tokenizer.decode(ids.tolist()))
+
+    def chat(self) -> ChatFormat:
+        """Refuse: where a token comes from in the text is known only with ``tokenizer.json``."""
+        raise UserError(
+            f"messages_field: the tokenizer {self._info.name} has no tokenizer.json, which chats need; "
+            "save it with AutoTokenizer.from_pretrained(...).save_pretrained(...), or use another"
+        )
+
+
+def _load_rust(directory: Path) -> RustTokenizer:
+    from tokenizers import Tokenizer as RustTokenizer
+
+    data = (directory / "tokenizer.json").read_bytes()
+    try:
+        tokenizer = RustTokenizer.from_buffer(data)
+    except Exception as error:
+        # The library raises a bare Exception for a file that is not a tokenizer.
+        raise UserError(
+            f"tokenizer={directory}: tokenizer.json can't be read ({error}); "
+            "give a directory that AutoTokenizer.from_pretrained can load"
+        ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def load_tokenizer(name: str | Path) -> Tokenizer:
+    """Return the tokenizer that ``name`` means: ``bytes``, or a directory of Hugging Face tokenizer files.
+
+    Raises:
+        UserError: The directory is missing, holds no tokenizer, or the tokenizer has no end-of-sequence
+        token.
+    """
+    if str(name) == BYTES:
+        return ByteTokenizer()
+    directory = expand_home(name)
+    if not directory.is_dir():
+        raise UserError(
+            f"tokenizer={name}: no such directory; use 'bytes', or the local directory of a Hugging Face "
+            "tokenizer "
+            "(a hub id must be downloaded first)"
+        )
+    if (directory / "tokenizer.json").is_file():
+        return _FastTokenizer(directory)
+    if not any((directory / file).is_file() for file in _FILES):
+        raise UserError(
+            f"tokenizer={name}: holds no tokenizer file (looked for {', '.join(_FILES)}); "
+            "use 'bytes', or the directory of a Hugging Face tokenizer"
+        )
+    return _SlowTokenizer(directory)
+
+
+def _describe(directory: Path, vocabulary: dict[str, int]) -> TokenizerInfo:
+    digest = hashlib.sha256()
+    for file in _FILES:
+        if (directory / file).is_file():
+            digest.update(file.encode() + b"\0" + (directory / file).read_bytes())
+    return TokenizerInfo(
+        kind="huggingface",
+        name=str(directory),
+        vocab_size=max(vocabulary.values()) + 1,
+        eos_token_id=_eos_id(directory, vocabulary),
+        fingerprint=digest.hexdigest()[:32],
+    )
+
+
+def _eos_id(directory: Path, vocabulary: dict[str, int]) -> int:
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = directory / file
+        if not path.is_file():
+            continue
+        try:
+            token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise UserError(f"tokenizer={directory}: {file} is not a JSON object ({error})") from error
+        content = token.get("content") if isinstance(token, dict) else token
+        if content is not None and content in vocabulary:
+            return vocabulary[content]
+    raise UserError(
+        f"tokenizer={directory}: names no eos_token of its vocabulary, and documents must end with one; "
+        'set "eos_token" in tokenizer_config.json'
+    )

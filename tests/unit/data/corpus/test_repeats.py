@@ -1,0 +1,170 @@
+"""Documents that stand in two corpora: known by their content, wherever their files lie."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.corpus.repeats import first_of_same_content, refuse_repeats
+from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.sources.quarantine import reason_class
+from ray_ulysses.data.sources.units import SourceSpec
+from ray_ulysses.errors import UserError
+from tests.unit.data.corpora import begin, varied_texts, write_texts
+from tests.unit.data.tokenize.test_supervision import reasons_of
+from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
+
+
+def request_of(folder: Path, *names: str, **changes: object) -> PrepareRequest:
+    sources = SourceSpec(paths=tuple(str(folder / name) for name in names))
+    return replace(PrepareRequest(sources=sources, out=folder / "-".join([*names, "corpus"])), **changes)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two trees of texts of their own, a copy of some of the first, and rows that hold some of them."""
+    texts = varied_texts(12)
+    write_texts(tmp_path / "one", texts[:8])
+    write_texts(tmp_path / "two", texts[8:])
+    write_texts(tmp_path / "copied", [*texts[10:], *varied_texts(2, seed=5), texts[3]])
+    rows = [{"text": text} for text in (*varied_texts(2, seed=9), texts[5])]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def test_the_first_of_equal_documents_is_found_as_a_dictionary_finds_it() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        # Few values, so that halves agree where digests do not.
+        sizes = [rng.randrange(6) for _ in range(rng.randrange(1, 5))]
+        groups = [
+            np.array([[rng.randrange(3), rng.randrange(3)] for _ in range(n)], np.uint64).reshape(-1, 2) for n in sizes
+        ]
+        seen: dict[tuple[int, int], int] = {}
+        expected = []
+        for number, (low, high) in enumerate(np.concatenate(groups).tolist()):
+            expected.append(seen.get((low, high), -1))
+            seen.setdefault((low, high), number)
+        found = first_of_same_content(groups)
+        assert [one.size for one in found] == sizes
+        assert np.concatenate(found).tolist() == expected
+    assert first_of_same_content([]) == []
+
+
+def test_the_digests_of_a_corpus_are_those_of_its_documents(folder: Path) -> None:
+    one, again = prepare_local(request_of(folder, "one")), prepare_local(request_of(folder, "copied", "one"))
+    assert one.digests().shape == (8, 2) and len(np.unique(one.digests(), axis=0)) == 8
+    where = {again.source(document).source: document for document in range(again.num_documents)}
+    for document in range(8):
+        same = where.get(one.source(document).source)
+        if same is not None:
+            assert again.digests()[same].tolist() == one.digests()[document].tolist()
+    stored = pq.read_table(one.path / "documents.parquet").column("content").to_pylist()
+    assert [np.frombuffer(digest, np.uint64).tolist() for digest in stored] == one.digests().tolist()
+
+
+def test_documents_of_two_corpora_are_refused_by_their_content(folder: Path) -> None:
+    one, two = (prepare_local(request_of(folder, name)) for name in ("one", "two"))
+    copied, rows = (prepare_local(request_of(folder, name)) for name in ("copied", "rows.jsonl"))
+    refuse_repeats([one, two])
+    refuse_repeats([one])
+    with pytest.raises(
+        UserError,
+        match=r"^data\.sources: .*/copied-corpus holds 1 documents that corpora named before it hold too \(the first: "
+        r".*copied/text-0004\.txt, which is in .*/one-corpus\), and they would be trained on again; prepare it again "
+        r"into another directory with `--without .*/one-corpus`, which leaves them out$",
+    ):
+        refuse_repeats([one, copied])
+    with pytest.raises(UserError, match=r"rows\.jsonl-corpus holds 1 .*rows\.jsonl at 3, which is in .*one-corpus\)"):
+        refuse_repeats([two, one, rows])
+    # Of a run that goes on, what it is made of is not judged again.
+    refuse_repeats([one, copied], num_known=2)
+    with pytest.raises(UserError, match=r"rows\.jsonl-corpus holds 1"):
+        refuse_repeats([one, copied, rows], num_known=2)
+
+
+@pytest.mark.parametrize("duplicates", ["quarantine", "keep"])
+def test_a_corpus_is_prepared_without_what_others_hold(folder: Path, duplicates: str) -> None:
+    one, two = (prepare_local(request_of(folder, name)) for name in ("one", "two"))
+    (folder / "copied" / "text-0009.txt").write_text((folder / "copied" / "text-0002.txt").read_text())
+    request = request_of(folder, "copied", without=(str(one.path), str(two.path)), duplicates=duplicates)
+    corpus = prepare_local(request)
+    refuse_repeats([one, two, corpus])
+    assert corpus.num_documents == (2 if duplicates == "quarantine" else 3)
+    reasons = [reason.replace(str(folder), "") for _, reason in reasons_of(corpus)]
+    assert reasons[:3] == [
+        "the same content as /two/text-0002.txt in another corpus",
+        "the same content as /two/text-0003.txt in another corpus",
+        "the same content as /one/text-0003.txt in another corpus",
+    ]
+    assert reasons[3:] == (["the same content as /copied/text-0002.txt"] if duplicates == "quarantine" else [])
+    assert corpus.info.reasons == (("the same content as another", corpus.info.num_quarantined),)
+    assert begin(request).is_complete
+    with pytest.raises(UserError, match=r"already holds a corpus of other sources, options"):
+        begin(replace(request, without=(str(one.path),)))
+
+
+def test_a_corpus_to_leave_out_that_cannot_be_used_is_refused_before_any_work(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"^without=.*nowhere: does not exist; make it with `ray-ulysses prepare`"):
+        begin(request_of(folder, "one", without=(str(folder / "nowhere"),)))
+    tokenizer = str(fast_tokenizer(folder / "tokenizer"))
+    other = prepare_local(request_of(folder, "two", tokenizer=tokenizer))
+    with pytest.raises(
+        UserError, match=r"^without=.*two-corpus: was prepared with the tokenizer .*, this .* with bytes;"
+    ):
+        begin(request_of(folder, "one", without=(str(other.path),)))
+    assert not (folder / "one-corpus").exists()
+
+
+def test_lines_and_rows_are_counted_from_one_and_reasons_are_counted(tmp_path: Path) -> None:
+    texts = ["good", "", "good", "bad \ud800"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    pq.write_table(pa.table({"text": ["fine", "", None]}), tmp_path / "rows.parquet")
+    (tmp_path / "latin.txt").write_bytes(b"\xe9")
+    names = ("rows.jsonl", "rows.parquet", "latin.txt")
+    corpus = prepare_local(request_of(tmp_path, *names))
+    lines = map(json.loads, (corpus.path / "quarantine.jsonl").read_text().splitlines())
+    found = sorted((Path(line["source"]).name, line["offset"]) for line in lines)
+    assert found == [
+        ("latin.txt", 0),
+        ("rows.jsonl", 2),
+        ("rows.jsonl", 3),
+        ("rows.jsonl", 4),
+        ("rows.parquet", 2),
+        ("rows.parquet", 3),
+    ]
+    assert [corpus.source(document).offset for document in range(2)] == [1, 1]
+    assert corpus.info.reasons[0] == ("empty", 2)
+    assert sorted(corpus.info.reasons[1:]) == [
+        ("a lone surrogate at character N", 1),
+        ("not UTF-8", 1),
+        ("the same content as another", 1),
+        ("the text is missing, not a string", 1),
+    ]
+    assert Corpus.open(corpus.path).info.reasons == corpus.info.reasons
+
+
+@pytest.mark.parametrize(
+    ("reason", "common"),
+    [
+        ("the same content as /a: b/c.jsonl at 17", "the same content as another"),
+        ("the same file as /a/b", "the same file as another"),
+        ("not JSON: Expecting value: line 1 column 2 (char 1)", "not JSON"),
+        (
+            "message 3 (user): the content is missing, not a string",
+            "message N (user): the content is missing, not a string",
+        ),
+        ("token 300 at place 2 is outside the vocabulary of 257", "token N at place N is outside the vocabulary of N"),
+        ("the chat template refuses it: UndefinedError: 'x'\nis", "the chat template refuses it"),
+    ],
+)
+def test_reasons_that_are_counted_together(reason: str, common: str) -> None:
+    assert reason_class(reason) == common

@@ -1,0 +1,279 @@
+"""Edits of a run's data: what was trained on is not repeated, and nothing is lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ray_ulysses.data.plan.branching import remainder_after
+from ray_ulysses.data.plan.mixture import PlannedSource
+from ray_ulysses.data.plan.plan import Plan, PlanSettings
+from ray_ulysses.data.plan.plan_files import load_plan, write_segment
+from ray_ulysses.data.plan.planning import MemorySink, PlanInput, build_segment
+from ray_ulysses.errors import UserError
+
+SETTINGS = PlanSettings(seed=3, context_tokens=32, pad_multiple=8, rows_per_step=3)
+
+
+@dataclass(frozen=True)
+class Corpora:
+    lengths: tuple[tuple[int, ...], ...]
+    weights: tuple[float | None, ...]
+
+    @property
+    def documents(self) -> PlanInput:
+        sources = tuple(
+            PlannedSource(path=f"c{number}", fingerprint=f"f{number}", num_documents=len(lengths), weight=weight)
+            for number, (lengths, weight) in enumerate(zip(self.lengths, self.weights, strict=True))
+        )
+        return PlanInput(sources=sources, lengths=np.concatenate([np.asarray(one) for one in self.lengths]))
+
+
+def begin(corpora: Corpora, change: PlanSettings = SETTINGS) -> Plan:
+    return Plan(segments=(build_segment(corpora.documents, change, MemorySink()),))
+
+
+def branch(plan: Plan, step: int, corpora: Corpora, change: PlanSettings) -> Plan:
+    documents = corpora.documents
+    remainder = remainder_after(plan, step, documents.sources, change.epochs)
+    return Plan(segments=(*plan.segments, build_segment(documents, change, MemorySink(), remainder)))
+
+
+def targets_trained(plan: Plan) -> Counter[tuple[int, int]]:
+    """How often each (document, token) is a label in the steps of a plan, as they are trained."""
+    found: Counter[tuple[int, int]] = Counter()
+    for step in range(1, plan.num_steps + 1):
+        for row in plan.step_rows(step):
+            for piece in plan.pieces(row):
+                found.update((piece.document, piece.start + at + 1) for at in range(piece.num_labels))
+    return found
+
+
+def all_targets(corpora: Corpora, times: int = 1) -> Counter[tuple[int, int]]:
+    lengths = [length for one in corpora.lengths for length in one]
+    return Counter({(document, at): times for document, size in enumerate(lengths) for at in range(1, size)})
+
+
+def corpus(rng: np.random.Generator, count: int) -> tuple[int, ...]:
+    return tuple(int(length) for length in rng.integers(1, 150, count))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 2**32), epochs=st.integers(1, 2), num_branches=st.integers(1, 3))
+def test_every_target_is_trained_once_an_epoch_through_any_branches(
+    data: st.DataObject, seed: int, epochs: int, num_branches: int
+) -> None:
+    """Longer and shorter contexts, other steps and packings, and files that join: all at any committed step."""
+    rng = np.random.default_rng(seed)
+    corpora = Corpora((corpus(rng, 12),), (None,))
+    change = replace(SETTINGS, seed=seed, epochs=epochs)
+    plan = begin(corpora, change)
+    joined_in: dict[int, int] = {}
+    for number in range(num_branches):
+        step = data.draw(st.integers(plan.newest.base_step, plan.num_steps))
+        change = replace(
+            change,
+            context_tokens=data.draw(st.sampled_from([16, 32, 64, 128])),
+            rows_per_step=data.draw(st.integers(1, 5)),
+            packing=data.draw(st.sampled_from(["best_fit", "concat", "none"])),
+        )
+        if plan.cursor(step).next_row == plan.num_rows or data.draw(st.booleans()):
+            corpora = Corpora((*corpora.lengths, (7, *corpus(rng, 4))), (*corpora.weights, None))
+            joined_in[number] = plan.cursor(step).epoch
+        plan = branch(plan, step, corpora, change)
+    trained = targets_trained(plan)
+    assert set(trained) == set(all_targets(corpora))
+    first = len(corpora.lengths) - len(joined_in)
+    bases = np.cumsum([0, *(len(one) for one in corpora.lengths)])
+    for target, count in trained.items():
+        source = int(np.searchsorted(bases, target[0], side="right")) - 1
+        since = 0 if source < first else list(joined_in.values())[source - first]
+        assert count == epochs - since, "once in each epoch from the one in which its source joined"
+
+
+def test_steps_and_rows_go_on_and_the_old_ones_stay() -> None:
+    corpora = Corpora((corpus(np.random.default_rng(0), 40),), (None,))
+    before = begin(corpora)
+    after = branch(before, 4, corpora, replace(SETTINGS, context_tokens=64, rows_per_step=2))
+    for step in range(1, 5):
+        assert after.step_rows(step) == before.step_rows(step)
+        assert [after.pieces(row) for row in after.step_rows(step)] == [
+            before.pieces(r) for r in before.step_rows(step)
+        ]
+    assert after.step_rows(5) == range(12, 14)
+    assert [after.segment_of_step(step) for step in (4, 5)] == [0, 1]
+    assert after.cursor(4).segment == 0
+    assert after.cursor(5) == replace(after.cursor(5), segment=1, plan_id=after.plan_id, next_row=14, step=5)
+    for step in range(after.num_steps + 1):
+        after.check_cursor(after.cursor(step))
+    for refused in (before.cursor(5), replace(after.cursor(5), segment=0), replace(after.cursor(5), next_row=15)):
+        with pytest.raises(UserError, match="is no position of plan"):
+            after.check_cursor(refused)
+
+
+def test_a_cursor_at_the_branch_is_known_by_both_segments() -> None:
+    corpora = Corpora((corpus(np.random.default_rng(0), 40),), (None,))
+    plan = branch(begin(corpora), 4, corpora, replace(SETTINGS, context_tokens=64))
+    old, new = plan.cursor(4), replace(plan.cursor(4), segment=1, plan_id=plan.plan_id)
+    plan.check_cursor(old)
+    plan.check_cursor(new)
+
+
+def test_a_longer_context_joins_what_is_left_of_a_document() -> None:
+    """One document of 200 tokens in rows of 32: what two steps of one row left is trained in longer pieces."""
+    corpora = Corpora(((200,),), (None,))
+    plan = begin(corpora, replace(SETTINGS, rows_per_step=1))
+    trained = {plan.pieces(row)[0].start for row in range(2)}
+    longer = branch(plan, 2, corpora, replace(SETTINGS, rows_per_step=1, context_tokens=200))
+    left = [piece for row in range(2, longer.num_rows) for piece in longer.pieces(row)]
+    gaps = sorted({0, *(start + 32 for start in trained)} - trained)
+    assert sorted(piece.start for piece in left) == [start for start in gaps if start < 199]
+    assert targets_trained(longer) == all_targets(corpora)
+
+
+def test_what_waits_of_a_source_that_was_taken_out_comes_when_it_is_back() -> None:
+    rng = np.random.default_rng(1)
+    lengths = (corpus(rng, 20), corpus(rng, 20))
+    both, first = Corpora(lengths, (None, None)), Corpora(lengths, (None, 0.0))
+    plan = begin(both)
+    plan = branch(plan, 5, first, SETTINGS)
+    assert {piece.document < 20 for row in range(15, plan.num_rows) for piece in plan.pieces(row)} == {True}
+    plan = branch(plan, 8, both, SETTINGS)
+    assert targets_trained(plan) == all_targets(both)
+
+
+def test_other_weights_go_on_with_what_the_epoch_has_left() -> None:
+    lengths = ((20,) * 300, (20,) * 300)
+    plan = begin(Corpora(lengths, (1.0, 1.0)))
+    step = plan.num_steps // 2
+    plan = branch(plan, step, Corpora(lengths, (3.0, 1.0)), SETTINGS)
+    trained = targets_trained(plan)
+    assert set(trained.values()) == {1}
+    new = [piece.document for row in range(plan.newest.base_row, plan.num_rows) for piece in plan.pieces(row)]
+    assert sum(document < 300 for document in new) / len(new) == pytest.approx(0.75, abs=0.02)
+    assert sum(document < 300 for document in new) == 300 - sum(
+        piece.document < 300 for row in range(plan.newest.base_row) for piece in plan.pieces(row)
+    ), "the scarcer source is taken whole"
+
+
+def test_more_epochs_can_follow_a_finished_plan() -> None:
+    corpora = Corpora((corpus(np.random.default_rng(0), 20),), (None,))
+    plan = begin(corpora)
+    plan = branch(plan, plan.num_steps, corpora, replace(SETTINGS, epochs=3, context_tokens=64))
+    assert [info.epoch for info in plan.newest.epochs] == [1, 2]
+    assert targets_trained(plan) == all_targets(corpora, 3)
+
+
+def test_a_plan_with_nothing_left_is_refused() -> None:
+    corpora = Corpora((corpus(np.random.default_rng(0), 20),), (None,))
+    plan = begin(corpora)
+    with pytest.raises(UserError, match="is left to train on"):
+        branch(plan, plan.num_steps, corpora, replace(SETTINGS, context_tokens=64))
+
+
+def test_a_branch_before_the_newest_segment_is_refused() -> None:
+    corpora = Corpora((corpus(np.random.default_rng(0), 40),), (None,))
+    plan = branch(begin(corpora), 4, corpora, replace(SETTINGS, context_tokens=64))
+    with pytest.raises(UserError, match=r"is of step 3, before the last change of the data at step 4; resume without"):
+        branch(plan, 3, corpora, replace(SETTINGS, context_tokens=16))
+
+
+def test_sources_keep_their_places() -> None:
+    corpora = Corpora(((20,) * 9, (30,) * 9), (None, None))
+    plan = begin(corpora)
+    swapped = tuple(reversed(corpora.documents.sources))
+    with pytest.raises(UserError, match=r"the corpora of a run keep their places"):
+        remainder_after(plan, 2, swapped, 1)
+
+
+def test_documents_held_out_stay_held_out(tmp_path: Path) -> None:
+    corpora = Corpora((corpus(np.random.default_rng(0), 200),), (None,))
+    change = replace(SETTINGS, eval_fraction=0.2, eval_rows=500)
+    plan = begin(corpora, change)
+    later = branch(plan, 10, corpora, replace(change, context_tokens=64))
+    held = [
+        {piece.document for row in range(one.evaluation.num_rows) for piece in one.evaluation.pieces(row)}
+        for one in (plan, later)
+    ]
+    assert held[0] == held[1]
+    assert not held[0] & {document for document, _ in targets_trained(later)}
+
+
+def test_a_branch_on_disk_is_the_one_in_memory(tmp_path: Path) -> None:
+    corpora = Corpora((corpus(np.random.default_rng(0), 60),), (None,))
+    more = Corpora((*corpora.lengths, (40, 50)), (None, None))
+    change = replace(SETTINGS, context_tokens=64, rows_per_step=2)
+    made = branch(begin(corpora), 6, more, change)
+    write_segment(tmp_path, 0, corpora.documents, SETTINGS)
+    stored = load_plan(tmp_path)
+    remainder = remainder_after(stored, 6, more.documents.sources, 1)
+    write_segment(tmp_path, 1, more.documents, change, remainder)
+    loaded = load_plan(tmp_path)
+    assert [segment.plan_id for segment in loaded.segments] == [segment.plan_id for segment in made.segments]
+    assert targets_trained(loaded) == targets_trained(made) == all_targets(more)
+    assert loaded.newest.branch == made.newest.branch
+    assert loaded.newest.fragments.size == made.newest.fragments.size > 0
+
+
+def test_what_is_too_long_for_a_segment_waits_for_the_next() -> None:
+    corpora = Corpora(((1000,), (30,)), (None, None))
+    plan = begin(corpora, replace(SETTINGS, context_tokens=104, rows_per_step=1))
+    plan = branch(plan, 1, corpora, replace(SETTINGS, context_tokens=48, rows_per_step=1, overlong="drop"))
+    plan = branch(plan, 1, corpora, replace(SETTINGS, context_tokens=2000, rows_per_step=1))
+    assert targets_trained(plan) == all_targets(corpora)
+
+
+def test_a_finished_plan_is_branched_twice_at_one_step() -> None:
+    corpora = Corpora(((20,) * 10,), (None,))
+    change = replace(SETTINGS, packing="none", rows_per_step=1, epochs=2)
+    plan = begin(corpora, replace(change, epochs=1))
+    plan = branch(plan, 10, corpora, change)
+    plan = branch(plan, 10, corpora, replace(change, rows_per_step=2))
+    assert [info.epoch for info in plan.newest.epochs] == [1]
+    assert targets_trained(plan) == all_targets(corpora, 2)
+
+
+def test_epochs_below_the_one_that_runs_are_refused() -> None:
+    corpora = Corpora((corpus(np.random.default_rng(0), 30),), (None,))
+    plan = begin(corpora, replace(SETTINGS, epochs=3))
+    step = next(step for step in range(plan.num_steps) if plan.cursor(step).epoch == 1)
+    with pytest.raises(UserError, match=r"data.epochs=1: the run is in epoch 2; use at least 2"):
+        branch(plan, step, corpora, replace(SETTINGS, epochs=1))
+
+
+def test_weights_at_the_end_of_an_epoch_end_it_with_what_it_had_planned() -> None:
+    """The scarcer source has nothing left but what is in rows already: the branch is no reason to stop."""
+    corpora = Corpora(((20,) * 10, (20,) * 40), (1.0, 3.0))
+    change = replace(SETTINGS, epochs=3, packing="none", rows_per_step=1)
+    plan = begin(corpora, change)
+    last = plan.newest.epochs[0].num_rows
+    first = {piece.document for row in range(last - 1) for piece in plan.pieces(row)}
+    step = max(s for s in range(last) if {p.document for r in range(s) for p in plan.pieces(r)} >= set(range(10)))
+    plan = branch(plan, step, corpora, replace(change, rows_per_step=2))
+    done = [piece.document for row in range(last) for piece in plan.pieces(row)]
+    assert len(done) == len(set(done)) == 40
+    assert first <= set(done)
+
+
+def test_a_circle_goes_on_where_it_stopped_when_weights_come_back() -> None:
+    lengths = ((20,) * 100, (20,) * 30)
+    change = replace(SETTINGS, packing="none", rows_per_step=1, epochs=1)
+    plan = begin(Corpora(lengths, (1.0, 1.0)), change)
+    plan = branch(plan, 60, Corpora(lengths, (0.0, None)), replace(change, epochs=2))
+    plan = branch(plan, plan.num_steps, Corpora(lengths, (1.0, 1.0)), replace(change, epochs=3))
+    taken = Counter(
+        piece.document for row in range(plan.num_rows) for piece in plan.pieces(row) if piece.document < 100
+    )
+    assert sum(taken.values()) == 60
+    assert set(taken.values()) == {1}, "none twice before every other once"
+
+
+def test_a_row_beyond_32_bits_is_refused() -> None:
+    with pytest.raises(UserError, match=r"data.context_tokens=4294967296: a row holds at most 2147483647 tokens"):
+        begin(Corpora(((20,),), (None,)), replace(SETTINGS, context_tokens=2**32))

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ray_ulysses.data.plan.packing import NUM_OPEN_ROWS, Packer, Packing, Pieces
+
+
+def pieces_of(lengths: Sequence[int], has_next: Sequence[bool] | None = None) -> Pieces:
+    return Pieces(
+        document=np.arange(len(lengths), dtype=np.int64),
+        start=np.zeros(len(lengths), dtype=np.int64),
+        length=np.asarray(lengths, dtype=np.int64),
+        has_next=np.zeros(len(lengths), dtype=bool) if has_next is None else np.asarray(has_next),
+    )
+
+
+def pack(packing: Packing, lengths: Sequence[int], capacity: int, blocks: int = 1) -> list[list[tuple[int, int, int]]]:
+    """The rows that come out, as (document, start, length) of their pieces, in the order in which they close."""
+    packer, whole, rows = Packer(packing, capacity), pieces_of(lengths), []
+    cuts = np.linspace(0, len(lengths), blocks + 1).astype(int)
+    for low, high in itertools.pairwise(cuts):
+        part, sizes = packer.add(whole.take(slice(low, high)), is_last=high == len(lengths) and low == cuts[-2])
+        places = np.cumsum([0, *sizes])
+        for first, last in itertools.pairwise(places):
+            rows.append([(int(part.document[i]), int(part.start[i]), int(part.length[i])) for i in range(first, last)])
+    return rows
+
+
+def slow_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """The rule in its plainest form: rows of document numbers, in the order in which they close."""
+    slots: list[list[int] | None] = [None] * NUM_OPEN_ROWS
+    closed: list[list[int]] = []
+
+    def room(slot: int) -> int:
+        return capacity - sum(lengths[document] for document in slots[slot] or ())
+
+    for document, length in enumerate(lengths):
+        fitting = [(room(slot), slot) for slot, row in enumerate(slots) if row is not None and room(slot) >= length]
+        if length < capacity and fitting:
+            slot = min(fitting)[1]
+            slots[slot].append(document)
+            if room(slot) == 0:
+                closed.append(slots[slot])
+                slots[slot] = None
+        elif length == capacity:
+            closed.append([document])
+        else:
+            if None not in slots:
+                fullest = min((room(slot), slot) for slot in range(NUM_OPEN_ROWS))[1]
+                closed.append(slots[fullest])
+                slots[fullest] = None
+                slots[fullest] = [document]
+            else:
+                slots[slots.index(None)] = [document]
+    return closed + [row for row in slots if row is not None]
+
+
+@settings(deadline=None)  # the first call compiles
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=400),
+    spare=st.integers(0, 30),
+    blocks=st.integers(1, 5),
+)
+def test_best_fit_is_the_plain_rule_however_it_is_cut_into_blocks(lengths: list[int], spare: int, blocks: int) -> None:
+    capacity = max(lengths) + spare
+    found = pack("best_fit", lengths, capacity, blocks)
+    assert [[document for document, _, _ in row] for row in found] == slow_best_fit(lengths, capacity)
+
+
+@settings(deadline=None)  # the first call compiles
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=60), capacity=st.integers(1, 25), blocks=st.integers(1, 4)
+)
+def test_concat_fills_every_row_but_the_last_and_loses_no_target(
+    lengths: list[int], capacity: int, blocks: int
+) -> None:
+    rows = pack("concat", lengths, capacity, blocks)
+    assert all(sum(length for _, _, length in row) == capacity for row in rows[:-1])
+    assert all(sum(length for _, _, length in row) <= capacity for row in rows[-1:])
+    labels = [
+        (document, at)
+        for row in rows
+        for document, start, length in row
+        for at in range(start + 1, min(start + length, lengths[document] - 1) + 1)
+    ]
+    assert sorted(labels) == [(document, at) for document, size in enumerate(lengths) for at in range(1, size)]
+
+
+def test_none_gives_each_piece_a_row_of_its_own() -> None:
+    assert pack("none", [3, 5, 2], 8) == [[(0, 0, 3)], [(1, 0, 5)], [(2, 0, 2)]]
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "concat"])
+def test_a_block_without_pieces_changes_nothing(packing: Packing) -> None:
+    packer = Packer(packing, 10)
+    assert packer.add(pieces_of([4]), is_last=False)[1].tolist() == []
+    assert packer.add(pieces_of([]), is_last=False)[1].tolist() == []
+    pieces, sizes = packer.add(pieces_of([]), is_last=True)
+    assert (pieces.length.tolist(), sizes.tolist()) == ([4], [1])

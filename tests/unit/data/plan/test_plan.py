@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+from dataclasses import astuple, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from ray_ulysses.data.fingerprint import stable_hash
+from ray_ulysses.data.plan.plan import Plan, PlanSettings
+from ray_ulysses.data.plan.planning import build_plan
+from ray_ulysses.data.plan.rows import Rows, RowWeights
+from ray_ulysses.data.tokenize.spans import LabelSpans
+from ray_ulysses.errors import UserError
+
+SETTINGS = PlanSettings(seed=3, context_tokens=50, pad_multiple=8, rows_per_step=6)
+
+
+def lengths_of(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(2, 160, count).astype(np.int64)
+
+
+def rows_of_epoch(plan: Plan, epoch: int) -> range:
+    info = plan.newest.epochs[epoch]
+    return range(info.first_row, info.first_row + info.num_rows)
+
+
+def inputs_of(plan: Plan, epoch: int) -> list[tuple[int, int, int]]:
+    return [
+        (piece.document, piece.start, piece.length) for row in rows_of_epoch(plan, epoch) for piece in plan.pieces(row)
+    ]
+
+
+def all_weights(plan: Plan) -> RowWeights:
+    return plan.newest.train.weights(0, plan.num_rows)
+
+
+def documents_of(rows: Rows) -> set[int]:
+    return {piece.document for row in range(rows.num_rows) for piece in rows.pieces(row)}
+
+
+@hypothesis_settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(2, 120), min_size=1, max_size=40),
+    context=st.integers(8, 64),
+    pad=st.sampled_from([1, 2, 4, 8]),
+    seed=st.integers(0, 2**63),
+)
+def test_rows_hold_every_target_within_capacity(lengths: list[int], context: int, pad: int, seed: int) -> None:
+    settings = replace(SETTINGS, context_tokens=context, pad_multiple=pad, seed=seed)
+    plan = build_plan(np.asarray(lengths), "f", settings)
+    weights = all_weights(plan)
+    assert weights.padded_tokens(pad).max() <= settings.capacity
+    assert weights.supervised.min() >= 1
+    assert weights.supervised.sum() == sum(lengths) - len(lengths) == plan.newest.totals.supervised
+    assert sum(plan.step_tokens(step) for step in range(1, plan.num_steps + 1)) == weights.supervised.sum()
+    for row in range(plan.num_rows):
+        pieces = plan.pieces(row)
+        assert plan.row_tokens(row) % pad == 0
+        assert 0 <= plan.row_tokens(row) - sum(piece.length for piece in pieces) < pad
+        assert weights.sum_squares[row] == sum(piece.length**2 for piece in pieces)
+
+
+def test_the_same_settings_give_the_same_plan_and_others_another() -> None:
+    lengths = lengths_of(200)
+    plan = build_plan(lengths, "f", SETTINGS)
+    assert build_plan(lengths, "f", SETTINGS).plan_id == plan.plan_id
+    others = [
+        build_plan(lengths, "g", SETTINGS),
+        build_plan(lengths, "f", replace(SETTINGS, seed=4)),
+        build_plan(lengths, "f", replace(SETTINGS, rows_per_step=7)),
+        build_plan(lengths, "f", replace(SETTINGS, pad_multiple=4)),
+        build_plan(lengths, "f", replace(SETTINGS, epochs=2)),
+    ]
+    assert len({plan.plan_id, *(other.plan_id for other in others)}) == 6
+
+
+def test_the_plan_of_this_version_never_changes() -> None:
+    """A planner that orders otherwise must get a new PLANNER_VERSION, or running jobs could not resume."""
+    lengths = np.arange(50) * 37 % 158 + 2
+    plan = build_plan(lengths, "f", replace(SETTINGS, eval_fraction=0.1, epochs=2))
+    rows = [[astuple(piece) for piece in plan.pieces(row)] for row in range(plan.num_rows)]
+    assert plan.plan_id == "546ec5cc00692c40"
+    assert stable_hash(rows)[:16] == "45c225a07f7a8d48"
+
+
+def test_each_epoch_holds_the_same_documents_in_another_order() -> None:
+    plan = build_plan(lengths_of(100), "f", replace(SETTINGS, epochs=3))
+    first, second, third = (inputs_of(plan, epoch) for epoch in range(3))
+    assert sorted(first) == sorted(second) == sorted(third)
+    assert first != second != third
+
+
+def test_the_first_epoch_is_the_plan_of_one_epoch() -> None:
+    one = build_plan(lengths_of(100), "f", SETTINGS)
+    two = build_plan(lengths_of(100), "f", replace(SETTINGS, epochs=2))
+    for row in range(one.num_rows):
+        assert one.pieces(row) == two.pieces(row)
+
+
+def test_steps_count_from_one_and_the_last_may_be_short() -> None:
+    plan = build_plan(np.full(14, 48), "f", SETTINGS)
+    assert (plan.num_rows, plan.num_steps) == (14, 3)
+    assert [plan.step_rows(step) for step in (1, 2, 3)] == [range(6), range(6, 12), range(12, 14)]
+    assert plan.step_tokens(3) == 2 * 47
+    for step in (0, 4):
+        with pytest.raises(ValueError, match=rf"step {step} is not in \[1, 3\]"):
+            plan.step_rows(step)
+
+
+def test_cursors_name_the_next_row_and_are_recognised() -> None:
+    plan = build_plan(np.full(14, 48), "f", replace(SETTINGS, epochs=2))
+    assert [plan.cursor(step).next_row for step in range(plan.num_steps + 1)] == [0, 6, 12, 18, 24, 28]
+    assert [plan.cursor(step).epoch for step in range(plan.num_steps + 1)] == [0, 0, 0, 1, 1, 1]
+    for step in range(plan.num_steps + 1):
+        plan.check_cursor(plan.cursor(step))
+    with pytest.raises(UserError, match=r"is no position of plan"):
+        plan.check_cursor(replace(plan.cursor(1), next_row=7))
+    with pytest.raises(UserError, match=r"is of plan other, the run's plan is"):
+        plan.check_cursor(replace(plan.cursor(1), plan_id="other"))
+
+
+def test_evaluation_documents_are_never_trained_on() -> None:
+    plan = build_plan(lengths_of(400), "f", replace(SETTINGS, eval_fraction=0.2, eval_rows=5))
+    held_out, trained = documents_of(plan.evaluation), documents_of(plan.newest.train)
+    assert plan.evaluation.num_rows == 5
+    assert held_out
+    assert not held_out & trained
+    assert len(trained) + plan.newest.totals.held_out_documents == 400
+    assert 50 < plan.newest.totals.held_out_documents < 110
+
+
+def test_more_documents_move_none_between_the_splits() -> None:
+    settings = replace(SETTINGS, eval_fraction=0.2, eval_rows=1000)
+    small = documents_of(build_plan(lengths_of(400), "f", settings).newest.train)
+    large = documents_of(build_plan(lengths_of(800), "f", settings).newest.train)
+    assert small == {document for document in large if document < 400}
+
+
+def test_figures_of_the_report() -> None:
+    segment = build_plan(np.array([100, 20, 30, 1]), "f", SETTINGS).newest
+    assert segment.settings.capacity == 48
+    assert segment.totals.split_documents == 1
+    assert segment.totals.skipped_documents == 1
+    assert segment.totals.tokens == 150
+    padded = segment.train.weights(0, segment.train.num_rows).padded_tokens(8)
+    assert segment.totals.padding_tokens == int(padded.sum()) - 150
+    assert segment.fill == pytest.approx(150 / (48 * segment.train.num_rows))
+    assert segment.step_times(1).imbalance == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("overlong", "pieces", "lost", "counts"),
+    [
+        ("split", [(0, 0, 48), (0, 48, 48), (0, 96, 4), (1, 0, 48), (2, 0, 20)], 0, (1, 0, 0)),
+        ("truncate", [(0, 0, 48), (1, 0, 48), (2, 0, 20)], 51, (0, 1, 0)),
+        ("drop", [(1, 0, 48), (2, 0, 20)], 100, (0, 0, 1)),
+    ],
+)
+def test_what_becomes_of_overlong_documents_is_counted(
+    overlong: str, pieces: list[tuple[int, int, int]], lost: int, counts: tuple[int, int, int]
+) -> None:
+    """A document of one token more than a row is not overlong: the last token is a label alone."""
+    plan = build_plan(np.array([100, 49, 20]), "f", replace(SETTINGS, overlong=overlong))
+    totals = plan.newest.totals
+    assert sorted(inputs_of(plan, 0)) == pieces
+    assert totals.lost_tokens == lost
+    assert (totals.split_documents, totals.truncated_documents, totals.dropped_documents) == counts
+
+
+def test_an_overlong_document_can_be_refused() -> None:
+    settings = replace(SETTINGS, overlong="error")
+    build_plan(np.array([49, 20]), "f", settings)
+    with pytest.raises(UserError, match=r"data.overlong=error: document 1 has 50 tokens, more than the 48 of a row"):
+        build_plan(np.array([49, 50]), "f", settings)
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "concat", "none"])
+def test_every_packing_trains_every_target_once(packing: str) -> None:
+    lengths = lengths_of(150, seed=5)
+    plan = build_plan(lengths, "f", replace(SETTINGS, packing=packing, epochs=2))
+    labels = sorted(
+        (piece.document, at)
+        for row in rows_of_epoch(plan, 1)
+        for piece in plan.pieces(row)
+        for at in range(piece.start + 1, piece.start + piece.num_labels + 1)
+    )
+    assert labels == [(document, at) for document, size in enumerate(lengths) for at in range(1, size)]
+    if packing == "none":
+        assert all(len(plan.pieces(row)) == 1 for row in range(plan.num_rows))
+    if packing == "concat":
+        assert plan.newest.fill > 0.98
+
+
+def test_labels_outside_a_span_are_not_counted() -> None:
+    spans = LabelSpans(offsets=np.array([0, 2, 2]), starts=np.array([0, 60]), stops=np.array([10, 70]))
+    plan = build_plan(np.array([100, 40]), "f", SETTINGS, spans)
+    by_piece = {
+        (piece.document, piece.start): int(plan.weights(range(row, row + 1)).supervised[0])
+        for row in range(plan.num_rows)
+        for piece in plan.pieces(row)
+        if len(plan.pieces(row)) == 1
+    }
+    # Token 0 has no input before it: nine of the first ten tokens are labels.
+    assert by_piece[(0, 0)] == 9
+    assert by_piece[(0, 48)] == 10
+    assert plan.newest.totals.supervised == 19
+
+
+def test_steps_without_a_label_are_counted() -> None:
+    """One document of nine rows, of which only the end is to be learned."""
+    spans = LabelSpans(offsets=np.array([0, 1]), starts=np.array([48 * 8]), stops=np.array([48 * 9]))
+    one_a_step = build_plan(np.array([48 * 9]), "f", replace(SETTINGS, rows_per_step=1), spans)
+    assert one_a_step.newest.unsupervised_steps() == 7, "the first label of the last row is the row's before"
+    assert (
+        build_plan(np.array([48 * 9]), "f", replace(SETTINGS, rows_per_step=9), spans).newest.unsupervised_steps() == 0
+    )
+
+
+def test_a_window_of_steps_keeps_its_rows_and_levels_micro_steps() -> None:
+    lengths = np.clip(np.random.default_rng(1).lognormal(6.5, 1.4, 6000), 2, 40_000).astype(np.int64)
+    settings = replace(SETTINGS, context_tokens=16_384, rows_per_step=16)
+    plain = build_plan(lengths, "f", settings)
+    level = build_plan(lengths, "f", replace(settings, balance_steps=4))
+    window = 4 * 16
+    for first in range(0, plain.num_rows, window):
+        last = min(first + window, plain.num_rows)
+        assert sorted(plain.pieces(row) for row in range(first, last)) == sorted(
+            level.pieces(row) for row in range(first, last)
+        )
+    assert level.newest.step_times(4).imbalance < plain.newest.step_times(4).imbalance
+
+
+@pytest.mark.parametrize(
+    ("lengths", "change", "text"),
+    [
+        ([9], {"context_tokens": 7}, "data.context_tokens=7: is shorter than pad_multiple=8"),
+        ([9], {"eval_fraction": 0.6}, r"data.eval_fraction=0.6: must be in \[0, 0.5\]"),
+        ([9], {"rows_per_step": 0}, "data.rows_per_step=0: must be at least 1"),
+        ([9], {"epochs": 0}, "data.epochs=0: must be at least 1"),
+        ([9], {"eval_fraction": 0.01}, "holds out none of the 1 documents; use a larger share"),
+        ([1, 1], {}, "none of 2 documents is left to train on"),
+        ([], {}, "none of 0 documents is left to train on"),
+        ([9], {"balance_steps": 0}, "data.balance_steps=0: must be at least 1"),
+        ([2**32], {}, "document 0 has 4294967296 tokens; a document holds at most 4294967295"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(lengths: list[int], change: dict[str, float], text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        build_plan(np.asarray(lengths, dtype=np.int64), "f", replace(SETTINGS, **change))
+
+
+def test_a_split_that_leaves_nothing_to_train_on_is_refused() -> None:
+    settings = replace(SETTINGS, eval_fraction=0.5)
+    seed = next(seed for seed in range(100) if _is_refused(replace(settings, seed=seed)))
+    with pytest.raises(UserError, match=r"none of 1 documents is left to train on \(1 are held out"):
+        build_plan(np.array([9]), "f", replace(settings, seed=seed))
+
+
+def _is_refused(settings: PlanSettings) -> bool:
+    try:
+        build_plan(np.array([9]), "f", settings)
+    except UserError as error:
+        return "is left to train on" in str(error)
+    return False
+
+
+def test_a_replaced_corpus_is_refused() -> None:
+    plan = build_plan(lengths_of(5), "f", SETTINGS)
+    plan.check_corpus("f")
+    with pytest.raises(UserError, match=r"the corpus was replaced since planning: .* found g; restore the corpus"):
+        plan.check_corpus("g")

@@ -1,0 +1,166 @@
+"""Damage to a stored plan is named, wherever it lies: no plan with other rows is read, and no other error is raised."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ray_ulysses.data.fingerprint import stable_hash
+from ray_ulysses.data.plan.branching import remainder_after
+from ray_ulysses.data.plan.plan import Plan, PlanSettings, Segment
+from ray_ulysses.data.plan.plan_files import load_plan, write_segment
+from ray_ulysses.errors import UserError
+from tests.unit.data.plan.test_branches import Corpora, corpus
+
+SETTINGS = PlanSettings(
+    seed=3, context_tokens=50, pad_multiple=8, rows_per_step=6, epochs=2, eval_fraction=0.2, eval_rows=3
+)
+NUM_FLIPS = 1500
+
+
+def write_plan(directory: Path) -> Plan:
+    """A plan of two segments, so that there are fragments."""
+    rng = np.random.default_rng(0)
+    corpora = Corpora((corpus(rng, 15), corpus(rng, 10)), (1.0, 1.0))
+    write_segment(directory, 0, corpora.documents, SETTINGS)
+    changed = replace(corpora, weights=(0.0, 1.0)).documents
+    remainder = remainder_after(load_plan(directory), 2, changed.sources, SETTINGS.epochs)
+    write_segment(directory, 1, changed, replace(SETTINGS, context_tokens=70), remainder)
+    return load_plan(directory)
+
+
+def content_of(plan: Plan) -> list[Any]:
+    return [segment_content(segment) for segment in plan.segments]
+
+
+def segment_content(segment: Segment) -> list[Any]:
+    rows = []
+    for split in (segment.train, segment.evaluation):
+        weights = split.weights(0, split.num_rows)
+        rows.append([getattr(weights, name).tolist() for name in type(weights).__slots__])
+        rows.append([split.pieces(row) for row in range(split.num_rows)])
+    fragments = [
+        getattr(one, name).tolist()
+        for one in (segment.fragments, segment.waiting)
+        for name in ("document", "start", "length")
+    ]
+    header = [segment.plan_id, segment.settings, segment.sources, segment.branch, segment.epochs, segment.totals]
+    return [*header, fragments, *rows]
+
+
+def problem_of(directory: Path, whole: list[Any]) -> str:
+    """Return what is said of a plan; empty where it is read, and is the same."""
+    try:
+        found = content_of(load_plan(directory))
+    except UserError as error:
+        return str(error)
+    assert found == whole, "the plan changed unnoticed"
+    return ""
+
+
+def test_every_flipped_bit_is_named_or_changes_nothing(tmp_path: Path) -> None:
+    whole = content_of(write_plan(tmp_path))
+    assert any(any(fragments) for *_, fragments, _, _, _, _ in whole), "there are fragments to damage"
+    rng = np.random.default_rng(1)
+    paths = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    assert len(paths) == 12
+    num_named = dict.fromkeys((path.suffix for path in paths), 0)
+    for number in range(NUM_FLIPS):
+        # Every file in turn; half of the flips in plan.json, which has the most to say.
+        headers = [path for path in paths if path.suffix == ".json"]
+        path = headers[number // 2 % 2] if number % 2 else paths[number // 2 % len(paths)]
+        content = path.read_bytes()
+        place, bit = int(rng.integers(len(content))), int(rng.integers(8))
+        path.write_bytes(content[:place] + bytes([content[place] ^ (1 << bit)]) + content[place + 1 :])
+        problem = problem_of(tmp_path, whole)
+        assert not problem or str(path) in problem or f"{path.parent}:" in problem, "the file is named"
+        num_named[path.suffix] += bool(problem)
+        path.write_bytes(content)
+    assert content_of(load_plan(tmp_path)) == whole
+    assert min(num_named.values()) > NUM_FLIPS // 3
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 40, -1, -9])
+def test_a_file_that_is_cut_short_is_named(tmp_path: Path, size: int) -> None:
+    write_plan(tmp_path)
+    for path in sorted(path for path in tmp_path.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        path.write_bytes(content[:size])
+        if size == -1 and path.suffix == ".json":
+            load_plan(tmp_path)  # The line feed at the end.
+        else:
+            with pytest.raises(UserError, match=re.escape(f"{path}: the plan can't be read (")):
+                load_plan(tmp_path)
+        path.write_bytes(content)
+
+
+def _set_epoch_rows(header: dict[str, Any]) -> None:
+    header["epochs"][0]["num_rows"] -= 1
+
+
+def _set_totals(header: dict[str, Any]) -> None:
+    header["totals"]["supervised"] += 1
+
+
+def _set_context(header: dict[str, Any]) -> None:
+    header["settings"]["context_tokens"] = 64
+
+
+def _set_branch(header: dict[str, Any]) -> None:
+    header["branch"]["step"] += 1
+
+
+def _set_weight(header: dict[str, Any]) -> None:
+    header["sources"][1]["weight"] = 2.0
+
+
+def _set_checksums(header: dict[str, Any]) -> None:
+    header["files"]["rows.parquet"]["checksums"] = "00000000"
+
+
+EDITS = [_set_epoch_rows, _set_totals, _set_context, _set_branch, _set_weight, _set_checksums]
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__[5:])
+def test_an_edited_plan_is_refused_even_with_a_checksum_to_match(tmp_path: Path, edit: Any) -> None:
+    """By the checksum; and whoever gives it a new one meets the plan's id, which follows from the whole content."""
+    write_plan(tmp_path)
+    path = tmp_path / "segment-0001/plan.json"
+    header = json.loads(path.read_text())
+    edit(header)
+    path.write_text(json.dumps(header))
+    with pytest.raises(UserError, match=r"plan\.json: the plan can't be read \(its checksum is wrong: it was changed"):
+        load_plan(tmp_path)
+    del header["checksum"]
+    path.write_text(json.dumps({**header, "checksum": stable_hash(header)}))
+    with pytest.raises(UserError, match=r"plan\.json names plan [0-9a-f]{16}, but its fields give [0-9a-f]{16}"):
+        load_plan(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "null", "[" * 100_000, '{"a":' * 10_000, '"\\ud800"', '{"planner_version": 1e999}']
+)
+def test_a_text_that_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
+    write_plan(tmp_path)
+    (tmp_path / "segment-0000/plan.json").write_text(text)
+    with pytest.raises(UserError, match=r"segment-0000"):
+        load_plan(tmp_path)
+
+
+def test_where_the_sources_lie_is_no_part_of_the_id_and_is_covered_by_the_checksum(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path)
+    path = tmp_path / "segment-0001/plan.json"
+    header = json.loads(path.read_text())
+    header["sources"][0]["path"] = "/elsewhere"
+    path.write_text(json.dumps(header))
+    with pytest.raises(UserError, match="its checksum is wrong"):
+        load_plan(tmp_path)
+    del header["checksum"]
+    path.write_text(json.dumps({**header, "checksum": stable_hash(header)}))
+    assert load_plan(tmp_path).plan_id == plan.plan_id

@@ -1,0 +1,174 @@
+"""Preparations whose storage fails at a random system call: the whole corpus or an error, and whole when resumed.
+
+Run with ``storage_faults.c`` preloaded: ``DIRECTORY FIRST_SEED COUNT``. Prints a JSON object a finding, then a summary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gzip
+import json
+import logging
+import os
+import random
+import shutil
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
+
+from ray_ulysses.data.corpus.format import PREPARATION_FILE, UNITS_DIRECTORY
+from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.sources.units import SourceSpec
+from ray_ulysses.errors import UlyssesError
+from tests.unit.data.corpora import varied_texts, write_texts
+from tests.unit.data.sources.test_line_ranges import described
+from tests.unit.data.tokenize.test_chat import CONVERSATION, chat_tokenizer
+from tests.unit.storage.test_patience import SleepingClock, patience_of
+
+AWAY = ("EIO", "ESTALE", "ETIMEDOUT", "ECONNRESET", "EHOSTUNREACH", "ENOTCONN", "EREMOTEIO", "EBUSY")
+FINAL = ("EACCES", "EPERM", "ENOMEM", "ENOSPC", "EDQUOT", "EROFS", "ENODEV", "EMFILE", "EPROTO", "EBADMSG")
+FOR_EVER = 1 << 40
+# Waiting doubles from 0.1 s to 8 s within 60 s, and each try meets at least one fault.
+SHORT = (1, 2, 3, 5, 8)
+
+faults = ctypes.CDLL(os.environ["LD_PRELOAD"], use_errno=False)
+faults.fault_arm.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+faults.fault_disarm.restype = ctypes.c_long
+faults.fault_place.restype = ctypes.c_char_p
+
+
+def rows(count: int, seed: int) -> list[dict[str, Any]]:
+    return [{"text": text} for text in varied_texts(count, seed=seed)]
+
+
+def lines(count: int, seed: int) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows(count, seed)) + b"{broken\n"
+
+
+def texts(directory: Path) -> PrepareRequest:
+    write_texts(directory / "in" / "tree", varied_texts(7))
+    write_texts(directory / "in" / "tree" / "inner", varied_texts(3, seed=5))
+    (directory / "in" / "tree" / "latin.txt").write_bytes(b"latin \xe9")
+    (directory / "in" / "tree" / "link.txt").symlink_to("inner/text-0001.txt")
+    (directory / "in" / "tree" / "broken").symlink_to("nowhere")
+    return PrepareRequest(sources=SourceSpec(paths=(str(directory / "in"),)), out=directory / "out", unit_bytes=700)
+
+
+def json_lines(directory: Path) -> PrepareRequest:
+    (directory / "in").mkdir(parents=True)
+    (directory / "in" / "a.jsonl").write_bytes(lines(12, 1))
+    (directory / "in" / "b.jsonl.gz").write_bytes(gzip.compress(lines(5, 2)))
+    frames = [zstandard.ZstdCompressor().compress(lines(4, seed)) for seed in (3, 1)]
+    (directory / "in" / "c.jsonl.zst").write_bytes(b"".join(frames))
+    return PrepareRequest(sources=SourceSpec(paths=(str(directory / "in"),)), out=directory / "out", unit_bytes=1500)
+
+
+def parquet(directory: Path) -> PrepareRequest:
+    (directory / "in").mkdir(parents=True)
+    table = pa.table({"text": [*varied_texts(9, seed=4), None, "0:again", "0:again"]})
+    pq.write_table(table, directory / "in" / "rows.parquet", row_group_size=3)
+    return PrepareRequest(sources=SourceSpec(paths=(str(directory / "in"),)), out=directory / "out", unit_bytes=1000)
+
+
+def chats(directory: Path) -> PrepareRequest:
+    tokenizer = chat_tokenizer(directory / "in" / "tokenizer")
+    chat = [{"chat": [*CONVERSATION, {"role": "user", "content": f"dog {n}"}]} for n in range(6)]
+    (directory / "in" / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat))
+    spec = SourceSpec(paths=(str(directory / "in" / "chats.jsonl"),), messages_field="chat")
+    return PrepareRequest(sources=spec, out=directory / "out", unit_bytes=1000, tokenizer=str(tokenizer))
+
+
+def data_set(directory: Path) -> PrepareRequest:
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_list(rows(8, 6)).save_to_disk(str(directory / "in" / "set"))
+    spec = SourceSpec(paths=(str(directory / "in" / "set"),))
+    return PrepareRequest(sources=spec, out=directory / "out", unit_bytes=1000)
+
+
+KINDS: tuple[Callable[[Path], PrepareRequest], ...] = (texts, json_lines, parquet, chats, data_set)
+
+
+def prepared(request: PrepareRequest) -> dict[str, Any]:
+    """Return all that the corpus is, its files included."""
+    clock = SleepingClock()
+    corpus = prepare_local(request, patience=patience_of(clock))
+    faults.fault_disarm()
+    files = sorted(str(path.relative_to(request.out)) for path in request.out.rglob("*"))
+    return {**described(corpus), "files": files}
+
+
+def without_leftovers(found: dict[str, Any]) -> dict[str, Any]:
+    """Forget working files that could not be removed: the next preparation does."""
+    own = (UNITS_DIRECTORY, PREPARATION_FILE, ".prepare.lock")
+    files = [name for name in found["files"] if not name.startswith(own) and not name.endswith(".tmp")]
+    return {**found, "files": files}
+
+
+def findings_of(request: PrepareRequest, whole: dict[str, Any], number: int, skip: int, times: int) -> list[str]:
+    """Return what was wrong with a preparation that met faults, and with the same one begun again."""
+    found = []
+    faults.fault_arm(str(request.out.parent).encode(), number, skip, times)
+    try:
+        result = prepared(request)
+        if without_leftovers(result) != whole:
+            found.append("it ended as success with another corpus")
+    except UlyssesError as error:
+        if "\n" in str(error):
+            found.append(f"its error is of many lines: {error}")
+        # The library for data sets says "not found" of a directory that it can't look at.
+        is_hidden = "neither a data set" in str(error)
+        if errno.errorcode[number] in AWAY and times in SHORT and not is_hidden:
+            found.append(f"what passes was not waited for: {error}")
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        found.append(f"it ended with {type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})")
+    faults.fault_disarm()
+    try:
+        if prepared(request) != whole:
+            found.append("begun again, it is another corpus")
+    except UlyssesError as error:
+        found.append(f"begun again, it ended with {error}")
+    return found
+
+
+def main(directory: Path, first_seed: int, count: int) -> None:
+    logging.disable(logging.WARNING)
+    requests, whole, num_calls = [], [], []
+    for number, make in enumerate(KINDS):
+        request = make(directory / f"kind-{number}")
+        faults.fault_arm(str(request.out.parent).encode(), errno.EIO, FOR_EVER, 0)
+        prepare_local(request)
+        num_calls.append(faults.fault_disarm())
+        whole.append(prepared(request))
+        requests.append(request)
+    met: Counter[str] = Counter()
+    for seed in range(first_seed, first_seed + count):
+        rng = random.Random(seed)
+        kind = rng.randrange(len(KINDS))
+        out = requests[kind].out.parent / f"out-{seed}"
+        request = replace(requests[kind], out=out)
+        name = rng.choice(AWAY + FINAL)
+        skip, times = rng.randrange(num_calls[kind]), rng.choice((*SHORT, FOR_EVER))
+        found = findings_of(request, whole[kind], getattr(errno, name), skip, times)
+        place = faults.fault_place().decode()
+        met[place] += 1
+        case = {"seed": seed, "kind": KINDS[kind].__name__, "errno": name, "place": place, "skip": skip, "times": times}
+        for text in found:
+            print(json.dumps({**case, "finding": text.replace(str(directory), "")}))
+        shutil.rmtree(out, ignore_errors=True)
+    print(json.dumps({"cases": count, "calls": num_calls, "met": dict(met)}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

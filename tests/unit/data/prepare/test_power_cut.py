@@ -1,0 +1,116 @@
+"""What is on disk after a power cut, at every moment of a preparation: a whole corpus, or one to go on with."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.sources.units import SourceSpec
+
+CORPUS = "corpus.json"
+
+
+class Disk:
+    """Records the syncs and renames of a process, and tells what a power cut would leave of one directory.
+
+    A file's content is durable as it was when the file was synced, its name when its folder was synced after it was
+    given. What was renamed and not synced may be there or not.
+    """
+
+    def __init__(self, top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.top = top
+        self.contents: dict[int, bytes] = {}
+        self.names: dict[Path, dict[str, int]] = {}
+        self.moments: list[tuple[str, dict[str, bytes], bytes | None]] = []
+        fsync, replace_name = os.fsync, os.replace
+
+        def recorded_fsync(descriptor: int) -> None:
+            fsync(descriptor)
+            path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+            if path.is_dir():
+                self.names[path] = {name: (path / name).stat().st_ino for name in os.listdir(path)}
+            else:
+                self.contents[path.stat().st_ino] = path.read_bytes()
+            self.record(f"sync {path.name}")
+
+        def recorded_replace(source: Path, target: Path) -> None:
+            replace_name(source, target)
+            self.record(f"rename {Path(target).name}")
+
+        monkeypatch.setattr(os, "fsync", recorded_fsync)
+        monkeypatch.setattr(os, "replace", recorded_replace)
+
+    def record(self, what: str) -> None:
+        commit = self.top / CORPUS
+        named = self.contents.get(commit.stat().st_ino, b"") if commit.exists() else None
+        self.moments.append((what, dict(self._durable(self.top)), named))
+
+    def _durable(self, folder: Path) -> Iterator[tuple[str, bytes]]:
+        for name, inode in self.names.get(folder, {}).items():
+            path = folder / name
+            if path in self.names or path.is_dir():
+                yield from self._durable(path)
+            else:
+                yield str(path.relative_to(self.top)), self.contents.get(inode, b"")
+
+
+def test_a_power_cut_at_any_moment_leaves_a_whole_corpus_or_one_to_go_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": f"{number}?", "answer": "yes" * (1 + number)} for number in range(9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = SourceSpec(paths=(str(tmp_path / "rows.jsonl"),), prompt_field="prompt", completion_field="answer")
+    request = PrepareRequest(sources=spec, out=tmp_path / "some" / "where" / "corpus", unit_bytes=120)
+    with monkeypatch.context() as patched:
+        disk = Disk(request.out, patched)
+        corpus = prepare_local(request)
+    assert len(corpus.info.shards) > 2 and corpus.info.spans is not None
+    num_committed, tried = 0, []
+    for number, (what, durable, commit) in enumerate(disk.moments):
+        named = durable if commit is None else {**durable, CORPUS: commit}
+        # The commit's name may outlive the cut although no folder was synced after it was given.
+        for kind, files in (("synced", durable), ("named", named)):
+            if files in tried:
+                continue
+            tried.append(files)
+            left = replace(request, out=tmp_path / f"{number}-{kind}")
+            for name, content in files.items():
+                (left.out / name).parent.mkdir(parents=True, exist_ok=True)
+                (left.out / name).write_bytes(content)
+            if CORPUS in files:
+                num_committed += 1
+                Corpus.open(left.out).check_files(checksums=True)
+            found = prepare_local(left)
+            found.check_files(checksums=True)
+            assert found.fingerprint == corpus.fingerprint, (number, what, kind)
+    assert num_committed > 0 and len(tried) > 3
+    # In the end the commit itself is durable, and so are the folders that lead to it.
+    assert disk.moments[-1][1][CORPUS] == (request.out / CORPUS).read_bytes()
+    for folder in (request.out, *request.out.parents[:2]):
+        assert folder.name in disk.names[folder.parent]
+
+
+def test_the_commit_comes_after_the_syncs_of_all_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "texts").mkdir()
+    for number in range(4):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"text {number}")
+    spec = SourceSpec(paths=(str(tmp_path / "texts"),))
+    request = PrepareRequest(sources=spec, out=tmp_path / "corpus", unit_bytes=12)
+    disk = Disk(request.out, monkeypatch)
+    corpus = prepare_local(request)
+    order = [what for what, _, _ in disk.moments]
+    commit = order.index(f"rename {CORPUS}")
+    shards = [order.index(f"rename {shard.name}") for shard in corpus.info.shards]
+    assert len(shards) == 2
+    assert max(shards) < order.index("sync shards") < commit
+    sidecars = [order.index(f"rename {name}") for name in ("documents.parquet", "quarantine.jsonl")]
+    synced = [place for place, what in enumerate(order) if what == f"sync {request.out.name}"]
+    assert max(sidecars) < max(place for place in synced if place < commit)
+    assert max(synced) > commit

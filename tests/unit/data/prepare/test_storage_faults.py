@@ -1,0 +1,155 @@
+"""A storage that fails while a corpus is prepared: what passes is waited for, what stays ends as an error."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ray_ulysses.cluster import prepare_job
+from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.sources.units import SourceSpec, list_units
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.storage.patience import StorageAwayError, transient_cause
+from tests.unit.data.corpora import begin, write_texts
+from tests.unit.storage.test_patience import SleepingClock, patience_of
+
+ROOT = Path(__file__).parents[4]
+
+
+def request_of(tmp_path: Path) -> PrepareRequest:
+    sources = write_texts(tmp_path / "texts", [f"text {number}" for number in range(6)])
+    return PrepareRequest(sources=SourceSpec(paths=(str(sources),)), out=tmp_path / "corpus", unit_bytes=20)
+
+
+def failing_reads(times: int, number: int, name: str = "text-0003.txt") -> Callable[[Path], bytes]:
+    """Return a `Path.read_bytes` that fails for one file as often as said."""
+    read, left = Path.read_bytes, [times]
+
+    def broken(path: Path) -> bytes:
+        if path.name == name and left[0]:
+            left[0] -= 1
+            raise OSError(number, os.strerror(number), str(path))
+        return read(path)
+
+    return broken
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+def test_a_text_file_is_read_again_when_its_storage_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(Path, "read_bytes", failing_reads(4, number))
+    clock = SleepingClock()
+    corpus = prepare_local(request_of(tmp_path), patience=patience_of(clock))
+    assert (corpus.num_documents, corpus.info.num_quarantined) == (6, 0)
+    assert clock.pauses == [0.1, 0.2, 0.4, 0.8]
+
+
+def test_a_storage_that_stays_away_ends_the_preparation_and_nothing_is_missing_when_it_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = request_of(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", failing_reads(1000, errno.ESTALE))
+        with pytest.raises(StorageAwayError, match=r"^unit 1 of .*corpus: the storage did not answer for 60 s \(\d+"):
+            prepare_local(request, patience=patience_of(SleepingClock()))
+    assert not (request.out / "corpus.json").exists()
+    assert [unit.index for unit in begin(request).pending] == [1]
+    corpus = prepare_local(request)
+    assert (corpus.num_documents, corpus.info.num_quarantined) == (6, 0)
+
+
+def test_a_file_that_may_not_be_read_is_refused_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_bytes", failing_reads(1000, errno.EACCES))
+    with pytest.raises(
+        UserError, match=r"text-0003\.txt: can't be read \(Permission denied\); make it readable, or leave it out \(ex"
+    ):
+        prepare_local(request_of(tmp_path))
+
+
+def test_a_file_that_cannot_be_looked_at_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Entry:
+        """Stands for an entry whose file the storage gives no news of; a real one has no attributes to replace."""
+
+        def __init__(self, entry: os.DirEntry[str]) -> None:
+            self.name, self.path, self.is_dir, self.is_symlink = entry.name, entry.path, entry.is_dir, entry.is_symlink
+
+        def stat(self) -> os.stat_result:
+            raise OSError(number, os.strerror(number), self.path)
+
+    from ray_ulysses.data.sources import file_listing
+
+    entries = file_listing._entries
+    monkeypatch.setattr(file_listing, "_entries", lambda folder: [Entry(entry) for entry in entries(folder)])
+    spec = request_of(tmp_path).sources
+    number = errno.EIO
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        list_units(spec)
+    assert transient_cause(caught.value) is caught.value
+    number = errno.EACCES
+    with pytest.raises(UserError, match=r"text-0000\.txt: can't be read \(Permission denied\)"):
+        list_units(spec)
+
+
+def test_the_job_stops_at_the_first_unit_whose_storage_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other units would each wait as long."""
+    request, begun = request_of(tmp_path), []
+
+    def away(*arguments: object) -> None:
+        begun.append(arguments)
+        raise StorageAwayError("the storage did not answer")
+
+    monkeypatch.setattr(prepare_job, "write_unit", away)
+    monkeypatch.setattr(
+        prepare_job,
+        "_run_units",
+        lambda units, request, num_cpus: (
+            prepare_job._run_unit({"unit": json.dumps(unit.to_json())}, out=str(request.out), tokenizer="bytes")
+            for unit in units
+        ),
+    )
+    with pytest.raises(RunError, match=r"^the storage did not answer$"):
+        prepare_job.prepare(request)
+    assert len(begun) == 1
+
+
+def test_a_corpus_that_cannot_be_written_is_said_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    request = request_of(tmp_path)
+    begin(request)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(
+        RunError,
+        match=r"^unit 0 of .*corpus: \[Errno 28\] No space left on device; mend it and run the same co",
+    ):
+        prepare_local(request)
+
+
+def test_storage_that_fails_at_any_system_call_gives_the_whole_corpus_or_an_error(tmp_path: Path) -> None:
+    """The first of a longer search, which `storage_fault_case.py` makes with other seeds."""
+    library = tmp_path / "storage_faults.so"
+    source = Path(__file__).with_name("storage_faults.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True, timeout=60)
+    (tmp_path / "cases").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.data.prepare.storage_fault_case", str(tmp_path / "cases"), "0", "80"],
+        cwd=ROOT,
+        env={**os.environ, "LD_PRELOAD": str(library), "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=280,
+    )
+    *findings, summary = map(json.loads, done.stdout.splitlines())
+    assert findings == []
+    assert summary["cases"] == 80
+    # Each kind of call failed at least once: the search is wide.
+    assert set(summary["met"]) >= {"open", "read", "pread", "write", "close", "fsync", "stat", "rename"}

@@ -1,0 +1,202 @@
+"""A JSONL file in many units is the same corpus as in one."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import tempfile
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.prepare.merge import Duplicates
+from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.unit_writer import write_unit
+from ray_ulysses.data.sources.line_ranges import LineCounts, cut_bytes, number_lines, range_lines
+from ray_ulysses.data.sources.units import SourceSpec
+from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
+from ray_ulysses.errors import UserError
+from tests.unit.data.corpora import begin
+
+WHOLE = 1 << 30
+
+
+def prepare_file(
+    path: Path, out: Path, unit_bytes: int, duplicates: Duplicates = "quarantine", **fields: str
+) -> Corpus:
+    spec = SourceSpec(paths=(str(path),), **fields)
+    return prepare_local(PrepareRequest(sources=spec, out=out, unit_bytes=unit_bytes, duplicates=duplicates))
+
+
+def stored_tokens(corpus: Corpus) -> tuple[int, int]:
+    """Return rows and CRC-32 of all tokens of all shards in their order, those of repeated documents included."""
+    num_rows, crc32 = 0, 0
+    for shard in corpus.info.shards:
+        column = pq.read_table(corpus.path / "shards" / shard.name).column("tokens")
+        num_rows += len(column)
+        crc32 = zlib.crc32(np.concatenate([chunk.flatten() for chunk in column.chunks]).astype("<u2").tobytes(), crc32)
+    return num_rows, crc32
+
+
+def described(corpus: Corpus) -> dict[str, Any]:
+    """Return all that a corpus is, but for the borders of its shards."""
+    documents = pq.read_table(corpus.path / "documents.parquet").drop_columns(["shard", "first_row"])
+    info = corpus.info
+    spans = None if info.spans is None else (info.spans.num_spans, info.spans.content_crc32)
+    return {
+        "documents": documents.to_pylist(),
+        "tokens": [corpus.read(d, 0, int(corpus.lengths[d])).tolist() for d in range(corpus.num_documents)],
+        "stored": stored_tokens(corpus),
+        "quarantine": (corpus.path / "quarantine.jsonl").read_text(),
+        "info": (info.lengths_crc32, info.max_token_id, info.num_quarantined, info.byte_unigram_nats, spans),
+        "entropy": info.token_unigram_nats,
+    }
+
+
+def outcome(path: Path, out: Path, unit_bytes: int, **fields: str) -> dict[str, Any] | str:
+    """Return the corpus, or the error: also that is to be the one of the whole file."""
+    try:
+        return described(prepare_file(path, out, unit_bytes, **fields))
+    except UserError as error:
+        return str(error).replace(str(out), "OUT")
+
+
+SOME_TEXT = st.text(alphabet=st.sampled_from("ab ü漢😀\r\u2028\x85"), max_size=12)
+LINES = st.one_of(
+    SOME_TEXT.map(lambda text: json.dumps({"text": text}, ensure_ascii=False).encode()),
+    st.integers(0, 3).map(lambda number: json.dumps({"text": f"long {number} " * 40}).encode()),
+    SOME_TEXT.map(lambda text: json.dumps({"prompt": "p", "text": text}).encode()),
+    st.sampled_from([b"", b"", b" \t", b"{broken", b"[1]", b'{"other": 1}', b'{"text": "\xff"}', b'{"text": 5}']),
+    st.binary(max_size=6).filter(lambda data: b"\n" not in data),
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    lines=st.lists(LINES, max_size=12),
+    ending=st.sampled_from([b"\n", b"\r\n"]),
+    is_ended=st.booleans(),
+    unit_bytes=st.integers(1, 400),
+)
+@example(lines=[b'{"text": "' + b"x" * 300 + b'"}', b'{"text": "y"}'], ending=b"\n", is_ended=False, unit_bytes=7)
+@example(lines=[b"{broken"] * 9 + [b'{"text": "last"}'], ending=b"\r\n", is_ended=True, unit_bytes=10)
+@example(lines=["{'text': '漢'}".replace("'", '"').encode()] * 4, ending=b"\n", is_ended=True, unit_bytes=12)
+def test_any_file_in_any_units_is_the_file_as_one(
+    lines: list[bytes], ending: bytes, is_ended: bool, unit_bytes: int
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "rows.jsonl")
+        path.write_bytes(ending.join(lines) + (ending if is_ended else b""))
+        parts = outcome(path, Path(directory, "parts"), max(unit_bytes, path.stat().st_size // 24))
+        assert parts == outcome(path, Path(directory, "whole"), WHOLE)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.binary(max_size=60).map(lambda data: data.replace(b"a", b"\n")), unit_bytes=st.integers(1, 70))
+def test_every_line_belongs_to_one_range(data: bytes, unit_bytes: int) -> None:
+    with tempfile.NamedTemporaryFile() as file:
+        Path(file.name).write_bytes(data)
+        ranges = cut_bytes(len(data), unit_bytes)
+        found = [line for first, last in ranges for line in range_lines(file.name, first, last)]
+        assert found == re.findall(rb"[^\n]*\n|[^\n]+", data)
+        assert [last - first for first, last in ranges] == [0] or all(
+            0 < last - first <= unit_bytes for first, last in ranges
+        )
+        assert (ranges[0][0], ranges[-1][1]) == (0, len(data))
+
+
+def test_lines_are_skipped_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray_ulysses.data.sources.line_ranges._SKIP_BYTES", 3)
+    path = tmp_path / "rows"
+    path.write_bytes(b"0123456789\nab\n\nc")
+    assert [list(range_lines(path, first, 99)) for first in (1, 10, 11, 12, 14, 15, 16)] == [
+        [b"ab\n", b"\n", b"c"],
+        [b"ab\n", b"\n", b"c"],
+        [b"ab\n", b"\n", b"c"],
+        [b"\n", b"c"],
+        [b"\n", b"c"],
+        [b"c"],
+        [],
+    ]
+
+
+def test_a_large_file_becomes_many_shards_of_the_right_size(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(500)))
+    request = PrepareRequest(sources=SourceSpec(paths=(str(path),)), out=tmp_path / "out", unit_bytes=1000)
+    units = begin(request).units
+    assert len(units) == -(-path.stat().st_size // 1000)
+    assert sum(unit.num_bytes for unit in units) == path.stat().st_size
+    # As if an earlier run had been killed: half of the units are done.
+    for unit in units[::2]:
+        write_unit(request.out, unit, load_tokenizer("bytes"))
+    corpus = prepare_local(request)
+    assert len(corpus.info.shards) == len(units) > 10
+    assert [corpus.source(number).offset for number in range(500)] == list(range(1, 501))
+    assert described(corpus) == described(prepare_file(path, tmp_path / "whole", WHOLE))
+    corpus.check_files(checksums=True)
+
+
+@pytest.mark.parametrize("duplicates", ["quarantine", "keep"])
+def test_repeats_are_named_by_the_lines_of_the_file(tmp_path: Path, duplicates: Duplicates) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"p": f"prompt {number % 7}", "c": "answer" * (number % 3 + 1)} for number in range(40)]
+    path.write_text("\n\n".join(json.dumps(row) for row in rows))
+    fields = {"prompt_field": "p", "completion_field": "c"}
+    parts = prepare_file(path, tmp_path / "parts", 150, duplicates, **fields)
+    assert described(parts) == described(prepare_file(path, tmp_path / "whole", WHOLE, duplicates, **fields))
+    if duplicates == "quarantine":
+        last = json.loads((parts.path / "quarantine.jsonl").read_text().splitlines()[-1])
+        assert (last["offset"], last["reason"]) == (79, f"the same content as {path} at 37")
+
+
+def test_compressed_files_stay_one_unit(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(b"".join(b'{"text": "%d"}\n' % number for number in range(1000))))
+    request = PrepareRequest(sources=SourceSpec(paths=(str(path),)), out=tmp_path / "out", unit_bytes=100)
+    assert [(unit.first, unit.last) for unit in begin(request).units] == [(0, 0)]
+
+
+def test_a_range_without_an_object_is_no_reason_to_doubt_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("plain text\n" * 50 + '{"text": "good"}\n' + "plain text\n" * 50)
+    corpus = prepare_file(path, tmp_path / "out", 60)
+    assert (corpus.num_documents, corpus.info.num_quarantined) == (1, 100)
+    assert corpus.source(0).offset == 51
+
+
+@pytest.mark.parametrize("unit_bytes", [5, WHOLE])
+def test_files_without_one_json_object_are_named_all_at_once(tmp_path: Path, unit_bytes: int) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for name, text in (("a", "this is\nplain text\n"), ("b", "\n\n"), ("c", "[1]\n"), ("d", '{"text": "good"}\n')):
+        (tree / f"{name}.jsonl").write_text(text)
+    with pytest.raises(UserError) as caught:
+        prepare_file(tree, tmp_path / "out", unit_bytes)
+    assert str(caught.value).splitlines() == [
+        f"source={tree / 'a.jsonl'}: none of its 2 lines is a JSON object; is it a JSONL file?",
+        f"source={tree / 'c.jsonl'}: none of its 1 lines is a JSON object; is it a JSONL file?",
+    ]
+    assert not (tmp_path / "out" / "corpus.json").exists()
+    # The files are mended, and only what was wrong is read again.
+    for name in ("a", "c"):
+        (tree / f"{name}.jsonl").write_text(json.dumps({"text": name}))
+    assert prepare_file(tree, tmp_path / "out", unit_bytes).num_documents == 3
+
+
+def test_lines_are_numbered_over_the_units_of_their_file_alone() -> None:
+    def counts(source: str, num_lines: int) -> LineCounts:
+        return LineCounts(source=source, num_lines=num_lines, num_filled=0, num_broken=0)
+
+    units = [counts("a", 3), None, counts("a", 0), counts("a", 4), counts("b", 2), counts("b", 1)]
+    assert [None if one is None else one.num_before for one in number_lines(units)] == [0, None, 3, 3, 0, 2]
+    assert replace(units[0], num_before=0) == number_lines(units)[0]

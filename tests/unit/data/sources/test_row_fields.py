@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ray_ulysses.data.sources.row_fields import (
+    ChatRow,
+    CompletionRow,
+    RowError,
+    RowFields,
+    TokenRow,
+    row_content,
+    row_id,
+)
+from ray_ulysses.data.sources.units import SourceSpec, list_units
+from ray_ulysses.errors import ConfigError, UserError
+
+HELLO = {"role": "user", "content": "hello"}
+BROKEN = "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
+PREPARE = "prepare: 1 problem\n  - "
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        (
+            RowFields(text="t", messages="m"),
+            "auto",
+            "messages_field='m': a row is one kind of document, and text_field='t' chose another; give one of the two, "
+            "and prepare the other rows into another corpus",
+        ),
+        (
+            RowFields(labels="l"),
+            "auto",
+            "labels_field='l': labels stand beside tokens, and tokens_field is not given; name that field too",
+        ),
+        (
+            RowFields(tools="t"),
+            "auto",
+            "tools_field='t': tools stand beside messages, and messages_field is not given; name that field too",
+        ),
+        (
+            RowFields(prompt="p"),
+            "auto",
+            "prompt_field='p': needs completion_field, which is not given; name that field too",
+        ),
+        (
+            RowFields(completion="c"),
+            "auto",
+            "completion_field='c': needs prompt_field, which is not given; name that field too",
+        ),
+        (
+            RowFields(tokens="x", labels="x"),
+            "auto",
+            "labels_field='x': is the field of tokens_field already; name two fields",
+        ),
+        (RowFields(id=""), "auto", "id_field='': is no name of a field; name a key or a column"),
+        (
+            RowFields(tokens="x"),
+            "text",
+            "tokens_field='x': kind=text reads whole files, which have no fields; leave it out, or set another kind",
+        ),
+    ],
+    ids=[
+        "two kinds",
+        "labels alone",
+        "tools alone",
+        "prompt alone",
+        "completion alone",
+        "one field twice",
+        "empty",
+        "text files",
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(fields: RowFields, kind: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        fields.check(kind)
+    assert str(caught.value) == PREPARE + text
+
+
+def test_all_wrong_options_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        RowFields(labels="l", prompt="p", messages="m").check("auto")
+    assert [problem.path for problem in caught.value.problems] == ["prompt_field", "labels_field", "prompt_field"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        RowFields(),
+        RowFields(text="t", id="i"),
+        RowFields(tokens="t", labels="l"),
+        RowFields(messages="m"),
+        RowFields(messages="m", tools="t"),
+        RowFields(prompt="p", completion="c", id="p"),
+    ],
+)
+def test_options_that_go_together_pass(fields: RowFields) -> None:
+    fields.check("auto")
+
+
+def test_fields_for_sources_that_have_none_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(UserError, match=r"^messages_field='m': no source has rows with fields, all are text files; "):
+        list_units(SourceSpec(paths=(str(tmp_path),), messages_field="m"))
+
+
+def test_rows_become_documents_of_their_kind() -> None:
+    tokens = row_content({"tokens": [1, 2], "labels": [-100, 2]}, "tokens")
+    assert isinstance(tokens, TokenRow) and tokens.labels is not None
+    assert (tokens.tokens.tolist(), tokens.labels.tolist()) == ([1, 2], [-100, 2])
+    array = row_content({"tokens": np.array([3, 4], dtype=np.uint16)}, "tokens")
+    assert isinstance(array, TokenRow) and array.tokens.dtype == np.int64 and array.labels is None
+    chat = row_content({"messages": [{"role": "user", "content": "hi", "name": None}]}, "messages")
+    assert chat == ChatRow(messages=({"role": "user", "content": "hi"},))
+    completion = row_content({"prompt": "", "completion": "c"}, "completion")
+    assert completion == CompletionRow(prompt="", completion="c")
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "reason"),
+    [
+        ("tokens", {"tokens": []}, "empty"),
+        ("tokens", {"tokens": None}, "the tokens are missing, not a list of integers"),
+        ("tokens", {"tokens": "abc"}, "the tokens are of type str, not a list of integers"),
+        ("tokens", {"tokens": [1, 2.0]}, "the tokens are no list of integers: item 1 is of type float"),
+        ("tokens", {"tokens": [True]}, "the tokens are no list of integers: item 0 is of type bool"),
+        ("tokens", {"tokens": [1, None]}, "the tokens are no list of integers: item 1 is missing"),
+        ("tokens", {"tokens": [1 << 70]}, "the tokens do not fit 64 bits"),
+        ("tokens", {"tokens": [1], "labels": [1, 2]}, "2 labels for 1 tokens"),
+        ("messages", {"messages": "hi"}, "the messages are of type str, not a list"),
+        ("messages", {"messages": []}, "empty"),
+        ("messages", {"messages": ["hi"]}, "message 0 is of type str, not an object with role and content"),
+        ("messages", {"messages": [{"content": "hi"}]}, "message 0 has no role"),
+        ("messages", {"messages": [{"role": "user"}]}, "message 0 (user): the content is missing, not a string"),
+        ("messages", {"messages": [{"role": "user", "content": "\ud800"}]}, "a lone surrogate at character 0"),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "url": "b"}]}]},
+            'message 0 (user): part 1 of the content is "image", not text',
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": ["a"]}]},
+            "message 0 (user): part 0 of the content is of type str, not an object with a type",
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "message 0 (user): the text of part 0 is missing, not a string",
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]},
+            "a lone surrogate at character 0",
+        ),
+        ("messages", {"messages": [HELLO], "tools": "{"}, f"the tools are no JSON: {BROKEN}"),
+        ("messages", {"messages": [HELLO], "tools": {"name": "f"}}, "the tools are of type dict, not a list"),
+        ("messages", {"messages": [HELLO], "tools": '["f"]'}, "tool 0 is of type str, not an object"),
+        ("messages", {"messages": [HELLO], "tools": [{"name": "\ud800"}]}, "a lone surrogate at character 0"),
+        ("completion", {"prompt": "p", "completion": ""}, "the completion is empty"),
+        ("completion", {"prompt": None, "completion": "c"}, "the prompt is missing, not a string"),
+    ],
+)
+def test_what_is_no_document_says_why(kind: Any, row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(RowError) as caught:
+        row_content(row, kind)
+    assert str(caught.value) == reason
+
+
+def test_parts_of_text_are_joined_as_transformers_joins_them() -> None:
+    parts = [{"type": "text", "text": text, "image_url": None} for text in ("see", " this ", "")]
+    for content, expected in ((parts, "see  this  "), (parts[:1], "see"), ([], "")):
+        row = row_content({"messages": [{"role": "user", "content": content}]}, "messages")
+        assert row == ChatRow(messages=({"role": "user", "content": expected},))
+
+
+@pytest.mark.parametrize("value", [None, [], "[]", "null"])
+def test_a_row_without_tools_is_a_chat(value: object) -> None:
+    assert row_content({"messages": [HELLO], "tools": value}, "messages") == ChatRow(messages=(HELLO,))
+
+
+def test_tools_are_a_list_or_its_json_and_lose_what_parquet_filled_in() -> None:
+    filled = [{"name": "f", "parameters": {"a": {"type": "int"}, "b": None, "required": ["a"]}, "strict": False}]
+    exact = [{"name": "f", "parameters": {"a": {"type": "int"}, "required": ["a"]}, "strict": False}]
+    for value, expected in ((filled, exact), (json.dumps(exact), exact), (json.dumps(filled), filled)):
+        row = row_content({"messages": [HELLO], "tools": value}, "messages")
+        assert isinstance(row, ChatRow) and list(row.tools) == expected
+
+
+def test_a_rows_own_id_is_text() -> None:
+    assert [row_id(value) for value in ("a-1", 17, None)] == ["a-1", "17", ""]
+    with pytest.raises(RowError, match=r"the id is of type list, not a string or an integer"):
+        row_id([1])

@@ -1,0 +1,347 @@
+"""Rows of every kind, from the user's file to the label spans of the corpus."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ray_ulysses.data.corpus import row_groups
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.sources.units import SourceSpec
+from ray_ulysses.errors import UserError
+from tests.unit.data.tokenize.test_chat import CHATML, CONVERSATION, MARKED, TOOL_BLOCK, TOOLS, chat_tokenizer
+from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
+
+END = 256
+
+
+def prepare_rows(
+    directory: Path, rows: Sequence[dict[str, Any]], tokenizer: str = "bytes", form: str = "jsonl", **fields: str
+) -> Corpus:
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"rows.{form}"
+    if form == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    spec = SourceSpec(paths=(str(path),), **fields)
+    return prepare_local(PrepareRequest(sources=spec, out=directory / "corpus", tokenizer=tokenizer))
+
+
+def tokens_of(corpus: Corpus, document: int) -> list[int]:
+    return corpus.read(document, 0, int(corpus.lengths[document])).tolist()
+
+
+def supervised_of(corpus: Corpus, document: int) -> list[int]:
+    """Return the tokens that may be labels."""
+    mask = corpus.label_mask(document, 0, int(corpus.lengths[document]))
+    assert mask is not None and corpus.spans is not None
+    assert mask.tolist() == corpus.spans.mask(document, 0, int(corpus.lengths[document])).tolist()
+    return np.array(tokens_of(corpus, document))[mask].tolist()
+
+
+def reasons_of(corpus: Corpus) -> list[tuple[int, str]]:
+    lines = (corpus.path / "quarantine.jsonl").read_text().splitlines()
+    return [(row["offset"], row["reason"]) for row in map(json.loads, lines)]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_tokens_are_taken_as_they_are_and_labels_become_spans(tmp_path: Path, form: str) -> None:
+    rows = [
+        {"ids": [5, 6, 7, 8], "labels": [-100, -100, 7, -100]},
+        {"ids": [5, 6, 7], "labels": [-100, 6, 7]},
+        {"ids": [1, 2, END], "labels": [-100, 2, -100]},
+        {"ids": [3, 4, 3, 4], "labels": [3, -100, 3, 4]},
+    ]
+    corpus = prepare_rows(tmp_path, rows, form=form, tokens_field="ids", labels_field="labels")
+    assert [tokens_of(corpus, document) for document in range(4)] == [
+        [5, 6, 7, 8, END],
+        [5, 6, 7, END],
+        [1, 2, END],
+        [3, 4, 3, 4, END],
+    ]
+    assert [supervised_of(corpus, document) for document in range(4)] == [[7], [6, 7, END], [2], [3, 3, 4, END]]
+    assert corpus.info.spans is not None
+    assert (corpus.info.spans.num_spans, corpus.info.spans.num_supervised) == (5, 9)
+    corpus.check_files(checksums=True)
+    found = corpus.spans.count(np.array([0, 1, 3]), np.array([1, 2, 1]), np.array([3, 4, 4])) if corpus.spans else None
+    assert found is not None and found.tolist() == [1, 2, 2]
+
+
+def test_tokens_without_labels_are_supervised_whole_and_need_no_spans(tmp_path: Path) -> None:
+    corpus = prepare_rows(tmp_path, [{"ids": [1, 2]}, {"ids": [3, END]}], tokens_field="ids")
+    assert corpus.spans is None and corpus.label_mask(0, 0, 3) is None and corpus.info.spans is None
+    assert not (corpus.path / "spans.parquet").exists()
+
+
+def test_tokens_and_labels_that_do_not_fit_are_left_out_with_the_reason(tmp_path: Path) -> None:
+    rows = [
+        {"ids": [1, 2], "labels": [1, 2]},
+        {"ids": [1, 257], "labels": [1, 257]},
+        {"ids": [1, -1], "labels": [1, -1]},
+        {"ids": [1, 2], "labels": [1, 3]},
+        {"ids": [1, 2, 3], "labels": [1, -100, -100]},
+        {"ids": [1, 2], "labels": [-100]},
+        {"ids": [1, 2]},
+        {"ids": [END], "labels": [END]},
+    ]
+    corpus = prepare_rows(tmp_path, rows, tokens_field="ids", labels_field="labels")
+    assert reasons_of(corpus) == [
+        (2, "token 257 at place 1 is outside the vocabulary of 257"),
+        (3, "token -1 at place 1 is outside the vocabulary of 257"),
+        (4, "label 3 at place 1 is neither -100 nor the token 2"),
+        (5, "no token of it is supervised"),
+        (6, "1 labels for 2 tokens"),
+        (7, "no field 'labels'"),
+        (8, "no token of it is supervised"),
+    ]
+
+
+def test_rows_with_the_same_tokens_but_other_labels_are_two_documents(tmp_path: Path) -> None:
+    rows = [{"ids": [1, 2, 3], "labels": labels} for labels in ([-100, 2, 3], [-100, -100, 3], [-100, 2, 3])]
+    corpus = prepare_rows(tmp_path, rows, tokens_field="ids", labels_field="labels")
+    assert corpus.num_documents == 2
+    assert reasons_of(corpus) == [(3, f"the same content as {tmp_path / 'rows.jsonl'} at 1")]
+    assert [supervised_of(corpus, document) for document in range(2)] == [[2, 3, END], [3, END]]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_chats_are_supervised_where_the_assistant_speaks(tmp_path: Path, form: str) -> None:
+    rows = [
+        {"chat": CONVERSATION},
+        {"chat": [*CONVERSATION[1:3], {"role": "user", "content": "<|im_end|>"}]},
+        {"chat": CONVERSATION[:2]},
+        {"chat": CONVERSATION[1:3]},
+    ]
+    directory = str(chat_tokenizer(tmp_path / "tokenizer"))
+    corpus = prepare_rows(tmp_path, rows, tokenizer=directory, form=form, messages_field="chat")
+    assert reasons_of(corpus) == [
+        (2, "message 2 (user) spells the special token '<|im_end|>'"),
+        (3, "no token of it is supervised"),
+    ]
+    from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
+
+    decode = load_tokenizer(directory).decode
+    assert decode(np.array(supervised_of(corpus, 0))) == " jumps\n<|im_end|>zürich<|im_end|>"
+    end = corpus.tokenizer.eos_token_id
+    # The line feed that the template adds is followed by the document's own end, which nobody is to learn.
+    assert decode(np.array(tokens_of(corpus, 1)[-3:])) == "<|im_end|>\n<|im_end|>"
+    assert tokens_of(corpus, 1)[-1] == end and supervised_of(corpus, 1).count(end) == 1
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_chats_in_parts_and_with_tools(tmp_path: Path, form: str) -> None:
+    def row(kind: str, tools: object) -> dict[str, Any]:
+        parts = [{"type": "text", "text": "the fox?"}, {"type": kind, "text": "jump"}]
+        answer = [{"type": "text", "text": "yes"}]
+        return {"chat": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}], "tools": tools}
+
+    rows = [row("text", TOOLS), row("image", TOOLS), row("text", None)]
+    directory = str(chat_tokenizer(tmp_path / "tokenizer", TOOL_BLOCK + CHATML))
+    corpus = prepare_rows(tmp_path, rows, directory, form, messages_field="chat", tools_field="tools")
+    assert reasons_of(corpus) == [(2, 'message 0 (user): part 1 of the content is "image", not text')]
+    from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
+
+    decode = load_tokenizer(directory).decode
+    texts = [decode(np.array(tokens_of(corpus, document)[:-1])) for document in range(2)]
+    talk = "<|im_start|>user\nthe fox? jump<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
+    assert texts[1] == talk and texts[0].endswith("]<|im_end|>\n" + talk) and '"name": "jump"' in texts[0]
+    assert [decode(np.array(supervised_of(corpus, document))) for document in range(2)] == ["yes<|im_end|>"] * 2
+
+
+def test_a_row_of_jsonl_may_leave_its_tools_out(tmp_path: Path) -> None:
+    rows = [{"messages": CONVERSATION[1:3]}, {"messages": CONVERSATION, "tools": TOOLS}]
+    corpus = prepare_rows(tmp_path, rows, messages_field="messages", tools_field="tools")
+    assert corpus.num_documents == 1
+    assert [reason.split(";")[0] for _, reason in reasons_of(corpus)] == ["bytes have no way to write its tools"]
+
+
+def test_chats_in_bytes_end_with_their_last_turn(tmp_path: Path) -> None:
+    rows = [{"messages": CONVERSATION[1:3]}, {"messages": [{"role": "assistant", "content": "hi"}]}]
+    corpus = prepare_rows(tmp_path, rows, messages_field="messages")
+    assert tokens_of(corpus, 0) == [*b"user\nthe fox?", END, *b"assistant\n jumps\n", END]
+    assert supervised_of(corpus, 0) == [*b" jumps\n", END]
+    assert supervised_of(corpus, 1) == [*b"hi", END]
+
+
+def test_a_template_that_changes_makes_another_corpus(tmp_path: Path) -> None:
+    directory = chat_tokenizer(tmp_path / "tokenizer")
+    rows = [{"messages": CONVERSATION}]
+    prepare_rows(tmp_path, rows, tokenizer=str(directory), messages_field="messages")
+    (directory / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    with pytest.raises(UserError, match=r"already holds a corpus of other sources, options or source files"):
+        prepare_rows(tmp_path, rows, tokenizer=str(directory), messages_field="messages")
+
+
+def test_a_chat_without_a_template_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    directory = fast_tokenizer(tmp_path / "tokenizer")
+    with pytest.raises(UserError, match=r"^messages_field: the tokenizer .* has no chat template"):
+        prepare_rows(tmp_path, [{"messages": CONVERSATION}], tokenizer=str(directory), messages_field="messages")
+    assert not (tmp_path / "corpus").exists()
+
+
+def test_only_the_completion_and_the_end_are_supervised(tmp_path: Path) -> None:
+    rows = [{"q": "ab", "a": "cd"}, {"q": "", "a": "x"}, {"q": "ab", "a": ""}]
+    corpus = prepare_rows(tmp_path, rows, prompt_field="q", completion_field="a")
+    assert [supervised_of(corpus, document) for document in range(2)] == [[*b"cd", END], [*b"x", END]]
+    assert tokens_of(corpus, 0) == [*b"abcd", END]
+    assert reasons_of(corpus) == [(3, "the completion is empty")]
+
+
+def test_a_prompt_keeps_the_tokens_that_it_has_alone(tmp_path: Path) -> None:
+    from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
+
+    directory = fast_tokenizer(tmp_path / "tokenizer")
+    tokenizer = load_tokenizer(directory)
+    rows = [{"q": "the quick", "a": " fox"}, {"q": "th", "a": "e fox"}]
+    corpus = prepare_rows(tmp_path, rows, tokenizer=str(directory), prompt_field="q", completion_field="a")
+    assert tokenizer.encode("the").size == 2, "the border of the second row would be inside a token"
+    for document, row in enumerate(rows):
+        prompt = tokenizer.encode(row["q"])[:-1].tolist()
+        assert tokens_of(corpus, document)[: len(prompt)] == prompt
+        assert supervised_of(corpus, document) == tokens_of(corpus, document)[len(prompt) :]
+        assert tokenizer.decode(np.array(tokens_of(corpus, document)[:-1])) == row["q"] + row["a"]
+
+
+def test_a_row_keeps_its_own_id_and_its_place(tmp_path: Path) -> None:
+    rows = [{"text": "one", "key": "doc-1"}, {"text": "two", "key": 7}, {"text": "three"}, {"text": "four", "key": [1]}]
+    corpus = prepare_rows(tmp_path, rows, id_field="key")
+    path = str(tmp_path / "rows.jsonl")
+    assert [corpus.source(document) for document in range(3)] == [(path, 1, "doc-1"), (path, 2, "7"), (path, 3, "")]
+    assert corpus.source(1).id == "7"
+    assert reasons_of(corpus) == [(4, "the id is of type list, not a string or an integer")]
+
+
+def test_a_column_that_is_not_there_is_named_with_its_option(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"id_field=key: .*rows\.parquet has no such column; it has q, a"):
+        prepare_rows(
+            tmp_path, [{"q": "a", "a": "b"}], "bytes", "parquet", prompt_field="q", completion_field="a", id_field="key"
+        )
+
+
+def test_plain_text_among_rows_of_another_kind_is_not_learned(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("plain")
+    (tmp_path / "in" / "b.jsonl").write_text(json.dumps({"q": "ab", "a": "c"}))
+    spec = SourceSpec(paths=(str(tmp_path / "in"),), prompt_field="q", completion_field="a")
+    corpus = prepare_local(PrepareRequest(sources=spec, out=tmp_path / "corpus"))
+    assert corpus.num_documents == 1 and supervised_of(corpus, 0) == [*b"c", END]
+    assert reasons_of(corpus) == [(0, "a text file: prompt_field='q' asks for rows")]
+
+
+def test_a_data_set_gives_rows_of_every_kind(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = {"ids": [[1, 2, 3], [4, 5]], "labels": [[-100, 2, 3], [-100, 5]], "key": ["a", "b"]}
+    datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "set"))
+    spec = SourceSpec(paths=(str(tmp_path / "set"),), tokens_field="ids", labels_field="labels", id_field="key")
+    corpus = prepare_local(PrepareRequest(sources=spec, out=tmp_path / "corpus"))
+    assert [supervised_of(corpus, document) for document in range(2)] == [[2, 3, END], [5, END]]
+    assert [corpus.source(document).id for document in range(2)] == ["a", "b"]
+
+
+def test_spans_that_go_over_row_groups_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_groups, "GROUP_ROWS", 3)
+    rng = np.random.default_rng(0)
+    rows = []
+    for number in range(12):
+        ids = [number, *rng.integers(0, 200, 30).tolist()]
+        rows.append({"ids": ids, "labels": [t if rng.random() < 0.5 else -100 for t in ids[:-1]] + [ids[-1]]})
+    corpus = prepare_rows(tmp_path, rows, tokens_field="ids", labels_field="labels")
+    assert pq.read_metadata(corpus.path / "spans.parquet").num_row_groups > 12
+    for document, row in enumerate(rows):
+        expected = [label for label in row["labels"] if label != -100] + [END]
+        assert supervised_of(corpus, document) == expected
+
+
+def test_labels_are_part_of_the_fingerprint(tmp_path: Path) -> None:
+    made = []
+    for name, labels in (("a", [-100, 2, 3]), ("b", [-100, -100, 3]), ("c", [-100, 2, 3])):
+        rows = [{"ids": [1, 2, 3], "labels": labels}]
+        made.append(prepare_rows(tmp_path / name, rows, tokens_field="ids", labels_field="labels").fingerprint)
+    plain = prepare_rows(tmp_path / "d", [{"ids": [1, 2, 3]}], tokens_field="ids").fingerprint
+    assert made[0] == made[2] and len({*made, plain}) == 3
+
+
+def test_spans_that_are_damaged_missing_or_others_are_refused(tmp_path: Path) -> None:
+    rows = [{"ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"ids": [4, 5, 6], "labels": [-100, -100, 6]}]
+    corpus = prepare_rows(tmp_path, rows, tokens_field="ids", labels_field="labels")
+    path = corpus.path / "spans.parquet"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
+    with pytest.raises(UserError, match=r"spans\.parquet can't be used \(\d+ bytes where prepare wrote \d+\)"):
+        Corpus.open(corpus.path)
+    damaged = bytearray(data)
+    damaged[len(data) // 4] ^= 0x10
+    path.write_bytes(damaged)
+    with pytest.raises(
+        UserError, match=r"spans\.parquet can't be used \(its checksum differs from the one prepare wrote"
+    ):
+        corpus.check_files(checksums=True)
+    path.unlink()
+    with pytest.raises(UserError, match=r"spans\.parquet can't be used \(No such file or directory\)"):
+        corpus.check_files()
+    table = pa.table({"document": [0, 1], "start": [1, 1], "stop": [4, 4]})
+    pq.write_table(table, path)
+    assert corpus.info.spans is not None
+    info = replace(corpus.info, spans=replace(corpus.info.spans, num_bytes=path.stat().st_size))
+    (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
+    with pytest.raises(
+        UserError, match=r"spans\.parquet can't be used \(another file of the same size was put in its p"
+    ):
+        Corpus.open(corpus.path)
+    noted = {b"ray_ulysses.content_crc32": f"{corpus.info.spans.content_crc32:08x}".encode()}
+    pq.write_table(table.replace_schema_metadata(noted), path)
+    info = replace(corpus.info, spans=replace(corpus.info.spans, num_bytes=path.stat().st_size))
+    (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
+    with pytest.raises(UserError, match=r"spans\.parquet can't be used \(its spans are not those of corpus\.json\)"):
+        _ = Corpus.open(corpus.path).spans
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize("template", [None, CHATML, MARKED], ids=["bytes", "by prefixes", "by generation marks"])
+def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path: Path, form: str, template: str | None) -> None:
+    def row(*weights: object, more: str = "") -> dict[str, Any]:
+        chat = []
+        for number, weight in enumerate(weights):
+            chat.append({"role": "user", "content": f"the fox{more}?", "weight": None})
+            chat.append({"role": "assistant", "content": f"dog {number}", "weight": weight})
+        return {"chat": chat}
+
+    rows = [row(0, 1), row(1, 0, None), row(0, 0), row(None, 1, more=" jumps"), row(1, 2)]
+    tokenizer = "bytes" if template is None else str(chat_tokenizer(tmp_path / "tokenizer", template))
+    corpus = prepare_rows(tmp_path, rows, tokenizer=tokenizer, form=form, messages_field="chat")
+    from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
+
+    decode = load_tokenizer(tokenizer).decode
+    found = [decode(np.array(supervised_of(corpus, document))) for document in range(corpus.num_documents)]
+    assert [text.replace("<|im_end|>", " ").split() for text in found] == [
+        ["dog", "1"],
+        ["dog", "0", "dog", "2"] if template else ["dog", "0dog", "2"],
+        ["dog", "0", "dog", "1"] if template else ["dog", "0dog", "1"],
+    ]
+    assert all("dog 0" in decode(np.array(tokens_of(corpus, document))) for document in range(3))
+    assert [reason for _, reason in reasons_of(corpus)] == [
+        "no token of it is supervised",
+        "message 3 (assistant): the weight is 2, neither 0 nor 1",
+    ]
+
+
+def test_marks_that_are_not_one_per_answer_are_refused_with_a_weight(tmp_path: Path) -> None:
+    last_only = MARKED.replace("message['role'] == 'assistant'", "message['role'] == 'assistant' and loop.last")
+    tokenizer = str(chat_tokenizer(tmp_path / "tokenizer", last_only))
+    weighted = [dict(message) for message in CONVERSATION]
+    weighted[2]["weight"] = 0
+    corpus = prepare_rows(tmp_path, [{"m": CONVERSATION}, {"m": weighted}], tokenizer=tokenizer, messages_field="m")
+    assert corpus.num_documents == 1
+    assert [reason for _, reason in reasons_of(corpus)] == [
+        "the chat template does not mark one stretch per answer, so none of them can have a weight of 0"
+    ]

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer, TokenizerInfo, load_tokenizer
+from ray_ulysses.errors import UserError
+
+
+def fast_tokenizer(directory: Path, config: dict[str, object] | None = None) -> Path:
+    """A real byte-level BPE tokenizer, trained on a few words."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 3, trainer)
+    # What a chat model's file may carry, and what must not cut or fill a document.
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=16)
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "</s>"}, "bos_token": "<s>"} if config is None else config)
+    )
+    return directory
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"])))
+def test_bytes_are_the_tokens_and_the_end_token_is_last(text: str) -> None:
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text)
+    assert ids.tolist() == [*text.encode(), 256]
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.info.vocab_size == 257
+
+
+def test_a_hugging_face_tokenizer_ends_documents_with_eos_and_cuts_nothing(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(fast_tokenizer(tmp_path))
+    text = "the quick brown fox jumps over the lazy dog, again and again"
+    ids = tokenizer.encode(text)
+    assert ids[-1] == tokenizer.info.eos_token_id == 1
+    assert tokenizer.decode(ids[:-1]) == text
+    assert ids.max() < tokenizer.info.vocab_size <= 300
+    assert ids.dtype == np.int64
+
+
+def test_text_that_spells_a_special_token_does_not_end_a_document(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(fast_tokenizer(tmp_path))
+    ids = tokenizer.encode("a</s>b<s>")
+    assert (ids[:-1] > 1).all()
+    assert tokenizer.decode(ids[:-1]) == "a</s>b<s>"
+
+
+def test_tokenizers_are_the_same_when_their_files_are(tmp_path: Path) -> None:
+    one = load_tokenizer(fast_tokenizer(tmp_path / "one")).info
+    two = load_tokenizer(fast_tokenizer(tmp_path / "two")).info
+    three = load_tokenizer(fast_tokenizer(tmp_path / "three", {"eos_token": "<s>"})).info
+    assert one.fingerprint == two.fingerprint != three.fingerprint
+    assert TokenizerInfo.from_json(json.loads(json.dumps(one.to_json()))) == one
+
+
+def test_a_tokenizer_without_tokenizer_json_goes_through_transformers(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[SEP]", "hello", "world"]))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "BertTokenizer", "eos_token": "[SEP]", "unk_token": "[UNK]"})
+    )
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("hello world").tolist() == [3, 4, 2]
+
+
+def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere: no such directory; use 'bytes', or the local directory"):
+        load_tokenizer(tmp_path / "nowhere")
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no tokenizer file"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_broken_tokenizer_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"tokenizer.json can't be read"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("config", [{}, {"eos_token": None}, {"eos_token": "<unheard-of>"}])
+def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path, config: dict[str, object]) -> None:
+    with pytest.raises(UserError, match=r"names no eos_token of its vocabulary"):
+        load_tokenizer(fast_tokenizer(tmp_path, config))
+
+
+def test_code_that_a_tokenizer_brings_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(_: str = "") -> str:
+        raise AssertionError("a worker has nobody to ask")
+
+    monkeypatch.setattr("builtins.input", ask)
+    config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own_tokenizer.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "own_tokenizer.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(UserError, match=r"tokenizer=.*: is defined by Python code of its own, .* never runs; give"):
+        load_tokenizer(tmp_path)
+    assert not (tmp_path / "ran").exists()
