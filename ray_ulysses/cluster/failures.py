@@ -1,4 +1,7 @@
-"""Ray Train's failures in our words: what supervises the workers judges each, and waits a moment for its cause.
+"""Failures of the workers: told in our words from what Ray Train says of them, judged, and restarted after.
+
+What supervises the workers judges each failure, and waits a moment for its cause. The command itself judges, and starts
+the workers again, where Ray Train can't go on.
 
 Ray Train 2.60 has no public way to replace its failure policy. The seams used here are private to it, all in this
 file: the keyword ``failure_policy`` of ``_initialize_and_run_controller``, and the hook of a `WorkerGroupCallback` that
@@ -8,7 +11,8 @@ sees each poll before it is judged (canary tests stand beside them).
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -24,21 +28,34 @@ from ray.train.v2._internal.exceptions import (
 from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
 from ray.train.v2.api.config import FailureConfig
-from ray.train.v2.api.exceptions import ControllerError, PreemptionError, WorkerGroupError
+from ray.train.v2.api.exceptions import ControllerError, PreemptionError, TrainingFailedError, WorkerGroupError
 
+from ray_ulysses.checkpoint import newest_committed
 from ray_ulysses.checkpoint.errors import StorageFailedError
+from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.cluster.worker import refusal
 from ray_ulysses.cluster.worker_watch import WorkersMissing
+from ray_ulysses.elastic.budget import failures_that_count
 from ray_ulysses.elastic.causes import Cause, RankError, lost, one_line, raised, root_cause
-from ray_ulysses.errors import UserError
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.logging import get_logger
+from ray_ulysses.run.checkpoint_store import checkpoint_store
+from ray_ulysses.run.completion import settle_failed
+from ray_ulysses.run.takeover import is_taken_over
+from ray_ulysses.tracking.events import AttemptEnded, StartFailed
+from ray_ulysses.tracking.failures import failure_in_words, failures_of, newest_attempt, tell_failure
+from ray_ulysses.tracking.journal import attempt_numbers
+from ray_ulysses.tracking.journal_reader import read_beside
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus
 
-    from ray_ulysses.trainer.failures import FailureBook
+    from ray_ulysses.config import Config
+    from ray_ulysses.tracking.events import EndEvent
 
+_log = get_logger(__name__)
+CONTROLLER, COMMAND = "controller", "command"
+"""Who writes failures into the journal, each into a segment of its own: what supervises the workers, and the driver."""
 CAUSE_WAIT_S = 1.5
 """Longest wait for the cause of errors that are only consequences: a process that is gone is missed a little later than
 its peers' collectives fail."""
@@ -105,6 +122,74 @@ def _cause_beside(inner: BaseException) -> Cause:
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailureBook:
+    """Judges the failures of a command, and writes them down; it keeps nothing that is not in the journal.
+
+    Attributes:
+        config: The run's configuration.
+        session: The command's name.
+        first_attempt: Attempts from this number on are the command's.
+        writer: `CONTROLLER` or `COMMAND`.
+        clock: Time.
+    """
+
+    config: Config
+    session: str
+    first_attempt: int
+    writer: str
+    clock: Clock = field(default_factory=SystemClock)
+
+    def judge(self, cause: Cause) -> AttemptEnded | StartFailed:
+        """Decide whether the workers are started again after a failure, and write it down."""
+        run_dir, elastic, now = self.config.run_dir, self.config.elastic, self.clock.now()
+        newest, step = newest_attempt(run_dir), self._committed_step()
+        own = newest if newest is not None and newest.attempt >= self.first_attempt else None
+        number = None
+        if cause.kind != "preempted" and not cause.is_final:
+            past = self.failures()
+            number = 1 + failures_that_count(past, now=now, step=step, window_s=elastic.failure_window_s)
+        last_step = own.last_step if own is not None else None
+        nodes = own.nodes if own is not None else ()
+        has_begun = own is not None and own.session is not None and not self._is_told(own.attempt)
+        failure = (AttemptEnded if has_begun else StartFailed)(
+            time=now,
+            attempt=newest.attempt if newest is not None else 1,
+            session=self.session,
+            kind=cause.kind,
+            reason=cause.reason,
+            rank=cause.rank,
+            node=nodes[cause.rank] if cause.rank is not None and cause.rank < len(nodes) else None,
+            committed_step=step,
+            lost_steps=None if step is None or last_step is None else max(0, last_step - step),
+            way_out=cause.way_out,
+            failure=number,
+            max_failures=elastic.max_failures,
+            restarts=not cause.is_final and (number is None or number <= elastic.max_failures),
+        )
+        try:
+            tell_failure(run_dir, failure, writer=self.writer)
+        except OSError as error:
+            _log.warning("the journal could not be told of a failure (%s): %s", error, failure_in_words(failure))
+        return failure
+
+    def failures(self) -> list[AttemptEnded | StartFailed]:
+        """Return the command's failures up to now."""
+        return failures_of(read_beside(self.config.run_dir), self.session)
+
+    def _is_told(self, attempt: int) -> bool:
+        told = read_beside(self.config.run_dir)
+        return any(isinstance(event, AttemptEnded) and event.attempt == attempt for event in told)
+
+    def _committed_step(self) -> int | None:
+        """Return the newest committed step; ``None`` where the storage does not say."""
+        try:
+            manifest = newest_committed(checkpoint_store(self.config), "sizes").manifest
+        except (OSError, RunError):
+            return None
+        return manifest.step if manifest is not None else 0
+
+
 class FailureJudge(FailurePolicy):
     """Lets the book decide about each failure; lives in Ray Train's controller."""
 
@@ -165,3 +250,71 @@ class WatchedTrainer(TorchTrainer):
     def _initialize_and_run_controller(self, **kwargs: Any) -> Any:
         run: Callable[..., Any] = super()._initialize_and_run_controller  # type: ignore[misc]
         return run(**{**kwargs, "failure_policy": FailureJudge(self._book)})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """What Ray ended with.
+
+    Attributes:
+        error: What it raised.
+        logs: Where it keeps the logs of this node; None if it does not say.
+    """
+
+    error: BaseException
+    logs: str | None
+
+
+class TrainingFailed(RunError):
+    """The run has failed for good; the text is for a person."""
+
+
+def failure_book(config: Config, session: str) -> FailureBook:
+    """Return the book of a command that is about to start its workers."""
+    first = max(attempt_numbers(config.run_dir), default=0) + 1
+    return FailureBook(config=config, session=session, first_attempt=first, writer=COMMAND)
+
+
+def train_until_done(book: FailureBook, train_once: Callable[[], Ended | None]) -> None:
+    """Run the workers until the run has come to its end.
+
+    Args:
+        book: Judges what Ray Train's controller could not: its own death, or an end that it did not see.
+        train_once: Runs the workers; returns what Ray ended with, or None for a run that is done.
+
+    Raises:
+        TrainingFailed: Nothing helps any more.
+    """
+    while True:
+        num_told = len(book.failures())
+        ended = train_once()
+        if ended is None:
+            return
+        told = book.failures()
+        if isinstance(ended.error, TrainingFailedError) and len(told) > num_told:
+            # The controller has judged it; where it was to go on, Ray could not start the workers from where it stood.
+            failure = told[-1]
+        else:
+            failure = book.judge(cause_of(ended.error))
+        if not failure.restarts:
+            raise TrainingFailed(failure_text(book.config, failure, ended.logs)) from ended.error
+        _log.debug("Ray could not go on; the command starts the workers again", exc_info=ended.error)
+
+
+def settle_failure(book: FailureBook) -> None:
+    """Say everywhere that the command's last failure has ended the run, unless another command has it now."""
+    told = book.failures()
+    newest = newest_attempt(book.config.run_dir)
+    taken_over = newest is not None and is_taken_over(book.config.run_dir, newest.attempt, book.session)
+    if told and not taken_over:
+        settle_failed(book.config, told[-1])
+
+
+def failure_text(config: Config, failure: EndEvent, logs: str | None) -> str:
+    """Return the last words of a run that has failed: what happened, what to do, and how to go on."""
+    where = f"; node {failure.node}" if failure.node else ""
+    lines = [f"run {config.run.name!r} failed: {failure_in_words(failure)}{where}"]
+    lines.append(f"{failure.way_out}; logs of the workers: {logs}" if logs else failure.way_out)
+    step = "there" if failure.committed_step is None else f"step {failure.committed_step:,}"
+    lines.append(f"what is committed in {config.run_dir} stays; the same command resumes from {step}")
+    return "\n".join(lines)

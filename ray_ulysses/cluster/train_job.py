@@ -16,8 +16,15 @@ from ray.train.torch import TorchConfig
 
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.cluster.capacity import Demand, places, shortfall, way_out
-from ray_ulysses.cluster.failures import WatchedTrainer
-from ray_ulysses.cluster.restarts import Ended, TrainingFailed, failure_book, settle_failure, train_until_done
+from ray_ulysses.cluster.failures import (
+    CONTROLLER,
+    Ended,
+    TrainingFailed,
+    WatchedTrainer,
+    failure_book,
+    settle_failure,
+    train_until_done,
+)
 from ray_ulysses.cluster.session import (
     cluster_address,
     cluster_nodes,
@@ -44,7 +51,6 @@ from ray_ulysses.run.run_files import describe_run
 from ray_ulysses.storage.holding import HoldWatch
 from ray_ulysses.storage.lock import RunLock
 from ray_ulysses.tracking.history import read_history
-from ray_ulysses.trainer.failures import CONTROLLER
 from ray_ulysses.trainer.shared_storage import announce_session
 from ray_ulysses.views.plan import render_plan
 from ray_ulysses.views.run_readme import render_readme
@@ -52,11 +58,11 @@ from ray_ulysses.views.run_readme import render_readme
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ray_ulysses.cluster.failures import FailureBook
     from ray_ulysses.config import Config
     from ray_ulysses.run.preflight import PreparedRun
     from ray_ulysses.storage.holding import Hold
     from ray_ulysses.tracking.history import RunHistory
-    from ray_ulysses.trainer.failures import FailureBook
     from ray_ulysses.views.progress import ProgressView
 
 _log = get_logger(__name__)

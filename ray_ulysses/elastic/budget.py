@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ray_ulysses.tracking.events import EndEvent
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PastFailure:
-    """A failure that was charged.
-
-    Attributes:
-        time: When, in seconds since the epoch.
-        step: The newest committed step then; None where it was not known.
-    """
-
-    time: float
-    step: int | None
-
-
-def failures_that_count(past: Sequence[PastFailure], *, now: float, step: int | None, window_s: float) -> int:
+def failures_that_count(past: Sequence[EndEvent], *, now: float, step: int | None, window_s: float) -> int:
     """Return how many of the earlier failures count beside one that happens now.
 
     A checkpoint that was committed since then is progress: a fault that comes back before the next checkpoint is one of
     the program, and one that comes after is bad luck.
 
     Args:
-        past: Earlier failures of the same command.
+        past: Earlier failures of the same command; those that were not charged don't count.
         now: Now, in seconds since the epoch.
         step: The newest committed step; None where it is not known, which is no progress.
         window_s: Older failures don't count.
     """
     return sum(
-        now - failure.time <= window_s and not (step is not None and failure.step is not None and failure.step < step)
+        failure.failure is not None
+        and now - failure.time <= window_s
+        and not (step is not None and failure.committed_step is not None and failure.committed_step < step)
         for failure in past
     )

@@ -6,13 +6,14 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from ray_ulysses.checkpoint.fence import read_lineage
+from ray_ulysses.clock import SystemClock
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_store
 from ray_ulysses.run.inventory import take_inventory
 from ray_ulysses.run.planning import committed_step
-from ray_ulysses.tracking.events import AttemptStarted, OfCommand
-from ray_ulysses.tracking.failures import tell_end
+from ray_ulysses.tracking.events import AttemptStarted, OfCommand, RunFailed
+from ray_ulysses.tracking.failures import failure_fields, failure_tags, tell_failure
 from ray_ulysses.tracking.history import finished_step, read_history
 from ray_ulysses.tracking.journal import AttemptJournal, attempt_numbers
 from ray_ulysses.tracking.journal_reader import index_journal, read_entries, read_journal
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from ray_ulysses.config import Config
     from ray_ulysses.run.preflight import PreparedRun
-    from ray_ulysses.tracking.failures import Failure
+    from ray_ulysses.tracking.events import EndEvent
     from ray_ulysses.tracking.history import RunHistory
     from ray_ulysses.tracking.tracker import RunStatus
 
@@ -65,7 +66,7 @@ def settle_completed(prepared: PreparedRun) -> RunHistory | None:
     return read_history(config.run_dir, is_held=False, store=checkpoint_store(config))
 
 
-def settle_failed(config: Config, failure: Failure) -> None:
+def settle_failed(config: Config, failure: EndEvent) -> None:
     """Say in the journal and to the tracker that a failure has ended the run.
 
     The workers are gone, and the caller holds the run's lock. A storage or a tracker that does not answer is warned of:
@@ -73,10 +74,11 @@ def settle_failed(config: Config, failure: Failure) -> None:
     """
     try:
         attempt = max(attempt_numbers(config.run_dir), default=1)
-        tell_end(config.run_dir, failure, attempt=attempt, writer=_WRITER)
+        ended = RunFailed(time=SystemClock().now(), attempt=attempt, **failure_fields(failure))
+        tell_failure(config.run_dir, ended, writer=_WRITER)
     except OSError as error:
         _log.warning("the journal could not be told how run %s ended (%s)", config.run.name, error)
-    _catch_up_tracking(config, status="failed", tags=failure.to_tags())
+    _catch_up_tracking(config, status="failed", tags=failure_tags(failure))
 
 
 def _say_finished(config: Config, step: int) -> None:

@@ -250,12 +250,12 @@ class PreemptionNoticed(_Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OfEnd(OfCommand):
+class EndEvent(OfCommand):
     """What an event has that tells of an end; all but the reason where that was a failure which somebody judged.
 
     Attributes:
-        reason: Why, in one line.
         kind: Which kind of failure it was; see `elastic.causes`.
+        reason: Why, in one line.
         rank: The rank that it began on; None where it was none's, or is not known.
         node: That rank's node.
         committed_step: The newest committed step.
@@ -266,8 +266,8 @@ class OfEnd(OfCommand):
         restarts: Whether the workers are started again; None where nobody judged.
     """
 
-    reason: str
     kind: str = ""
+    reason: str
     rank: Whole | None = None
     node: str | None = None
     committed_step: Whole | None = None
@@ -279,14 +279,14 @@ class OfEnd(OfCommand):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StartFailed(OfEnd):
+class StartFailed(EndEvent):
     """A command could not start its workers; told beside the newest attempt, which may be of an earlier command."""
 
     event: Literal["start_failed"] = "start_failed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunFailed(OfEnd):
+class RunFailed(EndEvent):
     """A failure has ended a command; told beside the newest attempt."""
 
     event: Literal["run_failed"] = "run_failed"
@@ -305,7 +305,7 @@ class WorkerWarned(_Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AttemptEnded(OfEnd):
+class AttemptEnded(EndEvent):
     """An attempt has ended; the first word of the reason is one of `STOP_REASONS` if that was meant.
 
     Attributes:

@@ -23,7 +23,7 @@ from ray_ulysses.tracking.events import (
     RunFinished,
     StartFailed,
 )
-from ray_ulysses.tracking.failures import Failure
+from ray_ulysses.tracking.failures import failure_fields
 from ray_ulysses.tracking.journal_reader import Journal, read_journal
 from ray_ulysses.tracking.step_runs import Entry, StepRun, grouped
 from ray_ulysses.tracking.taken_over import taken_over
@@ -116,7 +116,7 @@ class RunHistory:
     lost_steps: int
     goodput: float | None
     time_spent: TimeSpent = field(default_factory=TimeSpent)
-    failure: Failure | None = None
+    failure: RunFailed | None = None
     missing_steps: tuple[tuple[int, int], ...] = ()
     damaged_records: tuple[str, ...] = ()
 
@@ -129,7 +129,7 @@ class RunHistory:
             **values,
             "steps": [one.to_json() for one in self.steps],
             "time_spent": self.time_spent.to_json(),
-            "failure": None if self.failure is None else asdict(self.failure),
+            "failure": None if self.failure is None else failure_fields(self.failure),
             "missing_steps": [list(stretch) for stretch in self.missing_steps],
             "damaged_records": list(self.damaged_records),
         }
@@ -219,14 +219,14 @@ def _end(attempt: Sequence[Entry]) -> AttemptEnded | None:
     return _first(reversed(attempt), AttemptEnded)
 
 
-def _last_failure(events: Iterable[Entry]) -> Failure | None:
+def _last_failure(events: Iterable[Entry]) -> RunFailed | None:
     """Return the failure that has ended the run, unless something came after it."""
     last = max(
         (event for event in events if isinstance(event, AttemptStarted | RunFinished | RunFailed)),
         key=lambda event: (event.attempt, event.time),
         default=None,
     )
-    return Failure.from_event(last) if isinstance(last, RunFailed) else None
+    return last if isinstance(last, RunFailed) else None
 
 
 def _attempt_record(attempt: Sequence[Entry], before: Sequence[Entry] | None) -> AttemptRecord:

@@ -8,7 +8,8 @@ from dataclasses import replace
 from itertools import islice
 
 from ray_ulysses.forensics.lineage import Lineage, SegmentRecord
-from ray_ulysses.tracking.failures import Failure
+from ray_ulysses.tracking.events import RunFailed
+from ray_ulysses.tracking.failures import failure_in_words
 from ray_ulysses.tracking.history import AttemptRecord, RunHistory
 from ray_ulysses.tracking.time_spent import TimeSpent
 from ray_ulysses.views.time_spent import pause_in_words, time_rows
@@ -88,8 +89,8 @@ def _time(spent: TimeSpent) -> list[str]:
     return ["", "time", *table(("seconds", "share", "went into"), rows), *([] if pause is None else [f"  {pause}"])]
 
 
-def _failure(failure: Failure) -> list[tuple[str, str]]:
-    rows = [("failed", failure.in_words()), ("what to do", f"{failure.way_out}; the same command resumes")]
+def _failure(failure: RunFailed) -> list[tuple[str, str]]:
+    rows = [("failed", failure_in_words(failure)), ("what to do", f"{failure.way_out}; the same command resumes")]
     return rows if failure.node is None else [*rows, ("node", failure.node)]
 
 

@@ -28,7 +28,7 @@ from ray_ulysses.tracking.events import (
     StepDone,
     WorkerWarned,
 )
-from ray_ulysses.tracking.failures import Failure
+from ray_ulysses.tracking.failures import failure_in_words
 from ray_ulysses.tracking.step_runs import StepRun, single
 from ray_ulysses.views.journal_tail import JournalTail
 from ray_ulysses.views.progress_state import ProgressState
@@ -223,7 +223,7 @@ def render_line(event: Event, state: ProgressState) -> str | None:
         case AttemptEnded(restarts=None):
             return f"attempt={state.attempt} ended step={state.step} reason: {_first_line(event.reason)}"
         case AttemptEnded() | StartFailed():
-            return Failure.from_event(event).in_words()
+            return failure_in_words(event)
         case RunFinished():
             return f"run finished step={event.step}"
     return None

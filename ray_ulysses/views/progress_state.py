@@ -17,7 +17,7 @@ from ray_ulysses.tracking.events import (
     StartFailed,
     StepDone,
 )
-from ray_ulysses.tracking.failures import Failure
+from ray_ulysses.tracking.failures import failure_in_words
 
 _WINDOW = 20
 
@@ -125,7 +125,7 @@ class ProgressState:
             case CheckpointCommitted():
                 return replace(self, checkpoint_step=event.step)
             case AttemptEnded() | StartFailed():
-                words = event.reason if event.restarts is None else Failure.from_event(event).in_words()
+                words = event.reason if event.restarts is None else failure_in_words(event)
                 awaits = event.restarts is not False and not event.reason.startswith(STOP_REASONS)
                 ended = replace(self, ended=words, phase=None, awaits_workers=awaits)
                 # Nothing is trained now, so that no pace tells when the run will be done.

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ray_ulysses.forensics.lineage import Lineage, SegmentRecord, SourceRecord
-from ray_ulysses.tracking.failures import Failure
+from ray_ulysses.tracking.events import RunFailed
 from ray_ulysses.tracking.time_spent import TimeSpent
 from ray_ulysses.views.inspect import history_json, render_history
 from tests.unit.views.histories import make_history
@@ -97,7 +97,9 @@ def test_a_plan_that_cannot_be_read_is_said_and_one_that_is_not_there_is_not():
 
 
 def test_a_failed_run_says_why_and_what_to_do() -> None:
-    failure = Failure(
+    failure = RunFailed(
+        time=1.0,
+        attempt=1,
         session="s",
         kind="lost",
         reason="lost worker 3 (its node died)",
