@@ -31,11 +31,19 @@ PRELOAD = (
     "torch.distributed",
     "torch._inductor.compile_fx",
     "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.stage_1_and_2",
     "transformers",
     "transformers.models.llama.modeling_llama",
     "transformers.models.mistral.modeling_mistral",
     "transformers.models.gpt_oss.modeling_gpt_oss",
     "safetensors.torch",
+    "pytest",
+    "tests.distributed.checkpoint_layouts_case",
+    "tests.distributed.run_case",
+    "tests.distributed.seam_case",
+    "tests.distributed.frozen_imports",  # the last one
 )
 ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",

@@ -52,7 +52,7 @@ def _events(config: Config, kind: str) -> list[Any]:
 
 
 def test_every_trigger_saves_and_says_so(tmp_path: Path, corpus: Path) -> None:
-    config = _config(tmp_path, corpus, checkpoint__every_steps=5)
+    config = _config(tmp_path, corpus, checkpoint__every_steps=5, run__self_test=True)
     history = _run(config, actions={2: "request save", 7: "notice", 8: "notice over"})
     assert [event.phase for event in _events(config, "phase")] == [
         "opening the data",
