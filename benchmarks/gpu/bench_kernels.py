@@ -134,6 +134,8 @@ def flex_runs(row: Row, tensors: Sequence[torch.Tensor]) -> tuple[Run, Run]:
         return (query >= key) & (document[query] == document[key])
 
     mask = torch.compile(create_block_mask)(visible, None, None, row.tokens, row.tokens, device="cuda")
+    # The gradients are asked for again and again from one forward.
+    torch._functorch.config.donated_buffer = False  # type: ignore[attr-defined]
     compiled = torch.compile(flex_attention)
     return _through_autograd(lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=True), tensors)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -123,7 +124,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="A training step on one GPU, ours beside its peers.")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for step_gpu.md and .json")
     parser.add_argument("--commit", help="the commit, where the tree came without its history")
-    parser.add_argument("--only", default="", help="run the cases whose title or side has this text")
+    parser.add_argument("--only", default="", help="run the cases in whose title and side this expression is found")
     options = parser.parse_args(arguments)
     record: dict[str, Any] = {
         **gpu_provenance(("torch", "transformers", "deepspeed"), options.commit),
@@ -131,7 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
         "found": [],
     }
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
-        chosen = [case for case in cases() if options.only in f"{case['title']} {case['side']}"]
+        chosen = [case for case in cases() if re.search(options.only, f"{case['title']}: {case['side']}")]
         for found in pool.map(measured, ({**case, "turn": f"{folder}/turn"} for case in chosen)):
             record["found"].append(found)
             store("step_gpu", markdown(record), record, options.out)

@@ -12,6 +12,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,9 @@ PEER_ATTENTION = "benchmark_peer"
 Step = Callable[[], torch.Tensor]
 
 
-def copied(output: torch.Tensor, sent: torch.Tensor, *_: Any, **__: Any) -> None:
+def copied(output: torch.Tensor, *others: Any, **named: Any) -> None:
     """Stand in for ``all_to_all_single``: as many bytes, read and written on this device."""
+    sent = others[0] if others else named["input"]
     assert output.numel() == sent.numel() and output.is_contiguous() and sent.is_contiguous()
     output.view(-1).copy_(sent.view(-1))
 
@@ -126,11 +128,14 @@ def build(case: dict[str, Any]) -> tuple[Any, Step]:
         weight_decay=0.1,
     )
     partition = partition_config(settings) if case["engine"] else None
-    model = build_model(config, partition) if is_ours else peer_model(case, config)
+    # Weights are drawn on the device, since the host takes most of a minute for them.
+    with device:
+        model = build_model(config, partition) if is_ours else peer_model(case, config)
     mesh = SequenceMesh.from_group(dist.group.WORLD)
     if is_ours:
         apply_ulysses(model, mesh, attention=case.get("kernel", "auto"))
     wait_for_turn(case.get("turn"))
+    case["began"] = time.time()
     model = build_engine(model, settings) if case["engine"] else model.to(device)
     model.train()
     row = torch.randint(0, case["model"]["vocab_size"], (1, case["context"]), device=device)
@@ -191,6 +196,17 @@ def timed(step: Step, steps: int) -> tuple[list[float], dict[str, float]]:
     }
 
 
+def profiled(step: Step, path: str) -> None:
+    """Write down which operators and kernels a step spends its time in."""
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profile:
+        step()
+        torch.cuda.synchronize()
+    averages = profile.key_averages()
+    orders = ("self_cuda_time_total", "self_cpu_time_total")
+    Path(path).write_text("\n".join(averages.table(sort_by=order, row_limit=35) for order in orders))
+
+
 def measure(case: dict[str, Any]) -> dict[str, Any]:
     """Return the seconds of each step, the loss of the first, and memory."""
     torch.manual_seed(0)
@@ -201,6 +217,8 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     squares = sum(length**2 for length in case["documents"])
     _, step = build(case)
     losses = [float(step()) for _ in range(WARMUP_STEPS)]
+    if case.get("profile"):
+        profiled(step, case["profile"])
     seconds, memory = timed(step, case["steps"]) if case["device"] == "cuda" else ([], {})
     if not seconds:
         return {"loss": losses[0], "predicted": predicted(case, shape)}
@@ -211,6 +229,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "loss": losses[0],
+        "seconds_in_turn": time.time() - case["began"],
         "mfu": None if peak is None else flops / middle / peak,
         "tokens_per_s": tokens / middle,
         **memory,

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from ray_ulysses.attention.kernels import KERNELS, Demand, KernelCall, KernelEntry, Spans, choose_kernel
+from ray_ulysses.attention.kernels import KERNELS, Demand, KernelCall, KernelEntry, Spans, choose_kernel, cudnn
+from ray_ulysses.attention.kernels.cudnn import CUDNN
 from ray_ulysses.attention.kernels.math import MATH
 from ray_ulysses.attention.kernels.reference import attention_by_definition
 from ray_ulysses.errors import UserError
@@ -53,9 +54,15 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=KERNELS, ids=lambda entry: entry.name)
-def kernel(request: pytest.FixtureRequest) -> KernelEntry:
-    entry: KernelEntry = request.param
+WAYS = [(entry, None) for entry in KERNELS] + [(CUDNN, 0.0), (CUDNN, 8 * 400.0**2)]
+"""Each kernel; cuDNN also for every document, and for those of 400 tokens and more."""
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: way[0].name if way[1] is None else f"{way[0].name}-from-{way[1]:g}")
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> KernelEntry:
+    entry: KernelEntry = request.param[0]
+    if request.param[1] is not None:
+        monkeypatch.setattr(cudnn, "_LEAST_WORK", request.param[1])
     if not torch.cuda.is_available() or not entry.runs_on("cuda"):
         pytest.skip(f"{entry.name} needs {entry.needs}")
     torch.cuda.init()

@@ -1,4 +1,4 @@
-"""cuDNN's attention, once a document and never with a mask.
+"""cuDNN's attention, once per long document and never with a mask; short documents go to torch's flash kernel together.
 
 With a mask its dQ is NaN where S % 128 == 64 (pytorch#196678), so windows are refused, and a stretch is either a causal
 square or a full rectangle. Read in torch 2.11.0 and 2.13.0 (``native_functions.yaml``, ``derivatives.yaml``,
@@ -9,15 +9,23 @@ Legend: see ``call.py``; t and u queries and keys of a stretch, n their number w
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import torch
 
-from ray_ulysses.attention.kernels.call import Demand, Gradients, KernelCall, KernelEntry
+from ray_ulysses.attention.kernels.call import Demand, Gradients, KernelCall, KernelEntry, Spans
 from ray_ulysses.attention.kernels.flash import compute_capability, fitted, half_precision_refusal
 from ray_ulysses.attention.kernels.math import MATH
+from ray_ulysses.attention.kernels.varlen import VARLEN
 
+_LEAST_WORK = 4e8
+"""A document of fewer ``tokens ** 2 * query heads`` goes to torch's flash kernel, in one call with its neighbours.
+
+A document of its own costs cuDNN 0.55 ms forward and backward whatever its size, and then it computes at 550 TFLOP/s
+where the flash kernel does 320 (H100, heads of 128: benchmarks/results/kernels_gpu.md). The two are level here."""
 _MAX_HEAD_SIZE = 128
 _LENGTH_STEP = 128
 _RECOMPILE_SWITCH = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
@@ -34,14 +42,15 @@ def padded_length(num_tokens: int) -> int:
 
 
 class _Cudnn:
-    """``aten::_scaled_dot_product_cudnn_attention`` and its backward, a stretch at a time."""
+    """``aten::_scaled_dot_product_cudnn_attention`` and its backward for each long stretch."""
 
     def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, heads, value_size = *call.query_THD.shape[:2], call.value_UKE.shape[2]
         out_THE = call.query_THD.new_empty(tokens, heads, value_size)
         lse_HT = torch.empty(heads, tokens, dtype=torch.float32, device=out_THE.device)
-        for query, key in call.stretches():
-            out_THE[query], lse_HT[:, query] = _forward(_part(call, query, key))
+        for query, key, spans in _shares(call):
+            part = _part(call, query, key, spans)
+            out_THE[query], lse_HT[:, query] = _forward(part) if spans is None else VARLEN.kernel.forward(part)
         return out_THE, lse_HT
 
     def backward(
@@ -52,20 +61,53 @@ class _Cudnn:
         lse_HT: torch.Tensor,
         into: Gradients | None = None,
     ) -> Gradients:
-        inputs = (call.query_THD, call.key_UKD, call.value_UKE)
-        grad_q, grad_k, grad_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs)
-        for query, key in call.stretches():
-            part = _part(call, query, key)
-            grad_q[query], grad_k[key], grad_v[key] = _backward(
-                part, grad_out_THE[query], out_THE[query], lse_HT[:, query]
-            )
-        return grad_q, grad_k, grad_v
+        if into is None:
+            inputs = (call.query_THD, call.key_UKD, call.value_UKE)
+            grad_q, grad_k, grad_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs)
+            into = (grad_q, grad_k, grad_v)
+        for query, key, spans in _shares(call):
+            part = _part(call, query, key, spans)
+            backward = _backward if spans is None else VARLEN.kernel.backward
+            grads = backward(part, grad_out_THE[query], out_THE[query], lse_HT[:, query].contiguous())
+            for whole, tokens, grad in zip(into, (query, key, key), grads, strict=True):
+                whole[tokens] = grad
+        return into
 
 
-def _part(call: KernelCall, query: slice, key: slice) -> KernelCall:
+def _shares(call: KernelCall) -> Iterator[tuple[slice, slice, Spans | None]]:
+    """Yield the query and key tokens of each call: a long stretch by itself, without spans, or a run of short ones."""
+    if call.spans is None:
+        yield *call.stretches()[0], None
+        return
+    borders = call.spans.borders
+    lengths = [stop - start for start, stop in pairwise(borders)]
+    is_long = [length**2 * call.query_THD.shape[1] >= _LEAST_WORK for length in lengths]
+    first = 0
+    while first < len(lengths):
+        last = first + 1
+        while not is_long[first] and last < len(lengths) and not is_long[last]:
+            last += 1
+        tokens = slice(borders[first], borders[last])
+        yield tokens, tokens, None if is_long[first] else _run_of(call.spans, first, last)
+        first = last
+
+
+def _run_of(spans: Spans, first: int, last: int) -> Spans:
+    """Return some consecutive stretches as spans of their own; nothing waits for the device."""
+    borders = spans.borders[first : last + 1]
+    if len(borders) == len(spans.borders):
+        return spans
+    return Spans(
+        cu_seqlens=spans.cu_seqlens[first : last + 1] - borders[0],
+        borders=tuple(border - borders[0] for border in borders),
+        max_seqlen=max(stop - start for start, stop in pairwise(borders)),
+    )
+
+
+def _part(call: KernelCall, query: slice, key: slice, spans: Spans | None) -> KernelCall:
     assert call.left is None or call.left >= key.stop - key.start - 1, "cuDNN is not offered to layers with a window"
     return replace(
-        call, query_THD=call.query_THD[query], key_UKD=call.key_UKD[key], value_UKE=call.value_UKE[key], spans=None
+        call, query_THD=call.query_THD[query], key_UKD=call.key_UKD[key], value_UKE=call.value_UKE[key], spans=spans
     )
 
 

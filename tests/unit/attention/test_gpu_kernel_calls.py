@@ -306,7 +306,9 @@ FUNCTIONS = {
     ),
 }
 ENTRIES = {"flash_attn": FLASH_2, "flash_attn_3-early": FLASH_3, "flash_attn_3": FLASH_3, "varlen": VARLEN}
-ENTRIES |= {"cudnn-3d": CUDNN, "cudnn-4d": CUDNN}
+ENTRIES |= {"cudnn-3d": CUDNN, "cudnn-4d": CUDNN, "cudnn-shared": CUDNN}
+LEAST_WORK = {"cudnn-3d": 0, "cudnn-4d": 0, "cudnn-shared": 4 * 9**2}
+"""From how much work on a document is cuDNN's; at "shared", 4 heads, from 9 tokens on."""
 
 
 @pytest.fixture(params=ENTRIES)
@@ -315,10 +317,11 @@ def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     name = request.param
     entry = ENTRIES[name]
     kernel: Kernel = FlashKernel(functions=lambda: FUNCTIONS[name]) if name in FUNCTIONS else entry.kernel
-    if name == "varlen":
+    if name in ("varlen", "cudnn-shared"):
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", aten_flash_forward)
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", aten_flash_backward)
-    elif entry is CUDNN:
+    if entry is CUDNN:
+        monkeypatch.setattr(cudnn_module, "_LEAST_WORK", LEAST_WORK[name])
         forward, backward = make_cudnn(name == "cudnn-4d")
         monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", forward)
         monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", backward)
@@ -383,6 +386,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "one-document": {},
     "packed": {"spans": [20, 1, 9, 7]},
     "packed-long": {"spans": [130, 7]},
+    "packed-short-runs": {"spans": [3, 8, 20, 1, 11, 2, 2, 5]},
     "singles": {"spans": [1] * 12},
     "full": {"causal": False},
     "window": {"left": 9},
@@ -432,6 +436,32 @@ def test_parts_of_a_softmax_add_up_to_the_whole(
     ours = [out, first[0] + second[0], *(torch.cat([b, a]) for a, b in zip(first[1:], second[1:], strict=True))]
     visible = torch.cat([torch.ones(33, num_before, dtype=torch.bool), visible_of(square)], dim=1)
     assert_close(ours, wanted_of([q, k, v, upstream], visible))
+
+
+def test_short_documents_go_to_the_flash_kernel_in_one_call_per_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, ...]] = []
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, *rest: Any, **options: Any) -> Any:
+        calls.append(tuple(cu_q.tolist()))
+        return aten_flash_forward(q, k, v, cu_q, *rest, **options)
+
+    forward, backward = make_cudnn(True)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", aten_flash_backward)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", forward)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", backward)
+    monkeypatch.setattr(cudnn_module, "_LEAST_WORK", 4 * 9**2)
+    spans = spans_of([3, 8, 20, 1, 11, 2, 2])
+    tensors = make_tensors(47, 47)
+    call = make_call(tensors, spans=spans)
+    out, lse = CUDNN.kernel.forward(call)
+    assert calls == [(0, 3, 11), (0, 1), (0, 2, 4)]
+    # Gradients are written where the caller wants them, as the exchange does: parts of one payload.
+    payload = torch.full((47, 128), float("nan"))
+    into = tuple(t.unflatten(1, (-1, 16)) for t in payload.split([64, 32, 32], dim=1))
+    grads = CUDNN.kernel.backward(call, tensors[3].float(), out, lse, into)
+    assert all(a is b for a, b in zip(grads, into, strict=True))
+    assert_close([out, *grads], wanted_of(tensors, visible_of(call)))
 
 
 def test_a_window_is_passed_to_the_left_and_none_as_minus_one(stand_in: tuple[KernelEntry, Kernel]) -> None:
