@@ -24,7 +24,6 @@ from ray_ulysses.checkpoint.manifest import (
 )
 from ray_ulysses.checkpoint.retention import Committed, keep_reasons
 from ray_ulysses.checkpoint.state import StateDescription
-from ray_ulysses.forensics.checkpoint_outlook import outlook
 from ray_ulysses.forensics.checkpoint_place import CheckpointPlace, find_checkpoints
 from ray_ulysses.forensics.checkpoint_report import (
     CheckpointCondition,
@@ -33,6 +32,7 @@ from ray_ulysses.forensics.checkpoint_report import (
     SetAside,
 )
 from ray_ulysses.run.checkpoint_store import keep_rules, storage_answers
+from ray_ulysses.run.start_point import Start, commits_that_count, decide_start
 from ray_ulysses.storage import Store, current_owner
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.events import CheckpointCommitted, CheckpointSetAside
@@ -83,15 +83,26 @@ def list_checkpoints(run_dir: Path) -> CheckpointListing:
     events = read_entries(run_dir)
     writing = lineage.newest_attempt if current_owner(run_dir) is not None else None
     reports = [_report(folder, events, writing) for folder in folders]
-    ahead = outlook(reports, events, lineage, place.location)
+    start = _start(reports, commits_that_count(events, lineage), place.location)
     return CheckpointListing(
         name=run_dir.absolute().name,
         location=place.location,
         checkpoints=tuple(_with_reasons(reports, place, lineage)),
-        resumes_from=ahead.resumes_from,
-        unless=ahead.unless,
-        refusal=ahead.refusal,
+        resumes_from=start.resumes_from,
+        unless=start.unless,
+        refusal=start.refusal,
     )
+
+
+def _start(reports: Sequence[CheckpointReport], committed: Sequence[int], location: str) -> Start:
+    """Return where the next attempt starts, as far as sizes tell."""
+    whole = max((report.step for report in reports if report.condition == "whole"), default=None)
+    passed = [
+        Damage(step=report.step, reason=report.why or "", kind=report.condition)
+        for report in reversed(reports)
+        if report.condition in ("damaged", "unreadable", "foreign") and (whole is None or report.step > whole)
+    ]
+    return decide_start(whole, passed, committed, location)
 
 
 def _look_into_all(store: Store, lineage: Lineage) -> list[_Folder]:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.config import load_config
 from ray_ulysses.errors import ConfigError
-from ray_ulysses.forensics.checkpoint_outlook import lost_commits
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.checkpoint_store import checkpoint_location
 from ray_ulysses.run.secrets_file import use_secrets
 from ray_ulysses.run.settings import CONFIG_FILE
+from ray_ulysses.run.start_point import commits_that_count, decide_start
 from ray_ulysses.storage import LocalStore, current_owner
 from ray_ulysses.storage.opening import open_store
 from ray_ulysses.tracking.history import build_history, read_history
@@ -57,7 +57,8 @@ def read_run(run_dir: Path) -> RunHistory:
     try:
         history = read_history(run_dir, store=place.store, journal=journal)
         if not any(checkpoint.committed for checkpoint in history.checkpoints):
-            lost = lost_commits(journal.entries, read_lineage(place.store), place.location)
+            committed = commits_that_count(journal.entries, read_lineage(place.store))
+            lost = decide_start(None, (), committed, place.location).refusal
             if lost is not None:
                 _log.warning("%s", lost)
         return history
