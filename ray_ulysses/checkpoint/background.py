@@ -92,7 +92,6 @@ class BackgroundSaver:
         self._failures = 0
         self._failing_since = self._failed_at = 0.0
         self._failure: BaseException | None = None
-        self._last_saved = -1
         self._tries: dict[int, int] = {}
         self._thread = threading.Thread(target=self._run, name="checkpoint-save", daemon=True)
         self._thread.start()
@@ -102,12 +101,6 @@ class BackgroundSaver:
         """Whether nothing is being saved."""
         with self._lock:
             return self._pending == 0
-
-    @property
-    def last_saved(self) -> int:
-        """Step of the newest checkpoint that this saver has committed; -1 if there is none."""
-        with self._lock:
-            return self._last_saved
 
     @property
     def failures(self) -> int:
@@ -209,7 +202,6 @@ class BackgroundSaver:
                 self._failures = self._failures + 1 if failure is not None else 0
                 self._failed_at = self._clock.monotonic()
                 self._failing_since = self._failed_at if self._failures == 1 else self._failing_since
-                self._last_saved = job.step if failure is None else self._last_saved
                 self._pending -= 1
                 self._lock.notify_all()
 

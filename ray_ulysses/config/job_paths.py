@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from ray_ulysses.config.difference import differences
 from ray_ulysses.config.schema import Config
 from ray_ulysses.errors import Problem, UserError
 
@@ -28,9 +28,9 @@ def relative_path_problems(config: Config, base: Path, environment: Mapping[str,
         return ()
     given, absolute = (one.model_dump(mode="json") for one in (config, config.with_absolute_paths(base)))
     return tuple(
-        _problem(path, value, moved, base)
-        for path, value, moved in _differences("", given, absolute)
-        if not value.removeprefix("sqlite:///").startswith("~")
+        _problem(found.name, str(found.old), str(found.new), base)
+        for found in differences(given, absolute)
+        if not str(found.old).removeprefix("sqlite:///").startswith("~")
     )
 
 
@@ -61,15 +61,3 @@ def _problem(setting: str, value: str, absolute: str, base: Path) -> Problem:
         way_out = f"write {absolute}, if every node sees it, or another absolute path"
     rule = "is relative, and a Ray job's working directory is another one at each submission"
     return Problem(path=setting, value=value, rule=rule, way_out=way_out)
-
-
-def _differences(path: str, given: Any, absolute: Any) -> Iterator[tuple[str, str, str]]:
-    """Yield the dotted path and both values of each text that differs between two trees of one shape."""
-    if isinstance(given, dict):
-        for name, value in given.items():
-            yield from _differences(f"{path}.{name}" if path else name, value, absolute[name])
-    elif isinstance(given, list):
-        for index, value in enumerate(given):
-            yield from _differences(f"{path}.{index}", value, absolute[index])
-    elif given != absolute:
-        yield path, str(given), str(absolute)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import ConfigDict, Field
 
@@ -27,6 +28,7 @@ from ray_ulysses.config.yaml_text import dump_yaml
 from ray_ulysses.storage.location import absolute_location
 
 _SQLITE = "sqlite:///"
+_S = TypeVar("_S", bound=Section)
 
 
 class Config(Section):
@@ -80,37 +82,34 @@ class Config(Section):
         Args:
             base: Absolute directory that relative paths start from.
         """
-        run = self.run.model_copy(update={"storage": str(base / Path(self.run.storage).expanduser())})
-        data = self.data
-        if data.path is not None:
-            data = data.model_copy(update={"path": str(base / Path(data.path).expanduser())})
-        if data.sources is not None:
-            moved = tuple(
-                source.model_copy(update={"path": str(base / Path(source.path).expanduser())})
-                for source in data.sources
+
+        def moved(section: _S, *names: str) -> _S:
+            given = {name: getattr(section, name) for name in names}
+            return section.model_copy(
+                update={name: absolute_location(path, base) for name, path in given.items() if path is not None}
             )
-            data = data.model_copy(update={"sources": moved})
-        model = self.model
+
+        data, model, tracking = moved(self.data, "path"), self.model, self.tracking
+        if data.sources is not None:
+            data = data.model_copy(update={"sources": tuple(moved(source, "path") for source in data.sources)})
         if model.path is not None and (base / Path(model.path).expanduser()).is_dir():
             # Else it is a hub id, which is no path.
-            model = model.model_copy(update={"path": str(base / Path(model.path).expanduser())})
+            model = moved(model, "path")
         if model.resume_from is not None:
             model = model.model_copy(update={"resume_from": str(absolute_reference(model.resume_from, base))})
-        checkpoint = self.checkpoint
-        if checkpoint.storage is not None:
-            where = absolute_location(checkpoint.storage, base)
-            checkpoint = checkpoint.model_copy(update={"storage": where})
-        memory, tracking, cluster = self.memory, self.tracking, self.cluster
-        if cluster.secrets_file is not None:
-            file = base / Path(cluster.secrets_file).expanduser()
-            cluster = cluster.model_copy(update={"secrets_file": str(file)})
-        if memory.nvme_path is not None:
-            memory = memory.model_copy(update={"nvme_path": str(base / Path(memory.nvme_path).expanduser())})
         if tracking.uri is not None and tracking.uri.startswith(_SQLITE):
-            file = base / Path(tracking.uri.removeprefix(_SQLITE)).expanduser()
+            file = absolute_location(tracking.uri.removeprefix(_SQLITE), base)
             tracking = tracking.model_copy(update={"uri": f"{_SQLITE}{file}"})
-        changed = {"run": run, "data": data, "model": model, "checkpoint": checkpoint, "cluster": cluster}
-        return self.model_copy(update={**changed, "memory": memory, "tracking": tracking})
+        changed: dict[str, Section] = {
+            "run": moved(self.run, "storage"),
+            "data": data,
+            "model": model,
+            "memory": moved(self.memory, "nvme_path"),
+            "checkpoint": moved(self.checkpoint, "storage"),
+            "tracking": tracking,
+            "cluster": moved(self.cluster, "secrets_file"),
+        }
+        return self.model_copy(update=changed)
 
     def to_yaml(self) -> str:
         """Return the configuration, defaults filled in, as YAML that loads into an equal one."""

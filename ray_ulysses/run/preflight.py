@@ -6,10 +6,13 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from ray_ulysses.config import Config
 from ray_ulysses.config.job_paths import relative_path_problems
 from ray_ulysses.data.plan.corpus_set import CorpusSet
+from ray_ulysses.data.plan.drawing import Overlong
+from ray_ulysses.data.plan.packing_kernels import longest_planned
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import PLAN_FOLDER, has_plan, load_plan
 from ray_ulysses.data.plan.planning import NoSink, Remainder, build_segment
@@ -112,7 +115,7 @@ def _prepare(config: Config, problems: list[Problem], *, branch: bool) -> Prepar
     corpora, plan, remainder = plan_run(config, settings, stored, branch=branch)
     problems += () if problems else other_plan(config, stored, plan, is_branched=remainder is not None)
     if num_positions is not None:
-        longest = _longest_trained(config, corpora, plan.settings.capacity)
+        longest = _longest_planned(config, corpora, plan.settings.capacity)
         problems += position_problems(config, longest, plan.settings.capacity, num_positions)
     report = build_report(config, shape, corpora, plan, tuple(problems))
     problems[:] = report.problems
@@ -127,17 +130,11 @@ def _prepare(config: Config, problems: list[Problem], *, branch: bool) -> Prepar
     )
 
 
-def _longest_trained(config: Config, corpora: CorpusSet, row_tokens: int) -> int:
+def _longest_planned(config: Config, corpora: CorpusSet, row_tokens: int) -> int:
     """Return the tokens of the longest document that may come into a row; 0 if there is none."""
-    longest = 0
-    for corpus, (_, weight) in zip(corpora.corpora, config.data_sources, strict=True):
-        lengths = corpus.lengths
-        if config.data.overlong == "drop":
-            # A document's last token is a label only.
-            lengths = lengths[lengths <= row_tokens + 1]
-        if weight != 0 and lengths.size:
-            longest = max(longest, int(lengths.max()))
-    return longest
+    overlong = get_args(Overlong).index(config.data.overlong)
+    used = [corpus for corpus, (_, weight) in zip(corpora.corpora, config.data_sources, strict=True) if weight != 0]
+    return max((int(longest_planned(corpus.lengths, row_tokens, overlong)) for corpus in used), default=0)
 
 
 def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanReport:

@@ -108,6 +108,15 @@ def available_tokens(lengths, first, last, passed_over, capacity, overlong):  # 
 
 
 @compiled
+def longest_planned(lengths, capacity, overlong):  # type: ignore[no-untyped-def]
+    """Return the most tokens that are planned of any document; 0 if there is none."""
+    longest = 0
+    for document in range(lengths.size):
+        longest = max(longest, _planned_length(np.int64(lengths[document]), capacity, overlong))
+    return longest
+
+
+@compiled
 def choose_least_used(  # type: ignore[no-untyped-def]
     tokens, circle, uses, lengths, passed_over, capacity, overlong, chosen
 ):

@@ -177,7 +177,6 @@ def _read_segment(folder: Path) -> Segment:
         plan_id, totals = str(header["plan_id"]), Totals(**header["totals"])
         files = {name: FileFacts(**facts) for name, facts in header["files"].items()}
         checksums = Checksums(**{path.removesuffix(".parquet"): facts.checksums for path, facts in files.items()})
-        num_rows = int(header["num_rows"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise unreadable_plan(folder / PLAN_FILE, error) from error
     found = segment_id(settings, sources, branch, epochs, totals, checksums)
@@ -188,8 +187,6 @@ def _read_segment(folder: Path) -> Segment:
         )
     fragments, waits = _read_fragments(folder / _FRAGMENTS, files[_FRAGMENTS])
     train = FileRows(folder / _ROWS, folder / _PIECES, files[_ROWS], files[_PIECES])
-    if train.num_rows != num_rows:
-        raise unreadable_plan(folder / _ROWS, f"{train.num_rows} rows where {PLAN_FILE} says {num_rows}")
     return Segment(
         plan_id=plan_id,
         settings=settings,
