@@ -17,6 +17,10 @@ class Clock(Protocol):
         """Return seconds of a clock that never goes back."""
         ...
 
+    def sleep(self, seconds: float) -> None:
+        """Wait for some seconds."""
+        ...
+
 
 class SystemClock:
     """The machine's own clocks."""
@@ -28,3 +32,7 @@ class SystemClock:
     def monotonic(self) -> float:
         """Return seconds of a clock that never goes back."""
         return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait for some seconds."""
+        time.sleep(seconds)

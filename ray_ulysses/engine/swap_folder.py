@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
 from pathlib import Path
+
+from ray_ulysses.storage.file_lock import lock, lock_file
 
 LOCK_FILE = "in-use"
 _PREFIX = "process-"
@@ -29,12 +30,11 @@ class SwapFolder:
         root.mkdir(parents=True, exist_ok=True)
         # One at a time: a folder that is being made is not locked yet.
         with open(root / LOCK_FILE, "w") as turn:
-            fcntl.flock(turn, fcntl.LOCK_EX)
+            lock(turn.fileno(), wait=True)
             for folder in root.glob(f"{_PREFIX}*"):
                 _delete_if_dead(folder)
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
-            self._lock = os.open(self.path / LOCK_FILE, os.O_CREAT | os.O_RDWR)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self._lock = lock_file(self.path / LOCK_FILE)
 
     def close(self) -> None:
         """Delete the folder, once; nothing may be swapped in any more."""
@@ -45,9 +45,9 @@ class SwapFolder:
 def _delete_if_dead(folder: Path) -> None:
     """Delete a folder unless the process that locked it still lives."""
     try:
-        with open(folder / LOCK_FILE, "a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+        descriptor = lock_file(folder / LOCK_FILE)
     except (BlockingIOError, FileNotFoundError):
         # Its owner lives, or has just deleted it.
         return
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(descriptor)

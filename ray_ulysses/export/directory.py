@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import glob
 import os
 import shutil
@@ -14,6 +13,8 @@ from pathlib import Path
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.record import RECORD_FILE, Existing, Identity, Record, read_existing
 from ray_ulysses.export.report import decimal_size
+from ray_ulysses.storage.atomic import sync
+from ray_ulysses.storage.file_lock import lock_file
 
 _LOCK_FILE = ".exporting"
 _MOST_NAMED = 3
@@ -138,7 +139,7 @@ def unpublished(out: Path, num_bytes: int) -> Iterator[Path]:
             )
         folder = out.parent / f"{_prefix(out)}{uuid.uuid4().hex[:8]}"
         folder.mkdir()
-        descriptor = _lock(folder)
+        descriptor = lock_file(folder / _LOCK_FILE)
     except OSError as error:
         raise RunError(
             f"--out={str(out)!r}: can't be written ({error.strerror or error}); give another directory"
@@ -165,22 +166,11 @@ def _prefix(out: Path) -> str:
     return f".{out.name}.exporting-"
 
 
-def _lock(folder: Path) -> int:
-    """Take a directory that is being written; the kernel lets go of it when the process ends, however it does."""
-    descriptor = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
 def _sweep(out: Path) -> None:
     """Delete what dead exports to the same place have left."""
     for leftover in out.parent.glob(f"{glob.escape(_prefix(out))}*"):
         try:
-            descriptor = _lock(leftover)
+            descriptor = lock_file(leftover / _LOCK_FILE)
         except BlockingIOError as error:
             raise RunError(
                 f"--out={str(out)!r}: another process is exporting to it; wait for it, or stop it"
@@ -192,8 +182,8 @@ def _sweep(out: Path) -> None:
 def _publish(folder: Path, out: Path) -> None:
     """Give a finished directory its name; an export of that name goes away in the same moment, or nearly so."""
     for path in folder.iterdir():
-        _sync(path)
-    _sync(folder)
+        sync(path)
+    sync(folder)
     old = None
     if out.is_dir() and any(out.iterdir()):
         there = read_existing(out)
@@ -206,14 +196,6 @@ def _publish(folder: Path, out: Path) -> None:
         out.rename(old)
     folder.rename(out)
     (out / _LOCK_FILE).unlink(missing_ok=True)
-    _sync(out.parent)
+    sync(out.parent)
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

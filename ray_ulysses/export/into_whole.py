@@ -17,8 +17,9 @@ from ray_ulysses.engine.text_part import cut_to_text
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.record import RECORD_FILE
 from ray_ulysses.export.request import ExportRequest, WeightType
-from ray_ulysses.export.stream import Stretch, Weights, write_all
+from ray_ulysses.export.stream import Stretch, Weights
 from ray_ulysses.export.tensors import PublishedTensor, Stored, published_tensors, reverted_name, stored_tensors
+from ray_ulysses.storage.atomic import write_all
 from ray_ulysses.storage.regular import open_regular
 
 if TYPE_CHECKING:
@@ -230,7 +231,7 @@ def write_copies(
                     stream.seek(offset)
                     left = tensor.num_bytes
                 content = memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]
-                write_all(stream.fileno(), content)
+                write_all(stream, content)
                 left -= len(content)
             assert left == 0, f"{file.name}: {left} bytes of a tensor were not written"
             os.fsync(stream.fileno())

@@ -19,6 +19,7 @@ from ray_ulysses.errors import RunError
 from ray_ulysses.export.files import WeightFile
 from ray_ulysses.export.tensors import Stored
 from ray_ulysses.storage import Store
+from ray_ulysses.storage.atomic import write_all
 
 PART_BYTES = 8 * 2**20
 """Most bytes of a tensor that are read in one go, as they are stored."""
@@ -185,18 +186,12 @@ def write_files(
             for tensor in file.tensors
         ]
         with (folder / file.name).open("xb", buffering=0) as stream:
-            write_all(stream.fileno(), memoryview(file.header))
+            write_all(stream, memoryview(file.header))
             for _, values in weights.read_ahead(stretches):
-                write_all(stream.fileno(), memoryview(values.view(torch.uint8).numpy()))  # type: ignore[arg-type]
+                write_all(stream, memoryview(values.view(torch.uint8).numpy()))  # type: ignore[arg-type]
             os.fsync(stream.fileno())
             assert stream.tell() == file.num_bytes, f"{file.name}: {stream.tell()} bytes, {file.num_bytes} expected"
         progress(file)
-
-
-def write_all(descriptor: int, content: memoryview) -> None:
-    """Write all bytes; one call may write fewer."""
-    while content:
-        content = content[os.write(descriptor, content) :]
 
 
 def _padded(num_bytes: int) -> int:

@@ -1,9 +1,10 @@
 """Where a run keeps its files: atomic files behind one small protocol, one writer at a time."""
 
+from ray_ulysses.storage.file_lock import LockOwner
 from ray_ulysses.storage.lease import RunLease
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.location import LocationError, join_location, parse_location
-from ray_ulysses.storage.lock import LockOwner, RunLock, current_owner
+from ray_ulysses.storage.lock import RunLock, current_owner
 from ray_ulysses.storage.opening import open_store
 from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.storage.store import AlreadyExistsError, Buffer, Store

@@ -1,59 +1,89 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all and outlive a power cut: written beside their place, synced, published."""
 
 from __future__ import annotations
 
+import errno
 import os
-import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import RawIOBase
 from pathlib import Path
 
-from ray_ulysses.storage.local import make_folders
+from ray_ulysses.storage.store import Buffer
+from ray_ulysses.storage.temporaries import mark_as_written, temporary_name
 
-TEMPORARY_SUFFIX = ".tmp"
 _BLOCK_BYTES = 1 << 20
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """Give a temporary path beside ``path``; rename it into place when the block ends without an error.
+def atomic_file(path: Path, publish: Callable[[Path, Path], None] | None = None) -> Iterator[Path]:
+    """Give an empty file beside ``path`` to write; give it its name when the block ends without an error.
 
-    The name is drawn anew each time, so that a retried task and its predecessor, which may still be writing on
-    another node, never write into one file. The file is synced before the rename: a reader sees the whole file
-    or none, also after a power failure; which of the two is settled when its folder is synced.
+    Its temporary name is new each time, so that a retried task and its predecessor, which may still be writing on
+    another node, never write into one file. The file is synced before it is published: a reader sees the whole file or
+    none, also after a power cut; which of the two is settled when its folder is synced.
+
+    Args:
+        path: Where the file is to be.
+        publish: Gives the first path's file the second name; None renames it, over what is there.
     """
     make_folders(path.parent)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
+    temporary = path.parent / temporary_name()
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
+        mark_as_written(descriptor)
         yield temporary
-        sync(temporary)
-        temporary.replace(path)
-    except BaseException:
-        # A name that a failing storage keeps is removed with the other working files.
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-
-
-def sync(path: Path) -> None:
-    """Make a file, or the names in a directory, outlive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
         os.fsync(descriptor)
+        (publish or os.replace)(temporary, path)
     finally:
-        os.close(descriptor)
+        # A folder that takes no changes any more must not hide what went wrong first.
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            os.close(descriptor)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` as UTF-8, whole or not at all."""
+    """Write ``text`` as UTF-8, whole or not at all; it is there after a power cut, too."""
     with atomic_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+    sync(path.parent)
 
 
-def temporary_files(directory: Path) -> list[Path]:
-    """Return what writers that were killed have left in a directory, and what others may be writing there."""
-    return list(directory.glob(f".*{TEMPORARY_SUFFIX}"))
+def write_all(stream: RawIOBase, chunk: Buffer) -> int:
+    """Write a whole chunk and return its size in bytes; the kernel may take less at a time (2 GiB at most)."""
+    left = memoryview(chunk).cast("B")
+    size = left.nbytes
+    while left.nbytes:
+        left = left[stream.write(left) :]
+    return size
+
+
+def make_folders(folder: Path) -> None:
+    """Create a folder and its parents so that they outlive a power cut."""
+    missing = []
+    while not folder.is_dir():
+        if folder.exists() and not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+        missing.append(folder)
+        folder = folder.parent
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Make a file, or the names in a folder, outlive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems refuse to sync a folder and sync its names with the file.
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def file_crc32(path: Path) -> int:

@@ -16,15 +16,10 @@ differ.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import re
-import socket
 import threading
-import time
 import uuid
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -32,7 +27,7 @@ from pydantic_core import from_json
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.storage.lock import LockOwner
+from ray_ulysses.storage.file_lock import LockOwner
 from ray_ulysses.storage.store import AlreadyExistsError, Store, read_bytes
 
 LOCK_FOLDER = "lock"
@@ -66,21 +61,19 @@ class RunLease:
         run: str,
         clock: Clock | None = None,
         lease_s: float = LEASE_S,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """Prepare a lease; nothing is asked of the store yet.
 
         Args:
             store: The store; the lease's files lie in its folder ``lock``.
             run: Name of the run.
-            clock: The time.
+            clock: The time, and how to wait.
             lease_s: A holder that gives no sign for so long is taken for dead, in seconds. It must be the same for
                 everybody who comes.
-            sleep: Waits, in seconds.
         """
         self.run = run
         self.taken_over_from: LockOwner | None = None
-        self._store, self._lease_s, self._sleep = store, lease_s, sleep
+        self._store, self._lease_s = store, lease_s
         self._clock = clock if clock is not None else SystemClock()
         self._nonce = uuid.uuid4().hex
         self._generation, self._count, self._trusted_until = 0, 0, float("-inf")
@@ -197,10 +190,9 @@ class RunLease:
     def _win(self, generation: int) -> bool:
         """Try to become the holder of a generation; return whether this process is."""
         begun = self._clock.monotonic()
-        owner = LockOwner(host=socket.gethostname(), pid=os.getpid(), since=self._clock.now())
-        note = json.dumps({**asdict(owner), "run": self.run, "nonce": self._nonce})
+        note = LockOwner.this_process(self._clock).to_note(run=self.run, nonce=self._nonce)
         try:
-            self._store.create(_holder_key(generation), [note.encode()])
+            self._store.create(_holder_key(generation), [note])
         except AlreadyExistsError:
             return False
         if _newest(self._store) > generation:
@@ -231,7 +223,7 @@ class RunLease:
         """Watch a holder: True after `lease_s` without a sign, False if it releases; raise as soon as it lives."""
         seen_at = self._clock.monotonic()
         while True:
-            self._sleep(self._lease_s / _BEATS_A_LEASE / 2)
+            self._clock.sleep(self._lease_s / _BEATS_A_LEASE / 2)
             # The look that decides must begin after the lease has ended: a late answer tells of an earlier time.
             asked_at = self._clock.monotonic()
             now = self._see()
@@ -253,9 +245,8 @@ class RunLease:
     def _owner(self, generation: int) -> LockOwner | None:
         """Return who holds a generation; None if the file is gone or torn."""
         try:
-            fields = from_json(read_bytes(self._store, _holder_key(generation)))
-            return LockOwner(host=str(fields["host"]), pid=int(fields["pid"]), since=float(fields["since"]))
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return LockOwner.from_note(read_bytes(self._store, _holder_key(generation)))
+        except FileNotFoundError:
             return None
 
     def _refusal(self, generation: int) -> UserError:

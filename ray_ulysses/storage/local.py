@@ -13,14 +13,14 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterable
-from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO
 
 from ray_ulysses.errors import UserError
+from ray_ulysses.storage.atomic import atomic_file, sync, write_all
 from ray_ulysses.storage.regular import open_regular
 from ray_ulysses.storage.store import AlreadyExistsError, Buffer, checked_key
-from ray_ulysses.storage.temporaries import TEMPORARY_PREFIX, mark_as_written, temporary_name
+from ray_ulysses.storage.temporaries import TEMPORARY_PREFIX
 
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _DELETE_TRIES = 5
@@ -53,7 +53,7 @@ class LocalStore:
         size = self._write(path, chunks, _link_new)
         try:
             # Without this a power cut can lose the name although the bytes are there.
-            sync_folder(path.parent)
+            sync(path.parent)
         except OSError:
             # Whoever is told that it failed must not find it there later.
             path.unlink(missing_ok=True)
@@ -63,8 +63,8 @@ class LocalStore:
     def replace(self, key: str, chunks: Iterable[Buffer]) -> int:
         """Write a file durably in place of the one there, if any; see `Store.replace`."""
         path = self.path(key)
-        size = self._write(path, chunks, os.replace)
-        sync_folder(path.parent)
+        size = self._write(path, chunks)
+        sync(path.parent)
         return size
 
     def list(self, prefix: str) -> list[str]:
@@ -99,7 +99,7 @@ class LocalStore:
         else:
             top.unlink(missing_ok=True)
         if top.parent.is_dir():
-            sync_folder(top.parent)
+            sync(top.parent)
 
     def _collect(self, folder: str, key: str, above: tuple[str, ...], keys: builtins.list[str]) -> None:
         """Add the keys of all files under a folder; `above` are the folders through which it was reached."""
@@ -162,33 +162,12 @@ class LocalStore:
         with contextlib.suppress(OSError):
             target.rmdir()
 
-    def _write(self, path: Path, chunks: Iterable[Buffer], publish: Callable[[Path, Path], None]) -> int:
+    def _write(self, path: Path, chunks: Iterable[Buffer], publish: Callable[[Path, Path], None] | None = None) -> int:
         """Write beside the target, make it durable, publish it under its name."""
         if self.must_exist and not self.root.is_dir():
             raise FileNotFoundError(errno.ENOENT, "the directory is not there any more", str(self.root))
-        make_folders(path.parent)
-        temporary = path.parent / temporary_name()
-        # Without a buffer of Python's own: closing it would write what is left, and fail, a second time.
-        with temporary.open("xb", buffering=0) as stream:
-            try:
-                mark_as_written(stream.fileno())
-                size = sum(write_all(stream, chunk) for chunk in chunks)
-                os.fsync(stream.fileno())
-                publish(temporary, path)
-            finally:
-                # A folder that takes no changes any more must not hide what went wrong first.
-                with contextlib.suppress(OSError):
-                    temporary.unlink(missing_ok=True)
-        return size
-
-
-def write_all(stream: RawIOBase, chunk: Buffer) -> int:
-    """Write a whole chunk and return its size in bytes; the kernel may take less at a time (2 GiB at most)."""
-    left = memoryview(chunk).cast("B")
-    size = left.nbytes
-    while left.nbytes:
-        left = left[stream.write(left) :]
-    return size
+        with atomic_file(path, publish) as temporary, temporary.open("r+b", buffering=0) as stream:
+            return sum(write_all(stream, chunk) for chunk in chunks)
 
 
 def _link_new(temporary: Path, path: Path) -> None:
@@ -220,29 +199,3 @@ def _delete_folder(top: Path) -> None:
             refilled += error.errno == errno.ENOTEMPTY
             if error.errno not in (errno.ENOENT, errno.ENOTEMPTY) or met > _MOST_MEETINGS or refilled >= _DELETE_TRIES:
                 raise
-
-
-def make_folders(folder: Path) -> None:
-    """Create a folder and its parents so that they outlive a power cut."""
-    missing = []
-    while not folder.is_dir():
-        if folder.exists() and not folder.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
-        missing.append(folder)
-        folder = folder.parent
-    for path in reversed(missing):
-        path.mkdir(exist_ok=True)
-        sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems refuse to sync a folder and sync its names with the file.
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-    finally:
-        os.close(descriptor)

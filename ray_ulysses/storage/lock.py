@@ -2,46 +2,20 @@
 
 from __future__ import annotations
 
-import datetime
-import errno
-import fcntl
-import json
 import os
 import socket
-import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from pydantic_core import from_json
-
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.storage.file_lock import LockOwner, NoLocksError, lock, lock_file
 from ray_ulysses.storage.mounts import local_lock_option, read_mount_table
 from ray_ulysses.storage.regular import read_regular
 
 LOCK_FILE = "run.lock"
 _RETRY_PAUSES_S = (0.05, 0.1, 0.2, 0.4)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LockOwner:
-    """Who holds a run.
-
-    Attributes:
-        host: Host name.
-        pid: Process id there.
-        since: When the run was taken, seconds since the Unix epoch.
-    """
-
-    host: str
-    pid: int
-    since: float
-
-    def __str__(self) -> str:
-        when = datetime.datetime.fromtimestamp(self.since, datetime.UTC)
-        return f"process {self.pid} on host {self.host} since {when:%Y-%m-%d %H:%M:%S} UTC"
 
 
 class RunLock:
@@ -63,7 +37,7 @@ class RunLock:
         self._clock = clock if clock is not None else SystemClock()
         self._descriptor: int | None = None
         self._owner: LockOwner | None = None
-        self._note = ""
+        self._note = b""
 
     def acquire(self) -> None:
         """Take the run.
@@ -76,9 +50,9 @@ class RunLock:
         path = self.run_dir / LOCK_FILE
         self._descriptor = self._locked(path)
         self.taken_over_from = _read_owner(path)
-        self._owner = LockOwner(host=socket.gethostname(), pid=os.getpid(), since=self._clock.now())
+        self._owner = LockOwner.this_process(self._clock)
         try:
-            self._write_note(json.dumps(asdict(self._owner)))
+            self._write_note(self._owner.to_note())
         except OSError as error:
             # A disk may be full, and without a note nobody could say who holds the run.
             os.close(self._descriptor)
@@ -93,11 +67,11 @@ class RunLock:
         try:
             named = os.stat(self.run_dir / LOCK_FILE)
             opened = os.fstat(self._descriptor)
-            note = os.pread(self._descriptor, 4096, 0).decode(errors="replace")
+            note = os.pread(self._descriptor, 4096, 0)
         except OSError:
             # A host that the NFS server lost sight of gets an error here.
             return False
-        return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino) and note == self._note
+        return os.path.samestat(named, opened) and note == self._note
 
     @property
     def lost(self) -> bool:
@@ -127,7 +101,7 @@ class RunLock:
         # The file stays: whoever waits for it need not find a new one.
         try:
             if self.held:
-                self._write_note("")
+                self._write_note(b"")
         finally:
             os.close(self._descriptor)
             self._descriptor = None
@@ -153,22 +127,22 @@ class RunLock:
                 f"run.storage: {self.run_dir.parent} is mounted with {option}, so two hosts could write the same run; "
                 "mount it without that option or set another run.storage"
             )
-        while True:
+        for pause_s in (*_RETRY_PAUSES_S, None):
             try:
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
+                return lock_file(path)
+            except BlockingIOError as error:
+                # `current_owner` of somebody who is just looking holds it for an instant.
+                if pause_s is None:
+                    raise self._held(path) from error
+                self._clock.sleep(pause_s)
+            except NoLocksError as error:
+                raise UserError(
+                    f"run.storage: the file system of {path.parent} gives no locks ({error.strerror}); mount it "
+                    f"with locks or set another run.storage"
+                ) from error
             except OSError as error:
                 raise self._unwritable(error) from error
-            try:
-                _take(descriptor)
-                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                    return descriptor
-            except FileNotFoundError:
-                # Somebody deleted it in between, as the refusal's way out says.
-                pass
-            except OSError as error:
-                os.close(descriptor)
-                raise self._refusal(path, error) from error
-            os.close(descriptor)
+        raise AssertionError("the last try returns or raises")
 
     def _unwritable(self, error: OSError) -> UserError:
         return UserError(
@@ -176,13 +150,7 @@ class RunLock:
             "another run.storage"
         )
 
-    def _refusal(self, path: Path, error: OSError) -> UserError:
-        """Return the error for a lock that was not given."""
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            return UserError(
-                f"run.storage: the file system of {path.parent} gives no locks ({error.strerror}); mount it "
-                f"with locks or set another run.storage"
-            )
+    def _held(self, path: Path) -> UserError:
         owner = _read_owner(path)
         who = str(owner) if owner is not None else "another process that has not left its name yet"
         hint = ""
@@ -194,23 +162,13 @@ class RunLock:
             f"wait for it, stop it, or set another run.name{hint}"
         )
 
-    def _write_note(self, text: str) -> None:
+    def _write_note(self, note: bytes) -> None:
         """Replace what the lock file says, through the descriptor that holds the lock."""
         assert self._descriptor is not None
-        self._note = text
+        self._note = note
         os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, text.encode(), 0)
+        os.pwrite(self._descriptor, note, 0)
         os.fsync(self._descriptor)
-
-
-def _take(descriptor: int) -> None:
-    """Take the lock; ``current_owner`` of somebody who is just looking holds it for an instant, so try again."""
-    for pause_s in _RETRY_PAUSES_S:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(pause_s)
-    return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def current_owner(run_dir: Path | str) -> LockOwner | None:
@@ -222,7 +180,7 @@ def current_owner(run_dir: Path | str) -> LockOwner | None:
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        lock(descriptor, shared=True)
     except BlockingIOError:
         return _read_owner(path) or LockOwner(host="unknown", pid=0, since=0.0)
     finally:
@@ -231,9 +189,8 @@ def current_owner(run_dir: Path | str) -> LockOwner | None:
 
 
 def _read_owner(path: Path) -> LockOwner | None:
-    """Return the owner that the note names; a torn or empty note names nobody."""
+    """Return the owner that the note names; None where there is no note."""
     try:
-        fields = from_json(read_regular(path))
-        return LockOwner(host=str(fields["host"]), pid=int(fields["pid"]), since=float(fields["since"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        return LockOwner.from_note(read_regular(path))
+    except OSError:
         return None

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
@@ -33,6 +32,7 @@ from ray_ulysses.storage.location import RETRY_S
 from ray_ulysses.storage.object_client import Client
 from ray_ulysses.storage.object_errors import explain
 from ray_ulysses.storage.object_stream import ObjectStream
+from ray_ulysses.storage.patience import Patience
 from ray_ulysses.storage.store import AlreadyExistsError, Buffer, checked_key
 
 # 10,000 parts of 16 MiB make 156 GiB, S3's limit for a file of parts of this size.
@@ -43,7 +43,6 @@ _LARGEST_PUT_BYTES = 2**30
 _LIST_BATCH, _DELETE_BATCH = 1000, 1000
 # No dash: Azure takes only names that are identifiers in C#.
 _MARK = "ulysseswriter"
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 
 _T = TypeVar("_T")
 
@@ -65,11 +64,12 @@ class ObjectStore:
             part_bytes: Size of a part of a long file; the services ask for at least 5 MiB.
         """
         self.name = name
-        self._client, self._retry_s, self._part_bytes = client, retry_s, part_bytes
+        self._client, self._part_bytes = client, part_bytes
+        self._patience = Patience(wait_s=retry_s, first_pause_s=0.05, longest_pause_s=5.0)
 
     def open(self, key: str) -> BinaryIO:
         """Return a seekable stream; see `ObjectStream`. Raises `FileNotFoundError` if there is no such file."""
-        stream = ObjectStream(self._client, checked_key(key), name=self._named(key), retry_s=self._retry_s)
+        stream = ObjectStream(self._client, checked_key(key), name=self._named(key), patience=self._patience)
         return cast(BinaryIO, stream)
 
     def create(self, key: str, chunks: Iterable[Buffer]) -> int:
@@ -150,7 +150,7 @@ class ObjectStore:
             raise self._taken(key)
         counted = _Counted(parts, self._part_bytes)
         mark = uuid.uuid4().hex
-        begun = time.monotonic()
+        waiting = self._patience.begin()
         try:
             obstore.put(
                 self._client,
@@ -169,7 +169,7 @@ class ObjectStore:
                 raise
             refusal = explain(error)
             if refusal.meaning == "away" or not self._is_ours(key, mark):
-                raise refusal.as_os_error(self._named(key), time.monotonic() - begun) from error
+                raise refusal.as_os_error(self._named(key), waiting.waited_s) from error
         return counted.num_bytes
 
     def _mark_of(self, key: str) -> str | None:
@@ -192,7 +192,7 @@ class ObjectStore:
 
     def _tried(self, key: str, attempt: Callable[[], _T]) -> _T:
         """Carry out a request, again and again while it fails for a reason that may pass."""
-        begun, pause_s = time.monotonic(), _FIRST_PAUSE_S
+        waiting = self._patience.begin()
         while True:
             try:
                 return attempt()
@@ -200,11 +200,8 @@ class ObjectStore:
                 raise
             except Exception as error:
                 refusal, cause = explain(error), error
-            tried_s = time.monotonic() - begun
-            if not refusal.may_pass or tried_s >= self._retry_s:
-                raise refusal.as_os_error(self._named(key), tried_s) from cause
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            if not refusal.may_pass or not waiting.pause():
+                raise refusal.as_os_error(self._named(key), waiting.waited_s) from cause
 
     def _taken(self, key: str) -> AlreadyExistsError:
         return AlreadyExistsError(f"{self._named(key)} exists already; nothing was written over it")

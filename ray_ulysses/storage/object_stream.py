@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import io
-import time
 from typing import TYPE_CHECKING
 
 import obstore
 
 from ray_ulysses.storage.object_client import Client
 from ray_ulysses.storage.object_errors import Refusal, explain
+from ray_ulysses.storage.patience import Patience
 from ray_ulysses.storage.store import Buffer
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 # Below this a request costs more than its bytes: a read that goes on where the last one ended fetches this many.
 READ_AHEAD_BYTES = 64 * 2**10
 _PIECE_BYTES = 4 * 2**20
-_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 
 
 class ObjectStream(io.BufferedIOBase):
@@ -29,20 +28,20 @@ class ObjectStream(io.BufferedIOBase):
     that is replaced while it is read gives an `OSError`, a small one is read whole when it is opened.
     """
 
-    def __init__(self, client: Client, key: str, *, name: str, retry_s: float) -> None:
+    def __init__(self, client: Client, key: str, *, name: str, patience: Patience) -> None:
         """Look at the object.
 
         Args:
             client: The store.
             key: The object, relative to the client's prefix.
             name: What to call it in errors.
-            retry_s: For how long a broken read is taken up again, in seconds.
+            patience: How long a broken read is taken up again.
 
         Raises:
             FileNotFoundError: There is no such object.
             OSError: It can't be looked at.
         """
-        self._client, self._key, self._object_name, self._retry_s = client, key, name, retry_s
+        self._client, self._key, self._object_name, self._patience = client, key, name, patience
         self._position, self._last_end = 0, -1
         self._ahead, self._ahead_start = memoryview(b""), 0
         self._look()
@@ -118,7 +117,7 @@ class ObjectStream(io.BufferedIOBase):
 
     def _fetch(self, target: memoryview, start: int) -> None:
         """Fill the target by one request; if it breaks off, ask for the rest."""
-        done, attempt, begun = 0, 0, time.monotonic()
+        done, waiting = 0, self._patience.begin()
         while done < target.nbytes:
             options: GetOptions = {"range": (start + done, start + target.nbytes)}
             if self._version is not None:
@@ -134,25 +133,22 @@ class ObjectStream(io.BufferedIOBase):
                 refusal, cause = explain(error), error
             if done > before:
                 # A long read may break more than once; patience is for what does not move.
-                attempt, begun = 0, time.monotonic()
+                waiting = self._patience.begin()
                 continue
-            tried_s = time.monotonic() - begun
             if refusal.meaning == "changed":
                 refusal = Refusal(meaning="changed", reason="the file was replaced while it was read")
-            if not refusal.may_pass or tried_s >= self._retry_s:
-                raise refusal.as_os_error(self._object_name, tried_s) from cause
-            time.sleep(_PAUSES_S[min(attempt, len(_PAUSES_S) - 1)])
-            attempt += 1
+            if not refusal.may_pass or not waiting.pause():
+                raise refusal.as_os_error(self._object_name, waiting.waited_s) from cause
 
     def _look(self) -> None:
         """Ask for size and version, and read a small object at once, so that its replacement can't get between."""
-        begun, looks = time.monotonic(), 0
+        waiting, looks = self._patience.begin(), 0
         while True:
             looks += 1
             try:
                 meta = obstore.head(self._client, self._key)
             except Exception as error:
-                raise explain(error).as_os_error(self._object_name, time.monotonic() - begun) from error
+                raise explain(error).as_os_error(self._object_name, waiting.waited_s) from error
             self._size, self._version = meta["size"], meta["e_tag"]
             if not 0 < self._size <= READ_AHEAD_BYTES:
                 return
@@ -161,9 +157,7 @@ class ObjectStream(io.BufferedIOBase):
                 self._fetch(memoryview(content), 0)
             except OSError as error:
                 # Once more however slow the store is: one replacement is no reason to give up.
-                if error.errno in (errno.ESTALE, errno.ENOENT) and (
-                    looks == 1 or time.monotonic() - begun < self._retry_s
-                ):
+                if error.errno in (errno.ESTALE, errno.ENOENT) and (looks == 1 or waiting.goes_on):
                     continue
                 raise
             self._ahead = memoryview(content)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -83,15 +82,17 @@ class Patience:
         wait_s: Seconds in all, from the first failure on, before giving up.
         first_pause_s: Pause before the first retry; each next one is twice as long.
         longest_pause_s: The longest pause.
-        clock: Where the time comes from.
-        sleep: How to pause, in seconds.
+        clock: The time, and how to wait.
     """
 
     wait_s: float = 60.0
     first_pause_s: float = 0.1
     longest_pause_s: float = 8.0
     clock: Clock = field(default_factory=SystemClock)
-    sleep: Callable[[float], None] = time.sleep
+
+    def begin(self) -> Waiting:
+        """Return a wait that begins now."""
+        return Waiting(self)
 
     def call(self, what: object, attempt: Callable[[], T]) -> T:
         """Return what ``attempt`` returns, trying again while its storage is away.
@@ -104,28 +105,21 @@ class Patience:
             StorageAwayError: It was still away after ``wait_s``.
             OSError: Anything else that ``attempt`` raises passes at once, damage above all.
         """
-        began: float | None = None
-        pause_s = self.first_pause_s
-        num_tries = 0
+        waiting: Waiting | None = None
         while True:
             try:
-                num_tries += 1
                 return attempt()
             except READ_ERRORS as error:
                 if transient_cause(error) is None:
                     raise
-                now = self.clock.monotonic()
-                if began is None:
-                    began = now
+                if waiting is None:
+                    waiting = self.begin()
                     log.warning("%s: the storage does not answer (%s); trying for %.0f s", what, error, self.wait_s)
-                left_s = began + self.wait_s - now
-                if left_s <= 0:
+                if not waiting.pause():
                     raise StorageAwayError(
-                        f"{what}: the storage did not answer for {now - began:.0f} s ({num_tries} tries, the last: "
-                        f"{error}); make it reachable and start again, what is committed stays"
+                        f"{what}: the storage did not answer for {waiting.waited_s:.0f} s ({waiting.num_pauses + 1} "
+                        f"tries, the last: {error}); make it reachable and start again, what is committed stays"
                     ) from error
-            self.sleep(min(pause_s, left_s))
-            pause_s = min(2 * pause_s, self.longest_pause_s)
 
     def call_or_fail(self, what: object, attempt: Callable[[], T]) -> T:
         """Do as ``call``; any other error of the storage becomes one in words, for which trying again is no use.
@@ -137,3 +131,36 @@ class Patience:
             return self.call(what, attempt)
         except READ_ERRORS as error:
             raise RunError(f"{what}: {error}; mend it and run the same command again, which goes on") from error
+
+
+class Waiting:
+    """One wait for a storage.
+
+    Attributes:
+        num_pauses: Pauses so far.
+    """
+
+    def __init__(self, patience: Patience) -> None:
+        self.num_pauses = 0
+        self._patience, self._pause_s = patience, patience.first_pause_s
+        self._begun = patience.clock.monotonic()
+
+    @property
+    def waited_s(self) -> float:
+        """Return the seconds since it began."""
+        return self._patience.clock.monotonic() - self._begun
+
+    @property
+    def goes_on(self) -> bool:
+        """Return whether another try is worth it."""
+        return self.waited_s < self._patience.wait_s
+
+    def pause(self) -> bool:
+        """Pause before the next try; return False, at once, where the patience has run out."""
+        left_s = self._patience.wait_s - self.waited_s
+        if left_s <= 0:
+            return False
+        self._patience.clock.sleep(min(self._pause_s, left_s))
+        self._pause_s = min(2 * self._pause_s, self._patience.longest_pause_s)
+        self.num_pauses += 1
+        return True

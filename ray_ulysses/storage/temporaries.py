@@ -8,11 +8,12 @@ that nobody writes any more; a file's age alone would not tell.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import time
 import uuid
 from pathlib import Path
+
+from ray_ulysses.storage.file_lock import lock
 
 TEMPORARY_PREFIX = ".writing-"
 # A writer has its file for an instant before it has the lock; only younger files can be in that instant.
@@ -24,10 +25,15 @@ def temporary_name() -> str:
     return f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
 
 
+def left_temporaries(folder: Path) -> list[Path]:
+    """Return what writers that were killed have left in a folder, and what others may be writing there."""
+    return list(folder.glob(f"{TEMPORARY_PREFIX}*"))
+
+
 def mark_as_written(descriptor: int) -> None:
     """Take the writer's lock on a temporary file; a file system without locks leaves it unmarked, and unswept."""
     with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(descriptor)
 
 
 def sweep_temporaries(folder: Path, *, settle_s: float = SETTLE_S) -> tuple[Path, ...]:
@@ -56,7 +62,7 @@ def _sweep(path: Path, settle_s: float) -> bool:
     try:
         if time.time() - os.fstat(descriptor).st_mtime < settle_s:
             return False
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(descriptor)
         path.unlink()
     except OSError:
         return False

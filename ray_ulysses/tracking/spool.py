@@ -7,7 +7,6 @@ file), and ``state.json`` with the place up to which everything was delivered an
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from typing import Any, BinaryIO
 from pydantic import TypeAdapter
 
 from ray_ulysses.logging import get_logger
+from ray_ulysses.storage.atomic import write_text
 from ray_ulysses.storage.regular import read_regular
 from ray_ulysses.validation import ContentError, Whole, read_json
 
@@ -121,9 +121,7 @@ class Spool:
             OSError: If the state can't be written; the events are then delivered again.
         """
         state = {"file": end.file, "offset": end.offset, "marks": dict(marks)}
-        temporary = self._directory / "state.json.tmp"
-        temporary.write_text(json.dumps(state), encoding="utf-8")
-        os.replace(temporary, self._directory / "state.json")
+        write_text(self._directory / "state.json", json.dumps(state))
         with self._lock:
             self._done, self.marks = end, dict(marks)
             for number in self._numbers():

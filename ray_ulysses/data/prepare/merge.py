@@ -47,9 +47,9 @@ from ray_ulysses.data.sources.line_ranges import number_lines, refuse_files_with
 from ray_ulysses.data.sources.quarantine import Rejected, reason_class
 from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.atomic import atomic_file, file_crc32, temporary_files, write_text
-from ray_ulysses.storage.local import sync_folder
+from ray_ulysses.storage.atomic import atomic_file, file_crc32, sync, write_text
 from ray_ulysses.storage.patience import Patience
+from ray_ulysses.storage.temporaries import left_temporaries
 
 Duplicates = Literal["quarantine", "keep"]
 _NOTES_AT_HAND = 8
@@ -108,9 +108,8 @@ def merge(
     )
     # The files themselves were synced when they were written; their names are not durable before their folders are.
     for directory in (out / SHARDS_DIRECTORY, out):
-        sync_folder(directory)
+        sync(directory)
     write_text(out / CORPUS_FILE, json.dumps(info.to_json(), indent=2) + "\n")
-    sync_folder(out)
     return info
 
 
@@ -142,8 +141,8 @@ def working_files(out: Path, info: CorpusInfo) -> list[Path]:
     """Return what lies in a complete corpus and does not belong to it, as far as it was made by a preparation."""
     shards = {shard.name for shard in info.shards}
     found = [path for path in (out / UNITS_DIRECTORY, out / PREPARATION_FILE) if path.exists()]
-    found += temporary_files(out)
-    found += temporary_files(out / SHARDS_DIRECTORY)
+    found += left_temporaries(out)
+    found += left_temporaries(out / SHARDS_DIRECTORY)
     found += [path for path in (out / SHARDS_DIRECTORY).glob("shard-*.parquet") if path.name not in shards]
     return found
 

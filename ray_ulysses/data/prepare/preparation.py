@@ -16,6 +16,7 @@ from pathlib import Path
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.corpus.format import CORPUS_FILE, PREPARATION_FILE
 from ray_ulysses.data.fingerprint import stable_hash
+from ray_ulysses.data.prepare.directory_lock import LOCK_FILE, directory_lock
 from ray_ulysses.data.prepare.merge import Duplicates, merge, remove_working_files, working_files
 from ray_ulysses.data.prepare.unit_writer import UnitResult, finished_unit, unit_signature, write_unit
 from ray_ulysses.data.sources.file_listing import path_text
@@ -23,10 +24,10 @@ from ray_ulysses.data.sources.quarantine import Rejected
 from ray_ulysses.data.sources.units import DEFAULT_UNIT_BYTES, SourceSpec, Unit, list_units
 from ray_ulysses.data.tokenize.tokenizers import BYTES, Tokenizer, TokenizerInfo, load_tokenizer
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.atomic import TEMPORARY_SUFFIX, write_text
-from ray_ulysses.storage.directory_lock import LOCK_FILE, directory_lock
+from ray_ulysses.storage.atomic import write_text
 from ray_ulysses.storage.location import expand_home
 from ray_ulysses.storage.patience import Patience
+from ray_ulysses.storage.temporaries import TEMPORARY_PREFIX
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -341,8 +342,7 @@ def _refuse_other_content(out: Path, plan: _Plan) -> None:
 
 def _is_ours(path: Path) -> bool:
     """Return whether a file is what a preparation leaves that was killed before it had claimed the directory."""
-    claim = f".{PREPARATION_FILE}."
-    return path.name == LOCK_FILE or (path.name.startswith(claim) and path.name.endswith(TEMPORARY_SUFFIX))
+    return path.name == LOCK_FILE or path.name.startswith(TEMPORARY_PREFIX)
 
 
 def _remove_leftovers(out: Path, patience: Patience) -> None:

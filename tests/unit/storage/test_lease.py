@@ -66,7 +66,7 @@ class SlowBeats(HookedStore):
 
 
 def _lease(store: Store, clock: ManualClock) -> RunLease:
-    return RunLease(store, run="demo", clock=clock, lease_s=LEASE_S, sleep=clock.sleep)
+    return RunLease(store, run="demo", clock=clock, lease_s=LEASE_S)
 
 
 def _take(store: Store, clock: ManualClock) -> RunLease:
@@ -376,14 +376,17 @@ class World:
 class WorldClock:
     """A clock of that world that runs a little fast or slow."""
 
-    def __init__(self, world: World, rate: float) -> None:
-        self._world, self._rate = world, rate
+    def __init__(self, world: World, me: int, rate: float) -> None:
+        self._world, self._me, self._rate = world, me, rate
 
     def now(self) -> float:
         return _SINCE
 
     def monotonic(self) -> float:
         return self._world.time * self._rate
+
+    def sleep(self, seconds: float) -> None:
+        self._world.wait(self._me, seconds / self._rate)
 
 
 def test_two_never_hold_it_at_once_whatever_is_late() -> None:
@@ -408,9 +411,8 @@ def _play(seed: int) -> World:
             lease = RunLease(
                 store,
                 run="demo",
-                clock=WorldClock(world, rate),
+                clock=WorldClock(world, me, rate),
                 lease_s=LEASE_S,
-                sleep=lambda seconds: world.wait(me, seconds / rate),
             )
             world.leases[me] = lease
             try:

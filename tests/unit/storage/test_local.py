@@ -18,7 +18,7 @@ import pytest
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage import AlreadyExistsError, LocalStore
-from ray_ulysses.storage.local import write_all
+from ray_ulysses.storage.atomic import write_all
 from ray_ulysses.storage.store import read_bytes
 from tests.stores import SlowStore
 
@@ -261,7 +261,7 @@ def test_a_file_whose_name_may_not_last_is_taken_back(tmp_path: Path, monkeypatc
     def broken(folder: Path) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr("ray_ulysses.storage.local.sync_folder", broken)
+    monkeypatch.setattr("ray_ulysses.storage.local.sync", broken)
     with pytest.raises(OSError, match="Input/output error"):
         LocalStore(tmp_path).create("key", [b"x"])
     assert os.listdir(tmp_path) == []

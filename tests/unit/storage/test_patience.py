@@ -31,7 +31,7 @@ class SleepingClock:
 
 
 def patience_of(clock: SleepingClock) -> Patience:
-    return Patience(clock=clock, sleep=clock.sleep)
+    return Patience(clock=clock)
 
 
 def failing(times: int, error: Exception) -> Callable[[], str]:

@@ -111,7 +111,7 @@ def prepared(request: PrepareRequest) -> dict[str, Any]:
 def without_leftovers(found: dict[str, Any]) -> dict[str, Any]:
     """Forget working files that could not be removed: the next preparation does."""
     own = (UNITS_DIRECTORY, PREPARATION_FILE, ".prepare.lock")
-    files = [name for name in found["files"] if not name.startswith(own) and not name.endswith(".tmp")]
+    files = [name for name in found["files"] if not name.startswith(own) and ".writing-" not in name]
     return {**found, "files": files}
 
 

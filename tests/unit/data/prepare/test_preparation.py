@@ -17,14 +17,15 @@ import pytest
 
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.prepare import preparation, unit_writer
+from ray_ulysses.data.prepare.directory_lock import directory_lock
 from ray_ulysses.data.prepare.merge import entropy_nats
 from ray_ulysses.data.prepare.preparation import PrepareProgress, PrepareRequest, prepare_local, preparing
 from ray_ulysses.data.prepare.unit_writer import UnitResult, write_unit
 from ray_ulysses.data.sources.units import SourceSpec, Unit
 from ray_ulysses.data.tokenize.tokenizers import Tokenizer, load_tokenizer
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.directory_lock import directory_lock
 from ray_ulysses.storage.patience import Patience
+from ray_ulysses.storage.temporaries import TEMPORARY_PREFIX
 from tests.unit.data.corpora import begin, varied_texts, write_texts
 from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
 
@@ -144,7 +145,7 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path: Path, monkeypatch: 
     resumed = prepare_local(request)
     unbroken = prepare_local(replace(request, out=tmp_path / "unbroken"))
     assert resumed.fingerprint == unbroken.fingerprint
-    assert not [p for p in request.out.rglob("*") if p.name.endswith(".tmp")]
+    assert not [p for p in request.out.rglob("*") if p.name.startswith(TEMPORARY_PREFIX)]
 
 
 def test_a_unit_that_was_killed_between_its_shard_and_its_notes_is_done_again(
@@ -180,7 +181,7 @@ def test_a_process_that_is_killed_leaves_a_directory_that_can_be_gone_on_with(tm
         "from tests.unit.data.prepare.test_preparation import *\n"
         "from pathlib import Path; write = preparation.write_unit\n"
         "def dying(out, unit, *rest):\n"
-        "    if unit.index == 3: (out / 'shards' / '.shard-00003.parquet.1.tmp').write_text('torn'); os._exit(9)\n"
+        "    if unit.index == 3: (out / 'shards' / '.writing-3').write_text('torn'); os._exit(9)\n"
         "    return write(out, unit, *rest)\n"
         "preparation.write_unit = dying; tmp_path = Path(sys.argv[1])\n"
         "preparation.prepare_local(request_of(tmp_path, varied_texts(40)))"
@@ -231,7 +232,7 @@ def killed_after_its_commit(tmp_path: Path) -> PrepareRequest:
 
 def test_a_process_that_is_killed_after_its_commit_leaves_nothing_for_good(tmp_path: Path) -> None:
     request = killed_after_its_commit(tmp_path)
-    (request.out / "shards" / ".shard-00001.parquet.1.tmp").write_text("torn")
+    (request.out / "shards" / ".writing-1").write_text("torn")
     (request.out / "shards" / "shard-00077.parquet").write_text("of a file that is gone")
     with directory_lock(request.out):
         # Another process is at it: what it removes need not be removed here.

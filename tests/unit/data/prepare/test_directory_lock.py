@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from ray_ulysses.data.prepare.directory_lock import LOCK_FILE, directory_lock
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.directory_lock import LOCK_FILE, directory_lock
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from ray_ulysses.storage.directory_lock import directory_lock
+from ray_ulysses.data.prepare.directory_lock import directory_lock
 with directory_lock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
@@ -34,7 +34,7 @@ def test_a_held_directory_is_refused_and_free_when_its_holder_dies(tmp_path: Pat
 
 
 def test_a_lock_file_that_was_unlinked_meanwhile_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ray_ulysses.storage import directory_lock as module
+    from ray_ulysses.storage import file_lock as module
 
     taken: list[int] = []
     flock = module.fcntl.flock

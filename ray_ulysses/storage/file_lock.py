@@ -1,0 +1,109 @@
+"""The kernel's lock of a file, which ends with the process that holds it, however that ends; and who holds it.
+
+Everything that locks a file does it here. The lock is the kernel's `flock`: it is never taken from a slow or stopped
+process. On NFS the server keeps it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import fcntl
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from ray_ulysses.clock import Clock
+from ray_ulysses.validation import ContentError, Seconds, Whole, read_json
+
+
+class NoLocksError(OSError):
+    """A file system refused a lock that nobody holds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LockOwner:
+    """Who holds a lock, as its note says.
+
+    Attributes:
+        host: Host name.
+        pid: Process id there.
+        since: When it was taken, seconds since the Unix epoch.
+    """
+
+    host: str
+    pid: Whole
+    since: Seconds
+
+    def __str__(self) -> str:
+        when = datetime.datetime.fromtimestamp(self.since, datetime.UTC)
+        return f"process {self.pid} on host {self.host} since {when:%Y-%m-%d %H:%M:%S} UTC"
+
+    @classmethod
+    def this_process(cls, clock: Clock) -> LockOwner:
+        """Return this process, from now on."""
+        return cls(host=socket.gethostname(), pid=os.getpid(), since=clock.now())
+
+    @classmethod
+    def from_note(cls, note: bytes) -> LockOwner | None:
+        """Return whom a note names; a torn or empty one names nobody."""
+        try:
+            return read_json(_OWNER, note)
+        except ContentError:
+            return None
+
+    def to_note(self, **more: Any) -> bytes:
+        """Return the note, with what else it is to say."""
+        return json.dumps({**asdict(self), **more}).encode()
+
+
+_OWNER = TypeAdapter(LockOwner)
+
+
+def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> None:
+    """Take the lock of an open file.
+
+    Args:
+        descriptor: The file.
+        shared: Whether others may hold it, too, who share it.
+        wait: Whether to wait while somebody else holds it.
+
+    Raises:
+        BlockingIOError: Somebody else holds it.
+        NoLocksError: Its file system gives none.
+    """
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise BlockingIOError(errno.EWOULDBLOCK, error.strerror) from error
+        raise NoLocksError(error.errno, error.strerror) from error
+
+
+def lock_file(path: Path) -> int:
+    """Return a descriptor that holds the lock of the file that has a name; the file is made where it is missing.
+
+    Raises:
+        BlockingIOError: Somebody else holds it.
+        NoLocksError: Its file system gives none.
+        OSError: It can't be opened.
+    """
+    while True:
+        # A pipe that somebody has put in its place would be waited for.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
+        try:
+            lock(descriptor)
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        except FileNotFoundError:
+            # Somebody deleted it in between.
+            pass
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
