@@ -53,17 +53,18 @@ def cases() -> list[dict[str, Any]]:
     """Return every case, in the order of the page."""
     found: list[dict[str, Any]] = []
     whole = {"model": LLAMA_1B, "sp": 1, "engine": True, "device": "cuda", "steps": 6}
-    for title, context, lengths in (
-        ("32k, one document", 32_768, (32_768,)),
-        ("32k, documents around 4,000", 32_768, drawn(32_768, 4000)),
-        ("65k, one document", 65_536, (65_536,)),
+    for title, context, lengths, sides in (
+        ("32k, one document", 32_768, (32_768,), ("ours:kernel", "ours:none", "transformers")),
+        ("32k, documents around 4,000", 32_768, drawn(32_768, 4000), ("ours:kernel", "ours:none", "transformers")),
+        ("32k, documents around 500", 32_768, drawn(32_768, 500), ("ours:kernel", "transformers")),
+        ("65k, one document", 65_536, (65_536,), ("ours:kernel", "transformers")),
     ):
-        for side in ("ours:kernel", "ours:none", "transformers"):
-            found.append({**whole, "title": title, "context": context, "documents": lengths, "side": side})
-    rank = {"model": LAYERS_OF_8B, "sp": 8, "engine": False, "device": "cuda", "steps": 4}
-    for title, context in (("131k, one document", 131_072), ("524k, one document", 524_288)):
+        found += [{**whole, "title": title, "context": context, "documents": lengths, "side": side} for side in sides]
+    rank = {"model": LAYERS_OF_8B, "sp": 8, "engine": False, "device": "cuda"}
+    for title, context, steps in (("131k, one document", 131_072, 4), ("524k, one document", 524_288, 2)):
         for side in ("ours:both", "ours:kernel", "ours:none", "deepspeed"):
-            found.append({**rank, "title": title, "context": context, "documents": (context,), "side": side})
+            one = {"title": title, "context": context, "documents": (context,), "steps": steps, "side": side}
+            found.append({**rank, **one})
     return found
 
 
@@ -79,23 +80,37 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _name(case: dict[str, Any]) -> str:
+    return f"{case['title']}: {case['side']}"
+
+
 def page_table(found: list[dict[str, Any]]) -> str:
     """Return one table: a line for each side of each case."""
     lines = []
     for one in found:
-        name = f"{one['title']}: {one['side']}"
+        name = _name(one)
         if "failure" in one:
-            lines.append([name, one["failure"][:120], "", "", "", "", ""])
+            lines.append([name, one["failure"][:120], "", "", "", "", "", one["commit"]])
             continue
         peer = next((o for o in found if o["title"] == one["title"] and not o["side"].startswith("ours")), None)
         middle = statistics.median(one["seconds"])
         ratio = "" if peer is None or "seconds" not in peer else f"{statistics.median(peer['seconds']) / middle:.2f}"
         spread = f"{middle:.3f} ({min(one['seconds']):.3f} to {max(one['seconds']):.3f})"
         mfu = "" if one["mfu"] is None else f"{one['mfu']:.1%}"
-        # The peak of one step beyond what stands between steps is what the planner calls activations and loss.
         planned = f"{one['predicted']['device_gib']:.1f}" if one["engine"] else ""
-        lines.append([name, spread, ratio, f"{one['tokens_per_s']:,.0f}", mfu, f"{one['peak_gib']:.1f}", planned])
-    head = ["case and side", "seconds per step", "peer/this", "tokens/s of this GPU", "MFU", "peak GiB", "planned GiB"]
+        lines.append(
+            [name, spread, ratio, f"{one['tokens_per_s']:,.0f}", mfu, f"{one['peak_gib']:.1f}", planned, one["commit"]]
+        )
+    head = [
+        "case and side",
+        "seconds per step",
+        "peer/this",
+        "tokens/s of this GPU",
+        "MFU",
+        "peak GiB",
+        "planned GiB",
+        "commit",
+    ]
     return table(head, lines)
 
 
@@ -107,7 +122,7 @@ def markdown(record: dict[str, Any]) -> str:
         [
             "# A training step on one GPU",
             f"{origin(record)} bf16, gradient checkpointing on every side; each side in a process of its own, medians "
-            "(minimum to maximum) of the steps after two warm-up steps, timed by events on the device. `ours:kernel` "
+            "(minimum to maximum) of the steps after the warm-up steps, timed by events on the device. `ours:kernel` "
             "and `ours:both` keep attention's output (memory.attention_output), `ours:none` computes it again. MFU "
             "counts causal operations and nothing twice. Peak GiB is torch's peak of allocated memory.",
             "## One GPU: a 1B Llama (16 layers, vocabulary 32,768) under ZeRO-3, AdamW included",
@@ -124,17 +139,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="A training step on one GPU, ours beside its peers.")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for step_gpu.md and .json")
     parser.add_argument("--commit", help="the commit, where the tree came without its history")
+    parser.add_argument("--add", action="store_true", help="keep what is stored of other cases, for a short lease")
     parser.add_argument("--only", default="", help="run the cases in whose title and side this expression is found")
     options = parser.parse_args(arguments)
     record: dict[str, Any] = {
         **gpu_provenance(("torch", "transformers", "deepspeed"), options.commit),
         "command": "python benchmarks/gpu/bench_step.py",
-        "found": [],
     }
+    stored = options.out / "step_gpu.json"
+    kept = json.loads(stored.read_text())["found"] if options.add and stored.exists() else []
+    results = {_name(one): one for one in kept}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
-        chosen = [case for case in cases() if re.search(options.only, f"{case['title']}: {case['side']}")]
+        chosen = [case for case in cases() if re.search(options.only, _name(case))]
         for found in pool.map(measured, ({**case, "turn": f"{folder}/turn"} for case in chosen)):
-            record["found"].append(found)
+            results[_name(found)] = {**found, "commit": record["commit"]}
+            record["found"] = [results[_name(case)] for case in cases() if _name(case) in results]
             store("step_gpu", markdown(record), record, options.out)
     say(markdown(record))
 
