@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast, get_args
+from typing import Any, get_args
 
 from ray_ulysses.config.job_paths import refuse_relative_in_job
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.prepare.merge import Duplicates
 from ray_ulysses.data.prepare.preparation import PrepareRequest, preparing, progress_of
+from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import DEFAULT_EXCLUDE, SourceKind, SourceSpec
 from ray_ulysses.errors import UserError
 from ray_ulysses.views.prepare_progress import PrepareView
@@ -16,52 +17,20 @@ from ray_ulysses.views.prepare_progress import PrepareView
 _MOST_REASONS = 6
 
 
-def prepare_corpus(
-    *,
-    sources: list[str],
-    out: Path,
-    tokenizer: str,
-    kind: str,
-    pattern: str,
-    exclude: list[str] | None,
-    split: str | None,
-    duplicates: str,
-    without: list[str] | None,
-    address: str | None,
-    view: PrepareView,
-    **fields: str | None,
-) -> list[str]:
+def prepare_corpus(*, address: str | None, view: PrepareView, **options: Any) -> list[str]:
     """Prepare a corpus, and return what came of it, in lines; what is complete already is said to be so.
 
-    The options are those of the command line; ``fields`` are the ``..._field`` of ``SourceSpec``.
+    Args:
+        address: The Ray cluster.
+        view: What a person sees meanwhile.
+        options: Those of the command line, which `PrepareRequest` and its parts declare.
 
     Raises:
         UserError: An option, a source, the tokenizer or the directory can't be used.
     """
-    refuse_relative_in_job("--out", out)
-    for name, value, choices in (
-        ("kind", kind, get_args(SourceKind)),
-        ("duplicates", duplicates, get_args(Duplicates)),
-    ):
-        if value not in choices:
-            raise UserError(f"--{name}={value!r}: is unknown; use {', '.join(choices)}")
-    spec = SourceSpec(
-        paths=tuple(sources),
-        kind=cast("SourceKind", kind),
-        pattern=pattern,
-        exclude=(*DEFAULT_EXCLUDE, *(exclude or ())),
-        split=split,
-        **fields,
-    )
-    request = PrepareRequest(
-        sources=spec,
-        out=out,
-        tokenizer=tokenizer,
-        duplicates=cast("Duplicates", duplicates),
-        without=tuple(without or ()),
-    )
+    request, said = _request(**options), []
+    out = request.out
     view.phase("listing the sources")
-    said = []
     # Everything that is wrong with the request is said before Ray is imported and started.
     with preparing(request) as preparation:
         if preparation.is_complete:
@@ -76,6 +45,23 @@ def prepare_corpus(
                 view.progress(progress_of(preparation, preparation.done))
                 run_preparation(preparation, progress=view.progress, phase=view.phase)
     return [*said, *_result(out)]
+
+
+def _request(
+    *, sources: list[str], out: Path, exclude: list[str] | None, without: list[str] | None, **options: Any
+) -> PrepareRequest:
+    refuse_relative_in_job("--out", out)
+    for name, choices in (("kind", get_args(SourceKind)), ("duplicates", get_args(Duplicates))):
+        if options[name] not in choices:
+            raise UserError(f"--{name}={options[name]!r}: is unknown; use {', '.join(choices)}")
+    fields = {name: options.pop(name) for name in [*options] if name.endswith("_field")}
+    spec = SourceSpec(
+        paths=tuple(sources),
+        exclude=(*DEFAULT_EXCLUDE, *(exclude or ())),
+        fields=RowFields.from_options(fields),
+        **{name: options.pop(name) for name in ("kind", "pattern", "split")},
+    )
+    return PrepareRequest(sources=spec, out=out, without=tuple(without or ()), **options)
 
 
 def _result(out: Path) -> list[str]:

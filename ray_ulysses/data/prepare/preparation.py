@@ -297,16 +297,10 @@ def _other_corpora(
 
 
 def _options_signature(request: PrepareRequest, tokenizer: Tokenizer, others: Sequence[Corpus]) -> str:
-    spec = request.sources
     return stable_hash(
         {
+            **asdict(request.sources),
             "tokenizer": tokenizer.info.fingerprint,
-            "paths": spec.paths,
-            "kind": spec.kind,
-            "pattern": spec.pattern,
-            "exclude": spec.exclude,
-            "fields": asdict(spec.fields),
-            "split": spec.split,
             "duplicates": request.duplicates,
             "without": [corpus.fingerprint for corpus in others],
             "unit_bytes": request.unit_bytes,

@@ -32,14 +32,15 @@ class RowFields:
     """The keys or columns of a row that are read; None for those that are not.
 
     Attributes:
-        text: Holds the text of a document.
+        text: Holds the text of a document; ``text`` where no other field is named.
         tokens: Holds token ids.
         labels: Holds, beside ``tokens``, -100 or the token itself for each token.
-        messages: Holds a list of ``{role, content}``.
-        tools: Holds, beside ``messages``, the definitions of the tools that the assistant may call.
-        prompt: Holds the text before the completion.
+        messages: Holds a chat, a list of ``{role, content}``; a content may be a list of ``{type: text, text}``.
+        tools: Holds, beside ``messages``, the tools that the assistant may call, for the chat template; a list, or the
+            JSON of one.
+        prompt: Holds the text before the completion; only the completion is supervised.
         completion: Holds the text that is to be learned.
-        id: Holds the row's own id.
+        id: Holds the row's own id, which is kept.
     """
 
     text: str | None = None
@@ -50,6 +51,11 @@ class RowFields:
     prompt: str | None = None
     completion: str | None = None
     id: str | None = None
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, str | None]) -> RowFields:
+        """Return the fields that the options ``text_field`` and so on name."""
+        return cls(**{name.removesuffix("_field"): value for name, value in options.items()})
 
     @property
     def kind(self) -> RowKind:

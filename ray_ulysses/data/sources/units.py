@@ -37,17 +37,7 @@ class SourceSpec:
         pattern: Only files of a directory whose path below it matches; ``*`` also crosses ``/``.
         exclude: Patterns of files to leave out; a pattern without ``/`` also matches any one directory's
             name.
-        text_field: Column or key that holds the text, for JSONL, Parquet and data sets; ``text`` where no other
-            field is named.
-        tokens_field: Instead: holds token ids.
-        labels_field: Beside tokens: holds -100 or the token for each.
-        messages_field: Instead: holds a chat, a list of ``{role, content}``; a content may be a list of
-            ``{type: text, text}``.
-        tools_field: Beside messages: holds the tools that the assistant may call, for the chat template; a list, or
-            the JSON of one.
-        prompt_field: Instead: holds a prompt; only the completion is supervised.
-        completion_field: Holds its completion.
-        id_field: Holds the row's own id, which is kept.
+        fields: The keys or columns of a row that are read.
         split: Split of a data set that has several.
     """
 
@@ -55,29 +45,8 @@ class SourceSpec:
     kind: SourceKind = "auto"
     pattern: str = "*"
     exclude: tuple[str, ...] = DEFAULT_EXCLUDE
-    text_field: str | None = None
-    tokens_field: str | None = None
-    labels_field: str | None = None
-    messages_field: str | None = None
-    tools_field: str | None = None
-    prompt_field: str | None = None
-    completion_field: str | None = None
-    id_field: str | None = None
+    fields: RowFields = field(default_factory=RowFields)
     split: str | None = None
-
-    @property
-    def fields(self) -> RowFields:
-        """Return the fields of a row that are read."""
-        return RowFields(
-            text=self.text_field,
-            tokens=self.tokens_field,
-            labels=self.labels_field,
-            messages=self.messages_field,
-            tools=self.tools_field,
-            prompt=self.prompt_field,
-            completion=self.completion_field,
-            id=self.id_field,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

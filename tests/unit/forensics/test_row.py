@@ -11,6 +11,7 @@ import pytest
 
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.piece_text import cut_text
@@ -97,7 +98,9 @@ def test_lines_and_their_own_ids_are_told(tmp_path: Path) -> None:
     lines = tmp_path / "rows.jsonl"
     lines.write_text("".join(json.dumps({"text": f"document {n}", "key": f"id-{n}"}) + "\n" for n in range(9)))
     out = tmp_path / "corpus"
-    prepare_local(PrepareRequest(sources=SourceSpec(paths=(str(lines),), id_field="key", text_field="text"), out=out))
+    prepare_local(
+        PrepareRequest(sources=SourceSpec(paths=(str(lines),), fields=RowFields(id="key", text="text")), out=out)
+    )
     run = make_run(tmp_path / "demo", [out])
     pieces = [piece for row in range(run.plan.num_rows) for piece in look_at_row(run.folder, row).pieces]
     assert {(piece.source, piece.offset, piece.id) for piece in pieces} == {

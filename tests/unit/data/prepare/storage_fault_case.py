@@ -27,6 +27,7 @@ import zstandard
 
 from ray_ulysses.data.corpus.format import PREPARATION_FILE, UNITS_DIRECTORY
 from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import UlyssesError
 from tests.unit.data.corpora import varied_texts, write_texts
@@ -83,7 +84,7 @@ def chats(directory: Path) -> PrepareRequest:
     tokenizer = chat_tokenizer(directory / "in" / "tokenizer")
     chat = [{"chat": [*CONVERSATION, {"role": "user", "content": f"dog {n}"}]} for n in range(6)]
     (directory / "in" / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat))
-    spec = SourceSpec(paths=(str(directory / "in" / "chats.jsonl"),), messages_field="chat")
+    spec = SourceSpec(paths=(str(directory / "in" / "chats.jsonl"),), fields=RowFields(messages="chat"))
     return PrepareRequest(sources=spec, out=directory / "out", unit_bytes=1000, tokenizer=str(tokenizer))
 
 

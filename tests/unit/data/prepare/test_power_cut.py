@@ -12,6 +12,7 @@ import pytest
 
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 
 CORPUS = "corpus.json"
@@ -66,7 +67,7 @@ def test_a_power_cut_at_any_moment_leaves_a_whole_corpus_or_one_to_go_on_with(
 ) -> None:
     rows = [{"prompt": f"{number}?", "answer": "yes" * (1 + number)} for number in range(9)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    spec = SourceSpec(paths=(str(tmp_path / "rows.jsonl"),), prompt_field="prompt", completion_field="answer")
+    spec = SourceSpec(paths=(str(tmp_path / "rows.jsonl"),), fields=RowFields(prompt="prompt", completion="answer"))
     request = PrepareRequest(sources=spec, out=tmp_path / "some" / "where" / "corpus", unit_bytes=120)
     with monkeypatch.context() as patched:
         disk = Disk(request.out, patched)

@@ -18,6 +18,7 @@ import pytest
 from ray_ulysses.cluster import prepare_job
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import RunError, UserError
 from tests.unit.data.corpora import begin
@@ -29,7 +30,7 @@ DEEP = "the messages are nested more than 100 deep"
 
 
 def prepare_folder(folder: Path, tokenizer: str = "bytes", **fields: str) -> Corpus:
-    spec = SourceSpec(paths=(str(folder),), **fields)
+    spec = SourceSpec(paths=(str(folder),), fields=RowFields.from_options(fields))
     return prepare_local(PrepareRequest(sources=spec, out=folder.parent / "corpus", tokenizer=tokenizer))
 
 

@@ -22,6 +22,7 @@ from ray_ulysses.data.prepare.merge import Duplicates
 from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
 from ray_ulysses.data.prepare.unit_writer import write_unit
 from ray_ulysses.data.sources.line_ranges import LineCounts, cut_bytes, number_lines, range_lines
+from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
 from ray_ulysses.errors import UserError
@@ -33,7 +34,7 @@ WHOLE = 1 << 30
 def prepare_file(
     path: Path, out: Path, unit_bytes: int, duplicates: Duplicates = "quarantine", **fields: str
 ) -> Corpus:
-    spec = SourceSpec(paths=(str(path),), **fields)
+    spec = SourceSpec(paths=(str(path),), fields=RowFields.from_options(fields))
     return prepare_local(PrepareRequest(sources=spec, out=out, unit_bytes=unit_bytes, duplicates=duplicates))
 
 

@@ -12,6 +12,7 @@ import pytest
 import zstandard
 
 from ray_ulysses.data.sources.extraction import RawDocument, read_unit
+from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import Rejected, SourceSpec, Unit, list_units
 from ray_ulysses.errors import UserError
 from tests.unit.data.corpora import write_texts
@@ -151,7 +152,7 @@ def parquet(path: Path, texts: list[str | None], row_group_size: int = 2) -> Pat
 def test_parquet_is_read_in_ranges_of_row_groups(tmp_path: Path) -> None:
     texts = [f"document {number}" for number in range(7)]
     path = parquet(tmp_path / "data.parquet", texts)
-    spec = SourceSpec(paths=(str(path),), text_field="body")
+    spec = SourceSpec(paths=(str(path),), fields=RowFields(text="body"))
     units, _ = list_units(spec, 1)
     assert [(unit.first, unit.last) for unit in units] == [(0, 1), (1, 2), (2, 3), (3, 4)]
     documents, _ = read_all(units)
@@ -184,7 +185,7 @@ def test_one_huge_row_group_is_read_in_little_memory(tmp_path: Path, num_rows: i
 
 def test_rows_without_text_are_left_out(tmp_path: Path) -> None:
     path = parquet(tmp_path / "data.parquet", ["one", None, ""])
-    _, rejected = read_all(list_units(SourceSpec(paths=(str(path),), text_field="body"))[0])
+    _, rejected = read_all(list_units(SourceSpec(paths=(str(path),), fields=RowFields(text="body")))[0])
     assert [(one.offset, one.reason) for one in rejected] == [
         (2, "the text is missing, not a string"),
         (3, "empty"),
@@ -201,7 +202,7 @@ def test_an_unreadable_parquet_file_is_refused_before_any_work(tmp_path: Path) -
     path = parquet(tmp_path / "data.parquet", ["one"])
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(UserError, match=r"data\.parquet: the Parquet file can't be read"):
-        list_units(SourceSpec(paths=(str(path),), text_field="body"))
+        list_units(SourceSpec(paths=(str(path),), fields=RowFields(text="body")))
 
 
 def test_parquet_that_is_damaged_inside_is_named_when_it_is_read(tmp_path: Path) -> None:
@@ -209,7 +210,7 @@ def test_parquet_that_is_damaged_inside_is_named_when_it_is_read(tmp_path: Path)
     data = bytearray(path.read_bytes())
     data[4:400] = b"\xff" * 396
     path.write_bytes(data)
-    units, _ = list_units(SourceSpec(paths=(str(path),), text_field="body"))
+    units, _ = list_units(SourceSpec(paths=(str(path),), fields=RowFields(text="body")))
     with pytest.raises(UserError, match=r"data\.parquet: the Parquet file can't be read"):
         read_all(units)
 
@@ -231,7 +232,7 @@ def test_a_saved_dataset_is_read_in_ranges_of_rows(tmp_path: Path) -> None:
         zip(texts, range(1, 11), strict=True)
     )
     with pytest.raises(UserError, match=r"text_field=body: .* has no such column; it has text"):
-        list_units(SourceSpec(paths=(str(tmp_path / "set"),), text_field="body"))
+        list_units(SourceSpec(paths=(str(tmp_path / "set"),), fields=RowFields(text="body")))
 
 
 def test_a_dataset_of_several_splits_needs_a_choice(tmp_path: Path) -> None:
@@ -272,7 +273,7 @@ def test_text_files_among_rows_of_chats_are_left_out_by_name(tmp_path: Path) -> 
     (tmp_path / "other.json").write_text('[{"text": "no chat"}]')
     (tmp_path / "rows.json").write_text(json.dumps([CHAT, {"n": 1}]))
     (tmp_path / "train.jsonl").write_text(json.dumps(CHAT))
-    spec = SourceSpec(paths=(str(tmp_path),), messages_field="m")
+    spec = SourceSpec(paths=(str(tmp_path),), fields=RowFields(messages="m"))
     units, listed = list_units(spec)
     documents, rejected = read_all(units)
     assert [(Path(one.source).name, one.offset) for one in documents] == [("rows.json", 1), ("train.jsonl", 1)]
@@ -295,7 +296,7 @@ def test_a_json_list_of_rows_is_rows_and_any_other_json_is_text(tmp_path: Path) 
     }
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
-    spec = SourceSpec(paths=(str(tmp_path),), id_field="id")
+    spec = SourceSpec(paths=(str(tmp_path),), fields=RowFields(id="id"))
     documents, rejected = read_all(list_units(spec)[0])
     assert [(one.content, one.offset, one.id) for one in documents] == [
         ("one", 1, ""),

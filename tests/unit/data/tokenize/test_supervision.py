@@ -16,6 +16,7 @@ import pytest
 from ray_ulysses.data.corpus import row_groups
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import UserError
 from tests.unit.data.tokenize.test_chat import CHATML, CONVERSATION, MARKED, TOOL_BLOCK, TOOLS, chat_tokenizer
@@ -33,7 +34,7 @@ def prepare_rows(
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
         pq.write_table(pa.Table.from_pylist(list(rows)), path)
-    spec = SourceSpec(paths=(str(path),), **fields)
+    spec = SourceSpec(paths=(str(path),), fields=RowFields.from_options(fields))
     return prepare_local(PrepareRequest(sources=spec, out=directory / "corpus", tokenizer=tokenizer))
 
 
@@ -232,7 +233,7 @@ def test_plain_text_among_rows_of_another_kind_is_not_learned(tmp_path: Path) ->
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("plain")
     (tmp_path / "in" / "b.jsonl").write_text(json.dumps({"q": "ab", "a": "c"}))
-    spec = SourceSpec(paths=(str(tmp_path / "in"),), prompt_field="q", completion_field="a")
+    spec = SourceSpec(paths=(str(tmp_path / "in"),), fields=RowFields(prompt="q", completion="a"))
     corpus = prepare_local(PrepareRequest(sources=spec, out=tmp_path / "corpus"))
     assert corpus.num_documents == 1 and supervised_of(corpus, 0) == [*b"c", END]
     assert reasons_of(corpus) == [(0, "a text file: prompt_field='q' asks for rows")]
@@ -242,7 +243,7 @@ def test_a_data_set_gives_rows_of_every_kind(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = {"ids": [[1, 2, 3], [4, 5]], "labels": [[-100, 2, 3], [-100, 5]], "key": ["a", "b"]}
     datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "set"))
-    spec = SourceSpec(paths=(str(tmp_path / "set"),), tokens_field="ids", labels_field="labels", id_field="key")
+    spec = SourceSpec(paths=(str(tmp_path / "set"),), fields=RowFields(tokens="ids", labels="labels", id="key"))
     corpus = prepare_local(PrepareRequest(sources=spec, out=tmp_path / "corpus"))
     assert [supervised_of(corpus, document) for document in range(2)] == [[2, 3, END], [5, END]]
     assert [corpus.source(document).id for document in range(2)] == ["a", "b"]
