@@ -3,9 +3,9 @@
 What supervises the workers judges each failure, and waits a moment for its cause. The command itself judges, and starts
 the workers again, where Ray Train can't go on.
 
-Ray Train 2.60 has no public way to replace its failure policy. The seams used here are private to it, all in this
-file: the keyword ``failure_policy`` of ``_initialize_and_run_controller``, and the hook of a `WorkerGroupCallback` that
-sees each poll before it is judged (canary tests stand beside them).
+Ray Train 2.60 has no public way to replace its failure policy, nor to end its wait for the workers. The seams used here
+are private to it, all in this file: ``_initialize_and_run_controller``, which `WatchedTrainer` does itself, and the
+hook of a `WorkerGroupCallback` that sees each poll before it is judged (canary tests stand beside them).
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
+import ray
+from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]
 from ray.exceptions import RayActorError, RayTaskError
 from ray.train import RunConfig
 from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.exceptions import (
     UserExceptionWithTraceback,
     WorkerGroupStartupFailedError,
@@ -26,6 +29,7 @@ from ray.train.v2._internal.exceptions import (
     WorkerHealthCheckTimeoutError,
 )
 from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
 from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, TrainingFailedError, WorkerGroupError
@@ -59,6 +63,7 @@ CONTROLLER, COMMAND = "controller", "command"
 CAUSE_WAIT_S = 1.5
 """Longest wait for the cause of errors that are only consequences: a process that is gone is missed a little later than
 its peers' collectives fail."""
+_LOOK_EVERY_S = 0.2
 
 
 def rank_error(rank: int, error: BaseException) -> RankError:
@@ -233,23 +238,43 @@ class CauseAwaiter(WorkerGroupCallback):
 
 
 class WatchedTrainer(TorchTrainer):
-    """A `TorchTrainer` whose failures a book judges.
+    """A `TorchTrainer` whose failures a book judges, and whose wait for its workers may be ended.
 
     Args:
         book: Judges them.
+        look: Called a few times a second by the thread that called ``fit``; what it raises ends ``fit``, and the
+            workers end with the connection to Ray. No thread of ours is then left in a call to Ray, which would crash
+            when the connection is shut down.
         run_config: As of `TorchTrainer`.
         arguments: The others.
     """
 
-    def __init__(self, *arguments: Any, book: FailureBook, run_config: RunConfig, **options: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        book: FailureBook,
+        look: Callable[[], object],
+        run_config: RunConfig,
+        **options: Any,
+    ) -> None:
         # Ray's annotation names the callbacks of before 2.0; it takes any of today's.
         run_config.callbacks = [*(run_config.callbacks or []), cast("Any", CauseAwaiter())]
         super().__init__(*arguments, run_config=run_config, **options)
-        self._book = book
+        self._book, self._look = book, look
 
     def _initialize_and_run_controller(self, **kwargs: Any) -> Any:
-        run: Callable[..., Any] = super()._initialize_and_run_controller  # type: ignore[misc]
-        return run(**{**kwargs, "failure_policy": FailureJudge(self._book)})
+        """Do as Ray's own does, but look meanwhile, and leave SIGINT alone: Ray's handler loses the last steps."""
+        actor = ray.remote(
+            num_cpus=0,
+            label_selector={RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()},
+            runtime_env={"env_vars": get_env_vars_to_propagate()},
+        )(TrainController)
+        controller: Any = actor.remote(**{**kwargs, "failure_policy": FailureJudge(self._book)})
+        run = controller.run.remote()
+        while not ray.wait([run], timeout=_LOOK_EVERY_S)[0]:
+            self._look()
+        ray.get(run)
+        return ray.get(controller.get_result.remote())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

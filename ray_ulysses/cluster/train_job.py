@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -11,8 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ray.exceptions import RayError
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig
+from ray.train.v2.api.exceptions import TrainingFailedError
 
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.cluster.capacity import Demand, places, shortfall, way_out
@@ -38,7 +39,7 @@ from ray_ulysses.cluster.signals import StopSignals
 from ray_ulysses.cluster.start_view import StartView
 from ray_ulysses.cluster.worker import leave_refusal, refusal, train_worker
 from ray_ulysses.cluster.worker_environment import check_secrets, passed_on
-from ray_ulysses.cluster.worker_watch import WorkersMissing, WorkerWatch
+from ray_ulysses.cluster.worker_watch import WorkerWatch
 from ray_ulysses.errors import ConfigError, RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.planner.local_workers import local_problem
@@ -177,18 +178,7 @@ def _run_workers(
     holds: Sequence[Hold],
 ) -> Ended | None:
     config, session = prepared.config, book.session
-    trainer = _trainer(config, book, {"session": session, "command_started": started, "workers_asked": time.time()})
-    failure: list[BaseException] = []
     logs = session_logs()
-
-    def fit() -> None:
-        try:
-            trainer.fit()
-        except BaseException as error:
-            failure.append(error)
-
-    # Not in the main thread: there Ray Train would install a SIGINT handler of its own, which loses the last steps.
-    thread = threading.Thread(target=fit, name="ray-train", daemon=True)
     workers = WorkerWatch(
         Demand.of(config),
         limit_s=config.elastic.worker_start_timeout_s,
@@ -197,60 +187,35 @@ def _run_workers(
         clock=SystemClock(),
     )
     start = StartView(view, config)
-
-    def look() -> None:
-        workers.check()
-        signals.check(workers_are_whole=workers.is_whole)
-        start.look(workers.there)
-
     signals.workers_start()
     with HoldWatch(holds) as watch:
-        thread.start()
-        try:
-            wait_while_held(thread, watch, config.run_dir, session, look)
-        except WorkersMissing as error:
-            # Ray Train's controller ends with the connection, and its thread with this process.
-            failure.append(error)
-        if failure:
-            # It may be what the loss of the run has done to the workers.
-            watch.look()
+
+        def look() -> None:
             end_if_lost(watch, config.run_dir, session)
-    if not failure:
-        return None
+            workers.check()
+            signals.check(workers_are_whole=workers.is_whole)
+            start.look(workers.there)
+
+        command = {"session": session, "command_started": started, "workers_asked": time.time()}
+        try:
+            _trainer(config, book, look, command).fit()
+            return None
+        except (TrainingFailedError, RayError, RuntimeError) as error:
+            failure = error
+        # It may be what the loss of the run has done to the workers.
+        watch.look()
+        end_if_lost(watch, config.run_dir, session)
     text = refusal(config.run_dir, session)
     if text is not None:
-        raise UserError(text) from failure[0]
-    return Ended(error=failure[0], logs=logs)
-
-
-def wait_while_held(
-    thread: threading.Thread,
-    watch: HoldWatch,
-    run_dir: Path,
-    session: str,
-    meanwhile: Callable[[], None] = lambda: None,
-) -> None:
-    """Wait for the thread that runs the workers, for as long as the run is this command's.
-
-    Args:
-        thread: The thread.
-        watch: Whether the run is still this command's.
-        run_dir: The run's directory.
-        session: The command's name.
-        meanwhile: Called a few times a second.
-
-    Raises:
-        RunError: Another process has taken the run over; the workers end with the connection to Ray, which the caller
-            gives up, without another checkpoint.
-    """
-    while thread.is_alive():
-        end_if_lost(watch, run_dir, session)
-        meanwhile()
-        thread.join(timeout=0.2)
+        raise UserError(text) from failure
+    return Ended(error=failure, logs=logs)
 
 
 def end_if_lost(watch: HoldWatch, run_dir: Path, session: str) -> None:
-    """Raise `RunError` if another process has the run now; then no attempt of this session begins any more."""
+    """Raise `RunError` if another process has the run now; then no attempt of this session begins any more.
+
+    The workers end with the connection to Ray, which the caller gives up, without another checkpoint.
+    """
     if watch.problem is None:
         return
     text = (
@@ -262,13 +227,14 @@ def end_if_lost(watch: HoldWatch, run_dir: Path, session: str) -> None:
     raise RunError(text) from watch.problem
 
 
-def _trainer(config: Config, book: FailureBook, command: dict[str, Any]) -> WatchedTrainer:
+def _trainer(config: Config, book: FailureBook, look: Callable[[], object], command: dict[str, Any]) -> WatchedTrainer:
     cluster = config.cluster
     for name, value in _controller_environment(config).items():
         os.environ.setdefault(name, value)
     return WatchedTrainer(
         train_worker,
         book=replace(book, writer=CONTROLLER),
+        look=look,
         train_loop_config={"config": config.model_dump(mode="json"), **command},
         torch_config=TorchConfig(
             backend="nccl" if cluster.gpus_per_worker else "gloo",
@@ -295,6 +261,8 @@ def _controller_environment(config: Config) -> dict[str, str]:
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
         "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "3",
         "RAY_CHDIR_TO_TRIAL_DIR": "0",
+        # The controller waits for its workers as Ray Train has written it.
+        "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
     }
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -23,11 +27,56 @@ from tests.unit.tracking.journals import read_events
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
+RAYS_OWN = "ea57ec4498323973ffa0e70ad9c03641465b32b420381e791abd5fa8082d09e8"
+"""Of the source of what `WatchedTrainer` overrides."""
+TRAIN_AND_TELL = """
+import sys
+import threading
+import traceback
+
+import ray
+
+from ray_ulysses.cli import main
+
+shut_down = ray.shutdown
+
+
+def tell_and_shut_down():
+    for thread in threading.enumerate():
+        stack = traceback.extract_stack(sys._current_frames()[thread.ident])
+        if thread is not threading.main_thread() and any("/ray/train/" in frame.filename for frame in stack):
+            print(f"{thread.name} is in {stack[-1].filename}", flush=True)
+    print("the connection ends", flush=True)
+    shut_down()
+
+
+ray.shutdown = tell_and_shut_down
+main()
+"""
+
 
 def test_the_seams_of_ray_train_are_there() -> None:
-    """A canary of Ray Train 2.60: where `cluster.failures` takes its place."""
-    assert hasattr(TorchTrainer, "_initialize_and_run_controller")
+    """A canary of Ray Train 2.60: where `cluster.failures` takes its place, and what it does in Ray's stead."""
+    source = inspect.getsource(TorchTrainer._initialize_and_run_controller)
+    assert hashlib.sha256(source.encode()).hexdigest() == RAYS_OWN, f"bring WatchedTrainer's own up to Ray's:\n{source}"
     assert hasattr(WorkerGroupCallback, "after_worker_group_poll_status")
+
+
+def test_nothing_waits_for_ray_train_any_more_when_the_connection_ends(tmp_path: Path) -> None:
+    """A call to Ray that is under way while its connection is shut down crashes the process, at times."""
+    config = make_config(
+        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=4, cluster__workers=2, parallel__sp_size=2,
+        cluster__cpus_per_worker=0.25, elastic__worker_start_timeout_s=0.5,
+    )  # fmt: skip
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml())
+    command = [sys.executable, "-c", TRAIN_AND_TELL, "train", str(path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT_S, env={**os.environ, "RAY_ADDRESS": ""}
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 1 and "of cluster.workers=2 workers are there after 0.5 s" in said, said
+    assert said.count("the connection ends") == 1 and " is in " not in said, said
 
 
 def _failures(config: Config) -> list[AttemptEnded]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 import ray_ulysses.cluster.worker as worker_module
 from ray_ulysses.checkpoint import FencedError
 from ray_ulysses.checkpoint.fence import claim_attempt
-from ray_ulysses.cluster.train_job import end_if_lost, wait_while_held
+from ray_ulysses.cluster.train_job import end_if_lost
 from ray_ulysses.cluster.worker import refusal, refuse_if_taken_over, train_worker
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.storage import LocalStore, RunLock
@@ -40,39 +40,22 @@ def _attempt(run_dir: Path, session: str | None) -> None:
     assert claim_attempt(LocalStore(run_dir), journal.attempt)
 
 
-def _training() -> tuple[threading.Thread, threading.Event]:
-    """Return workers that train until they are told to end."""
-    end = threading.Event()
-    thread = threading.Thread(target=end.wait, daemon=True)
-    thread.start()
-    return thread, end
-
-
 def test_a_command_whose_run_was_taken_ends_while_its_workers_still_train(tmp_path: Path) -> None:
-    thread, end = _training()
     theirs = '{"host": "other", "pid": 7, "since": 1700000000.0}'
-    timer = threading.Timer(0.1, lambda: (tmp_path / LOCK_FILE).write_text(theirs))
     with RunLock(tmp_path) as lock, HoldWatch([lock], every_s=0.01) as watch:
-        timer.start()
+        end_if_lost(watch, tmp_path, "one")
+        assert refusal(tmp_path, "one") is None
+        (tmp_path / LOCK_FILE).write_text(theirs)
+        deadline = time.monotonic() + 30
+        while watch.problem is None and time.monotonic() < deadline:
+            time.sleep(0.01)
         with pytest.raises(RunError) as ended:
-            wait_while_held(thread, watch, tmp_path, "one", lambda: None)
-    assert thread.is_alive()
-    end.set()
+            end_if_lost(watch, tmp_path, "one")
     text = str(ended.value)
     assert "taken over by process 7 on host other since 2023-11-14 22:13:20 UTC; this command ends at once" in text
     assert "Nothing that was committed is lost, and the other goes on from it" in text
     # Whatever Ray starts of this session after that says the same, and trains nothing.
     assert refusal(tmp_path, "one") == text
-
-
-def test_a_command_that_keeps_its_run_waits_for_the_end(tmp_path: Path) -> None:
-    thread, end = _training()
-    threading.Timer(0.3, end.set).start()
-    with RunLock(tmp_path) as lock, HoldWatch([lock], every_s=0.01) as watch:
-        wait_while_held(thread, watch, tmp_path, "one", lambda: None)
-        end_if_lost(watch, tmp_path, "one")
-    assert not thread.is_alive()
-    assert refusal(tmp_path, "one") is None
 
 
 def test_an_overtaken_worker_ends_its_session_only_if_another_command_overtook_it(tmp_path: Path) -> None:
