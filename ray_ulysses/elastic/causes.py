@@ -27,6 +27,7 @@ _COLLECTIVE_TEXT = re.compile(
 _MEMORY_MONITOR = re.compile(r"(running|ran) low on memory|memory pressure", re.IGNORECASE)
 _NODE_DIED = re.compile(r"node (has died|died|was terminated|is dead|failure)|node .{0,80}marked dead", re.IGNORECASE)
 _NO_ANSWER = re.compile(r"health check has been hanging for ([\d.]+)")
+_UNREACHABLE = re.compile(r"actor \w+ is unavailable")
 _DIED = re.compile(r"actor died unexpectedly", re.IGNORECASE)
 _DISCONNECTED = re.compile(r"connection error code 2|end of file", re.IGNORECASE)
 
@@ -87,6 +88,8 @@ def lost(rank: int, text: str) -> RankError:
     elif _DISCONNECTED.search(text):
         # All that Ray knows is that the process is gone, and it has raised nothing.
         what = "killed by signal 9"
+    elif _UNREACHABLE.search(text):
+        what = "its process can't be reached"
     elif _DIED.search(text):
         what = "its process died, and Ray does not say why"
     else:

@@ -108,9 +108,13 @@ def test_consequences_alone_say_so() -> None:
         ("The actor died because its node has died. Node Id: 01", "its node died"),
         ("A worker health check has been hanging for 31.24 seconds.", "it did not answer for 31 s"),
         ("The actor died unexpectedly before finishing this task.", "its process died, and Ray does not say why"),
+        (
+            "The actor f1176da8 is unavailable: The actor is temporarily unavailable: RpcError: RPC error: failed to",
+            "its process can't be reached",
+        ),
         ("\n\nsomething new\nand more", "something new"),
     ],
-    ids=["signal", "memory monitor", "node", "hang", "unsaid", "unknown"],
+    ids=["signal", "memory monitor", "node", "hang", "unsaid", "unreachable", "unknown"],
 )  # fmt: skip
 def test_what_ray_says_of_a_lost_worker_is_put_into_words(text: str, what: str) -> None:
     assert lost(0, text) == RankError(rank=0, kind="lost", what=what)
