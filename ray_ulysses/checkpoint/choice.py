@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.checkpoint.intervals import CoverError, check_cover
-from ray_ulysses.checkpoint.manifest import (
-    CHECKPOINT_FOLDER,
-    MANIFEST_FILE,
-    ForeignManifestError,
-    Manifest,
-    ManifestError,
-    manifest_key,
-    read_manifest,
-    step_folder,
-)
+from ray_ulysses.checkpoint.manifest import ForeignManifestError, Manifest, ManifestError, read_manifest
 from ray_ulysses.checkpoint.shards import find_damage
+from ray_ulysses.run_layout import CHECKPOINT_FOLDER, CHECKPOINT_KEY, MANIFEST_FILE, manifest_key, note_key, step_folder
 from ray_ulysses.storage import AlreadyExistsError, Store
 from ray_ulysses.storage.store import read_bytes
 
 Depth = Literal["sizes", "content"]
 """How closely a checkpoint is looked at: the files' sizes, or every byte's checksum."""
-
-_MANIFEST_KEY = re.compile(rf"^{CHECKPOINT_FOLDER}/step-(\d{{8,}})/{re.escape(MANIFEST_FILE)}$")
 
 _MOST_LOOKS = 10
 """How often a list of checkpoints is made anew because one of them went meanwhile."""
@@ -82,8 +71,8 @@ def committed_steps(store: Store) -> tuple[int, ...]:
 
 def committed_in(keys: Iterable[str]) -> tuple[int, ...]:
     """Return the steps whose manifest is among some keys, ascending (pure)."""
-    matches = (_MANIFEST_KEY.match(key) for key in keys)
-    return tuple(sorted(int(match[1]) for match in matches if match))
+    matches = (CHECKPOINT_KEY.match(key) for key in keys)
+    return tuple(sorted(int(match["step"]) for match in matches if match and match["name"] == MANIFEST_FILE))
 
 
 def newest_committed(store: Store, depth: Depth = "content", *, unless: Collection[int] = ()) -> Choice:
@@ -175,7 +164,7 @@ def set_aside(store: Store, damage: Damage, *, attempt: int) -> None:
     note = json.dumps({"reason": damage.reason, "kind": damage.kind, "manifest": manifest})
     # A note of this attempt is there already if it was interrupted right here before.
     with contextlib.suppress(AlreadyExistsError):
-        store.create(f"{step_folder(damage.step)}/set-aside-{attempt:04d}.json", [note.encode()])
+        store.create(note_key(damage.step, attempt), [note.encode()])
     store.delete(key)
 
 

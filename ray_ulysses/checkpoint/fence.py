@@ -9,14 +9,11 @@ started is not part of the run, whenever it was committed.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ray_ulysses.run_layout import ATTEMPT_FOLDER, ATTEMPT_KEY, claim_key, start_key
 from ray_ulysses.storage import AlreadyExistsError, Store
-
-ATTEMPT_FOLDER = "attempts"
-_KEY = re.compile(rf"^{ATTEMPT_FOLDER}/(\d{{4,}})\.(?:claimed|from-(\d{{8,}}))$")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,13 +38,14 @@ def lineage_of(keys: Iterable[str]) -> Lineage:
     newest = 0
     started: dict[int, int] = {}
     for key in keys:
-        match = _KEY.match(key)
+        match = ATTEMPT_KEY.match(key)
         if match:
-            attempt = int(match[1])
+            attempt = int(match["attempt"])
             newest = max(newest, attempt)
-            if match[2] is not None:
+            if match["step"] is not None:
+                step = int(match["step"])
                 # An attempt starts once; of two files the smaller step is the one that hides less.
-                started[attempt] = min(int(match[2]), started.get(attempt, int(match[2])))
+                started[attempt] = min(step, started.get(attempt, step))
     return Lineage(newest_attempt=newest, started_from=started)
 
 
@@ -66,7 +64,7 @@ def claim_attempt(store: Store, attempt: int) -> bool:
         OSError: The store can't be written.
     """
     try:
-        store.create(f"{ATTEMPT_FOLDER}/{attempt:04d}.claimed", [b"\n"])
+        store.create(claim_key(attempt), [b"\n"])
     except AlreadyExistsError:
         return False
     return True
@@ -79,7 +77,7 @@ def start_attempt(store: Store, attempt: int, step: int) -> None:
         OSError: The store can't be written.
     """
     with contextlib.suppress(AlreadyExistsError):
-        store.create(f"{ATTEMPT_FOLDER}/{attempt:04d}.from-{step:08d}", [b"\n"])
+        store.create(start_key(attempt, step), [b"\n"])
 
 
 def is_overtaken(store: Store, attempt: int) -> bool:

@@ -21,10 +21,11 @@ from ray_ulysses.checkpoint.checksums import BlockSums
 from ray_ulysses.checkpoint.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
 from ray_ulysses.checkpoint.exchange import Exchange, SingleExchange, agree
 from ray_ulysses.checkpoint.intervals import CoverError, Read, plan_reads
-from ray_ulysses.checkpoint.manifest import Manifest, step_folder
+from ray_ulysses.checkpoint.manifest import Manifest
 from ray_ulysses.checkpoint.read_batches import Batch, plan_batches
 from ray_ulysses.checkpoint.shards import ShardDamage, ShardEntry, check_blocks, check_header, read_sums
 from ray_ulysses.checkpoint.state import Piece, dtype_name
+from ray_ulysses.run_layout import step_folder
 from ray_ulysses.storage import Store
 
 NUM_THREADS = 8

@@ -13,12 +13,11 @@ from ray_ulysses.checkpoint.manifest_json import encode, has_checksum, shards_fr
 from ray_ulysses.checkpoint.shards import ShardEntry
 from ray_ulysses.checkpoint.state import StateDescription
 from ray_ulysses.errors import RunError
+from ray_ulysses.run_layout import attempt_folder, manifest_key, step_folder
 from ray_ulysses.storage import Store
 from ray_ulysses.storage.store import read_bytes
 
 SCHEMA_VERSION = 3
-CHECKPOINT_FOLDER = "checkpoints"
-MANIFEST_FILE = "manifest.json"
 
 _DIGEST = re.compile(r"[0-9a-f]{1,16}")
 _YEAR_10000_S = 253_402_300_800
@@ -178,27 +177,6 @@ def _from_fields(fields: Fields) -> Manifest:
         state=state,
         shards=shards_from_json(fields, folder=attempt_folder(attempt), world_size=world_size, tensors=state.tensors),
     )
-
-
-def step_folder(step: int) -> str:
-    """Return the key of a step's folder."""
-    return f"{CHECKPOINT_FOLDER}/step-{step:08d}"
-
-
-def attempt_folder(attempt: int) -> str:
-    """Return where an attempt keeps its shards, relative to their step's folder."""
-    return f"attempt-{attempt:04d}"
-
-
-def shard_file(attempt: int, rank: int, world_size: int, part: int = 0) -> str:
-    """Return a shard's key relative to its step's folder; no two attempts share one, nor two tries of one attempt."""
-    again = f"-try-{part:02d}" if part else ""
-    return f"{attempt_folder(attempt)}/rank-{rank:05d}-of-{world_size:05d}{again}.safetensors"
-
-
-def manifest_key(step: int) -> str:
-    """Return the key of a step's manifest."""
-    return f"{step_folder(step)}/{MANIFEST_FILE}"
 
 
 def read_manifest(store: Store, step: int) -> Manifest:

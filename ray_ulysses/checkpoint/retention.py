@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ray_ulysses.checkpoint.choice import committed_in
 from ray_ulysses.checkpoint.each_step import for_each_step
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
-from ray_ulysses.checkpoint.manifest import (
-    CHECKPOINT_FOLDER,
-    CheckpointRef,
-    ManifestError,
-    manifest_key,
-    read_manifest,
-    step_folder,
-)
+from ray_ulysses.checkpoint.manifest import CheckpointRef, ManifestError, read_manifest
+from ray_ulysses.run_layout import CHECKPOINT_FOLDER, SHARD_KEY, manifest_key, step_folder
 from ray_ulysses.storage import LocalStore, Store
 from ray_ulysses.storage.temporaries import sweep_temporaries
-
-_ATTEMPT_KEY = re.compile(rf"^({CHECKPOINT_FOLDER}/step-(\d{{8,}})/attempt-(\d{{4,}}))/")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,14 +112,14 @@ def leftovers(
     """
     found = set()
     for key in keys:
-        match = _ATTEMPT_KEY.match(key)
+        match = SHARD_KEY.match(key)
         if not match:
             continue
-        step, owner = int(match[2]), int(match[3])
+        step, owner = int(match["step"]), int(match["attempt"])
         saving = owner == attempt and step > newest
         needed = step in committed and committed[step] in (owner, None)
         if owner <= attempt and not needed and not saving:
-            found.add(match[1])
+            found.add(match["folder"])
     return tuple(sorted(found))
 
 
@@ -198,8 +189,8 @@ class Retention:
         Nobody but this attempt writes checkpoints, and a newer one ends it.
         """
         known, folder = (self._keys, step_folder(newest.step)) if self._keys is not None else ((), CHECKPOINT_FOLDER)
-        matches = ((key, _ATTEMPT_KEY.match(key)) for key in self._store.list(folder))
-        return frozenset((*known, *(f"{match[1]}/" if match else key for key, match in matches)))
+        matches = ((key, SHARD_KEY.match(key)) for key in self._store.list(folder))
+        return frozenset((*known, *(f"{match['folder']}/" if match else key for key, match in matches)))
 
     def _committed(self, newest: CheckpointRef, steps: Iterable[int]) -> dict[int, Committed]:
         """Return what is committed; a manifest that is known is not read again, but the newest, which is new."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from ray_ulysses.errors import UserError
+from ray_ulysses.run_layout import STEP_LOCATION
 from ray_ulysses.storage.location import LocationError, absolute_location, parse_location, without_secret
 
 Which = int | Literal["latest", "best"]
@@ -17,7 +17,6 @@ SETTING = "model.resume_from"
 
 _MLFLOW = "mlflow:"
 _WORDS: dict[str, Which] = {"latest": "latest", "best": "best"}
-_STEP_FOLDER = re.compile(r"^(?P<run>.+)/checkpoints/step-(?P<step>\d{8,})/?(?P<options>\?.*)?$")
 _FORMS = (
     "write RUN, RUN@200, RUN@latest or RUN@best, where RUN is a run's directory or the URI of the store of its "
     "checkpoints, or mlflow:RUN/200, mlflow:RUN/latest or mlflow:RUN/best, where RUN is the id or the name of an "
@@ -100,7 +99,7 @@ def _parse_run(text: str) -> RunReference:
         if not run:
             raise ReferenceProblem(text, f"names no run before @{selector}")
         return RunReference(location=run, which=_which(text, selector))
-    folder = _STEP_FOLDER.match(text)
+    folder = STEP_LOCATION.match(text)
     if folder:
         return RunReference(location=folder["run"] + (folder["options"] or ""), which=int(folder["step"]))
     return RunReference(location=text, which="latest")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ray_ulysses.checkpoint.manifest import Manifest, manifest_key, step_folder
+from ray_ulysses.checkpoint.manifest import Manifest
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.config.job_paths import refuse_relative_in_job
 from ray_ulysses.engine.text_part import auto_class
@@ -28,6 +28,7 @@ from ray_ulysses.export.stream import Weights, write_files
 from ray_ulysses.export.tensors import Stored, published_tensors, stored_tensors
 from ray_ulysses.export.tokenizer_files import TokenizerFiles, find_tokenizer
 from ray_ulysses.run.checkpoint_store import checkpoint_location, storage_answers
+from ray_ulysses.run_layout import EXPORT_FOLDER, manifest_key, step_folder
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.storage.store import read_bytes
 
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.storage import Store
 
-EXPORT_FOLDER = "export"
 CARD_FILE = "README.md"
 _WHOLES_OWN = "the whole checkpoint's own"
 _Say = Callable[[str], None]

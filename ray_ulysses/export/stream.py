@@ -13,11 +13,12 @@ import torch
 
 from ray_ulysses.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from ray_ulysses.checkpoint.load import load_pieces
-from ray_ulysses.checkpoint.manifest import Manifest, manifest_key
+from ray_ulysses.checkpoint.manifest import Manifest
 from ray_ulysses.checkpoint.state import Piece
 from ray_ulysses.errors import RunError
 from ray_ulysses.export.files import WeightFile
 from ray_ulysses.export.tensors import Stored
+from ray_ulysses.run_layout import manifest_key
 from ray_ulysses.storage import Store
 from ray_ulysses.storage.atomic import write_all
 

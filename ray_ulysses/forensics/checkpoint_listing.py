@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,15 +12,7 @@ from pydantic_core import from_json
 from ray_ulysses.checkpoint.choice import Damage, examine, read_committed
 from ray_ulysses.checkpoint.each_step import for_each_step
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
-from ray_ulysses.checkpoint.manifest import (
-    CHECKPOINT_FOLDER,
-    MANIFEST_FILE,
-    Manifest,
-    ManifestError,
-    manifest_key,
-    read_manifest,
-    step_folder,
-)
+from ray_ulysses.checkpoint.manifest import Manifest, ManifestError, read_manifest
 from ray_ulysses.checkpoint.retention import Committed, keep_reasons
 from ray_ulysses.checkpoint.state import StateDescription
 from ray_ulysses.forensics.checkpoint_place import CheckpointPlace, find_checkpoints
@@ -33,15 +24,20 @@ from ray_ulysses.forensics.checkpoint_report import (
 )
 from ray_ulysses.run.checkpoint_store import keep_rules, storage_answers
 from ray_ulysses.run.start_point import Start, commits_that_count, decide_start
+from ray_ulysses.run_layout import (
+    CHECKPOINT_FOLDER,
+    CHECKPOINT_KEY,
+    MANIFEST_FILE,
+    NOTE_NAME,
+    SHARD_NAME,
+    manifest_key,
+    step_folder,
+)
 from ray_ulysses.storage import Store, current_owner
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.events import CheckpointCommitted, CheckpointSetAside
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.step_runs import Entry
-
-_KEY = re.compile(rf"^{CHECKPOINT_FOLDER}/step-(\d{{8,}})/(.+)$")
-_SHARD = re.compile(r"^attempt-(\d{4,})/(?:rank-\d+-of-(\d+))?")
-_NOTE = re.compile(r"^set-aside-(\d{4,})\.json$")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +105,7 @@ def _look_into_all(store: Store, lineage: Lineage) -> list[_Folder]:
     """Return what lies in each directory, by step; a few are looked into at once."""
     keys: dict[int, list[str]] = {}
     for key in store.list(CHECKPOINT_FOLDER):
-        match = _KEY.match(key)
+        match = CHECKPOINT_KEY.match(key)
         if match:
             keys.setdefault(int(match[1]), []).append(match[2])
     return for_each_step(sorted(keys), lambda step: _look(store, step, keys[step], lineage))
@@ -124,7 +120,7 @@ def _look(store: Store, step: int, names: Iterable[str], lineage: Lineage) -> _F
             files[name] = _size(store, f"{folder}/{name}")
         except FileNotFoundError:
             continue
-        match = _NOTE.match(name)
+        match = NOTE_NAME.match(name)
         if match:
             notes[int(match[1])] = _read_note(store, f"{folder}/{name}")
     if MANIFEST_FILE not in files:
@@ -250,7 +246,7 @@ def _condition(folder: _Folder, writing: int | None) -> tuple[CheckpointConditio
 
 
 def _attempts(names: Iterable[str]) -> set[int]:
-    matches = (_SHARD.match(name) for name in names)
+    matches = (SHARD_NAME.match(name) for name in names)
     return {int(match[1]) for match in matches if match}
 
 
@@ -270,7 +266,7 @@ def _with_names(report: CheckpointReport, names: Iterable[str]) -> CheckpointRep
     attempts = sorted(_attempts(names))
     if not attempts:
         return report
-    matches = (_SHARD.match(name) for name in names)
+    matches = (SHARD_NAME.match(name) for name in names)
     sizes = {int(match[2]) for match in matches if match and match[2] and int(match[1]) == attempts[-1]}
     return replace(report, attempt=attempts[-1], world_size=max(sizes, default=None))
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from ray_ulysses.checkpoint.choice import Damage, committed_steps, read_committed
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
-from ray_ulysses.checkpoint.manifest import Manifest, step_folder
+from ray_ulysses.checkpoint.manifest import Manifest
 from ray_ulysses.checkpoint.named import nameable
 from ray_ulysses.checkpoint.shards import ShardDamage, ShardEntry, verified_chunks
 from ray_ulysses.clock import Clock
@@ -19,6 +19,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.checkpoint_place import find_checkpoints
 from ray_ulysses.forensics.checkpoint_report import CheckpointVerdict, FileVerdict
 from ray_ulysses.run.checkpoint_store import storage_answers
+from ray_ulysses.run_layout import step_folder
 from ray_ulysses.storage import Store
 
 _NUM_THREADS = 4

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.each_step import for_each_step
-from ray_ulysses.checkpoint.manifest import ManifestError, manifest_key, read_manifest
+from ray_ulysses.checkpoint.manifest import ManifestError, read_manifest
 from ray_ulysses.forensics.checkpoint_checks import Claim
 from ray_ulysses.forensics.checkpoint_place import find_checkpoints
+from ray_ulysses.run_layout import manifest_key
 from ray_ulysses.storage import Store
 
 

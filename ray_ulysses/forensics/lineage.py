@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ray_ulysses.data.plan.plan_files import PLAN_FOLDER, has_plan, load_plan
+from ray_ulysses.data.plan.plan_files import has_plan, load_plan
 from ray_ulysses.errors import UserError
+from ray_ulysses.run_layout import PLAN_FOLDER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ray_ulysses.errors import UserError
+from ray_ulysses.run_layout import CONFIG_FILE, JOURNAL_FOLDER
 
 TextMode = Literal["cut", "full", "none"]
 """How much of a row's text is told."""
@@ -89,7 +90,7 @@ def check_run(run_dir: Path, argument: str = "RUN") -> None:
     Raises:
         UserError: It holds neither a configuration nor a journal.
     """
-    if not (run_dir / "config.yaml").is_file() and not (run_dir / "journal").is_dir():
+    if not (run_dir / CONFIG_FILE).is_file() and not (run_dir / JOURNAL_FOLDER).is_dir():
         raise UserError(
             f"{argument}={str(run_dir)!r}: is no run directory; give <run.storage>/<run.name>, which holds config.yaml"
         )

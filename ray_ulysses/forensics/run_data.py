@@ -10,10 +10,9 @@ from ray_ulysses.config import load_config
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.plan import Plan
-from ray_ulysses.data.plan.plan_files import PLAN_FOLDER, has_plan, load_plan
+from ray_ulysses.data.plan.plan_files import has_plan, load_plan
 from ray_ulysses.errors import ConfigError, UserError
-
-_CONFIG_FILE = "config.yaml"
+from ray_ulysses.run_layout import CONFIG_FILE, PLAN_FOLDER
 
 
 def open_plan(run_dir: Path, argument: str = "RUN") -> Plan:
@@ -86,6 +85,6 @@ def _fingerprint_or_none(path: Path) -> str | None:
 def _configured(run_dir: Path) -> tuple[Path, ...]:
     """Return the corpora that the run's configuration names; none where it can't be read."""
     try:
-        return tuple(Path(path) for path, _ in load_config(run_dir / _CONFIG_FILE).data_sources)
+        return tuple(Path(path) for path, _ in load_config(run_dir / CONFIG_FILE).data_sources)
     except ConfigError:
         return ()

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 from ray_ulysses.config import load_config
 from ray_ulysses.config.resume import resume_conflicts
-from ray_ulysses.data.plan.plan_files import PLAN_FOLDER
 from ray_ulysses.errors import Problem
 from ray_ulysses.parallel.layout import automatic_ring_size, row_multiple
 from ray_ulysses.planner.settings import fits_rows
-from ray_ulysses.run.settings import CONFIG_FILE
+from ray_ulysses.run_layout import CONFIG_FILE, PLAN_FOLDER
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config

@@ -16,6 +16,7 @@ from ray_ulysses.config.resume import resume_fingerprint, settings_that_differ
 from ray_ulysses.data.plan.cursor import Cursor
 from ray_ulysses.errors import UserError
 from ray_ulysses.run.checkpoint_store import checkpoints_of, storage_answers
+from ray_ulysses.run_layout import ORIGIN_FILE
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.opening import open_store
 from ray_ulysses.storage.store import read_bytes
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.data.plan.plan import Plan
     from ray_ulysses.storage import Store
-
-_PIN_KEY = "resumed-from.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,13 +116,13 @@ def pin_origin(config: Config, origin: Origin | None) -> None:
     """Write down what a run starts from, so that every attempt starts from the same; the driver calls it."""
     if origin is not None:
         text = json.dumps({"asked": origin.asked, "location": origin.location, "step": origin.step})
-        LocalStore(config.run_dir).replace(_PIN_KEY, [text.encode()])
+        LocalStore(config.run_dir).replace(ORIGIN_FILE, [text.encode()])
 
 
 def pinned_origin(config: Config) -> Origin | None:
     """Return what was written down for the present ``model.resume_from``; ``None`` if nothing was."""
     try:
-        found = Origin(**from_json(read_bytes(LocalStore(config.run_dir), _PIN_KEY)))
+        found = Origin(**from_json(read_bytes(LocalStore(config.run_dir), ORIGIN_FILE)))
     except (OSError, ValueError, TypeError):
         return None
     return found if found.asked == config.model.resume_from else None

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from ray_ulysses.checkpoint import newest_committed
 from ray_ulysses.errors import UserError
 from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_store, storage_answers
+from ray_ulysses.run_layout import IDENTITY_FILE, OWNER_FILE
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
 from ray_ulysses.tracking.events import CheckpointCommitted
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from ray_ulysses.checkpoint import Manifest
     from ray_ulysses.config import Config
     from ray_ulysses.storage import Store
-
-IDENTITY_FILE = "identity"
-OWNER_FILE = "owner.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,11 +9,12 @@ from ray_ulysses.data.corpus.repeats import refuse_repeats
 from ray_ulysses.data.plan.branching import remainder_after
 from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources, plan_input
 from ray_ulysses.data.plan.plan import Plan
-from ray_ulysses.data.plan.plan_files import PLAN_FOLDER, write_segment
+from ray_ulysses.data.plan.plan_files import write_segment
 from ray_ulysses.data.plan.planning import NoSink, Remainder, build_segment
 from ray_ulysses.errors import RunError
 from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_store, storage_answers
 from ray_ulysses.run.start_point import why_no_start
+from ray_ulysses.run_layout import PLAN_FOLDER
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config

@@ -14,7 +14,7 @@ from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.drawing import Overlong
 from ray_ulysses.data.plan.packing_kernels import longest_planned
 from ray_ulysses.data.plan.plan import Plan
-from ray_ulysses.data.plan.plan_files import PLAN_FOLDER, has_plan, load_plan
+from ray_ulysses.data.plan.plan_files import has_plan, load_plan
 from ray_ulysses.data.plan.planning import NoSink, Remainder, build_segment
 from ray_ulysses.engine.model import check_architecture
 from ray_ulysses.engine.model_config import check_described
@@ -28,7 +28,8 @@ from ray_ulysses.run.checkpoint_store import storage_answers
 from ray_ulysses.run.contradictions import changed_settings, misfit, other_plan
 from ray_ulysses.run.origin import Origin, check_origin, find_origin, is_there, pin_origin, pinned_origin
 from ray_ulysses.run.planning import committed_step, plan_run, store_plan
-from ray_ulysses.run.settings import CONFIG_FILE, last_step_of, local_model_config, model_shape
+from ray_ulysses.run.settings import last_step_of, local_model_config, model_shape
+from ray_ulysses.run_layout import CONFIG_FILE, PLAN_FOLDER
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.tracking.history import finished_step

@@ -24,11 +24,9 @@ from pathlib import Path
 from typing import Literal
 
 from ray_ulysses.checkpoint.notice import Notice
+from ray_ulysses.run_layout import NOTICE_FILE, SAVE_FILE, STOP_FILE
 from ray_ulysses.storage.regular import open_regular
 
-STOP_FILE = "stop-request"
-SAVE_FILE = "save-request"
-NOTICE_FILE = "preemption-notice"
 _MOST_BYTES = 1024
 
 StopReason = Literal["stop", "resize"]

@@ -6,11 +6,9 @@ import contextlib
 from pathlib import Path
 
 from ray_ulysses.errors import without_secret
-from ray_ulysses.run.settings import CONFIG_FILE
+from ray_ulysses.run_layout import CONFIG_FILE, PLAN_TEXT_FILE, README_FILE
 from ray_ulysses.storage.local import LocalStore
 
-PLAN_FILE = "plan.txt"
-README_FILE = "README.md"
 _MOST_CHARACTERS = 1 << 20
 
 
@@ -26,14 +24,14 @@ def describe_run(run_dir: Path, *, plan: str, readme: str) -> None:
         OSError: They can't be written.
     """
     store = LocalStore(run_dir)
-    store.replace(PLAN_FILE, [f"{plan}\n".encode()])
+    store.replace(PLAN_TEXT_FILE, [f"{plan}\n".encode()])
     store.replace(README_FILE, [readme.encode()])
 
 
 def describing_files(run_dir: Path) -> dict[str, str]:
     """Return those of a run's texts that are there, without the passwords that a URI in them may hold."""
     found = {}
-    for name in (README_FILE, CONFIG_FILE, PLAN_FILE):
+    for name in (README_FILE, CONFIG_FILE, PLAN_TEXT_FILE):
         with contextlib.suppress(OSError, ValueError):
             found[name] = without_secret((run_dir / name).read_text(encoding="utf-8")[:_MOST_CHARACTERS])
     return found

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ray_ulysses.data.plan.plan import Plan
     from ray_ulysses.engine.zero import ZeroSettings
 
-CONFIG_FILE = "config.yaml"
 _LIBRARIES = ("ray-ulysses", "torch", "deepspeed", "transformers", "ray")
 
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ray_ulysses.run_layout import JOURNAL_FOLDER
 from ray_ulysses.tracking.events import AttemptEnded, AttemptStarted, EndEvent, Event, RunFailed, StartFailed, StepDone
-from ray_ulysses.tracking.journal import JOURNAL_FOLDER, AttemptJournal, attempt_numbers
+from ray_ulysses.tracking.journal import AttemptJournal, attempt_numbers
 from ray_ulysses.tracking.journal_reader import read_edges
 
 TAG_PREFIX = "failure."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic_core import from_json
 
+from ray_ulysses.run_layout import CHECKPOINT_FOLDER, CHECKPOINT_KEY, MANIFEST_FILE, manifest_key, step_folder
 from ray_ulysses.storage import LocalStore, Store, current_owner
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.counted_steps import StepRecord, steps_that_count
@@ -32,7 +32,6 @@ from ray_ulysses.tracking.time_spent import TimeSpent, time_spent
 Status = Literal["not_started", "running", "interrupted", "stopped", "failed", "finished"]
 
 _Kind = TypeVar("_Kind")
-_STEP_KEY = re.compile(r"^(checkpoints/step-(\d{8,}))/(.+)$")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -297,30 +296,29 @@ def _world_sizes(journal: Journal) -> dict[int, int]:
 
 def _read_checkpoints(store: Store, world_sizes: Mapping[int, int]) -> list[CheckpointRecord]:
     """Return what lies under ``checkpoints/``; whole or not is `checkpoint.choice`'s to say."""
-    folders: dict[int, str] = {}
-    committed = set()
-    for key in store.list("checkpoints"):
-        match = _STEP_KEY.match(key)
+    steps, committed = set(), set()
+    for key in store.list(CHECKPOINT_FOLDER):
+        match = CHECKPOINT_KEY.match(key)
         if match:
-            folders[int(match[2])] = match[1]
-            if match[3] == "manifest.json":
-                committed.add(int(match[2]))
+            steps.add(int(match["step"]))
+            if match["name"] == MANIFEST_FILE:
+                committed.add(int(match["step"]))
     return [
         CheckpointRecord(
             step=step,
-            path=folders[step],
+            path=step_folder(step),
             committed=step in committed,
             # A manifest takes a while to read.
-            world_size=(world_sizes.get(step) or _world_size(store, folders[step])) if step in committed else None,
+            world_size=(world_sizes.get(step) or _world_size(store, step)) if step in committed else None,
         )
-        for step in sorted(folders)
+        for step in sorted(steps)
     ]
 
 
-def _world_size(store: Store, folder: str) -> int | None:
+def _world_size(store: Store, step: int) -> int | None:
     """Return how many ranks wrote a checkpoint, if its manifest can be read."""
     try:
-        world_size = from_json(read_bytes(store, f"{folder}/manifest.json"))["world_size"]
+        world_size = from_json(read_bytes(store, manifest_key(step)))["world_size"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return world_size if type(world_size) is int and 0 < world_size < 2**63 else None

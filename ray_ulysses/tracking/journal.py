@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,14 +17,12 @@ from typing import Any
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.errors import UserError
+from ray_ulysses.run_layout import JOURNAL_FOLDER, SEGMENT_NAME, segment_name
 from ray_ulysses.tracking.events import encode_event, event_adapter
 from ray_ulysses.tracking.journal_index import LEAST_BYTES, PIECE_BYTES, SegmentIndex
 from ray_ulysses.tracking.line_checksum import with_checksum
 from ray_ulysses.validation import ContentError, read_json
 
-JOURNAL_FOLDER = "journal"
-
-_SEGMENT = re.compile(r"^attempt-(\d{4,})(?:\.([A-Za-z0-9_-]+))?\.jsonl$")
 # After these the record must outlive a power cut: recovery reads them.
 _DURABLE = {"attempt_started", "checkpoint_committed", "attempt_ended", "start_failed", "run_finished", "run_failed"}
 # Until a sync they are kept in memory, too: a few thousand steps, in case that nothing else asks for one.
@@ -79,7 +76,7 @@ class AttemptJournal:
             attempt = max(after, *attempt_numbers(run_dir), 0)
             while True:
                 attempt += 1
-                path = folder / f"attempt-{attempt:04d}.jsonl"
+                path = folder / segment_name(attempt)
                 try:
                     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
                 except FileExistsError:
@@ -103,10 +100,7 @@ class AttemptJournal:
             writer: A name for a segment of this writer's own; None is the attempt's first segment.
             clock: Where the records' times come from.
         """
-        suffix = f".{writer}" if writer is not None else ""
-        path = Path(run_dir) / JOURNAL_FOLDER / f"attempt-{attempt:04d}{suffix}.jsonl"
-        assert _SEGMENT.match(path.name), f"{writer!r} is no name for a journal segment"
-        return cls(path, attempt, clock)
+        return cls(Path(run_dir) / JOURNAL_FOLDER / segment_name(attempt, writer), attempt, clock)
 
     def append(self, event: Mapping[str, Any]) -> None:
         """Write one event; ``time`` (seconds since the epoch) and ``attempt`` are added.
@@ -225,9 +219,9 @@ def segments(run_dir: Path | str) -> Iterator[tuple[int, Path]]:
     folder = Path(run_dir) / JOURNAL_FOLDER
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
-        match = _SEGMENT.match(path.name)
+        match = SEGMENT_NAME.match(path.name)
         if match:
-            found.append((int(match[1]), match[2] or "", path))
+            found.append((int(match["attempt"]), match["writer"] or "", path))
     for attempt, _, path in sorted(found, key=lambda segment: segment[:2]):
         yield attempt, path
 

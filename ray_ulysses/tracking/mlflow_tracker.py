@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from ray_ulysses.clock import Clock
 from ray_ulysses.errors import without_secret
 from ray_ulysses.logging import get_logger
+from ray_ulysses.run_layout import SPOOL_FOLDER, TRACKING_FILE
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.regular import read_regular
 from ray_ulysses.tracking.commits import CheckpointInventory, CommittedCheckpoint, GoneCheckpoint
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 _logger = get_logger(__name__)
 _News = TypeVar("_News", CommittedCheckpoint, GoneCheckpoint, CheckpointInventory)
 
-IDENTITY_FILE = "tracking.json"
-SPOOL_DIR = "tracking"
 
 _METRICS_A_BATCH = 1000
 _ENTITIES_A_BATCH = 100
@@ -73,16 +72,16 @@ class TrackingIdentity:
     def load(cls, run_dir: Path) -> TrackingIdentity | None:
         """Read it from a run directory; None if the run was never tracked."""
         try:
-            return read_json(TypeAdapter(cls), read_regular(run_dir / IDENTITY_FILE))
+            return read_json(TypeAdapter(cls), read_regular(run_dir / TRACKING_FILE))
         except FileNotFoundError:
             return None
         except ContentError as error:
-            _logger.warning("%s is damaged (%s): a new MLflow run is made", run_dir / IDENTITY_FILE, error)
+            _logger.warning("%s is damaged (%s): a new MLflow run is made", run_dir / TRACKING_FILE, error)
             return None
 
     def save(self, run_dir: Path) -> None:
         """Write it into a run directory, whole or not at all, also at a power failure."""
-        LocalStore(run_dir, must_exist=True).replace(IDENTITY_FILE, [json.dumps(asdict(self)).encode()])
+        LocalStore(run_dir, must_exist=True).replace(TRACKING_FILE, [json.dumps(asdict(self)).encode()])
 
 
 def is_tracked(run_dir: Path) -> bool:
@@ -124,7 +123,7 @@ class MlflowTracker(SpooledTracker):
         """
         directory = Path(run_dir)
         sink = MlflowSink(uri=uri, experiment=experiment, run_name=run_name, run_dir=directory)
-        super().__init__(sink, directory / SPOOL_DIR, clock=clock, retry_s=retry_s, drain_s=drain_s)
+        super().__init__(sink, directory / SPOOL_FOLDER, clock=clock, retry_s=retry_s, drain_s=drain_s)
 
 
 class MlflowSink:

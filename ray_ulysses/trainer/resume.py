@@ -29,6 +29,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.origin import check_origin, pinned_origin
 from ray_ulysses.run.start_point import why_no_start
+from ray_ulysses.run_layout import CONFIG_FILE
 from ray_ulysses.storage.opening import open_store
 from ray_ulysses.tracking.events import TakenOver
 from ray_ulysses.trainer.progress import Progress
@@ -228,7 +229,7 @@ def _check_origin(manifest: Manifest, config: Config, plan: Plan) -> None:
         differences = settings_that_differ(manifest.meta.extra.get("settings", {}), config)
         raise UserError(
             f"the checkpoint of step {manifest.step} was written under another configuration than "
-            f"{config.run_dir / 'config.yaml'} says ({differences or 'by a version that did not note its own'}); "
+            f"{config.run_dir / CONFIG_FILE} says ({differences or 'by a version that did not note its own'}); "
             "restore that file, or start a new run under another run.name"
         )
     plan.check_cursor(Cursor.from_json(dict(manifest.meta.cursor)))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.checkpoint.exchange import agree
 from ray_ulysses.errors import UserError
+from ray_ulysses.run_layout import PROBE_FOLDER, SESSION_FILE
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.store import read_bytes
 
@@ -17,18 +18,15 @@ if TYPE_CHECKING:
     from ray_ulysses.checkpoint.exchange import Exchange
     from ray_ulysses.trainer.worker import Worker
 
-_SESSION_KEY = "session"
-_PROBE_FOLDER = "probe"
-"""Of each attempt its own: ``probe-<id>``; that of an attempt that died stays until the next command."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def announce_session(run_dir: Path, session: str) -> None:
     """Leave the session's name where every worker will look for it; the driver calls it before it has workers."""
     store = LocalStore(run_dir)
-    for left in run_dir.glob(f"{_PROBE_FOLDER}*"):
+    for left in run_dir.glob(f"{PROBE_FOLDER}*"):
         store.delete(left.name)
-    store.replace(_SESSION_KEY, [session.encode()])
+    store.replace(SESSION_FILE, [session.encode()])
 
 
 def probe_storage(run_dir: Path, worker: Worker, exchange: Exchange) -> None:
@@ -42,11 +40,11 @@ def probe_storage(run_dir: Path, worker: Worker, exchange: Exchange) -> None:
     """
     store = LocalStore(run_dir, must_exist=True)
     # A dying attempt of the same session may be deleting its marks at this moment.
-    folder = exchange.broadcast(f"{_PROBE_FOLDER}-{uuid.uuid4().hex}")
+    folder = exchange.broadcast(f"{PROBE_FOLDER}-{uuid.uuid4().hex}")
     mark = f"{folder}/rank-{worker.rank:05d}"
     problem = full = None
     try:
-        if read_bytes(store, _SESSION_KEY).decode() != worker.session:
+        if read_bytes(store, SESSION_FILE).decode() != worker.session:
             problem = f"node {worker.node} sees another run directory than the driver"
         store.replace(mark, [worker.node.encode()])
     except OSError as error:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from ray_ulysses.run_layout import SPOOL_FOLDER
 from ray_ulysses.storage.location import join_location
 from ray_ulysses.tracking.history import RunHistory
 from ray_ulysses.tracking.mlflow_page import MlflowPage, mlflow_page
-from ray_ulysses.tracking.mlflow_tracker import SPOOL_DIR
 from ray_ulysses.views.time_spent import goodput_in_words
 from ray_ulysses.views.words import count, duration, facts
 
@@ -101,7 +101,7 @@ def build_summary(
         goodput=goodput_in_words(history.time_spent),
         checkpoint=join_location(location, committed[-1].path) if committed else None,
         mlflow=None if tracking_uri is None else mlflow_page(tracking_uri, run_dir),
-        waiting=None if is_heard else str(run_dir / SPOOL_DIR),
+        waiting=None if is_heard else str(run_dir / SPOOL_FOLDER),
         resume=_command(config_path, overrides),
         go_on=_command(config_path, (*overrides, f"run.stop_step={planned_steps}")),
     )

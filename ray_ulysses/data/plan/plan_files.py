@@ -50,8 +50,6 @@ from ray_ulysses.storage.patience import READ_ERRORS
 from ray_ulysses.validation import ContentError, read_json
 
 PLAN_FILE = "plan.json"
-PLAN_FOLDER = "plan"
-"""Where a run keeps its plan, below its directory."""
 _ROWS, _PIECES, _EVALUATION_ROWS, _EVALUATION_PIECES = (
     f"{name}.parquet" for name in ("rows", "pieces", "evaluation_rows", "evaluation_pieces")
 )

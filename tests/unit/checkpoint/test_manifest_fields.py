@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from ray_ulysses.checkpoint import Manifest
 from ray_ulysses.checkpoint.intervals import CoverError, check_cover
-from ray_ulysses.checkpoint.manifest import ManifestError, shard_file
+from ray_ulysses.checkpoint.manifest import ManifestError
+from ray_ulysses.run_layout import shard_file
 from tests.unit.checkpoint.manifests import NUM_LARGE, PATHS, TENSORS, changed, removed, replaced, signed, tree
 
 FIRST, SECOND = ("shards", 0), ("shards", 1)

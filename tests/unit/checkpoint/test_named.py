@@ -11,8 +11,8 @@ from typing import BinaryIO
 import pytest
 
 from ray_ulysses.checkpoint.fence import start_attempt
-from ray_ulysses.checkpoint.manifest import manifest_key
 from ray_ulysses.checkpoint.named import best_of, nameable, unreadable
+from ray_ulysses.run_layout import manifest_key
 from ray_ulysses.storage import LocalStore
 from tests.unit.checkpoint.fakes import save
 

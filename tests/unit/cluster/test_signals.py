@@ -15,7 +15,8 @@ from rich.console import Console
 
 from ray_ulysses.cluster import signals as module
 from ray_ulysses.cluster.signals import StopSignals
-from ray_ulysses.run.requests import SAVE_FILE, stop_requested
+from ray_ulysses.run.requests import stop_requested
+from ray_ulysses.run_layout import SAVE_FILE
 from ray_ulysses.tracking.journal import AttemptJournal
 
 STARTED = {

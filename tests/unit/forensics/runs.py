@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ray_ulysses.checkpoint import CheckpointMeta, Manifest, StateDescription
-from ray_ulysses.checkpoint.manifest import manifest_key
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.data.plan.branching import remainder_after
 from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources, plan_input
@@ -16,6 +15,7 @@ from ray_ulysses.data.plan.plan import Plan, PlanSettings
 from ray_ulysses.data.plan.plan_files import load_plan, write_segment
 from ray_ulysses.data.read.digest import add_digests, row_digest, slice_checksum
 from ray_ulysses.data.read.reader import RowReader
+from ray_ulysses.run_layout import manifest_key
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.journal import AttemptJournal
 from tests.unit.config.trees import small_tree

@@ -17,8 +17,9 @@ from ray_ulysses.checkpoint import CheckpointError, Damage, FencedError, Piece
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.exchange import SingleExchange
 from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage, start_attempt
-from ray_ulysses.checkpoint.manifest import CHECKPOINT_FOLDER, read_manifest
+from ray_ulysses.checkpoint.manifest import read_manifest
 from ray_ulysses.checkpoint.state import StateDescription
+from ray_ulysses.run_layout import CHECKPOINT_FOLDER
 from ray_ulysses.storage import LocalStore, Store
 from ray_ulysses.tracking.journal import AttemptJournal
 from tests.stores import FaultyStore, permission_lost

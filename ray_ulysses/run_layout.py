@@ -1,0 +1,120 @@
+"""The map of a run: the name of every file in its directory, and every key in the store of its checkpoints.
+
+=====================================================  ==============================================================
+in the run's directory                                 holds
+=====================================================  ==============================================================
+``config.yaml``                                        the configuration, resolved
+``plan.txt``, ``README.md``                            what the run is, for people
+``plan/``                                              the data plan, whose files `data.plan.plan_files` knows
+``journal/attempt-0003.jsonl``                         the journal of the third attempt
+``journal/attempt-0003.controller.jsonl``              what another process than its first writer adds to it
+``tracking.json``, ``tracking/``                       the MLflow run, and what it has not been told yet
+``resumed-from.json``                                  the other run's checkpoint that it starts from
+``identity``                                           the directory's own name, which moves with it
+``session``, ``probe-ID/``, ``refused/SESSION``        what a command and its workers leave for one another
+``stop-request``, ``save-request``,                    requests; see `run.requests`
+``preemption-notice``
+``export/step-00000200/``                              exported models
+=====================================================  ==============================================================
+
+=====================================================  ==============================================================
+in the store of its checkpoints                        holds
+=====================================================  ==============================================================
+``owner.json``                                         the run directory that they belong to, if they lie apart from it
+``attempts/0003.claimed``                              the third attempt's number is taken
+``attempts/0003.from-00000200``                        the third attempt has started from step 200
+``checkpoints/step-00000200/manifest.json``            commits the checkpoint
+``checkpoints/step-00000200/attempt-0003/``            its shards, such as ``rank-00000-of-00008.safetensors``
+``checkpoints/step-00000200/set-aside-0004.json``      the fourth attempt found it damaged
+=====================================================  ==============================================================
+
+The files of locks are known to `storage` alone.
+"""
+
+from __future__ import annotations
+
+import re
+
+CONFIG_FILE = "config.yaml"
+PLAN_TEXT_FILE = "plan.txt"
+README_FILE = "README.md"
+PLAN_FOLDER = "plan"
+JOURNAL_FOLDER = "journal"
+TRACKING_FILE = "tracking.json"
+SPOOL_FOLDER = "tracking"
+ORIGIN_FILE = "resumed-from.json"
+IDENTITY_FILE = "identity"
+SESSION_FILE = "session"
+PROBE_FOLDER = "probe"
+"""Of each attempt its own: ``probe-<id>``; that of an attempt that died stays until the next command."""
+REFUSAL_FOLDER = "refused"
+STOP_FILE = "stop-request"
+SAVE_FILE = "save-request"
+NOTICE_FILE = "preemption-notice"
+EXPORT_FOLDER = "export"
+
+OWNER_FILE = "owner.json"
+ATTEMPT_FOLDER = "attempts"
+CHECKPOINT_FOLDER = "checkpoints"
+MANIFEST_FILE = "manifest.json"
+
+_STEP = rf"{CHECKPOINT_FOLDER}/step-(?P<step>\d{{8,}})"
+_ATTEMPT = r"attempt-(?P<attempt>\d{4,})"
+
+SEGMENT_NAME = re.compile(rf"^{_ATTEMPT}(?:\.(?P<writer>[A-Za-z0-9_-]+))?\.jsonl$")
+"""A file in the journal's folder."""
+ATTEMPT_KEY = re.compile(rf"^{ATTEMPT_FOLDER}/(?P<attempt>\d{{4,}})\.(?:claimed|from-(?P<step>\d{{8,}}))$")
+"""What tells of an attempt in the store of the checkpoints."""
+CHECKPOINT_KEY = re.compile(rf"^{_STEP}/(?P<name>.+)$")
+"""A file of a checkpoint, by its name in the step's folder."""
+SHARD_KEY = re.compile(rf"^(?P<folder>{_STEP}/{_ATTEMPT})/")
+"""A file in the folder in which an attempt keeps its shards of a step."""
+SHARD_NAME = re.compile(rf"^{_ATTEMPT}/(?:rank-\d+-of-(?P<world_size>\d+))?")
+"""The same by its name in the step's folder."""
+NOTE_NAME = re.compile(r"^set-aside-(?P<attempt>\d{4,})\.json$")
+"""The note, in the step's folder, of an attempt that has set the checkpoint aside."""
+STEP_LOCATION = re.compile(rf"^(?P<run>.+)/{_STEP}/?(?P<options>\?.*)?$")
+"""The path or URI of a checkpoint, as MLflow shows it."""
+
+
+def segment_name(attempt: int, writer: str | None = None) -> str:
+    """Return the name of an attempt's journal; of the first writer's, or of another writer's beside it."""
+    name = f"attempt-{attempt:04d}{'' if writer is None else f'.{writer}'}.jsonl"
+    assert SEGMENT_NAME.match(name), f"{writer!r} is no name for a journal segment"
+    return name
+
+
+def claim_key(attempt: int) -> str:
+    """Return the key that says that an attempt's number is taken."""
+    return f"{ATTEMPT_FOLDER}/{attempt:04d}.claimed"
+
+
+def start_key(attempt: int, step: int) -> str:
+    """Return the key that says from which step an attempt has started."""
+    return f"{ATTEMPT_FOLDER}/{attempt:04d}.from-{step:08d}"
+
+
+def step_folder(step: int) -> str:
+    """Return the key of a step's folder."""
+    return f"{CHECKPOINT_FOLDER}/step-{step:08d}"
+
+
+def manifest_key(step: int) -> str:
+    """Return the key of a step's manifest."""
+    return f"{step_folder(step)}/{MANIFEST_FILE}"
+
+
+def note_key(step: int, attempt: int) -> str:
+    """Return the key of the note of an attempt that sets a step's checkpoint aside."""
+    return f"{step_folder(step)}/set-aside-{attempt:04d}.json"
+
+
+def attempt_folder(attempt: int) -> str:
+    """Return where an attempt keeps its shards, relative to their step's folder."""
+    return f"attempt-{attempt:04d}"
+
+
+def shard_file(attempt: int, rank: int, world_size: int, part: int = 0) -> str:
+    """Return a shard's key relative to its step's folder; no two attempts share one, nor two tries of one attempt."""
+    again = f"-try-{part:02d}" if part else ""
+    return f"{attempt_folder(attempt)}/rank-{rank:05d}-of-{world_size:05d}{again}.safetensors"
