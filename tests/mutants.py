@@ -483,8 +483,8 @@ MUTANTS = (
     Mutant(
         name="a run begun anew over damaged checkpoints",
         file="ray_ulysses/run/start_point.py",
-        old="    if damaged:\n",
-        new="    if False:\n",
+        old="    elif damaged:\n",
+        new="    elif False:\n",
         killer="tests/unit/trainer/test_resume.py::"
         "test_a_run_of_which_nothing_is_whole_does_not_begin_anew_and_nothing_goes",
     ),
