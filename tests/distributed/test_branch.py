@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -52,21 +53,38 @@ def run(config: Config, session: str, branch: bool = False, **options: Any) -> t
 
 
 @pytest.fixture(scope="module")
-def unbroken(corpora: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> RunHistory:
+def at_step_5(corpora: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The storage of a run that has stopped there; tests go on with a copy of it."""
+    folder = tmp_path_factory.mktemp("at-5")
+    assert run(before(folder, corpora, run__stop_step=5), "first") == ("finished", 5)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def at_branch_step(corpora: tuple[Path, Path], at_step_5: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The storage of the same run, five steps later."""
+    folder = tmp_path_factory.mktemp("at-10")
+    shutil.copytree(at_step_5, folder, dirs_exist_ok=True)
+    assert run(before(folder, corpora), "second") == ("finished", BRANCH_STEP)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unbroken(corpora: tuple[Path, Path], at_branch_step: Path, tmp_path_factory: pytest.TempPathFactory) -> RunHistory:
     folder = tmp_path_factory.mktemp("unbroken")
-    assert run(before(folder, corpora), "first") == ("finished", BRANCH_STEP)
-    assert run(after(folder, corpora), "second", branch=True) == ("finished", LAST_STEP)
+    shutil.copytree(at_branch_step, folder, dirs_exist_ok=True)
+    assert run(after(folder, corpora), "branch", branch=True) == ("finished", LAST_STEP)
     return read_history(folder / "run")
 
 
 def test_a_branch_goes_on_where_the_run_stood_and_repeats_nothing(
-    corpora: tuple[Path, Path], unbroken: RunHistory, tmp_path: Path
+    corpora: tuple[Path, Path], at_step_5: Path, unbroken: RunHistory, tmp_path: Path
 ) -> None:
     assert [step.rows for step in unbroken.steps[:BRANCH_STEP]] == [(5 * s, 5 * s + 5) for s in range(BRANCH_STEP)]
     assert [step.rows for step in unbroken.steps[BRANCH_STEP:]] == [
         (50 + 3 * s, 53 + 3 * s) for s in range(LAST_STEP - BRANCH_STEP)
     ]
-    run(before(tmp_path, corpora, run__stop_step=2), "again")
+    shutil.copytree(at_step_5, tmp_path, dirs_exist_ok=True)
     prepare_attempt(after(tmp_path, corpora), "branch", branch=True)
     plan = load_plan(tmp_path / "run" / "plan")
     targets = Counter(
@@ -82,9 +100,9 @@ def test_a_branch_goes_on_where_the_run_stood_and_repeats_nothing(
 
 
 def test_a_branch_that_is_killed_and_loses_its_checkpoint_is_the_one_that_was_not(
-    corpora: tuple[Path, Path], unbroken: RunHistory, tmp_path: Path
+    corpora: tuple[Path, Path], at_branch_step: Path, unbroken: RunHistory, tmp_path: Path
 ) -> None:
-    run(before(tmp_path, corpora), "first")
+    shutil.copytree(at_branch_step, tmp_path, dirs_exist_ok=True)
     config = after(tmp_path, corpora)
     prepare_attempt(config, "second", branch=True)
     outcomes = run_ranks_to_outcomes(run_worker, 4, config, "second", kill=(1, "step", 13), timeout_s=TIMEOUT_S)
@@ -103,8 +121,10 @@ def test_a_branch_that_is_killed_and_loses_its_checkpoint_is_the_one_that_was_no
         assert abs(mine.loss - theirs.loss) / theirs.loss <= 1e-5
 
 
-def test_a_change_without_the_flag_is_refused_and_changes_nothing(corpora: tuple[Path, Path], tmp_path: Path) -> None:
-    run(before(tmp_path, corpora, run__stop_step=5), "first")
+def test_a_change_without_the_flag_is_refused_and_changes_nothing(
+    corpora: tuple[Path, Path], at_step_5: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(at_step_5, tmp_path, dirs_exist_ok=True)
     content = {path: path.read_bytes() for path in sorted((tmp_path / "run" / "plan").rglob("*")) if path.is_file()}
     with pytest.raises(ConfigError, match=r"data.context_tokens=512: .*make it a branch of the run with .*--branch"):
         prepare_attempt(after(tmp_path, corpora), "second")
@@ -113,8 +133,10 @@ def test_a_change_without_the_flag_is_refused_and_changes_nothing(corpora: tuple
     }
 
 
-def test_a_branch_planned_while_the_run_went_on_is_refused(corpora: tuple[Path, Path], tmp_path: Path) -> None:
-    run(before(tmp_path, corpora, run__stop_step=5), "first")
+def test_a_branch_planned_while_the_run_went_on_is_refused(
+    corpora: tuple[Path, Path], at_step_5: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(at_step_5, tmp_path, dirs_exist_ok=True)
     prepared = prepare_run(after(tmp_path, corpora), Path("/"), branch=True)
     check_resume(prepared)
     # Another command trains meanwhile, and commits step 10.

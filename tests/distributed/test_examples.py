@@ -1,12 +1,14 @@
-"""The loops of examples/, run as their reader runs them, against one process that trains each document by itself."""
+"""The loops of examples/ against one process that trains each document by itself."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed.harness import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+LOOPS = ("ddp", "fsdp2", "deepspeed_zero3")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 _LINE = re.compile(r"^step=\d+ loss=(\S+) grad_norm=(\S+)$", re.MULTILINE)
 
@@ -46,10 +53,35 @@ def reference() -> list[tuple[float, float]]:
     return steps
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("loop", ["ddp", "fsdp2", "deepspeed_zero3"])
-def test_a_loop_trains_as_one_process_does(loop: str) -> None:
+def run_example(rank: int, world_size: int, loop: str, folder: str) -> None:
+    """Be one process that torchrun has started; what it prints goes to a file per rank."""
+    script = EXAMPLES / f"{loop}.py"
+    sys.argv = [str(script), "--sp-size", "2"]
+    sys.path.insert(0, str(EXAMPLES))
+    with open(f"{folder}/rank-{rank}.txt", "w") as stream, redirect_stdout(stream):
+        runpy.run_path(str(script), run_name="__main__")
+
+
+def check(printed: str) -> None:
+    """Hold what a loop printed against the reference."""
+    found = [(float(loss), float(norm)) for loss, norm in _LINE.findall(printed)]
+    wanted = reference()
+    assert len(found) == len(wanted) == 3, printed
+    # Law 1's floor for losses and gradients, in every step: the later ones show that the weights moved alike.
+    for ours, truth in zip(found, wanted, strict=True):
+        assert ours == pytest.approx(truth, rel=1e-5)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_trains_as_one_process_does(loop: str, tmp_path: Path) -> None:
     # Rows are shared by two ranks, two groups have two rows each: a scale that is off by any of these sizes shows.
+    run_ranks(run_example, 4, loop, str(tmp_path), process_group=False)
+    check((tmp_path / "rank-0.txt").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_trains_under_torchrun(loop: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     done = subprocess.run(
         [*command, str(EXAMPLES / f"{loop}.py"), "--sp-size", "2"],
@@ -57,9 +89,4 @@ def test_a_loop_trains_as_one_process_does(loop: str) -> None:
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    printed = [(float(loss), float(norm)) for loss, norm in _LINE.findall(done.stdout)]
-    wanted = reference()
-    assert len(printed) == len(wanted) == 3, done.stdout
-    # Law 1's floor for losses and gradients, in every step: the later ones show that the weights moved alike.
-    for found, truth in zip(printed, wanted, strict=True):
-        assert found == pytest.approx(truth, rel=1e-5)
+    check(done.stdout)

@@ -16,6 +16,8 @@ from tests.distributed.run_case import make_config, make_corpus, prepare_attempt
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 TIMEOUT_S = 200.0
+ROWS = 3
+"""Rows per step: two data parallel groups, and four, take a filler."""
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +28,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def unbroken(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, RunHistory]:
     """A run of 44 steps on 4 workers that nothing disturbs, every checkpoint kept."""
-    config = make_config(tmp_path_factory.mktemp("unbroken"), corpus, checkpoint__keep_last=100)
+    config = config_for(tmp_path_factory.mktemp("unbroken"), corpus, checkpoint__keep_last=100)
     run(config, "unbroken")
     return config, read_history(config.run_dir)
+
+
+def config_for(storage: Path, corpus: Path, **overrides: Any) -> Config:
+    return make_config(storage, corpus, data__rows_per_step=ROWS, **overrides)
 
 
 def run(config: Config, session: str, **options: Any) -> tuple[str, int]:
@@ -49,7 +55,7 @@ def test_a_run_that_was_killed_stopped_and_resized_is_the_run_that_was_not(
     corpus: Path, unbroken: tuple[Config, RunHistory], tmp_path: Path
 ) -> None:
     wanted = unbroken[1]
-    config = make_config(tmp_path, corpus)
+    config = config_for(tmp_path, corpus)
 
     # 4 workers, sp=2: rank 2 is killed in the middle of the save of step 15, when others have written their shards.
     prepare_attempt(config, "first")
@@ -59,15 +65,15 @@ def test_a_run_that_was_killed_stopped_and_resized_is_the_run_that_was_not(
     assert not (config.run_dir / "checkpoints/step-00000015/manifest.json").exists()
 
     # 2 workers, sp=2, stopped by a request; 4 with sp=4; 4 with sp=1.
-    two = make_config(tmp_path, corpus, cluster__workers=2)
+    two = config_for(tmp_path, corpus, cluster__workers=2)
     assert run(two, "second", stop_at=23) == ("stopped", 24)
-    four = make_config(tmp_path, corpus, parallel__sp_size=4, run__stop_step=33)
+    four = config_for(tmp_path, corpus, parallel__sp_size=4, run__stop_step=33)
     assert run(four, "third") == ("finished", 33)
-    one = make_config(tmp_path, corpus, parallel__sp_size=1)
+    one = config_for(tmp_path, corpus, parallel__sp_size=1)
     assert run(one, "fourth") == ("finished", 44)
 
     ours = read_history(config.run_dir)
-    reversed_config = make_config(tmp_path / "reversed", corpus)
+    reversed_config = config_for(tmp_path / "reversed", corpus)
     run(reversed_config, "reversed", reverse=True)
     drift = worst_difference(read_history(reversed_config.run_dir), wanted)
     difference = worst_difference(ours, wanted)
@@ -75,7 +81,7 @@ def test_a_run_that_was_killed_stopped_and_resized_is_the_run_that_was_not(
     assert difference <= max(1e-5, 3 * drift)
     assert [step.rows for step in ours.steps] == [step.rows for step in wanted.steps]
     assert [step.tokens for step in ours.steps] == [step.tokens for step in wanted.steps]
-    assert [step.rows[0] for step in ours.steps] == [6 * index for index in range(44)]
+    assert [step.rows[0] for step in ours.steps] == [ROWS * index for index in range(44)]
     assert ours.data_digest == wanted.data_digest
     assert ours.lost_steps == 5
     assert [(a.world_size, a.sp_size, a.dp_size) for a in ours.attempts] == [(4, 2, 2), (2, 2, 1), (4, 4, 1), (4, 1, 4)]
@@ -89,7 +95,7 @@ def test_one_step_from_the_same_state_has_the_same_loss_at_another_layout(
     source, wanted = unbroken
     losses = {step.step: step.loss for step in wanted.steps}
     for saved in (5, 20, 40):
-        config = make_config(
+        config = config_for(
             tmp_path / str(saved), corpus, cluster__workers=workers, parallel__sp_size=sp_size, run__stop_step=saved + 2
         )
         shutil.copytree(source.run_dir, config.run_dir)
@@ -102,13 +108,13 @@ def test_one_step_from_the_same_state_has_the_same_loss_at_another_layout(
             assert abs(ours[step] - losses[step]) / losses[step] <= 1e-5
 
 
-@pytest.mark.timeout(900)
-def test_the_last_step_may_be_short_and_every_row_is_trained_on_once(corpus: Path, tmp_path: Path) -> None:
-    config = make_config(tmp_path, corpus, data__rows_per_step=400, run__stop_step=None, checkpoint__every_steps=None)
+def test_the_last_step_may_be_short_and_every_row_is_trained_on_once(tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path, ("bisect.py", "cmd.py"))
+    config = make_config(tmp_path, corpus, data__rows_per_step=30, run__stop_step=None, checkpoint__every_steps=None)
     assert run(config, "all")[0] == "finished"
     history = read_history(config.run_dir)
     plan = json.loads((config.run_dir / "plan/segment-0000/plan.json").read_text())
     assert history.rows_consumed == plan["num_rows"]
     sizes = [step.rows[1] - step.rows[0] for step in history.steps]
-    assert sizes[:-1] == [400] * (len(sizes) - 1)
-    assert 0 < sizes[-1] < 400
+    assert len(sizes) > 1 and sizes[:-1] == [30] * (len(sizes) - 1)
+    assert 0 < sizes[-1] < 30

@@ -24,6 +24,8 @@ from tests.unit.tracking.journals import read_events
 
 pytestmark = pytest.mark.distributed
 WORLD = 2
+# As many rows as make a step longer than a save.
+LONG_STEPS: dict[str, Any] = {"data__rows_per_step": 6}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _config(storage: Path, corpus: Path, **changes: Any) -> Config:
-    settings: dict[str, Any] = {"cluster__workers": WORLD, "run__stop_step": 12, "checkpoint__keep_last": 99}
+    settings = {"cluster__workers": WORLD, "run__stop_step": 12, "checkpoint__keep_last": 99, "data__rows_per_step": 2}
     return make_config(storage, corpus, **{**settings, **changes})
 
 
@@ -86,12 +88,13 @@ def test_a_notice_that_stands_does_not_save_after_every_step(tmp_path: Path, cor
     reasons = _reasons(config)
     seconds = sum(event.seconds for event in _events(config, "step"))
     # The first at once, the next after ten seconds.
-    assert reasons[notice.step] == "preemption" and reasons.pop(12) == "end"
+    assert reasons[notice.step] == "preemption"
+    assert reasons.pop(12) == "end" or seconds > 10
     assert len(reasons) <= 1 + seconds / 10
 
 
 def test_minutes_without_steps(tmp_path: Path, corpus: Path) -> None:
-    config = _config(tmp_path, corpus, checkpoint__every_steps=None, checkpoint__every_minutes=1e-6)
+    config = _config(tmp_path, corpus, checkpoint__every_steps=None, checkpoint__every_minutes=1e-6, **LONG_STEPS)
     _run(config)
     reasons = _reasons(config)
     assert set(reasons.values()) == {"minutes", "end"} and len(reasons) > 3
@@ -102,8 +105,9 @@ def test_a_storage_that_is_away_for_a_while_costs_checkpoints_and_not_the_run(
     tmp_path: Path, corpus: Path, buffers: int
 ) -> None:
     config = _config(
-        tmp_path, corpus, checkpoint__every_steps=4, checkpoint__max_failed_saves=9, checkpoint__host_buffers=buffers
-    )
+        tmp_path, corpus, checkpoint__every_steps=4, checkpoint__max_failed_saves=9, checkpoint__host_buffers=buffers,
+        **LONG_STEPS,
+    )  # fmt: skip
     history = _run(config, actions={5: "storage away", 9: "storage back"})
     assert history.status == "finished" and history.step == 12
     failed = _events(config, "checkpoint_failed")
@@ -120,6 +124,7 @@ def test_a_storage_that_stays_away_ends_the_run_and_says_why(tmp_path: Path, cor
         checkpoint__every_steps=4,
         checkpoint__max_failed_saves=1,
         checkpoint__failed_saves_patience_s=0.0,
+        **LONG_STEPS,
     )
     with pytest.raises(RankFailure) as failure:
         _run(config, actions={5: "storage away"})
@@ -130,7 +135,9 @@ def test_a_storage_that_stays_away_ends_the_run_and_says_why(tmp_path: Path, cor
 
 
 def test_an_outage_longer_than_the_failed_saves_of_fast_steps_is_waited_for(tmp_path: Path, corpus: Path) -> None:
-    config = _config(tmp_path, corpus, checkpoint__every_steps=4, checkpoint__max_failed_saves=0, run__stop_step=16)
+    config = _config(
+        tmp_path, corpus, checkpoint__every_steps=4, checkpoint__max_failed_saves=0, run__stop_step=16, **LONG_STEPS
+    )
     history = _run(config, actions={5: "storage away", 15: "storage back"})
     assert history.status == "finished"
     assert _reasons(config)[16] == "end"

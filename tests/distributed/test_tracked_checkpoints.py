@@ -22,7 +22,7 @@ WORLD = 2
 
 def test_the_next_attempt_tells_of_what_the_dead_one_could_not(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path)
-    given = {"cluster__workers": WORLD, "run__stop_step": 20, "checkpoint__keep_last": 2}
+    given = {"cluster__workers": WORLD, "run__stop_step": 20, "checkpoint__keep_last": 2, "data__rows_per_step": 2}
     # The first attempt's commits are heard by nobody, as if each had been followed by a death.
     silent = make_config(tmp_path, corpus, **given)
     prepare_attempt(silent, "one")

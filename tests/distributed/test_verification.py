@@ -24,7 +24,7 @@ def run(config: Config, session: str, **options: Any) -> None:
 
 def test_what_ranks_received_is_found_again_in_plan_and_corpus(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path)
-    common = {"run__stop_step": 9, "checkpoint__every_steps": 3}
+    common = {"run__stop_step": 9, "checkpoint__every_steps": 3, "data__rows_per_step": 2}
     config = make_config(tmp_path / "runs", corpus, cluster__workers=2, **common)
     prepare_attempt(config, "first")
     outcomes = run_ranks_to_outcomes(run_worker, 2, config, "first", kill=(1, "step", 5), timeout_s=TIMEOUT_S)
@@ -36,7 +36,7 @@ def test_what_ranks_received_is_found_again_in_plan_and_corpus(tmp_path: Path) -
 
     found = verify_run(config.run_dir, other=unbroken.run_dir)
     assert found.holds, found.findings
-    assert (found.status, found.steps, found.rows) == ("finished", 9, 54)
+    assert (found.status, found.steps, found.rows) == ("finished", 9, 18)
     assert found.num_manifests > 0 and found.num_commits == 3
     assert found.reading is not None and f"{found.reading.digest:016x}" == found.data_digest
     assert found.comparison is not None and found.comparison.answer == "same"
