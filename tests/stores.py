@@ -70,6 +70,10 @@ class MemoryStore:
         with self._lock:
             return sorted(key for key in self._files if key == prefix or key.startswith(f"{prefix}/"))
 
+    def sizes(self, folder: str) -> dict[str, int | None]:
+        """Return the sizes of the files under a folder."""
+        return {key: len(self._files[key]) for key in self.list(folder)}
+
     def delete(self, prefix: str) -> None:
         """Forget a file or a folder."""
         for key in self.list(prefix):
@@ -116,6 +120,13 @@ class HookedStore:
         keys = self.inner.list(prefix)
         self.after("list", prefix, 0)
         return keys
+
+    def sizes(self, folder: str) -> dict[str, int | None]:
+        """List a folder with the sizes of its files."""
+        self.before("list", folder)
+        sizes = self.inner.sizes(folder)
+        self.after("list", folder, 0)
+        return sizes
 
     def delete(self, prefix: str) -> None:
         """Delete a file or folder."""

@@ -37,6 +37,9 @@ def is_text(value: object) -> bool:
 
 def shown(value: object) -> str:
     """Return a value for an error, cut short."""
+    if type(value) is str and len(value) < _SHORT.maxstring // 2 and value.isprintable():
+        # Every tensor of a manifest has a name, and this is much quicker.
+        return repr(value)
     return _SHORT.repr(value)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ray_ulysses.checkpoint.json_fields import FieldError, Fields, is_number, is_text
 from ray_ulysses.checkpoint.manifest_json import encode, has_checksum, shards_from_json, state_from_json, state_to_json
@@ -21,6 +21,8 @@ SCHEMA_VERSION = 3
 
 _DIGEST = re.compile(r"[0-9a-f]{1,16}")
 _YEAR_10000_S = 253_402_300_800
+
+_Taken = TypeVar("_Taken")
 
 
 class ManifestError(RunError):
@@ -141,42 +143,50 @@ class Manifest:
             ForeignManifestError: Another version wrote it.
             ManifestError: It is torn or altered, or holds what no checkpoint has.
         """
-        try:
-            values = json.loads(content)
-            is_whole_file = isinstance(values, dict) and has_checksum(content, values)
-        except (ValueError, RecursionError) as error:
-            raise ManifestError("the manifest is torn or no JSON") from error
-        if not is_whole_file:
-            raise ManifestError("the manifest's checksum is wrong")
-        try:
-            return _from_fields(Fields(values=values))
-        except FieldError as error:
-            raise ManifestError(f"the manifest's {error}") from error
+        return _read(content, _manifest_of)
 
 
-def _from_fields(fields: Fields) -> Manifest:
-    """Return the manifest that a file holds; its version comes first, since it says what else there may be.
-
-    Raises:
-        ForeignManifestError: Another version wrote it.
-        FieldError: A field is missing or wrong.
-    """
-    version = fields.whole("schema_version", least=1)
-    if version != SCHEMA_VERSION:
-        raise ForeignManifestError(
-            f"the manifest has schema version {version}, but this version of ray-ulysses reads "
-            f"{SCHEMA_VERSION}; load it with the version that wrote it"
-        )
-    attempt, world_size = fields.whole("attempt", least=1), fields.whole("world_size", least=1)
-    state = state_from_json(fields)
-    return Manifest(
-        step=fields.whole("step"),
-        attempt=attempt,
-        world_size=world_size,
-        meta=_meta_from_json(fields),
-        state=state,
-        shards=shards_from_json(fields, folder=attempt_folder(attempt), world_size=world_size, tensors=state.tensors),
+def _read(content: bytes, take: Callable[[Fields], _Taken]) -> _Taken:
+    """Return what is taken from a file's fields; its version comes first, since it says what else there may be."""
+    try:
+        values = json.loads(content)
+        is_whole_file = isinstance(values, dict) and has_checksum(content, values)
+    except (ValueError, RecursionError) as error:
+        raise ManifestError("the manifest is torn or no JSON") from error
+    if not is_whole_file:
+        raise ManifestError("the manifest's checksum is wrong")
+    fields = Fields(values=values)
+    try:
+        version = fields.whole("schema_version", least=1)
+        if version == SCHEMA_VERSION:
+            return take(fields)
+    except FieldError as error:
+        raise ManifestError(f"the manifest's {error}") from error
+    raise ForeignManifestError(
+        f"the manifest has schema version {version}, but this version of ray-ulysses reads {SCHEMA_VERSION}; load it "
+        "with the version that wrote it"
     )
+
+
+def _manifest_of(fields: Fields) -> Manifest:
+    ref, meta = _facts_of(fields)
+    state = state_from_json(fields)
+    folder = attempt_folder(ref.attempt)
+    return Manifest(
+        step=ref.step,
+        attempt=ref.attempt,
+        world_size=ref.world_size,
+        meta=meta,
+        state=state,
+        shards=shards_from_json(fields, folder=folder, world_size=ref.world_size, tensors=state.tensors),
+    )
+
+
+def _facts_of(fields: Fields) -> tuple[CheckpointRef, CheckpointMeta]:
+    attempt, world_size = fields.whole("attempt", least=1), fields.whole("world_size", least=1)
+    step = fields.whole("step")
+    ref = CheckpointRef(step=step, attempt=attempt, world_size=world_size, folder=step_folder(step))
+    return ref, _meta_from_json(fields)
 
 
 def read_manifest(store: Store, step: int) -> Manifest:
@@ -185,15 +195,32 @@ def read_manifest(store: Store, step: int) -> Manifest:
     Raises:
         ManifestError: It is missing, torn, altered, or not readable by this version.
     """
+    return _read_step(store, step, _manifest_of)
+
+
+def read_facts(store: Store, step: int) -> tuple[CheckpointRef, CheckpointMeta]:
+    """Read what a committed step's manifest says beside its state and shards, which take most of the time.
+
+    Raises:
+        ManifestError: It is missing, torn, altered, or not readable by this version.
+    """
+    return _read_step(store, step, _facts_of)
+
+
+def _read_step(store: Store, step: int, take: Callable[[Fields], _Taken]) -> _Taken:
     try:
-        manifest = Manifest.from_bytes(read_bytes(store, manifest_key(step)))
+        content = read_bytes(store, manifest_key(step))
     except FileNotFoundError as error:
         raise ManifestError(f"step {step} has no manifest, so it was never committed") from error
     except OSError as error:
         raise ManifestError(f"the manifest can't be read ({error.strerror or error})") from error
-    if manifest.step != step:
-        raise ManifestError(f"the manifest in the folder of step {step} is of step {manifest.step}")
-    return manifest
+
+    def take_of_step(fields: Fields) -> _Taken:
+        if fields.whole("step") != step:
+            raise ManifestError(f"the manifest in the folder of step {step} is of step {fields.whole('step')}")
+        return take(fields)
+
+    return _read(content, take_of_step)
 
 
 def _meta_from_json(fields: Fields) -> CheckpointMeta:

@@ -217,7 +217,7 @@ def _intervals(fields: Fields, sizes: Mapping[str, tuple[int, int]]) -> list[tup
                 why = "whose tensor the shard holds already"
             else:
                 seen.add(key)
-                found.append((Interval(key=key, start=start, stop=stop), (stop - start) * sizes[key][1]))
+                found.append((Interval(key, start, stop), (stop - start) * sizes[key][1]))
         if why is not None:
             raise FieldError(f"{fields.at('intervals')}[{number}] is {shown(row)}, {why}")
     return found

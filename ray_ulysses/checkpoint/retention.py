@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ray_ulysses.checkpoint.choice import committed_in
 from ray_ulysses.checkpoint.each_step import for_each_step
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
-from ray_ulysses.checkpoint.manifest import CheckpointRef, ManifestError, read_manifest
+from ray_ulysses.checkpoint.manifest import CheckpointRef, ManifestError, read_facts
 from ray_ulysses.run_layout import CHECKPOINT_FOLDER, SHARD_KEY, manifest_key, step_folder
 from ray_ulysses.storage import LocalStore, Store
 from ray_ulysses.storage.temporaries import sweep_temporaries
@@ -205,10 +205,10 @@ class Retention:
 def read_committed_facts(store: Store, step: int) -> Committed | None:
     """Return what is to be known of a committed step; None if it was deleted since it was listed."""
     try:
-        manifest = read_manifest(store, step)
+        ref, meta = read_facts(store, step)
     except ManifestError as error:
         return None if isinstance(error.__cause__, FileNotFoundError) else Committed(attempt=None, metrics={})
-    return Committed(attempt=manifest.attempt, metrics=manifest.meta.metrics)
+    return Committed(attempt=ref.attempt, metrics=meta.metrics)
 
 
 def _is_alive(lineage: Lineage, step: int, found: Committed) -> bool:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from ray_ulysses.checkpoint.checksums import BLOCK_BYTES, BlockSums, block_sums, checksum, num_blocks, table_bytes
 from ray_ulysses.checkpoint.intervals import Interval
@@ -32,9 +32,8 @@ class ShardDamage(ValueError):
     """A stored shard is not what was written; the text names file, tensor and bytes."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredInterval:
-    """Where an interval lies in its shard.
+class StoredInterval(NamedTuple):
+    """Where an interval lies in its shard; a tuple as an `Interval` is.
 
     Attributes:
         interval: The elements.
@@ -81,7 +80,7 @@ def place_intervals(intervals: Sequence[tuple[Interval, int]], header_bytes: int
     offsets = accumulate(sizes, initial=header_bytes)
     blocks = accumulate((num_blocks(size) for size in sizes), initial=0)
     return tuple(
-        StoredInterval(interval=interval, offset=offset, num_bytes=size, first_block=block)
+        StoredInterval(interval, offset, size, block)
         for (interval, size), offset, block in zip(intervals, offsets, blocks, strict=False)
     )
 

@@ -103,26 +103,18 @@ def _start(reports: Sequence[CheckpointReport], committed: Sequence[int], locati
 
 def _look_into_all(store: Store, lineage: Lineage) -> list[_Folder]:
     """Return what lies in each directory, by step; a few are looked into at once."""
-    keys: dict[int, list[str]] = {}
-    for key in store.list(CHECKPOINT_FOLDER):
+    files: dict[int, dict[str, int | None]] = {}
+    for key, size in store.sizes(CHECKPOINT_FOLDER).items():
         match = CHECKPOINT_KEY.match(key)
         if match:
-            keys.setdefault(int(match[1]), []).append(match[2])
-    return for_each_step(sorted(keys), lambda step: _look(store, step, keys[step], lineage))
+            files.setdefault(int(match[1]), {})[match[2]] = size
+    return for_each_step(sorted(files), lambda step: _look(store, step, files[step], lineage))
 
 
-def _look(store: Store, step: int, names: Iterable[str], lineage: Lineage) -> _Folder:
-    """Return what lies in a directory; a file that is deleted meanwhile is left out."""
-    folder, notes = step_folder(step), {}
-    files: dict[str, int | None] = {}
-    for name in names:
-        try:
-            files[name] = _size(store, f"{folder}/{name}")
-        except FileNotFoundError:
-            continue
-        match = NOTE_NAME.match(name)
-        if match:
-            notes[int(match[1])] = _read_note(store, f"{folder}/{name}")
+def _look(store: Store, step: int, files: dict[str, int | None], lineage: Lineage) -> _Folder:
+    """Return what lies in a directory, where these files are."""
+    matches = ((name, NOTE_NAME.match(name)) for name in files)
+    notes = {int(match[1]): _read_note(store, f"{step_folder(step)}/{name}") for name, match in matches if match}
     if MANIFEST_FILE not in files:
         return _Folder(step=step, files=files, notes=notes)
     found = read_committed(store, step)
@@ -149,26 +141,13 @@ def _is_sound(manifest: Manifest, files: Mapping[str, int | None], lineage: Line
     )
 
 
-def _size(store: Store, key: str) -> int | None:
-    """Return a file's size in bytes; None if it is not given now.
-
-    Raises:
-        FileNotFoundError: It is gone.
-    """
-    try:
-        with store.open(key) as stream:
-            return stream.seek(0, 2)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        return None
-
-
 def _is_gone(store: Store, key: str) -> bool:
     try:
-        _size(store, key)
+        store.open(key).close()
     except FileNotFoundError:
         return True
+    except OSError:
+        pass
     return False
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.each_step import for_each_step
-from ray_ulysses.checkpoint.manifest import ManifestError, read_manifest
+from ray_ulysses.checkpoint.manifest import ManifestError, read_facts
 from ray_ulysses.forensics.checkpoint_checks import Claim
 from ray_ulysses.forensics.checkpoint_place import find_checkpoints
 from ray_ulysses.run_layout import manifest_key
@@ -23,7 +23,7 @@ def read_claims(run_dir: Path) -> list[Claim]:
 def _claim(store: Store, step: int) -> Claim | None:
     origin = manifest_key(step)
     try:
-        meta = read_manifest(store, step).meta
+        _, meta = read_facts(store, step)
     except ManifestError as error:
         gone = isinstance(error.__cause__, FileNotFoundError)
         return None if gone else Claim(step=step, origin=origin, problem=str(error))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ray_ulysses.checkpoint import Damage
-from ray_ulysses.checkpoint.choice import committed_steps, read_committed
+from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.each_step import for_each_step
 from ray_ulysses.checkpoint.fence import read_lineage
+from ray_ulysses.checkpoint.manifest import ManifestError, read_facts
 from ray_ulysses.storage.location import join_location
 from ray_ulysses.tracking.commits import CheckpointInventory, CommittedCheckpoint
 
@@ -28,11 +28,14 @@ def take_inventory(store: Store, location: str, attempt: int) -> CheckpointInven
         OSError: The store can't be listed.
     """
 
-    def look(step: int) -> tuple[CheckpointRef, CheckpointMeta] | Damage:
-        found = read_committed(store, step)
-        return found if isinstance(found, Damage) else (found.ref, found.meta)
+    def look(step: int) -> tuple[CheckpointRef, CheckpointMeta] | None:
+        try:
+            return read_facts(store, step)
+        except ManifestError:
+            return None
 
-    found = for_each_step(committed_steps(store), look)
+    steps = committed_steps(store)
+    found = for_each_step(steps, look)
     lineage = read_lineage(store)
     return CheckpointInventory(
         attempt=attempt,
@@ -40,9 +43,9 @@ def take_inventory(store: Store, location: str, attempt: int) -> CheckpointInven
         checkpoints=tuple(
             committed_checkpoint(location, *one)
             for one in found
-            if not isinstance(one, Damage) and lineage.holds(one[0].step, one[0].attempt)
+            if one is not None and lineage.holds(one[0].step, one[0].attempt)
         ),
-        unread=tuple(one.step for one in found if isinstance(one, Damage)),
+        unread=tuple(step for step, one in zip(steps, found, strict=True) if one is None),
     )
 
 

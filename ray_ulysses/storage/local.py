@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,6 +26,7 @@ from ray_ulysses.storage.temporaries import TEMPORARY_PREFIX
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _DELETE_TRIES = 5
 _MOST_MEETINGS = 1000
+_SIZES_AT_ONCE = 16
 
 
 class LocalStore:
@@ -83,6 +85,23 @@ class LocalStore:
         keys: list[str] = []
         self._collect(str(top), prefix, (), keys)
         return sorted(keys)
+
+    def sizes(self, folder: str) -> dict[str, int | None]:
+        """Return the size in bytes of each file under a folder, by its key; None for one that can't be opened now."""
+        keys = self.list(folder)
+        with ThreadPoolExecutor(_SIZES_AT_ONCE, thread_name_prefix="ray-ulysses-sizes") as threads:
+            found = zip(keys, threads.map(self._size, keys), strict=True)
+        # -1 stands for what was deleted since it was listed.
+        return {key: size for key, size in found if size != -1}
+
+    def _size(self, key: str) -> int | None:
+        try:
+            with self.open(key) as stream:
+                return stream.seek(0, os.SEEK_END)
+        except FileNotFoundError:
+            return -1
+        except OSError:
+            return None
 
     def delete(self, prefix: str) -> None:
         """Delete a file, or a folder with all that is in it.

@@ -82,16 +82,20 @@ class ObjectStore:
 
     def list(self, prefix: str) -> list[str]:
         """Return the keys of all files at or under a folder, sorted; an absent folder is an empty one."""
-        checked_key(prefix)
-
-        def attempt() -> list[str]:
-            batches = obstore.list(self._client, prefix, chunk_size=_LIST_BATCH)
-            return sorted(meta["path"] for batch in batches for meta in batch)
-
-        keys = self._tried(prefix, attempt)
+        keys = [*self.sizes(prefix)]
         if not keys and self._mark_of(prefix) is not None:
             return [prefix]
         return keys
+
+    def sizes(self, folder: str) -> dict[str, int | None]:
+        """Return the size in bytes of each file under a folder, by its key, as the listing says it."""
+        checked_key(folder)
+
+        def attempt() -> dict[str, int | None]:
+            batches = obstore.list(self._client, folder, chunk_size=_LIST_BATCH)
+            return dict(sorted((meta["path"], meta["size"]) for batch in batches for meta in batch))
+
+        return self._tried(folder, attempt)
 
     def delete(self, prefix: str) -> None:
         """Delete a file, or a folder with all that is in it; what is not there is deleted already."""

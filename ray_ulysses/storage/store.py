@@ -46,6 +46,10 @@ class Store(Protocol):
         """Return the keys of all files at or under a folder, sorted; an absent folder is an empty one."""
         ...
 
+    def sizes(self, folder: str) -> dict[str, int | None]:
+        """Return the size in bytes of each file under a folder, by its key, sorted; None where it can't be read now."""
+        ...
+
     def delete(self, prefix: str) -> None:
         """Delete a file, or a folder with all that is in it; what is not there is deleted already."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,13 @@ from ray_ulysses.config import load_config
 from ray_ulysses.errors import RunError
 from ray_ulysses.forensics import checkpoint_listing
 from ray_ulysses.forensics.checkpoint_listing import list_checkpoints
-from ray_ulysses.forensics.checkpoint_place import read_run
+from ray_ulysses.forensics.checkpoint_place import find_checkpoints, read_run
 from ray_ulysses.forensics.checkpoint_report import CheckpointReport
 from ray_ulysses.run.start_point import why_no_start
+from ray_ulysses.run_layout import shard_file, step_folder
 from ray_ulysses.storage import LocalStore, RunLock, Store
 from ray_ulysses.tracking.journal import AttemptJournal
+from tests.stores import CountingStore
 from tests.unit.forensics.saved import WRITTEN, cut, denied, flip, make_folder, make_foreign, manifest, save, shard
 
 
@@ -57,6 +60,21 @@ def test_a_checkpoint_says_who_wrote_it_when_why_and_how_large_it_is(folder: Pat
     )
     listing = list_checkpoints(folder)
     assert (listing.name, listing.location, listing.resumes_from) == ("demo", str(folder), 20)
+
+
+def test_one_listing_tells_the_sizes_of_all_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an object store each file that is opened is a request that waits for its answer."""
+    store = CountingStore(make_folder(folder))
+    for step in (10, 20, 30):
+        save(store, step)
+    cut(shard(folder, 20), 1)
+    place = replace(find_checkpoints(folder), store=store)
+    monkeypatch.setattr(checkpoint_listing, "find_checkpoints", lambda run_dir: place)
+    store.log.clear()
+    assert [report.condition for report in list_checkpoints(folder).checkpoints] == ["whole", "damaged", "whole"]
+    assert sum(call == ("list", "checkpoints") for call in store.log) == 1
+    shards = {key for kind, key in store.log if kind == "open" and "attempt-" in key}
+    assert shards == {f"{step_folder(20)}/{shard_file(1, rank, 2)}" for rank in range(2)}, "only where sizes are wrong"
 
 
 def test_it_says_which_rules_keep_each(folder: Path) -> None:

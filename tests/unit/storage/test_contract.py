@@ -192,6 +192,13 @@ def test_a_list_is_sorted_recursive_and_of_whole_folders(store: Store) -> None:
     assert store.list("absent") == []
 
 
+def test_sizes_are_those_of_the_files_of_a_folder(store: Store) -> None:
+    for key, size in {"a/b/two": 2, "a/none": 0, "ab/three": 3}.items():
+        store.create(key, [b"x" * size])
+    assert [*store.sizes("a").items()] == [("a/b/two", 2), ("a/none", 0)]
+    assert store.sizes("nowhere") == {}
+
+
 def test_a_list_of_more_than_a_page_and_its_deletion_are_whole(store: Store) -> None:
     keys = [f"many/{number // 100:02d}/{number:04d}" for number in range(1003)]
     with ThreadPoolExecutor(8) as pool:
