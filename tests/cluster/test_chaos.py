@@ -200,6 +200,8 @@ def row_of(number: int, death: Death, events: tuple[Event, ...]) -> dict[str, st
     starts = [one for one in events if isinstance(one, AttemptStarted) and one.attempt > death.attempt]
     steps = [one for one in events if isinstance(one, StepDone) and one.attempt > death.attempt]
     resumed = min(starts, key=lambda one: one.attempt).resumed_step
+    # Not the step of the kill: workers of a raylet that was killed, for one, train on for a while.
+    trained = (one.step for one in events if isinstance(one, StepDone) and one.attempt == death.attempt)
     return {
         "death": str(number),
         "of": death.victim,
@@ -207,7 +209,7 @@ def row_of(number: int, death: Death, events: tuple[Event, ...]) -> dict[str, st
         "workers x sp": f"{death.workers} x {death.sp_size}",
         "step": str(death.step),
         "resumed from": str(resumed),
-        "steps lost": str(max(0, death.step - resumed)),
+        "steps lost": str(max(trained, default=resumed) - resumed),
         "command": "started anew" if death.ended else "went on",
         "seconds to the next step": f"{min(one.time for one in steps) - death.time:.0f}",
     }
