@@ -20,12 +20,12 @@ _MOST_TRIES = 100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DamagedRecord:
-    """A line of a journal that is not what was written.
+    """A line of a journal that is not what was written, or all of a segment in whose place no file stands.
 
     Attributes:
         segment: Name of its file.
         attempt: The attempt whose file it is.
-        line: Number of its line, from 1.
+        line: Number of its line, from 1; 0 stands for the whole segment.
         reason: What is wrong with it.
         outcome: Whether a flipped bit in it was corrected by its checksum, its step was recovered from the sums of the
             next checkpoint (all but its loss and its duration), or it is lost.
@@ -43,7 +43,8 @@ class DamagedRecord:
             "recovered": "its step was recovered from the next checkpoint's sums, without loss and duration",
             "lost": "it was set aside",
         }
-        return f"journal/{self.segment}, line {self.line}: {self.reason}; {outcome[self.outcome]}"
+        line = f", line {self.line}" if self.line else ""
+        return f"journal/{self.segment}{line}: {self.reason}; {outcome[self.outcome]}"
 
 
 @dataclass(slots=True)

@@ -46,12 +46,17 @@ class SegmentReader:
         self._lines = SegmentLines(segment.name, attempt)
 
     def read(self) -> Iterator[Entry | DamagedRecord]:
-        """Yield what was added since the last call.
+        """Yield what was added since the last call; what stands in place of the file counts as one damaged record.
 
         Raises:
             NotAPlainFileError: The segment is a pipe, a socket or a device.
             OSError: It can't be read.
         """
+        why = _why_no_file(self._segment)
+        if why is not None:
+            name, attempt = self._lines.segment, self._lines.attempt
+            yield DamagedRecord(segment=name, attempt=attempt, line=0, reason=why, outcome="lost")
+            return
         with open_regular(self._segment) as stream:
             if self._lines.offset == 0:
                 yield from read_indexed(self._segment, stream, self._lines)
@@ -113,7 +118,7 @@ def read_edges(run_dir: Path | str, attempt: int, num_bytes: int = 2**20) -> lis
         num_bytes: How much is read at either end, so that a long attempt takes no time.
     """
     path = next((path for number, path in segments(run_dir) if number == attempt), None)
-    if path is None or path.name.count(".") > 1:
+    if path is None or path.name.count(".") > 1 or _why_no_file(path) is not None:
         return []
     with open_regular(path) as stream:
         text = stream.read(num_bytes)
@@ -127,6 +132,15 @@ def read_edges(run_dir: Path | str, attempt: int, num_bytes: int = 2**20) -> lis
             event = parse_line(line, attempt, must_have_checksum=False) if line else None
             events += [event] if event is not None else []
     return events
+
+
+def _why_no_file(segment: Path) -> str | None:
+    """Return what stands in place of a segment's file, where that is nothing to read; the rest tells its opening."""
+    if segment.is_dir():
+        return "a folder stands in place of the file"
+    if segment.is_symlink() and not segment.exists():
+        return f"it is a link to {segment.readlink()}, which is not there"
+    return None
 
 
 def _with_recovered_steps(entries: Sequence[Entry], damaged: list[DamagedRecord], places: Sequence[int]) -> Journal:

@@ -98,6 +98,20 @@ def test_verify_exits_with_1_where_something_does_not(inspect: Inspect, run: Run
     assert f"{run.folder} differs from step 2 on" in out
 
 
+def test_a_folder_in_place_of_a_segment_is_named_and_the_rest_is_shown(inspect: Inspect, run: Run) -> None:
+    run.trained(3)
+    (run.folder / "journal/attempt-0002.jsonl").mkdir()
+    said = "journal/attempt-0002.jsonl: a folder stands in place of the file; it was set aside"
+    code, out, _ = inspect(run.folder)
+    assert code == 0 and f"DAMAGED: {said}" in out
+    code, out, _ = inspect(run.folder, "--json")
+    fields = json.loads(out)
+    assert (code, fields["step"], fields["damaged_records"]) == (0, 3, [said])
+    assert inspect(run.folder, "--checkpoints")[0] == 0
+    assert inspect(run.folder, "--row", 2)[0] == 0
+    assert inspect(run.folder, "--verify", "--no-read")[0] == 0
+
+
 def test_checkpoints_are_listed_as_text_and_as_json(inspect: Inspect, tmp_path: Path) -> None:
     store = make_folder(tmp_path / "saved")
     for step in (10, 20):

@@ -17,7 +17,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.tracking.events import StepDone
 from ray_ulysses.tracking.history import RunHistory, build_history, read_history
 from ray_ulysses.tracking.journal import AttemptJournal
-from ray_ulysses.tracking.journal_reader import read_journal
+from ray_ulysses.tracking.journal_reader import read_edges, read_journal
 from ray_ulysses.tracking.line_checksum import with_checksum
 from ray_ulysses.tracking.step_runs import single
 from tests.unit.tracking.journals import read_events
@@ -275,6 +275,28 @@ def test_whatever_a_line_of_an_old_journal_holds_is_named(tmp_path: Path, text: 
     (record,) = read_journal(tmp_path).damaged
     assert reason in record.reason
     assert record.reason.isprintable() and len(record.reason) < 400
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a link to a folder", "a link to nothing"])
+def test_what_stands_in_place_of_a_segment_is_named_and_the_rest_is_read(tmp_path: Path, kind: str) -> None:
+    whole = read_journal(_run(tmp_path))
+    path, elsewhere = tmp_path / "journal/attempt-0002.jsonl", tmp_path / "elsewhere"
+    path.unlink()
+    if kind == "a folder":
+        path.mkdir()
+    else:
+        path.symlink_to(elsewhere)
+        if kind == "a link to a folder":
+            elsewhere.mkdir()
+    reason = "a folder stands in place of the file"
+    if kind == "a link to nothing":
+        reason = f"it is a link to {elsewhere}, which is not there"
+    said = f"journal/attempt-0002.jsonl: {reason}; it was set aside"
+    found = read_journal(tmp_path)
+    assert [str(record) for record in found.damaged] == [said]
+    first = [event for event in single(whole.entries) if event.attempt == 1]
+    assert first and list(single(found.entries)) == first
+    assert read_edges(tmp_path, 2) == []
 
 
 def test_a_pipe_in_place_of_a_segment_is_refused(tmp_path: Path) -> None:
