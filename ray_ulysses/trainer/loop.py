@@ -17,6 +17,7 @@ from ray_ulysses.engine.zero import build_engine, partition_config, prepare_proc
 from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.planner.settings import run_layout
 from ray_ulysses.run.settings import last_step_of, model_shape, zero_settings
+from ray_ulysses.trainer.context import AttemptContext, open_attempt
 from ray_ulysses.trainer.data import open_data
 from ray_ulysses.trainer.record import Recorder
 from ray_ulysses.trainer.resume import resume
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from ray_ulysses.data.read.reader import RowReader, RowSlice
     from ray_ulysses.data.read.row_source import RowSource
     from ray_ulysses.model_shape import ModelShape
-    from ray_ulysses.parallel.layout import ParallelLayout
     from ray_ulysses.trainer.progress import Progress
     from ray_ulysses.trainer.worker import Worker
 
@@ -55,9 +55,7 @@ class AttemptEnd:
 class _Attempt:
     """What an attempt is made of once it has started."""
 
-    config: Config
-    worker: Worker
-    layout: ParallelLayout
+    context: AttemptContext
     mesh: SequenceMesh
     plan: Plan
     reader: RowReader
@@ -80,27 +78,22 @@ def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
     Raises:
         RunError: The run can't go on; the text says why.
     """
-    # The mesh: who shares rows with whom. The recorder: one attempt number for all, on storage that all share.
+    # The mesh: who shares rows with whom. The attempt: one number for all, on storage that all share.
     prepare_process(worker.local_rank, worker.device.type)
     shape = model_shape(config)
     layout = run_layout(config, shape, worker.world_size)
     mesh = SequenceMesh.from_layout(layout, timeout=timedelta(seconds=config.elastic.collective_timeout_s))
-    recorder = Recorder.open(config, worker, layout)
+    context, journal = open_attempt(config, worker, layout)
+    recorder = Recorder.open(context, journal)
     # What it warns of reaches the person: what a worker logs stays on its node.
     with warnings_told(recorder.warned if worker.rank == 0 else None):
-        return _run(config, worker, layout, mesh, shape, recorder)
+        return _run(context, mesh, shape, recorder)
 
 
-def _run(
-    config: Config,
-    worker: Worker,
-    layout: ParallelLayout,
-    mesh: SequenceMesh,
-    shape: ModelShape,
-    recorder: Recorder,
-) -> AttemptEnd:
+def _run(context: AttemptContext, mesh: SequenceMesh, shape: ModelShape, recorder: Recorder) -> AttemptEnd:
     """Build everything, resume, and train to the end."""
-    keeper = CheckpointKeeper(config, worker, layout, recorder)
+    config, worker, layout = context.config, context.worker, context.layout
+    keeper = CheckpointKeeper(context, recorder)
     try:
         # The data: the plan that the driver has stored. The model: under ZeRO, with our attention.
         plan, reader = open_data(config)
@@ -114,9 +107,7 @@ def _run(
         engine = build_engine(model, settings)
         engine.train()
         attempt = _Attempt(
-            config=config,
-            worker=worker,
-            layout=layout,
+            context=context,
             mesh=mesh,
             plan=plan,
             reader=reader,
@@ -126,7 +117,7 @@ def _run(
             keeper=keeper,
         )
         # The state: from the newest committed checkpoint, at whatever world size it was written.
-        progress = resume(engine, config, plan, recorder)
+        progress = resume(engine, plan, context, recorder)
         keeper.resumed(progress.step)
         recorder.attempt_started(progress, last_step_of(config, plan), plan)
         source = worker.make_source(plan, reader, layout, worker.rank)
@@ -145,7 +136,7 @@ def _run(
 
 def _train(attempt: _Attempt, source: RowSource, progress: Progress) -> AttemptEnd:
     """Step, evaluate and save until the last step or a request to stop."""
-    config, plan = attempt.config, attempt.plan
+    config, plan = attempt.context.config, attempt.plan
     last_step = last_step_of(config, plan)
     stop = False
     while progress.step < last_step and not stop:
@@ -161,7 +152,8 @@ def _train(attempt: _Attempt, source: RowSource, progress: Progress) -> AttemptE
 
 def _take_step(attempt: _Attempt, source: RowSource, progress: Progress) -> StepOutcome:
     """Train the next step's rows."""
-    config, plan, worker, engine = attempt.config, attempt.plan, attempt.worker, attempt.engine
+    config, plan, engine = attempt.context.config, attempt.plan, attempt.engine
+    worker = attempt.context.worker
     step = progress.step + 1
     rows = plan.step_rows(step)
     weights = plan.weights(rows)
@@ -209,17 +201,17 @@ def _take_step(attempt: _Attempt, source: RowSource, progress: Progress) -> Step
 
 def _evaluate(attempt: _Attempt, outcome: StepOutcome) -> StepOutcome:
     """Evaluate; the loss joins the step's metrics, since checkpoints are chosen by it."""
-    clock = attempt.worker.clock
+    clock = attempt.context.worker.clock
     started = clock.monotonic()
-    loss, tokens = evaluate(attempt.engine, _evaluation_slices(attempt), attempt.mesh, attempt.worker.device)
+    loss, tokens = evaluate(attempt.engine, _evaluation_slices(attempt), attempt.mesh, attempt.context.worker.device)
     attempt.recorder.evaluated(outcome.progress.step, loss, tokens, clock.monotonic() - started)
     return replace(outcome, metrics={**outcome.metrics, "eval_loss": loss})
 
 
 def _padded(attempt: _Attempt, slices: Iterator[RowSlice]) -> Iterator[RowSlice]:
     """Fill a short last step up with rows of weight zero: the engine counts micro-steps."""
-    layout = attempt.layout
-    filler = attempt.reader.filler(layout.sp_rank(attempt.worker.rank), layout.sp_size, layout.ring_size)
+    layout = attempt.context.layout
+    filler = attempt.reader.filler(layout.sp_rank(attempt.context.worker.rank), layout.sp_size, layout.ring_size)
     num_rows = 0
     # To its very end: a source moves on to the next step only when it has been asked for more than its last slice.
     for row in slices:
@@ -230,7 +222,7 @@ def _padded(attempt: _Attempt, slices: Iterator[RowSlice]) -> Iterator[RowSlice]
 
 
 def _evaluation_slices(attempt: _Attempt) -> Iterator[RowSlice]:
-    layout, rank = attempt.layout, attempt.worker.rank
+    layout, rank = attempt.context.layout, attempt.context.worker.rank
     sp_rank, dp_rank = layout.sp_rank(rank), layout.dp_rank(rank)
     for micro_step in attempt.plan.evaluation_schedule(layout.dp_size):
         row = micro_step[dp_rank]

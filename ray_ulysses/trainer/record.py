@@ -4,42 +4,31 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch.distributed as dist
-
-from ray_ulysses.checkpoint.errors import CheckpointError
-from ray_ulysses.checkpoint.exchange import TorchExchange
-from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_store
+from ray_ulysses.run.checkpoint_store import checkpoint_location
 from ray_ulysses.run.inventory import committed_checkpoint, take_inventory
 from ray_ulysses.run.run_files import describing_files
 from ray_ulysses.run.settings import flat_settings, versions
-from ray_ulysses.run.takeover import refuse_taken_over
 from ray_ulysses.tracking.commits import GoneCheckpoint
-from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.mlflow_tracker import MlflowTracker
 from ray_ulysses.tracking.tracker import NullTracker
-from ray_ulysses.trainer.shared_storage import probe_storage
 from ray_ulysses.trainer.step_meter import StepMeter
 from ray_ulysses.trainer.time_account import TimeAccount
 
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint import Damage
     from ray_ulysses.checkpoint.background import Saved
-    from ray_ulysses.config import Config
     from ray_ulysses.data.plan.plan import Plan
-    from ray_ulysses.parallel.layout import ParallelLayout
-    from ray_ulysses.storage import Store
+    from ray_ulysses.tracking.journal import AttemptJournal
     from ray_ulysses.tracking.step_runs import Entry
     from ray_ulysses.tracking.tracker import Tracker
+    from ray_ulysses.trainer.context import AttemptContext
     from ray_ulysses.trainer.progress import Progress
     from ray_ulysses.trainer.step import StepResult
-    from ray_ulysses.trainer.worker import Worker
 
 _log = get_logger(__name__)
 _MOST_PENDING = 10_000
@@ -54,91 +43,45 @@ class Recorder:
     for the next. Any thread may record.
 
     Attributes:
-        store: The store of the run's checkpoints.
-        exchange: Small values between ranks, over a group apart from training's.
-        save_exchange: The same for the threads that save, over a group of their own.
-        attempt: The attempt's number, on every rank.
-        rank: This rank.
-        nodes: Name of each rank's node, by rank.
         time: Where the run's time goes.
     """
 
     def __init__(
-        self,
-        *,
-        config: Config,
-        worker: Worker,
-        layout: ParallelLayout,
-        store: Store,
-        exchange: TorchExchange,
-        save_exchange: TorchExchange,
-        journal: AttemptJournal | None,
-        tracker: Tracker,
-        attempt: int,
-        nodes: list[str],
-        events: Sequence[Entry] = (),
+        self, context: AttemptContext, journal: AttemptJournal | None, tracker: Tracker, events: Sequence[Entry] = ()
     ) -> None:
-        self.store = store
-        self.exchange = exchange
-        self.save_exchange = save_exchange
-        self.attempt = attempt
-        self.rank = worker.rank
-        self.nodes = nodes
-        self._config = config
-        self._worker = worker
-        self._layout = layout
+        self._context = context
         self._journal = journal
         self._tracker = tracker
         self._is_warned = False
         self._last_step = 0
-        self._location = checkpoint_location(config)
-        self._meter = StepMeter(config, worker.device, layout.world_size)
-        self.time = TimeAccount(worker.clock, events)
+        self._location = checkpoint_location(context.config)
+        self._meter = StepMeter(context.config, context.worker.device, context.layout.world_size)
+        self.time = TimeAccount(context.worker.clock, events)
 
     @classmethod
-    def open(cls, config: Config, worker: Worker, layout: ParallelLayout) -> Recorder:
-        """Probe the storage and claim the next attempt; every rank must call.
+    def open(cls, context: AttemptContext, journal: AttemptJournal | None) -> Recorder:
+        """Go on with what the run has told up to now.
 
-        Raises:
-            UserError: The storage is not shared by every node, or can't be written.
+        Args:
+            context: The attempt.
+            journal: Its journal, on rank 0; None on the others.
         """
-        timeout = timedelta(seconds=config.elastic.collective_timeout_s)
-        exchange = TorchExchange(dist.new_group(backend="gloo", timeout=timeout))
-        # A rank's storage may be much slower than another's.
-        patience = timedelta(seconds=config.checkpoint.save_timeout_s)
-        save_exchange = TorchExchange(dist.new_group(backend="gloo", timeout=patience))
-        probe_storage(config.run_dir, worker, exchange)
-        store = checkpoint_store(config)
-        journal = _claim(config, store, worker) if worker.rank == 0 else None
-        attempt = exchange.broadcast(journal.attempt if journal else None)
-        nodes = exchange.broadcast(exchange.gather(worker.node))
+        config = context.config
         tracker: Tracker = NullTracker()
-        if worker.rank == 0 and config.tracking_uri is not None:
+        if journal is not None and config.tracking_uri is not None:
             tracker = MlflowTracker(
                 uri=config.tracking_uri,
                 experiment=config.tracking.experiment,
                 run_name=config.run.name,
                 run_dir=config.run_dir,
             )
-        recorder = cls(
-            config=config,
-            worker=worker,
-            layout=layout,
-            store=store,
-            exchange=exchange,
-            save_exchange=save_exchange,
-            journal=journal,
-            tracker=tracker,
-            attempt=attempt,
-            nodes=nodes,
-            events=read_entries(config.run_dir) if journal is not None else (),
-        )
+        recorder = cls(context, journal, tracker, read_entries(config.run_dir) if journal is not None else ())
         recorder.phase("opening the data")
         return recorder
 
     def phase(self, name: str) -> None:
         """Record what is done before the first step, so that whoever waits for it knows."""
-        self._append("phase", phase=name, **self._worker.command())
+        self._append("phase", phase=name, **self._context.worker.command())
 
     def attempt_started(self, progress: Progress, last_step: int, plan: Plan) -> None:
         """Record who trains what, and from where.
@@ -146,16 +89,16 @@ class Recorder:
         Raises:
             RunError: The journal can't be written.
         """
-        config, layout = self._config, self._layout
+        config, layout, nodes = self._context.config, self._context.layout, self._context.nodes
         self._append(
             "attempt_started",
-            **self._worker.command(),
+            **self._context.worker.command(),
             world_size=layout.world_size,
             sp_size=layout.sp_size,
             ring_size=layout.ring_size,
             dp_size=layout.dp_size,
-            nodes=sorted(set(self.nodes)),
-            rank_nodes=self.nodes,
+            nodes=sorted(set(nodes)),
+            rank_nodes=nodes,
             resumed_step=progress.step,
             resumed_from=progress.resumed_from,
             last_step=last_step,
@@ -171,7 +114,7 @@ class Recorder:
             tags={
                 **config.tracking.tags,
                 "run_dir": str(config.run_dir),
-                "attempt": self.attempt,
+                "attempt": self._context.attempt,
                 "plan_id": plan.plan_id,
                 "plan_segment": len(plan.segments) - 1,
                 "world_size": layout.world_size,
@@ -224,7 +167,7 @@ class Recorder:
             digest=f"{result.digest:016x}",
         )
         self._last_step = step
-        if step % self._config.run.log_every_steps == 0:
+        if step % self._context.config.run.log_every_steps == 0:
             self._tracker.log_step(step, {**metrics, **self.time.news()})
         return metrics
 
@@ -255,7 +198,7 @@ class Recorder:
         if isinstance(self._tracker, NullTracker):
             # Reading every manifest of a large world takes seconds.
             return
-        self._tracker.log_checkpoint(take_inventory(self.store, self._location, self.attempt))
+        self._tracker.log_checkpoint(take_inventory(self._context.store, self._location, self._context.attempt))
 
     def checkpoint_deleted(self, step: int) -> None:
         """Record that retention has deleted a checkpoint."""
@@ -279,7 +222,7 @@ class Recorder:
 
     def journal_position(self) -> dict[str, int]:
         """Return how far the journal has come: the attempt, and bytes of its segment."""
-        return {"attempt": self.attempt, "bytes": self._journal.num_bytes if self._journal is not None else 0}
+        return {"attempt": self._context.attempt, "bytes": self._journal.num_bytes if self._journal is not None else 0}
 
     def sync(self) -> None:
         """Make the steps so far outlive a power cut, since the checkpoint that counts on them will.
@@ -312,7 +255,7 @@ class Recorder:
     def failed(self, error: BaseException) -> None:
         """Record what ended the attempt; never raises, since the error itself is on its way."""
         try:
-            if self._worker.is_watched:
+            if self._context.worker.is_watched:
                 # The launcher says it, to the tracker as well, and must not wait for this rank to reach that.
                 if self._journal is not None:
                     self._journal.close()
@@ -320,7 +263,7 @@ class Recorder:
             # The disk that failed the attempt may well be the journal's.
             with contextlib.suppress(OSError, RunError):
                 reason = f"failed: {type(error).__name__}: {error}"
-                self._append("attempt_ended", reason=reason, rank=self.rank, node=self._worker.node)
+                self._append("attempt_ended", reason=reason, rank=self._context.rank, node=self._context.worker.node)
             self._close("failed")
         except OSError as again:
             _log.warning("%s; what waits is lost with this process", self._unwritten(again))
@@ -335,7 +278,7 @@ class Recorder:
         if journal is None:
             return
         try:
-            journal.append(self.time.complete({"event": event, "attempt": self.attempt, **fields}))
+            journal.append(self.time.complete({"event": event, "attempt": self._context.attempt, **fields}))
         except OSError as error:
             if journal.num_pending > _MOST_PENDING:
                 raise self._unwritten(error) from error
@@ -369,26 +312,3 @@ class Recorder:
         finally:
             if self._journal is not None:
                 self._journal.close()
-
-
-def _claim(config: Config, store: Store, worker: Worker) -> AttemptJournal:
-    """Claim a number that neither the journal nor the store of the checkpoints has seen.
-
-    Raises:
-        UserError: The journal can't be written, or another command has taken the run over.
-        CheckpointError: The store of the checkpoints can't be.
-    """
-    try:
-        while True:
-            newest = read_lineage(store).newest_attempt
-            journal = AttemptJournal.claim(config.run_dir, worker.clock, after=newest)
-            # After a file was made in the journal's folder: NFS then shows what other hosts have made there.
-            refuse_taken_over(config.run_dir, newest, worker.session)
-            if claim_attempt(store, journal.attempt):
-                return journal
-            journal.close()
-    except OSError as error:
-        raise CheckpointError(
-            f"attempts can't be noted beside the checkpoints in {checkpoint_location(config)} ({error}); repair the "
-            "storage, then start the same command again"
-        ) from error

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ray_ulysses.checkpoint import Choice, Piece
     from ray_ulysses.config import Config
     from ray_ulysses.data.plan.plan import Plan
+    from ray_ulysses.trainer.context import AttemptContext
     from ray_ulysses.trainer.record import Recorder
 
 _log = get_logger(__name__)
@@ -47,7 +48,7 @@ _PAUSES_S = (1.0, 4.0)
 """Between two looks at checkpoints of which one can't be read, in seconds."""
 
 
-def resume(engine: Any, config: Config, plan: Plan, recorder: Recorder) -> Progress:
+def resume(engine: Any, plan: Plan, context: AttemptContext, recorder: Recorder) -> Progress:
     """Put the newest whole checkpoint into the engine and say where the attempt starts; every rank must call.
 
     Only sizes are looked at beforehand, since every byte is verified while it is loaded. A checkpoint that turns out to
@@ -63,41 +64,41 @@ def resume(engine: Any, config: Config, plan: Plan, recorder: Recorder) -> Progr
     passed: list[Damage] = []
     tries = 0
     while True:
-        manifest = _choose(config, recorder, passed)
+        manifest = _choose(context, passed)
         if manifest is None:
-            progress = _begin(engine, config, plan, recorder)
+            progress = _begin(engine, plan, context, recorder)
             break
-        _check_origin(manifest, config, plan)
+        _check_origin(manifest, context.config, plan)
         recorder.phase(f"loading step {manifest.step}")
         try:
-            _load(engine, manifest, recorder)
+            _load(engine, manifest, context)
         except DamagedCheckpointError as error:
-            _pass_over(recorder, passed, Damage(step=manifest.step, reason=str(error), attempt=manifest.attempt))
+            _pass_over(context, passed, Damage(step=manifest.step, reason=str(error), attempt=manifest.attempt))
             continue
         except UnreadableCheckpointError as error:
             if tries < len(_PAUSES_S):
                 time.sleep(_PAUSES_S[tries])
                 tries += 1
                 continue
-            if not _has_older(recorder, manifest.step):
+            if not _has_older(context, manifest.step):
                 raise
             damage = Damage(step=manifest.step, reason=str(error), kind="unreadable", attempt=manifest.attempt)
-            _pass_over(recorder, passed, damage)
+            _pass_over(context, passed, damage)
             continue
         progress = _progress_of(manifest, manifest.ref.folder)
         break
-    _start(recorder, progress.step, passed)
+    _start(context, recorder, progress.step, passed)
     return progress
 
 
-def _load(engine: Any, manifest: Manifest, recorder: Recorder) -> None:
+def _load(engine: Any, manifest: Manifest, context: AttemptContext) -> None:
     """Load a checkpoint, and see that the rest of it is whole, too; every rank must call.
 
     Raises:
         DamagedCheckpointError: A byte of it is not what was written; the engine may hold some of it by now.
         UnreadableCheckpointError: The storage does not give all of it.
     """
-    store, exchange = recorder.store, recorder.exchange
+    store, exchange = context.store, context.exchange
     loaded: set[str] = set()
 
     def fill(pieces: Sequence[Piece]) -> int:
@@ -105,10 +106,10 @@ def _load(engine: Any, manifest: Manifest, recorder: Recorder) -> None:
         return load_pieces(store, manifest, pieces, exchange=exchange)
 
     import_state(engine, manifest.state, fill)
-    verify_rest(store, manifest, loaded, rank=recorder.rank, world_size=len(recorder.nodes), exchange=exchange)
+    verify_rest(store, manifest, loaded, rank=context.rank, world_size=len(context.nodes), exchange=exchange)
 
 
-def _choose(config: Config, recorder: Recorder, passed: list[Damage]) -> Manifest | None:
+def _choose(context: AttemptContext, passed: list[Damage]) -> Manifest | None:
     """Return rank 0's choice on every rank; on rank 0, what it passes over is added to what was passed over before.
 
     Raises:
@@ -117,17 +118,17 @@ def _choose(config: Config, recorder: Recorder, passed: list[Damage]) -> Manifes
     """
     chosen: Manifest | None = None
     problem: str | None = None
-    if recorder.rank == 0:
+    if context.rank == 0:
         try:
-            choice = _patient_choice(recorder, [damage.step for damage in passed])
+            choice = _patient_choice(context, [damage.step for damage in passed])
             chosen = choice.manifest
             for damage in choice.damaged:
-                _pass_over(recorder, passed, damage)
-            problem = why_no_start(config, recorder.store, chosen, passed)
+                _pass_over(context, passed, damage)
+            problem = why_no_start(context.config, context.store, chosen, passed)
         except OSError as error:
             problem = f"the checkpoints of the run can't be read ({error}); repair the storage, then start again"
     # The file and not the object: a large world's takes longer to pickle than to read.
-    content, problem = recorder.exchange.broadcast((chosen.to_bytes() if chosen is not None else None, problem))
+    content, problem = context.exchange.broadcast((chosen.to_bytes() if chosen is not None else None, problem))
     if problem is not None:
         raise CheckpointError(problem)
     if content is None or chosen is not None:
@@ -135,7 +136,7 @@ def _choose(config: Config, recorder: Recorder, passed: list[Damage]) -> Manifes
     return Manifest.from_bytes(content)
 
 
-def _has_older(recorder: Recorder, step: int) -> bool:
+def _has_older(context: AttemptContext, step: int) -> bool:
     """Whether a checkpoint before a step is whole, as far as sizes tell; the same on every rank.
 
     Raises:
@@ -143,37 +144,37 @@ def _has_older(recorder: Recorder, step: int) -> bool:
     """
     older: bool | None = None
     problem: str | None = None
-    if recorder.rank == 0:
+    if context.rank == 0:
         try:
-            newer = [one for one in committed_steps(recorder.store) if one >= step]
-            older = newest_committed(recorder.store, "sizes", unless=newer).manifest is not None
+            newer = [one for one in committed_steps(context.store) if one >= step]
+            older = newest_committed(context.store, "sizes", unless=newer).manifest is not None
         except OSError as error:
             problem = f"the checkpoints of the run can't be read ({error}); repair the storage, then start again"
-    older, problem = recorder.exchange.broadcast((older, problem))
+    older, problem = context.exchange.broadcast((older, problem))
     if problem is not None:
         raise CheckpointError(problem)
     return bool(older)
 
 
-def _patient_choice(recorder: Recorder, known: Sequence[int]) -> Choice:
+def _patient_choice(context: AttemptContext, known: Sequence[int]) -> Choice:
     """Choose, and choose again a few times while something newer can't be read: an outage may be short."""
     for pause_s in _PAUSES_S:
-        chosen = newest_committed(recorder.store, "sizes", unless=known)
+        chosen = newest_committed(context.store, "sizes", unless=known)
         if not any(damage.kind == "unreadable" for damage in chosen.damaged):
             return chosen
         _log.warning("%s; looking again in %g s", chosen.damaged[0], pause_s)
         time.sleep(pause_s)
-    return newest_committed(recorder.store, "sizes", unless=known)
+    return newest_committed(context.store, "sizes", unless=known)
 
 
-def _pass_over(recorder: Recorder, passed: list[Damage], damage: Damage) -> None:
+def _pass_over(context: AttemptContext, passed: list[Damage], damage: Damage) -> None:
     """Note that a checkpoint is not used; it is set aside once another one is, or nothing has to be."""
     passed.append(damage)
-    if recorder.rank == 0:
+    if context.rank == 0:
         _log.warning("%s", damage)
 
 
-def _start(recorder: Recorder, step: int, passed: Sequence[Damage]) -> None:
+def _start(context: AttemptContext, recorder: Recorder, step: int, passed: Sequence[Damage]) -> None:
     """Set aside what was passed over and announce from where the attempt starts; every rank must call.
 
     Raises:
@@ -182,37 +183,37 @@ def _start(recorder: Recorder, step: int, passed: Sequence[Damage]) -> None:
     """
     problem: str | None = None
     is_fenced = False
-    if recorder.rank == 0:
+    if context.rank == 0:
         try:
-            is_fenced = is_overtaken(recorder.store, recorder.attempt)
+            is_fenced = is_overtaken(context.store, context.attempt)
             if not is_fenced:
                 for damage in passed:
-                    _set_aside(recorder, damage)
-                start_attempt(recorder.store, recorder.attempt, step)
+                    _set_aside(context, recorder, damage)
+                start_attempt(context.store, context.attempt, step)
         except OSError as error:
             problem = (
-                f"attempt {recorder.attempt} could not be announced ({error}); make room or repair the storage of the "
+                f"attempt {context.attempt} could not be announced ({error}); make room or repair the storage of the "
                 "checkpoints, then start the same command again"
             )
-    problem, is_fenced = recorder.exchange.broadcast((problem, is_fenced))
+    problem, is_fenced = context.exchange.broadcast((problem, is_fenced))
     if is_fenced:
         raise FencedError(
-            f"a newer attempt than attempt {recorder.attempt} has taken the run over; nothing is to be done, this "
+            f"a newer attempt than attempt {context.attempt} has taken the run over; nothing is to be done, this "
             "attempt ends"
         )
     if problem is not None:
         raise CheckpointError(problem)
-    if recorder.rank == 0:
+    if context.rank == 0:
         try:
             recorder.checkpoints_found()
         except OSError as error:
             _log.warning("the tracker is not told which checkpoints there are: they can't be listed (%s)", error)
 
 
-def _set_aside(recorder: Recorder, damage: Damage) -> None:
+def _set_aside(context: AttemptContext, recorder: Recorder, damage: Damage) -> None:
     """Take a checkpoint out of the way, and say so."""
     try:
-        set_aside(recorder.store, damage, attempt=recorder.attempt)
+        set_aside(context.store, damage, attempt=context.attempt)
     except OSError as error:
         # Once the attempt has said where it starts, it is no longer part of the run all the same.
         _log.warning("the checkpoint of step %d can't be set aside (%s); it is passed over", damage.step, error)
@@ -235,17 +236,18 @@ def _check_origin(manifest: Manifest, config: Config, plan: Plan) -> None:
     plan.check_cursor(Cursor.from_json(dict(manifest.meta.cursor)))
 
 
-def _begin(engine: Any, config: Config, plan: Plan, recorder: Recorder) -> Progress:
+def _begin(engine: Any, plan: Plan, context: AttemptContext, recorder: Recorder) -> Progress:
     """Start without a checkpoint of the run's own: from another run's, or at the beginning; every rank must call.
 
     Raises:
         UserError: It can't be used; the text names another way.
         CheckpointError: It can't be read.
     """
+    config = context.config
     if config.model.resume_from is None:
         return Progress()
-    origin = pinned_origin(config) if recorder.rank == 0 else None
-    origin = recorder.exchange.broadcast(origin)
+    origin = pinned_origin(config) if context.rank == 0 else None
+    origin = context.exchange.broadcast(origin)
     if origin is None:
         raise UserError(f"{SETTING}={config.model.resume_from!r} was not looked up; start the run with `train`")
     recorder.phase(f"loading step {origin.step} of another run")
@@ -255,7 +257,7 @@ def _begin(engine: Any, config: Config, plan: Plan, recorder: Recorder) -> Progr
     if config.model.resume_state != "all":
         state = begun_anew(state, with_optimizer=config.model.resume_state == "optimizer")
     try:
-        import_state(engine, state, partial(load_pieces, store, manifest, exchange=recorder.exchange))
+        import_state(engine, state, partial(load_pieces, store, manifest, exchange=context.exchange))
     except DamagedCheckpointError as error:
         raise UserError(
             f"{SETTING}={origin.asked!r}: the checkpoint of step {origin.step} is damaged ({error}); name another step"

@@ -27,12 +27,10 @@ if TYPE_CHECKING:
 
     from ray_ulysses.checkpoint.background import Saved
     from ray_ulysses.checkpoint.triggers import Reason
-    from ray_ulysses.config import Config
     from ray_ulysses.data.plan.cursor import Cursor
-    from ray_ulysses.parallel.layout import ParallelLayout
+    from ray_ulysses.trainer.context import AttemptContext
     from ray_ulysses.trainer.progress import Progress
     from ray_ulysses.trainer.record import Recorder
-    from ray_ulysses.trainer.worker import Worker
 
 _log = get_logger(__name__)
 _PAUSES_S = (1.0, 5.0, 15.0)
@@ -62,15 +60,16 @@ class CheckpointKeeper:
     Every rank makes one and calls the same methods after the same steps.
     """
 
-    def __init__(self, config: Config, worker: Worker, layout: ParallelLayout, recorder: Recorder) -> None:
-        self._config, self._worker, self._layout, self._recorder = config, worker, layout, recorder
+    def __init__(self, context: AttemptContext, recorder: Recorder) -> None:
+        config, worker = context.config, context.worker
+        self._context, self._config, self._worker, self._recorder = context, config, worker, recorder
         section = config.checkpoint
         self._triggers = Triggers(
             every_steps=section.every_steps,
             every_s=None if section.every_minutes is None else 60 * section.every_minutes,
             at_end=section.save_at_end,
         )
-        self._retention = Retention(recorder.store, keep_rules(config))
+        self._retention = Retention(context.store, keep_rules(config))
         self.staging = Staging(section.host_buffers, worker.device)
         self._taken_at = worker.clock.monotonic()
         self._taken_step = -1
@@ -78,11 +77,11 @@ class CheckpointKeeper:
         self._notices = NoticeWatch(worker, config.run_dir)
         self._is_reserved = False
         self._saver = BackgroundSaver(
-            recorder.store,
-            attempt=recorder.attempt,
+            context.store,
+            attempt=context.attempt,
             rank=worker.rank,
             world_size=worker.world_size,
-            exchange=recorder.save_exchange,
+            exchange=context.save_exchange,
             staging=self.staging,
             clock=worker.clock,
             on_saved=self._on_saved,
@@ -179,7 +178,7 @@ class CheckpointKeeper:
                 if self._saver.failure is None or _ends(self._saver.failure):
                     break
                 # Ranks' clocks differ, and a save that some of them don't join would wait for them.
-                if self._recorder.exchange.broadcast(self._is_out_of_patience()):
+                if self._context.exchange.broadcast(self._is_out_of_patience()):
                     break
                 _log.warning("%s; trying again in %g s", self._saver.failure, pause_s)
                 time.sleep(pause_s)
@@ -239,8 +238,8 @@ class CheckpointKeeper:
     def _meta(self, outcome: StepOutcome, cursor: Cursor, reason: Reason) -> CheckpointMeta:
         progress = outcome.progress
         return CheckpointMeta(
-            sp_size=self._layout.sp_size,
-            ring_size=self._layout.ring_size,
+            sp_size=self._context.layout.sp_size,
+            ring_size=self._context.layout.ring_size,
             zero_stage=self._config.memory.zero_stage,
             cursor=cursor.to_json(),
             digest=f"{progress.digest:016x}",

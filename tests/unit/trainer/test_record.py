@@ -13,15 +13,15 @@ import torch
 
 import ray_ulysses.trainer.record as module
 from ray_ulysses.checkpoint.exchange import SingleExchange
-from ray_ulysses.checkpoint.fence import claim_attempt
 from ray_ulysses.checkpoint.triggers import Flags
-from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.errors import RunError
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.history import build_history
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.tracking.journal_reader import read_journal
 from ray_ulysses.tracking.tracker import NullTracker
+from ray_ulysses.trainer.context import AttemptContext
 from ray_ulysses.trainer.progress import Progress
 from ray_ulysses.trainer.record import Recorder
 from ray_ulysses.trainer.step import StepResult
@@ -85,19 +85,17 @@ def _worker(session: str = "one", **fields: Any) -> Worker:
 
 def _recorder(folder: Path, **fields: Any) -> Recorder:
     config = make_config(folder, folder / "corpus", cluster__workers=1, parallel__sp_size=1)
-    return Recorder(
+    context = AttemptContext(
         config=config,
         worker=_worker(**fields),
         layout=ParallelLayout(world_size=1, sp_size=1, ring_size=1),
-        store=LocalStore(config.run_dir),
-        exchange=SingleExchange(),  # type: ignore[arg-type]
-        save_exchange=SingleExchange(),  # type: ignore[arg-type]
-        journal=AttemptJournal.claim(config.run_dir),
-        tracker=_Tracker(),
         attempt=1,
-        nodes=["n"],
-        events=read_events(config.run_dir),
+        nodes=("n",),
+        store=LocalStore(config.run_dir),
+        exchange=SingleExchange(),
+        save_exchange=SingleExchange(),
     )
+    return Recorder(context, AttemptJournal.claim(config.run_dir), _Tracker(), read_events(config.run_dir))
 
 
 def _begin(recorder: Recorder) -> None:
@@ -231,40 +229,3 @@ def test_a_failure_writes_what_it_can_and_hides_nothing(
         assert "what waits is lost with this process" in caplog.text
     else:
         assert _told(tmp_path) == ["attempt_started", 1, "attempt_ended"]
-
-
-def _claim(folder: Path, session: str) -> AttemptJournal:
-    config = make_config(folder, folder / "corpus")
-    return module._claim(config, LocalStore(folder / "shared"), _worker(session))
-
-
-def _say_started(journal: AttemptJournal, session: str) -> None:
-    sizes = {"world_size": 1, "sp_size": 1, "dp_size": 1}
-    fields = {**sizes, "nodes": ["a"], "resumed_step": 0, "resumed_from": None}
-    journal.append({"event": "attempt_started", "session": session, **fields})
-
-
-def test_a_command_does_not_take_a_run_back_from_the_one_that_took_it_over(tmp_path: Path) -> None:
-    """Ray starts the workers of a command again; another one has begun with the same checkpoints meanwhile."""
-    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
-    (tmp_path / "shared").mkdir()
-    for folder in (mine, theirs):
-        folder.mkdir()
-        (folder / "shared").symlink_to(tmp_path / "shared")
-    _say_started(_claim(mine, "one"), "one")
-    _say_started(_claim(mine, "one"), "one")
-    other = _claim(theirs, "two")
-    assert other.attempt == 3
-    with pytest.raises(
-        UserError, match=r"another command has taken the run over: attempt 3 is its own\. This one ends"
-    ):
-        _claim(mine, "one")
-    assert not claim_attempt(LocalStore(mine / "shared"), 3)
-    # A new command, which holds the lock, may.
-    assert _claim(mine, "three").attempt > 3
-
-
-def test_a_command_goes_on_after_an_attempt_of_its_own_that_died_before_it_said_so(tmp_path: Path) -> None:
-    _say_started(_claim(tmp_path, "one"), "one")
-    _claim(tmp_path, "one")
-    assert _claim(tmp_path, "one").attempt == 3

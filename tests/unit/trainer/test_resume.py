@@ -19,9 +19,11 @@ from ray_ulysses.checkpoint.exchange import SingleExchange
 from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage, start_attempt
 from ray_ulysses.checkpoint.manifest import read_manifest
 from ray_ulysses.checkpoint.state import StateDescription
+from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.run_layout import CHECKPOINT_FOLDER
 from ray_ulysses.storage import LocalStore, Store
 from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.trainer.context import AttemptContext
 from tests.stores import FaultyStore, permission_lost
 from tests.unit.checkpoint.fakes import TENSORS, save
 
@@ -29,10 +31,7 @@ from tests.unit.checkpoint.fakes import TENSORS, save
 @dataclass
 class FakeRecorder:
     store: Store
-    rank: int = 0
     attempt: int = 2
-    nodes: tuple[str, ...] = ("node",)
-    exchange: SingleExchange = field(default_factory=SingleExchange)
     passed_over: list[Damage] = field(default_factory=list)
     phases: list[str] = field(default_factory=list)
 
@@ -83,12 +82,26 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     return taken
 
 
+def _context(recorder: FakeRecorder, run_dir: Path = Path("/nowhere/run")) -> AttemptContext:
+    worker: Any = SimpleNamespace(rank=0)
+    return AttemptContext(
+        config=_config(run_dir),
+        worker=worker,
+        layout=ParallelLayout(world_size=1, sp_size=1, ring_size=1),
+        attempt=recorder.attempt,
+        nodes=("node",),
+        store=recorder.store,
+        exchange=SingleExchange(),
+        save_exchange=SingleExchange(),
+    )
+
+
 def choose(recorder: FakeRecorder, run_dir: Path = Path("/nowhere/run")) -> Any:
-    return module._choose(_config(run_dir), recorder, recorder.passed_over)  # type: ignore[arg-type]
+    return module._choose(_context(recorder, run_dir), recorder.passed_over)
 
 
 def resume(recorder: FakeRecorder) -> Any:
-    return module.resume(None, _config(), None, recorder)  # type: ignore[arg-type]
+    return module.resume(None, None, _context(recorder), recorder)  # type: ignore[arg-type]
 
 
 def _saved(folder: Path) -> LocalStore:

@@ -238,9 +238,8 @@ def test_a_source_is_read_to_the_end_of_a_step_so_that_it_goes_on_to_the_next(tm
     claim_directory(prepare_run(config, Path("/")))
     plan, reader = open_data(config)
     source = DirectSource(reader, plan, 0, 1, 0, 1)
-    attempt: Any = SimpleNamespace(
-        layout=ParallelLayout(world_size=1, sp_size=1), worker=SimpleNamespace(rank=0), reader=reader, accumulation=6
-    )
+    context = SimpleNamespace(layout=ParallelLayout(world_size=1, sp_size=1), worker=SimpleNamespace(rank=0))
+    attempt: Any = SimpleNamespace(context=context, reader=reader, accumulation=6)
     aheads = set()
     for step in (1, 2, 3):
         assert len(list(_padded(attempt, source.step(step)))) == 6
