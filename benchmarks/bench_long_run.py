@@ -68,7 +68,7 @@ def write_checkpoints(uri: str, num_steps: int, num_checkpoints: int) -> dict[st
 
     from ray_ulysses.checkpoint.each_step import for_each_step
     from ray_ulysses.checkpoint.manifest import read_manifest
-    from ray_ulysses.run_layout import manifest_key, step_folder
+    from ray_ulysses.run_names import manifest_key, step_folder
     from ray_ulysses.storage.opening import open_store
     from ray_ulysses.storage.store import read_bytes
     from tests.unit.forensics import saved

@@ -15,7 +15,7 @@ from ray_ulysses.checkpoint.checksums import table_bytes
 from ray_ulysses.checkpoint.intervals import Interval, check_cover, partition, plan_reads
 from ray_ulysses.checkpoint.read_batches import plan_batches
 from ray_ulysses.checkpoint.shards import ShardEntry, place_intervals
-from ray_ulysses.run_layout import shard_file
+from ray_ulysses.run_names import shard_file
 
 WORLD_SIZE, RANKS_A_NODE = 64, 8
 STEP_S = 10.0

@@ -12,7 +12,7 @@ from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.checkpoint.intervals import CoverError, check_cover
 from ray_ulysses.checkpoint.manifest import ForeignManifestError, Manifest, ManifestError, read_manifest
 from ray_ulysses.checkpoint.shards import find_damage
-from ray_ulysses.run_layout import CHECKPOINT_FOLDER, CHECKPOINT_KEY, MANIFEST_FILE, manifest_key, note_key, step_folder
+from ray_ulysses.run_names import CHECKPOINT_FOLDER, CHECKPOINT_KEY, MANIFEST_FILE, manifest_key, note_key, step_folder
 from ray_ulysses.storage import AlreadyExistsError, Store
 from ray_ulysses.storage.store import read_bytes
 

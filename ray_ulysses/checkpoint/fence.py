@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ray_ulysses.run_layout import ATTEMPT_FOLDER, ATTEMPT_KEY, claim_key, start_key
+from ray_ulysses.run_names import ATTEMPT_FOLDER, ATTEMPT_KEY, claim_key, start_key
 from ray_ulysses.storage import AlreadyExistsError, Store
 
 

@@ -25,7 +25,7 @@ from ray_ulysses.checkpoint.manifest import Manifest
 from ray_ulysses.checkpoint.read_batches import Batch, plan_batches
 from ray_ulysses.checkpoint.shards import ShardDamage, ShardEntry, check_blocks, check_header, read_sums
 from ray_ulysses.checkpoint.state import Piece, dtype_name
-from ray_ulysses.run_layout import step_folder
+from ray_ulysses.run_names import step_folder
 from ray_ulysses.storage import Store
 
 NUM_THREADS = 8

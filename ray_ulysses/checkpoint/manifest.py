@@ -13,7 +13,7 @@ from ray_ulysses.checkpoint.manifest_json import encode, has_checksum, shards_fr
 from ray_ulysses.checkpoint.shards import ShardEntry
 from ray_ulysses.checkpoint.state import StateDescription
 from ray_ulysses.errors import RunError
-from ray_ulysses.run_layout import attempt_folder, manifest_key, step_folder
+from ray_ulysses.run_names import attempt_folder, manifest_key, step_folder
 from ray_ulysses.storage import Store
 from ray_ulysses.storage.store import read_bytes
 

@@ -10,7 +10,7 @@ from ray_ulysses.checkpoint.choice import committed_in
 from ray_ulysses.checkpoint.each_step import for_each_step
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.manifest import CheckpointRef, ManifestError, read_facts
-from ray_ulysses.run_layout import CHECKPOINT_FOLDER, SHARD_KEY, manifest_key, step_folder
+from ray_ulysses.run_names import CHECKPOINT_FOLDER, SHARD_KEY, manifest_key, step_folder
 from ray_ulysses.storage import LocalStore, Store
 from ray_ulysses.storage.temporaries import sweep_temporaries
 

@@ -12,7 +12,7 @@ from ray_ulysses.checkpoint.intervals import CoverError, check_cover
 from ray_ulysses.checkpoint.manifest import CheckpointMeta, CheckpointRef, Manifest
 from ray_ulysses.checkpoint.shards import ShardEntry, find_damage, write_shard
 from ray_ulysses.checkpoint.state import ShardedState
-from ray_ulysses.run_layout import manifest_key, shard_file, step_folder
+from ray_ulysses.run_names import manifest_key, shard_file, step_folder
 from ray_ulysses.storage import AlreadyExistsError, Store
 from ray_ulysses.storage.store import read_bytes
 

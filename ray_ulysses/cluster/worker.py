@@ -25,7 +25,7 @@ from ray_ulysses.logging import configure_logging
 from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.run.secrets_file import use_secrets
 from ray_ulysses.run.takeover import is_taken_over, taken_over_text
-from ray_ulysses.run_layout import REFUSAL_FOLDER
+from ray_ulysses.run_names import REFUSAL_FOLDER
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
 from ray_ulysses.trainer.data import moved_sources

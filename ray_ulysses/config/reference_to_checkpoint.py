@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.run_layout import STEP_LOCATION
+from ray_ulysses.run_names import STEP_LOCATION
 from ray_ulysses.storage.location import LocationError, absolute_location, parse_location, without_secret
 
 Which = int | Literal["latest", "best"]

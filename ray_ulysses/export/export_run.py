@@ -28,7 +28,7 @@ from ray_ulysses.export.stream import Weights, write_files
 from ray_ulysses.export.tensors import Stored, published_tensors, stored_tensors
 from ray_ulysses.export.tokenizer_files import TokenizerFiles, find_tokenizer
 from ray_ulysses.run.checkpoint_store import checkpoint_location, storage_answers
-from ray_ulysses.run_layout import EXPORT_FOLDER, manifest_key, step_folder
+from ray_ulysses.run_names import EXPORT_FOLDER, manifest_key, step_folder
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.storage.store import read_bytes
 

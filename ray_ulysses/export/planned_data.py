@@ -10,7 +10,7 @@ from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import has_plan, load_plan
 from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.run_data import find_sources
-from ray_ulysses.run_layout import PLAN_FOLDER
+from ray_ulysses.run_names import PLAN_FOLDER
 from ray_ulysses.storage.patience import StorageAwayError
 
 DATA_ERRORS = (UserError, OSError, StorageAwayError)

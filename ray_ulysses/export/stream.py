@@ -18,7 +18,7 @@ from ray_ulysses.checkpoint.state import Piece
 from ray_ulysses.errors import RunError
 from ray_ulysses.export.files import WeightFile
 from ray_ulysses.export.tensors import Stored
-from ray_ulysses.run_layout import manifest_key
+from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import Store
 from ray_ulysses.storage.atomic import write_all
 

@@ -24,7 +24,7 @@ from ray_ulysses.forensics.checkpoint_report import (
 )
 from ray_ulysses.run.checkpoint_store import keep_rules, storage_answers
 from ray_ulysses.run.start_point import Start, commits_that_count, decide_start
-from ray_ulysses.run_layout import (
+from ray_ulysses.run_names import (
     CHECKPOINT_FOLDER,
     CHECKPOINT_KEY,
     MANIFEST_FILE,

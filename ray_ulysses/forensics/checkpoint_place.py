@@ -13,7 +13,7 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.run.checkpoint_store import checkpoint_location
 from ray_ulysses.run.secrets_file import use_secrets
 from ray_ulysses.run.start_point import commits_that_count, decide_start
-from ray_ulysses.run_layout import CONFIG_FILE
+from ray_ulysses.run_names import CONFIG_FILE
 from ray_ulysses.storage import LocalStore, current_owner
 from ray_ulysses.storage.opening import open_store
 from ray_ulysses.tracking.history import build_history, read_history

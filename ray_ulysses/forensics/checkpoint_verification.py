@@ -19,7 +19,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.checkpoint_place import find_checkpoints
 from ray_ulysses.forensics.checkpoint_report import CheckpointVerdict, FileVerdict
 from ray_ulysses.run.checkpoint_store import storage_answers
-from ray_ulysses.run_layout import step_folder
+from ray_ulysses.run_names import step_folder
 from ray_ulysses.storage import Store
 
 _NUM_THREADS = 4

@@ -9,7 +9,7 @@ from ray_ulysses.checkpoint.each_step import for_each_step
 from ray_ulysses.checkpoint.manifest import ManifestError, read_facts
 from ray_ulysses.forensics.checkpoint_checks import Claim
 from ray_ulysses.forensics.checkpoint_place import find_checkpoints
-from ray_ulysses.run_layout import manifest_key
+from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import Store
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ray_ulysses.data.plan.plan_files import has_plan, load_plan
 from ray_ulysses.errors import UserError
-from ray_ulysses.run_layout import PLAN_FOLDER
+from ray_ulysses.run_names import PLAN_FOLDER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

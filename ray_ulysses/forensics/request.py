@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.run_layout import CONFIG_FILE, JOURNAL_FOLDER
+from ray_ulysses.run_names import CONFIG_FILE, JOURNAL_FOLDER
 
 TextMode = Literal["cut", "full", "none"]
 """How much of a row's text is told."""

@@ -12,7 +12,7 @@ from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import has_plan, load_plan
 from ray_ulysses.errors import ConfigError, UserError
-from ray_ulysses.run_layout import CONFIG_FILE, PLAN_FOLDER
+from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
 
 
 def open_plan(run_dir: Path, argument: str = "RUN") -> Plan:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ray_ulysses.checkpoint.retention import KeepRules
 from ray_ulysses.config.loading import load_config
 from ray_ulysses.errors import RunError
-from ray_ulysses.run_layout import CONFIG_FILE
+from ray_ulysses.run_names import CONFIG_FILE
 from ray_ulysses.storage.lease import RunLease
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.location import join_location, parse_location

@@ -9,7 +9,7 @@ from ray_ulysses.config.resume import resume_conflicts
 from ray_ulysses.errors import Problem
 from ray_ulysses.parallel.layout import automatic_ring_size, row_multiple
 from ray_ulysses.planner.settings import fits_rows
-from ray_ulysses.run_layout import CONFIG_FILE, PLAN_FOLDER
+from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config

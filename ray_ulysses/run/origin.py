@@ -16,7 +16,7 @@ from ray_ulysses.config.resume import resume_fingerprint, settings_that_differ
 from ray_ulysses.data.plan.cursor import Cursor
 from ray_ulysses.errors import UserError
 from ray_ulysses.run.checkpoint_store import checkpoints_of, storage_answers
-from ray_ulysses.run_layout import ORIGIN_FILE
+from ray_ulysses.run_names import ORIGIN_FILE
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.opening import open_store
 from ray_ulysses.storage.store import read_bytes

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from ray_ulysses.checkpoint import newest_committed
 from ray_ulysses.errors import UserError
 from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_store, storage_answers
-from ray_ulysses.run_layout import IDENTITY_FILE, OWNER_FILE
+from ray_ulysses.run_names import IDENTITY_FILE, OWNER_FILE
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
 from ray_ulysses.tracking.events import CheckpointCommitted

@@ -14,7 +14,7 @@ from ray_ulysses.data.plan.planning import NoSink, Remainder, build_segment
 from ray_ulysses.errors import RunError
 from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_store, storage_answers
 from ray_ulysses.run.start_point import why_no_start
-from ray_ulysses.run_layout import PLAN_FOLDER
+from ray_ulysses.run_names import PLAN_FOLDER
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config

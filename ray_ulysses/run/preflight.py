@@ -29,7 +29,7 @@ from ray_ulysses.run.contradictions import changed_settings, misfit, other_plan
 from ray_ulysses.run.origin import Origin, check_origin, find_origin, is_there, pin_origin, pinned_origin
 from ray_ulysses.run.planning import committed_step, plan_run, store_plan
 from ray_ulysses.run.settings import last_step_of, local_model_config, model_shape
-from ray_ulysses.run_layout import CONFIG_FILE, PLAN_FOLDER
+from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.tracking.history import finished_step

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from ray_ulysses.checkpoint.notice import Notice
-from ray_ulysses.run_layout import NOTICE_FILE, SAVE_FILE, STOP_FILE
+from ray_ulysses.run_names import NOTICE_FILE, SAVE_FILE, STOP_FILE
 from ray_ulysses.storage.regular import open_regular
 
 _MOST_BYTES = 1024

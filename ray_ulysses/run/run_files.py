@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 from ray_ulysses.errors import without_secret
-from ray_ulysses.run_layout import CONFIG_FILE, PLAN_TEXT_FILE, README_FILE
+from ray_ulysses.run_names import CONFIG_FILE, PLAN_TEXT_FILE, README_FILE
 from ray_ulysses.storage.local import LocalStore
 
 _MOST_CHARACTERS = 1 << 20

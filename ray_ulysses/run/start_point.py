@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.run.checkpoint_store import checkpoint_location
-from ray_ulysses.run_layout import CHECKPOINT_FOLDER
+from ray_ulysses.run_names import CHECKPOINT_FOLDER
 from ray_ulysses.tracking.events import CheckpointCommitted, CheckpointSetAside
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.step_runs import Entry

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ray_ulysses.run_layout import JOURNAL_FOLDER
+from ray_ulysses.run_names import JOURNAL_FOLDER
 from ray_ulysses.tracking.events import AttemptEnded, AttemptStarted, EndEvent, Event, RunFailed, StartFailed, StepDone
 from ray_ulysses.tracking.journal import AttemptJournal, attempt_numbers
 from ray_ulysses.tracking.journal_reader import read_edges

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic_core import from_json
 
-from ray_ulysses.run_layout import CHECKPOINT_FOLDER, CHECKPOINT_KEY, MANIFEST_FILE, manifest_key, step_folder
+from ray_ulysses.run_names import CHECKPOINT_FOLDER, CHECKPOINT_KEY, MANIFEST_FILE, manifest_key, step_folder
 from ray_ulysses.storage import LocalStore, Store, current_owner
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.counted_steps import StepRecord, steps_that_count

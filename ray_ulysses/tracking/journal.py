@@ -17,7 +17,7 @@ from typing import Any
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.errors import UserError
-from ray_ulysses.run_layout import JOURNAL_FOLDER, SEGMENT_NAME, segment_name
+from ray_ulysses.run_names import JOURNAL_FOLDER, SEGMENT_NAME, segment_name
 from ray_ulysses.tracking.events import encode_event, event_adapter
 from ray_ulysses.tracking.journal_index import LEAST_BYTES, PIECE_BYTES, SegmentIndex
 from ray_ulysses.tracking.line_checksum import with_checksum

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from ray_ulysses.clock import Clock
 from ray_ulysses.errors import without_secret
 from ray_ulysses.logging import get_logger
-from ray_ulysses.run_layout import SPOOL_FOLDER, TRACKING_FILE
+from ray_ulysses.run_names import SPOOL_FOLDER, TRACKING_FILE
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.regular import read_regular
 from ray_ulysses.tracking.commits import CheckpointInventory, CommittedCheckpoint, GoneCheckpoint

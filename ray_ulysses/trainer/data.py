@@ -9,7 +9,7 @@ from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.data.read.reader import RowReader
-from ray_ulysses.run_layout import PLAN_FOLDER
+from ray_ulysses.run_names import PLAN_FOLDER
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config

@@ -29,7 +29,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.origin import check_origin, pinned_origin
 from ray_ulysses.run.start_point import why_no_start
-from ray_ulysses.run_layout import CONFIG_FILE
+from ray_ulysses.run_names import CONFIG_FILE
 from ray_ulysses.storage.opening import open_store
 from ray_ulysses.tracking.events import TakenOver
 from ray_ulysses.trainer.progress import Progress

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.checkpoint.exchange import agree
 from ray_ulysses.errors import UserError
-from ray_ulysses.run_layout import PROBE_FOLDER, SESSION_FILE
+from ray_ulysses.run_names import PROBE_FOLDER, SESSION_FILE
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.store import read_bytes
 

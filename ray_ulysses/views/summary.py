@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from ray_ulysses.run_layout import SPOOL_FOLDER
+from ray_ulysses.run_names import SPOOL_FOLDER
 from ray_ulysses.storage.location import join_location
 from ray_ulysses.tracking.history import RunHistory
 from ray_ulysses.tracking.mlflow_page import MlflowPage, mlflow_page

@@ -19,7 +19,7 @@ from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.run.preflight import check_resume, claim_directory, prepare_run
 from ray_ulysses.run.requests import clear_stop, request_save, request_stop
-from ray_ulysses.run_layout import NOTICE_FILE
+from ray_ulysses.run_names import NOTICE_FILE
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.trainer.loop import run_attempt
 from ray_ulysses.trainer.shared_storage import announce_session

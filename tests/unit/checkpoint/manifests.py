@@ -12,7 +12,7 @@ from ray_ulysses.checkpoint import CheckpointMeta, Manifest, StateDescription, T
 from ray_ulysses.checkpoint.checksums import BLOCK_BYTES, table_bytes
 from ray_ulysses.checkpoint.intervals import Interval, partition
 from ray_ulysses.checkpoint.shards import ShardEntry, place_intervals
-from ray_ulysses.run_layout import shard_file
+from ray_ulysses.run_names import shard_file
 
 STEP, ATTEMPT, WORLD_SIZE = 6, 3, 2
 NUM_LARGE = BLOCK_BYTES  # elements; a rank's half of it has two blocks

@@ -9,7 +9,7 @@ import pytest
 
 from ray_ulysses.checkpoint import CheckpointRef, KeepRules, Retention, newest_committed
 from ray_ulysses.checkpoint.choice import committed_steps
-from ray_ulysses.run_layout import step_folder
+from ray_ulysses.run_names import step_folder
 from ray_ulysses.storage import LocalStore
 from tests.unit.checkpoint.fakes import save
 

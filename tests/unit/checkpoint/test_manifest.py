@@ -12,7 +12,7 @@ import pytest
 
 from ray_ulysses.checkpoint import Manifest, StateDescription, TensorSpec, manifest_json, newest_committed
 from ray_ulysses.checkpoint.manifest import ForeignManifestError, ManifestError
-from ray_ulysses.run_layout import manifest_key
+from ray_ulysses.run_names import manifest_key
 from tests.stores import MemoryStore
 from tests.unit.checkpoint.fakes import save
 from tests.unit.checkpoint.manifests import MANIFEST, META, STATE, STEP, WORLD_SIZE, replaced, shard_of_rank, signed

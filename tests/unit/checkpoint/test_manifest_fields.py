@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ray_ulysses.checkpoint import Manifest
 from ray_ulysses.checkpoint.intervals import CoverError, check_cover
 from ray_ulysses.checkpoint.manifest import ManifestError, read_facts
-from ray_ulysses.run_layout import manifest_key, shard_file
+from ray_ulysses.run_names import manifest_key, shard_file
 from tests.stores import MemoryStore
 from tests.unit.checkpoint.manifests import NUM_LARGE, PATHS, TENSORS, changed, removed, replaced, signed, tree
 

@@ -12,7 +12,7 @@ import pytest
 
 from ray_ulysses.checkpoint.fence import start_attempt
 from ray_ulysses.checkpoint.named import best_of, nameable, unreadable
-from ray_ulysses.run_layout import manifest_key
+from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import LocalStore
 from tests.unit.checkpoint.fakes import save
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from ray_ulysses.cluster import signals as module
 from ray_ulysses.cluster.signals import StopSignals
 from ray_ulysses.run.requests import stop_requested
-from ray_ulysses.run_layout import SAVE_FILE
+from ray_ulysses.run_names import SAVE_FILE
 from ray_ulysses.tracking.journal import AttemptJournal
 
 STARTED = {

@@ -10,7 +10,7 @@ import pytest
 
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.source import choose_checkpoint, find_checkpoint, read_config
-from ray_ulysses.run_layout import manifest_key
+from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import LocalStore, Store
 from ray_ulysses.tracking.journal import AttemptJournal
 from tests.stores import FaultyStore, permission_lost

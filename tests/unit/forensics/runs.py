@@ -15,7 +15,7 @@ from ray_ulysses.data.plan.plan import Plan, PlanSettings
 from ray_ulysses.data.plan.plan_files import load_plan, write_segment
 from ray_ulysses.data.read.digest import add_digests, row_digest, slice_checksum
 from ray_ulysses.data.read.reader import RowReader
-from ray_ulysses.run_layout import manifest_key
+from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.journal import AttemptJournal
 from tests.unit.config.trees import small_tree

@@ -17,7 +17,7 @@ from ray_ulysses.forensics.checkpoint_listing import list_checkpoints
 from ray_ulysses.forensics.checkpoint_place import find_checkpoints, read_run
 from ray_ulysses.forensics.checkpoint_report import CheckpointReport
 from ray_ulysses.run.start_point import why_no_start
-from ray_ulysses.run_layout import shard_file, step_folder
+from ray_ulysses.run_names import shard_file, step_folder
 from ray_ulysses.storage import LocalStore, RunLock, Store
 from ray_ulysses.tracking.journal import AttemptJournal
 from tests.stores import CountingStore

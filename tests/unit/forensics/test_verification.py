@@ -15,7 +15,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.reading import Progress
 from ray_ulysses.forensics.verdict import Finding, Verification
 from ray_ulysses.forensics.verification import verify_run
-from ray_ulysses.run_layout import manifest_key
+from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import RunLock
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.forensics.runs import SETTINGS, Run, configure, make_run

@@ -16,7 +16,7 @@ from ray_ulysses.config.loading import parse_config
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.run.ownership import claim_checkpoints
-from ray_ulysses.run_layout import IDENTITY_FILE, OWNER_FILE
+from ray_ulysses.run_names import IDENTITY_FILE, OWNER_FILE
 from ray_ulysses.tracking.journal import AttemptJournal
 from tests.s3_server import serve_s3
 from tests.unit.config.trees import small_tree

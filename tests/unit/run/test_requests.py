@@ -15,7 +15,7 @@ from ray_ulysses.run.requests import (
     stop_requested,
     take_save_request,
 )
-from ray_ulysses.run_layout import NOTICE_FILE, SAVE_FILE, STOP_FILE
+from ray_ulysses.run_names import NOTICE_FILE, SAVE_FILE, STOP_FILE
 
 
 def test_a_request_stops_the_session_that_it_is_meant_for(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ray_ulysses.checkpoint.notice import LEAST_PAUSE_S, Notice, NoticedSave, notice_asks
 from ray_ulysses.checkpoint.triggers import Flags, Triggers, due
-from ray_ulysses.run_layout import NOTICE_FILE
+from ray_ulysses.run_names import NOTICE_FILE
 from ray_ulysses.trainer.notice_watch import NoticeWatch
 
 NO_RULES = Triggers(every_steps=None, every_s=None, at_end=False)

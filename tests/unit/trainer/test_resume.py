@@ -20,7 +20,7 @@ from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage, start_atte
 from ray_ulysses.checkpoint.manifest import read_manifest
 from ray_ulysses.checkpoint.state import StateDescription
 from ray_ulysses.parallel.layout import ParallelLayout
-from ray_ulysses.run_layout import CHECKPOINT_FOLDER
+from ray_ulysses.run_names import CHECKPOINT_FOLDER
 from ray_ulysses.storage import LocalStore, Store
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.trainer.context import AttemptContext

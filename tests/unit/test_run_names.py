@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ray_ulysses import run_layout
-from ray_ulysses.run_layout import (
+from ray_ulysses import run_names
+from ray_ulysses.run_names import (
     ATTEMPT_KEY,
     CHECKPOINT_KEY,
     MANIFEST_FILE,
@@ -26,12 +26,12 @@ from ray_ulysses.run_layout import (
     step_folder,
 )
 
-_PACKAGE = Path(run_layout.__file__).parent
+_PACKAGE = Path(run_names.__file__).parent
 # Words that mean other things elsewhere, too.
 _SHARED = {"README.md", "attempts", "checkpoints", "export", "identity", "journal", "plan", "probe", "refused"}
 _SHARED |= {"session", "tracking"}
 _NAMES = {
-    value for name, value in vars(run_layout).items() if name.endswith(("_FILE", "_FOLDER")) and value not in _SHARED
+    value for name, value in vars(run_names).items() if name.endswith(("_FILE", "_FOLDER")) and value not in _SHARED
 }
 
 
@@ -62,7 +62,7 @@ def test_no_other_module_spells_a_name_of_a_runs_directory() -> None:
     spelled = [
         f"{file.relative_to(_PACKAGE)}:{node.lineno} {node.value}"
         for file in _PACKAGE.rglob("*.py")
-        if file.name != "run_layout.py"
+        if file.name != "run_names.py"
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and node.value in _NAMES
     ]
