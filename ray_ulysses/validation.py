@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 T = TypeVar("T")
 
 _MOST_SHOWN = 80
 _MOST_FAULTS = 3
+_MOST_LEVELS = 50
 _DIGEST = re.compile(r"[0-9a-f]{1,16}")
 
 YEAR_10000_S = 253_402_300_800
@@ -26,18 +27,40 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 """A finite number; a whole one will do."""
 Seconds = Annotated[float, Field(strict=True, ge=0, lt=YEAR_10000_S, allow_inf_nan=False)]
 """A duration, or a time since the epoch."""
+Text = Annotated[str, Field(min_length=0)]
+"""A text that UTF-8 can hold: JSON may hold halves of characters."""
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 """The name of a file in a folder that is known: it leads nowhere else."""
 
 
-def _from_hex(value: object) -> object:
+def _hexadecimal(value: object) -> str:
     if isinstance(value, str) and _DIGEST.fullmatch(value):
-        return int(value, 16)
+        return value
     raise ValueError("must be up to 16 hexadecimal digits")
 
 
-Digest = Annotated[int, BeforeValidator(_from_hex)]
+def _bounded(value: object) -> object:
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        level = [child for parent in level for child in _children(parent)]
+        if not level:
+            return value
+    raise ValueError(f"must not be nested deeper than {_MOST_LEVELS} levels")
+
+
+def _children(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+Free = Annotated[dict[str, Any], AfterValidator(_bounded)]
+"""An object of any content that is not nested deeper than can be worked with."""
+
+Digest = Annotated[int, BeforeValidator(lambda value: int(_hexadecimal(value), 16))]
 """A sum of data digests modulo 2**64, written as up to 16 hexadecimal digits."""
+DigestText = Annotated[str, BeforeValidator(_hexadecimal)]
+"""The same as it is written."""
 
 
 # The rule of each kind of pydantic's errors; a kind that is not here keeps pydantic's own words.
@@ -62,6 +85,8 @@ _RULES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "too_long": lambda c: f"must have {c['max_length']} values",
     "too_short": lambda c: f"must have at least {c['min_length']}",
     "dict_type": lambda _: "must be a mapping",
+    "mapping_type": lambda _: "must be a mapping",
+    "dataclass_type": lambda _: "must be a mapping",
     "extra_forbidden": lambda _: "there is no such field",
     "string_pattern_mismatch": lambda c: f"must be of the form {c['pattern']}",
     "value_error": lambda c: str(c["error"]),
@@ -117,10 +142,18 @@ def faults_text(error: ValidationError) -> str:
 def _fault_text(detail: ErrorDetails) -> str:
     if detail["type"] == "json_invalid":
         return f"no valid JSON: {detail['ctx']['error']}"
-    place = shown_text(".".join(str(part) for part in detail["loc"]))
+    place = shown_text("".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"])[1:])
     if detail["type"] in ("missing", "union_tag_not_found"):
         return f"{place or detail['ctx']['discriminator']} is missing"
-    return f"{place or 'its content'} is {shown_text(repr(detail['input']))}, but {rule_of(detail)}"
+    return f"{place or 'its content'} is {shown_value(detail['input'])}, but {rule_of(detail)}"
+
+
+def shown_value(value: object) -> str:
+    """Return a value as an error shows it."""
+    try:
+        return shown_text(repr(value))
+    except RecursionError:
+        return f"a {type(value).__name__} nested too deeply to show"
 
 
 def shown_text(text: str) -> str:

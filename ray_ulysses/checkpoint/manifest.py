@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, field, fields
+from typing import Annotated, Any, TypeVar
 
-from ray_ulysses.checkpoint.json_fields import FieldError, Fields, is_number, is_text
-from ray_ulysses.checkpoint.manifest_json import encode, has_checksum, shards_from_json, state_from_json, state_to_json
+from pydantic import Field
+
+from ray_ulysses.checkpoint.manifest_json import (
+    adapter,
+    encode,
+    has_checksum,
+    shards_from_json,
+    state_from_json,
+    state_to_json,
+)
 from ray_ulysses.checkpoint.shards import ShardEntry
 from ray_ulysses.checkpoint.state import StateDescription
 from ray_ulysses.errors import RunError
 from ray_ulysses.run_names import attempt_folder, manifest_key, step_folder
 from ray_ulysses.storage import Store
 from ray_ulysses.storage.store import read_bytes
+from ray_ulysses.validation import ContentError, DigestText, Free, Positive, Seconds, Text, Whole, checked
 
 SCHEMA_VERSION = 3
-
-_DIGEST = re.compile(r"[0-9a-f]{1,16}")
-_YEAR_10000_S = 253_402_300_800
 
 _Taken = TypeVar("_Taken")
 
@@ -53,19 +58,19 @@ class CheckpointMeta:
         extra: Whatever else the loop needs to go on; JSON values.
     """
 
-    sp_size: int
-    cursor: Mapping[str, Any]
-    digest: str
-    tokens: int
-    config_fingerprint: str = ""
-    versions: Mapping[str, str] = field(default_factory=dict)
-    ring_size: int = 1
-    zero_stage: int = 3
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    reason: str = ""
-    written_at: float = 0.0
-    run: str = ""
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    sp_size: Positive
+    cursor: Free
+    digest: DigestText
+    tokens: Whole
+    config_fingerprint: Text = ""
+    versions: Mapping[str, Text] = field(default_factory=dict)
+    ring_size: Positive = 1
+    zero_stage: Annotated[int, Field(strict=True, ge=0, lt=4)] = 3
+    metrics: Mapping[str, Annotated[float, Field(strict=True)]] = field(default_factory=dict)
+    reason: Text = ""
+    written_at: Seconds = 0.0
+    run: Text = ""
+    extra: Free = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,9 +134,9 @@ class Manifest:
         head = json.loads(json.dumps(head))
         try:
             # What can't be read back must not be committed.
-            _meta_from_json(Fields(values=head))
-            state_from_json(Fields(values=head))
-        except FieldError as error:
+            _meta_from_json(head)
+            state_from_json(head)
+        except ContentError as error:
             raise ManifestError(f"the manifest's {error}") from error
         return encode(head, self.shards)
 
@@ -146,7 +151,19 @@ class Manifest:
         return _read(content, _manifest_of)
 
 
-def _read(content: bytes, take: Callable[[Fields], _Taken]) -> _Taken:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Version:
+    schema_version: Positive
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Origin:
+    step: Whole
+    attempt: Positive
+    world_size: Positive
+
+
+def _read(content: bytes, take: Callable[[Mapping[str, Any]], _Taken]) -> _Taken:
     """Return what is taken from a file's fields; its version comes first, since it says what else there may be."""
     try:
         values = json.loads(content)
@@ -155,12 +172,11 @@ def _read(content: bytes, take: Callable[[Fields], _Taken]) -> _Taken:
         raise ManifestError("the manifest is torn or no JSON") from error
     if not is_whole_file:
         raise ManifestError("the manifest's checksum is wrong")
-    fields = Fields(values=values)
     try:
-        version = fields.whole("schema_version", least=1)
+        version = checked(adapter(_Version), values).schema_version
         if version == SCHEMA_VERSION:
-            return take(fields)
-    except FieldError as error:
+            return take(values)
+    except ContentError as error:
         raise ManifestError(f"the manifest's {error}") from error
     raise ForeignManifestError(
         f"the manifest has schema version {version}, but this version of ray-ulysses reads {SCHEMA_VERSION}; load it "
@@ -168,9 +184,9 @@ def _read(content: bytes, take: Callable[[Fields], _Taken]) -> _Taken:
     )
 
 
-def _manifest_of(fields: Fields) -> Manifest:
-    ref, meta = _facts_of(fields)
-    state = state_from_json(fields)
+def _manifest_of(values: Mapping[str, Any]) -> Manifest:
+    ref, meta = _facts_of(values)
+    state = state_from_json(values)
     folder = attempt_folder(ref.attempt)
     return Manifest(
         step=ref.step,
@@ -178,15 +194,15 @@ def _manifest_of(fields: Fields) -> Manifest:
         world_size=ref.world_size,
         meta=meta,
         state=state,
-        shards=shards_from_json(fields, folder=folder, world_size=ref.world_size, tensors=state.tensors),
+        shards=shards_from_json(values, folder=folder, world_size=ref.world_size, tensors=state.tensors),
     )
 
 
-def _facts_of(fields: Fields) -> tuple[CheckpointRef, CheckpointMeta]:
-    attempt, world_size = fields.whole("attempt", least=1), fields.whole("world_size", least=1)
-    step = fields.whole("step")
-    ref = CheckpointRef(step=step, attempt=attempt, world_size=world_size, folder=step_folder(step))
-    return ref, _meta_from_json(fields)
+def _facts_of(values: Mapping[str, Any]) -> tuple[CheckpointRef, CheckpointMeta]:
+    origin = checked(adapter(_Origin), values)
+    folder = step_folder(origin.step)
+    ref = CheckpointRef(step=origin.step, attempt=origin.attempt, world_size=origin.world_size, folder=folder)
+    return ref, _meta_from_json(values)
 
 
 def read_manifest(store: Store, step: int) -> Manifest:
@@ -207,7 +223,7 @@ def read_facts(store: Store, step: int) -> tuple[CheckpointRef, CheckpointMeta]:
     return _read_step(store, step, _facts_of)
 
 
-def _read_step(store: Store, step: int, take: Callable[[Fields], _Taken]) -> _Taken:
+def _read_step(store: Store, step: int, take: Callable[[Mapping[str, Any]], _Taken]) -> _Taken:
     try:
         content = read_bytes(store, manifest_key(step))
     except FileNotFoundError as error:
@@ -215,30 +231,19 @@ def _read_step(store: Store, step: int, take: Callable[[Fields], _Taken]) -> _Ta
     except OSError as error:
         raise ManifestError(f"the manifest can't be read ({error.strerror or error})") from error
 
-    def take_of_step(fields: Fields) -> _Taken:
-        if fields.whole("step") != step:
-            raise ManifestError(f"the manifest in the folder of step {step} is of step {fields.whole('step')}")
-        return take(fields)
+    def take_of_step(values: Mapping[str, Any]) -> _Taken:
+        found = checked(adapter(_Origin), values).step
+        if found != step:
+            raise ManifestError(f"the manifest in the folder of step {step} is of step {found}")
+        return take(values)
 
     return _read(content, take_of_step)
 
 
-def _meta_from_json(fields: Fields) -> CheckpointMeta:
-    digest = fields.text("digest")
-    if not _DIGEST.fullmatch(digest):
-        raise fields.wrong("digest", "not up to 16 hexadecimal digits")
-    return CheckpointMeta(
-        sp_size=fields.whole("sp_size", least=1),
-        ring_size=fields.whole("ring_size", least=1),
-        zero_stage=fields.whole("zero_stage", below=4),
-        cursor=fields.free("cursor"),
-        digest=digest,
-        tokens=fields.whole("tokens"),
-        config_fingerprint=fields.text("config_fingerprint"),
-        versions=fields.mapping("versions", is_text, "a text"),
-        metrics=fields.mapping("metrics", is_number, "a number"),
-        reason=fields.text("reason"),
-        written_at=fields.number("written_at", below=_YEAR_10000_S),
-        run=fields.text("run"),
-        extra=fields.free("extra"),
-    )
+def _meta_from_json(values: Mapping[str, Any]) -> CheckpointMeta:
+    # Who makes one may leave fields out, and a file may not.
+    missing = [one.name for one in fields(CheckpointMeta) if one.name not in values]
+    if missing:
+        raise ContentError(f"{missing[0]} is missing")
+    meta: CheckpointMeta = checked(adapter(CheckpointMeta), values)
+    return meta

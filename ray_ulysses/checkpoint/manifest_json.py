@@ -6,22 +6,67 @@ file is laid out.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, TypeAdapter
 
 from ray_ulysses.checkpoint.intervals import CoverError, Interval, check_cover
-from ray_ulysses.checkpoint.json_fields import LIMIT, FieldError, Fields, is_text, is_whole, shown
 from ray_ulysses.checkpoint.shards import ShardEntry, place_intervals
 from ray_ulysses.checkpoint.state import StateDescription, TensorSpec
+from ray_ulysses.validation import ContentError, Free, Text, Whole, checked, shown_text, shown_value
+
+T = TypeVar("T")
 
 _CHECKSUM = "crc32"
 _INTERVAL_FIELDS = ["key", "start", "stop"]
 _ROWS_A_PIECE = 1000
 _BEGINNING = re.compile(rb'\{"crc32":(\d{1,10}),')
+_Sum = Annotated[int, Field(strict=True, ge=0, lt=2**64)]
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Optimizer:
+    step: Whole
+    groups: tuple[Free, ...]
+    group_of: dict[str, Whole]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _State:
+    tensors: dict[str, TensorSpec]
+    tied: dict[str, Text]
+    optimizer: _Optimizer
+    counters: dict[str, Whole]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shard:
+    file: str
+    bytes: Whole
+    # Eight bytes are the header's own length.
+    header_bytes: Annotated[int, Field(strict=True, ge=9, lt=2**63)]
+    header_xxh3: _Sum
+    block_sums_xxh3: _Sum
+    interval_fields: tuple[Literal["key"], Literal["start"], Literal["stop"]]
+    intervals: list[tuple[str, Whole, Whole]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shards:
+    shards: list[_Shard]
+
+
+@functools.cache
+def adapter(kind: type[T]) -> TypeAdapter[T]:
+    """Return what checks values of a kind; made when it is first asked for."""
+    return TypeAdapter(kind)
 
 
 def encode(head: Mapping[str, Any], shards: Sequence[ShardEntry]) -> bytes:
@@ -73,59 +118,61 @@ def state_to_json(state: StateDescription) -> dict[str, Any]:
     }
 
 
-def state_from_json(fields: Fields) -> StateDescription:
+def state_from_json(values: Mapping[str, Any]) -> StateDescription:
     """Return the state that a manifest describes.
 
     Raises:
-        FieldError: A field is missing or wrong.
+        ContentError: A field is missing or wrong.
     """
-    tensors = {key: _tensor_from_json(spec) for key, spec in fields.object("tensors").members().items()}
-    optimizer = fields.object("optimizer")
-    groups = optimizer.objects("groups")
-    for group in groups:
-        group.check_depth()
-    most = len(groups) if groups else LIMIT
-    kind = f"one of the {len(groups)} groups" if groups else "a whole number from 0 on"
-    group_of = optimizer.mapping("group_of", lambda number: is_whole(number, below=most), kind)
-    homeless = [key for key in tensors if groups and key.startswith("fp32/") and key.split("/", 1)[1] not in group_of]
-    if homeless:
-        raise FieldError(f"{optimizer.at('group_of')} has no group for {shown(homeless[0].split('/', 1)[1])}")
+    state = checked(adapter(_State), values)
+    for key, spec in state.tensors.items():
+        _check_tensor(key, spec)
+    groups, group_of = state.optimizer.groups, state.optimizer.group_of
+    for name, number in group_of.items():
+        if groups and number >= len(groups):
+            raise ContentError(
+                f"optimizer.group_of.{shown_text(name)} is {number}, not one of the {len(groups)} groups"
+            )
+    homeless = [key for key in state.tensors if key.startswith("fp32/") and key.split("/", 1)[1] not in group_of]
+    if groups and homeless:
+        raise ContentError(f"optimizer.group_of has no group for {shown_value(homeless[0].split('/', 1)[1])}")
     return StateDescription(
-        tensors=tensors,
-        tied=fields.mapping("tied", is_text, "a text"),
-        optimizer_step=optimizer.whole("step"),
-        groups=tuple(group.values for group in groups),
+        tensors=state.tensors,
+        tied=state.tied,
+        optimizer_step=state.optimizer.step,
+        groups=groups,
         group_of=group_of,
-        counters=fields.mapping("counters", is_whole, "a whole number from 0 on"),
+        counters=state.counters,
     )
 
 
 def shards_from_json(
-    fields: Fields, *, folder: str, world_size: int, tensors: Mapping[str, TensorSpec]
+    values: Mapping[str, Any], *, folder: str, world_size: int, tensors: Mapping[str, TensorSpec]
 ) -> tuple[ShardEntry, ...]:
     """Return the shards that a manifest names.
 
     Args:
-        fields: The manifest's.
+        values: The manifest's.
         folder: Where its attempt keeps its shards, relative to the checkpoint's folder.
         world_size: Ranks that wrote it; each has written one.
         tensors: The tensors of its state.
 
     Raises:
-        FieldError: A field is missing or wrong.
+        ContentError: A field is missing or wrong.
     """
     # A large world has hundreds of thousands of intervals: what they need of a tensor is looked up once.
     sizes = {key: (spec.num_elements, spec.item_bytes) for key, spec in tensors.items()}
-    shards = tuple(_shard_from_json(shard, folder, sizes) for shard in fields.objects("shards"))
+    found = checked(adapter(_Shards), values).shards
+    shards = tuple(_entry(shard, f"shards[{number}]", folder, sizes) for number, shard in enumerate(found))
     files: set[str] = set()
     for number, shard in enumerate(shards):
         if shard.file in files:
-            raise FieldError(f"shards[{number}].file is {shown(shard.file)}, which another one has already")
+            raise ContentError(f"shards[{number}].file is {shown_value(shard.file)}, which another one has already")
         files.add(shard.file)
     # What holds nothing needs no file.
     if len(shards) != world_size and (tensors or shards):
         lost = _lost(tensors, shards)
-        raise FieldError(f"shards are {len(shards)}, but each of {world_size} ranks has written one{lost}")
+        raise ContentError(f"shards are {len(shards)}, but each of {world_size} ranks has written one{lost}")
     return shards
 
 
@@ -139,18 +186,13 @@ def _lost(tensors: Mapping[str, TensorSpec], shards: Sequence[ShardEntry]) -> st
     return ""
 
 
-def _tensor_from_json(fields: Fields) -> TensorSpec:
-    shape = fields.items("shape")
-    if not all(map(is_whole, shape)):
-        raise fields.wrong("shape", "not a list of sizes")
-    spec = TensorSpec(shape=tuple(shape), dtype=fields.text("dtype"))
+def _check_tensor(key: str, spec: TensorSpec) -> None:
     try:
         num_bytes = spec.num_elements * spec.item_bytes
     except ValueError as error:
-        raise FieldError(f"{fields.at('dtype')}: {error}") from error
-    if num_bytes >= LIMIT:
-        raise fields.wrong("shape", "more than any file can hold")
-    return spec
+        raise ContentError(f"tensors.{shown_text(key)}.dtype: {error}") from error
+    if num_bytes >= 2**63:
+        raise ContentError(f"tensors.{shown_text(key)}.shape is {list(spec.shape)}, more than any file can hold")
 
 
 def _shard_to_json(shard: ShardEntry) -> dict[str, Any]:
@@ -167,59 +209,49 @@ def _shard_to_json(shard: ShardEntry) -> dict[str, Any]:
     }
 
 
-def _shard_from_json(fields: Fields, folder: str, sizes: Mapping[str, tuple[int, int]]) -> ShardEntry:
-    if fields.items("interval_fields") != _INTERVAL_FIELDS:
-        raise fields.wrong("interval_fields", f"not {_INTERVAL_FIELDS}")
-    # Eight bytes are the header's own length.
-    header_bytes = fields.whole("header_bytes", least=9)
-    intervals = place_intervals(_intervals(fields, sizes), header_bytes)
+def _entry(shard: _Shard, place: str, folder: str, sizes: Mapping[str, tuple[int, int]]) -> ShardEntry:
+    """Return a shard whose file, intervals and size fit together."""
+    where, _, name = shard.file.rpartition("/")
+    if where != folder or not _FILE_NAME.fullmatch(name):
+        is_out = shard.file.startswith("/") or ".." in shard.file.split("/")
+        why = (
+            "lies outside the checkpoint"
+            if is_out
+            else f"is no file in {folder}, where the manifest's own attempt writes"
+        )
+        raise ContentError(f"{place}.file is {shown_value(shard.file)}, which {why}")
+    intervals = place_intervals(_intervals(shard, place, sizes), shard.header_bytes)
     entry = ShardEntry(
-        file=_file(fields, folder),
-        num_bytes=fields.whole("bytes"),
-        header_bytes=header_bytes,
-        header_sum=fields.whole("header_xxh3", below=2**64),
-        sums_sum=fields.whole("block_sums_xxh3", below=2**64),
+        file=shard.file,
+        num_bytes=shard.bytes,
+        header_bytes=shard.header_bytes,
+        header_sum=shard.header_xxh3,
+        sums_sum=shard.block_sums_xxh3,
         intervals=intervals,
     )
-    data_end = intervals[-1].offset + intervals[-1].num_bytes if intervals else header_bytes
+    data_end = intervals[-1].offset + intervals[-1].num_bytes if intervals else shard.header_bytes
     if entry.sums_offset != data_end:
         whole = entry.num_bytes - entry.sums_offset + data_end
-        raise fields.wrong("bytes", f"but its header, intervals and checksums come to {whole}")
+        raise ContentError(f"{place}.bytes is {shard.bytes}, but its header, intervals and checksums come to {whole}")
     return entry
 
 
-def _file(fields: Fields, folder: str) -> str:
-    """Return a shard's file, which lies where the manifest's own attempt has put it."""
-    file = fields.text("file")
-    where, _, name = file.rpartition("/")
-    if where == folder and _FILE_NAME.fullmatch(name):
-        return file
-    if file.startswith("/") or ".." in file.split("/"):
-        raise fields.wrong("file", "which lies outside the checkpoint")
-    raise fields.wrong("file", f"which is no file in {folder}, where the manifest's own attempt writes")
-
-
-def _intervals(fields: Fields, sizes: Mapping[str, tuple[int, int]]) -> list[tuple[Interval, int]]:
+def _intervals(shard: _Shard, place: str, sizes: Mapping[str, tuple[int, int]]) -> list[tuple[Interval, int]]:
     """Return what a shard holds, and how many bytes each takes: each inside its tensor, no tensor twice."""
-    # In line and not by `Fields`: this runs for every row, of which a large world has hundreds of thousands.
     found, seen = [], set()
-    for number, row in enumerate(fields.items("intervals")):
-        why = None
-        if type(row) is not list or len(row) != 3:
-            why = f"not {_INTERVAL_FIELDS}"
+    for number, (key, start, stop) in enumerate(shard.intervals):
+        size = sizes.get(key)
+        if size is None:
+            why = "which is of no tensor of the state"
+        elif not start <= stop <= size[0]:
+            why = f"not an interval of its {size[0]} elements"
+        elif key in seen:
+            why = "whose tensor the shard holds already"
         else:
-            key, start, stop = row
-            if type(key) is not str or key not in sizes:
-                why = "which is of no tensor of the state"
-            elif type(start) is not int or type(stop) is not int or not 0 <= start <= stop <= sizes[key][0]:
-                why = f"not an interval of its {sizes[key][0]} elements"
-            elif key in seen:
-                why = "whose tensor the shard holds already"
-            else:
-                seen.add(key)
-                found.append((Interval(key, start, stop), (stop - start) * sizes[key][1]))
-        if why is not None:
-            raise FieldError(f"{fields.at('intervals')}[{number}] is {shown(row)}, {why}")
+            seen.add(key)
+            found.append((Interval(key, start, stop), (stop - start) * size[1]))
+            continue
+        raise ContentError(f"{place}.intervals[{number}] is {shown_value([key, start, stop])}, {why}")
     return found
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ray_ulysses.checkpoint.intervals import Interval
+from ray_ulysses.validation import Whole
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +62,7 @@ class TensorSpec:
         dtype: Its dtype as safetensors names it, such as ``F32``.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[Whole, ...]
     dtype: str
 
     @property

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
 
-from pydantic_core import from_json
+from pydantic import TypeAdapter
 
 from ray_ulysses.export.report import ExportReport, decimal_size
 from ray_ulysses.storage.regular import read_regular
+from ray_ulysses.validation import KNOWN_FIELDS_ONLY
 
 RECORD_FILE = "ray_ulysses_export.json"
 
@@ -28,6 +28,9 @@ class Identity:
         tokenizer: Hash of the tokenizer's files.
         checked: Whether it was held against the live model.
     """
+
+    # Fields that this version does not know may decide as well whether two exports are the same.
+    __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     manifest: str
     weights: str
@@ -79,45 +82,33 @@ class Existing:
     record: Record | None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Files:
+    files: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _AnyRecord:
+    """What the record of every version says."""
+
+    report: _Files
+
+
+@functools.cache
+def _adapters() -> tuple[TypeAdapter[_AnyRecord], TypeAdapter[Record]]:
+    return TypeAdapter(_AnyRecord), TypeAdapter(Record)
+
+
 def read_existing(directory: Path) -> Existing | None:
     """Return what a directory says of itself; None where it is no export, or does not say which files are its own."""
+    any_record, own_record = _adapters()
     try:
-        fields = from_json(read_regular(directory / RECORD_FILE))
-        files = _value_of(dict[str, int], fields["report"]["files"])
-    except (OSError, ValueError, TypeError, KeyError):
+        content = read_regular(directory / RECORD_FILE)
+        files = any_record.validate_json(content, strict=True).report.files
+    except (OSError, ValueError):
         return None
     try:
-        # Fields that this version does not know may decide as well whether two exports are the same.
-        is_ours = fields["identity"].keys() == get_type_hints(Identity).keys()
-        record = _value_of(Record, fields) if is_ours else None
-    except (TypeError, KeyError, AttributeError):
+        record = own_record.validate_json(content, strict=True)
+    except ValueError:
         record = None
     return Existing(files=files, record=record)
-
-
-def _value_of(kind: Any, value: Any) -> Any:
-    """Return a JSON value as what a dataclass declares; fields that it does not declare are left out.
-
-    Raises:
-        KeyError: A field is missing.
-        TypeError: One is of another type.
-    """
-    if is_dataclass(kind):
-        fields: dict[str, Any] = _checked(dict, value)
-        found = {name: _value_of(hint, fields[name]) for name, hint in get_type_hints(kind).items()}
-        return kind(**found)  # type: ignore[operator]  # a class, which mypy can't tell from an instance
-    if get_origin(kind) is UnionType:
-        inner, none = get_args(kind)
-        assert none is type(None), f"{kind} is not written to this file"
-        return None if value is None else _value_of(inner, value)
-    if get_origin(kind) is dict:
-        return {name: _value_of(get_args(kind)[1], item) for name, item in _checked(dict, value).items()}
-    return _checked(kind, value)
-
-
-def _checked(kind: Any, value: Any) -> Any:
-    # Python counts True as a number, and JSON writes some floats as whole ones.
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    if not (is_whole if kind is int else isinstance(value, kind) or (kind is float and is_whole)):
-        raise TypeError(f"{value!r} is no {kind.__name__}")
-    return value

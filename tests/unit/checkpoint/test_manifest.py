@@ -148,8 +148,8 @@ def test_groups_that_an_engine_keeps_to_itself_are_not_looked_for() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"meta": replace(META, digest="hello")}, "digest is 'hello', not up to 16 hexadecimal digits"),
-        ({"meta": replace(META, metrics={"loss": None})}, r"metrics\['loss'\] is None, not a number"),
+        ({"meta": replace(META, digest="hello")}, "digest is 'hello', but must be up to 16 hexadecimal digits"),
+        ({"meta": replace(META, metrics={"loss": None})}, "metrics.loss is None, but must be a number"),
         ({"state": replace(STATE, group_of={})}, "group_of has no group for 'layer.weight'"),
     ],
 )
