@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
@@ -181,7 +180,7 @@ class CheckpointKeeper:
                 if self._context.exchange.broadcast(self._is_out_of_patience()):
                     break
                 _log.warning("%s; trying again in %g s", self._saver.failure, pause_s)
-                time.sleep(pause_s)
+                self._worker.clock.sleep(pause_s)
                 self._take(engine, outcome, cursor, reason)
                 self._wait()
         elif self._config.checkpoint.host_buffers == 0:

@@ -6,6 +6,7 @@ place.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import TypeAdapter
 
 from ray_ulysses.data.corpus.format import FORMAT_VERSION, SHARDS_DIRECTORY, UNITS_DIRECTORY, ShardInfo, token_dtype
 from ray_ulysses.data.corpus.shard import ShardWriter
@@ -29,6 +31,7 @@ from ray_ulysses.data.tokenize.tokenizers import Tokenizer
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import atomic_file, write_text
 from ray_ulysses.storage.patience import Patience, is_transient
+from ray_ulysses.validation import checked
 
 NOTES_SCHEMA = pa.schema(
     [
@@ -80,18 +83,13 @@ class UnitResult:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> UnitResult:
-        """Return the result that ``to_json`` described."""
-        shard = fields["shard"]
-        counts = fields["token_counts"]
-        return cls(
-            **{
-                **fields,
-                "shard": None if shard is None else ShardInfo(**shard),
-                "turn_ends": tuple(fields["turn_ends"]),
-                "token_counts": None if counts is None else tuple(counts),
-                "lines": LineCounts.from_json(fields["lines"]),
-            }
-        )
+        """Return the result that ``to_json`` described; raises `ContentError` where it is none."""
+        return checked(_adapter(), fields)
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[UnitResult]:
+    return TypeAdapter(UnitResult)
 
 
 def unit_file(out: Path, index: int, suffix: str) -> Path:
@@ -115,7 +113,7 @@ def finished_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult | N
     """
     try:
         result = UnitResult.from_json(json.loads(unit_file(out, unit.index, "json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         if is_transient(error):
             raise
         return None

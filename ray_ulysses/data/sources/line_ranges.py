@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from ray_ulysses.data.sources.file_listing import path_text
 from ray_ulysses.errors import UserError
@@ -35,11 +35,6 @@ class LineCounts:
     num_filled: int
     num_broken: int
     num_before: int = 0
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any] | None) -> LineCounts | None:
-        """Return the counts whose fields these are; None for none."""
-        return None if fields is None else cls(**fields)
 
 
 def cut_bytes(num_bytes: int, unit_bytes: int) -> list[tuple[int, int]]:

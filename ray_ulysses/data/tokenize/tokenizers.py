@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -54,15 +54,6 @@ class TokenizerInfo:
     vocab_size: Positive
     eos_token_id: Whole
     fingerprint: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as a JSON object."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> TokenizerInfo:
-        """Return the value that ``to_json`` described."""
-        return cls(**fields)
 
 
 class Tokenizer(Protocol):

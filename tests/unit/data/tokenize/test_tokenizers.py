@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer, TokenizerInfo, load_tokenizer
 from ray_ulysses.errors import UserError
+from ray_ulysses.validation import checked
 
 
 def fast_tokenizer(directory: Path, config: dict[str, object] | None = None) -> Path:
@@ -68,7 +71,7 @@ def test_tokenizers_are_the_same_when_their_files_are(tmp_path: Path) -> None:
     two = load_tokenizer(fast_tokenizer(tmp_path / "two")).info
     three = load_tokenizer(fast_tokenizer(tmp_path / "three", {"eos_token": "<s>"})).info
     assert one.fingerprint == two.fingerprint != three.fingerprint
-    assert TokenizerInfo.from_json(json.loads(json.dumps(one.to_json()))) == one
+    assert checked(TypeAdapter(TokenizerInfo), json.loads(json.dumps(asdict(one)))) == one
 
 
 def test_a_tokenizer_without_tokenizer_json_goes_through_transformers(tmp_path: Path) -> None:
