@@ -164,3 +164,7 @@ class Waiting:
         self._pause_s = min(2 * self._pause_s, self._patience.longest_pause_s)
         self.num_pauses += 1
         return True
+
+
+PATIENCE = Patience()
+"""How long we wait for a storage unless told otherwise."""

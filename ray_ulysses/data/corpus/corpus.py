@@ -26,7 +26,7 @@ from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
 from ray_ulysses.errors import UserError, shown
 from ray_ulysses.storage.atomic import file_crc32
 from ray_ulysses.storage.location import expand_home
-from ray_ulysses.storage.patience import READ_ERRORS, Patience, is_transient
+from ray_ulysses.storage.patience import PATIENCE, READ_ERRORS, Patience, is_transient
 from ray_ulysses.storage.regular import read_regular
 from ray_ulysses.validation import ContentError, read_json
 
@@ -50,11 +50,11 @@ class Corpus:
         info: CorpusInfo,
         lengths: NDArray[np.uint32] | None = None,
         *,
-        patience: Patience | None = None,
+        patience: Patience = PATIENCE,
     ) -> None:
         self.path = path
         self.info = info
-        self._patience = patience if patience is not None else Patience()
+        self._patience = patience
         self._lengths = lengths
         self._spans: LabelSpans | None = None
         self._documents: DocumentTable | None = None
@@ -62,13 +62,12 @@ class Corpus:
         self._shards = ShardReader(path / SHARDS_DIRECTORY, np.dtype(info.dtype), patience=self._patience)
 
     @classmethod
-    def open(cls, path: Path | str, *, patience: Patience | None = None) -> Corpus:
+    def open(cls, path: Path | str, *, patience: Patience = PATIENCE) -> Corpus:
         """Open a directory that ``prepare`` has written; reads footers only, whatever the number of documents.
 
         Raises:
             UserError: It is missing, is no prepared corpus, is empty, or a sidecar can't be read.
         """
-        patience = patience if patience is not None else Patience()
         directory = expand_home(path)
         try:
             info = patience.call(directory, lambda: _read_info(directory))

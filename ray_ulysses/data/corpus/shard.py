@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from ray_ulysses.data.corpus.format import CHUNK_TOKENS, ShardInfo, shard_footer, shard_schema
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import file_crc32
+from ray_ulysses.storage.patience import PATIENCE, Patience
 from ray_ulysses.storage.patience import READ_ERRORS as READ_ERRORS
-from ray_ulysses.storage.patience import Patience
 
 
 class ShardWriter:
@@ -127,13 +127,13 @@ class ShardReader:
         directory: Path,
         dtype: np.dtype[Any],
         *,
-        patience: Patience | None = None,
+        patience: Patience = PATIENCE,
         max_open: int = 32,
         chunk_tokens: int = CHUNK_TOKENS,
     ) -> None:
         self._directory = directory
         self._dtype = dtype
-        self._patience = patience if patience is not None else Patience()
+        self._patience = patience
         self._max_open = max_open
         self._chunk_tokens = chunk_tokens
         self._open: OrderedDict[str, _OpenShard] = OrderedDict()

@@ -22,7 +22,7 @@ from ray_ulysses.data.plan.packing import NO_PIECES, Pieces
 from ray_ulysses.data.plan.row_checksums import is_group, piece_columns, weight_columns
 from ray_ulysses.data.plan.rows import NO_ROWS, Piece, Rows, RowWeights, piece_tuple
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.patience import READ_ERRORS, Patience
+from ray_ulysses.storage.patience import PATIENCE, READ_ERRORS, Patience
 
 Value = TypeVar("Value")
 PIECE_SCHEMA = pa.schema(
@@ -96,14 +96,13 @@ class FileRows:
         pieces_path: Path,
         rows: FileFacts,
         pieces: FileFacts,
-        patience: Patience | None = None,
+        patience: Patience = PATIENCE,
     ) -> None:
         """Open both files; reads their footers alone.
 
         Raises:
             UserError: A file is missing, or is not the one that the facts describe.
         """
-        patience = patience or Patience()
         self._rows = _GroupFile(rows_path, rows, ROW_SCHEMA, _weights_of, patience)
         self._pieces = _GroupFile(pieces_path, pieces, PIECE_SCHEMA, _pieces_of, patience)
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import make_folders
 from ray_ulysses.storage.file_lock import LockOwner, NoLocksError, lock_file
-from ray_ulysses.storage.patience import Patience, is_transient
+from ray_ulysses.storage.patience import PATIENCE, Patience, is_transient
 
 LOCK_FILE = ".prepare.lock"
 
 
 @contextmanager
-def directory_lock(directory: Path, patience: Patience | None = None) -> Iterator[None]:
+def directory_lock(directory: Path, patience: Patience = PATIENCE) -> Iterator[None]:
     """Hold a directory for one preparation; its lock file is gone afterwards.
 
     Raises:
@@ -24,7 +24,6 @@ def directory_lock(directory: Path, patience: Patience | None = None) -> Iterato
         StorageAwayError: Its storage was away for too long.
     """
     path = directory / LOCK_FILE
-    patience = patience if patience is not None else Patience()
     note = LockOwner.this_process(patience.clock).to_note()
     descriptor = patience.call(path, lambda: _take(path, note))
     try:

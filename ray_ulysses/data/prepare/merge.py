@@ -48,7 +48,7 @@ from ray_ulysses.data.sources.quarantine import Rejected, reason_class
 from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import atomic_file, file_crc32, sync, write_text
-from ray_ulysses.storage.patience import Patience
+from ray_ulysses.storage.patience import PATIENCE, Patience
 from ray_ulysses.storage.temporaries import left_temporaries
 
 Duplicates = Literal["quarantine", "keep"]
@@ -65,7 +65,7 @@ def merge(
     duplicates: Duplicates,
     signature: str,
     others: Sequence[Corpus] = (),
-    patience: Patience | None = None,
+    patience: Patience = PATIENCE,
 ) -> CorpusInfo:
     """Write the sidecars, the quarantine and, last, ``corpus.json``; done again, it writes the same files.
 
@@ -312,7 +312,7 @@ def _entropies(
     units: Sequence[UnitResult],
     repeats: Sequence[NDArray[np.int64]],
     tokenizer: TokenizerInfo,
-    patience: Patience | None,
+    patience: Patience,
 ) -> tuple[float | None, float | None]:
     """Return the entropy of the raw bytes and of the token ids over the documents that are kept."""
     known = [unit.token_counts for unit in units if unit.token_counts is not None]

@@ -26,7 +26,7 @@ from ray_ulysses.data.tokenize.tokenizers import BYTES, Tokenizer, TokenizerInfo
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import write_text
 from ray_ulysses.storage.location import expand_home
-from ray_ulysses.storage.patience import Patience
+from ray_ulysses.storage.patience import PATIENCE, Patience
 from ray_ulysses.storage.temporaries import TEMPORARY_PREFIX
 
 
@@ -117,7 +117,7 @@ class _Plan:
 
 
 @contextmanager
-def preparing(request: PrepareRequest, patience: Patience | None = None) -> Iterator[Preparation]:
+def preparing(request: PrepareRequest, patience: Patience = PATIENCE) -> Iterator[Preparation]:
     """List the sources, claim the directory, and keep others from it until the block ends.
 
     Nothing that is already there is written over, and nothing is written for a request that can't be met.
@@ -128,7 +128,6 @@ def preparing(request: PrepareRequest, patience: Patience | None = None) -> Iter
             is preparing there.
         RunError: A storage was away for too long.
     """
-    patience = patience if patience is not None else Patience()
     plan = patience.call_or_fail("the sources", lambda: _plan(request))
     out = plan.request.out
     if patience.call_or_fail(out, lambda: _is_complete(out, plan)):
@@ -144,7 +143,7 @@ def preparing(request: PrepareRequest, patience: Patience | None = None) -> Iter
         yield patience.call_or_fail(out, lambda: _preparation(plan, is_complete=is_complete))
 
 
-def finish(preparation: Preparation, results: tuple[UnitResult, ...], patience: Patience | None = None) -> Corpus:
+def finish(preparation: Preparation, results: tuple[UnitResult, ...], patience: Patience = PATIENCE) -> Corpus:
     """Merge the units' notes and commit the corpus by writing ``corpus.json``.
 
     Args:
@@ -159,7 +158,6 @@ def finish(preparation: Preparation, results: tuple[UnitResult, ...], patience: 
     ordered = tuple(sorted(results, key=lambda result: result.index))
     assert [r.index for r in ordered] == [u.index for u in preparation.units], "every unit must have one result"
     request = preparation.request
-    patience = patience if patience is not None else Patience()
     tokenizer = patience.call_or_fail(request.tokenizer, lambda: load_tokenizer(request.tokenizer).info)
     others = _other_corpora(request, tokenizer, patience)
     merge_units = functools.partial(
@@ -181,7 +179,7 @@ def finish(preparation: Preparation, results: tuple[UnitResult, ...], patience: 
 
 
 def prepare_local(
-    request: PrepareRequest, progress: ProgressCallback | None = None, patience: Patience | None = None
+    request: PrepareRequest, progress: ProgressCallback | None = None, patience: Patience = PATIENCE
 ) -> Corpus:
     """Prepare a corpus in this process, one unit after another; the same files as through Ray.
 
@@ -189,7 +187,6 @@ def prepare_local(
         UserError: As ``preparing`` and ``finish`` do, and for a file that can't be read.
         RunError: As ``preparing``, ``write_unit`` and ``finish`` do.
     """
-    patience = patience if patience is not None else Patience()
     with preparing(request, patience) as preparation:
         request = preparation.request
         if preparation.is_complete:
@@ -278,7 +275,7 @@ def _absolute(path: str) -> str:
 
 
 def _other_corpora(
-    request: PrepareRequest, tokenizer: TokenizerInfo, patience: Patience | None = None
+    request: PrepareRequest, tokenizer: TokenizerInfo, patience: Patience = PATIENCE
 ) -> tuple[Corpus, ...]:
     """Open the corpora whose documents are left out."""
     others = []

@@ -30,7 +30,7 @@ from ray_ulysses.data.tokenize.encoding import EncodedDocument, encode_document
 from ray_ulysses.data.tokenize.tokenizers import Tokenizer
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import atomic_file, write_text
-from ray_ulysses.storage.patience import Patience, is_transient
+from ray_ulysses.storage.patience import PATIENCE, Patience, is_transient
 from ray_ulysses.validation import checked
 
 NOTES_SCHEMA = pa.schema(
@@ -129,7 +129,7 @@ def finished_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult | N
     return result
 
 
-def write_unit(out: Path, unit: Unit, tokenizer: Tokenizer, patience: Patience | None = None) -> UnitResult:
+def write_unit(out: Path, unit: Unit, tokenizer: Tokenizer, patience: Patience = PATIENCE) -> UnitResult:
     """Read, tokenize and store one unit; done again, it writes the same files.
 
     It is done again from its beginning where a storage stops answering, that of the sources or that of the corpus.
@@ -138,7 +138,6 @@ def write_unit(out: Path, unit: Unit, tokenizer: Tokenizer, patience: Patience |
         UserError: A file of the unit can't be read, or changed while it was read.
         RunError: The corpus can't be written; a ``StorageAwayError`` where a storage was away for too long.
     """
-    patience = patience if patience is not None else Patience()
     return patience.call_or_fail(f"unit {unit.index} of {out}", lambda: _write_unit(out, unit, tokenizer))
 
 
