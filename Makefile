@@ -6,9 +6,9 @@ STAMP := $(VENV)/.installed
 # The first interpreter that this project supports; PYTHON=/path/to/python3.12 overrides it.
 PYTHON ?= $(firstword $(foreach name,python3 python3.12 python3.13 python3.11,$(shell \
 	$(name) -c 'import sys; print("$(name)" * ((3, 11) <= sys.version_info[:2] <= (3, 13)))' 2>/dev/null)))
-# Ray, and ranks that train together, take both cores: their tests run one after another.
 FAST := $(BIN)/python -m pytest -m "not slow and not gpu"
-UNIT := $(FAST) --numprocesses=2 --dist=loadfile tests/unit
+# But for tests/cluster, whose Rays take both cores.
+PARALLEL := $(FAST) --numprocesses=2 --dist=loadfile
 CONFIG := configs/llama-tiny_cpu_sp2-dp2_8k.yaml
 CORPUS := runs/corpus-stdlib
 
@@ -33,11 +33,11 @@ demo: $(STAMP)  ## Prepare, plan and train a small model on this machine's CPU, 
 	$(BIN)/ray-ulysses train $(CONFIG)
 
 test: $(STAMP)  ## Run the tests that every change must pass
-	$(UNIT)
-	$(FAST) --durations=25 tests/distributed tests/cluster
+	$(PARALLEL) --durations=15 tests/unit tests/distributed
+	$(FAST) --durations=10 tests/cluster
 
 test-unit: $(STAMP)  ## Run the unit tests, in two processes
-	$(UNIT)
+	$(PARALLEL) tests/unit
 
 test-all: $(STAMP)  ## Run every test, the whole parity matrix included
 	$(BIN)/python -m pytest

@@ -1,16 +1,15 @@
-"""A Ray of one's own for the tests of a module."""
+"""The Ray that the tests of this folder share: theirs is what runs on a cluster, not how one starts or ends."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import ray
 
 
-@contextmanager
-def local_ray(num_cpus: int = 4) -> Iterator[None]:
+@pytest.fixture(scope="package")
+def cluster() -> Iterator[None]:
     """Start a local Ray, never the one that happens to run on the machine, and end it again."""
     with pytest.MonkeyPatch.context() as patch:
         # A plain ray.init() may create a token that later turns authentication on for other clusters.
@@ -18,7 +17,7 @@ def local_ray(num_cpus: int = 4) -> Iterator[None]:
         patch.delenv("RAY_ADDRESS", raising=False)
         ray.init(
             address="local",
-            num_cpus=num_cpus,
+            num_cpus=4,
             include_dashboard=False,
             object_store_memory=256 << 20,
             log_to_driver=False,

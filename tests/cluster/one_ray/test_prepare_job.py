@@ -3,7 +3,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,16 +17,9 @@ from ray_ulysses.data.prepare.unit_writer import write_unit
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
 from ray_ulysses.errors import RunError, UserError
-from tests.cluster.local_ray import local_ray
 from tests.unit.data.corpora import begin, varied_texts, write_texts
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    with local_ray(num_cpus=1):
-        yield
 
 
 def mixed_sources(directory: Path) -> SourceSpec:

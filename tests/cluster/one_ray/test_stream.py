@@ -4,7 +4,7 @@ import os
 import pickle
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -22,17 +22,10 @@ from ray_ulysses.data.plan.planning import build_plan
 from ray_ulysses.data.read.reader import RowReader, RowSlice
 from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.errors import RunError, UserError
-from tests.cluster.local_ray import local_ray
 from tests.unit.data.corpora import text_corpus, varied_texts
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 WAIT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    with local_ray():
-        yield
 
 
 @pytest.fixture(scope="module")
