@@ -140,8 +140,15 @@ def test_gpus_that_no_node_has_are_refused_before_a_worker_starts(
     assert "waiting for 2 workers" not in text
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("moment", ["waiting for nodes", "workers starting"])
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        ("waiting for nodes", signal.SIGTERM),
+        ("workers starting", signal.SIGINT),
+        pytest.param("waiting for nodes", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("workers starting", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
 def test_a_stop_during_the_start_ends_what_was_started(
     cluster: Cluster, corpus: Path, tmp_path: Path, moment: str, number: signal.Signals
 ) -> None:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from ray_ulysses.config import Config
+from ray_ulysses.run.ownership import claim_checkpoints
 from ray_ulysses.tracking.events import CheckpointCommitted
 from ray_ulysses.tracking.history import RunHistory, read_history
 from tests.distributed.harness import run_ranks
@@ -211,8 +212,9 @@ def check_mlflow(config: Config, ours: RunHistory) -> None:
     assert {int(model.tags["step"]) for model in models if model.source_run_id == runs[0].info.run_id}
 
 
+@pytest.mark.parametrize("through_ray", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_second_directory_of_the_same_checkpoints_is_refused_before_a_worker_starts(
-    corpus: Path, tmp_path: Path
+    corpus: Path, tmp_path: Path, through_ray: bool
 ) -> None:
     def config_in(storage: str) -> Config:
         return make_config(
@@ -221,9 +223,16 @@ def test_a_second_directory_of_the_same_checkpoints_is_refused_before_a_worker_s
         )  # fmt: skip
 
     first, second = config_in("a"), config_in("b")
-    code, text = train(first, tmp_path / "first")
-    assert code == 0, text
-    assert re.search(rf"^  checkpoint +{tmp_path}/place/run/checkpoints/step-00000002$", text, flags=re.MULTILINE), text
+    if through_ray:
+        code, text = train(first, tmp_path / "first")
+        assert code == 0, text
+        assert re.search(
+            rf"^  checkpoint +{tmp_path}/place/run/checkpoints/step-00000002$", text, flags=re.MULTILINE
+        ), text
+    else:
+        prepare_attempt(first, "first")
+        claim_checkpoints(first)
+        run_ranks(run_worker, 2, first, "first", timeout_s=TIMEOUT_S)
     code, text = train(second, tmp_path / "second")
     assert code == 2, text
     assert f"belong to the run directory {first.run_dir} of host " in text and "Set another run.name" in text

@@ -19,7 +19,7 @@ from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
 from ray_ulysses.errors import RunError, UserError
 from tests.unit.data.corpora import begin, varied_texts, write_texts
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 
 def mixed_sources(directory: Path) -> SourceSpec:

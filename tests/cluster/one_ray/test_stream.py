@@ -24,7 +24,7 @@ from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.errors import RunError, UserError
 from tests.unit.data.corpora import text_corpus, varied_texts
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 WAIT_S = 60.0
 
 
