@@ -114,8 +114,8 @@ MUTANTS = (
     Mutant(
         name="KV-copy gradients not summed",
         file="ray_ulysses/attention/exchange.py",
-        old="                (own[:, head].add_ if is_added else own[:, head].copy_)(part[:, head])\n",
-        new="                own[:, head].copy_(part[:, head])\n",
+        old="            (own[:, head].add_ if is_added else own[:, head].copy_)(part[:, head])\n",
+        new="            own[:, head].copy_(part[:, head])\n",
         killer="tests/distributed/test_exchange.py::"
         "test_the_exchange_is_plain_slicing_forward_and_backward[one-kv-head-for-all]",
     ),
@@ -151,9 +151,8 @@ MUTANTS = (
     Mutant(
         name="a scrambled uneven split",
         file="ray_ulysses/attention/exchange.py",
-        old="    for heads, width, block in zip(plan.ranks, widths, received.split(sizes), strict=True):\n",
-        new="    for heads, width, block in zip(\n"
-        "        plan.ranks[::-1], widths[::-1], received.split(sizes[::-1]), strict=True\n    ):\n",
+        old="        _put_back(blocks[source], plan.ranks[source], into_BHLD, kinds, written_kv)\n",
+        new="        _put_back(blocks[source], plan.ranks[-1 - source], into_BHLD, kinds, written_kv)\n",
         killer="tests/distributed/test_exchange.py::"
         "test_the_exchange_is_plain_slicing_forward_and_backward[heads-do-not-divide]",
     ),

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ray_ulysses.parallel.collectives import all_to_all_flat, group_named
+from ray_ulysses.parallel.collectives import BlockExchange, group_named
 from ray_ulysses.parallel.heads import HeadPlan, RankHeads, assign_heads
 
 HeadKind = Literal["query", "kv"]
@@ -81,18 +81,24 @@ def send_heads(
     Returns:
         The payload ``[U, B, L, F]``; :func:`split_heads` takes it apart.
     """
-    num_rows, _, tokens, _ = tensors_BHLD[0].shape
+    rank, (num_rows, _, tokens, _) = dist.get_rank(group), tensors_BHLD[0].shape
     widths = [sum(_widths(heads, kinds, tensors_BHLD)) for heads in plan.ranks]
-    sizes = [num_rows * tokens * width for width in widths]
-    sent = tensors_BHLD[0].new_empty(sum(sizes))
-    for heads, width, block in zip(plan.ranks, widths, sent.split(sizes), strict=True):
-        parts = split_heads(block.view(num_rows, tokens, width), heads, kinds, _head_sizes(tensors_BHLD))
+    payload_UBLF = tensors_BHLD[0].new_empty(len(widths), num_rows, tokens, widths[rank])
+    blocks = _blocks(payload_UBLF, [0 if to == rank else width for to, width in enumerate(widths)])
+
+    def write(to: int, block_BLF: torch.Tensor) -> None:
+        parts = split_heads(block_BLF, plan.ranks[to], kinds, _head_sizes(tensors_BHLD))
         for part_BLhD, kind, whole in zip(parts, kinds, tensors_BHLD, strict=True):
             # [B, h, L, D] -> [B, L, h, D]
-            part_BLhD.copy_(whole[:, _own(heads, kind)].transpose(1, 2))
-    width = widths[dist.get_rank(group)]
-    received = all_to_all_flat(sent, sizes, [num_rows * tokens * width] * len(sizes), group)
-    return received.view(len(sizes), num_rows, tokens, width)
+            part_BLhD.copy_(whole[:, _own(plan.ranks[to], kind)].transpose(1, 2))
+
+    for to, block_BLF in enumerate(blocks):
+        if to != rank:
+            write(to, block_BLF)
+    exchange = BlockExchange(blocks, payload_UBLF.unbind(), group)
+    write(rank, payload_UBLF[rank])
+    exchange.wait()
+    return payload_UBLF
 
 
 def return_heads(
@@ -118,22 +124,45 @@ def return_heads(
             this one are put in.
     """
     written_kv = set() if written_kv is None else written_kv
+    rank, widths = dist.get_rank(group), [sum(_widths(heads, kinds, into_BHLD)) for heads in plan.ranks]
+    blocks = _blocks(payload_UBLF, [0 if source == rank else width for source, width in enumerate(widths)])
+    exchange = BlockExchange(payload_UBLF.unbind(), blocks, group)
+    blocks[rank] = payload_UBLF[rank]
+    # The own block while the others are on their way; copies are added in the order of the ranks.
+    others = [source for source in range(len(blocks)) if source != rank]
+    for source in [rank, *others] if plan.kv_copies == 1 else range(len(blocks)):
+        if source != rank:
+            exchange.wait()
+        _put_back(blocks[source], plan.ranks[source], into_BHLD, kinds, written_kv)
+    exchange.wait()
+
+
+def _blocks(payload_UBLF: torch.Tensor, widths: Sequence[int]) -> list[torch.Tensor]:
+    """Return an uninitialized block ``[B, L, width]`` for each rank, end to end in one buffer."""
     num_rows, tokens = payload_UBLF.shape[1:3]
-    widths = [sum(_widths(heads, kinds, into_BHLD)) for heads in plan.ranks]
     sizes = [num_rows * tokens * width for width in widths]
-    block_size = payload_UBLF[0].numel()
-    received = all_to_all_flat(payload_UBLF.flatten(), [block_size] * len(sizes), sizes, group)
-    for heads, width, block in zip(plan.ranks, widths, received.split(sizes), strict=True):
-        parts = split_heads(block.view(num_rows, tokens, width), heads, kinds, _head_sizes(into_BHLD))
-        added = [head in written_kv for head in range(heads.first_kv, heads.stop_kv)]
-        for part_BLhD, kind, whole in zip(parts, kinds, into_BHLD, strict=True):
-            own, part = whole[:, _own(heads, kind)], part_BLhD.transpose(1, 2)
-            if kind == "query" or not any(added):
-                own.copy_(part)
-                continue
-            for head, is_added in enumerate(added):
-                (own[:, head].add_ if is_added else own[:, head].copy_)(part[:, head])
-        written_kv.update(range(heads.first_kv, heads.stop_kv))
+    parts = payload_UBLF.new_empty(sum(sizes)).split(sizes)
+    return [part.view(num_rows, tokens, width) for part, width in zip(parts, widths, strict=True)]
+
+
+def _put_back(
+    block_BLF: torch.Tensor,
+    heads: RankHeads,
+    into_BHLD: Sequence[torch.Tensor],
+    kinds: Sequence[HeadKind],
+    written_kv: set[int],
+) -> None:
+    """Put a rank's heads of this rank's slice where they belong."""
+    parts = split_heads(block_BLF, heads, kinds, _head_sizes(into_BHLD))
+    added = [head in written_kv for head in range(heads.first_kv, heads.stop_kv)]
+    for part_BLhD, kind, whole in zip(parts, kinds, into_BHLD, strict=True):
+        own, part = whole[:, _own(heads, kind)], part_BLhD.transpose(1, 2)
+        if kind == "query" or not any(added):
+            own.copy_(part)
+            continue
+        for head, is_added in enumerate(added):
+            (own[:, head].add_ if is_added else own[:, head].copy_)(part[:, head])
+    written_kv.update(range(heads.first_kv, heads.stop_kv))
 
 
 def split_heads(

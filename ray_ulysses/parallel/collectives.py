@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,32 +17,43 @@ def group_named(name: str) -> dist.ProcessGroup:
     return group
 
 
-def all_to_all_flat(
-    send: torch.Tensor, send_sizes: list[int], receive_sizes: list[int], group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Send a block to each rank of the group and receive one from each; not differentiable.
+class BlockExchange:
+    """An all-to-all that is under way: a block to each other rank of a group and one from each; not differentiable.
 
-    Every rank of the group must call; what one sends another is what that one expects.
-
-    Args:
-        send: Flat and contiguous: the blocks for rank 0, 1, ... end to end.
-        send_sizes: Elements of each.
-        receive_sizes: Elements of the block that each rank sends here.
-        group: Process group to exchange over.
-
-    Returns:
-        The received blocks end to end.
+    It is one batch of sends and receives, as NCCL's own all-to-all is, so that a rank's own block is not sent through
+    a buffer, and a caller has time for it while the others are on their way.
     """
-    assert len(send_sizes) == len(receive_sizes) == dist.get_world_size(group)
-    # gloo silently writes wrong data into a non-contiguous output, and empty_like of a permuted tensor keeps the
-    # permutation: allocate by shape, and hold both sides to it.
-    receive = torch.empty(sum(receive_sizes), dtype=send.dtype, device=send.device)
-    assert send.dim() == 1 and send.is_contiguous() and send.numel() == sum(send_sizes)
-    if len(set(send_sizes)) == len(set(receive_sizes)) == 1:
-        dist.all_to_all_single(receive, send, group=group)
-    else:
-        dist.all_to_all_single(receive, send, receive_sizes, send_sizes, group=group)
-    return receive
+
+    def __init__(
+        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: dist.ProcessGroup
+    ) -> None:
+        """Start; every rank of the group must. What one sends another has as many elements as that one expects.
+
+        Args:
+            sent: The block for each rank, contiguous; must not be changed before `wait`. The own one is not sent, nor
+                is one without elements.
+            received: Where the block from each rank goes, contiguous; the own one is left as it is.
+            group: Process group to exchange over.
+        """
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        assert len(sent) == len(received) == size
+        # gloo silently reads and writes elsewhere in a tensor that is not contiguous.
+        assert all(block.is_contiguous() for block in (*sent, *received))
+        operations = []
+        for shift in range(1, size):
+            to, source = (rank + shift) % size, (rank - shift) % size
+            for function, block, peer in ((dist.isend, sent[to], to), (dist.irecv, received[source], source)):
+                if block.numel():
+                    peer = dist.get_global_rank(group, peer)
+                    operations.append(dist.P2POp(function, block, peer, group))
+        self._sent = sent  # Alive until it has left.
+        self._works = dist.batch_isend_irecv(operations) if operations else []
+
+    def wait(self) -> None:
+        """Return when all blocks have come and left; from the second call on at once."""
+        for work in self._works:
+            work.wait()
+        self._works, self._sent = [], ()
 
 
 class Circulation:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,6 +14,7 @@ import torch.distributed as dist
 from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, loss_scale, shard_batch, unshard
 from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
 from ray_ulysses.engine.zero import ZeroSettings, build_engine
+from ray_ulysses.parallel.collectives import BlockExchange
 from tests.unit.attention.models import SIZES, VOCAB, magnified, tiny_model
 
 LENGTHS = (17, 1, 9, 13)
@@ -25,8 +29,8 @@ class StepCount:
 
     Attributes:
         exchanges: All-to-alls.
-        sent_elements: Elements handed to them.
-        ring_sends: Point-to-point sends of the ring.
+        sent_elements: Elements that they send to other ranks.
+        ring_sends: Sends of the ring.
         attention_forwards: Forward runs of the kernel, over those of a forward without gradients: 1 if it ran once.
         host_reads: Reads of a value by the host.
     """
@@ -66,25 +70,36 @@ def counted_step(rank: int, world_size: int, keep: KeptOutput, ring_size: int, c
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as forward:
         model(**batch.model_inputs())
     once = sum(event.name == _KERNEL for event in forward.events())
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+    sent: list[tuple[int, int]] = []
+    with _counted_exchanges(sent), profile(activities=[ProfilerActivity.CPU]) as profiler:
         loss_sum, _ = causal_lm_loss(model, batch)
         loss_sum.backward()
     events = [event for event in profiler.events() if event.name.startswith(("c10d::", "aten::"))]
-    exchanges = [event for event in events if event.name == "c10d::alltoall_base_"]
+    names = {event.name for event in events if event.name.startswith("c10d::")}
+    assert names <= {"c10d::send", "c10d::recv_"}, names
     return StepCount(
-        exchanges=len(exchanges),
-        sent_elements=sum(_elements(event.input_shapes[1]) for event in exchanges),
-        ring_sends=sum(event.name == "c10d::send" for event in events),
+        exchanges=len(sent),
+        sent_elements=sum(elements for _, elements in sent),
+        ring_sends=sum(event.name == "c10d::send" for event in events) - sum(num for num, _ in sent),
         attention_forwards=sum(event.name == _KERNEL for event in events) / once,
         host_reads=sum(event.name in _HOST_READS for event in events),
     )
 
 
-def _elements(shape: list[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+@contextmanager
+def _counted_exchanges(into: list[tuple[int, int]]) -> Iterator[None]:
+    """Note of each exchange of heads how many blocks it sends, and their elements."""
+    start = BlockExchange.__init__
+
+    def counted(
+        self: BlockExchange, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: dist.ProcessGroup
+    ) -> None:
+        sizes = [block.numel() for place, block in enumerate(sent) if place != group.rank()]
+        into.append((sum(size > 0 for size in sizes), sum(sizes)))
+        start(self, sent, received, group)
+
+    with mock.patch.object(BlockExchange, "__init__", counted):
+        yield
 
 
 def gradients_of(model: Any, mesh: SequenceMesh) -> dict[str, torch.Tensor]:

@@ -29,9 +29,10 @@ LAYERS, HEADS, KV_HEADS, HEAD_SIZE = heads_of_a_layer()
 
 
 def sent_elements(query_units: int) -> int:
-    """Return what two ranks send each in a step, if queries or outputs travel ``query_units`` times a layer."""
+    """Return what two ranks send each other in a step, if queries or outputs travel ``query_units`` times a layer."""
     kv_heads = sum(rank.num_kv_heads for rank in assign_heads(HEADS, KV_HEADS, 2).ranks)
-    return LAYERS * ROW_TOKENS // 2 * HEAD_SIZE * (query_units * HEADS + 6 * kv_heads)
+    # Half of the heads are the other rank's.
+    return LAYERS * ROW_TOKENS // 2 * HEAD_SIZE * (query_units * HEADS + 6 * kv_heads) // 2
 
 
 def test_collectives_bytes_and_attention_forwards_of_a_layer() -> None:
@@ -48,7 +49,7 @@ def test_collectives_bytes_and_attention_forwards_of_a_layer() -> None:
             assert count.sent_elements == sent_elements(query_units), name
             assert count.attention_forwards == attentions, name
             assert (count.ring_sends, count.host_reads) == (0, 0), name
-        theirs = LAYERS * ROW_TOKENS // 2 * HEAD_SIZE * (6 * HEADS + 6 * KV_HEADS)
+        theirs = LAYERS * ROW_TOKENS // 2 * HEAD_SIZE * (6 * HEADS + 6 * KV_HEADS) // 2
         assert counts["both"].sent_elements / theirs <= (5 * HEADS + 6 * KV_HEADS) / (6 * HEADS + 6 * KV_HEADS)
 
 

@@ -119,13 +119,12 @@ def test_no_tensor_stays_behind() -> None:
 
 def swap_blocks() -> None:
     """Make the exchange deliver blocks in another order."""
-    true_exchange = exchange.all_to_all_flat
+    true_exchange = exchange.send_heads
 
-    def swapped(send: torch.Tensor, send_sizes: list[int], receive_sizes: list[int], group: Any) -> torch.Tensor:
-        received = true_exchange(send, send_sizes, receive_sizes, group)
-        return torch.cat(received.split(receive_sizes)[::-1])
+    def swapped(tensors: Any, kinds: Any, plan: Any, group: Any) -> torch.Tensor:
+        return true_exchange(tensors, kinds, plan, group).flip(0)
 
-    exchange.all_to_all_flat = swapped
+    exchange.send_heads = swapped
 
 
 def scale_by_sp() -> None:

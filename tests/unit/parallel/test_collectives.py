@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ray_ulysses.parallel.collectives import all_to_all_flat, group_named
+from ray_ulysses.parallel.collectives import BlockExchange, group_named
 
 
 @pytest.fixture
@@ -30,5 +30,12 @@ def test_a_group_is_found_by_the_name_that_torch_gave_it(group: dist.ProcessGrou
 def test_a_strided_view_is_not_sent(group: dist.ProcessGroup) -> None:
     """gloo would silently read or write elsewhere."""
     with pytest.raises(AssertionError):
-        all_to_all_flat(torch.arange(8.0)[::2], [4], [4], group)
-    assert all_to_all_flat(torch.arange(4.0), [4], [4], group).tolist() == [0, 1, 2, 3]
+        BlockExchange([torch.arange(8.0)[::2]], [torch.zeros(4)], group)
+    with pytest.raises(AssertionError):
+        BlockExchange([torch.arange(4.0)], [torch.zeros(8)[::2]], group)
+
+
+def test_the_own_block_is_not_sent(group: dist.ProcessGroup) -> None:
+    received = torch.zeros(4)
+    BlockExchange([torch.arange(4.0)], [received], group).wait()
+    assert received.tolist() == [0, 0, 0, 0]
