@@ -61,9 +61,14 @@ def markdown(record: dict[str, Any]) -> str:
             f"Command: `{record['command']}`.",
             RULES,
             f"Link: {links}. Load average over the last 1, 5 and 15 minutes of the run: {load}.",
-            "## Exchange alone: the kernel is a stub that only writes its results",
+            "## Under gradient checkpointing, exchange alone: the kernel is a stub that only writes its results\n\n"
+            "As users train: forward, recomputation and backward, ours with its attention output kept (the default).",
+            _times(cases, "exchange, checkpointed"),
+            "## Under gradient checkpointing, whole layer: the real kernel (torch's fused SDPA on both sides)",
+            _times(cases, "layer, checkpointed"),
+            "## Without checkpointing, exchange alone",
             _times(cases, "exchange"),
-            "## Whole layer: the real kernel (torch's fused SDPA on both sides)",
+            "## Without checkpointing, whole layer",
             _times(cases, "layer"),
             "## Memory: peak resident memory of the fullest rank in one step, beyond inputs, in fresh processes\n\n"
             "In brackets: in units of the rank's own slice of the queries.",

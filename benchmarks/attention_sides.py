@@ -14,12 +14,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from ray_ulysses.attention import ring
 from ray_ulysses.attention.batch import MODEL_INPUT
 from ray_ulysses.attention.documents import pack_documents
 from ray_ulysses.attention.kernels import KernelCall, KernelEntry
 from ray_ulysses.attention.kernels.call import Gradients
+from ray_ulysses.attention.recompute import checkpoint_contexts
 from ray_ulysses.attention.ulysses import AttentionContext, settle_window, ulysses_attention
 
 HEAD_SIZE = 64
@@ -163,6 +165,25 @@ def build(side: str, case: Case, lengths: list[int], group: dist.ProcessGroup, s
     if side == "ours":
         return ours(case, lengths, group)
     return theirs(case, lengths, group, stub_core if stub else None)
+
+
+def checkpointed(side: str, layer: Layer) -> Layer:
+    """Return a layer under gradient checkpointing, as users train: ours keeps its output, as it does by default.
+
+    What follows the layer in a decoder needs its output in the backward pass, so that all of it is computed again;
+    a square stands for that on both sides.
+    """
+    context = checkpoint_contexts("both") if side == "ours" else None
+    options: dict[str, Any] = {"use_reentrant": False} | ({} if context is None else {"context_fn": context})
+
+    def used(*qkv: torch.Tensor) -> torch.Tensor:
+        return layer(*qkv).square()
+
+    def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(used, query, key, value, **options)
+        return out
+
+    return run
 
 
 def step(layer: Layer, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -29,9 +29,16 @@ if str(Path(__file__).resolve().parents[1]) not in sys.path:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.attention_report import SIDES, markdown, relative, slowest, summary_line, write
-from benchmarks.attention_sides import HEAD_SIZE, Case, Layer, build, inputs, reference, step, stubbed
+from benchmarks.attention_sides import HEAD_SIZE, Case, Layer, build, checkpointed, inputs, reference, step, stubbed
 from benchmarks.stored_result import RESULTS, provenance, say
 
+KINDS = {
+    "exchange, checkpointed": (True, True),
+    "layer, checkpointed": (False, True),
+    "exchange": (True, False),
+    "layer": (False, False),
+}
+"""What is timed: with the kernel stubbed or real, and under gradient checkpointing or not."""
 LINK_BYTES = 64 * 2**20
 LINK_REPETITIONS = 9
 MEASURED_S = 0.2
@@ -110,13 +117,15 @@ def count_rank(rank: int, _: int, side: str, case: Case) -> dict[str, dict[str, 
     return {"forward": forward, "backward": backward}
 
 
-def time_rank(rank: int, _: int, case: Case, stub: bool, repetitions: int) -> list[list[float]]:
+def time_rank(rank: int, _: int, case: Case, stub: bool, again: bool, repetitions: int) -> list[list[float]]:
     """Return ``[ours, theirs, ours, theirs]`` of each pair: wall seconds, then this rank's CPU seconds.
 
-    The order of the two sides changes from pair to pair.
+    The order of the two sides changes from pair to pair. With ``again``, the layer is under gradient checkpointing.
     """
     tensors, group = inputs(case, rank), _group()
     layers = [build(side, case, [case.sp * case.tokens], group, stub) for side in SIDES]
+    if again:
+        layers = [checkpointed(side, layer) for side, layer in zip(SIDES, layers, strict=True)]
     pairs = []
     with stubbed() if stub else ExitStack():
         warm = max(_seconds(layer, tensors, 1)[0] for layer in layers for _ in range(2))
@@ -228,8 +237,9 @@ class Bench:
         found: dict[str, Any] = {**asdict(case), "head_size": HEAD_SIZE, "gflop": case.gflop(), "traffic": traffic}
         found |= {"bound_s": sent / self._link[case.sp], "memory": {}, "failures": {}}
         real = case.gflop() <= self._options.max_gflop
-        for kind, stub in (("exchange", True), ("layer", False)):
-            found[kind] = self._pairs(case, kind, stub, found["failures"]) if stub or real else None
+        for kind, (stub, again) in KINDS.items():
+            measured = stub or real
+            found[kind] = self._pairs(case, kind, stub, again, found["failures"]) if measured else None
         for side, stub in itertools.product(SIDES, (True, False)):
             if stub or real:
                 found["memory"][f"{'stub' if stub else 'real'} {side}"] = self._run(
@@ -237,9 +247,9 @@ class Bench:
                 )
         return found
 
-    def _pairs(self, case: Case, kind: str, stub: bool, failures: dict[str, str]) -> list[list[float]]:
+    def _pairs(self, case: Case, kind: str, stub: bool, again: bool, failures: dict[str, str]) -> list[list[float]]:
         try:
-            pairs = slowest(self._run(time_rank, case.sp, case, stub, self._options.repetitions))
+            pairs = slowest(self._run(time_rank, case.sp, case, stub, again, self._options.repetitions))
         except AssertionError as failure:
             failures[kind] = str(failure).strip().splitlines()[-1]
             return []
@@ -272,7 +282,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--heads", type=_heads, nargs="+", default=[(8, 2), (32, 8)], help="query/key-value heads (default: 8/2 32/8)"
     )
-    parser.add_argument("--repetitions", type=int, default=9, help="pairs of runs a case (default: 9)")
+    parser.add_argument("--repetitions", type=int, default=15, help="pairs of runs a case (default: 15)")
     parser.add_argument(
         "--max-gflop", type=float, default=500.0, help="leave out the real kernel above so much work a rank (500)"
     )

@@ -66,6 +66,7 @@ def test_a_page_names_what_was_not_measured_and_what_failed() -> None:
     phases = {"collectives": 2.0, "bytes": 2.0**20}
     case = {
         "sp": 2, "tokens": 512, "heads": 8, "kv_heads": 2, "head_size": 64, "bound_s": 0.001,
+        "exchange, checkpointed": [[0.002, 0.004, 0.001, 0.002]], "layer, checkpointed": None,
         "exchange": [[0.002, 0.003, 0.001, 0.002]], "layer": None, "failures": {},
         "memory": {"stub ours": [1024.0**2], "stub theirs": [2 * 1024.0**2]},
         "traffic": {side: {"forward": phases, "backward": phases} for side in ("ours", "theirs")},
