@@ -120,6 +120,14 @@ MUTANTS = (
         "test_the_exchange_is_plain_slicing_forward_and_backward[one-kv-head-for-all]",
     ),
     Mutant(
+        name="a command that trains on beside the run's new owner",
+        file="ray_ulysses/cluster/train_job.py",
+        old="        def look() -> None:\n            end_if_lost(watch, config.run_dir, session)\n",
+        new="        def look() -> None:\n",
+        killer="tests/unit/cluster/test_takeover.py::"
+        "test_workers_are_given_up_at_once_when_another_command_takes_the_run",
+    ),
+    Mutant(
         name="KV-copy gradients added in bf16",
         file="ray_ulysses/attention/exchange.py",
         old="    dtype = like.dtype if plan.kv_copies == 1 else torch.promote_types(like.dtype, torch.float32)\n",

@@ -200,7 +200,7 @@ def _run_workers(
         try:
             _trainer(config, book, look, command).fit()
             return None
-        except (TrainingFailedError, RayError, RuntimeError) as error:
+        except (TrainingFailedError, RayError, RuntimeError, ConnectionError) as error:
             failure = error
         # It may be what the loss of the run has done to the workers.
         watch.look()

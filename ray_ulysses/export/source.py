@@ -17,7 +17,7 @@ from ray_ulysses.run.start_point import commits_that_count
 from ray_ulysses.run_names import CONFIG_FILE
 from ray_ulysses.storage import Store
 from ray_ulysses.storage.opening import open_store
-from ray_ulysses.tracking.journal_reader import read_entries
+from ray_ulysses.tracking.journal_reader import read_journal
 
 
 def read_config(run_dir: Path) -> Config:
@@ -60,11 +60,18 @@ def find_checkpoint(config: Config, run_dir: Path, step: StepChoice) -> tuple[St
 def _none_committed(run_dir: Path, location: str, lineage: Lineage) -> UserError | RunError:
     """Return why a storage without a checkpoint is refused: the run has saved none, or they are not there now."""
     try:
-        steps = commits_that_count(read_entries(run_dir), lineage)
+        journal = read_journal(run_dir)
     except OSError as error:
         return RunError(
             f"{location} holds no committed checkpoint of the run, and its journal, which says whether it should, "
             f"can't be read ({error.strerror or error})"
+        )
+    steps = commits_that_count(journal.entries, lineage)
+    lost = [record for record in journal.damaged if record.outcome == "lost"]
+    if lost and not steps:
+        return RunError(
+            f"{location} holds no committed checkpoint of the run, and its journal, which says whether it should, is "
+            f"damaged ({lost[0]}); see that the storage is there, then try again"
         )
     if not steps:
         return UserError(

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from pydantic import TypeAdapter
 
 from ray_ulysses.logging import get_logger
-from ray_ulysses.storage.atomic import write_text
+from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.regular import read_regular
 from ray_ulysses.validation import ContentError, Whole, read_json
 
@@ -121,7 +121,8 @@ class Spool:
             OSError: If the state can't be written; the events are then delivered again.
         """
         state = {"file": end.file, "offset": end.offset, "marks": dict(marks)}
-        write_text(self._directory / "state.json", json.dumps(state))
+        # A run directory that was deleted meanwhile stays deleted.
+        LocalStore(self._directory, must_exist=True).replace("state.json", [json.dumps(state).encode()])
         with self._lock:
             self._done, self.marks = end, dict(marks)
             for number in self._numbers():

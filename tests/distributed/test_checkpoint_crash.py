@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import ray_ulysses.storage.atomic as atomic_module
 import ray_ulysses.storage.local as local_module
 from ray_ulysses.checkpoint import (
     CheckpointError,
@@ -76,7 +77,8 @@ class _DeadlyStore(LocalStore):
     def __init__(self, root: Path, calls: int) -> None:
         super().__init__(root)
         self.countdown = _Countdown(calls)
-        local_module.os = _DeadlyOs(self.countdown)  # type: ignore[attr-defined, assignment]
+        for module in (atomic_module, local_module):
+            module.os = _DeadlyOs(self.countdown)  # type: ignore[attr-defined, assignment]
 
     def create(self, key: str, chunks: Any) -> int:
         """Write chunk by chunk in small pieces."""

@@ -17,6 +17,7 @@ from ray_ulysses.attention.kernels import KERNELS, Demand, KernelCall, KernelEnt
 from ray_ulysses.attention.kernels.cudnn import CUDNN
 from ray_ulysses.attention.kernels.math import MATH
 from ray_ulysses.attention.kernels.reference import attention_by_definition
+from ray_ulysses.attention.kernels.table import by_speed
 from ray_ulysses.errors import UserError
 
 pytestmark = [
@@ -247,7 +248,7 @@ def test_long_rows_equal_the_math_kernel_and_the_definition_at_their_end(
 def test_auto_takes_the_first_of_the_table_that_can_do_a_layer_exactly() -> None:
     torch.cuda.init()
     for asked in (demand(), demand(has_window=True), demand(has_softcap=True), demand((256, 256))):
-        able = [entry for entry in KERNELS if entry.runs_on("cuda") and entry.refuses(asked) is None]
+        able = [entry for entry in by_speed() if entry.runs_on("cuda") and entry.refuses(asked) is None]
         assert choose_kernel("auto", asked)[0] is able[0]
     assert choose_kernel("auto", demand())[0] is not MATH
     assert choose_kernel("auto", demand(has_window=True))[0] is not MATH

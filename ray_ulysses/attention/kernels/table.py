@@ -7,7 +7,7 @@ from typing import Literal
 
 from ray_ulysses.attention.kernels.call import Demand, KernelEntry
 from ray_ulysses.attention.kernels.cudnn import CUDNN
-from ray_ulysses.attention.kernels.flash import FLASH_2, FLASH_3
+from ray_ulysses.attention.kernels.flash import FLASH_2, FLASH_3, compute_capability
 from ray_ulysses.attention.kernels.math import MATH
 from ray_ulysses.attention.kernels.sdpa import SDPA
 from ray_ulysses.attention.kernels.varlen import VARLEN
@@ -15,11 +15,19 @@ from ray_ulysses.errors import UserError
 
 KernelName = Literal["auto", "flash_attn_3", "flash_attn", "cudnn", "varlen", "sdpa", "math"]
 
-KERNELS: tuple[KernelEntry, ...] = (FLASH_3, CUDNN, FLASH_2, VARLEN, SDPA, MATH)
-"""From the fastest to the one that always runs.
+KERNELS: tuple[KernelEntry, ...] = (FLASH_3, FLASH_2, CUDNN, VARLEN, SDPA, MATH)
+"""From the fastest to the one that always runs, but for Hopper: see `by_speed`."""
+_ON_HOPPER = (FLASH_3, CUDNN, FLASH_2, VARLEN, SDPA, MATH)
 
-On an H100 cuDNN is 1.7 times as fast as flash-attn 2's kernel, which torch has as well (heads of 128, forward and
-backward: benchmarks/results/kernels_gpu.md)."""
+
+def by_speed() -> tuple[KernelEntry, ...]:
+    """Return the kernels from the fastest on this machine's GPU.
+
+    On an H100 cuDNN is 1.7 times as fast as flash-attn 2's kernel, which torch has as well (heads of 128, forward and
+    backward: benchmarks/results/kernels_gpu.md). No other generation has been measured.
+    """
+    capability = compute_capability()
+    return _ON_HOPPER if capability is not None and capability[0] == 9 else KERNELS
 
 
 @cache
@@ -30,7 +38,7 @@ def choose_kernel(name: str, demand: Demand) -> tuple[KernelEntry, str]:
         UserError: The kernel that was asked for is not here, or can't do exactly what a layer asks for.
     """
     passed_over: list[str] = []
-    for entry in KERNELS:
+    for entry in by_speed():
         obstacle = _obstacle(entry, demand)
         if name == "auto":
             if obstacle is None:

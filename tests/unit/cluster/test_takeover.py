@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import ray_ulysses.cluster.train_job as train_job
 import ray_ulysses.cluster.worker as worker_module
 from ray_ulysses.checkpoint import FencedError
 from ray_ulysses.checkpoint.fence import claim_attempt
@@ -56,6 +57,71 @@ def test_a_command_whose_run_was_taken_ends_while_its_workers_still_train(tmp_pa
     assert "Nothing that was committed is lost, and the other goes on from it" in text
     # Whatever Ray starts of this session after that says the same, and trains nothing.
     assert refusal(tmp_path, "one") == text
+
+
+def test_workers_are_given_up_at_once_when_another_command_takes_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray Train asks all the while that it waits; what is raised then ends its wait."""
+    config = make_config(tmp_path, tmp_path / "corpus")
+    looks: list[str] = []
+
+    def trainer(config: Any, book: Any, look: Any, command: Any) -> Any:
+        def fit() -> None:
+            deadline = time.monotonic() + 30
+            while time.monotonic() < deadline:
+                look()
+                looks.append("look")
+                if len(looks) == 3:
+                    (config.run_dir / LOCK_FILE).write_text('{"host": "other", "pid": 7, "since": 1700000000.0}')
+                time.sleep(0.02)
+
+        return SimpleNamespace(fit=fit)
+
+    monkeypatch.setattr(train_job, "_trainer", trainer)
+    monkeypatch.setattr(train_job, "session_logs", lambda: None)
+    monkeypatch.setattr(train_job, "WorkerWatch", lambda *a, **k: SimpleNamespace(check=int, is_whole=True, there=1))
+    monkeypatch.setattr(train_job, "StartView", lambda *a: SimpleNamespace(look=lambda there: None))
+    monkeypatch.setattr(train_job, "HoldWatch", lambda holds: HoldWatch(holds, every_s=0.01))
+    signals: Any = SimpleNamespace(workers_start=int, check=lambda workers_are_whole: None)
+    arguments: Any = (
+        SimpleNamespace(config=config),
+        SimpleNamespace(session="one"),
+        0.0,
+        SimpleNamespace(console=None),
+    )
+    with RunLock(config.run_dir) as lock, pytest.raises(RunError, match="taken over by process 7 on host other"):
+        train_job._run_workers(*arguments, signals, [lock])
+    assert len(looks) >= 3
+    said = refusal(config.run_dir, "one")
+    assert said is not None and "this command ends at once" in said
+
+
+@pytest.mark.parametrize("error", [ConnectionError("the head is gone"), RuntimeError("no"), OSError(28, "full")])
+def test_what_ends_ray_train_is_judged_and_what_is_of_this_machine_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    config = make_config(tmp_path, tmp_path / "corpus")
+
+    def fit() -> None:
+        raise error
+
+    monkeypatch.setattr(train_job, "_trainer", lambda *a: SimpleNamespace(fit=fit))
+    monkeypatch.setattr(train_job, "session_logs", lambda: "logs")
+    signals: Any = SimpleNamespace(workers_start=int)
+    arguments: Any = (
+        SimpleNamespace(config=config),
+        SimpleNamespace(session="one"),
+        0.0,
+        SimpleNamespace(console=None),
+    )
+    with RunLock(config.run_dir) as lock:
+        if not isinstance(error, ConnectionError | RuntimeError):
+            with pytest.raises(OSError, match="full"):
+                train_job._run_workers(*arguments, signals, [lock])
+            return
+        ended = train_job._run_workers(*arguments, signals, [lock])
+    assert ended is not None and (ended.error, ended.logs) == (error, "logs")
 
 
 def test_an_overtaken_worker_ends_its_session_only_if_another_command_overtook_it(tmp_path: Path) -> None:

@@ -133,7 +133,12 @@ def test_a_run_that_has_saved_nothing_is_told_where_was_looked(tmp_path: Path, m
     )
     AttemptJournal.claim(run_dir).close()
     (run_dir / "journal/attempt-0001.jsonl").unlink()
-    # A folder where a file should be is refused to root as well.
-    os.mkdir(run_dir / "journal/attempt-0001.jsonl")
+    segment = run_dir / "journal/attempt-0001.jsonl"
+    segment.mkdir()
+    with pytest.raises(RunError, match=r"its journal, which says whether it should, is damaged \(journal/attempt-0001"):
+        find_checkpoint(read_config(run_dir), run_dir, "latest")
+    segment.rmdir()
+    # What is no file is refused to root as well.
+    os.mkfifo(segment)
     with pytest.raises(RunError, match="its journal, which says whether it should, can't be read"):
         find_checkpoint(read_config(run_dir), run_dir, "latest")

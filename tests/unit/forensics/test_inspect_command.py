@@ -164,13 +164,20 @@ def test_checkpoints_on_another_store_are_in_what_inspect_says(inspect: Inspect,
     assert "checkpoint of step 10 of run 'saved': whole" in inspect(tmp_path / "saved", "--verify-checkpoint", 10)[1]
 
 
-def test_a_journal_that_can_not_be_read_is_named_and_exits_with_1(inspect: Inspect, tmp_path: Path) -> None:
+def test_a_journal_that_can_not_be_read_is_named_and_exits_with_1(
+    inspect: Inspect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(make_folder(tmp_path / "saved"), 10)
-    (tmp_path / "saved/journal/attempt-0001.jsonl").mkdir()
+    (tmp_path / "saved/journal/attempt-0001.jsonl").touch()
+
+    def unreadable(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("ray_ulysses.tracking.journal_reader.open_regular", unreadable)
     for arguments in ((), ("--checkpoints",)):
         code, out, err = inspect(tmp_path / "saved", *arguments)
         assert (code, out) == (1, "")
-        assert err == f"error: {tmp_path}/saved/journal/attempt-0001.jsonl: Is a directory\n"
+        assert err == f"error: {tmp_path}/saved/journal/attempt-0001.jsonl: Permission denied\n"
 
 
 def test_a_plan_that_can_not_be_read_hides_nothing_else_of_the_run(

@@ -1,6 +1,9 @@
 """What is spooled survives its writer, comes out in order, and is gone once it was delivered."""
 
 import json
+import shutil
+
+import pytest
 
 from ray_ulysses.tracking.spool import Spool
 
@@ -21,6 +24,16 @@ def test_events_come_out_in_order_and_stay_until_acknowledged(tmp_path):
     spool.acknowledge(spool.peek(100)[-1].end, {"m": 4})
     assert spool.is_empty
     assert spool.peek(100) == ()
+
+
+def test_a_folder_that_was_deleted_while_events_were_delivered_is_not_made_anew(tmp_path):
+    spool = Spool(tmp_path / "run" / "tracking")
+    spool.append({"n": 0})
+    (entry,) = spool.peek(1)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(FileNotFoundError):
+        spool.acknowledge(entry.end, {})
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_new_process_goes_on_after_what_was_delivered(tmp_path):
