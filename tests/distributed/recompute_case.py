@@ -193,12 +193,14 @@ def compilations(rank: int, world_size: int, ring_size: int) -> list[int]:
     return counts
 
 
-def batch_of_rows_errors(rank: int, world_size: int, ring_size: int, chunks: int) -> tuple[float, float]:
+def batch_of_rows_errors(
+    rank: int, world_size: int, ring_size: int, chunks: int, kind: str = "mistral"
+) -> tuple[float, float]:
     """Train two rows in one batch and one after the other; return the relative error of logits and of gradients."""
     mesh = SequenceMesh.from_group(dist.group.WORLD, ring_size=ring_size)
     rows = torch.randint(0, VOCAB, (2, ROW_TOKENS), generator=torch.Generator().manual_seed(9))
     lengths = ((17, 1, 9, 13), (30, 18))
-    together, alone = (make_model(mesh, "both", "mistral", chunks=chunks, sliding_window=20) for _ in range(2))
+    together, alone = (make_model(mesh, "both", kind, chunks=chunks, sliding_window=20) for _ in range(2))
     batch = shard_batch(rows, None, lengths, mesh)
     logits = unshard(together(**batch.model_inputs()).logits, batch)
     causal_lm_loss(together, batch)[0].backward()

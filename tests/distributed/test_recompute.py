@@ -104,6 +104,13 @@ def test_rows_of_a_batch_train_as_one_after_the_other(world_size: int, ring_size
         assert gradient_error <= 1e-5
 
 
+def test_rows_of_a_batch_of_layers_with_other_heads_train_as_one_after_the_other() -> None:
+    """Gemma 4: its global layers have heads of another size and number."""
+    for world_size, ring_size in ((2, 1), (4, 2)):
+        for errors in run_ranks(batch_of_rows_errors, world_size, ring_size, 1, "gemma4_text", timeout_s=120):
+            assert max(errors) <= 1e-5
+
+
 @pytest.mark.parametrize("ring_size", [1, 2], ids=["ulysses", "ring"])
 def test_evaluation_gives_the_numbers_of_training(ring_size: int) -> None:
     assert run_ranks(evaluation_differences, 2, ring_size) == [[], []]
@@ -116,10 +123,12 @@ WITH_SINKS = {"sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok"
     ("world_size", "ring_size", "kind", "changes", "chunks", "compiled"),
     [
         (2, 1, "llama", {"num_key_value_heads": 4}, 2, True),
+        (2, 1, "gemma4_text", {}, 1, True),
+        (2, 2, "gemma4_text", {}, 1, True),
         (3, 1, "llama", {"num_attention_heads": 8, "num_key_value_heads": 4}, 3, False),
         (4, 2, "gpt_oss", WITH_SINKS, 2, False),
     ],
-    ids=["mha-compiled", "uneven", "sinks-and-ring"],
+    ids=["mha-compiled", "gemma4-compiled", "gemma4-compiled-ring", "uneven", "sinks-and-ring"],
 )
 def test_an_exchange_in_chunks_gives_the_same_numbers(
     world_size: int, ring_size: int, kind: str, changes: dict[str, Any], chunks: int, compiled: bool
