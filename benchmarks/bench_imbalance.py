@@ -1,6 +1,6 @@
 """How level steps are across data-parallel groups: rows dealt as they come, sorted in the step, and over 4 steps.
 
-Nothing is timed: a row costs what its documents cost by the count of floating-point operations, and a micro-step lasts
+Nothing is timed: a row costs what its documents cost by the count of floating-point operations, and a micro-batch lasts
 as long as its dearest row. The rows are the planner's own, in its shuffled order.
 """
 

@@ -11,8 +11,8 @@ GOAL, GOAL_ROWS, GOAL_DP = 1.2, 64, 8
 
 RULES = """\
 How to read it: a figure is the time of all steps over the time that perfectly level groups would take, so 1.00 is
-level and 2.00 means that half of the machine waits. A micro-step takes one row a data-parallel group and lasts as
-long as its dearest row; a step is all its micro-steps. **random** deals the rows of a step in the shuffled order;
+level and 2.00 means that half of the machine waits. A micro-batch takes one row a data-parallel group and lasts as
+long as its dearest row; a step is all its micro-batches. **random** deals the rows of a step in the shuffled order;
 **sorted** is what the trainer does: the rows of each step sorted by cost, so that those of like cost meet;
 **4 steps** exchanges rows among the 4 steps of a window too (`data.balance_steps: 4`). Random is the peer: it is what
 a sampler that knows no costs does. **bound** is the mean over the steps of max(mean over the groups, dearest row),

@@ -37,13 +37,13 @@ class Check:
         name: What it is.
         level: ``ok``, ``warn`` (a run may work, or be slow) or ``fail`` (a run can't start).
         detail: What was found.
-        way_out: What to do about it; empty with ``ok``.
+        hint: What to do about it; empty with ``ok``.
     """
 
     name: str
     level: Level
     detail: str
-    way_out: str = ""
+    hint: str = ""
 
 
 def check_machine(storage: Path | str | None = None) -> Iterator[Check]:
@@ -83,7 +83,7 @@ def exit_code(checks: Iterable[Check]) -> int:
 def render_check(check: Check) -> str:
     """Return a check's line, and its way out below it."""
     line = f"{check.level:<4}  {check.name:<{_NAME_WIDTH}}  {check.detail}"
-    return f"{line}\n{'':<{_NAME_WIDTH + 8}}-> {check.way_out}" if check.way_out else line
+    return f"{line}\n{'':<{_NAME_WIDTH + 8}}-> {check.hint}" if check.hint else line
 
 
 def render_sum(checks: Sequence[Check]) -> str:
@@ -103,7 +103,7 @@ def check_python(version: tuple[int, ...]) -> Check:
     detail = f"{'.'.join(str(part) for part in version)} on {platform.system()} {platform.machine()}"
     if lowest <= version <= highest:
         return Check(name="python", level="ok", detail=detail)
-    return Check(name="python", level="fail", detail=detail, way_out="use Python 3.11, 3.12 or 3.13")
+    return Check(name="python", level="fail", detail=detail, hint="use Python 3.11, 3.12 or 3.13")
 
 
 def check_import(name: str, load: Callable[[str], object] | None = None) -> Check:
@@ -119,11 +119,11 @@ def check_import(name: str, load: Callable[[str], object] | None = None) -> Chec
         with contextlib.redirect_stdout(noise), contextlib.redirect_stderr(noise):
             load(name)
     except ModuleNotFoundError as error:
-        way_out = "install ray-ulysses with its dependencies: pip install ray-ulysses"
-        return Check(name=name, level="fail", detail=f"not installed ({error})", way_out=way_out)
+        hint = "install ray-ulysses with its dependencies: pip install ray-ulysses"
+        return Check(name=name, level="fail", detail=f"not installed ({error})", hint=hint)
     except Exception as error:  # a broken package may raise anything, and is what this looks for
         detail = f"can't be imported: {type(error).__name__}: {error}"
-        return Check(name=name, level="fail", detail=detail, way_out=f"reinstall {name} for this Python and CUDA")
+        return Check(name=name, level="fail", detail=detail, hint=f"reinstall {name} for this Python and CUDA")
     return Check(name=name, level="ok", detail=_version(name))
 
 
@@ -133,9 +133,7 @@ def check_accelerator() -> list[Check]:
         import torch
         import torch.distributed as dist
     except ImportError as error:
-        return [
-            Check(name="accelerator", level="fail", detail=f"torch can't be imported: {error}", way_out="see torch")
-        ]
+        return [Check(name="accelerator", level="fail", detail=f"torch can't be imported: {error}", hint="see torch")]
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         gib = torch.cuda.get_device_properties(0).total_memory / _GIB
@@ -145,7 +143,7 @@ def check_accelerator() -> list[Check]:
         name="accelerator",
         level="warn",
         detail="no GPU: training runs on CPU",
-        way_out="fine for a trial; for real runs use a machine with CUDA GPUs and cluster.gpus_per_worker=1",
+        hint="fine for a trial; for real runs use a machine with CUDA GPUs and cluster.gpus_per_worker=1",
     )
     return [devices, _backend("gloo", dist.is_gloo_available())]
 
@@ -162,8 +160,8 @@ def check_flash_attention() -> Check:
         has_gpu = False
     if not has_gpu:
         return Check(name="flash-attn", level="ok", detail="not installed, and not needed on CPU")
-    way_out = "pip install 'ray-ulysses[gpu]'"
-    return Check(name="flash-attn", level="warn", detail="not installed: torch's kernels are used", way_out=way_out)
+    hint = "pip install 'ray-ulysses[gpu]'"
+    return Check(name="flash-attn", level="warn", detail="not installed: torch's kernels are used", hint=hint)
 
 
 def check_exactness() -> Check:
@@ -171,19 +169,19 @@ def check_exactness() -> Check:
     from ray_ulysses.engine.self_test_local import run_local_self_test
 
     result = run_local_self_test()
-    return Check(name="self-test", level="ok" if result.ok else "fail", detail=result.text, way_out=result.way_out)
+    return Check(name="self-test", level="ok" if result.ok else "fail", detail=result.text, hint=result.hint)
 
 
 def check_shared_memory(path: Path) -> Check:
     """Check the shared memory that Ray's object store and NCCL use."""
     if not path.is_dir():
-        return Check(name="shared memory", level="warn", detail=f"there is no {path}", way_out="Ray will use /tmp")
+        return Check(name="shared memory", level="warn", detail=f"there is no {path}", hint="Ray will use /tmp")
     free = shutil.disk_usage(path).free / _GIB
     detail = f"{free:.1f} GiB free in {path}"
     if free >= _LEAST_SHARED_MEMORY_GIB:
         return Check(name="shared memory", level="ok", detail=detail)
-    way_out = f"give the container at least {_LEAST_SHARED_MEMORY_GIB:g} GiB (docker run --shm-size=8g)"
-    return Check(name="shared memory", level="warn", detail=detail, way_out=way_out)
+    hint = f"give the container at least {_LEAST_SHARED_MEMORY_GIB:g} GiB (docker run --shm-size=8g)"
+    return Check(name="shared memory", level="warn", detail=detail, hint=hint)
 
 
 def check_run_storage(storage: Path | str) -> Check:
@@ -193,7 +191,7 @@ def check_run_storage(storage: Path | str) -> Check:
         # Runs lie on paths; an object store can hold their checkpoints.
         check_storage(storage, setting="run.storage" if isinstance(location, Path) else "checkpoint.storage")
     except UserError as error:
-        return Check(name="storage", level="fail", detail=str(error), way_out="see above")
+        return Check(name="storage", level="fail", detail=str(error), hint="see above")
     shown = location.absolute() if isinstance(location, Path) else location.name
     return Check(name="storage", level="ok", detail=f"{shown} can be written, atomically")
 
@@ -205,15 +203,15 @@ def check_free_disk(path: Path) -> Check:
     detail = f"{free:.1f} GiB free at {existing}"
     if free >= _LEAST_DISK_GIB and os.access(existing, os.W_OK):
         return Check(name="disk", level="ok", detail=detail)
-    way_out = "a checkpoint takes 12 bytes a parameter, and checkpoint.keep_last + 1 of them exist at a time"
-    return Check(name="disk", level="warn", detail=detail, way_out=way_out)
+    hint = "a checkpoint takes 12 bytes a parameter, and checkpoint.keep_last + 1 of them exist at a time"
+    return Check(name="disk", level="warn", detail=detail, hint=hint)
 
 
 def _backend(name: str, is_there: bool) -> Check:
     if is_there:
         return Check(name="collectives", level="ok", detail=name)
-    way_out = f"install a build of torch with {name}"
-    return Check(name="collectives", level="fail", detail=f"torch has no {name}", way_out=way_out)
+    hint = f"install a build of torch with {name}"
+    return Check(name="collectives", level="fail", detail=f"torch has no {name}", hint=hint)
 
 
 def _version(distribution: str) -> str:

@@ -84,20 +84,20 @@ class Problem:
         path: Dotted path of the setting, such as ``parallel.sp_size``.
         value: What it was set to; left out where nobody has set it.
         rule: The rule that the value breaks.
-        way_out: What to do instead.
+        hint: What to do instead.
         nearest: The name that the user may have meant, for an unknown setting.
     """
 
     path: str
     value: object = NOT_GIVEN
     rule: str
-    way_out: str
+    hint: str
     nearest: str | None = None
 
     def __str__(self) -> str:
-        hint = f" (did you mean '{self.nearest}'?)" if self.nearest else ""
+        suggestion = f" (did you mean '{self.nearest}'?)" if self.nearest else ""
         value = "" if self.value is NOT_GIVEN else f"={shown(self.value)}"
-        return f"{self.path}{value}: {self.rule}; {self.way_out}{hint}"
+        return f"{self.path}{value}: {self.rule}; {self.hint}{suggestion}"
 
 
 class ConfigError(UserError):

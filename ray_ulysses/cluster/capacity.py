@@ -100,7 +100,7 @@ def shortfall(demand: Demand, nodes: Sequence[Node]) -> str | None:
     return None
 
 
-def way_out(demand: Demand, nodes: Sequence[Node]) -> str:
+def hint(demand: Demand, nodes: Sequence[Node]) -> str:
     """Return what to do about a shortfall."""
     fitting = places(demand, nodes) // demand.sp_size * demand.sp_size
     if 0 < fitting < demand.workers:

@@ -93,7 +93,7 @@ def cause_of(error: BaseException) -> Cause:
         is_final = any(isinstance(one, UserError | StorageFailedError) for one in failures.values())
         return root_cause([rank_error(rank, one) for rank, one in failures.items()], is_final=is_final)
     if isinstance(error, WorkersMissing):
-        return Cause(kind="start", reason=error.reason, rank=None, way_out=error.way_out, is_final=True)
+        return Cause(kind="start", reason=error.reason, rank=None, hint=error.hint, is_final=True)
     if isinstance(error, RayActorError):
         gone = lost(0, str(error))
         reason = f"Ray Train's controller was lost ({gone.what})"
@@ -108,14 +108,14 @@ def _cause_beside(inner: BaseException) -> Cause:
             kind="start",
             reason=f"{inner.num_workers} workers did not start in time",
             rank=None,
-            way_out="add nodes, ask for fewer workers, or raise elastic.worker_start_timeout_s",
+            hint="add nodes, ask for fewer workers, or raise elastic.worker_start_timeout_s",
         )
     if isinstance(inner, WorkerGroupStartupFailedError | RayActorError):
         return Cause(
             kind="start",
             reason=f"a worker was lost while the workers started ({lost(0, str(inner)).what})",
             rank=None,
-            way_out="repair or replace the node",
+            hint="repair or replace the node",
         )
     if isinstance(inner, RayTaskError) and isinstance(inner.cause, BaseException):
         inner = inner.cause
@@ -123,7 +123,7 @@ def _cause_beside(inner: BaseException) -> Cause:
         kind="controller",
         reason=f"Ray could not run the workers: {one_line(inner)}",
         rank=None,
-        way_out="the log of the controller has the whole error",
+        hint="the log of the controller has the whole error",
     )
 
 
@@ -167,7 +167,7 @@ class FailureBook:
             node=nodes[cause.rank] if cause.rank is not None and cause.rank < len(nodes) else None,
             committed_step=step,
             lost_steps=None if step is None or last_step is None else max(0, last_step - step),
-            way_out=cause.way_out,
+            hint=cause.hint,
             failure=number,
             max_failures=elastic.max_failures,
             restarts=not cause.is_final and (number is None or number <= elastic.max_failures),
@@ -339,7 +339,7 @@ def failure_text(config: Config, failure: EndEvent, logs: str | None) -> str:
     """Return the last words of a run that has failed: what happened, what to do, and how to go on."""
     where = f"; node {failure.node}" if failure.node else ""
     lines = [f"run {config.run.name!r} failed: {failure_in_words(failure)}{where}"]
-    lines.append(f"{failure.way_out}; logs of the workers: {logs}" if logs else failure.way_out)
+    lines.append(f"{failure.hint}; logs of the workers: {logs}" if logs else failure.hint)
     step = "there" if failure.committed_step is None else f"step {failure.committed_step:,}"
     lines.append(f"what is committed in {config.run_dir} stays; the same command resumes from {step}")
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """Rows through Ray Data: each rank receives its own slices, read anywhere on the cluster.
 
-A step's slots are dealt in the order (micro-step, rank). Each slot is one block of one row, so ``streaming_split``
+A step's slots are dealt in the order (micro-batch, rank). Each slot is one block of one row, so ``streaming_split``
 with preserved order hands block ``i`` to rank ``i % world_size``; every slice carries its row and is checked all the
 same. The stream is cut into segments of whole steps and at most about 1,000 blocks, since Ray Data pays some
 milliseconds and tens of kilobytes a block before the first one flows.
@@ -26,7 +26,7 @@ from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.rows import Piece
-from ray_ulysses.data.plan.steps import num_micro_steps
+from ray_ulysses.data.plan.steps import num_micro_batches
 from ray_ulysses.data.read.read_ahead import ReadAhead
 from ray_ulysses.data.read.reader import FILLER_ROW, RowSlice, slice_row
 from ray_ulysses.errors import RunError, UserError
@@ -65,17 +65,17 @@ def segment_steps(first_step: int, plan: Plan, world_size: int, sp_size: int, ma
     if first_step > plan.num_steps:
         return range(first_step, first_step)
     dp_size = world_size // sp_size
-    blocks_a_step = num_micro_steps(plan.most_rows_per_step(first_step), dp_size) * world_size
+    blocks_a_step = num_micro_batches(plan.most_rows_per_step(first_step), dp_size) * world_size
     last_step = min(plan.num_steps, first_step + max(1, max_blocks // blocks_a_step) - 1)
     return range(first_step, last_step + 1)
 
 
 def segment_slots(plan: Plan, steps: range, world_size: int, sp_size: int, ring_size: int = 1) -> list[Slot]:
-    """Return the slots of the steps, in the order (step, micro-step, rank)."""
+    """Return the slots of the steps, in the order (step, micro-batch, rank)."""
     slots = []
     for step in steps:
-        for micro_step in plan.step_schedule(step, world_size // sp_size):
-            for row in micro_step:
+        for micro_batch in plan.step_schedule(step, world_size // sp_size):
+            for row in micro_batch:
                 is_filler = row is None
                 number = FILLER_ROW if row is None else row
                 tokens = plan.settings.pad_multiple if is_filler else plan.row_tokens(number)
@@ -149,7 +149,7 @@ class RaySource:
         self._coordinators: list[Any] = []
 
     def step(self, step: int) -> Iterator[RowSlice]:
-        """Yield this rank's slices of a step, one a micro-step; every rank must ask for the same steps.
+        """Yield this rank's slices of a step, one a micro-batch; every rank must ask for the same steps.
 
         Raises:
             UserError: A shard can't be read.
@@ -162,8 +162,8 @@ class RaySource:
             self._enter_next_segment(step)
         self._next_step = 0
         dp_rank, sp_rank = divmod(self._rank, self._sp_size)
-        for micro_step in schedule:
-            row = micro_step[dp_rank]
+        for micro_batch in schedule:
+            row = micro_batch[dp_rank]
             received = self._receive(step)
             expected = (FILLER_ROW if row is None else row, sp_rank, self._sp_size, self._ring_size)
             found = (received.row, received.sp_rank, received.sp_size, received.ring_size)

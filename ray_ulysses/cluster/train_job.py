@@ -16,7 +16,7 @@ from ray.train.torch import TorchConfig
 from ray.train.v2.api.exceptions import TrainingFailedError
 
 from ray_ulysses.clock import SystemClock
-from ray_ulysses.cluster.capacity import Demand, places, shortfall, way_out
+from ray_ulysses.cluster.capacity import Demand, hint, places, shortfall
 from ray_ulysses.cluster.failures import (
     CONTROLLER,
     Ended,
@@ -289,7 +289,7 @@ def _check_capacity(config: Config, console: Console, *, embedded: bool) -> None
         if config.cluster.wait_for_nodes and not embedded:
             return
         wait = "" if embedded else "; nodes that join later are waited for with cluster.wait_for_nodes=true"
-        raise RunError(f"{lack}; {way_out(demand, nodes)}{wait}")
+        raise RunError(f"{lack}; {hint(demand, nodes)}{wait}")
     free = places(demand, free_nodes())
     if free < demand.workers:
         console.print(

@@ -76,7 +76,7 @@ def check_secrets(config: Config, say: Callable[[str], Any]) -> None:
     if shown:
         say(
             f"warning: {', '.join(shown)} {_are(shown)} in the runtime environment of this job, which Ray writes into "
-            f"logs that others can read. Remove {_it(shown)} there, and {_way_out(shown)}; then replace what Ray has "
+            f"logs that others can read. Remove {_it(shown)} there, and {_hint(shown)}; then replace what Ray has "
             "written down"
         )
     if not names and path is None:
@@ -92,7 +92,7 @@ def check_secrets(config: Config, say: Callable[[str], Any]) -> None:
         say(
             f"note: {', '.join(lacking)} {_are(lacking)} set for this command and not on {', '.join(nodes)}: workers "
             "there do without, since secrets are not sent through Ray. If the run needs "
-            f"{_it(lacking)}, {_way_out(lacking)}"
+            f"{_it(lacking)}, {_hint(lacking)}"
         )
 
 
@@ -144,7 +144,7 @@ def _are(names: Collection[str]) -> str:
     return "is" if len(names) == 1 else "are"
 
 
-def _way_out(names: Collection[str]) -> str:
+def _hint(names: Collection[str]) -> str:
     it = _it(names)
     return f"set {it} on every node before Ray starts there, or name a file that holds {it} in {SETTING}"
 

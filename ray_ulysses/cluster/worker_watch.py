@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ray_ulysses.clock import Clock
-from ray_ulysses.cluster.capacity import Demand, Node, shortfall, way_out
+from ray_ulysses.cluster.capacity import Demand, Node, hint, shortfall
 from ray_ulysses.errors import RunError
 
 _QUIET_S = 2.0
@@ -31,12 +31,12 @@ class WorkersMissing(RunError):
 
     Attributes:
         reason: How many are there, and what they lack.
-        way_out: What a person can do about it.
+        hint: What a person can do about it.
     """
 
-    def __init__(self, reason: str, way_out: str) -> None:
-        super().__init__(f"{reason}; {way_out}")
-        self.reason, self.way_out = reason, way_out
+    def __init__(self, reason: str, hint: str) -> None:
+        super().__init__(f"{reason}; {hint}")
+        self.reason, self.hint = reason, hint
 
 
 class WorkerWatch:
@@ -107,7 +107,7 @@ class WorkerWatch:
         there = f"{view.workers} of cluster.workers={self._demand.workers} workers are there"
         reason = f"{there} after {self._limit_s:g} s (elastic.worker_start_timeout_s)"
         if lack is not None:
-            return WorkersMissing(f"{reason}: {lack}", way_out(self._demand, view.nodes))
+            return WorkersMissing(f"{reason}: {lack}", hint(self._demand, view.nodes))
         return WorkersMissing(
             f"{reason}: the nodes hold them all, so others use these places (`ray status` shows it), or the workers "
             "start too slowly",

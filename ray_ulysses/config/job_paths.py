@@ -56,8 +56,8 @@ def _problem(setting: str, value: str, absolute: str, base: Path) -> Problem:
     if _UNPACKED in base.parts:
         # What the job has unpacked is gone with it; where the user's storage is, only the user knows.
         absolute = absolute.replace(str(base), "/mnt/shared")
-        way_out = f"write an absolute path that every node sees, such as {absolute}"
+        hint = f"write an absolute path that every node sees, such as {absolute}"
     else:
-        way_out = f"write {absolute}, if every node sees it, or another absolute path"
+        hint = f"write {absolute}, if every node sees it, or another absolute path"
     rule = "is relative, and a Ray job's working directory is another one at each submission"
-    return Problem(path=setting, value=value, rule=rule, way_out=way_out)
+    return Problem(path=setting, value=value, rule=rule, hint=hint)

@@ -105,7 +105,7 @@ class ModelSection(Section):
             try:
                 parse_reference(value)
             except ReferenceProblem as error:
-                raise refusal(error.rule, error.way_out, error.shown) from error
+                raise refusal(error.rule, error.hint, error.shown) from error
         return value
 
     @field_validator("config")
@@ -160,7 +160,7 @@ class DataSection(Section):
     nothing; what the others lose is counted and printed."""
 
     balance_steps: int = Field(default=1, ge=1, le=1024)
-    """Steps among which rows are exchanged so that rows of like cost meet in a micro-step. More levels data-parallel
+    """Steps among which rows are exchanged so that rows of like cost meet in a micro-batch. More levels data-parallel
     groups at very long context, and lets rows move within so many steps. Default 1: a step's rows stay as shuffled,
     and are sorted by cost within the step."""
 

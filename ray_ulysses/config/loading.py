@@ -48,11 +48,11 @@ def _build(tree: object, problems: tuple[Problem, ...], overrides: Sequence[str]
     if tree is None and problems:
         raise ConfigError(problems, source)
     if not isinstance(tree, Mapping | None):
-        rule, way_out = (
+        rule, hint = (
             "the file must hold sections such as run, model and data",
             "see the examples in configs/",
         )
-        raise ConfigError((*problems, Problem(path="CONFIG", value=tree, rule=rule, way_out=way_out)), source)
+        raise ConfigError((*problems, Problem(path="CONFIG", value=tree, rule=rule, hint=hint)), source)
     changed, wrong_overrides = apply_overrides(tree or {}, overrides)
     config, wrong_settings = _validate(changed)
     problems = (*problems, *wrong_overrides, *wrong_settings)

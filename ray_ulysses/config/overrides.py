@@ -29,7 +29,7 @@ def apply_overrides(
         names = path.strip().split(".")
         # A name that no terminal can show is none of ours.
         if not (separator and len(names) > 1 and all(names) and path.isprintable() and len(path) <= _LONGEST_PATH):
-            problems.append(Problem(path="--set", value=override, rule="is not of the form a.b=c", way_out=_FORM))
+            problems.append(Problem(path="--set", value=override, rule="is not of the form a.b=c", hint=_FORM))
             continue
         value, wrong = parse_yaml(text, f"--set {path}")
         problems.extend(wrong)
@@ -52,7 +52,7 @@ def _put(tree: dict[str, object], names: Sequence[str], value: object) -> tuple[
                     path="--set",
                     value=".".join(names),
                     rule=f"{holder} is a value, not a group of settings",
-                    way_out=f"set {holder} itself",
+                    hint=f"set {holder} itself",
                 ),
             )
         node = below

@@ -46,7 +46,7 @@ _WAYS_OUT: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "too_short": lambda _: "give one, or null",
     "dict_type": lambda _: "write it as indented 'key: value' lines",
     "model_type": lambda _: "write its settings indented below it",
-    "refused": lambda c: c["way_out"],
+    "refused": lambda c: c["hint"],
 }
 
 
@@ -64,9 +64,9 @@ def _problem(detail: ErrorDetails, *, is_guessed: bool) -> Problem:
     if detail["type"] == "extra_forbidden":
         return _unknown(path, detail["input"], is_guessed=is_guessed)
     way = _WAYS_OUT.get(detail["type"])
-    rule, way_out = _RULES.get(detail["type"]) or rule_of(detail), way(detail.get("ctx", {})) if way else _REFERENCE
+    rule, hint = _RULES.get(detail["type"]) or rule_of(detail), way(detail.get("ctx", {})) if way else _REFERENCE
     value = NOT_GIVEN if detail["type"] == "missing" else detail.get("ctx", {}).get("shown", detail["input"])
-    return Problem(path=path, value=value, rule=rule, way_out=way_out)
+    return Problem(path=path, value=value, rule=rule, hint=hint)
 
 
 def _unknown(path: str, value: object, *, is_guessed: bool) -> Problem:
@@ -76,11 +76,11 @@ def _unknown(path: str, value: object, *, is_guessed: bool) -> Problem:
             value=value,
             rule="code of a model's repository is never run: it would run on every worker, and attention in it can't "
             "be replaced exactly",
-            way_out="remove it, and use a model whose architecture Transformers has",
+            hint="remove it, and use a model whose architecture Transformers has",
         )
     nearest = nearest_name(path) if is_guessed else None
-    way_out = "correct the name, or remove it" if nearest else f"remove it; {_REFERENCE}"
-    return Problem(path=path, value=value, rule="there is no such setting", way_out=way_out, nearest=nearest)
+    hint = "correct the name, or remove it" if nearest else f"remove it; {_REFERENCE}"
+    return Problem(path=path, value=value, rule="there is no such setting", hint=hint, nearest=nearest)
 
 
 def nearest_name(path: str) -> str | None:

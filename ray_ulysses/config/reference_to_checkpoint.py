@@ -30,12 +30,12 @@ class ReferenceProblem(UserError):
     Attributes:
         shown: The text, less any secret.
         rule: The rule that it breaks.
-        way_out: What to write instead.
+        hint: What to write instead.
     """
 
-    def __init__(self, text: str, rule: str, way_out: str = _FORMS) -> None:
-        self.shown, self.rule, self.way_out = without_secret(text), rule, way_out
-        super().__init__(f"{SETTING}={self.shown!r}: {rule}; {way_out}")
+    def __init__(self, text: str, rule: str, hint: str = _FORMS) -> None:
+        self.shown, self.rule, self.hint = without_secret(text), rule, hint
+        super().__init__(f"{SETTING}={self.shown!r}: {rule}; {hint}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +88,7 @@ def parse_reference(text: str) -> RunReference | MlflowReference:
     try:
         parse_location(reference.location)
     except LocationError as error:
-        raise ReferenceProblem(text, error.rule, error.way_out) from error
+        raise ReferenceProblem(text, error.rule, error.hint) from error
     return reference
 
 
@@ -123,10 +123,10 @@ def _which(text: str, selector: str) -> Which:
     if selector in _WORDS:
         return _WORDS[selector]
     if not selector.isascii() or not selector.isdigit():
-        way_out = _FORMS
+        hint = _FORMS
         if not text.startswith(_MLFLOW):
-            way_out += f"; where {selector!r} is the end of a directory's name, add @latest"
-        raise ReferenceProblem(text, f"{selector!r} is no step, latest or best", way_out)
+            hint += f"; where {selector!r} is the end of a directory's name, add @latest"
+        raise ReferenceProblem(text, f"{selector!r} is no step, latest or best", hint)
     return int(selector)
 
 

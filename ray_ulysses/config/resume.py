@@ -126,12 +126,12 @@ def resume_conflicts(old: Config, new: Config, *, branch: bool = False) -> tuple
 
 def _conflict(run: str, path: str, reason: str, found: tuple[Difference, ...]) -> Problem:
     instead = "make it a branch of the run with `ray-ulysses train --branch`, " if path in BRANCHABLE else ""
-    way_out = f"put {path} back to resume, {instead}or choose another run.name to start a new run"
+    hint = f"put {path} back to resume, {instead}or choose another run.name to start a new run"
     if found[0].name:
         rule = f"is not the one that run '{run}' was started with ({_listed(found)}), and {reason}"
-        return Problem(path=path, rule=rule, way_out=way_out)
+        return Problem(path=path, rule=rule, hint=hint)
     rule = f"run '{run}' was started with {shown(found[0].old)}, and {reason}"
-    return Problem(path=path, value=found[0].new, rule=rule, way_out=way_out)
+    return Problem(path=path, value=found[0].new, rule=rule, hint=hint)
 
 
 def _listed(found: tuple[Difference, ...]) -> str:

@@ -63,19 +63,19 @@ def _weights_have_a_source(config: Config) -> Iterator[Problem]:
         yield Problem(
             path="model.path",
             rule="model.init=pretrained needs the weights of a model",
-            way_out="give a local directory or a hub id, or set model.init=random",
+            hint="give a local directory or a hub id, or set model.init=random",
         )
     elif config.model.part == "text":
         yield Problem(
             path="model.path",
             rule="model.part=text exports the decoder into a copy of the whole checkpoint",
-            way_out="give the directory of the whole checkpoint",
+            hint="give the directory of the whole checkpoint",
         )
     elif config.model.config is None:
         yield Problem(
             path="model.config",
             rule="model.init=random needs a model configuration",
-            way_out="write it in line under model.config, or give a model.path that has a config.json",
+            hint="write it in line under model.config, or give a model.path that has a config.json",
         )
 
 
@@ -85,14 +85,14 @@ def _data_has_a_source(config: Config) -> Iterator[Problem]:
         yield Problem(
             path="data.path",
             rule="no corpus is named",
-            way_out="give a directory that `ray-ulysses prepare` has written, or several under data.sources",
+            hint="give a directory that `ray-ulysses prepare` has written, or several under data.sources",
         )
     elif path is not None and sources is not None:
         yield Problem(
             path="data.path",
             value=path,
             rule="data.sources names corpora too",
-            way_out="name every corpus under data.sources, and remove data.path",
+            hint="name every corpus under data.sources, and remove data.path",
         )
 
 
@@ -104,14 +104,14 @@ def _weights_decide(config: Config) -> Iterator[Problem]:
             path="data.sources",
             value=weights,
             rule="some sources have a weight and some have none",
-            way_out="give each one a weight, or none of them",
+            hint="give each one a weight, or none of them",
         )
     elif given and sum(given) == 0:
         yield Problem(
             path="data.sources",
             value=weights,
             rule="the weights sum to zero, so no source is used",
-            way_out="give at least one source a weight above 0",
+            hint="give at least one source a weight above 0",
         )
 
 
@@ -122,7 +122,7 @@ def _best_has_a_metric(config: Config) -> Iterator[Problem]:
             path="checkpoint.keep_best",
             value=config.checkpoint.keep_best,
             rule="checkpoint.best_metric=eval_loss needs evaluations, and run.eval_every_steps is null",
-            way_out="set run.eval_every_steps to a divisor or a multiple of checkpoint.every_steps, or "
+            hint="set run.eval_every_steps to a divisor or a multiple of checkpoint.every_steps, or "
             "checkpoint.best_metric: loss",
         )
 
@@ -135,21 +135,21 @@ def _nvme_has_a_place(config: Config) -> Iterator[Problem]:
         yield Problem(
             path="memory.nvme_path",
             rule="memory.offload_optimizer=nvme needs a directory to swap to",
-            way_out="give a directory on a local NVMe disk of each node, or set memory.offload_optimizer: cpu",
+            hint="give a directory on a local NVMe disk of each node, or set memory.offload_optimizer: cpu",
         )
     if memory.zero_stage != 3:
         yield Problem(
             path="memory.offload_optimizer",
             value="nvme",
             rule=f"memory.zero_stage={memory.zero_stage} keeps the optimizer's state in memory",
-            way_out="set memory.zero_stage: 3, or memory.offload_optimizer: cpu",
+            hint="set memory.zero_stage: 3, or memory.offload_optimizer: cpu",
         )
     if config.checkpoint.host_buffers == 0:
         yield Problem(
             path="checkpoint.host_buffers",
             value=0,
             rule="memory.offload_optimizer=nvme has no state in memory to write a checkpoint from",
-            way_out="set checkpoint.host_buffers to 1 or 2",
+            hint="set checkpoint.host_buffers to 1 or 2",
         )
 
 
@@ -161,7 +161,7 @@ def _heads_allow_sp(config: Config) -> Iterator[Problem]:
         shape = ModelShape.from_config_dict(config.model.config)
     except UserError as error:
         path, _, rule = str(error).partition(": ")
-        yield Problem(path=path, rule=rule, way_out="correct the model's configuration")
+        yield Problem(path=path, rule=rule, hint="correct the model's configuration")
         return
     sp_size, ring_size = config.parallel.sp_size, config.parallel.ring_size
     if ring_size is None or sp_size % ring_size:
@@ -178,7 +178,7 @@ def ring_problem(sp_size: int, ring_size: int, shape: ModelShape) -> Problem:
         value=ring_size,
         rule=f"leaves {sp_size // ring_size} of parallel.sp_size={sp_size} ranks to share the model's "
         f"{shape.num_heads} attention heads",
-        way_out=f"use {', '.join(str(ring) for ring in rings)}, or null to have it chosen",
+        hint=f"use {', '.join(str(ring) for ring in rings)}, or null to have it chosen",
     )
 
 
@@ -190,7 +190,7 @@ def _ring_divides_sp(config: Config) -> Iterator[Problem]:
             path="parallel.ring_size",
             value=ring_size,
             rule=f"does not divide parallel.sp_size={sp_size}",
-            way_out=f"use {choices}, or null to have it chosen",
+            hint=f"use {choices}, or null to have it chosen",
         )
 
 
@@ -205,7 +205,7 @@ def _sp_divides_workers(config: Config) -> Iterator[Problem]:
         path="parallel.sp_size",
         value=sp_size,
         rule=f"does not divide cluster.workers={workers}",
-        way_out=f"use an sp_size of {divisors}, or {counts} workers (a multiple of {sp_size})",
+        hint=f"use an sp_size of {divisors}, or {counts} workers (a multiple of {sp_size})",
     )
 
 
@@ -218,7 +218,7 @@ def _sp_is_allowed(config: Config) -> Iterator[Problem]:
             path="parallel.sp_size",
             value=sp_size,
             rule=rule,
-            way_out="use one of these, or add it to allowed_sp of a new run",
+            hint="use one of these, or add it to allowed_sp of a new run",
         )
 
 
@@ -230,7 +230,7 @@ def _context_holds_the_padding(config: Config) -> Iterator[Problem]:
             path="data.context_tokens",
             value=config.data.context_tokens,
             rule=f"is below {multiple}, the multiple that rows are padded to",
-            way_out=f"use {multiple} or more",
+            hint=f"use {multiple} or more",
         )
 
 
@@ -249,7 +249,7 @@ def _warmup_ends_before_the_horizon(config: Config) -> Iterator[Problem]:
             path="schedule.warmup_steps",
             value=warmup,
             rule=f"must be below schedule.horizon_steps={horizon}",
-            way_out=f"use at most {horizon - 1}, or a longer horizon",
+            hint=f"use at most {horizon - 1}, or a longer horizon",
         )
 
 
@@ -259,7 +259,7 @@ def _evaluation_has_documents(config: Config) -> Iterator[Problem]:
             path="run.eval_every_steps",
             value=config.run.eval_every_steps,
             rule="needs documents that are held out, and data.eval_fraction is 0",
-            way_out="set data.eval_fraction to a share such as 0.01, or remove eval_every_steps",
+            hint="set data.eval_fraction to a share such as 0.01, or remove eval_every_steps",
         )
 
 
@@ -268,15 +268,15 @@ def _kernel_suits_the_device(config: Config) -> Iterator[Problem]:
     has_gpu = config.cluster.gpus_per_worker > 0
     needs_gpu = kernel in ("flash_attn_3", "flash_attn", "cudnn", "varlen")
     if needs_gpu and not has_gpu:
-        rule, way_out = "the kernel needs a GPU, and cluster.gpus_per_worker is 0", "use auto or sdpa"
+        rule, hint = "the kernel needs a GPU, and cluster.gpus_per_worker is 0", "use auto or sdpa"
     elif needs_gpu and config.model.dtype == "fp32":
-        rule, way_out = "the kernel has no fp32, and model.dtype is fp32", "use auto or math"
+        rule, hint = "the kernel has no fp32, and model.dtype is fp32", "use auto or math"
     elif kernel == "sdpa" and has_gpu:
         rule = f"the kernel runs on a CPU, and cluster.gpus_per_worker is {config.cluster.gpus_per_worker:g}"
-        way_out = "use auto"
+        hint = "use auto"
     else:
         return
-    yield Problem(path="model.attention", value=kernel, rule=rule, way_out=way_out)
+    yield Problem(path="model.attention", value=kernel, rule=rule, hint=hint)
 
 
 def _network_storage_has_a_server(config: Config) -> Iterator[Problem]:
@@ -288,7 +288,7 @@ def _network_storage_has_a_server(config: Config) -> Iterator[Problem]:
             path="tracking.uri",
             value=NOT_GIVEN if uri is None else without_secret(uri),
             rule="run.storage_kind=nfs needs an MLflow server, since SQLite is not safe there",
-            way_out="give the server's http:// or https:// address, or set tracking.enabled=false",
+            hint="give the server's http:// or https:// address, or set tracking.enabled=false",
         )
 
 
@@ -300,7 +300,7 @@ def _mlflow_reference_has_a_server(config: Config) -> Iterator[Problem]:
         path="tracking.enabled",
         value=False,
         rule=f"model.resume_from={asked!r} is looked up in MLflow, which is off",
-        way_out="set tracking.enabled: true, or name the run's directory or store in model.resume_from",
+        hint="set tracking.enabled: true, or name the run's directory or store in model.resume_from",
     )
 
 
@@ -322,7 +322,7 @@ def _homes_are_known(config: Config) -> Iterator[Problem]:
                 path=path,
                 value=value,
                 rule="names the home directory of a user that this machine does not know",
-                way_out="write an absolute path",
+                hint="write an absolute path",
             )
 
 

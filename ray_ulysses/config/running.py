@@ -133,7 +133,7 @@ class CheckpointSection(Section):
             try:
                 parse_location(value)
             except LocationError as error:
-                raise refusal(error.rule, error.way_out, error.shown) from error
+                raise refusal(error.rule, error.hint, error.shown) from error
         return value
 
 

@@ -23,13 +23,13 @@ class Section(BaseModel):
     )
 
 
-def refusal(rule: str, way_out: str, shown: str | None = None) -> PydanticCustomError:
+def refusal(rule: str, hint: str, shown: str | None = None) -> PydanticCustomError:
     """Return the error for a field validator to raise.
 
     Args:
         rule: The rule that the value breaks.
-        way_out: What to do instead.
+        hint: What to do instead.
         shown: What to show as the value, where the value itself may hold a secret.
     """
     shown_instead = {} if shown is None else {"shown": shown}
-    return PydanticCustomError("refused", "{rule}", {"rule": rule, "way_out": way_out, **shown_instead})
+    return PydanticCustomError("refused", "{rule}", {"rule": rule, "hint": hint, **shown_instead})

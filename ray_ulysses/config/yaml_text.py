@@ -148,7 +148,7 @@ def parse_yaml(text: str, source: str) -> tuple[object, tuple[Problem, ...]]:
             path=f"{source}:{again}",
             value=key,
             rule=f"the key is given twice, on line {first} and on line {again}",
-            way_out="keep one of the two",
+            hint="keep one of the two",
         )
         for key, first, again in loader.duplicates
     )
@@ -159,14 +159,14 @@ def _syntax_problem(error: Exception, source: str) -> Problem:
     mark = getattr(error, "problem_mark", None)
     place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark is not None else source
     what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
-    return Problem(path=place, rule=f"not valid YAML: {what}", way_out="correct the file's syntax")
+    return Problem(path=place, rule=f"not valid YAML: {what}", hint="correct the file's syntax")
 
 
 def _too_large(source: str) -> Problem:
     return Problem(
         path=source,
         rule=f"is larger than {_MOST_BYTES // 1024} KiB",
-        way_out="give a configuration; a long model.config belongs into a config.json that model.path names",
+        hint="give a configuration; a long model.config belongs into a config.json that model.path names",
     )
 
 
@@ -199,8 +199,8 @@ def _kind_of(content: bytes) -> str:
     return next((kind for first, kind in _KINDS.items() if content.startswith(first)), "a binary file")
 
 
-def _file_problem(path: Path, rule: str, way_out: str) -> Problem:
-    return Problem(path="CONFIG", value=str(path), rule=rule, way_out=way_out)
+def _file_problem(path: Path, rule: str, hint: str) -> Problem:
+    return Problem(path="CONFIG", value=str(path), rule=rule, hint=hint)
 
 
 def dump_yaml(value: object) -> str:

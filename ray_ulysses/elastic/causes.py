@@ -55,14 +55,14 @@ class Cause:
         kind: Which kind of failure it is.
         reason: In one line.
         rank: The rank that it began on; None where it was none's.
-        way_out: What a person can do about it.
+        hint: What a person can do about it.
         is_final: Whether starting the workers again can't mend it.
     """
 
     kind: Kind
     reason: str
     rank: int | None
-    way_out: str
+    hint: str
     is_final: bool = False
 
 
@@ -122,7 +122,7 @@ def root_cause(errors: Sequence[RankError], *, is_final: bool = False) -> Cause:
         reason = f"worker {first.rank} lost touch with the others: {first.what}"
     else:
         reason = f"lost {_workers(ranks)} ({first.what})"
-    return Cause(kind=first.kind, reason=reason, rank=first.rank, way_out=_way_out(first), is_final=is_final)
+    return Cause(kind=first.kind, reason=reason, rank=first.rank, hint=_hint(first), is_final=is_final)
 
 
 def one_line(error: BaseException) -> str:
@@ -145,7 +145,7 @@ def _workers(ranks: Sequence[int]) -> str:
     return f"workers {', '.join(map(str, ranks))}"
 
 
-def _way_out(error: RankError) -> str:
+def _hint(error: RankError) -> str:
     """Return what a person can do about a failure of a rank."""
     if "memory monitor" in error.what:
         return "give the node more memory, put fewer workers on it, or lower what they hold (see `ray-ulysses plan`)"

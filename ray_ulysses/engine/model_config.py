@@ -129,8 +129,8 @@ def with_words(read: Callable[[], Any], setting: str) -> Any:
     except Exception as error:
         # Of any kind: Transformers checks little of what it is given, and its own errors are plain exceptions.
         what = f"a value in it is unknown: {error}" if isinstance(error, KeyError) else str(error)
-        way_out = "correct it" if setting == "model.config" else _SOURCES
-        raise UserError(f"{setting}: no model can be made of this configuration ({what}); {way_out}") from error
+        hint = "correct it" if setting == "model.config" else _SOURCES
+        raise UserError(f"{setting}: no model can be made of this configuration ({what}); {hint}") from error
 
 
 def _differing(described: Mapping[str, Any], loaded: Mapping[str, Any], section: str = "") -> Iterator[str]:

@@ -43,12 +43,12 @@ class LocalSelfTest:
     Attributes:
         ok: Whether it passed.
         text: What it measured, or what is wrong.
-        way_out: What to do about it; empty if it passed.
+        hint: What to do about it; empty if it passed.
     """
 
     ok: bool
     text: str
-    way_out: str = ""
+    hint: str = ""
 
 
 def run_local_self_test(limit_s: float = LIMIT_S) -> LocalSelfTest:
@@ -65,7 +65,7 @@ def run_local_self_test(limit_s: float = LIMIT_S) -> LocalSelfTest:
         return [sys.executable, "-m", __name__, str(rank), str(world_size), str(folder), str(limit_s)]
 
     result = watch_processes(command, world_size, limit_s)
-    return LocalSelfTest(ok=result.ok, text=f"{result.text}; {place}", way_out=result.way_out)
+    return LocalSelfTest(ok=result.ok, text=f"{result.text}; {place}", hint=result.hint)
 
 
 def watch_processes(command: Callable[[int, Path], Sequence[str]], world_size: int, limit_s: float) -> LocalSelfTest:
@@ -110,28 +110,28 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> bool:
 def _verdict(folder: Path, exit_codes: Sequence[int], in_time: bool, limit_s: float) -> LocalSelfTest:
     results = {rank: _result(folder / f"result-{rank}.json") for rank in range(len(exit_codes))}
     found = {rank: result for rank, result in results.items() if result is not None}
-    for ok, text, way_out in found.values():
+    for ok, text, hint in found.values():
         if not ok:
-            return LocalSelfTest(ok=False, text=text, way_out=way_out)
+            return LocalSelfTest(ok=False, text=text, hint=hint)
     dead = [rank for rank, code in enumerate(exit_codes) if code > 0 or (code < 0 and in_time)]
     if dead:
         text = f"process {dead[0]} ended with exit code {exit_codes[dead[0]]}: {_last_line(folder / f'log-{dead[0]}')}"
-        return LocalSelfTest(ok=False, text=text, way_out="mend what the line says: every run starts like this")
+        return LocalSelfTest(ok=False, text=text, hint="mend what the line says: every run starts like this")
     if not in_time or len(found) < len(exit_codes):
         return LocalSelfTest(
             ok=False,
             text=f"not done in {limit_s:.0f} s: processes of this machine do not reach one another, or it is busy",
-            way_out="look at what else runs here, and at firewall and NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME",
+            hint="look at what else runs here, and at firewall and NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME",
         )
     return LocalSelfTest(ok=True, text=found[0][1])
 
 
 def _result(path: Path) -> tuple[bool, str, str] | None:
     try:
-        ok, text, way_out = json.loads(path.read_bytes())
+        ok, text, hint = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return bool(ok), str(text), str(way_out)
+    return bool(ok), str(text), str(hint)
 
 
 def _last_line(log: Path) -> str:

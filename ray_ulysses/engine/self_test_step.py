@@ -126,7 +126,7 @@ def _engine_step(
         for place, batch in enumerate(batches):
             loss_sum, _ = losses.causal_lm_loss(engine, batch)
             engine.backward(loss_sum * scale)
-            # Gradients are there until the engine steps, which it does on the last micro-step.
+            # Gradients are there until the engine steps, which it does on the last micro-batch.
             if place + 1 < len(batches):
                 engine.step()
         gradients = {

@@ -72,7 +72,7 @@ def restore_groups(engine: Any, tables: StateTables, description: StateDescripti
 
 
 def restore_counters(engine: Any, description: StateDescription) -> None:
-    """Give the engine its counters back; micro-steps are counted in those of this layout."""
+    """Give the engine its counters back; micro-batches are counted in those of this layout."""
     for name in _COUNTERS:
         setattr(engine, name, description.counters.get(name, 0))
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()

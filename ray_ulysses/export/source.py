@@ -134,10 +134,8 @@ def _latest(store: Store) -> Manifest:
     # A late commit of a dead attempt never was the run's newest; anything else that is passed over is said.
     passed = [damage for damage in choice.damaged if damage.kind != "superseded"]
     if passed:
-        way_out = (
-            f"export --step {choice.manifest.step}, which is whole" if choice.manifest else "no other one is whole"
-        )
-        raise RunError(f"{passed[0]}; {way_out}")
+        hint = f"export --step {choice.manifest.step}, which is whole" if choice.manifest else "no other one is whole"
+        raise RunError(f"{passed[0]}; {hint}")
     if choice.manifest is None:
         raise UserError("RUN: has no committed checkpoint that is part of the run; `ray-ulysses train` goes on with it")
     return choice.manifest

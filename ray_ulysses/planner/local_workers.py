@@ -39,10 +39,10 @@ def local_problem(config: Config, shape: ModelShape, free_bytes: int) -> Problem
     )
     fitting = _most_that_fit(config, shape, free_bytes)
     if fitting:
-        way_out = f"use {fitting}, which fits (a run goes on at any number), or a cluster (cluster.address)"
+        hint = f"use {fitting}, which fits (a run goes on at any number), or a cluster (cluster.address)"
     else:
-        way_out = "free memory, use a smaller model or context, or a cluster (cluster.address)"
-    return Problem(path="cluster.workers", value=workers, rule=rule, way_out=way_out)
+        hint = "free memory, use a smaller model or context, or a cluster (cluster.address)"
+    return Problem(path="cluster.workers", value=workers, rule=rule, hint=hint)
 
 
 def _most_that_fit(config: Config, shape: ModelShape, free_bytes: int) -> int:

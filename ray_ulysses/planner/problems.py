@@ -37,7 +37,7 @@ def vocabulary_problems(max_token_id: int, vocab_size: int, corpus_path: str) ->
             path="data.path",
             value=corpus_path,
             rule=f"holds token id {max_token_id}, and the model's vocab_size={vocab_size} ends at {vocab_size - 1}",
-            way_out="prepare the corpus with the model's own tokenizer, or use a model whose vocab_size is at "
+            hint="prepare the corpus with the model's own tokenizer, or use a model whose vocab_size is at "
             f"least {max_token_id + 1}",
         )
 
@@ -51,7 +51,7 @@ def position_problems(config: Config, longest_document: int, row_tokens: int, nu
             value=config.data.context_tokens,
             rule=f"lets documents of up to {longest} tokens into a row, and the model's table of positions ends at "
             f"{num_positions}",
-            way_out=f"use at most {num_positions}, or a model with rotary positions",
+            hint=f"use at most {num_positions}, or a model with rotary positions",
         )
 
 
@@ -67,14 +67,14 @@ def plan_problems(config: Config, plan: Plan) -> Iterator[Problem]:
             value=stop,
             rule=f"is beyond the planned data, which ends after {plan.num_steps} steps "
             f"({plan.num_rows} rows, {plan.settings.rows_per_step} a step)",
-            way_out=f"use at most {plan.num_steps}, or data.epochs={epochs} (for a run that has begun, with --branch)",
+            hint=f"use at most {plan.num_steps}, or data.epochs={epochs} (for a run that has begun, with --branch)",
         )
     if config.run.eval_every_steps is not None and plan.evaluation.num_rows == 0:
         yield Problem(
             path="data.eval_fraction",
             value=config.data.eval_fraction,
             rule="holds out no document with a target, and run.eval_every_steps asks for an evaluation",
-            way_out="use a larger share, or set run.eval_every_steps=null",
+            hint="use a larger share, or set run.eval_every_steps=null",
         )
 
 
@@ -86,7 +86,7 @@ def corpus_problems(config: Config, plan: Plan) -> Iterator[Problem]:
             path="data.rows_per_step",
             value=config.data.rows_per_step,
             rule=f"is more than the {num_rows} rows that the corpus makes, so that not even one step is full",
-            way_out=f"use at most {num_rows}, a shorter data.context_tokens, more data.epochs or a longer corpus",
+            hint=f"use at most {num_rows}, a shorter data.context_tokens, more data.epochs or a longer corpus",
         )
 
 
@@ -103,7 +103,7 @@ def memory_problems(config: Config, shape: ModelShape, memory: MemoryEstimate) -
             path=path,
             value=limit_gib,
             rule=f"a rank is estimated to take {needed / GIB:.1f} GiB ({memory.note}), most of it {_largest(terms)}",
-            way_out=_way_out(config, shape),
+            hint=_hint(config, shape),
         )
 
 
@@ -155,7 +155,7 @@ def _memory_with(config: Config, shape: ModelShape, change: _Change) -> MemoryEs
     )
 
 
-def _way_out(config: Config, shape: ModelShape) -> str:
+def _hint(config: Config, shape: ModelShape) -> str:
     """Return up to three changes that fit by the same estimate, the smallest first."""
     fitting: list[str] = []
     for change in _changes(config, shape):

@@ -53,10 +53,10 @@ def misfit(config: Config, shape: ModelShape, stored: Plan | None) -> tuple[Prob
     choices = ", ".join(str(size) for size in fitting)
     new_run = "name the size in parallel.allowed_sp of a new run"
     if config.parallel.ring_size is None:
-        way_out = f"use {choices} to resume, or {new_run}"
-        return (Problem(path="parallel.sp_size", value=config.parallel.sp_size, rule=rule, way_out=way_out),)
-    way_out = f"use null with a parallel.sp_size of {choices} to resume, or {new_run}"
-    return (Problem(path="parallel.ring_size", value=config.parallel.ring_size, rule=rule, way_out=way_out),)
+        hint = f"use {choices} to resume, or {new_run}"
+        return (Problem(path="parallel.sp_size", value=config.parallel.sp_size, rule=rule, hint=hint),)
+    hint = f"use null with a parallel.sp_size of {choices} to resume, or {new_run}"
+    return (Problem(path="parallel.ring_size", value=config.parallel.ring_size, rule=rule, hint=hint),)
 
 
 def other_plan(config: Config, stored: Plan | None, plan: Plan, *, is_branched: bool) -> tuple[Problem, ...]:
@@ -73,8 +73,8 @@ def other_plan(config: Config, stored: Plan | None, plan: Plan, *, is_branched: 
     if stored is None or found == planned or (is_branched and found == planned[:-1]):
         return ()
     rule = f"{config.run_dir / PLAN_FOLDER} holds plan {stored.plan_id}, these settings make plan {plan.plan_id}"
-    way_out = (
+    hint = (
         "restore the settings, repeat with --branch the command whose change of the data was begun, or start a new "
         "run under another run.name"
     )
-    return (Problem(path="data", rule=rule, way_out=way_out),)
+    return (Problem(path="data", rule=rule, hint=hint),)

@@ -56,8 +56,8 @@ def read_secrets(path: str) -> dict[str, str]:
     except FileNotFoundError:
         raise
     except OSError as error:
-        way_out = "give a file that this user can read"
-        raise _refusal(path, f"can't be read ({error.strerror})", way_out) from error
+        hint = "give a file that this user can read"
+        raise _refusal(path, f"can't be read ({error.strerror})", hint) from error
     if len(content) > _MOST_BYTES:
         raise _refusal(path, f"is larger than {_MOST_BYTES // 1024} KiB", "give a file of NAME=VALUE lines")
     found = {}
@@ -74,6 +74,6 @@ def read_secrets(path: str) -> dict[str, str]:
     return found
 
 
-def _refusal(path: str, rule: str, way_out: str) -> UserError:
-    problem = Problem(path=SETTING, value=path, rule=f"on {socket.gethostname()}: {rule}", way_out=way_out)
+def _refusal(path: str, rule: str, hint: str) -> UserError:
+    problem = Problem(path=SETTING, value=path, rule=f"on {socket.gethostname()}: {rule}", hint=hint)
     return UserError(str(problem))

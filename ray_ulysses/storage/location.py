@@ -66,12 +66,12 @@ class LocationError(UserError):
     Attributes:
         shown: The location, less any secret.
         rule: What is wrong with it.
-        way_out: What to write instead.
+        hint: What to write instead.
     """
 
-    def __init__(self, shown: str, rule: str, way_out: str) -> None:
-        self.shown, self.rule, self.way_out = shown, rule, way_out
-        super().__init__(f"storage {shown!r}: {rule}; {way_out}")
+    def __init__(self, shown: str, rule: str, hint: str) -> None:
+        self.shown, self.rule, self.hint = shown, rule, hint
+        super().__init__(f"storage {shown!r}: {rule}; {hint}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +134,7 @@ def parse_location(location: str | Path) -> Path | ObjectLocation:
     return _object_location(text, scheme)
 
 
-def credentials_way_out(scheme: str) -> str | None:
+def credentials_hint(scheme: str) -> str | None:
     """Return where the credentials of a storage belong, which its URI may not hold; None if it is no storage's."""
     provider = _PROVIDERS.get(scheme)
     return None if provider is None else _CREDENTIALS[provider]

@@ -43,11 +43,11 @@ def check_storage(storage: Path | str, *, setting: str = "run.storage") -> None:
     except _UnfitError as error:
         raise UserError(f"{shown}: {error}; use a local disk, NFS, or another object store") from error
     except OSError as error:
-        way_out = "make the path writable for this user on every node"
+        hint = "make the path writable for this user on every node"
         if isinstance(location, ObjectLocation):
-            way_out = "look at the bucket, its region and endpoint, and at the credentials in the environment"
+            hint = "look at the bucket, its region and endpoint, and at the credentials in the environment"
         raise UserError(
-            f"{shown} can't be written: {error.strerror or error}; {way_out}, or set another {setting}"
+            f"{shown} can't be written: {error.strerror or error}; {hint}, or set another {setting}"
         ) from error
     finally:
         # Where nothing could be written there is nothing to delete.

@@ -260,7 +260,7 @@ class EndEvent(OfCommand):
         node: That rank's node.
         committed_step: The newest committed step.
         lost_steps: Steps that were trained beyond it.
-        way_out: What a person can do.
+        hint: What a person can do.
         failure: How many failures count, with this one; None for one that is not counted.
         max_failures: How many the run survives.
         restarts: Whether the workers are started again; None where nobody judged.
@@ -272,7 +272,7 @@ class EndEvent(OfCommand):
     node: str | None = None
     committed_step: Whole | None = None
     lost_steps: Whole | None = None
-    way_out: str = ""
+    hint: str = ""
     failure: Positive | None = None
     max_failures: Whole = 0
     restarts: bool | None = None

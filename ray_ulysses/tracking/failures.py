@@ -28,7 +28,7 @@ def failure_fields(failure: EndEvent) -> dict[str, Any]:
 
 def failure_tags(failure: EndEvent) -> dict[str, str]:
     """Return what a tracker shows of a failure."""
-    shown = ("reason", "rank", "node", "committed_step", "lost_steps", "way_out")
+    shown = ("reason", "rank", "node", "committed_step", "lost_steps", "hint")
     return {f"{TAG_PREFIX}{name}": str(value) for name in shown if (value := getattr(failure, name)) is not None}
 
 

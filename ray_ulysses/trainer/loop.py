@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ray_ulysses.attention.ulysses import apply_ulysses
-from ray_ulysses.data.plan.steps import num_micro_steps
+from ray_ulysses.data.plan.steps import num_micro_batches
 from ray_ulysses.data.read.digest import add_digests
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.engine.optimizer import learning_rate
@@ -97,7 +97,7 @@ def _run(context: AttemptContext, mesh: SequenceMesh, shape: ModelShape, recorde
     try:
         # The data: the plan that the driver has stored. The model: under ZeRO, with our attention.
         plan, reader = open_data(config)
-        settings = zero_settings(config, num_micro_steps(plan.most_rows_per_step(1), layout.dp_size))
+        settings = zero_settings(config, num_micro_batches(plan.most_rows_per_step(1), layout.dp_size))
         if config.run.self_test:
             recorder.phase("self-test")
             check_start(config, worker, mesh, shape, settings)
@@ -209,7 +209,7 @@ def _evaluate(attempt: _Attempt, outcome: StepOutcome) -> StepOutcome:
 
 
 def _padded(attempt: _Attempt, slices: Iterator[RowSlice]) -> Iterator[RowSlice]:
-    """Fill a short last step up with rows of weight zero: the engine counts micro-steps."""
+    """Fill a short last step up with rows of weight zero: the engine counts micro-batches."""
     layout = attempt.context.layout
     filler = attempt.reader.filler(layout.sp_rank(attempt.context.worker.rank), layout.sp_size, layout.ring_size)
     num_rows = 0
@@ -224,8 +224,8 @@ def _padded(attempt: _Attempt, slices: Iterator[RowSlice]) -> Iterator[RowSlice]
 def _evaluation_slices(attempt: _Attempt) -> Iterator[RowSlice]:
     layout, rank = attempt.context.layout, attempt.context.worker.rank
     sp_rank, dp_rank = layout.sp_rank(rank), layout.dp_rank(rank)
-    for micro_step in attempt.plan.evaluation_schedule(layout.dp_size):
-        row = micro_step[dp_rank]
+    for micro_batch in attempt.plan.evaluation_schedule(layout.dp_size):
+        row = micro_batch[dp_rank]
         if row is None:
             yield attempt.reader.filler(sp_rank, layout.sp_size, layout.ring_size)
         else:

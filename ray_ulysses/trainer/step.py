@@ -62,13 +62,13 @@ def train_step(
 
     Args:
         engine: The ZeRO engine, of any stage; its accumulation steps are ``accumulation``.
-        slices: This rank's slices, one a micro-step. A last step of fewer rows is filled up with fillers, so that
+        slices: This rank's slices, one a micro-batch. A last step of fewer rows is filled up with fillers, so that
             every step has ``accumulation`` of them.
         rows: Global rows of the step.
         tokens: Supervised tokens of the step as planned: the loss's denominator on every layout.
         mesh: The mesh.
         device: Where batches go.
-        accumulation: Micro-steps.
+        accumulation: Micro-batchs.
         seed: Base of the random state; each row has its own, whatever rank trains it.
         flags: What this rank has to say; asked at the end of the step.
         before_update: Called before the weights are updated, on every rank.
@@ -95,7 +95,7 @@ def train_step(
             checksums[row.row - rows.start] += batch_checksum(batch)
             received += row.num_supervised
         steps += 1
-    assert steps == accumulation, f"{steps} micro-steps instead of {accumulation}"
+    assert steps == accumulation, f"{steps} micro-batches instead of {accumulation}"
     return _agree(loss_sum, checksums, received, rows, tokens, flags(), mesh)
 
 

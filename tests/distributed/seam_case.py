@@ -259,7 +259,7 @@ def _step_with_an_engine(
             assert int(num_tokens) == int((batch.labels_BL != IGNORE_INDEX).sum())
             loss += loss_sum.detach()
             engine.backward(loss_sum * scale)
-            # An engine steps on the boundary only; before it, step() advances the micro-step.
+            # An engine steps on the boundary only; before it, step() advances the micro-batch.
             if number + 1 < len(batches):
                 engine.step()
     # The plain list: `key_averages` builds trees of it first, which takes five times as long as the step.

@@ -19,11 +19,11 @@ def test_a_package_that_is_there_gives_its_version():
     assert (check.level, check.detail) == ("ok", pytest.__version__)
 
 
-def test_a_package_that_is_absent_fails_with_a_way_out():
+def test_a_package_that_is_absent_fails_with_a_hint():
     check = check_import("no_such_package_at_all")
     assert check.level == "fail"
     assert check.detail.startswith("not installed")
-    assert check.way_out
+    assert check.hint
 
 
 def test_a_broken_package_fails_and_what_it_prints_is_not_shown(capsys):
@@ -77,7 +77,7 @@ def test_one_failure_decides_the_exit_code():
 def test_checks_are_lines_that_end_with_the_sum():
     checks = [
         Check(name="python", level="ok", detail="3.11"),
-        Check(name="shared memory", level="fail", detail="broken", way_out="repair it"),
+        Check(name="shared memory", level="fail", detail="broken", hint="repair it"),
     ]
     assert [line for check in checks for line in render_check(check).splitlines()] == [
         "ok    python         3.11",
@@ -96,11 +96,11 @@ def test_a_check_is_said_before_the_next_one_is_made(monkeypatch):
 def test_the_self_test_is_one_of_the_checks(ok, monkeypatch):
     from ray_ulysses.engine import self_test_local
 
-    result = self_test_local.LocalSelfTest(ok=ok, text="what it said", way_out="" if ok else "what to do")
+    result = self_test_local.LocalSelfTest(ok=ok, text="what it said", hint="" if ok else "what to do")
     monkeypatch.setattr(self_test_local, "run_local_self_test", lambda: result)
     check = doctor.check_exactness()
     assert (check.name, check.level, check.detail) == ("self-test", "ok" if ok else "fail", "what it said")
-    assert check.way_out == result.way_out
+    assert check.hint == result.hint
     assert exit_code([check]) == (0 if ok else 1)
 
 

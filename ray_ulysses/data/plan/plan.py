@@ -19,7 +19,7 @@ from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.packing import Packing
 from ray_ulysses.data.plan.row_checksums import Checksums
 from ray_ulysses.data.plan.rows import Int64Array, Piece, Rows, RowWeights
-from ray_ulysses.data.plan.steps import MicroSteps, StepTimes, assign_rows, step_times
+from ray_ulysses.data.plan.steps import MicroBatches, StepTimes, assign_rows, step_times
 from ray_ulysses.errors import UserError
 
 PLANNER_VERSION = 3
@@ -279,14 +279,14 @@ class Plan:
         """Return the supervised tokens of a step: the denominator of its loss."""
         return int(self.weights(self.step_rows(step)).supervised.sum(dtype=np.int64))
 
-    def step_schedule(self, step: int, dp_size: int) -> MicroSteps:
-        """Return the row of each micro-step and data-parallel rank; None is a zero-weight filler."""
+    def step_schedule(self, step: int, dp_size: int) -> MicroBatches:
+        """Return the row of each micro-batch and data-parallel rank; None is a zero-weight filler."""
         rows = self.step_rows(step)
         token_cost = self.segments[self.segment_of_step(step)].settings.token_cost
         return assign_rows(rows, self.weights(rows).cost(token_cost), dp_size)
 
-    def evaluation_schedule(self, dp_size: int) -> MicroSteps:
-        """Return the evaluation row of each micro-step and data-parallel rank; None is a filler."""
+    def evaluation_schedule(self, dp_size: int) -> MicroBatches:
+        """Return the evaluation row of each micro-batch and data-parallel rank; None is a filler."""
         num_rows = self.evaluation.num_rows
         costs = self.evaluation.weights(0, num_rows).cost(self.settings.token_cost)
         return assign_rows(range(num_rows), costs, dp_size)

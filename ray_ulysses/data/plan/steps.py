@@ -1,4 +1,4 @@
-"""Rows in the order of training, and who trains which row of a step, so that ranks and micro-steps are level."""
+"""Rows in the order of training, and who trains which row of a step, so that ranks and micro-batches are level."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int64Array = NDArray[np.int64]
-MicroSteps = tuple[tuple[int | None, ...], ...]
+MicroBatches = tuple[tuple[int | None, ...], ...]
 _STEP_BLOCK = 4096
 
 
-def assign_rows(rows: Sequence[int], costs: Sequence[int] | Int64Array, dp_size: int) -> MicroSteps:
+def assign_rows(rows: Sequence[int], costs: Sequence[int] | Int64Array, dp_size: int) -> MicroBatches:
     """Deal the rows of one step to the data-parallel ranks.
 
-    Rows are sorted by cost, the dearest first (ties by row), and cut into micro-steps of ``dp_size``, so that
-    ranks that wait for one another in a micro-step hold rows of nearly equal cost. Every second micro-step is
+    Rows are sorted by cost, the dearest first (ties by row), and cut into micro-batches of ``dp_size``, so that
+    ranks that wait for one another in a micro-batch hold rows of nearly equal cost. Every second micro-batch is
     dealt in reverse, so that no rank holds the dearest row of each.
 
     Args:
@@ -26,20 +26,20 @@ def assign_rows(rows: Sequence[int], costs: Sequence[int] | Int64Array, dp_size:
         dp_size: Data-parallel ranks.
 
     Returns:
-        ``result[micro_step][dp_rank]``, a row, or None where a zero-weight filler row takes its place.
+        ``result[micro_batch][dp_rank]``, a row, or None where a zero-weight filler row takes its place.
     """
     assert len(rows) == len(costs), "one cost a row"
     ordered = [row for _, row in sorted((-int(cost), row) for cost, row in zip(costs, rows, strict=True))]
-    micro_steps: list[tuple[int | None, ...]] = []
+    micro_batches: list[tuple[int | None, ...]] = []
     for first in range(0, len(ordered), dp_size):
         dealt: list[int | None] = list(ordered[first : first + dp_size])
         dealt += [None] * (dp_size - len(dealt))
-        micro_steps.append(tuple(dealt[::-1] if len(micro_steps) % 2 else dealt))
-    return tuple(micro_steps)
+        micro_batches.append(tuple(dealt[::-1] if len(micro_batches) % 2 else dealt))
+    return tuple(micro_batches)
 
 
-def num_micro_steps(num_rows: int, dp_size: int) -> int:
-    """Return how many micro-steps a step of ``num_rows`` rows takes."""
+def num_micro_batches(num_rows: int, dp_size: int) -> int:
+    """Return how many micro-batches a step of ``num_rows`` rows takes."""
     return -(-num_rows // dp_size)
 
 
@@ -48,7 +48,7 @@ def balance_windows(costs: Int64Array, rows_per_step: int, num_steps: int, first
 
     The rows of ``num_steps`` steps are sorted by cost and cut into ``num_steps ** 2`` groups of neighbours; each step
     takes one group of every stratum of ``num_steps`` groups, forwards and backwards in turn. A step then still holds
-    rows of all costs, but the ones that share a micro-step are nearer to one another.
+    rows of all costs, but the ones that share a micro-batch are nearer to one another.
 
     Args:
         costs: Cost of each row, in the shuffled order.
@@ -105,7 +105,7 @@ class StepTimes:
 
 
 def step_times(costs: Int64Array, rows_per_step: int, dp_size: int) -> StepTimes:
-    """Predict how level the steps are; a micro-step lasts as long as its dearest row.
+    """Predict how level the steps are; a micro-batch lasts as long as its dearest row.
 
     Args:
         costs: Cost of every row, in the order of training.
@@ -120,7 +120,7 @@ def step_times(costs: Int64Array, rows_per_step: int, dp_size: int) -> StepTimes
         part = costs[first : first + rows_per_step * _STEP_BLOCK]
         steps = np.zeros((-(-part.size // rows_per_step), rows_per_step), dtype=np.int64)
         steps.reshape(-1)[: part.size] = part
-        # Sorted, the dearest row of each micro-step is every dp_size-th one.
+        # Sorted, the dearest row of each micro-batch is every dp_size-th one.
         dearest = -np.sort(-steps, axis=1)[:, ::dp_size]
         times.append(dearest.sum(axis=1, dtype=np.float64))
         bounds.append(np.maximum(steps.sum(axis=1, dtype=np.float64) / dp_size, dearest[:, 0]))

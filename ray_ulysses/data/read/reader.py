@@ -200,5 +200,5 @@ class RowReader:
         return slice_row(self._store, row, row_tokens, pieces, sp_rank, sp_size, ring_size)
 
     def filler(self, sp_rank: int, sp_size: int, ring_size: int = 1) -> RowSlice:
-        """Return a slice of the zero-weight row that stands in where no row is left in a micro-step."""
+        """Return a slice of the zero-weight row that stands in where no row is left in a micro-batch."""
         return filler_slice(self._store, self._plan.settings.pad_multiple, sp_rank, sp_size, ring_size)

@@ -11,10 +11,10 @@ from ray_ulysses.data.read.reader import RowReader, RowSlice
 
 
 class RowSource(Protocol):
-    """Gives a rank its slices, one a micro-step, from any step on."""
+    """Gives a rank its slices, one a micro-batch, from any step on."""
 
     def step(self, step: int) -> Iterator[RowSlice]:
-        """Yield this rank's slices of step ``step`` (from 1 on), one a micro-step.
+        """Yield this rank's slices of step ``step`` (from 1 on), one a micro-batch.
 
         Steps are asked for in order after the first; every rank must ask for the same.
         """
@@ -54,7 +54,7 @@ class DirectSource:
         self._next_step = 0
 
     def step(self, step: int) -> Iterator[RowSlice]:
-        """Yield this rank's slices of a step, one a micro-step.
+        """Yield this rank's slices of a step, one a micro-batch.
 
         Raises:
             UserError: A shard can't be read.
@@ -79,8 +79,8 @@ class DirectSource:
 
     def _slices_from(self, first_step: int) -> Iterator[RowSlice]:
         for step in range(first_step, self._plan.num_steps + 1):
-            for micro_step in self._plan.step_schedule(step, self._dp_size):
-                row = micro_step[self._dp_rank]
+            for micro_batch in self._plan.step_schedule(step, self._dp_size):
+                row = micro_batch[self._dp_rank]
                 if row is None:
                     yield self._reader.filler(self._sp_rank, self._sp_size, self._ring_size)
                 else:

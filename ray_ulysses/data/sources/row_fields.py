@@ -92,8 +92,8 @@ class RowFields:
         given = {role: value for role, value in asdict(self).items() if value is not None}
         found = []
 
-        def refuse(role: str, rule: str, way_out: str) -> None:
-            found.append(Problem(path=option(role), value=given.get(role, NOT_GIVEN), rule=rule, way_out=way_out))
+        def refuse(role: str, rule: str, hint: str) -> None:
+            found.append(Problem(path=option(role), value=given.get(role, NOT_GIVEN), rule=rule, hint=hint))
 
         for role, value in given.items():
             if not value:

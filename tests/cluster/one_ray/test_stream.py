@@ -271,7 +271,7 @@ def test_the_streams_of_finished_segments_are_ended(cluster: None, corpus: Corpu
 
 def test_segments_are_whole_steps_and_bounded(corpus: Corpus) -> None:
     plan = plan_of(corpus, rows_per_step=5)
-    # dp=2: 3 micro-steps of 4 ranks make 12 blocks a step.
+    # dp=2: 3 micro-batches of 4 ranks make 12 blocks a step.
     assert segment_steps(1, plan, 4, 2, 30) == range(1, 3)
     assert segment_steps(1, plan, 4, 2, 5) == range(1, 2)
     assert segment_steps(plan.num_steps, plan, 4, 2, 1000) == range(plan.num_steps, plan.num_steps + 1)
@@ -301,8 +301,8 @@ def test_every_planned_piece_is_received_once_though_workers_are_killed_at_rando
         victim = int(rng.integers(0, world_size))
         try:
             for step in range(len(kept) + 1, plan.num_steps + 1):
-                micro_steps = len(plan.step_schedule(step, world_size // sp_size))
-                die_at = int(rng.integers(0, micro_steps)) if step == last else None
+                micro_batches = len(plan.step_schedule(step, world_size // sp_size))
+                die_at = int(rng.integers(0, micro_batches)) if step == last else None
                 jobs = [rank.step.remote(step, die_at if at == victim else None) for at, rank in enumerate(ranks)]
                 kept[step] = [one for received in ray.get(jobs, timeout=WAIT_S) for one in received]
         except ray.exceptions.RayActorError:

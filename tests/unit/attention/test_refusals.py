@@ -146,7 +146,7 @@ def test_a_pure_state_space_model_is_refused() -> None:
         ("gemma3_text", {"head_dim": 8, "use_bidirectional_attention": True}, r"attend in both directions"),
     ],
 )
-def test_a_setting_that_is_not_exact_is_refused_with_the_way_out(kind: str, changes: dict[str, Any], text: str) -> None:
+def test_a_setting_that_is_not_exact_is_refused_with_the_hint(kind: str, changes: dict[str, Any], text: str) -> None:
     with pytest.raises(UserError, match=text):
         apply_ulysses(tiny_model(kind, meta=True, **changes), ALONE)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_ulysses.cluster.capacity import Demand, Node, places, shortfall, way_out
+from ray_ulysses.cluster.capacity import Demand, Node, hint, places, shortfall
 from tests.distributed.run_case import make_config
 
 ONE = Demand(workers=4, sp_size=2, cpus=1.0, gpus=0, data_cpus=0.25)
@@ -55,21 +55,19 @@ def test_the_shortfall_counts_what_is_there_and_what_is_needed() -> None:
         "cluster.workers=4 needs 1 CPU each (cluster.cpus_per_worker); the 3 nodes "
         "that are there hold 2: 2 of 1 CPU and 0 GPUs (2), 1 of 0 CPUs and 0 GPUs (0)"
     )
-    assert way_out(ONE, there) == (
-        "set cluster.workers=2, which fits (a run goes on at any number), or bring more nodes"
-    )
+    assert hint(ONE, there) == ("set cluster.workers=2, which fits (a run goes on at any number), or bring more nodes")
 
 
-def test_the_way_out_keeps_to_multiples_of_sp_size() -> None:
+def test_the_hint_keeps_to_multiples_of_sp_size() -> None:
     demand = replace(ONE, workers=16, sp_size=4)
-    assert "set cluster.workers=4, which fits" in way_out(demand, nodes((7, 0)))
-    assert way_out(demand, nodes((3, 0))) == "bring nodes that hold workers, parallel.sp_size=4 of them at least"
+    assert "set cluster.workers=4, which fits" in hint(demand, nodes((7, 0)))
+    assert hint(demand, nodes((3, 0))) == "bring nodes that hold workers, parallel.sp_size=4 of them at least"
 
 
 def test_gpus_that_no_node_has_are_told() -> None:
     demand = replace(ONE, gpus=1)
     assert "needs 1 CPU and 1 GPU each" in str(shortfall(demand, nodes((64, 0))))
-    assert way_out(demand, nodes((64, 0))) == "bring nodes with GPUs, or set cluster.gpus_per_worker=0 to train on CPUs"
+    assert hint(demand, nodes((64, 0))) == "bring nodes with GPUs, or set cluster.gpus_per_worker=0 to train on CPUs"
 
 
 def test_the_data_stream_needs_cpus_that_no_worker_has() -> None:
@@ -98,7 +96,7 @@ def test_what_is_recommended_fits_and_what_fits_is_not_refused(seed: int) -> Non
             assert lack is not None and f"hold{'s' * (len(there) == 1)} {placed}:" in lack
             if placed:
                 assert shortfall(replace(demand, workers=placed, data_cpus=0.0), there) is None
-                assert f"cluster.workers={placed}, which fits" in way_out(demand, there)
+                assert f"cluster.workers={placed}, which fits" in hint(demand, there)
         else:
             assert lack is None or lack.startswith("cluster.data_cpus")
 

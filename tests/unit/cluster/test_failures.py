@@ -45,7 +45,7 @@ from tests.unit.checkpoint.fakes import save
 from tests.unit.elastic.test_causes import GLOO, RAY_DUMP
 from tests.unit.tracking.journals import read_events
 
-LOST = Cause(kind="lost", reason="lost worker 1 (killed by signal 9)", rank=1, way_out="look at `dmesg`")
+LOST = Cause(kind="lost", reason="lost worker 1 (killed by signal 9)", rank=1, hint="look at `dmesg`")
 KILLED = WorkerHealthCheckFailedError("A worker health check failed.", RayActorError("a", RAY_DUMP))
 
 
@@ -129,7 +129,7 @@ def test_a_node_that_was_taken_away_is_no_failure() -> None:
 )  # fmt: skip
 def test_what_happens_beside_the_workers_is_one_line_too(error: Exception, kind: str, words: str) -> None:
     cause = cause_of(error)
-    assert cause.kind == kind and words in cause.reason and "\n" not in cause.reason and cause.way_out
+    assert cause.kind == kind and words in cause.reason and "\n" not in cause.reason and cause.hint
 
 
 def polled(errors: dict[int, Exception | None]) -> WorkerGroupPollStatus:
@@ -251,7 +251,7 @@ def test_failures_of_the_day_before_and_of_another_command_do_not_count(tmp_path
 def test_a_preemption_is_not_counted_and_what_no_restart_mends_is_final(tmp_path: Path) -> None:
     config, clock = _config(tmp_path, elastic__max_failures=0), _Clock()
     _attempt(config, clock, 1)
-    away = Cause(kind="preempted", reason="lost worker 0 (its node was taken away)", rank=0, way_out="-")
+    away = Cause(kind="preempted", reason="lost worker 0 (its node was taken away)", rank=0, hint="-")
     for _ in range(5):
         failure = _book(config, clock).judge(away)
         assert failure.restarts and failure.failure is None
@@ -262,7 +262,7 @@ def test_a_preemption_is_not_counted_and_what_no_restart_mends_is_final(tmp_path
 
 def test_a_failure_before_any_attempt_began_is_told_beside_it_and_not_as_its_end(tmp_path: Path) -> None:
     config, clock = _config(tmp_path), _Clock()
-    start = Cause(kind="start", reason="2 workers did not start in time", rank=None, way_out="add nodes")
+    start = Cause(kind="start", reason="2 workers did not start in time", rank=None, hint="add nodes")
     failure = _book(config, clock).judge(start)
     assert failure_in_words(failure) == "2 workers did not start in time; restarting from step 0; failure 1 of 3"
     (told,) = read_events(config.run_dir)
@@ -284,7 +284,7 @@ def test_an_attempt_ends_once_whoever_tells_it(tmp_path: Path) -> None:
     config, clock = _config(tmp_path), _Clock()
     _attempt(config, clock, 1)
     _book(config, clock).judge(LOST)
-    gone = Cause(kind="controller", reason="Ray could not run the workers: ActorDiedError", rank=None, way_out="-")
+    gone = Cause(kind="controller", reason="Ray could not run the workers: ActorDiedError", rank=None, hint="-")
     replace(_book(config, clock), writer=COMMAND).judge(gone)
     events = [event.event for event in read_events(config.run_dir)]
     assert events.count("attempt_ended") == 1 and events.count("start_failed") == 1
@@ -299,7 +299,7 @@ def test_a_run_that_has_failed_says_so_until_it_goes_on(tmp_path: Path) -> None:
     assert history.status == "failed" and history.failure is not None
     assert failure_fields(history.failure) == failure_fields(failure)
     printed = history.to_json()["failure"]
-    assert printed["reason"] == LOST.reason and printed["way_out"] == LOST.way_out and printed["lost_steps"] == 7
+    assert printed["reason"] == LOST.reason and printed["hint"] == LOST.hint and printed["lost_steps"] == 7
     _attempt(config, _Clock(), 1, session="next")
     assert read_history(config.run_dir).failure is None
 

@@ -101,4 +101,4 @@ def test_workers_that_are_given_up_end_the_run_for_good_in_the_same_words() -> N
         cluster.at(60, 1, 0)
     cause = cause_of(ended.value)
     assert (cause.kind, cause.is_final, cause.rank) == ("start", True, None)
-    assert f"{cause.reason}; {cause.way_out}" == str(ended.value)
+    assert f"{cause.reason}; {cause.hint}" == str(ended.value)

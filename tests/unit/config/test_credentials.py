@@ -16,7 +16,7 @@ MLFLOW = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_T
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "shown", "way_out"),
+    ("path", "value", "shown", "hint"),
     [
         ("tracking.uri", "http://me:hunter2@mlflow:5000", "http://***@mlflow:5000", MLFLOW),
         ("tracking.uri", "https://hunter2@mlflow", "https://***@mlflow", MLFLOW),
@@ -48,7 +48,7 @@ MLFLOW = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_T
     ],
 )
 def test_credentials_are_refused_with_their_own_place_and_not_shown(
-    tmp_path: Path, path: str, value: str, shown: str, way_out: str
+    tmp_path: Path, path: str, value: str, shown: str, hint: str
 ) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(parse_config(small_tree()).to_yaml())
@@ -57,7 +57,7 @@ def test_credentials_are_refused_with_their_own_place_and_not_shown(
     text = str(caught.value)
     assert len(caught.value.problems) == 1
     assert "ter2" not in text and "hunter2" not in str(caught.value.problems[0].rule)
-    assert f"{path.partition('.')[0]}" in text and shown in text and way_out in text
+    assert f"{path.partition('.')[0]}" in text and shown in text and hint in text
 
 
 def test_a_source_among_several_is_named_beside_other_problems() -> None:

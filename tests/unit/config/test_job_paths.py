@@ -50,7 +50,7 @@ def test_sources_are_paths_too() -> None:
 def test_what_a_job_has_unpacked_is_not_recommended() -> None:
     (problem,) = relative_path_problems(parse_config(small_tree(data__path="/corpus")), UNPACKED, JOB)
     assert problem.path == "run.storage"
-    assert problem.way_out == "write an absolute path that every node sees, such as /mnt/shared/runs"
+    assert problem.hint == "write an absolute path that every node sees, such as /mnt/shared/runs"
 
 
 def test_absolute_paths_homes_stores_and_hub_ids_pass() -> None:

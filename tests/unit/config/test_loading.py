@@ -162,7 +162,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(path: str, nearest: str
         ("cluster.workers=", "cluster.workers=null: must be a whole number"),
     ],
 )
-def test_a_bad_value_is_refused_by_path_value_rule_and_way_out(override: str, error: str) -> None:
+def test_a_bad_value_is_refused_by_path_value_rule_and_hint(override: str, error: str) -> None:
     (found,) = errors_of(small_tree(), (override,))
     assert found.startswith(error)
     assert "; " in found

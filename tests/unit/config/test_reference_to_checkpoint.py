@@ -81,12 +81,12 @@ def test_a_run_is_named_by_what_mlflow_calls_it(text: str, run: str, which: Whic
         ("mlflow:a/b/40", "'a/b' is no id or name"),
     ],
 )
-def test_what_names_none_is_refused_with_the_way_out(text: str, said: str) -> None:
+def test_what_names_none_is_refused_with_the_hint(text: str, said: str) -> None:
     with pytest.raises(ReferenceProblem) as caught:
         parse_reference(text)
     assert said in str(caught.value)
     assert str(caught.value).startswith(f"model.resume_from={text!r}: ")
-    assert caught.value.rule in str(caught.value) and "mlflow:RUN/200" in caught.value.way_out
+    assert caught.value.rule in str(caught.value) and "mlflow:RUN/200" in caught.value.hint
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "error"), _BROKEN, ids=[error.partition(":")[0] for _, error in _BROKEN])
-def test_a_broken_rule_says_the_setting_the_rule_and_the_way_out(changes: dict[str, Any], error: str) -> None:
+def test_a_broken_rule_says_the_setting_the_rule_and_the_hint(changes: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(small_tree(**changes))
     assert [str(problem) for problem in caught.value.problems] == [error]

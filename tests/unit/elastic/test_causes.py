@@ -74,7 +74,7 @@ def test_the_cause_is_found_among_its_consequences_whatever_the_order() -> None:
         else:
             assert cause.kind == "raised"
             assert cause.reason.startswith(f"worker {culprit} raised {type(error).__name__}")
-        assert "\n" not in cause.reason and cause.way_out
+        assert "\n" not in cause.reason and cause.hint
 
 
 def test_a_worker_that_is_gone_comes_before_one_that_raised() -> None:
@@ -94,7 +94,7 @@ def test_consequences_alone_say_so() -> None:
     cause = root_cause([raised(2, GLOO), raised(1, GLOO)])
     assert cause.kind == "consequence" and cause.rank == 1
     assert cause.reason.startswith("worker 1 lost touch with the others: RuntimeError")
-    assert "elastic.collective_timeout_s" in cause.way_out
+    assert "elastic.collective_timeout_s" in cause.hint
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,8 @@ def test_what_ray_says_of_a_lost_worker_is_put_into_words(text: str, what: str) 
         (ValueError("x"), "the log of that worker"),
     ],
 )
-def test_the_way_out_fits_the_cause(error: BaseException, words: str) -> None:
-    assert words in root_cause([raised(1, error)]).way_out
+def test_the_hint_fits_the_cause(error: BaseException, words: str) -> None:
+    assert words in root_cause([raised(1, error)]).hint
 
 
 def test_a_long_error_is_one_line() -> None:

@@ -109,19 +109,19 @@ def _leaving(result: tuple[bool, str, str], exit_code: int = 0) -> Callable[[int
 
 def test_processes_that_all_pass_pass() -> None:
     result = watch_processes(_leaving((True, "passed in 1 s", "")), 2, 20.0)
-    assert (result.ok, result.text, result.way_out) == (True, "passed in 1 s", "")
+    assert (result.ok, result.text, result.hint) == (True, "passed in 1 s", "")
 
 
 def test_what_a_process_found_wrong_is_told() -> None:
     result = watch_processes(_leaving((False, "attention differs", "look here"), exit_code=1), 2, 20.0)
-    assert (result.ok, result.text, result.way_out) == (False, "attention differs", "look here")
+    assert (result.ok, result.text, result.hint) == (False, "attention differs", "look here")
 
 
 def test_a_process_that_died_is_told_with_its_last_line() -> None:
     result = watch_processes(_child("print('a'); raise SystemExit('no such library')"), 2, 20.0)
     assert not result.ok
     assert result.text == "process 0 ended with exit code 1: no such library"
-    assert result.way_out
+    assert result.hint
 
 
 def test_a_process_that_hangs_is_ended_within_the_bound() -> None:

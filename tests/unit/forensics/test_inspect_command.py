@@ -240,7 +240,7 @@ def test_what_is_not_damaged_is_not_called_so(inspect: Inspect, tmp_path: Path) 
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_bad_input_exits_with_2_and_says_the_way_out(
+def test_bad_input_exits_with_2_and_says_the_hint(
     inspect: Inspect, run: Run, arguments: tuple[str, ...], said: str
 ) -> None:
     run.trained(2)

@@ -367,7 +367,7 @@ def test_a_corpus_that_moved_is_found_where_a_resume_or_the_user_says(corpus: Pa
     assert verify_run(run.folder).holds
 
 
-def test_a_run_without_a_plan_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_a_run_without_a_plan_is_refused_with_the_hint(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is no run directory"):
         verify_run(tmp_path)
     (tmp_path / "journal").mkdir()

@@ -102,7 +102,7 @@ def test_memory_that_does_not_fit_is_refused_with_what_does():
     assert "by this estimate these fit: " in text
 
 
-def test_every_way_out_of_a_memory_problem_fits():
+def test_every_hint_of_a_memory_problem_fits():
     config = llama_config(device_gib=40.0)
     (text,) = memory_texts(config)
     choices = text.partition("these fit: ")[2].rpartition("; or use")[0].split("; ")
@@ -116,7 +116,7 @@ def test_every_way_out_of_a_memory_problem_fits():
         assert memory_texts(type(config).model_validate(tree)) == [], choice
 
 
-def test_a_way_out_with_another_sp_size_names_a_ring_where_one_is_set():
+def test_a_hint_with_another_sp_size_names_a_ring_where_one_is_set():
     config = llama_config(device_gib=45.0)
     tree = config.model_dump()
     tree["parallel"] |= {"sp_size": 8, "ring_size": 2}
@@ -139,7 +139,7 @@ def test_host_memory_is_judged_too():
 
 
 @pytest.mark.parametrize("device_gib", [16.0, 24.0, 40.0, 48.0])
-def test_no_way_out_is_the_configuration_itself(device_gib):
+def test_no_hint_is_the_configuration_itself(device_gib):
     for text in memory_texts(llama_config(device_gib=device_gib)):
         assert "cluster.workers=8 " not in text
         assert "parallel.sp_size=8;" not in text

@@ -60,7 +60,7 @@ def owned_by(config: Config) -> str:
     return str(json.loads(checkpoint_store(config).open(OWNER_FILE).read())["run_dir"])
 
 
-def test_a_second_directory_of_the_same_name_is_refused_with_the_way_out(tmp_path: Path, place: str) -> None:
+def test_a_second_directory_of_the_same_name_is_refused_with_the_hint(tmp_path: Path, place: str) -> None:
     first, second = run_in(tmp_path / "a", place), run_in(tmp_path / "b", place)
     claim_checkpoints(first)
     for _ in range(2):

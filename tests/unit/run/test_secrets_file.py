@@ -29,7 +29,7 @@ def test_names_values_quotes_and_comments_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o644])
-def test_a_file_that_others_can_use_is_refused_with_the_way_out(tmp_path: Path, mode: int) -> None:
+def test_a_file_that_others_can_use_is_refused_with_the_hint(tmp_path: Path, mode: int) -> None:
     path = write(tmp_path / "secrets", b"A=hunter2", mode)
     with pytest.raises(UserError) as refused:
         read_secrets(path)

@@ -106,12 +106,12 @@ def test_a_uri_is_taken_apart(
         ("az://container/a?account_name=a%20b", "gives account_name as 'a b'"),
     ],
 )
-def test_anything_else_is_refused_with_a_way_out(location: str, text: str) -> None:
+def test_anything_else_is_refused_with_a_hint(location: str, text: str) -> None:
     with pytest.raises(LocationError) as refused:
         open_store(location)
     assert isinstance(refused.value, UserError)
     assert text in str(refused.value)
-    assert refused.value.rule in str(refused.value) and refused.value.way_out in str(refused.value)
+    assert refused.value.rule in str(refused.value) and refused.value.hint in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_a_note_that_somebody_else_wrote_means_that_the_lock_is_lost(tmp_path: P
             lock.check()
 
 
-def test_a_lock_that_another_host_holds_comes_with_a_way_out(tmp_path: Path) -> None:
+def test_a_lock_that_another_host_holds_comes_with_a_hint(tmp_path: Path) -> None:
     with RunLock(tmp_path):
         (tmp_path / LOCK_FILE).write_text('{"host": "other", "pid": 7, "since": 1700000000.0}')
         with pytest.raises(UserError) as refused:

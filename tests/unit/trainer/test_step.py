@@ -178,14 +178,14 @@ def test_a_request_to_stop_reaches_the_result(mesh: SequenceMesh) -> None:
 
 
 def test_the_weights_are_not_updated_before_the_copies_of_the_last_state_are_waited_for(mesh: SequenceMesh) -> None:
-    """Once a step, right before the engine's last micro-step, which is the one that changes the weights."""
+    """Once a step, right before the engine's last micro-batch, which is the one that changes the weights."""
     engine, seen = FakeEngine(3), []
     take(engine, mesh, slices_of(1), before_update=lambda: seen.append(engine.micro_steps))
     assert seen == [2]
 
 
-def test_too_few_micro_steps_are_our_own_mistake(mesh: SequenceMesh) -> None:
-    with pytest.raises(AssertionError, match=r"2 micro-steps instead of 3"):
+def test_too_few_micro_batches_are_our_own_mistake(mesh: SequenceMesh) -> None:
+    with pytest.raises(AssertionError, match=r"2 micro-batches instead of 3"):
         take(FakeEngine(3), mesh, slices_of(1)[:2], accumulation=3)
 
 

@@ -219,7 +219,7 @@ def test_steps_without_a_label_are_counted() -> None:
     )
 
 
-def test_a_window_of_steps_keeps_its_rows_and_levels_micro_steps() -> None:
+def test_a_window_of_steps_keeps_its_rows_and_levels_micro_batches() -> None:
     lengths = np.clip(np.random.default_rng(1).lognormal(6.5, 1.4, 6000), 2, 40_000).astype(np.int64)
     settings = replace(SETTINGS, context_tokens=16_384, rows_per_step=16)
     plain = build_plan(lengths, "f", settings)

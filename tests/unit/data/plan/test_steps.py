@@ -5,22 +5,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ulysses.data.plan.steps import assign_rows, balance_windows, num_micro_steps, step_times
+from ray_ulysses.data.plan.steps import assign_rows, balance_windows, num_micro_batches, step_times
 
 
 @given(costs=st.lists(st.integers(0, 1000), min_size=1, max_size=40), dp_size=st.integers(1, 9))
 def test_every_row_of_a_step_is_dealt_once(costs: list[int], dp_size: int) -> None:
     rows = range(100, 100 + len(costs))
     dealt = assign_rows(rows, costs, dp_size)
-    assert len(dealt) == num_micro_steps(len(costs), dp_size)
-    assert all(len(micro_step) == dp_size for micro_step in dealt)
-    flat = [row for micro_step in dealt for row in micro_step]
+    assert len(dealt) == num_micro_batches(len(costs), dp_size)
+    assert all(len(micro_batch) == dp_size for micro_batch in dealt)
+    flat = [row for micro_batch in dealt for row in micro_batch]
     assert sorted(row for row in flat if row is not None) == list(rows)
     assert sum(row is None for row in flat) == len(dealt) * dp_size - len(costs)
-    assert all(None not in micro_step for micro_step in dealt[:-1])
+    assert all(None not in micro_batch for micro_batch in dealt[:-1])
 
 
-def test_micro_steps_hold_neighbours_in_cost_and_alternate_direction() -> None:
+def test_micro_batches_hold_neighbours_in_cost_and_alternate_direction() -> None:
     assert assign_rows([0, 1, 2, 3, 4], [10, 50, 20, 40, 30], 2) == ((1, 3), (2, 4), (0, None))
 
 
@@ -37,8 +37,8 @@ def test_imbalance_is_the_lockstep_time_of_the_dealing(costs: list[int], rows_pe
     lockstep = 0
     for first in range(0, len(costs), rows_per_step):
         rows = range(first, min(first + rows_per_step, len(costs)))
-        for micro_step in assign_rows(rows, [costs[row] for row in rows], dp_size):
-            lockstep += max(costs[row] for row in micro_step if row is not None)
+        for micro_batch in assign_rows(rows, [costs[row] for row in rows], dp_size):
+            lockstep += max(costs[row] for row in micro_batch if row is not None)
     expected = lockstep * dp_size / sum(costs)
     times = step_times(np.asarray(costs), rows_per_step, dp_size)
     assert times.imbalance == pytest.approx(expected, rel=1e-12)

@@ -28,8 +28,8 @@ def assert_same(ours: RowSlice, theirs: RowSlice) -> None:
 
 
 def plain(reader: RowReader, plan: Plan, step: int, dp: tuple[int, int], sp: tuple[int, int]) -> Iterator[RowSlice]:
-    for micro_step in plan.step_schedule(step, dp[1]):
-        row = micro_step[dp[0]]
+    for micro_batch in plan.step_schedule(step, dp[1]):
+        row = micro_batch[dp[0]]
         yield reader.filler(*sp) if row is None else reader.read("train", row, *sp)
 
 

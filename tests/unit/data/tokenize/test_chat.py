@@ -80,10 +80,10 @@ def test_a_template_is_given_the_tools_and_they_are_not_supervised(tmp_path: Pat
 
 def test_tools_that_the_template_does_not_write_are_refused(tmp_path: Path) -> None:
     chat = load_tokenizer(chat_tokenizer(tmp_path, CHATML)).chat()
-    way_out = "leave tools_field out, or use a tokenizer whose chat template writes them"
-    with pytest.raises(RowError, match=rf"^the chat template does not write its tools; {way_out}$"):
+    hint = "leave tools_field out, or use a tokenizer whose chat template writes them"
+    with pytest.raises(RowError, match=rf"^the chat template does not write its tools; {hint}$"):
         chat.encode(CONVERSATION, TOOLS)
-    with pytest.raises(RowError, match=rf"^bytes have no way to write its tools; {way_out}$"):
+    with pytest.raises(RowError, match=rf"^bytes have no way to write its tools; {hint}$"):
         ByteTokenizer().chat().encode(CONVERSATION, TOOLS)
 
 
