@@ -74,7 +74,7 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class CheckResult:
     """What all ranks together have found of one number.
 
     Attributes:
@@ -127,7 +127,7 @@ def run_self_test(
             found = _agreed(_attention(mesh, device, attention), device)
             if _wrong(found):
                 raise RunError(_attention_error(found, mesh, device, attention, kernels, node))
-            attention_error = max(finding.error for finding in found)
+            attention_error = max(result.error for result in found)
             step = measure_step(mesh, device, zero, attention.kernel, attention.chunks)
             bound = max(attention.bound, 2 * step.own_error)
             measured = [
@@ -162,7 +162,7 @@ def _unannounced() -> Iterator[None]:
         logger.disabled = before
 
 
-def find_worst(parts: Sequence[str], errors: Sequence[Sequence[float]], bounds: Sequence[float]) -> list[Finding]:
+def find_worst(parts: Sequence[str], errors: Sequence[Sequence[float]], bounds: Sequence[float]) -> list[CheckResult]:
     """Return the worst of every number over all ranks; an error that is no number counts as infinite.
 
     Args:
@@ -170,16 +170,16 @@ def find_worst(parts: Sequence[str], errors: Sequence[Sequence[float]], bounds: 
         errors: Per rank, its errors in that order.
         bounds: Bound of each number.
     """
-    findings = []
+    results = []
     for place, (what, bound) in enumerate(zip(parts, bounds, strict=True)):
         column = [float("inf") if row[place] != row[place] else row[place] for row in errors]
         rank = max(range(len(column)), key=column.__getitem__)
         wrong = tuple(index for index, error in enumerate(column) if error > bound)
-        findings.append(Finding(what=what, error=column[rank], bound=bound, rank=rank, wrong_ranks=wrong))
-    return findings
+        results.append(CheckResult(what=what, error=column[rank], bound=bound, rank=rank, wrong_ranks=wrong))
+    return results
 
 
-def _agreed(measured: Sequence[Measured], device: torch.device) -> list[Finding]:
+def _agreed(measured: Sequence[Measured], device: torch.device) -> list[CheckResult]:
     """Gather what every rank has measured, so that all come to the same verdict; every rank must call."""
     mine = torch.tensor([[m.error, m.bound] for m in measured], dtype=torch.float64, device=device)
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -190,12 +190,12 @@ def _agreed(measured: Sequence[Measured], device: torch.device) -> list[Finding]
     return find_worst([m.what for m in measured], table[:, :, 0].tolist(), bounds)
 
 
-def _wrong(found: Sequence[Finding]) -> bool:
-    return any(finding.wrong_ranks for finding in found)
+def _wrong(found: Sequence[CheckResult]) -> bool:
+    return any(result.wrong_ranks for result in found)
 
 
-def _worst(found: Sequence[Finding]) -> Finding:
-    return max(found, key=lambda finding: finding.error / finding.bound)
+def _worst(found: Sequence[CheckResult]) -> CheckResult:
+    return max(found, key=lambda result: result.error / result.bound)
 
 
 def _attention(mesh: SequenceMesh, device: torch.device, settings: AttentionSettings) -> list[Measured]:
@@ -211,7 +211,7 @@ def _attention(mesh: SequenceMesh, device: torch.device, settings: AttentionSett
 
 
 def _attention_error(
-    found: Sequence[Finding],
+    found: Sequence[CheckResult],
     mesh: SequenceMesh,
     device: torch.device,
     settings: AttentionSettings,
@@ -238,7 +238,9 @@ def _attention_error(
     return _text(found, f"its definition in fp64 (kernel {names}; {settings.in_words()})", cause, node)
 
 
-def _step_error(found: Sequence[Finding], norm_ratio: float, mesh: SequenceMesh, zero: ZeroSettings, node: str) -> str:
+def _step_error(
+    found: Sequence[CheckResult], norm_ratio: float, mesh: SequenceMesh, zero: ZeroSettings, node: str
+) -> str:
     """Say what is wrong with loss scale or gradients; every rank must call."""
     cause = (
         f"the gradient's norm is {norm_ratio:.4f} of one process's (a scale that is off by sp_size={mesh.sp_size}, the "
@@ -248,9 +250,9 @@ def _step_error(found: Sequence[Finding], norm_ratio: float, mesh: SequenceMesh,
     return _text(found, f"one process's (a tiny decoder, ZeRO-{zero.stage}, {zero.dtype})", cause, node)
 
 
-def _text(found: Sequence[Finding], against: str, cause: str, node: str) -> str:
+def _text(found: Sequence[CheckResult], against: str, cause: str, node: str) -> str:
     worst = _worst(found)
-    wrong_ranks = {rank for finding in found for rank in finding.wrong_ranks}
+    wrong_ranks = {rank for result in found for rank in result.wrong_ranks}
     names: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(names, node)
     place = f"rank {worst.rank}" + (f" on {names[worst.rank]}" if names[worst.rank] else "")

@@ -1,4 +1,4 @@
-"""What every rank knows about a training state, whatever the world and the stage: made, compared, put back."""
+"""Builds, compares and restores the part of a training state that is the same on every rank, world and stage."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ import torch
 from torch import nn
 
 from ray_ulysses.checkpoint.state import StateDescription, TensorSpec, dtype_name
-from ray_ulysses.engine.state_pieces import BUFFER, FP32, FROZEN, MODEL, buffers, frozen, trainable
-from ray_ulysses.engine.state_tables import StateTables, shape_of
+from ray_ulysses.engine.partition_view import PartitionView, shape_of
+from ray_ulysses.engine.state_parts import BUFFER, FP32, FROZEN, MODEL, buffers, frozen, trainable
 from ray_ulysses.errors import UserError
 
-# How a machine computes the step, not what the step is.
+# These select an implementation and do not change the step.
 _NOT_HYPERPARAMETERS = {"params", "foreach", "fused", "capturable", "differentiable"}
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
-def describe(engine: Any, tables: StateTables, moments: Sequence[str]) -> StateDescription:
-    """Return what every rank knows about an engine's state."""
+def describe(engine: Any, view: PartitionView, moments: Sequence[str]) -> StateDescription:
+    """Return the description of an engine's state, the same on every rank."""
     return StateDescription(
         tensors=_tensor_specs(engine, moments),
         tied=_tied_names(engine.module),
-        optimizer_step=_optimizer_step(tables) if moments else 0,
-        groups=tuple(_hyperparameters(group) for group in tables.inner.param_groups),
-        group_of={name: tables.slot(parameter).group for name, parameter in trainable(engine)},
+        optimizer_step=_optimizer_step(view) if moments else 0,
+        groups=tuple(_hyperparameters(group) for group in view.inner.param_groups),
+        group_of={name: view.partition_of(parameter).group for name, parameter in trainable(engine)},
         counters={name: int(getattr(engine, name)) for name in _COUNTERS},
     )
 
 
-def moment_names(tables: StateTables) -> tuple[str, ...]:
+def moment_names(view: PartitionView) -> tuple[str, ...]:
     """Return the names of the optimizer's flat state tensors; empty before the first step."""
     names: set[str] = set()
-    for flat in tables.flats:
+    for flat in view.flats:
         names |= {
             key
-            for key, value in tables.inner.state.get(flat, {}).items()
+            for key, value in view.inner.state.get(flat, {}).items()
             if torch.is_tensor(value) and value.dim() == 1 and value.numel() == flat.numel()
         }
     return tuple(sorted(names))
@@ -48,17 +48,17 @@ def stored_moments(description: StateDescription) -> tuple[str, ...]:
     return tuple(sorted(kinds - {FP32, MODEL, FROZEN, BUFFER}))
 
 
-def restore_groups(engine: Any, tables: StateTables, description: StateDescription) -> None:
-    """Give every group the hyperparameters that its parameters were stored with.
+def restore_groups(engine: Any, view: PartitionView, description: StateDescription) -> None:
+    """Restore every group's hyperparameters from the stored groups of its parameters.
 
     Raises:
-        UserError: A group holds parameters that were stored in different ones.
+        UserError: A group holds parameters that were stored in different groups.
     """
     if not description.groups:
         return
     stored_groups: dict[int, int] = {}
     for name, parameter in trainable(engine):
-        number, stored = tables.slot(parameter).group, description.group_of[name]
+        number, stored = view.partition_of(parameter).group, description.group_of[name]
         if stored_groups.setdefault(number, stored) != stored:
             raise UserError(
                 f"optimizer: parameter {name} was stored in group {stored}, but its group now holds "
@@ -66,28 +66,27 @@ def restore_groups(engine: Any, tables: StateTables, description: StateDescripti
                 f"run started with"
             )
     for number, stored in stored_groups.items():
-        group = tables.inner.param_groups[number]
+        group = view.inner.param_groups[number]
         for key, value in description.groups[stored].items():
             group[key] = tuple(value) if isinstance(value, list) else value
 
 
 def restore_counters(engine: Any, description: StateDescription) -> None:
-    """Give the engine its counters back; micro-batches are counted in those of this layout."""
+    """Restore the engine's counters; micro-batches are recounted for this layout."""
     for name in _COUNTERS:
         setattr(engine, name, description.counters.get(name, 0))
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
 
 
 def check_same_model(engine: Any, description: StateDescription, moments: Sequence[str]) -> None:
-    """Compare the engine's tensors with the stored ones; name the first few that differ.
+    """Compare the engine's tensors with the stored ones.
 
-    Trained weights are compared by their fp32 master: the precision that the model computes in may be another, and
-    its rounded copy under ``model/`` need not be there. Training goes on from the master weights then, which are the
-    same, but its losses are those of the new precision. Frozen parameters and buffers have no master, and their dtype
-    must be the stored one.
+    Trained weights are compared by their fp32 master: the model's own precision may change, and its rounded copy under
+    ``model/`` need not exist. Training then continues from the same master weights with the losses of the new
+    precision. Frozen parameters and buffers have no master, and must keep their stored dtype.
 
     Raises:
-        UserError: Names of tensors, shapes or dtypes differ.
+        UserError: Names, shapes or dtypes differ; names the first few tensors.
     """
     here = _comparable(_tensor_specs(engine, moments))
     stored = _comparable(description.tensors)
@@ -111,7 +110,6 @@ def _comparable(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
 
 
 def _tensor_specs(engine: Any, moments: Sequence[str]) -> dict[str, TensorSpec]:
-    """Return shape and dtype of every tensor of the state."""
     specs = {}
     for name, parameter in trainable(engine):
         for kind in (FP32, *moments):
@@ -126,7 +124,7 @@ def _tensor_specs(engine: Any, moments: Sequence[str]) -> dict[str, TensorSpec]:
 
 
 def _tied_names(module: nn.Module) -> dict[str, str]:
-    """Return the other names of parameters that have several."""
+    """Return the first name of each tied parameter by its other names."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     names = module.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in names if first[id(parameter)] != name}
@@ -142,8 +140,8 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _optimizer_step(tables: StateTables) -> int:
-    """Return how many steps the optimizer has done; the same for every flat tensor, or something is wrong."""
-    steps = {int(tables.inner.state[flat]["step"]) for flat in tables.flats}
+def _optimizer_step(view: PartitionView) -> int:
+    """Return the number of steps that the optimizer has done."""
+    steps = {int(view.inner.state[flat]["step"]) for flat in view.flats}
     assert len(steps) == 1, f"sub-groups have done different numbers of steps: {sorted(steps)}"
     return steps.pop()

@@ -29,7 +29,7 @@ from ray_ulysses.checkpoint import (
 )
 from ray_ulysses.checkpoint.intervals import check_cover
 from ray_ulysses.engine.zero import ZeroSettings, build_engine
-from ray_ulysses.engine.zero_state import import_state, state_source, state_tables
+from ray_ulysses.engine.zero_state import import_state, partition_view, state_source
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.storage import LocalStore
 
@@ -184,7 +184,9 @@ def _engine(layout: Layout, mesh: SequenceMesh, folder: Path) -> Any:
     )
     engine = build_engine(_model(layout, mesh), settings)
     if layout.offload == "nvme":
-        assert len(state_tables(engine).portions) > 2, "too little is swapped to show that it is done part by part"
+        assert len(partition_view(engine).resident_groups) > 2, (
+            "too little is swapped to show that it is done part by part"
+        )
     for group in engine.optimizer.optimizer.param_groups[1:]:
         group.update(SECOND_GROUP)
     return engine

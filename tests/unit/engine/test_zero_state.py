@@ -1,4 +1,4 @@
-"""What the state's door refuses, the canary of DeepSpeed's private tables, and the cut of a group."""
+"""Refusals of exporting a state, and the private attributes of DeepSpeed that it relies on."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ import pytest
 import torch
 
 from ray_ulysses.checkpoint.state import Piece, ShardedState, StateDescription
-from ray_ulysses.engine.bf16_tables import BF16_TABLES
-from ray_ulysses.engine.state_tables import flat_view, require_tables, shape_of
-from ray_ulysses.engine.zero3_tables import ZERO3_TABLES
-from ray_ulysses.engine.zero12_tables import ZERO12_TABLES
+from ray_ulysses.engine.partition_view import flat_view, require_attributes, shape_of
+from ray_ulysses.engine.zero3_view import ZERO3_ATTRIBUTES
+from ray_ulysses.engine.zero12_view import BF16_ATTRIBUTES, ZERO12_ATTRIBUTES
 from ray_ulysses.engine.zero_state import export_state
 from ray_ulysses.errors import RunError, UserError
 
 SOURCES = {
-    "runtime/zero/stage3.py": ZERO3_TABLES,
-    "runtime/zero/stage_1_and_2.py": ZERO12_TABLES,
-    "runtime/bf16_optimizer.py": BF16_TABLES,
+    "runtime/zero/stage3.py": ZERO3_ATTRIBUTES,
+    "runtime/zero/stage_1_and_2.py": ZERO12_ATTRIBUTES,
+    "runtime/bf16_optimizer.py": BF16_ATTRIBUTES,
 }
 
 
-def _engine(stage: int, tables: tuple[str, ...] = (), **own: Any) -> SimpleNamespace:
-    optimizer = SimpleNamespace(**(dict.fromkeys(tables, None) | own))
+def _engine(stage: int, attributes: tuple[str, ...] = (), **own: Any) -> SimpleNamespace:
+    optimizer = SimpleNamespace(**(dict.fromkeys(attributes, None) | own))
     return SimpleNamespace(zero_optimization_stage=lambda: stage, optimizer=optimizer)
 
 
@@ -37,34 +36,34 @@ def test_an_engine_without_zero_is_refused() -> None:
 
 
 def test_weights_on_nvme_are_refused() -> None:
-    engine = _engine(3, ZERO3_TABLES, fp16_partitioned_groups_flat=[None])
+    engine = _engine(3, ZERO3_ATTRIBUTES, fp16_partitioned_groups_flat=[None])
     with pytest.raises(UserError, match=r"offload_param: weights .* NVMe can't be .*memory\.offload_optimizer=nvme"):
         export_state(engine)
 
 
 @pytest.mark.parametrize(
-    ("stage", "tables", "name"),
+    ("stage", "attributes", "name"),
     [
-        pytest.param(3, ZERO3_TABLES, "grad_position", id="zero3"),
-        pytest.param(2, ZERO12_TABLES, "round_robin_bit16_offsets", id="zero2"),
-        pytest.param(1, ZERO12_TABLES, "update_lp_params", id="zero1"),
-        pytest.param(1, BF16_TABLES, "fp32_groups_flat_partition", id="zero1-bf16"),
+        pytest.param(3, ZERO3_ATTRIBUTES, "grad_position", id="zero3"),
+        pytest.param(2, ZERO12_ATTRIBUTES, "round_robin_bit16_offsets", id="zero2"),
+        pytest.param(1, ZERO12_ATTRIBUTES, "update_lp_params", id="zero1"),
+        pytest.param(1, BF16_ATTRIBUTES, "fp32_groups_flat_partition", id="zero1-bf16"),
     ],
 )
-def test_a_deepspeed_without_the_private_tables_is_refused(stage: int, tables: tuple[str, ...], name: str) -> None:
-    engine = _engine(stage, tables)
+def test_a_deepspeed_without_a_private_attribute_is_refused(stage: int, attributes: tuple[str, ...], name: str) -> None:
+    engine = _engine(stage, attributes)
     delattr(engine.optimizer, name)
     with pytest.raises(RunError, match=rf"SimpleNamespace lacks {name}; install the version .* pins \(0\.19\)"):
         export_state(engine)
 
 
-def test_every_table_that_is_missing_is_named() -> None:
+def test_every_attribute_that_is_missing_is_named() -> None:
     with pytest.raises(RunError, match="lacks a, b;"):
-        require_tables(SimpleNamespace(c=1), ("a", "b", "c"))
+        require_attributes(SimpleNamespace(c=1), ("a", "b", "c"))
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_the_installed_deepspeed_still_has_the_private_tables(source: str) -> None:
+def test_the_installed_deepspeed_still_has_the_private_attributes(source: str) -> None:
     """Read from its source, since importing it takes seconds and a distributed test does that anyway."""
     spec = importlib.util.find_spec("deepspeed")
     assert spec is not None and spec.origin is not None

@@ -1,4 +1,4 @@
-"""The pieces of a training state by name: what of each tensor this rank holds, as views of the live state.
+"""This rank's parts of the training state's tensors, by name, as views of the live state.
 
 Keys are ``fp32/<parameter>`` for the master weights of a trained parameter, ``<moment>/<parameter>`` for the
 optimizer's, ``model/<parameter>`` for a trained parameter in the model's own precision where that is not fp32,
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ray_ulysses.checkpoint.state import HeldInterval, Piece
-from ray_ulysses.engine.state_tables import StateTables, flat_view
+from ray_ulysses.engine.partition_view import PartitionView, flat_view
 
 FP32 = "fp32"
 MODEL = "model"
@@ -23,7 +23,7 @@ BUFFER = "buffer"
 
 
 def trainable(engine: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parameters that are trained, a tied one once, under its first name."""
+    """Yield the trained parameters; a tied one once, under its first name."""
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
             yield name, parameter
@@ -46,55 +46,55 @@ def buffers(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
-def stepped_pieces(engine: Any, tables: StateTables, portion: Sequence[int], moments: Sequence[str]) -> Iterator[Piece]:
-    """Yield what this rank's optimizer steps on: master weights and moments, in flat tensors that are at hand.
+def stepped_parts(engine: Any, view: PartitionView, group: Sequence[int], moments: Sequence[str]) -> Iterator[Piece]:
+    """Yield the master weights and moments that this rank's optimizer updates, of one resident group.
 
     Args:
         engine: The engine.
-        tables: Where its state lies.
-        portion: Numbers of the flat tensors.
+        view: Its partition view.
+        group: Indices of the flat tensors, which are in memory.
         moments: Names of the optimizer's state tensors.
     """
     for name, parameter in trainable(engine):
-        slot = tables.slot(parameter)
-        if slot.length and slot.flat in portion:
-            flat = tables.flats[slot.flat]
+        part = view.partition_of(parameter)
+        if part.length and part.flat in group:
+            flat = view.flats[part.flat]
             for kind in (FP32, *moments):
-                tensor = flat if kind == FP32 else tables.inner.state[flat][kind]
-                elements = tensor.data.narrow(0, slot.offset, slot.length)
-                yield Piece(key=f"{kind}/{name}", start=slot.start, tensor=elements)
+                tensor = flat if kind == FP32 else view.inner.state[flat][kind]
+                elements = tensor.data.narrow(0, part.offset, part.length)
+                yield Piece(key=f"{kind}/{name}", start=part.start, tensor=elements)
 
 
-def stepped_intervals(engine: Any, tables: StateTables, moments: Sequence[str]) -> Iterator[HeldInterval]:
-    """Yield what `stepped_pieces` would of every flat tensor, at hand or not."""
+def stepped_intervals(engine: Any, view: PartitionView, moments: Sequence[str]) -> Iterator[HeldInterval]:
+    """Yield the intervals of `stepped_parts` for every flat tensor, in memory or not."""
     for name, parameter in trainable(engine):
-        slot = tables.slot(parameter)
-        if slot.length:
+        part = view.partition_of(parameter)
+        if part.length:
             for kind in (FP32, *moments):
                 yield HeldInterval(
-                    key=f"{kind}/{name}", start=slot.start, num_elements=slot.length, dtype=torch.float32
+                    key=f"{kind}/{name}", start=part.start, num_elements=part.length, dtype=torch.float32
                 )
 
 
-def rounded_pieces(engine: Any, tables: StateTables) -> Iterator[Piece]:
+def rounded_parts(engine: Any, view: PartitionView) -> Iterator[Piece]:
     """Yield this rank's share of the trained weights in the model's precision, where that is not fp32."""
     for name, parameter in trainable(engine):
         if parameter.dtype != torch.float32:
-            start, tensor = tables.weights(parameter, is_writing=False)
+            start, tensor = view.weights(parameter, is_writing=False)
             yield from _unless_empty(f"{MODEL}/{name}", start, tensor)
 
 
-def untrained_pieces(engine: Any, tables: StateTables, *, is_writing: bool) -> Iterator[Piece]:
+def untrained_parts(engine: Any, view: PartitionView, *, is_writing: bool) -> Iterator[Piece]:
     """Yield frozen parameters and buffers.
 
     Args:
         engine: The engine.
-        tables: Where its state lies.
-        is_writing: Whether the pieces are to be filled: then every rank wants the buffers, not rank 0 alone, and of
-            the frozen parameters all that it has in memory.
+        view: Its partition view.
+        is_writing: Whether the parts will be filled. Every rank then yields the buffers, not rank 0 alone, and all
+            elements of the frozen parameters that it has in memory.
     """
     for name, parameter in frozen(engine):
-        start, tensor = tables.weights(parameter, is_writing=is_writing)
+        start, tensor = view.weights(parameter, is_writing=is_writing)
         yield from _unless_empty(f"{FROZEN}/{name}", start, tensor)
     if is_writing or dist.get_rank() == 0:
         for name, buffer in buffers(engine):
