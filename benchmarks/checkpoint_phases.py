@@ -55,13 +55,13 @@ def save_rank(rank: int, _: int, size: Size, folder: str, rounds: int) -> dict[s
         parts["dcp"] = {**use, **saved}
         found.append({**parts, "bounds": _bounds(root, rank, trained)})
         _keep_newest(root, rank, f"round-{number}", 2 * number + 1)
-    pieces = trained.pieces
+    parts = trained.parts
     return {
         "rounds": found,
         "reserved": reserved,
         "buffer_bytes": ours.buffer_bytes,
-        "state_bytes": sum(piece.tensor.nbytes for piece in pieces),
-        "num_pieces": len(pieces),
+        "state_bytes": sum(part.tensor.nbytes for part in parts),
+        "num_parts": len(parts),
         "num_parameters": sum(p.ds_numel for p in trained.engine.module.parameters()),
         "digest": trained.digest(),
         "weight_decays": trained.weight_decays,
@@ -85,8 +85,8 @@ def load_rank(rank: int, world_size: int, size: Size, folder: str, rounds: int, 
                 parts |= _load_theirs(trained, root / "theirs", f"universal-{number}", is_cold)
         parts["dcp"] = _load(trained, root / "dcp", is_cold, lambda: load_dcp(trained, stored.state, root / "dcp"))
         found.append(parts)
-    pieces = [piece for piece in trained.pieces if not piece.key.startswith("model/")]
-    return {"rounds": found, "needed_bytes": sum(piece.tensor.nbytes for piece in pieces)}
+    parts = [part for part in trained.parts if not part.key.startswith("model/")]
+    return {"rounds": found, "needed_bytes": sum(part.tensor.nbytes for part in parts)}
 
 
 def _beside_steps(trained: Trained, ours: OurSaver, step: int) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def _load(trained: Trained, folder: Path, is_cold: bool, load: Callable[[], tupl
 
 def _bounds(root: Path, rank: int, trained: Trained) -> dict[str, float]:
     """Return the seconds that all ranks at once need to copy, and to write durably, as much as each of them saves."""
-    num_bytes = min(BOUND_BYTES, sum(piece.tensor.nbytes for piece in trained.pieces))
+    num_bytes = min(BOUND_BYTES, sum(part.tensor.nbytes for part in trained.parts))
     source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8)
     _settle()
     copy_s = min(_seconds(lambda: target.copy_(source)) for _ in range(BOUND_COPIES))

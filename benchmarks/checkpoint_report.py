@@ -119,7 +119,7 @@ def _s(values: Sequence[float]) -> str:
 
 
 def _dcp(worlds: Sequence[Mapping[str, Any]]) -> str:
-    """Return what torch's own distributed checkpoint takes for the same pieces, in the same rounds."""
+    """Return what torch's own distributed checkpoint takes for the same parts, in the same rounds."""
     if "dcp" not in worlds[0]["saves"][0]["rounds"][0]:
         return f"{NOT_MEASURED}."
     rows = []
@@ -175,7 +175,7 @@ def _stall(worlds: Sequence[Mapping[str, Any]]) -> str:
         )
     head = (
         "ranks", "their save", "our stall", "ours/theirs", "the same, before steps", "goal", "CPU time: ours/theirs",
-        "goal by CPU time", "bound: copying it", "our first", "of ours: finding the pieces", "making the buffer, once",
+        "goal by CPU time", "bound: copying it", "our first", "of ours: finding the parts", "making the buffer, once",
     )  # fmt: skip
     text = (
         f"Goal: at most {STALL_GOAL:.0%} of their save, in which training stands still to its end. CPU time is what "
@@ -338,7 +338,7 @@ def _bytes(worlds: Sequence[Mapping[str, Any]]) -> str:
         "ours, by the kernel", "theirs: load, a rank", "over needed", "theirs: conversion reads", "writes",
     )  # fmt: skip
     text = (
-        "Ours is what `load_pieces` returns: whole blocks of 64 KiB and their checksums. Verified besides "
+        "Ours is what `load_parts` returns: whole blocks of 64 KiB and their checksums. Verified besides "
         "is what nobody has to load, so that a checkpoint is taken as whole or not at all: headers, and the bf16 model "
         "that is kept for export; the ranks share it. By the kernel is `rchar` of `/proc/self/io` over the whole load, "
         "with the manifest, and what gloo passes through `read`. The conversion runs once, on one machine."

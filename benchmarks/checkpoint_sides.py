@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from benchmarks.process_use import FamilyMemory, measured
-from ray_ulysses.checkpoint import CheckpointMeta, TorchExchange, load_pieces, newest_committed
+from ray_ulysses.checkpoint import CheckpointMeta, TorchExchange, load_parts, newest_committed
 from ray_ulysses.checkpoint.background import BackgroundSaver, Saved
 from ray_ulysses.checkpoint.load import verify_rest
 from ray_ulysses.checkpoint.staging import Staging
-from ray_ulysses.checkpoint.state import Piece
+from ray_ulysses.checkpoint.state import TensorPart
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.engine.optimizer import parameter_groups
 from ray_ulysses.engine.zero import ZeroSettings, zero_config
@@ -99,9 +99,9 @@ class Trained:
         return time.perf_counter() - start
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def parts(self) -> tuple[TensorPart, ...]:
         """What this rank holds."""
-        return export_state(self.engine).pieces
+        return export_state(self.engine).parts
 
     @property
     def weight_decays(self) -> list[float]:
@@ -110,7 +110,7 @@ class Trained:
 
     def digest(self) -> int:
         """Return a checksum of the whole state that does not depend on the world size; every rank must call."""
-        held = sum(zlib.crc32(piece.key.encode()) * _position_sum(piece) for piece in self.pieces)
+        held = sum(zlib.crc32(part.key.encode()) * _position_sum(part) for part in self.parts)
         total = torch.tensor(held % _DIGEST_MODULUS)
         dist.all_reduce(total)
         return int(total) % _DIGEST_MODULUS
@@ -175,7 +175,7 @@ class OurSaver:
         self._staging.reserve(state_source(self._trained.engine).intervals)
 
     def begin(self, step: int) -> dict[str, float]:
-        """Ask for a save and return how long training stood still for it, this included: finding the state's pieces."""
+        """Ask for a save and return how long training stood still for it, this included: finding the state's parts."""
         start, cpu = time.perf_counter(), time.thread_time()
         source = state_source(self._trained.engine)
         found = time.perf_counter()
@@ -217,9 +217,9 @@ def load_ours(trained: Trained, folder: Path) -> tuple[int, int]:
     num_bytes: list[int] = []
     loaded: set[str] = set()
 
-    def fill(pieces: Any) -> None:
-        loaded.update(piece.key for piece in pieces)
-        num_bytes.append(load_pieces(store, manifest, pieces, exchange))
+    def fill(parts: Any) -> None:
+        loaded.update(part.key for part in parts)
+        num_bytes.append(load_parts(store, manifest, parts, exchange))
 
     import_state(trained.engine, manifest.state, fill)
     place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
@@ -239,12 +239,12 @@ def convert_theirs(source: Path, target: Path) -> dict[str, float]:
     return {**use, "peak_bytes": float(memory.peak_bytes)}
 
 
-def _position_sum(piece: Piece) -> int:
+def _position_sum(part: TensorPart) -> int:
     """Return the sum of an interval's bits, each element times its place in the whole tensor, in 64 bits."""
-    bits = piece.tensor.detach().view(torch.int16 if piece.tensor.element_size() == 2 else torch.int32)
+    bits = part.tensor.detach().view(torch.int16 if part.tensor.element_size() == 2 else torch.int32)
     total = 0
     for start in range(0, bits.numel(), _DIGEST_ELEMENTS):
-        part = bits[start : start + _DIGEST_ELEMENTS].to(torch.int32)
-        places = torch.arange(piece.start + start, piece.start + start + part.numel(), dtype=torch.int32)
-        total += int((part * (2 * places + 1)).sum(dtype=torch.int64))
+        chunk = bits[start : start + _DIGEST_ELEMENTS].to(torch.int32)
+        places = torch.arange(part.start + start, part.start + start + chunk.numel(), dtype=torch.int32)
+        total += int((chunk * (2 * places + 1)).sum(dtype=torch.int64))
     return total

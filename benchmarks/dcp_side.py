@@ -1,6 +1,6 @@
-"""torch's distributed checkpoint as a peer: `async_save` and `load` of the pieces that our own side saves and loads.
+"""torch's distributed checkpoint as a peer: `async_save` and `load` of the parts that our own side saves and loads.
 
-Each piece is a 1-D DTensor over all ranks. torch 2.13's own staging refuses a local part that begins inside its
+Each part is a 1-D DTensor over all ranks. torch 2.13's own staging refuses a local shard that begins inside its
 storage, as ZeRO's do, so the copy is made here, into buffers that are made before the first save: its best case.
 """
 
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.checkpoint_sides import Trained
-from ray_ulysses.checkpoint.state import Piece, StateDescription
+from ray_ulysses.checkpoint.state import StateDescription, TensorPart
 from ray_ulysses.engine.zero_state import export_state, import_state
 
 
@@ -28,8 +28,8 @@ class _Staged:
 
     should_synchronize_after_execute = False
 
-    def __init__(self, pieces: Iterable[Piece]) -> None:
-        self._buffers = {piece.key: torch.zeros_like(piece.tensor) for piece in pieces}
+    def __init__(self, parts: Iterable[TensorPart]) -> None:
+        self._buffers = {part.key: torch.zeros_like(part.tensor) for part in parts}
 
     def stage(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state's copy."""
@@ -49,7 +49,7 @@ class DcpSaver:
 
     def __init__(self, trained: Trained, folder: Path) -> None:
         state = export_state(trained.engine)
-        self._trained, self._folder, self._staged = trained, folder, _Staged(state.pieces)
+        self._trained, self._folder, self._staged = trained, folder, _Staged(state.parts)
         self._group = dist.new_group(backend="gloo")
         self._mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
@@ -57,7 +57,7 @@ class DcpSaver:
         """Save, and return how long training stood still and all took until the files were on the disk."""
         start, cpu = time.perf_counter(), time.thread_time()
         state = export_state(self._trained.engine)
-        sharded = {piece.key: _sharded(piece, state.description, self._mesh) for piece in state.pieces}
+        sharded = {part.key: _sharded(part, state.description, self._mesh) for part in state.parts}
         saved: Any = dcp.async_save(
             sharded,
             storage_writer=FileSystemWriter(self._folder, sync_files=True, overwrite=True),
@@ -73,19 +73,17 @@ def load_dcp(trained: Trained, description: StateDescription, folder: Path) -> N
     """Load into an engine of any world size; every rank must call."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
-    def fill(pieces: Iterable[Piece]) -> None:
-        dcp.load({piece.key: _sharded(piece, description, mesh) for piece in pieces}, checkpoint_id=folder)
+    def fill(parts: Iterable[TensorPart]) -> None:
+        dcp.load({part.key: _sharded(part, description, mesh) for part in parts}, checkpoint_id=folder)
 
     import_state(trained.engine, description, fill)
 
 
-def _sharded(piece: Piece, description: StateDescription, mesh: Any) -> DTensor:
-    """Return a piece as a part of its whole tensor."""
-    size = description.tensors[piece.key].num_elements
-    assert piece.start == min(mesh.get_local_rank() * -(-size // mesh.size()), size), (
-        f"{piece.key} is not sharded evenly"
-    )
-    return DTensor.from_local(piece.tensor, mesh, [Shard(0)], run_check=False, shape=torch.Size([size]), stride=(1,))
+def _sharded(part: TensorPart, description: StateDescription, mesh: Any) -> DTensor:
+    """Return a part as a shard of its whole tensor."""
+    size = description.tensors[part.key].num_elements
+    assert part.start == min(mesh.get_local_rank() * -(-size // mesh.size()), size), f"{part.key} is not sharded evenly"
+    return DTensor.from_local(part.tensor, mesh, [Shard(0)], run_check=False, shape=torch.Size([size]), stride=(1,))
 
 
 def _like(tensor: DTensor, local: torch.Tensor) -> DTensor:

@@ -114,7 +114,7 @@ def attempt_folder(attempt: int) -> str:
     return f"attempt-{attempt:04d}"
 
 
-def shard_file(attempt: int, rank: int, world_size: int, part: int = 0) -> str:
+def shard_file(attempt: int, rank: int, world_size: int, retry: int = 0) -> str:
     """Return a shard's key relative to its step's folder; no two attempts share one, nor two tries of one attempt."""
-    again = f"-try-{part:02d}" if part else ""
+    again = f"-try-{retry:02d}" if retry else ""
     return f"{attempt_folder(attempt)}/rank-{rank:05d}-of-{world_size:05d}{again}.safetensors"

@@ -7,20 +7,20 @@ from ray_ulysses.checkpoint.choice import Choice, Damage, newest_committed, set_
 from ray_ulysses.checkpoint.errors import CheckpointError, DamagedCheckpointError, FencedError
 from ray_ulysses.checkpoint.manifest import CheckpointMeta, CheckpointRef, Manifest, read_manifest
 from ray_ulysses.checkpoint.retention import KeepRules, Retention
-from ray_ulysses.checkpoint.state import Piece, ShardedState, StateDescription, TensorSpec
+from ray_ulysses.checkpoint.state import ShardedState, StateDescription, TensorPart, TensorSpec
 
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint.exchange import Exchange, TorchExchange
-    from ray_ulysses.checkpoint.load import load_pieces
+    from ray_ulysses.checkpoint.load import load_parts
     from ray_ulysses.checkpoint.save import save_checkpoint
 
 __all__ = [
     "CheckpointError", "CheckpointMeta", "CheckpointRef", "Choice", "Damage", "DamagedCheckpointError", "Exchange",
-    "FencedError", "KeepRules", "Manifest", "Piece", "Retention", "ShardedState", "StateDescription", "TensorSpec",
-    "TorchExchange", "load_pieces", "newest_committed", "read_manifest", "save_checkpoint", "set_aside",
+    "FencedError", "KeepRules", "Manifest", "Retention", "ShardedState", "StateDescription", "TensorPart", "TensorSpec",
+    "TorchExchange", "load_parts", "newest_committed", "read_manifest", "save_checkpoint", "set_aside",
 ]  # fmt: skip
 
-_HOMES = {"Exchange": "exchange", "TorchExchange": "exchange", "load_pieces": "load", "save_checkpoint": "save"}
+_HOMES = {"Exchange": "exchange", "TorchExchange": "exchange", "load_parts": "load", "save_checkpoint": "save"}
 
 
 def __getattr__(name: str) -> object:

@@ -46,7 +46,7 @@ class _Job:
     step: int
     staged: StagedState
     meta: CheckpointMeta
-    part: int
+    retry: int
     obstacle: str | None
     asked_at: float
     stall_s: float
@@ -160,8 +160,8 @@ class BackgroundSaver:
             )
         staged = self._staging.stage(state)
         stall_s = self._clock.monotonic() - asked_at
-        part = self._tries.get(step, 0)
-        self._tries[step] = part + 1
+        retry = self._tries.get(step, 0)
+        self._tries[step] = retry + 1
         with self._lock:
             self._pending += 1
         self._jobs.put(
@@ -169,7 +169,7 @@ class BackgroundSaver:
                 step=step,
                 staged=staged,
                 meta=meta,
-                part=part,
+                retry=retry,
                 obstacle=obstacle,
                 asked_at=asked_at,
                 stall_s=stall_s,
@@ -224,7 +224,7 @@ class BackgroundSaver:
                 state=job.staged.state,
                 meta=job.meta,
                 exchange=self._exchange,
-                part=job.part,
+                retry=job.retry,
                 obstacle=job.obstacle,
             )
         except CheckpointError as error:
@@ -238,13 +238,13 @@ class BackgroundSaver:
                 "checkpoint before it is untouched. Look at the other ranks' logs; if a storage is slow, raise "
                 "checkpoint.save_timeout_s"
             ) from error
-        pieces = job.staged.state.pieces
+        parts = job.staged.state.parts
         saved = Saved(
             ref=ref,
             meta=job.meta,
             stall_s=job.stall_s,
             save_s=self._clock.monotonic() - job.asked_at,
-            num_bytes=sum(piece.tensor.numel() * piece.tensor.element_size() for piece in pieces),
+            num_bytes=sum(part.tensor.numel() * part.tensor.element_size() for part in parts),
         )
         try:
             self._on_saved(saved)

@@ -32,7 +32,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Read:
-    """One contiguous piece to copy from a stored interval to a wanted one.
+    """One contiguous part to copy from a stored interval to a wanted one.
 
     Attributes:
         wanted: Index of the wanted interval.

@@ -1,4 +1,4 @@
-"""Loads pieces at any world size: intersect what is wanted with what is stored, read those bytes, no more.
+"""Loads parts at any world size: intersect what is wanted with what is stored, read those bytes, no more.
 
 Every byte is verified while it is read. Nothing is unpickled, and no tensor is ever whole on a rank that does not hold
 it whole.
@@ -24,15 +24,15 @@ from ray_ulysses.checkpoint.intervals import CoverError, Read, plan_reads
 from ray_ulysses.checkpoint.manifest import Manifest
 from ray_ulysses.checkpoint.read_batches import Batch, plan_batches
 from ray_ulysses.checkpoint.shards import ShardDamage, ShardEntry, check_blocks, check_header, read_sums
-from ray_ulysses.checkpoint.state import Piece, dtype_name
+from ray_ulysses.checkpoint.state import TensorPart, dtype_name
 from ray_ulysses.run_names import step_folder
 from ray_ulysses.storage import Store
 
 NUM_THREADS = 8
 
 
-def load_pieces(store: Store, manifest: Manifest, pieces: Sequence[Piece], exchange: Exchange | None = None) -> int:
-    """Fill pieces in place from a committed checkpoint.
+def load_parts(store: Store, manifest: Manifest, parts: Sequence[TensorPart], exchange: Exchange | None = None) -> int:
+    """Fill parts in place from a committed checkpoint.
 
     Only the blocks that hold wanted bytes are read, in parallel, and each is held against its checksum. With an
     exchange every rank must call.
@@ -40,7 +40,7 @@ def load_pieces(store: Store, manifest: Manifest, pieces: Sequence[Piece], excha
     Args:
         store: The run's store.
         manifest: The checkpoint's.
-        pieces: What to fill: 1-D tensors, on any device, of the dtype that is stored.
+        parts: What to fill: 1-D tensors, on any device, of the dtype that is stored.
         exchange: Joins the ranks, so that a failure of one is raised by all.
 
     Returns:
@@ -49,9 +49,9 @@ def load_pieces(store: Store, manifest: Manifest, pieces: Sequence[Piece], excha
     Raises:
         DamagedCheckpointError: A file is missing or is not what was written.
         UnreadableCheckpointError: The storage does not give a file, which may pass.
-        CheckpointError: A wanted element is not stored, or a dtype differs. The pieces may have been filled in part.
+        CheckpointError: A wanted element is not stored, or a dtype differs. The parts may have been filled in part.
     """
-    return _together(exchange, manifest.step, lambda: _load(store, manifest, pieces))
+    return _together(exchange, manifest.step, lambda: _load(store, manifest, parts))
 
 
 def verify_rest(
@@ -151,20 +151,20 @@ def _damage_text(error: Exception) -> str:
     return f"{missing or error} is missing" if isinstance(error, FileNotFoundError) else str(error)
 
 
-def _load(store: Store, manifest: Manifest, pieces: Sequence[Piece]) -> int:
+def _load(store: Store, manifest: Manifest, parts: Sequence[TensorPart]) -> int:
     """Plan the reads and carry them out."""
-    for piece in pieces:
-        spec = manifest.state.tensors.get(piece.key)
-        if spec is not None and spec.dtype != dtype_name(piece.tensor.dtype):
+    for part in parts:
+        spec = manifest.state.tensors.get(part.key)
+        if spec is not None and spec.dtype != dtype_name(part.tensor.dtype):
             raise CoverError(
-                f"{piece.key} is stored as {spec.dtype}, but {dtype_name(piece.tensor.dtype)} is wanted; "
+                f"{part.key} is stored as {spec.dtype}, but {dtype_name(part.tensor.dtype)} is wanted; "
                 "resume with the model.dtype that the run started with"
             )
     stored = [(shard, entry) for shard in manifest.shards for entry in shard.intervals]
-    reads = plan_reads([piece.interval for piece in pieces], [entry.interval for _, entry in stored])
-    batches = plan_batches(reads, stored, [piece.start for piece in pieces])
+    reads = plan_reads([part.interval for part in parts], [entry.interval for _, entry in stored])
+    batches = plan_batches(reads, stored, [part.start for part in parts])
     with _Reader(store, step_folder(manifest.step), batches) as reader:
-        for batch, job in [(batch, reader.submit(batch, pieces)) for batch in batches]:
+        for batch, job in [(batch, reader.submit(batch, parts)) for batch in batches]:
             assert job.result() == batch.num_bytes
         return reader.num_bytes
 
@@ -196,14 +196,14 @@ class _Reader:
         self._pool.shutdown(cancel_futures=True)
         self._streams.close()
 
-    def submit(self, batch: Batch, pieces: Sequence[Piece] = ()) -> Future[int]:
+    def submit(self, batch: Batch, parts: Sequence[TensorPart] = ()) -> Future[int]:
         """Read a batch on a thread of the pool; the future returns its size in bytes.
 
         Args:
             batch: The batch.
-            pieces: What its segments fill; without any they are verified alone.
+            parts: What its segments fill; without any they are verified alone.
         """
-        return self._pool.submit(self._read if pieces else self._verify, batch, pieces)
+        return self._pool.submit(self._read if parts else self._verify, batch, parts)
 
     def submit_header(self, shard: ShardEntry) -> Future[int]:
         """Verify a header on a thread of the pool; the future returns its size in bytes."""
@@ -213,7 +213,7 @@ class _Reader:
         with self._store.open(f"{self._folder}/{shard.file}") as stream:
             return check_header(stream, shard)
 
-    def _verify(self, batch: Batch, _: Sequence[Piece]) -> int:
+    def _verify(self, batch: Batch, _: Sequence[TensorPart]) -> int:
         content = memoryview(bytearray(batch.num_bytes))
         self._fill(batch, content)
         self._check(batch, content)
@@ -230,9 +230,9 @@ class _Reader:
             found.append(blocks)
         return found
 
-    def _read(self, batch: Batch, pieces: Sequence[Piece]) -> int:
+    def _read(self, batch: Batch, parts: Sequence[TensorPart]) -> int:
         only = batch.segments[0] if len(batch.segments) == 1 and batch.segments[0].is_exact else None
-        target = _bytes_in_place(pieces[only.wanted].tensor) if only is not None else None
+        target = _bytes_in_place(parts[only.wanted].tensor) if only is not None else None
         if only is not None and target is not None:
             content = target[only.target : only.target + batch.num_bytes]
         else:
@@ -240,7 +240,7 @@ class _Reader:
         self._fill(batch, content)
         for segment, blocks in zip(batch.segments, self._check(batch, content), strict=True):
             if only is None or target is None:
-                tensor = pieces[segment.wanted].tensor
+                tensor = parts[segment.wanted].tensor
                 values = torch.frombuffer(
                     blocks[segment.first - segment.start : segment.last - segment.start], dtype=tensor.dtype
                 )
@@ -272,7 +272,7 @@ class _Reader:
 
 
 def _bytes_in_place(tensor: torch.Tensor) -> memoryview | None:
-    """Return a view of a tensor's memory as bytes, if it is in one piece in host memory."""
+    """Return a view of a tensor's memory as bytes, if it is contiguous in host memory."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         return None
     return memoryview(tensor.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -100,7 +100,7 @@ class Manifest:
         world_size: Ranks that wrote it.
         meta: What the training loop added.
         state: What the state is made of.
-        shards: Where its pieces lie.
+        shards: Where its parts lie.
     """
 
     step: int

@@ -18,10 +18,10 @@ class Segment:
         stored: The interval.
         start: First byte that is read, counted in the interval; on a block's border.
         stop: The byte after the last.
-        wanted: Index of the piece to fill.
+        wanted: Index of the part to fill.
         first: First byte that is wanted, counted in the interval.
         last: The byte after the last one wanted.
-        target: Where the first wanted byte goes, in bytes of the piece.
+        target: Where the first wanted byte goes, in bytes of the part.
     """
 
     stored: StoredInterval
@@ -63,7 +63,7 @@ def plan_batches(
     Args:
         reads: As `intervals.plan_reads` gives them: in the order of the stored intervals.
         stored: The stored intervals with their files, in that order.
-        starts: First element of each wanted piece.
+        starts: First element of each wanted part.
     """
     batches: list[Batch] = []
     held: list[Segment] = []
@@ -78,7 +78,7 @@ def plan_batches(
     return batches + _batch(holder, held)
 
 
-def _segments(read: Read, stored: StoredInterval, piece_start: int) -> Iterator[Segment]:
+def _segments(read: Read, stored: StoredInterval, part_start: int) -> Iterator[Segment]:
     """Yield a read in segments of at most `CHUNK_BYTES`, which are a whole number of blocks."""
     item_bytes = stored.num_bytes // (stored.interval.stop - stored.interval.start)
     first = (read.start - stored.interval.start) * item_bytes
@@ -92,7 +92,7 @@ def _segments(read: Read, stored: StoredInterval, piece_start: int) -> Iterator[
             wanted=read.wanted,
             first=begin,
             last=end,
-            target=(read.start - piece_start) * item_bytes + begin - first,
+            target=(read.start - part_start) * item_bytes + begin - first,
         )
 
 

@@ -27,12 +27,12 @@ def save_checkpoint(
     state: ShardedState,
     meta: CheckpointMeta,
     exchange: Exchange,
-    part: int = 0,
+    retry: int = 0,
     obstacle: str | None = None,
 ) -> CheckpointRef:
     """Save the state after `step` steps; when it returns, the checkpoint is committed.
 
-    Every rank must call, with the same `step`, `attempt` and `part`.
+    Every rank must call, with the same `step`, `attempt` and `retry`.
 
     Args:
         store: The run's store.
@@ -40,10 +40,10 @@ def save_checkpoint(
         attempt: The attempt's number; its shards lie in a folder of their own.
         rank: This rank.
         world_size: All ranks.
-        state: This rank's pieces; the description of rank 0 is stored.
+        state: This rank's parts; the description of rank 0 is stored.
         meta: What the loop adds; rank 0's is stored.
         exchange: Joins the ranks.
-        part: How often this attempt has tried this step before; a shard's name is never used twice.
+        retry: How often this attempt has tried this step before; a shard's name is never used twice.
         obstacle: Why nothing may be committed now, if this rank knows a reason; every rank fails with it.
 
     Raises:
@@ -53,7 +53,7 @@ def save_checkpoint(
     """
     shard, problem, cause = None, obstacle, None
     if obstacle is None:
-        shard, problem, cause = _write_own(store, step, shard_file(attempt, rank, world_size, part), state)
+        shard, problem, cause = _write_own(store, step, shard_file(attempt, rank, world_size, retry), state)
     gathered = exchange.gather((shard, problem))
     outcome = _Outcome()
     if gathered is not None:
@@ -81,7 +81,7 @@ def _write_own(
 ) -> tuple[ShardEntry | None, str | None, Exception | None]:
     """Write this rank's shard and read it back; return what goes wrong, since the others wait to hear."""
     try:
-        shard = write_shard(store, step_folder(step), file, state.pieces)
+        shard = write_shard(store, step_folder(step), file, state.parts)
     except Exception as error:
         return None, f"{file} could not be written ({error})", error
     try:

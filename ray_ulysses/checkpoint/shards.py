@@ -1,7 +1,7 @@
-"""One rank's shard: a safetensors file of 1-D pieces with a checksum for each block, written from front to back.
+"""One rank's shard: a safetensors file of 1-D parts with a checksum for each block, written from front to back.
 
 Format: https://huggingface.co/docs/safetensors (8 bytes header length, JSON header, data). It is written
-here piece by piece, and read by byte range, so that nothing but what is wanted is read. The last tensor,
+here part by part, and read by byte range, so that nothing but what is wanted is read. The last tensor,
 ``block_sums``, holds the checksums of all blocks before it; the manifest holds the checksums of it and of the
 header. Nothing is pickled.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from ray_ulysses.checkpoint.checksums import BLOCK_BYTES, BlockSums, block_sums, checksum, num_blocks, table_bytes
 from ray_ulysses.checkpoint.intervals import Interval
-from ray_ulysses.checkpoint.state import Piece, dtype_name
+from ray_ulysses.checkpoint.state import TensorPart, dtype_name
 from ray_ulysses.storage import Buffer, Store
 from ray_ulysses.storage.store import read_exactly
 
@@ -85,33 +85,33 @@ def place_intervals(intervals: Sequence[tuple[Interval, int]], header_bytes: int
     )
 
 
-def write_shard(store: Store, folder: str, file: str, pieces: Sequence[Piece]) -> ShardEntry:
-    """Write one rank's pieces durably and say what was written.
+def write_shard(store: Store, folder: str, file: str, parts: Sequence[TensorPart]) -> ShardEntry:
+    """Write one rank's parts durably and say what was written.
 
     Args:
         store: Where to.
         folder: The checkpoint's folder.
         file: The shard's key, relative to it; it must be new.
-        pieces: 1-D pieces with different keys; empty ones are left out.
+        parts: 1-D parts with different keys; empty ones are left out.
 
     Raises:
         OSError: It could not be written; then nothing appears under its name.
     """
-    pieces = [piece for piece in pieces if piece.tensor.numel() > 0]
-    keys = [piece.key for piece in pieces]
+    parts = [part for part in parts if part.tensor.numel() > 0]
+    keys = [part.key for part in parts]
     assert len(set(keys)) == len(keys), "a shard holds one interval of a tensor at most"
-    header = _header(pieces)
+    header = _header(parts)
     sums = bytearray()
-    num_bytes = store.create(f"{folder}/{file}", _file_chunks(header, pieces, sums))
+    num_bytes = store.create(f"{folder}/{file}", _file_chunks(header, parts, sums))
     entry = ShardEntry(
         file=file,
         num_bytes=num_bytes,
         header_bytes=len(header),
         header_sum=checksum(header),
         sums_sum=checksum(sums),
-        intervals=place_intervals([(piece.interval, _size(piece)) for piece in pieces], len(header)),
+        intervals=place_intervals([(part.interval, _size(part)) for part in parts], len(header)),
     )
-    written = len(header) + sum(map(_size, pieces)) + len(sums)
+    written = len(header) + sum(map(_size, parts)) + len(sums)
     assert num_bytes == written, f"{file}: {num_bytes} bytes written, {written} expected"
     return entry
 
@@ -227,36 +227,36 @@ def _wrong_size(store: Store, folder: str, entry: ShardEntry) -> str | None:
     return None if size == entry.num_bytes else f"{entry.file} has {size} bytes instead of {entry.num_bytes}"
 
 
-def _size(piece: Piece) -> int:
-    return piece.tensor.numel() * piece.tensor.element_size()
+def _size(part: TensorPart) -> int:
+    return part.tensor.numel() * part.tensor.element_size()
 
 
-def _header(pieces: Sequence[Piece]) -> bytes:
+def _header(parts: Sequence[TensorPart]) -> bytes:
     """Return the length field and the JSON header, padded with spaces so that the data are aligned."""
-    starts = {piece.key: piece.start for piece in pieces}
+    starts = {part.key: part.start for part in parts}
     tensors: dict[str, object] = {"__metadata__": {"format": "ray-ulysses", "starts": json.dumps(starts)}}
     offset = 0
-    for piece in pieces:
-        assert piece.tensor.dim() == 1, f"{piece.key} is not flat"
-        size = _size(piece)
-        tensors[piece.key] = {
-            "dtype": dtype_name(piece.tensor.dtype),
-            "shape": [piece.tensor.numel()],
+    for part in parts:
+        assert part.tensor.dim() == 1, f"{part.key} is not flat"
+        size = _size(part)
+        tensors[part.key] = {
+            "dtype": dtype_name(part.tensor.dtype),
+            "shape": [part.tensor.numel()],
             "data_offsets": [offset, offset + size],
         }
         offset += size
-    sums = table_bytes(map(_size, pieces))
+    sums = table_bytes(map(_size, parts))
     tensors[SUMS_KEY] = {"dtype": "U8", "shape": [sums], "data_offsets": [offset, offset + sums]}
     text = json.dumps(tensors, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _file_chunks(header: bytes, pieces: Sequence[Piece], sums: bytearray) -> Iterator[Buffer]:
+def _file_chunks(header: bytes, parts: Sequence[TensorPart], sums: bytearray) -> Iterator[Buffer]:
     """Yield the file from front to back and note each block's checksum as it goes by."""
     yield header
-    for piece in pieces:
-        content = bytes_of(piece.tensor)
+    for part in parts:
+        content = bytes_of(part.tensor)
         for start in range(0, len(content), CHUNK_BYTES):
             chunk = content[start : start + CHUNK_BYTES]
             sums += block_sums(chunk)

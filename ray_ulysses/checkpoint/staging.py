@@ -1,6 +1,6 @@
-"""Takes state out of the way of training: copies of its pieces in host memory, in buffers that are used in turn.
+"""Takes state out of the way of training: copies of its parts in host memory, in buffers that are used in turn.
 
-An optimizer step overwrites what a checkpoint has to hold. So the pieces are copied at once, and written from the
+An optimizer step overwrites what a checkpoint has to hold. So the parts are copied at once, and written from the
 copies while training goes on. On a GPU the copies run on a stream of their own into pinned memory; nothing waits for
 them but the next update of the weights, and the thread that writes.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ray_ulysses.checkpoint.errors import CheckpointError
-from ray_ulysses.checkpoint.state import HeldInterval, Piece, ShardedState, StateSource
+from ray_ulysses.checkpoint.state import HeldInterval, ShardedState, StateSource, TensorPart
 
 _ALIGNMENT = 64
 
@@ -78,8 +78,8 @@ class Staging:
             CheckpointError: There is no memory for it.
         """
         if not self._in_place and self._buffers[0] is None:
-            for piece in self._room_for(0, intervals):
-                piece.tensor.zero_()
+            for part in self._room_for(0, intervals):
+                part.tensor.zero_()
 
     def stage(self, source: StateSource) -> StagedState:
         """Copy a state into a free buffer; returns when the copies are under way.
@@ -97,7 +97,7 @@ class Staging:
         except BaseException:
             self.release(number)
             raise
-        staged = ShardedState(pieces=copies, description=source.description)
+        staged = ShardedState(parts=copies, description=source.description)
         return StagedState(state=staged, source=source, copied=copied, buffer=number)
 
     def before_update(self) -> None:
@@ -131,8 +131,8 @@ class Staging:
                 "checkpoint.host_buffers (0 takes none and waits for each save), or use more workers"
             ) from error
 
-    def _room_for(self, number: int, intervals: Sequence[HeldInterval]) -> tuple[Piece, ...]:
-        """Return pieces for these intervals whose memory lies in a buffer, which is made when it is first needed."""
+    def _room_for(self, number: int, intervals: Sequence[HeldInterval]) -> tuple[TensorPart, ...]:
+        """Return parts for these intervals whose memory lies in a buffer, which is made when it is first needed."""
         offsets, size = [], 0
         for held in intervals:
             offsets.append(size)
@@ -146,5 +146,5 @@ class Staging:
         copies = []
         for held, offset in zip(intervals, offsets, strict=True):
             memory = buffer[offset : offset + held.num_elements * held.dtype.itemsize].view(held.dtype)
-            copies.append(Piece(key=held.key, start=held.start, tensor=memory))
+            copies.append(TensorPart(key=held.key, start=held.start, tensor=memory))
         return tuple(copies)

@@ -1,4 +1,4 @@
-"""A model's training state as it is stored: flat pieces by name, and what all ranks know about them."""
+"""A model's training state as it is stored: flat parts by name, and what all ranks know about them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WEIGHT_KINDS = frozenset({"fp32", "model", "frozen", "buffer"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class TensorPart:
     """Consecutive elements of one tensor, held in memory.
 
     Attributes:
@@ -119,7 +119,7 @@ class HeldInterval:
     """What a rank holds of one tensor, known without looking at the elements.
 
     Attributes:
-        key: As in `Piece`.
+        key: As in `TensorPart`.
         start: The first element's place in the exact flat tensor.
         num_elements: How many follow.
         dtype: Their dtype.
@@ -159,25 +159,25 @@ class ShardedState:
     """One rank's part of the state, in memory; a `StateSource`.
 
     Attributes:
-        pieces: What this rank holds.
+        parts: What this rank holds.
         description: What all ranks know.
     """
 
-    pieces: tuple[Piece, ...]
+    parts: tuple[TensorPart, ...]
     description: StateDescription
 
     @property
     def intervals(self) -> tuple[HeldInterval, ...]:
         """What this rank holds."""
         return tuple(
-            HeldInterval(key=piece.key, start=piece.start, num_elements=piece.tensor.numel(), dtype=piece.tensor.dtype)
-            for piece in self.pieces
+            HeldInterval(key=part.key, start=part.start, num_elements=part.tensor.numel(), dtype=part.tensor.dtype)
+            for part in self.parts
         )
 
     def copy_to(self, destinations: Sequence[torch.Tensor]) -> None:
-        """Copy the elements of each piece into a 1-D tensor of its size and dtype."""
-        for piece, destination in zip(self.pieces, destinations, strict=True):
-            destination.copy_(piece.tensor.detach(), non_blocking=True)
+        """Copy the elements of each part into a 1-D tensor of its size and dtype."""
+        for part, destination in zip(self.parts, destinations, strict=True):
+            destination.copy_(part.tensor.detach(), non_blocking=True)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ray_ulysses.checkpoint.state import HeldInterval, Piece
+from ray_ulysses.checkpoint.state import HeldInterval, TensorPart
 from ray_ulysses.engine.partition_view import PartitionView, flat_view
 
 FP32 = "fp32"
@@ -46,7 +46,9 @@ def buffers(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
-def stepped_parts(engine: Any, view: PartitionView, group: Sequence[int], moments: Sequence[str]) -> Iterator[Piece]:
+def stepped_parts(
+    engine: Any, view: PartitionView, group: Sequence[int], moments: Sequence[str]
+) -> Iterator[TensorPart]:
     """Yield the master weights and moments that this rank's optimizer updates, of one resident group.
 
     Args:
@@ -62,7 +64,7 @@ def stepped_parts(engine: Any, view: PartitionView, group: Sequence[int], moment
             for kind in (FP32, *moments):
                 tensor = flat if kind == FP32 else view.inner.state[flat][kind]
                 elements = tensor.data.narrow(0, part.offset, part.length)
-                yield Piece(key=f"{kind}/{name}", start=part.start, tensor=elements)
+                yield TensorPart(key=f"{kind}/{name}", start=part.start, tensor=elements)
 
 
 def stepped_intervals(engine: Any, view: PartitionView, moments: Sequence[str]) -> Iterator[HeldInterval]:
@@ -76,7 +78,7 @@ def stepped_intervals(engine: Any, view: PartitionView, moments: Sequence[str]) 
                 )
 
 
-def rounded_parts(engine: Any, view: PartitionView) -> Iterator[Piece]:
+def rounded_parts(engine: Any, view: PartitionView) -> Iterator[TensorPart]:
     """Yield this rank's share of the trained weights in the model's precision, where that is not fp32."""
     for name, parameter in trainable(engine):
         if parameter.dtype != torch.float32:
@@ -84,7 +86,7 @@ def rounded_parts(engine: Any, view: PartitionView) -> Iterator[Piece]:
             yield from _unless_empty(f"{MODEL}/{name}", start, tensor)
 
 
-def untrained_parts(engine: Any, view: PartitionView, *, is_writing: bool) -> Iterator[Piece]:
+def untrained_parts(engine: Any, view: PartitionView, *, is_writing: bool) -> Iterator[TensorPart]:
     """Yield frozen parameters and buffers.
 
     Args:
@@ -101,6 +103,6 @@ def untrained_parts(engine: Any, view: PartitionView, *, is_writing: bool) -> It
             yield from _unless_empty(f"{BUFFER}/{name}", 0, flat_view(buffer, is_writing=is_writing))
 
 
-def _unless_empty(key: str, start: int, tensor: torch.Tensor) -> Iterator[Piece]:
+def _unless_empty(key: str, start: int, tensor: torch.Tensor) -> Iterator[TensorPart]:
     if tensor.numel():
-        yield Piece(key=key, start=start, tensor=tensor)
+        yield TensorPart(key=key, start=start, tensor=tensor)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ray_ulysses.checkpoint.state import HeldInterval, Piece, StateDescription
+from ray_ulysses.checkpoint.state import HeldInterval, StateDescription, TensorPart
 from ray_ulysses.engine.partition_view import PartitionView
 from ray_ulysses.engine.state_parts import stepped_intervals, stepped_parts
 
@@ -30,15 +30,15 @@ class SwappedState:
     engine: Any
     view: PartitionView
     moments: tuple[str, ...]
-    resident: tuple[Piece, ...]
+    resident: tuple[TensorPart, ...]
     description: StateDescription
 
     @property
     def intervals(self) -> tuple[HeldInterval, ...]:
         """The intervals that this rank holds; reading them swaps nothing in."""
         resident = (
-            HeldInterval(key=piece.key, start=piece.start, num_elements=piece.tensor.numel(), dtype=piece.tensor.dtype)
-            for piece in self.resident
+            HeldInterval(key=part.key, start=part.start, num_elements=part.tensor.numel(), dtype=part.tensor.dtype)
+            for part in self.resident
         )
         return (*stepped_intervals(self.engine, self.view, self.moments), *resident)
 
@@ -48,10 +48,10 @@ class SwappedState:
         Copies from a device into pinned memory may still be in progress, on the current stream, on return.
         """
         wanted = {interval.key: destination for interval, destination in zip(self.intervals, destinations, strict=True)}
-        for piece in self.resident:
-            wanted.pop(piece.key).copy_(piece.tensor.detach(), non_blocking=True)
+        for part in self.resident:
+            wanted.pop(part.key).copy_(part.tensor.detach(), non_blocking=True)
         for group in self.view.resident_groups:
             with self.view.swapped_in(group, is_writing=False):
-                for piece in stepped_parts(self.engine, self.view, group, self.moments):
-                    wanted.pop(piece.key).copy_(piece.tensor)
+                for part in stepped_parts(self.engine, self.view, group, self.moments):
+                    wanted.pop(part.key).copy_(part.tensor)
         assert not wanted, f"never swapped in: {sorted(wanted)}"

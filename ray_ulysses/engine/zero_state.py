@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ray_ulysses.checkpoint.state import Piece, ShardedState, StateDescription, StateSource
+from ray_ulysses.checkpoint.state import ShardedState, StateDescription, StateSource, TensorPart
 from ray_ulysses.engine.partition_view import PartitionView
 from ray_ulysses.engine.state_description import (
     check_same_model,
@@ -47,7 +47,7 @@ def state_source(engine: Any) -> StateSource:
     if len(view.resident_groups) > 1:
         return SwappedState(engine=engine, view=view, moments=moments, resident=resident, description=description)
     stepped = stepped_parts(engine, view, view.resident_groups[0], moments)
-    return ShardedState(pieces=(*stepped, *resident), description=description)
+    return ShardedState(parts=(*stepped, *resident), description=description)
 
 
 def export_state(engine: Any) -> ShardedState:
@@ -65,13 +65,13 @@ def export_state(engine: Any) -> ShardedState:
     return state
 
 
-def import_state(engine: Any, description: StateDescription, fill: Callable[[Sequence[Piece]], object]) -> None:
+def import_state(engine: Any, description: StateDescription, fill: Callable[[Sequence[TensorPart]], object]) -> None:
     """Load a stored state into an engine of the same model, at any stage and world size; every rank must call.
 
     Args:
         engine: A ``deepspeed.DeepSpeedEngine`` with ZeRO stage 1, 2 or 3, just built or already trained.
         description: The stored state, from the manifest.
-        fill: Fills this rank's parts in place, such as `checkpoint.load_pieces`. It is called once, or with the
+        fill: Fills this rank's parts in place, such as `checkpoint.load_parts`. It is called once, or with the
             optimizer on NVMe once per sub-group, equally often on every rank.
 
     Raises:

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from ray_ulysses.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from ray_ulysses.checkpoint.load import load_pieces
+from ray_ulysses.checkpoint.load import load_parts
 from ray_ulysses.checkpoint.manifest import Manifest
-from ray_ulysses.checkpoint.state import Piece
+from ray_ulysses.checkpoint.state import TensorPart
 from ray_ulysses.errors import RunError
 from ray_ulysses.export.files import WeightFile
 from ray_ulysses.export.tensors import Stored
@@ -121,7 +121,7 @@ class Weights:
             for part in cut(stretch, self._borders.get(stretch.stored.key, [0]), PART_BYTES)
         )
         with ThreadPoolExecutor(1, thread_name_prefix="export-read") as reader:
-            following: Future[list[Piece]] | None = None
+            following: Future[list[TensorPart]] | None = None
             held: list[Stretch] = []
             for number, batch in enumerate(batches(parts, BATCH_BYTES)):
                 ready, job = following, reader.submit(self._read, batch, self._buffers[number % 2])
@@ -131,18 +131,18 @@ class Weights:
             if following is not None:
                 yield from _converted(held, following.result())
 
-    def _read(self, batch: Sequence[Stretch], buffer: torch.Tensor) -> list[Piece]:
+    def _read(self, batch: Sequence[Stretch], buffer: torch.Tensor) -> list[TensorPart]:
         """Fill views of a buffer with the elements of each stretch, as they are stored."""
-        pieces, offset = [], 0
+        parts, offset = [], 0
         for stretch in batch:
             view = buffer[offset : offset + stretch.stored_bytes].view(stretch.stored.dtype)
-            pieces.append(Piece(key=stretch.stored.key, start=stretch.start, tensor=view))
+            parts.append(TensorPart(key=stretch.stored.key, start=stretch.start, tensor=view))
             offset += _padded(stretch.stored_bytes)
         try:
-            load_pieces(self._store, self._manifest, pieces)
+            load_parts(self._store, self._manifest, parts)
         except CheckpointError as error:
             raise self._explained(error) from error
-        return pieces
+        return parts
 
     def _explained(self, error: CheckpointError) -> RunError:
         step = self._manifest.step
@@ -200,11 +200,11 @@ def _padded(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def _converted(stretches: Sequence[Stretch], pieces: Sequence[Piece]) -> Iterator[tuple[Stretch, torch.Tensor]]:
+def _converted(stretches: Sequence[Stretch], parts: Sequence[TensorPart]) -> Iterator[tuple[Stretch, torch.Tensor]]:
     """Yield what was read in the type that it is published in, a little at a time."""
-    for stretch, piece in zip(stretches, pieces, strict=True):
-        for first in range(0, piece.tensor.numel(), _CONVERTED_ELEMENTS):
-            read = piece.tensor[first : first + _CONVERTED_ELEMENTS]
+    for stretch, part in zip(stretches, parts, strict=True):
+        for first in range(0, part.tensor.numel(), _CONVERTED_ELEMENTS):
+            read = part.tensor[first : first + _CONVERTED_ELEMENTS]
             values = read.to(stretch.stored.published)
             if values.dtype == torch.float16 and bool(values.isinf().any()):
                 _refuse_overflow(stretch.stored.key, read)

@@ -12,7 +12,7 @@ from ray_ulysses.checkpoint import (
     DamagedCheckpointError,
     FencedError,
     Manifest,
-    load_pieces,
+    load_parts,
     newest_committed,
     set_aside,
 )
@@ -37,7 +37,7 @@ from ray_ulysses.trainer.progress import Progress
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ray_ulysses.checkpoint import Choice, Piece
+    from ray_ulysses.checkpoint import Choice, TensorPart
     from ray_ulysses.config import Config
     from ray_ulysses.data.plan.plan import Plan
     from ray_ulysses.trainer.context import AttemptContext
@@ -101,9 +101,9 @@ def _load(engine: Any, manifest: Manifest, context: AttemptContext) -> None:
     store, exchange = context.store, context.exchange
     loaded: set[str] = set()
 
-    def fill(pieces: Sequence[Piece]) -> int:
-        loaded.update(piece.key for piece in pieces)
-        return load_pieces(store, manifest, pieces, exchange=exchange)
+    def fill(parts: Sequence[TensorPart]) -> int:
+        loaded.update(part.key for part in parts)
+        return load_parts(store, manifest, parts, exchange=exchange)
 
     import_state(engine, manifest.state, fill)
     verify_rest(store, manifest, loaded, rank=context.rank, world_size=len(context.nodes), exchange=exchange)
@@ -257,7 +257,7 @@ def _begin(engine: Any, plan: Plan, context: AttemptContext, recorder: Recorder)
     if config.model.resume_state != "all":
         state = begun_anew(state, with_optimizer=config.model.resume_state == "optimizer")
     try:
-        import_state(engine, state, partial(load_pieces, store, manifest, exchange=context.exchange))
+        import_state(engine, state, partial(load_parts, store, manifest, exchange=context.exchange))
     except DamagedCheckpointError as error:
         raise UserError(
             f"{SETTING}={origin.asked!r}: the checkpoint of step {origin.step} is damaged ({error}); name another step"

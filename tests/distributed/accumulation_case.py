@@ -54,7 +54,7 @@ def _moments(
     for _ in range(accumulation):
         engine.backward(engine(input_ids=row, labels=row, use_cache=False).loss)
         engine.step()
-    pieces = export_state(engine).pieces
-    moments = {piece.key: piece.tensor.clone() for piece in pieces if piece.key.startswith("exp_avg/")}
+    parts = export_state(engine).parts
+    moments = {part.key: part.tensor.clone() for part in parts if part.key.startswith("exp_avg/")}
     engine.destroy()
     return moments

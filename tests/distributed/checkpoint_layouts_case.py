@@ -19,11 +19,11 @@ from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, loss_scale,
 from ray_ulysses.checkpoint import (
     CheckpointMeta,
     Manifest,
-    Piece,
     ShardedState,
     StateDescription,
+    TensorPart,
     TorchExchange,
-    load_pieces,
+    load_parts,
     read_manifest,
     save_checkpoint,
 )
@@ -244,14 +244,15 @@ def _train_step(engine: Any, step: int, layout: Layout, mesh: SequenceMesh) -> f
 
 
 def in_memory(engine: Any) -> ShardedState:
-    """Return copies of this rank's pieces, wherever the state lies."""
+    """Return copies of this rank's parts, wherever the state lies."""
     source = state_source(engine)
     copies = [torch.full((held.num_elements,), -1.0).to(held.dtype) for held in source.intervals]
     source.copy_to(copies)
-    pieces = tuple(
-        Piece(key=held.key, start=held.start, tensor=copy) for held, copy in zip(source.intervals, copies, strict=True)
+    parts = tuple(
+        TensorPart(key=held.key, start=held.start, tensor=copy)
+        for held, copy in zip(source.intervals, copies, strict=True)
     )
-    return ShardedState(pieces=pieces, description=source.description)
+    return ShardedState(parts=parts, description=source.description)
 
 
 def _save(engine: Any, layout: Layout, run_dir: Path, step: int) -> None:
@@ -269,13 +270,14 @@ def _save(engine: Any, layout: Layout, run_dir: Path, step: int) -> None:
         exchange=TorchExchange(),
     )
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, [(piece.key, piece.start, piece.tensor) for piece in state.pieces])
+    dist.all_gather_object(gathered, [(part.key, part.start, part.tensor) for part in state.parts])
     if dist.get_rank() == 0:
-        parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
-        for key, start, tensor in (piece for pieces in gathered for piece in pieces):
-            parts.setdefault(key, []).append((start, tensor))
+        by_key: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        for key, start, tensor in (part for parts in gathered for part in parts):
+            by_key.setdefault(key, []).append((start, tensor))
         truth = {
-            key: torch.cat([part for _, part in sorted(held, key=lambda item: item[0])]) for key, held in parts.items()
+            key: torch.cat([tensor for _, tensor in sorted(held, key=lambda item: item[0])])
+            for key, held in by_key.items()
         }
         torch.save((truth, _whole_weights(engine)), run_dir / f"truth-{step}.pt")
     else:
@@ -290,7 +292,7 @@ def _load(engine: Any, run_dir: Path, step: int) -> Manifest:
     import_state(engine, _spoiled(manifest.state), _spoil)
     _spoil_untrained(engine)
     exchange = TorchExchange()
-    import_state(engine, manifest.state, lambda pieces: load_pieces(store, manifest, pieces, exchange))
+    import_state(engine, manifest.state, lambda parts: load_parts(store, manifest, parts, exchange))
     return manifest
 
 
@@ -300,9 +302,9 @@ def _spoiled(description: StateDescription) -> StateDescription:
     return replace(description, groups=groups, counters={"global_steps": 77}, optimizer_step=88)
 
 
-def _spoil(pieces: Sequence[Piece]) -> None:
-    for piece in pieces:
-        piece.tensor.fill_(SPOILED)
+def _spoil(parts: Sequence[TensorPart]) -> None:
+    for part in parts:
+        part.tensor.fill_(SPOILED)
 
 
 def _spoil_untrained(engine: Any) -> None:
@@ -324,9 +326,9 @@ def _differences(engine: Any, manifest: Manifest, run_dir: Path) -> tuple[str, .
     truth, weights = torch.load(run_dir / f"truth-{manifest.step}.pt", weights_only=True)
     state = in_memory(engine)
     wrong = [
-        piece.key
-        for piece in state.pieces
-        if not torch.equal(piece.tensor, truth[piece.key][piece.start : piece.start + piece.tensor.numel()])
+        part.key
+        for part in state.parts
+        if not torch.equal(part.tensor, truth[part.key][part.start : part.start + part.tensor.numel()])
     ]
     # As the forward pass sees them, on every rank: the weights, and the buffers.
     whole = _whole_weights(engine)
@@ -337,7 +339,7 @@ def _differences(engine: Any, manifest: Manifest, run_dir: Path) -> tuple[str, .
     if engine.micro_steps != manifest.step:
         wrong.append(f"{engine.micro_steps} micro-steps")
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, [piece.interval for piece in state.pieces])
+    dist.all_gather_object(gathered, [part.interval for part in state.parts])
     sizes = {key: spec.num_elements for key, spec in manifest.state.tensors.items()}
     check_cover(sizes, [interval for held in gathered for interval in held])
     return tuple(wrong)

@@ -18,13 +18,13 @@ from ray_ulysses.checkpoint import (
     CheckpointMeta,
     CheckpointRef,
     KeepRules,
-    Piece,
     Retention,
     ShardedState,
     StateDescription,
+    TensorPart,
     TensorSpec,
     TorchExchange,
-    load_pieces,
+    load_parts,
     newest_committed,
     save_checkpoint,
 )
@@ -92,13 +92,13 @@ class _DeadlyStore(LocalStore):
 
 def _state(rank: int, world_size: int, step: int) -> ShardedState:
     whole = torch.arange(SIZE, dtype=torch.float32) + step
-    pieces = []
+    parts = []
     for key in ("fp32/a", "exp_avg/a"):
         start, stop = partition(SIZE, world_size, rank)
-        pieces.append(Piece(key=key, start=start, tensor=whole[start:stop].clone()))
+        parts.append(TensorPart(key=key, start=start, tensor=whole[start:stop].clone()))
     spec = TensorSpec(shape=(SIZE,), dtype="F32")
     description = StateDescription(tensors={"fp32/a": spec, "exp_avg/a": spec})
-    return ShardedState(pieces=tuple(pieces), description=description)
+    return ShardedState(parts=tuple(parts), description=description)
 
 
 def _save(store: LocalStore, rank: int, world_size: int, step: int, attempt: int, exchange: Exchange) -> CheckpointRef:
@@ -148,9 +148,9 @@ def _check_loadable(run_dir: Path, world_size: int = 3) -> int:
     assert choice.manifest is not None
     for rank in range(world_size):
         state = _state(rank, world_size, choice.manifest.step)
-        blank = [Piece(key=p.key, start=p.start, tensor=torch.zeros_like(p.tensor)) for p in state.pieces]
-        load_pieces(store, choice.manifest, blank)
-        for loaded, expected in zip(blank, state.pieces, strict=True):
+        blank = [TensorPart(key=p.key, start=p.start, tensor=torch.zeros_like(p.tensor)) for p in state.parts]
+        load_parts(store, choice.manifest, blank)
+        for loaded, expected in zip(blank, state.parts, strict=True):
             assert torch.equal(loaded.tensor, expected.tensor)
     return choice.manifest.step
 

@@ -17,7 +17,7 @@ from ray_ulysses.checkpoint import (
     ShardedState,
     StateDescription,
     TorchExchange,
-    load_pieces,
+    load_parts,
     newest_committed,
     save_checkpoint,
 )
@@ -95,7 +95,7 @@ def run_leg(rank: int, world_size: int, leg: Leg) -> LegResult:
         assert manifest is not None
         step = manifest.step
         exchange = TorchExchange()
-        import_state(engine, manifest.state, lambda pieces: load_pieces(store, manifest, pieces, exchange))
+        import_state(engine, manifest.state, lambda parts: load_parts(store, manifest, parts, exchange))
     start = saved = _copy(export_state(engine))
     losses = []
     while True:
@@ -118,14 +118,14 @@ def run_leg(rank: int, world_size: int, leg: Leg) -> LegResult:
 
 
 def canonical(states: list[ShardedState]) -> dict[str, torch.Tensor]:
-    """Put the ranks' pieces together: each tensor flat and whole."""
-    parts: dict[str, list[tuple[int, torch.Tensor]]] = {key: [] for key in states[0].description.tensors}
+    """Put the ranks' parts together: each tensor flat and whole."""
+    gathered: dict[str, list[tuple[int, torch.Tensor]]] = {key: [] for key in states[0].description.tensors}
     for state in states:
-        for piece in state.pieces:
-            parts[piece.key].append((piece.start, piece.tensor))
+        for part in state.parts:
+            gathered[part.key].append((part.start, part.tensor))
     return {
-        key: torch.cat([tensor for _, tensor in sorted(held, key=lambda part: part[0]) if tensor.numel()])
-        for key, held in parts.items()
+        key: torch.cat([tensor for _, tensor in sorted(held, key=lambda item: item[0]) if tensor.numel()])
+        for key, held in gathered.items()
     }
 
 
@@ -207,8 +207,8 @@ def _save(engine: Any, run_dir: str, step: int, rank: int, world_size: int) -> C
 
 def _copy(state: ShardedState) -> ShardedState:
     """Copy the live views, which the next step overwrites."""
-    pieces = tuple(type(p)(key=p.key, start=p.start, tensor=p.tensor.clone()) for p in state.pieces)
-    return ShardedState(pieces=pieces, description=state.description)
+    parts = tuple(type(p)(key=p.key, start=p.start, tensor=p.tensor.clone()) for p in state.parts)
+    return ShardedState(parts=parts, description=state.description)
 
 
 def _gathered(engine: Any) -> dict[str, torch.Tensor]:

@@ -37,7 +37,7 @@ _NAMES = {
 
 @pytest.mark.parametrize("number", [1, 200, 12_345_678, 123_456_789])
 def test_what_is_written_under_a_name_is_found_by_it(number: int) -> None:
-    shard = shard_file(number, 3, 8, part=1)
+    shard = shard_file(number, 3, 8, retry=1)
     for name in (MANIFEST_FILE, shard, note_key(number, 4).rpartition("/")[2]):
         match = CHECKPOINT_KEY.match(f"{step_folder(number)}/{name}")
         assert match and (int(match["step"]), match["name"]) == (number, name)

@@ -14,9 +14,9 @@ import torch
 from ray_ulysses.checkpoint import (
     CheckpointMeta,
     CheckpointRef,
-    Piece,
     ShardedState,
     StateDescription,
+    TensorPart,
     TensorSpec,
     save_checkpoint,
 )
@@ -91,14 +91,14 @@ def on_ranks(world_size: int, call: Callable[[int, ThreadExchange], Any]) -> lis
 
 def shard_of(tensors: dict[str, torch.Tensor], rank: int, world_size: int) -> ShardedState:
     """Return what ZeRO-3 would give a rank of these tensors."""
-    pieces = []
+    parts = []
     for key, tensor in tensors.items():
         start, stop = partition(tensor.numel(), world_size, rank)
-        pieces.append(Piece(key=key, start=start, tensor=tensor.reshape(-1)[start:stop].clone()))
+        parts.append(TensorPart(key=key, start=start, tensor=tensor.reshape(-1)[start:stop].clone()))
     specs = {
         key: TensorSpec(shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype)) for key, tensor in tensors.items()
     }
-    return ShardedState(pieces=tuple(pieces), description=StateDescription(tensors=specs))
+    return ShardedState(parts=tuple(parts), description=StateDescription(tensors=specs))
 
 
 def save(
@@ -110,7 +110,7 @@ def save(
     tensors: dict[str, torch.Tensor] | None = None,
     stores: dict[int, Store] | None = None,
     metrics: dict[str, float] | None = None,
-    part: int = 0,
+    retry: int = 0,
     obstacles: dict[int, str] | None = None,
 ) -> list[Any]:
     """Save these tensors from `world_size` ranks; return each rank's ref or error."""
@@ -125,7 +125,7 @@ def save(
             state=shard_of(tensors if tensors is not None else TENSORS, rank, world_size),
             meta=replace(META, metrics=metrics or {}),
             exchange=exchange,
-            part=part,
+            retry=retry,
             obstacle=(obstacles or {}).get(rank),
         )
 

@@ -14,10 +14,10 @@ from ray_ulysses.checkpoint import (
     CheckpointError,
     CheckpointRef,
     KeepRules,
-    Piece,
     Retention,
     ShardedState,
-    load_pieces,
+    TensorPart,
+    load_parts,
     newest_committed,
     save_checkpoint,
 )
@@ -55,17 +55,17 @@ def _live() -> ShardedState:
 
 
 def _overwrite(state: ShardedState) -> None:
-    for piece in state.pieces:
-        piece.tensor.zero_()
+    for part in state.parts:
+        part.tensor.zero_()
 
 
 def _check_whole(store: LocalStore, step: int) -> None:
     choice = newest_committed(store)
     assert choice.manifest is not None and choice.manifest.step == step and choice.damaged == ()
-    blank = [Piece(key=p.key, start=p.start, tensor=torch.full_like(p.tensor, 9)) for p in _live().pieces]
-    load_pieces(store, choice.manifest, blank)
-    for piece in blank:
-        assert torch.equal(piece.tensor, TENSORS[piece.key].reshape(-1)), piece.key
+    blank = [TensorPart(key=p.key, start=p.start, tensor=torch.full_like(p.tensor, 9)) for p in _live().parts]
+    load_parts(store, choice.manifest, blank)
+    for part in blank:
+        assert torch.equal(part.tensor, TENSORS[part.key].reshape(-1)), part.key
 
 
 @pytest.mark.parametrize("buffers", [1, 2])
@@ -82,7 +82,7 @@ def test_what_is_written_is_the_state_that_was_asked_for_whatever_training_does_
     assert saver.wait(10) and saver.is_idle and saver.failure is None
     _check_whole(LocalStore(tmp_path), 10)
     assert [one.ref.step for one in saved] == [10]
-    assert saved[0].num_bytes == sum(p.tensor.numel() * p.tensor.element_size() for p in state.pieces)
+    assert saved[0].num_bytes == sum(p.tensor.numel() * p.tensor.element_size() for p in state.parts)
     assert saver.close(5)
 
 
@@ -229,12 +229,12 @@ def test_a_reserved_buffer_is_the_one_that_is_staged_into() -> None:
     staging = Staging(2, CPU)
     staging.reserve(_live().intervals)
     size = staging.num_bytes
-    assert size >= sum(piece.tensor.numel() * piece.tensor.element_size() for piece in _live().pieces)
+    assert size >= sum(part.tensor.numel() * part.tensor.element_size() for part in _live().parts)
     staged = staging.stage(_live())
     assert staged.buffer == 0 and staging.num_bytes == size
     staging.reserve(_live().intervals)
-    for copy, piece in zip(staged.state.pieces, _live().pieces, strict=True):
-        assert torch.equal(copy.tensor, piece.tensor)
+    for copy, part in zip(staged.state.parts, _live().parts, strict=True):
+        assert torch.equal(copy.tensor, part.tensor)
     in_place = Staging(0, CPU)
     in_place.reserve(_live().intervals)
     assert in_place.num_bytes == 0
@@ -244,13 +244,13 @@ def test_buffers_are_used_again_and_grow_with_the_state() -> None:
     staging = Staging(1, CPU)
     first = staging.stage(_live())
     size = staging.num_bytes
-    address = first.state.pieces[0].tensor.data_ptr()
+    address = first.state.parts[0].tensor.data_ptr()
     staging.release(first.buffer)
     again = staging.stage(_live())
-    assert again.state.pieces[0].tensor.data_ptr() == address and staging.num_bytes == size
+    assert again.state.parts[0].tensor.data_ptr() == address and staging.num_bytes == size
     staging.release(again.buffer)
     larger = shard_of({**TENSORS, "exp_avg/a": torch.arange(1000.0)}, 0, 1)
     grown = staging.stage(larger)
-    for copy, piece in zip(grown.state.pieces, larger.pieces, strict=True):
-        assert torch.equal(copy.tensor, piece.tensor) and copy.start == piece.start
+    for copy, part in zip(grown.state.parts, larger.parts, strict=True):
+        assert torch.equal(copy.tensor, part.tensor) and copy.start == part.start
     assert staging.num_bytes > size

@@ -13,9 +13,9 @@ from ray_ulysses.checkpoint import (
     CheckpointError,
     CheckpointRef,
     KeepRules,
-    Piece,
     Retention,
-    load_pieces,
+    TensorPart,
+    load_parts,
     newest_committed,
     set_aside,
 )
@@ -31,11 +31,11 @@ def _load_newest(store: LocalStore) -> int:
     choice = newest_committed(store)
     assert choice.manifest is not None and choice.damaged == ()
     blank = [
-        Piece(key=p.key, start=p.start, tensor=torch.full_like(p.tensor, 9)) for p in shard_of(TENSORS, 0, 1).pieces
+        TensorPart(key=p.key, start=p.start, tensor=torch.full_like(p.tensor, 9)) for p in shard_of(TENSORS, 0, 1).parts
     ]
-    load_pieces(store, choice.manifest, blank)
-    for piece in blank:
-        assert torch.equal(piece.tensor, TENSORS[piece.key].reshape(-1) + choice.manifest.step)
+    load_parts(store, choice.manifest, blank)
+    for part in blank:
+        assert torch.equal(part.tensor, TENSORS[part.key].reshape(-1) + choice.manifest.step)
     return choice.manifest.step
 
 
@@ -100,7 +100,7 @@ def test_a_second_try_of_what_turns_out_to_be_committed_succeeds_and_leaves_noth
     faulty = FaultyStore(inner, fail_at=2, when="after", lasting=True, only=lambda key: "manifest" in key)
     assert all(isinstance(result, CheckpointError) for result in _save(inner, 20, stores={0: faulty}))
     files = inner.list("checkpoints")
-    assert all(isinstance(result, CheckpointRef) for result in _save(inner, 20, part=1))
+    assert all(isinstance(result, CheckpointRef) for result in _save(inner, 20, retry=1))
     assert inner.list("checkpoints") == files and _load_newest(inner) == 20
     # What another attempt has committed is not this one's.
     errors = _save(inner, 20, attempt=2)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ray_ulysses.checkpoint import DamagedCheckpointError, Piece, load_pieces, read_manifest
+from ray_ulysses.checkpoint import DamagedCheckpointError, TensorPart, load_parts, read_manifest
 from ray_ulysses.checkpoint.checksums import BLOCK_BYTES, table_bytes
 from ray_ulysses.checkpoint.intervals import partition
 from ray_ulysses.storage import LocalStore
@@ -23,12 +23,12 @@ BIG = {
 }
 
 
-def _wanted(world_size: int, rank: int) -> list[Piece]:
-    pieces = []
+def _wanted(world_size: int, rank: int) -> list[TensorPart]:
+    parts = []
     for key, tensor in BIG.items():
         start, stop = partition(tensor.numel(), world_size, rank)
-        pieces.append(Piece(key=key, start=start, tensor=torch.full((stop - start,), 7, dtype=tensor.dtype)))
-    return pieces
+        parts.append(TensorPart(key=key, start=start, tensor=torch.full((stop - start,), 7, dtype=tensor.dtype)))
+    return parts
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(1, 1), (3, 3), (4, 2), (2, 4), (3, 2), (2, 3), (4, 3), (1, 5)])
@@ -38,15 +38,15 @@ def test_bytes_read_are_bytes_needed_but_for_cut_blocks(tmp_path: Path, saved: i
         store = CountingStore(LocalStore(tmp_path))
         manifest = read_manifest(store, 10)
         manifest_bytes = store.bytes_read
-        pieces = _wanted(loaded, rank)
-        num_bytes = load_pieces(store, manifest, pieces)
-        for piece in pieces:
-            whole = BIG[piece.key]
-            assert torch.equal(piece.tensor, whole[piece.start : piece.start + piece.tensor.numel()]), piece.key
+        parts = _wanted(loaded, rank)
+        num_bytes = load_parts(store, manifest, parts)
+        for part in parts:
+            whole = BIG[part.key]
+            assert torch.equal(part.tensor, whole[part.start : part.start + part.tensor.numel()]), part.key
         assert num_bytes == store.bytes_read - manifest_bytes
-        needed = sum(piece.tensor.numel() * piece.tensor.element_size() for piece in pieces)
+        needed = sum(part.tensor.numel() * part.tensor.element_size() for part in parts)
         tables = sum(table_bytes(one.num_bytes for one in shard.intervals) for shard in manifest.shards)
-        cuts = 2 * len(pieces) * BLOCK_BYTES
+        cuts = 2 * len(parts) * BLOCK_BYTES
         assert needed <= num_bytes <= needed + tables + cuts
         if loaded == saved:
             # No interval is cut: nothing but the table is read beside it.
@@ -66,10 +66,10 @@ def test_a_flip_in_a_part_that_is_read_is_found_and_one_beside_it_is_not_read(tm
         file.seek(position)
         file.write(bytes([byte ^ 4]))
     half = 20 * BLOCK_BYTES // 4
-    load_pieces(store, manifest, [Piece(key="fp32/a", start=0, tensor=torch.zeros(half))])
+    load_parts(store, manifest, [TensorPart(key="fp32/a", start=0, tensor=torch.zeros(half))])
     first = stored.offset + 40 * BLOCK_BYTES
-    wanted = Piece(key="fp32/a", start=half, tensor=torch.zeros(half * 2))
+    wanted = TensorPart(key="fp32/a", start=half, tensor=torch.zeros(half * 2))
     with pytest.raises(
         DamagedCheckpointError, match=rf"the checksum of fp32/a is wrong \(bytes {first} to {first + BLOCK_BYTES - 1}\)"
     ):
-        load_pieces(store, manifest, [wanted])
+        load_parts(store, manifest, [wanted])

@@ -16,8 +16,8 @@ from ray_ulysses.checkpoint import (
     CheckpointError,
     CheckpointRef,
     DamagedCheckpointError,
-    Piece,
-    load_pieces,
+    TensorPart,
+    load_parts,
     newest_committed,
     read_manifest,
     save_checkpoint,
@@ -31,16 +31,16 @@ from tests.unit.checkpoint.fakes import META, TENSORS, FailingStore, ThreadExcha
 def _loaded(store: LocalStore, step: int, world_size: int) -> dict[str, torch.Tensor]:
     """Load at a world size and put the ranks' parts together again."""
     manifest = read_manifest(store, step)
-    parts: dict[str, list[torch.Tensor]] = {key: [] for key in TENSORS}
+    loaded: dict[str, list[torch.Tensor]] = {key: [] for key in TENSORS}
     for rank in range(world_size):
-        pieces = [
-            Piece(key=piece.key, start=piece.start, tensor=torch.full_like(piece.tensor, 99))
-            for piece in shard_of(TENSORS, rank, world_size).pieces
+        parts = [
+            TensorPart(key=part.key, start=part.start, tensor=torch.full_like(part.tensor, 99))
+            for part in shard_of(TENSORS, rank, world_size).parts
         ]
-        load_pieces(store, manifest, pieces)
-        for piece in pieces:
-            parts[piece.key].append(piece.tensor)
-    return {key: torch.cat(tensors) for key, tensors in parts.items()}
+        load_parts(store, manifest, parts)
+        for part in parts:
+            loaded[part.key].append(part.tensor)
+    return {key: torch.cat(tensors) for key, tensors in loaded.items()}
 
 
 @pytest.mark.parametrize("loaded", [1, 2, 3, 4, 7, 12])
@@ -107,7 +107,7 @@ def test_a_step_is_committed_once(tmp_path: Path) -> None:
 
 
 def test_shards_that_do_not_hold_the_whole_state_are_never_committed(tmp_path: Path) -> None:
-    """A rank that lost a piece on the way must not leave a checkpoint that looks whole."""
+    """A rank that lost a part on the way must not leave a checkpoint that looks whole."""
     store = LocalStore(tmp_path)
 
     def call(rank: int, exchange: ThreadExchange) -> CheckpointRef:
@@ -137,7 +137,7 @@ def test_an_altered_shard_is_found_while_it_is_read(tmp_path: Path) -> None:
     content[manifest.shards[0].intervals[-1].offset] ^= 1
     path.write_bytes(content)
     with pytest.raises(DamagedCheckpointError, match=r"rank 0: .*: the checksum of fp32/one is wrong \(bytes "):
-        load_pieces(store, manifest, shard_of(TENSORS, 0, 1).pieces)
+        load_parts(store, manifest, shard_of(TENSORS, 0, 1).parts)
 
 
 def test_a_rank_that_can_not_read_stops_every_rank(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_rank_that_can_not_read_stops_every_rank(tmp_path: Path) -> None:
 
     def call(rank: int, exchange: ThreadExchange) -> int:
         root = tmp_path if rank != 1 else tmp_path / "not mounted"
-        return load_pieces(LocalStore(root), manifest, shard_of(TENSORS, rank, 3).pieces, exchange)
+        return load_parts(LocalStore(root), manifest, shard_of(TENSORS, rank, 3).parts, exchange)
 
     errors = on_ranks(3, call)
     assert len({str(error) for error in errors}) == 1
@@ -158,9 +158,9 @@ def test_a_rank_that_can_not_read_stops_every_rank(tmp_path: Path) -> None:
 def test_another_dtype_than_the_stored_one_is_refused(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     save(store, 20)
-    piece = Piece(key="frozen/c", start=0, tensor=torch.zeros(5))
+    part = TensorPart(key="frozen/c", start=0, tensor=torch.zeros(5))
     with pytest.raises(CheckpointError, match=r"frozen/c is stored as BF16, but F32 is wanted; resume with the model"):
-        load_pieces(store, read_manifest(store, 20), [piece])
+        load_parts(store, read_manifest(store, 20), [part])
 
 
 class _Trap:
@@ -179,7 +179,7 @@ def test_a_planted_pickle_is_never_executed(tmp_path: Path, monkeypatch: pytest.
     targets[which].write_bytes(pickle.dumps(_Trap()))
     choice = newest_committed(store)
     if choice.manifest is not None:
-        load_pieces(store, choice.manifest, shard_of(TENSORS, 0, 1).pieces)
+        load_parts(store, choice.manifest, shard_of(TENSORS, 0, 1).parts)
     assert (choice.manifest is None) == (which != "beside")
     assert not (tmp_path / "sprung").exists()
 

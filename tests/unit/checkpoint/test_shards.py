@@ -11,26 +11,26 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from ray_ulysses.checkpoint import CheckpointRef, load_pieces, newest_committed, read_manifest
+from ray_ulysses.checkpoint import CheckpointRef, load_parts, newest_committed, read_manifest
 from ray_ulysses.checkpoint.checksums import BLOCK_BYTES
 from ray_ulysses.checkpoint.shards import ShardEntry, find_damage, read_sums, verified_chunks, write_shard
-from ray_ulysses.checkpoint.state import Piece
+from ray_ulysses.checkpoint.state import TensorPart
 from ray_ulysses.storage import LocalStore
 from tests.stores import MemoryStore
 from tests.unit.checkpoint.fakes import TENSORS, save, shard_of
 from tests.unit.storage.short_reads import ShortStore, ShortStream
 
-PIECES = (
-    Piece(key="fp32/a", start=3, tensor=torch.arange(5, dtype=torch.float32)),
-    Piece(key="frozen/b", start=0, tensor=torch.arange(3, dtype=torch.bfloat16)),
-    Piece(key="exp_avg/empty", start=9, tensor=torch.zeros(0)),
-    Piece(key="buffer/flag", start=0, tensor=torch.tensor([True, False, True])),
+PARTS = (
+    TensorPart(key="fp32/a", start=3, tensor=torch.arange(5, dtype=torch.float32)),
+    TensorPart(key="frozen/b", start=0, tensor=torch.arange(3, dtype=torch.bfloat16)),
+    TensorPart(key="exp_avg/empty", start=9, tensor=torch.zeros(0)),
+    TensorPart(key="buffer/flag", start=0, tensor=torch.tensor([True, False, True])),
 )
 
 
 def _write(tmp_path: Path) -> tuple[LocalStore, ShardEntry]:
     store = LocalStore(tmp_path)
-    return store, write_shard(store, "checkpoints/step-00000001", "attempt-0001/s.safetensors", PIECES)
+    return store, write_shard(store, "checkpoints/step-00000001", "attempt-0001/s.safetensors", PARTS)
 
 
 def test_a_shard_is_a_safetensors_file(tmp_path: Path) -> None:
@@ -38,9 +38,9 @@ def test_a_shard_is_a_safetensors_file(tmp_path: Path) -> None:
     path = store.path(f"checkpoints/step-00000001/{entry.file}")
     with safe_open(path, framework="pt") as shard:
         assert sorted(shard.keys()) == ["block_sums", "buffer/flag", "fp32/a", "frozen/b"]
-        for piece in PIECES:
-            if piece.tensor.numel():
-                assert torch.equal(shard.get_tensor(piece.key), piece.tensor)
+        for part in PARTS:
+            if part.tensor.numel():
+                assert torch.equal(shard.get_tensor(part.key), part.tensor)
         assert json.loads(shard.metadata()["starts"])["fp32/a"] == 3
     assert entry.num_bytes == path.stat().st_size
 
@@ -48,7 +48,7 @@ def test_a_shard_is_a_safetensors_file(tmp_path: Path) -> None:
 def test_a_view_in_the_middle_of_a_larger_tensor_is_written_alone(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     flat = torch.arange(100, dtype=torch.float32)
-    entry = write_shard(store, "c", "s", [Piece(key="x", start=0, tensor=flat.narrow(0, 7, 11))])
+    entry = write_shard(store, "c", "s", [TensorPart(key="x", start=0, tensor=flat.narrow(0, 7, 11))])
     assert entry.intervals[0].num_bytes == 44
     with safe_open(store.path("c/s"), framework="pt") as shard:
         assert torch.equal(shard.get_tensor("x"), flat[7:18])
@@ -81,7 +81,7 @@ def test_a_short_long_or_missing_file_is_found(tmp_path: Path, read_content: boo
     assert find_damage(store, folder, entry, read_content=read_content) == f"{entry.file} is missing"
 
 
-def test_a_rank_without_pieces_still_has_a_shard(tmp_path: Path) -> None:
+def test_a_rank_without_parts_still_has_a_shard(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     entry = write_shard(store, "c", "s", [])
     assert entry.intervals == ()
@@ -102,14 +102,14 @@ def test_a_checkpoint_is_whole_however_little_its_storage_gives_at_once() -> Non
     assert chosen.damaged == () and chosen.manifest == manifest
     refs = save(short, 30)
     assert all(isinstance(ref, CheckpointRef) for ref in refs), refs
-    pieces = [replace(piece, tensor=torch.zeros_like(piece.tensor)) for piece in shard_of(TENSORS, 0, 1).pieces]
-    load_pieces(short, manifest, pieces)
-    assert all(torch.equal(piece.tensor, TENSORS[piece.key]) for piece in pieces)
+    parts = [replace(part, tensor=torch.zeros_like(part.tensor)) for part in shard_of(TENSORS, 0, 1).parts]
+    load_parts(short, manifest, parts)
+    assert all(torch.equal(part.tensor, TENSORS[part.key]) for part in parts)
 
 
 def test_a_table_of_checksums_that_comes_in_parts_is_whole() -> None:
     store = MemoryStore()
-    entry = write_shard(store, "c", "s", [Piece(key="x", start=0, tensor=torch.zeros(20 * BLOCK_BYTES // 4))])
+    entry = write_shard(store, "c", "s", [TensorPart(key="x", start=0, tensor=torch.zeros(20 * BLOCK_BYTES // 4))])
     table = read_sums(ShortStore(store, 50), "c", entry)
     assert len(table) == 20 and entry.num_bytes - entry.sums_offset == 160
 
@@ -117,7 +117,7 @@ def test_a_table_of_checksums_that_comes_in_parts_is_whole() -> None:
 @pytest.mark.parametrize("most", [100, 10**6])
 def test_a_file_that_ends_while_it_is_read_is_damage_and_no_endless_loop(most: int) -> None:
     store = MemoryStore()
-    entry = write_shard(store, "c", "s", PIECES)
+    entry = write_shard(store, "c", "s", PARTS)
 
     class EndsEarly(ShortStore):
         """Says that all is there, and gives the first half of it."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ray_ulysses.checkpoint import DamagedCheckpointError, Manifest, load_pieces, read_manifest
+from ray_ulysses.checkpoint import DamagedCheckpointError, Manifest, load_parts, read_manifest
 from ray_ulysses.checkpoint.load import verify_rest
 from ray_ulysses.storage import LocalStore
 from tests.unit.checkpoint.fakes import ThreadExchange, on_ranks, save, shard_of
@@ -40,10 +40,10 @@ def _resume(saved: tuple[LocalStore, Manifest], world_size: int, *, by_key: bool
 
     def call(rank: int, exchange: ThreadExchange) -> int:
         wanted = _loaded(rank, world_size, by_key=by_key)
-        part = (0, 1) if by_key else (rank, world_size)
-        pieces = shard_of(wanted, *part).pieces
-        load_pieces(store, manifest, pieces, exchange)
-        keys = {piece.key for piece in pieces}
+        share = (0, 1) if by_key else (rank, world_size)
+        parts = shard_of(wanted, *share).parts
+        load_parts(store, manifest, parts, exchange)
+        keys = {part.key for part in parts}
         return verify_rest(store, manifest, keys, rank=rank, world_size=world_size, exchange=exchange)
 
     return on_ranks(world_size, call)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ray_ulysses.checkpoint.state import Piece, ShardedState, StateDescription
+from ray_ulysses.checkpoint.state import ShardedState, StateDescription, TensorPart
 from ray_ulysses.engine.partition_view import flat_view, require_attributes, shape_of
 from ray_ulysses.engine.zero3_view import ZERO3_ATTRIBUTES
 from ray_ulysses.engine.zero12_view import BF16_ATTRIBUTES, ZERO12_ATTRIBUTES
@@ -87,16 +87,16 @@ def test_a_partitioned_parameter_has_the_shape_that_zero_3_keeps_beside_it() -> 
 
 def test_a_state_in_memory_is_a_source_like_any_other() -> None:
     description = StateDescription(tensors={})
-    pieces = (
-        Piece(key="fp32/a", start=3, tensor=torch.tensor([1.0, 2.0])),
-        Piece(key="model/a", start=1, tensor=torch.tensor([4.0], dtype=torch.bfloat16)),
+    parts = (
+        TensorPart(key="fp32/a", start=3, tensor=torch.tensor([1.0, 2.0])),
+        TensorPart(key="model/a", start=1, tensor=torch.tensor([4.0], dtype=torch.bfloat16)),
     )
-    state = ShardedState(pieces=pieces, description=description)
+    state = ShardedState(parts=parts, description=description)
     assert [(held.key, held.start, held.num_elements, held.dtype) for held in state.intervals] == [
         ("fp32/a", 3, 2, torch.float32),
         ("model/a", 1, 1, torch.bfloat16),
     ]
-    assert [held.interval for held in state.intervals] == [piece.interval for piece in pieces]
+    assert [held.interval for held in state.intervals] == [part.interval for part in parts]
     copies = [torch.zeros(2), torch.zeros(1, dtype=torch.bfloat16)]
     state.copy_to(copies)
     assert [copy.tolist() for copy in copies] == [[1.0, 2.0], [4.0]]

@@ -113,7 +113,7 @@ def write_checkpoint(
             attempt=1,
             rank=rank,
             world_size=world_size,
-            state=ShardedState(pieces=state.pieces, description=description),
+            state=ShardedState(parts=state.parts, description=description),
             meta=replace(META, run=run_dir.name, **meta),
             exchange=exchange,
         )

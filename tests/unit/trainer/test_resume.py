@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ray_ulysses.trainer.resume as module
-from ray_ulysses.checkpoint import CheckpointError, Damage, FencedError, Piece
+from ray_ulysses.checkpoint import CheckpointError, Damage, FencedError, TensorPart
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.exchange import SingleExchange
 from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage, start_attempt
@@ -75,7 +75,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
         taken.clear()
         wanted = [key for key in description.tensors if key.startswith("fp32/")]
         taken.update({key: torch.zeros_like(TENSORS[key]) for key in wanted})
-        fill([Piece(key=key, start=0, tensor=tensor) for key, tensor in taken.items()])
+        fill([TensorPart(key=key, start=0, tensor=tensor) for key, tensor in taken.items()])
 
     monkeypatch.setattr(module, "import_state", import_state)
     monkeypatch.setattr(module, "_check_origin", lambda *_: None)
