@@ -1,7 +1,8 @@
-"""What a decoder's configuration says about its size: heads, layers and an exact parameter count, without torch."""
+"""Reads a decoder's sizes from its configuration: heads, layers and an exact parameter count, without torch."""
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,13 +14,13 @@ from ray_ulysses.errors import UserError
 _PARTS = ("text_config", "vision_config", "audio_config")
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
-# Key-value heads where the configuration leaves them out, as each class of Transformers 5.23 declares them; a family
-# that is absent here falls back to the number of attention heads.
+# Key-value heads where the configuration omits them, as each class of Transformers 5.23 declares them; other families
+# fall back to the number of attention heads.
 _DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 _DEFAULT_HEAD_DIM = {"qwen3": 128}
 
 EXACT_FAMILIES: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose parameter count is exact; a test holds it against Transformers' own modules."""
+"""Model types whose parameter count is exact; a test compares it with Transformers' own modules."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,14 +33,14 @@ class ModelShape:
         hidden_size: Width of the residual stream.
         intermediate_size: Width inside the gated MLP.
         num_heads: Query heads.
-        num_kv_heads: Key-value heads; divides ``num_heads``. Of the layer with the most, where layers differ.
-        head_dim: Width of one head; of the layer with the widest, where layers differ.
+        num_kv_heads: Key-value heads; divides ``num_heads``. Where layers differ, the largest number.
+        head_dim: Width of one head; where layers differ, the largest width.
         attention_width: Width of the query heads of all layers together.
         vocab_size: Rows of the token embedding.
         tied_embeddings: Whether the output head shares the token embedding's weight.
         layer_parameters: Parameters of one decoder layer.
-        is_exact: Whether the parameter counts are exact (see ``EXACT_FAMILIES``) or an estimate that takes the
-            model for a Llama-like one.
+        is_exact: Whether the parameter counts are exact (see ``EXACT_FAMILIES``) or an estimate for a Llama-like
+            model.
     """
 
     model_type: str
@@ -67,7 +68,7 @@ class ModelShape:
         return self.num_layers * self.layer_parameters + self.hidden_size + heads * self.embedding_parameters
 
     def level_sp_sizes(self) -> tuple[int, ...]:
-        """Return the sp sizes that give each rank the same number of query heads without a ring, ascending."""
+        """Return, in ascending order, the sp sizes that give each rank equally many query heads without a ring."""
         return tuple(size for size in range(1, self.num_heads + 1) if self.num_heads % size == 0)
 
     @classmethod
@@ -76,26 +77,26 @@ class ModelShape:
 
         Args:
             config: The mapping that a ``config.json`` holds, or an inline one with ``model_type``.
-            source: How an error names the configuration.
+            source: Name of the configuration in errors.
 
         Returns:
-            The model's shape; sizes that were left out take the defaults of the family's class in Transformers.
+            The model's shape; missing sizes take the defaults of the family's class in Transformers.
 
         Raises:
-            UserError: If a size is missing, is not a positive whole number, or does not go with another one.
+            UserError: If a size is missing, is not a positive whole number, or contradicts another one.
         """
         model_type = config.get("model_type")
         parts = [name for name in _PARTS if isinstance(config.get(name), Mapping)]
         if parts:
             raise UserError(
-                f"{source}: is of a multimodal model (it has {', '.join(parts)}); set model.part: text to train its "
+                f"{source}: is a multimodal model (it has {', '.join(parts)}); set model.part: text to train its "
                 "text decoder, which is exported back into the whole checkpoint"
             )
         missing = [name for name in ("model_type", *_REQUIRED) if config.get(name) is None]
         if missing:
             raise UserError(
                 f"{source}: {', '.join(missing)} missing; a decoder's configuration must give "
-                f"{', '.join(('model_type', *_REQUIRED))}, as its config.json on the Hugging Face hub does"
+                f"{', '.join(('model_type', *_REQUIRED))}, as on the Hugging Face hub{_nearest_family(model_type)}"
             )
         if not isinstance(model_type, str):
             raise UserError(f"{source}.model_type={model_type!r}: must be a text such as 'llama'")
@@ -140,7 +141,7 @@ class ModelShape:
             path: The directory, or the file itself.
 
         Raises:
-            UserError: If there is no such file, it is no JSON object, or its sizes can't be used.
+            UserError: If there is no such file, it is not a JSON object, or its sizes can't be used.
         """
         file = Path(path)
         if file.is_dir():
@@ -157,6 +158,13 @@ class ModelShape:
         if not isinstance(content, dict):
             raise UserError(f"model.path={str(path)!r}: {file} must hold a JSON object, not {type(content).__name__}")
         return cls.from_config_dict(content, source=str(file))
+
+
+def _nearest_family(model_type: object) -> str:
+    """Return the suggestion for a misspelled model type; a version behind a family's name is no misspelling."""
+    near = difflib.get_close_matches(str(model_type).lower(), EXACT_FAMILIES, n=1, cutoff=0.75)
+    is_misspelled = near and not str(model_type).startswith(near[0])
+    return f" (did you mean model_type '{near[0]}'?)" if is_misspelled else ""
 
 
 def _positive_int(config: Mapping[str, Any], name: str, source: str) -> int:
@@ -188,7 +196,7 @@ def _head_dim(config: Mapping[str, Any], model_type: str, num_heads: int, hidden
         return _DEFAULT_HEAD_DIM[model_type]
     if hidden % num_heads:
         raise UserError(
-            f"{source}.hidden_size={hidden}: is no multiple of num_attention_heads={num_heads}; "
+            f"{source}.hidden_size={hidden}: is not a multiple of num_attention_heads={num_heads}; "
             "give head_dim, or sizes that divide"
         )
     return hidden // num_heads
@@ -199,8 +207,8 @@ def _layer_heads(
 ) -> list[tuple[int, int]]:
     """Return key-value heads and head width of each layer, where a configuration lets layers differ.
 
-    Transformers 5.23 writes what differs as ``per_layer_config``, by the layer's number as a text or not; Gemma 4's own
-    files name the sizes of its full-attention layers.
+    Transformers 5.23 stores the differences as ``per_layer_config``, by the layer's number (text or integer); Gemma 4's
+    own files give the sizes of its full-attention layers.
     """
     given = config.get("per_layer_config")
     if isinstance(given, Mapping):
@@ -220,7 +228,7 @@ def _layer_heads(
 
 def _layer_number(number: Any, num_layers: int, source: str) -> int:
     if not str(number).isdecimal() or int(number) >= num_layers:
-        raise UserError(f"{source}.per_layer_config names layer {number}, and there are {num_layers} layers")
+        raise UserError(f"{source}.per_layer_config has layer {number}, but there are {num_layers} layers")
     return int(number)
 
 
@@ -236,7 +244,7 @@ def _layer_parameters(
     """Count one layer: q, k, v and o projections, a gated MLP and its norms.
 
     Biases as in Transformers 5.23: Qwen2 always has them on q, k and v; Llama and Qwen3 on all four with
-    ``attention_bias``; Llama in the MLP with ``mlp_bias``. Qwen3 normalises queries and keys a head.
+    ``attention_bias``; Llama in the MLP with ``mlp_bias``. Qwen3 normalizes queries and keys per head.
     """
     # Families with experts are an estimate: each has a gated MLP, and a router chooses among them.
     experts = int(config.get("num_local_experts") or config.get("num_experts") or 1)

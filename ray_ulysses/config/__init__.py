@@ -1,6 +1,6 @@
 """The configuration of a run: a schema, its YAML file, and the rules between settings.
 
-Nothing here imports torch or reads the environment: a configuration is only what its file and ``--set`` say.
+Nothing here imports torch or reads the environment: a configuration depends on its file and ``--set`` alone.
 """
 
 from ray_ulysses.config.loading import load_config, parse_config

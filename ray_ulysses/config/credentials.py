@@ -1,4 +1,4 @@
-"""Credentials in a URI of the configuration: it is stored with the run and shown, so each has another place."""
+"""Refuses credentials in URIs of the configuration, which is stored with the run and printed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ray_ulysses.storage.location import credentials_hint
 _NODES = "in the environment of every node or in cluster.secrets_file"
 _SERVER = f"set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, {_NODES}"
 _POSTGRESQL = f"leave the user in it, and set PGPASSWORD {_NODES}"
-_DATABASE = "give the address of an MLflow server that stands before the database"
+_DATABASE = "give the address of an MLflow server in front of the database"
 
 
 def credential_problems(tree: object, path: str = "") -> Iterator[Problem]:
-    """Yield a problem for each text in nested mappings and lists that is, or holds, a URI with credentials.
+    """Yield a problem for each text in nested mappings and lists that contains a URI with credentials.
 
     Args:
-        tree: A configuration before it is checked, or a part of it.
+        tree: A configuration before validation, or a part of it.
         path: Dotted path of the part.
     """
     if isinstance(tree, str) and (safe := without_secret(tree)) != tree:

@@ -1,4 +1,4 @@
-"""Where two values of a setting differ: by the names inside them, not as two whole mappings."""
+"""Compares two values of a setting, key by key where they are mappings."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ray_ulysses.errors import NOT_GIVEN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """One place in which two values differ.
+    """One place where two values differ.
 
     Attributes:
         name: Dotted name of the place, such as ``rope_scaling.factor``; empty where the values differ as a whole.
-        old: What is there in the old value; ``NOT_GIVEN`` where it has no such place.
-        new: What is there in the new one.
+        old: Its old value; ``NOT_GIVEN`` where there was none.
+        new: Its new value.
     """
 
     name: str
@@ -26,11 +26,7 @@ class Difference:
 def differences(old: object, new: object) -> tuple[Difference, ...]:
     """Return where two JSON values differ, in the order of the old one.
 
-    Mappings are compared key by key, and lists of mappings entry by entry where they are equally long.
-
-    Args:
-        old: The value that there was.
-        new: The value that there is.
+    Mappings are compared key by key, and lists of mappings of equal length entry by entry.
     """
     return tuple(_differences(old, new, ""))
 

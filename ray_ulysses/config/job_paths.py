@@ -1,4 +1,4 @@
-"""Relative paths in a Ray job: each submission unpacks its working directory elsewhere, and a run would begin anew."""
+"""Refuses relative paths in a Ray job: each submission has a new working directory, so a run would not be found."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def relative_path_problems(config: Config, base: Path, environment: Mapping[str,
     """Return a problem for each setting that is a relative path, if the environment is that of a Ray job.
 
     Args:
-        config: As it was loaded.
+        config: The configuration as loaded.
         base: Working directory.
         environment: Variables of this process.
     """
@@ -37,11 +37,11 @@ def relative_path_problems(config: Config, base: Path, environment: Mapping[str,
 def refuse_relative_in_job(
     option: str, path: Path, *, base: Path | None = None, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Refuse a directory to write that is relative, in a Ray job.
+    """Refuse a relative output directory in a Ray job.
 
     Args:
-        option: Its name.
-        path: What it was given.
+        option: Name of the command's option.
+        path: Its value.
         base: Working directory; this process's by default.
         environment: Variables of this process.
 
@@ -54,10 +54,10 @@ def refuse_relative_in_job(
 
 def _problem(setting: str, value: str, absolute: str, base: Path) -> Problem:
     if _UNPACKED in base.parts:
-        # What the job has unpacked is gone with it; where the user's storage is, only the user knows.
+        # The unpacked files disappear with the job; only the user knows where their storage is.
         absolute = absolute.replace(str(base), "/mnt/shared")
-        hint = f"write an absolute path that every node sees, such as {absolute}"
+        hint = f"write an absolute path that every node can access, such as {absolute}"
     else:
-        hint = f"write {absolute}, if every node sees it, or another absolute path"
-    rule = "is relative, and a Ray job's working directory is another one at each submission"
+        hint = f"write {absolute}, if every node can access it, or another absolute path"
+    rule = "is relative, and a Ray job has a new working directory at each submission"
     return Problem(path=setting, value=value, rule=rule, hint=hint)

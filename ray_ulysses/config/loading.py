@@ -1,4 +1,4 @@
-"""From a YAML file and ``--set`` to a `Config`, or to all that is wrong with them at once."""
+"""Loads a `Config` from a YAML file and ``--set``, or reports all of their problems at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ray_ulysses.errors import ConfigError, Problem
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
-    """Read a configuration file, apply overrides, and check everything that the settings alone can show.
+    """Read a configuration file, apply overrides, and check everything that depends on the settings alone.
 
     Args:
         path: A YAML file.
@@ -31,12 +31,12 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(tree: object, overrides: Sequence[str] = (), source: str = "configuration") -> Config:
-    """Make a configuration from nested mappings, as `load_config` does from a file.
+    """Build a configuration from nested mappings, as `load_config` does from a file.
 
     Args:
         tree: Sections by name, each a mapping of its settings.
         overrides: Texts of the form ``a.b=c``.
-        source: What an error calls the configuration.
+        source: Name of the configuration in errors.
 
     Raises:
         ConfigError: With every problem of the settings and the overrides.
@@ -48,24 +48,21 @@ def _build(tree: object, problems: tuple[Problem, ...], overrides: Sequence[str]
     if tree is None and problems:
         raise ConfigError(problems, source)
     if not isinstance(tree, Mapping | None):
-        rule, hint = (
-            "the file must hold sections such as run, model and data",
-            "see the examples in configs/",
-        )
+        rule, hint = "the file must hold sections such as run, model and data", "see the examples in configs/"
         raise ConfigError((*problems, Problem(path="CONFIG", value=tree, rule=rule, hint=hint)), source)
     changed, wrong_overrides = apply_overrides(tree or {}, overrides)
     config, wrong_settings = _validate(changed)
     problems = (*problems, *wrong_overrides, *wrong_settings)
-    told = tuple(f"{problem.path}." for problem in problems)
-    problems += tuple(one for one in credential_problems(changed) if not f"{one.path}.".startswith(told))
+    reported = tuple(f"{problem.path}." for problem in problems)
+    problems += tuple(one for one in credential_problems(changed) if not f"{one.path}.".startswith(reported))
     if config is None or problems:
         raise ConfigError(problems, source)
     return config
 
 
 def _validate(tree: Mapping[str, object]) -> tuple[Config | None, tuple[Problem, ...]]:
-    # A section that is missing, or whose settings are all commented out, is one with no settings: its
-    # required ones are then reported one by one.
+    # A section that is missing or all commented out counts as empty: its required settings are then reported one by
+    # one.
     sections: dict[str, object] = {name: {} for name in section_models()}
     sections.update({name: value for name, value in tree.items() if value is not None or name not in sections})
     try:

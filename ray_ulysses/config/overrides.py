@@ -1,4 +1,4 @@
-"""``--set a.b=c``: changes to a configuration that are given beside its file."""
+"""Applies ``--set a.b=c`` to a configuration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def apply_overrides(
     for override in overrides:
         path, separator, text = override.partition("=")
         names = path.strip().split(".")
-        # A name that no terminal can show is none of ours.
+        # No setting has a name that a terminal can't print.
         if not (separator and len(names) > 1 and all(names) and path.isprintable() and len(path) <= _LONGEST_PATH):
             problems.append(Problem(path="--set", value=override, rule="is not of the form a.b=c", hint=_FORM))
             continue
@@ -39,7 +39,7 @@ def apply_overrides(
 
 
 def _put(tree: dict[str, object], names: Sequence[str], value: object) -> tuple[Problem, ...]:
-    """Set one value inside nested mappings, in place; a missing or null mapping on the way is made."""
+    """Set one value inside nested mappings, in place; missing and null mappings on the way are created."""
     node = tree
     for depth, name in enumerate(names[:-1], start=1):
         below = node.get(name)
@@ -47,14 +47,8 @@ def _put(tree: dict[str, object], names: Sequence[str], value: object) -> tuple[
             below = node[name] = {}
         if not isinstance(below, dict):
             holder = ".".join(names[:depth])
-            return (
-                Problem(
-                    path="--set",
-                    value=".".join(names),
-                    rule=f"{holder} is a value, not a group of settings",
-                    hint=f"set {holder} itself",
-                ),
-            )
+            rule = f"{holder} is a value, not a group of settings"
+            return (Problem(path="--set", value=".".join(names), rule=rule, hint=f"set {holder} itself"),)
         node = below
     node[names[-1]] = value
     return ()

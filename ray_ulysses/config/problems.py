@@ -1,4 +1,4 @@
-"""From pydantic's errors to ours: the setting, its value, the rule, the way out and the nearest name."""
+"""Translates pydantic's errors into `Problem`: setting, value, rule, hint and nearest name."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ray_ulysses.validation import rule_of, shown_text
 
 _MOST_GUESSED = 50
 _REFERENCE = "docs/configuration.md lists every setting"
-_TEXT = "write it in quotes if it looks like a number, a date or a truth value"
+_TEXT = "write it in quotes if it looks like a number, a date or a boolean"
 
-# Rules that are told otherwise for a setting than for what a file holds.
+# Rules whose text for a setting differs from that for the content of a file.
 _RULES = {
     "missing": "the setting is required",
     "model_type": "must be a group of settings",
-    "string_pattern_mismatch": "may have only letters, digits, '.', '_' and '-', and starts with a letter or a digit",
+    "string_pattern_mismatch": "may have only letters, digits, '.', '_' and '-', and must start with a letter or digit",
 }
 
-# The way out of each kind of pydantic error; the rule comes from `validation`.
-_WAYS_OUT: dict[str, Callable[[Mapping[str, Any]], str]] = {
+# The hint of each kind of pydantic error; the rule comes from `validation`.
+_HINTS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "missing": lambda _: "add it to the file, or give it with --set",
     "greater_than": lambda c: f"use a number above {c['gt']}",
     "greater_than_equal": lambda c: f"use {c['ge']} or more",
@@ -51,11 +51,11 @@ _WAYS_OUT: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 
 def problems_of(error: ValidationError) -> tuple[Problem, ...]:
-    """Return a problem for each error that pydantic found, in the order in which it found them."""
+    """Return a problem for each error of pydantic, in its order."""
     details = error.errors(include_url=False)
-    # A list whose only entry is wrong counts as empty for pydantic, which says so as well.
+    # A list whose only entry is wrong also counts as empty for pydantic, which reports both.
     details = [detail for detail in details if detail["type"] != "too_short" or not detail["input"]]
-    # Looking for the nearest of all settings takes a while, and nobody reads thousands of problems.
+    # Searching for the nearest setting is slow, and nobody reads thousands of problems.
     return tuple(_problem(detail, is_guessed=number < _MOST_GUESSED) for number, detail in enumerate(details))
 
 
@@ -63,8 +63,8 @@ def _problem(detail: ErrorDetails, *, is_guessed: bool) -> Problem:
     path = shown_text(".".join(str(part) for part in detail["loc"]))
     if detail["type"] == "extra_forbidden":
         return _unknown(path, detail["input"], is_guessed=is_guessed)
-    way = _WAYS_OUT.get(detail["type"])
-    rule, hint = _RULES.get(detail["type"]) or rule_of(detail), way(detail.get("ctx", {})) if way else _REFERENCE
+    hint_of = _HINTS.get(detail["type"], lambda _: _REFERENCE)
+    rule, hint = _RULES.get(detail["type"]) or rule_of(detail), hint_of(detail.get("ctx", {}))
     value = NOT_GIVEN if detail["type"] == "missing" else detail.get("ctx", {}).get("shown", detail["input"])
     return Problem(path=path, value=value, rule=rule, hint=hint)
 
@@ -74,9 +74,9 @@ def _unknown(path: str, value: object, *, is_guessed: bool) -> Problem:
         return Problem(
             path=path,
             value=value,
-            rule="code of a model's repository is never run: it would run on every worker, and attention in it can't "
+            rule="code of a model's repository is never run: it would run on every worker, and its attention can't "
             "be replaced exactly",
-            hint="remove it, and use a model whose architecture Transformers has",
+            hint="remove it, and use a model whose architecture Transformers implements",
         )
     nearest = nearest_name(path) if is_guessed else None
     hint = "correct the name, or remove it" if nearest else f"remove it; {_REFERENCE}"
@@ -84,9 +84,9 @@ def _unknown(path: str, value: object, *, is_guessed: bool) -> Problem:
 
 
 def nearest_name(path: str) -> str | None:
-    """Return the known section or setting that an unknown one most likely means, or None.
+    """Return the known section or setting that an unknown name most likely means, or None.
 
-    A setting's own section is looked at first, then the same or a similar name in any other section.
+    The setting's own section is searched first, then all other sections for the same or a similar name.
     """
     section, _, setting = path.rpartition(".")
     if not section:

@@ -1,17 +1,16 @@
-"""How ``model.resume_from`` names a checkpoint of another run: in its directory or store, or through MLflow (pure)."""
+"""Parses ``model.resume_from``: a checkpoint of another run, in its directory or store, or through MLflow."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.run_names import STEP_LOCATION
-from ray_ulysses.storage.location import LocationError, absolute_location, parse_location, without_secret
+from ray_ulysses.storage.location import LocationError, parse_location, without_secret
 
 Which = int | Literal["latest", "best"]
-"""A step, the newest checkpoint, or the one of the lowest loss."""
+"""A step, the newest checkpoint, or the one with the lowest loss."""
 
 SETTING = "model.resume_from"
 
@@ -25,10 +24,10 @@ _FORMS = (
 
 
 class ReferenceProblem(UserError):
-    """A text names no checkpoint.
+    """A text does not name a checkpoint.
 
     Attributes:
-        shown: The text, less any secret.
+        shown: The text without secrets.
         rule: The rule that it breaks.
         hint: What to write instead.
     """
@@ -40,11 +39,11 @@ class ReferenceProblem(UserError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunReference:
-    """A checkpoint of a run that is found by where it lies.
+    """A checkpoint of a run that is found by its location.
 
     Attributes:
         location: The run's directory, or the URI of the store of its checkpoints.
-        which: Which of them.
+        which: Which of the checkpoints.
     """
 
     location: str
@@ -71,17 +70,17 @@ class MlflowReference:
 
 
 def parse_reference(text: str) -> RunReference | MlflowReference:
-    """Return which checkpoint a text means; the newest one where it does not say.
+    """Return the checkpoint that a text names; the newest one where it names none in particular.
 
     Args:
         text: ``<run>[@<step|latest|best>]``, ``<run>/checkpoints/step-<step>``, or
             ``mlflow:<run>/<step|latest|best>``.
 
     Raises:
-        ReferenceProblem: It names none.
+        ReferenceProblem: It is not a valid reference.
     """
     if not text.strip() or text != text.strip():
-        raise ReferenceProblem(text, "must name a checkpoint, without blanks around it")
+        raise ReferenceProblem(text, "must name a checkpoint, without spaces around it")
     if text.startswith(_MLFLOW):
         return _parse_mlflow(text)
     reference = _parse_run(text)
@@ -94,10 +93,10 @@ def parse_reference(text: str) -> RunReference | MlflowReference:
 
 def _parse_run(text: str) -> RunReference:
     run, mark, selector = text.rpartition("@")
-    # What follows the mark in s3://key@bucket/runs is a part of the path.
+    # In s3://key@bucket/runs the text after the @ is part of the path.
     if mark and "/" not in selector:
         if not run:
-            raise ReferenceProblem(text, f"names no run before @{selector}")
+            raise ReferenceProblem(text, f"has no run before @{selector}")
         return RunReference(location=run, which=_which(text, selector))
     folder = STEP_LOCATION.match(text)
     if folder:
@@ -115,7 +114,7 @@ def _parse_mlflow(text: str) -> MlflowReference:
 
 def _run(text: str, run: str) -> str:
     if not run or "/" in run or "@" in run:
-        raise ReferenceProblem(text, f"{run!r} is no id or name of an MLflow run")
+        raise ReferenceProblem(text, f"{run!r} is not the id or name of an MLflow run")
     return run
 
 
@@ -125,22 +124,6 @@ def _which(text: str, selector: str) -> Which:
     if not selector.isascii() or not selector.isdigit():
         hint = _FORMS
         if not text.startswith(_MLFLOW):
-            hint += f"; where {selector!r} is the end of a directory's name, add @latest"
-        raise ReferenceProblem(text, f"{selector!r} is no step, latest or best", hint)
+            hint += f"; if {selector!r} is the end of a directory's name, add @latest"
+        raise ReferenceProblem(text, f"{selector!r} is not a step, latest or best", hint)
     return int(selector)
-
-
-def absolute_reference(text: str, base: Path) -> RunReference | MlflowReference:
-    """Return a reference whose run's directory does not depend on where a process works; others as they are.
-
-    Args:
-        text: As in `parse_reference`.
-        base: Absolute directory that relative paths start from.
-
-    Raises:
-        ReferenceProblem: The text names no checkpoint.
-    """
-    reference = parse_reference(text)
-    if isinstance(reference, MlflowReference):
-        return reference
-    return replace(reference, location=absolute_location(reference.location, base))

@@ -1,7 +1,7 @@
-"""Which settings may change when a run is resumed, and which are part of what it is.
+"""Compares the settings of a resume with those of the run: some may change, others identify the run.
 
-A setting that decides which tokens a step trains, in which order, or what a step does with them, stays as it
-was; one that decides where, on how many workers, for how long or how loudly may change.
+A setting that determines which tokens a step trains, in which order, or what a step does with them must stay the same;
+one that determines where, on how many workers, for how long or how verbosely may change.
 """
 
 from __future__ import annotations
@@ -15,60 +15,60 @@ from ray_ulysses.config.difference import Difference, differences
 from ray_ulysses.config.schema import Config
 from ray_ulysses.errors import NOT_GIVEN, Problem, shown
 
-#: Settings that stay for the life of a run, with the reason.
+#: Settings that stay the same for the life of a run, with the reason.
 FIXED: dict[str, str] = {
     "run.name": "it names the run",
-    "run.seed": "it decides the weights and the order of the data",
+    "run.seed": "it determines the weights and the order of the data",
     "model.path": "another model is another run",
     "model.init": "another model is another run",
     "model.config": "another model is another run",
     "model.part": "another model is another run",
-    "model.dtype": "the precision of the weights belongs to the curve",
-    "data.eval_fraction": "it decides which documents are trained on",
-    "parallel.allowed_sp": "it decides how rows are padded",
-    "optimizer.lr": "it belongs to the curve",
-    "optimizer.betas": "they belong to the curve",
-    "optimizer.eps": "it belongs to the curve",
-    "optimizer.weight_decay": "it belongs to the curve",
-    "optimizer.max_grad_norm": "it belongs to the curve",
-    "schedule.warmup_steps": "it belongs to the curve",
-    "schedule.horizon_steps": "it belongs to the curve",
-    "schedule.min_lr_ratio": "it belongs to the curve",
-    "tracking.experiment": "a run stays one MLflow run for life",
+    "model.dtype": "the precision of the weights shapes the loss curve",
+    "data.eval_fraction": "it determines which documents are trained on",
+    "parallel.allowed_sp": "it determines how rows are padded",
+    "optimizer.lr": "it shapes the loss curve",
+    "optimizer.betas": "they shape the loss curve",
+    "optimizer.eps": "it shapes the loss curve",
+    "optimizer.weight_decay": "it shapes the loss curve",
+    "optimizer.max_grad_norm": "it shapes the loss curve",
+    "schedule.warmup_steps": "it shapes the loss curve",
+    "schedule.horizon_steps": "it shapes the loss curve",
+    "schedule.min_lr_ratio": "it shapes the loss curve",
+    "tracking.experiment": "a run is one MLflow run for its whole life",
 }
 
-# What a run is called, here and in MLflow: its state may go on under another name elsewhere.
+# The names of a run, here and in MLflow: its state may be continued under another name.
 _NAMES = frozenset({"run.name", "tracking.experiment"})
 _MOST_LISTED = 6
 
-#: Settings of the data plan: they stay, unless a change is asked for as a branch of the plan (``train --branch``).
+#: Settings of the data plan: they stay the same unless ``train --branch`` requests a branch of the plan.
 BRANCHABLE: dict[str, str] = {
-    "data.path": "it decides what is trained on",
-    "data.sources": "they decide what is trained on",
-    "data.context_tokens": "it decides how documents are packed into rows",
-    "data.rows_per_step": "it decides the rows of every step",
-    "data.packing": "it decides how rows are filled",
-    "data.overlong": "it decides which tokens are trained on",
-    "data.balance_steps": "it decides the rows of every step",
-    "data.epochs": "it decides the plan and its length",
-    "data.eval_rows": "evaluations compare the same rows",
+    "data.path": "it determines what is trained on",
+    "data.sources": "they determine what is trained on",
+    "data.context_tokens": "it determines how documents are packed into rows",
+    "data.rows_per_step": "it determines the rows of every step",
+    "data.packing": "it determines how rows are filled",
+    "data.overlong": "it determines which tokens are trained on",
+    "data.balance_steps": "it determines the rows of every step",
+    "data.epochs": "it determines the plan and its length",
+    "data.eval_rows": "evaluations must compare the same rows",
 }
 
-#: Settings that may change on resume, with what to know about it.
+#: Settings that may change on resume, with a note.
 FREE: dict[str, str] = {
-    "run.storage": "when the directory was moved or is mounted elsewhere",
+    "run.storage": "if the directory was moved or is mounted elsewhere",
     "run.storage_kind": "",
-    "run.stop_step": "a later one goes on; the learning rate does not notice",
+    "run.stop_step": "a later step continues the run; the learning rate is not affected",
     "run.log_every_steps": "",
     "run.eval_every_steps": "",
     "run.self_test": "",
     "model.resume_from": "read only while the run has no checkpoint of its own",
-    "model.resume_state": "likewise",
+    "model.resume_state": "read only while the run has no checkpoint of its own",
     "model.attention": "kernels agree within their tolerance",
-    "data.engine": "both give the same bytes",
+    "data.engine": "both yield the same bytes",
     "data.prefetch_rows": "",
     "parallel.sp_size": "any value of `parallel.allowed_sp`",
-    "parallel.ring_size": "any that the rows, padded for `parallel.allowed_sp`, can be cut for",
+    "parallel.ring_size": "any size that divides the rows, which are padded for `parallel.allowed_sp`",
     "memory.gradient_checkpointing": "",
     "memory.attention_output": "",
     "memory.attention_chunks": "",
@@ -77,8 +77,8 @@ FREE: dict[str, str] = {
     "memory.nvme_path": "",
     "memory.device_gib": "",
     "memory.host_gib": "",
-    "checkpoint.storage": "when what is there was moved; where the checkpoints of a run that has saved are not "
-    "found, or are all damaged, it does not begin anew but ends and says so",
+    "checkpoint.storage": "if the checkpoints were moved there; a run that has saved does not restart from step 0 "
+    "where its checkpoints are missing or all damaged, but ends with an error",
     "checkpoint.every_steps": "",
     "checkpoint.every_minutes": "",
     "checkpoint.keep_last": "",
@@ -91,11 +91,11 @@ FREE: dict[str, str] = {
     "checkpoint.failed_saves_patience_s": "",
     "checkpoint.save_at_end": "",
     "elastic.max_failures": "counted from the resume on",
-    "elastic.failure_window_s": "what a command puts up with",
+    "elastic.failure_window_s": "failures are counted per command",
     "elastic.worker_start_timeout_s": "",
     "elastic.collective_timeout_s": "",
     "tracking.enabled": "",
-    "tracking.uri": "when the same server has moved",
+    "tracking.uri": "if the same server has moved",
     "tracking.tags": "",
     "cluster.address": "",
     "cluster.workers": "any multiple of `parallel.sp_size`",
@@ -108,15 +108,15 @@ FREE: dict[str, str] = {
 
 
 _ADDED: dict[str, Any] = {"model.part": "whole"}
-"""Settings that older checkpoints don't note, and what these were written under; left out where they are that."""
+"""Settings that older checkpoints don't record, with the value they were written under, which is left out."""
 
 
 def resume_conflicts(old: Config, new: Config, *, branch: bool = False) -> tuple[Problem, ...]:
-    """Return a problem for each setting of a resume that contradicts the run, in the order of the table.
+    """Return a problem for each setting that contradicts the run, in the order of the table.
 
     Args:
-        old: The configuration that the run was started with, as stored in its directory.
-        new: The configuration that the run is to go on with.
+        old: The configuration stored in the run's directory.
+        new: The configuration to resume with.
         branch: Whether settings of the data plan may change.
     """
     paths = {**({} if branch else BRANCHABLE), **FIXED}
@@ -126,9 +126,9 @@ def resume_conflicts(old: Config, new: Config, *, branch: bool = False) -> tuple
 
 def _conflict(run: str, path: str, reason: str, found: tuple[Difference, ...]) -> Problem:
     instead = "make it a branch of the run with `ray-ulysses train --branch`, " if path in BRANCHABLE else ""
-    hint = f"put {path} back to resume, {instead}or choose another run.name to start a new run"
+    hint = f"restore {path} to resume, {instead}or choose another run.name to start a new run"
     if found[0].name:
-        rule = f"is not the one that run '{run}' was started with ({_listed(found)}), and {reason}"
+        rule = f"differs from the one that run '{run}' was started with ({_listed(found)}), and {reason}"
         return Problem(path=path, rule=rule, hint=hint)
     rule = f"run '{run}' was started with {shown(found[0].old)}, and {reason}"
     return Problem(path=path, value=found[0].new, rule=rule, hint=hint)
@@ -145,17 +145,17 @@ def _or_nothing(value: object) -> str:
 
 
 def resume_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that a state belongs to, by path, as JSON values: equal for all attempts of a run."""
+    """Return the settings that a saved state depends on, by path, as JSON values: equal for all attempts of a run."""
     settings = {path: setting(config, path) for path in FIXED if path not in _NAMES}
     return {path: value for path, value in settings.items() if path not in _ADDED or value != _ADDED[path]}
 
 
 def settings_that_differ(stored: Mapping[str, Any], config: Config) -> str:
-    """Return in words what a configuration sets otherwise than the one that a state was written under.
+    """Describe how a configuration differs from the one under which a state was written.
 
     Args:
-        stored: What `resume_settings` returned of that one.
-        config: The present one.
+        stored: `resume_settings` of that one.
+        config: The present configuration.
     """
     now = _ADDED | resume_settings(config)
     before = _ADDED | dict(stored)
@@ -174,11 +174,6 @@ def resume_fingerprint(config: Config) -> str:
 
 
 def setting(config: Config, path: str) -> Any:
-    """Return a setting as a JSON value, as it stands in a file.
-
-    Args:
-        config: The configuration.
-        path: The setting's dotted path.
-    """
+    """Return the setting with a dotted path as a JSON value, as a file holds it."""
     section, _, name = path.partition(".")
     return getattr(config, section).model_dump(mode="json", include={name})[name]

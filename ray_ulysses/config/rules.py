@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
@@ -25,8 +24,8 @@ def broken_rules_of_part(sections: Mapping[str, Mapping[str, object]]) -> tuple[
     """Return the broken rules of a configuration of which some settings are unusable.
 
     Args:
-        sections: The usable settings, by section and name. A rule that needs another one is left out, so that
-            one slip is not reported again by every rule that meets it.
+        sections: The usable settings, by section and name. A rule that needs an unusable setting is skipped, so that
+            one mistake is not reported again by every rule that involves it.
     """
     part = cast(Config, _Part({name: _Part(values) for name, values in sections.items()}))
     problems: list[Problem] = []
@@ -39,11 +38,11 @@ def broken_rules_of_part(sections: Mapping[str, Mapping[str, object]]) -> tuple[
 
 
 class _UnusableError(Exception):
-    """A rule asked for a setting that is not usable."""
+    """A rule read a setting that is not usable."""
 
 
 class _Part:
-    """Stands in for a section, or for the configuration, of which only some settings are usable."""
+    """Stand-in for a section, or for the configuration, of which only some settings are usable."""
 
     def __init__(self, values: Mapping[str, object]) -> None:
         self._values = values
@@ -75,7 +74,7 @@ def _weights_have_a_source(config: Config) -> Iterator[Problem]:
         yield Problem(
             path="model.config",
             rule="model.init=random needs a model configuration",
-            hint="write it in line under model.config, or give a model.path that has a config.json",
+            hint="write it inline under model.config, or give a model.path that has a config.json",
         )
 
 
@@ -84,15 +83,15 @@ def _data_has_a_source(config: Config) -> Iterator[Problem]:
     if path is None and sources is None:
         yield Problem(
             path="data.path",
-            rule="no corpus is named",
-            hint="give a directory that `ray-ulysses prepare` has written, or several under data.sources",
+            rule="no corpus is given",
+            hint="give a directory that `ray-ulysses prepare` wrote, or several under data.sources",
         )
     elif path is not None and sources is not None:
         yield Problem(
             path="data.path",
             value=path,
-            rule="data.sources names corpora too",
-            hint="name every corpus under data.sources, and remove data.path",
+            rule="data.sources lists corpora too",
+            hint="list every corpus under data.sources, and remove data.path",
         )
 
 
@@ -141,7 +140,7 @@ def _nvme_has_a_place(config: Config) -> Iterator[Problem]:
         yield Problem(
             path="memory.offload_optimizer",
             value="nvme",
-            rule=f"memory.zero_stage={memory.zero_stage} keeps the optimizer's state in memory",
+            rule=f"memory.zero_stage={memory.zero_stage} keeps the optimizer state in memory",
             hint="set memory.zero_stage: 3, or memory.offload_optimizer: cpu",
         )
     if config.checkpoint.host_buffers == 0:
@@ -155,7 +154,7 @@ def _nvme_has_a_place(config: Config) -> Iterator[Problem]:
 
 def _heads_allow_sp(config: Config) -> Iterator[Problem]:
     if config.model.config is None or config.model.part == "text":
-        # The sizes of a decoder inside another model are known with the defaults of its type, which a plan looks at.
+        # The sizes of a decoder inside another model need the defaults of its type, which `plan` reads.
         return
     try:
         shape = ModelShape.from_config_dict(config.model.config)
@@ -171,14 +170,14 @@ def _heads_allow_sp(config: Config) -> Iterator[Problem]:
 
 
 def ring_problem(sp_size: int, ring_size: int, shape: ModelShape) -> Problem:
-    """Return what is wrong with a ring that leaves more ranks than the model has query heads."""
+    """Return the problem of a ring that leaves more ranks than the model has query heads."""
     rings = [ring for ring in range(1, sp_size + 1) if sp_size % ring == 0 and sp_size // ring <= shape.num_heads]
     return Problem(
         path="parallel.ring_size",
         value=ring_size,
         rule=f"leaves {sp_size // ring_size} of parallel.sp_size={sp_size} ranks to share the model's "
         f"{shape.num_heads} attention heads",
-        hint=f"use {', '.join(str(ring) for ring in rings)}, or null to have it chosen",
+        hint=f"use {', '.join(str(ring) for ring in rings)}, or null to choose automatically",
     )
 
 
@@ -190,7 +189,7 @@ def _ring_divides_sp(config: Config) -> Iterator[Problem]:
             path="parallel.ring_size",
             value=ring_size,
             rule=f"does not divide parallel.sp_size={sp_size}",
-            hint=f"use {choices}, or null to have it chosen",
+            hint=f"use {choices}, or null to choose automatically",
         )
 
 
@@ -212,12 +211,10 @@ def _sp_divides_workers(config: Config) -> Iterator[Problem]:
 def _sp_is_allowed(config: Config) -> Iterator[Problem]:
     sp_size, allowed = config.parallel.sp_size, config.parallel.allowed_sp
     if allowed is not None and sp_size not in allowed:
-        choices = ", ".join(str(size) for size in allowed)
-        rule = f"is not in parallel.allowed_sp ({choices})"
         yield Problem(
             path="parallel.sp_size",
             value=sp_size,
-            rule=rule,
+            rule=f"is not in parallel.allowed_sp ({', '.join(str(size) for size in allowed)})",
             hint="use one of these, or add it to allowed_sp of a new run",
         )
 
@@ -235,7 +232,7 @@ def _context_holds_the_padding(config: Config) -> Iterator[Problem]:
 
 
 def _least_multiple(config: Config, sp_size: int) -> int:
-    """Return what rows of an sp size are a multiple of, as far as the file tells: on a ring twice as much."""
+    """Return the number that row lengths are a multiple of at an sp size, as far as the file determines it."""
     ring_size = config.parallel.ring_size if sp_size == config.parallel.sp_size else None
     num_heads = (config.model.config or {}).get("num_attention_heads")
     takes_ring = isinstance(num_heads, int) and sp_size > num_heads if ring_size is None else ring_size > 1
@@ -258,8 +255,8 @@ def _evaluation_has_documents(config: Config) -> Iterator[Problem]:
         yield Problem(
             path="run.eval_every_steps",
             value=config.run.eval_every_steps,
-            rule="needs documents that are held out, and data.eval_fraction is 0",
-            hint="set data.eval_fraction to a share such as 0.01, or remove eval_every_steps",
+            rule="needs held-out documents, and data.eval_fraction is 0",
+            hint="set data.eval_fraction to a fraction such as 0.01, or remove eval_every_steps",
         )
 
 
@@ -293,41 +290,18 @@ def _network_storage_has_a_server(config: Config) -> Iterator[Problem]:
 
 
 def _mlflow_reference_has_a_server(config: Config) -> Iterator[Problem]:
-    asked = config.model.resume_from
-    if asked is None or config.tracking.enabled or not isinstance(parse_reference(asked), MlflowReference):
+    reference = config.model.resume_from
+    if reference is None or config.tracking.enabled or not isinstance(parse_reference(reference), MlflowReference):
         return
     yield Problem(
         path="tracking.enabled",
         value=False,
-        rule=f"model.resume_from={asked!r} is looked up in MLflow, which is off",
+        rule=f"model.resume_from={reference!r} is looked up in MLflow, which is off",
         hint="set tracking.enabled: true, or name the run's directory or store in model.resume_from",
     )
 
 
-def _homes_are_known(config: Config) -> Iterator[Problem]:
-    data = config.data
-    paths = {
-        "run.storage": config.run.storage,
-        "data.path": data.path,
-        **{f"data.sources.{number}.path": source.path for number, source in enumerate(data.sources or ())},
-        "model.path": config.model.path,
-        "model.resume_from": config.model.resume_from,
-        "checkpoint.storage": config.checkpoint.storage,
-        "memory.nvme_path": config.memory.nvme_path,
-        "cluster.secrets_file": config.cluster.secrets_file,
-    }
-    for path, value in paths.items():
-        if value is not None and os.path.expanduser(value).startswith("~"):
-            yield Problem(
-                path=path,
-                value=value,
-                rule="names the home directory of a user that this machine does not know",
-                hint="write an absolute path",
-            )
-
-
 _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
-    _homes_are_known,
     _weights_have_a_source,
     _data_has_a_source,
     _weights_decide,

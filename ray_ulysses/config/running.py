@@ -1,34 +1,39 @@
-"""Settings of how it runs: parallel, memory, checkpoint, elastic, tracking and cluster."""
+"""Settings of how a run is executed: parallel, memory, checkpoint, elastic, tracking and cluster."""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
-from ray_ulysses.config.section import Section, refusal
-from ray_ulysses.storage.location import LocationError, parse_location, without_secret
+from ray_ulysses.config.section import PlacePath, Section, base_of, refusal
+from ray_ulysses.storage.location import LocationError, absolute_location, parse_location, without_secret
 
-_TRACKING_SCHEMES = ("http://", "https://", "sqlite:///", "postgresql", "mysql", "mssql")
+SQLITE = "sqlite:///"
+"""What the URI of an SQLite database begins with; a path follows."""
+
+_TRACKING_SCHEMES = ("http://", "https://", SQLITE, "postgresql", "mysql", "mssql")
+_RAY_ADDRESS = re.compile(r"auto|(?:ray://)?(?:\[[0-9A-Fa-f:.]+\]|[^\s/:@?#]+)(?::[0-9]{1,5})?")
 
 
 class ParallelSection(Section):
-    """How the workers share a row. The world is dp x sp; dp follows from `cluster.workers`."""
+    """How the workers share a row. The world size is dp x sp; dp follows from `cluster.workers`."""
 
     sp_size: int = Field(default=1, ge=1, le=65_536)
-    """Ranks that share one row, each with a slice of its tokens (the `sp` axis). It must divide
-    `cluster.workers`; ranks are level where it divides the model's attention heads. Default 1: rows are not
-    shared."""
+    """Ranks that share one row, each with a slice of its tokens (the `sp` axis). It must divide `cluster.workers`; the
+    ranks have equal work where it also divides the model's attention heads. Default 1: rows are not shared."""
 
     ring_size: int | None = Field(default=None, ge=1, le=65_536)
-    """Ring part of `sp_size`: keys and values go round this many ranks, and heads are exchanged over
-    `sp_size / ring_size`, which may not exceed the model's attention heads. Default null: 1 up to as many ranks as
-    heads, beyond that the smallest that leaves a divisor of the heads."""
+    """Ring factor of `sp_size`: keys and values are passed around this many ranks, and heads are exchanged among
+    `sp_size / ring_size` ranks, which may not exceed the model's attention heads. Default null: 1 up to as many ranks
+    as heads; beyond that, the smallest ring for which the remaining factor divides the heads."""
 
     allowed_sp: tuple[Annotated[int, Field(ge=1, le=65_536)], ...] | None = Field(default=None, strict=False)
-    """Values of `sp_size` that the run may ever use, in ascending order. Rows are padded to their least
-    common multiple (twice a size that takes a ring), for the whole run. Default null: every divisor of the model's
-    attention heads, and `sp_size`."""
+    """All values of `sp_size` that the run may ever use, in ascending order. Rows are padded to their least common
+    multiple (to twice a size that needs a ring) for the whole run. Default null: every divisor of the model's attention
+    heads, and `sp_size`."""
 
     @field_validator("allowed_sp")
     @classmethod
@@ -39,91 +44,90 @@ class ParallelSection(Section):
 
 
 class MemorySection(Section):
-    """What is traded for memory, and the memory that `plan` compares with."""
+    """Trade-offs between memory and speed, and the limits that `plan` compares its estimate with."""
 
     gradient_checkpointing: bool = True
-    """Whether a layer's activations are computed again in the backward pass instead of kept. Default true:
-    at long context they don't fit otherwise."""
+    """Whether a layer's activations are recomputed in the backward pass instead of kept. Default true: at long context
+    they don't fit otherwise."""
 
     attention_output: Literal["both", "kernel", "none"] = "both"
-    """What gradient checkpointing keeps of attention: its output in the layouts of the kernel and of the model
-    (`both`: 5 collectives per layer), in the kernel's alone (`kernel`: 6 collectives, one output less), or nothing
-    (`none`: attention runs twice). Default `both`, the fastest."""
+    """What gradient checkpointing keeps of attention: its output in the kernel's and in the model's layout (`both`: 5
+    collectives per layer), in the kernel's alone (`kernel`: 6 collectives, one output less), or nothing (`none`:
+    attention is computed twice). Default `both`, the fastest."""
 
     attention_chunks: int = Field(default=1, ge=1)
-    """Shares of the key-value heads that are exchanged and attended one after the other: with more, the
-    exchange's buffers shrink and collectives multiply. Default 1: all at once."""
+    """Number of chunks of key-value heads that are exchanged and attended one after the other: more chunks need smaller
+    exchange buffers and more collectives. Default 1: all heads at once."""
 
     zero_stage: Literal[1, 2, 3] = 3
-    """What is shared out over the workers (DeepSpeed's ZeRO): the optimizer's state (1), gradients too (2), or
-    the weights as well (3). Default 3; a smaller stage gathers less where the weights fit."""
+    """DeepSpeed's ZeRO stage, that is, what is sharded over the workers: the optimizer state (1), also the gradients
+    (2), or also the weights (3). Default 3; a lower stage communicates less where the weights fit."""
 
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
-    """Where the optimizer's state lives: `none` leaves it on the GPU, `cpu` moves it to host memory, `nvme` to
-    files under `nvme_path` (`zero_stage` 3 only). Default `none`, which is faster where it fits."""
+    """Where the optimizer state is kept: `none` leaves it on the GPU, `cpu` moves it to host memory, `nvme` to files
+    under `nvme_path` (`zero_stage` 3 only). Default `none`, which is faster where it fits."""
 
-    nvme_path: str | None = Field(default=None, min_length=1)
-    """Directory on a local disk of each node for `offload_optimizer: nvme`. Default null: there is none."""
+    nvme_path: PlacePath | None = None
+    """Directory on a local disk of each node for `offload_optimizer: nvme`. Default null."""
 
     device_gib: float | None = Field(default=None, gt=0.0)
-    """Memory of one GPU, in GiB, that `plan` holds its estimate against; a run that can't fit is refused.
-    Default null: the estimate is printed and nothing is refused."""
+    """Memory of one GPU, in GiB, that `plan` compares its estimate with; a run that can't fit is refused. Default null:
+    the estimate is printed and nothing is refused."""
 
     host_gib: float | None = Field(default=None, gt=0.0)
-    """Host memory for one worker, in GiB, that `plan` holds its estimate against. Default null: nothing is
-    refused."""
+    """Host memory for one worker, in GiB, that `plan` compares its estimate with. Default null: nothing is refused."""
 
 
 class CheckpointSection(Section):
-    """When state is saved, how, and how much of it is kept."""
+    """When the state is saved, how, and which checkpoints are kept."""
 
-    storage: str | None = Field(default=None, min_length=1)
-    """Where checkpoints are kept, if not in the run's directory: a path that every node sees, or the URI of an object
-    store such as `s3://bucket/prefix`; they lie there under the run's name. Credentials come from the environment of
-    every node, or from `cluster.secrets_file`. Default null: `checkpoints/` in the run's directory."""
+    storage: PlacePath | None = None
+    """Where checkpoints are stored, if not in the run's directory: a path that every node can access, or the URI of an
+    object store such as `s3://bucket/prefix`; they are stored there under the run's name. Credentials come from the
+    environment of every node, or from `cluster.secrets_file`. Default null: `checkpoints/` in the run's directory."""
 
     every_steps: int | None = Field(default=100, ge=1)
-    """Steps between two checkpoints, in steps; null for no such rule. Default 100."""
+    """Steps between two checkpoints; null turns this rule off. Default 100."""
 
     every_minutes: float | None = Field(default=None, gt=0.0)
-    """Minutes between two checkpoints, beside `every_steps`: whichever comes first. Default null: no such
-    rule."""
+    """Minutes between two checkpoints, in addition to `every_steps`: the one that comes first saves. Default null: no
+    such rule."""
 
     keep_last: int = Field(default=3, ge=1)
-    """Committed checkpoints that are kept. An older one is deleted only after its successor is committed.
-    Default 3: one to use, one in case it is damaged, and one to look back at."""
+    """Number of newest committed checkpoints that are kept. An older one is deleted only after its successor is
+    committed. Default 3: one to use, one in case that is damaged, and one to look back at."""
 
     keep_every_steps: int | None = Field(default=None, ge=1)
-    """Checkpoints whose step is a multiple of this are kept for good, in steps. Default null: none."""
+    """Checkpoints whose step is a multiple of this number are kept forever. Default null: none."""
 
     keep_best: int = Field(default=0, ge=0)
-    """So many checkpoints with the lowest `best_metric` are kept as well. Default 0."""
+    """Number of checkpoints with the lowest `best_metric` that are kept as well. Default 0."""
 
     best_metric: Literal["eval_loss", "loss"] = "eval_loss"
-    """What `keep_best` goes by: the loss of the evaluation at the checkpoint's step, or its training loss.
-    Default `eval_loss`; a checkpoint without it is not among the best."""
+    """Metric of `keep_best`: the evaluation loss at the checkpoint's step, or its training loss. Default `eval_loss`; a
+    checkpoint without it is not among the best."""
 
     save_at_end: bool = True
-    """Whether a run that stops, by its stop step or by a signal, saves first. Default true, so that it can go
-    on."""
+    """Whether a run that stops, at its stop step or on a signal, saves first. Default true, so that it can be
+    resumed."""
 
     host_buffers: int = Field(default=2, ge=0, le=2)
-    """Copies of a rank's state in host memory from which checkpoints are written while training goes on: 2 lets one
-    be taken while another is being written, 1 waits for it, 0 takes no copy and stops training until the checkpoint
-    is committed. Default 2; the second is made when it is first needed."""
+    """Copies of a rank's state in host memory from which checkpoints are written while training continues: 2 allows a
+    copy to be made while another is being written, 1 waits for that, 0 makes no copy and pauses training until the
+    checkpoint is committed. Default 2; the second one is allocated when it is first needed."""
 
     save_timeout_s: float = Field(default=3600.0, gt=0.0)
-    """Longest that writing one checkpoint may take, in seconds, before the run ends: a storage that hangs is a
-    fault. Default 3600, which writes 360 GB a rank at 100 MB/s; raise it for slower storage."""
+    """Maximum time for writing one checkpoint, in seconds, before the run ends: a storage that hangs is a failure.
+    Default 3600, enough for 360 GB per rank at 100 MB/s; raise it for slower storage."""
 
     max_failed_saves: int = Field(default=2, ge=0)
-    """Saves in a row that may fail, on a full disk or a storage that is away, before the run ends, if they have also
-    been failing for `failed_saves_patience_s`; each is repeated with the state of the next step. Default 2: a short
-    outage costs nothing, a long one is not trained into."""
+    """Consecutive saves that may fail, because of a full disk or an unreachable storage, before the run ends, provided
+    that they have also been failing for `failed_saves_patience_s`; each is retried with the state of the next step.
+    Default 2: a short outage costs nothing, and training does not continue far into a long one."""
 
     failed_saves_patience_s: float = Field(default=300.0, ge=0.0)
-    """How long saves may go on failing before the run ends, in seconds, however many have failed: with fast steps
-    `max_failed_saves` are used up in a moment. Beyond that number the tries come ever less often, up to 30 s apart.
+    """How long saves may keep failing before the run ends, in seconds, regardless of their number: with fast steps,
+    `max_failed_saves` is reached in a moment. Beyond that number, retries become less frequent, up to 30 s apart.
     Default 300."""
 
     @field_validator("storage")
@@ -138,77 +142,104 @@ class CheckpointSection(Section):
 
 
 class ElasticSection(Section):
-    """How much a run puts up with before it ends."""
+    """How many failures, and how long a wait, a run tolerates before it ends."""
 
     max_failures: int = Field(default=3, ge=0)
-    """Failures that a command survives by starting its workers again from the newest checkpoint. Only those count
-    that came within `failure_window_s` and since the last progress, which is a newer checkpoint. Default 3:
-    enough for lost nodes, few enough that a fault of the program ends the run."""
+    """Failures that a command survives by restarting its workers from the newest checkpoint. A failure counts only if
+    it occurred within `failure_window_s` and since the last progress, that is, since the last new checkpoint. Default
+    3: enough for lost nodes, few enough that a bug ends the run."""
 
     failure_window_s: float = Field(default=86400.0, gt=0.0)
     """How long a failure counts against `max_failures`, in seconds. Default 86400: one day."""
 
     worker_start_timeout_s: float = Field(default=300.0, gt=0.0)
-    """Longest wait for all workers to be there, at the start and after the loss of some, in seconds. Default 300,
-    which covers pulling an image."""
+    """Maximum wait for all workers, at the start and after some were lost, in seconds. Default 300, enough to pull an
+    image."""
 
     collective_timeout_s: float = Field(default=600.0, gt=0.0)
-    """Longest that one collective may take, in seconds, before the attempt counts as failed. Default 600,
-    well above the slowest honest step between two collectives."""
+    """Maximum duration of one collective, in seconds, before the attempt counts as failed. Default 600, well above the
+    longest legitimate time between two collectives."""
 
 
 class TrackingSection(Section):
-    """What MLflow is told. An outage of MLflow never stops training."""
+    """Tracking in MLflow. An outage of MLflow never stops training."""
 
     enabled: bool = True
     """Whether the run is tracked in MLflow. Default true."""
 
     uri: str | None = Field(default=None, min_length=1)
-    """Tracking server, such as `http://mlflow:5000`; it is required with `run.storage_kind: nfs`. Default
-    null: an SQLite file `mlflow.db` in `run.storage`."""
+    """Tracking server, such as `http://mlflow:5000`; required with `run.storage_kind: nfs`. Default null: an SQLite
+    file `mlflow.db` in `run.storage`."""
 
     experiment: str = Field(default="ray-ulysses", min_length=1)
-    """Experiment that the run is filed under. Default `ray-ulysses`."""
+    """Experiment that the run belongs to. Default `ray-ulysses`."""
 
     tags: dict[str, str] = Field(default_factory=dict)
     """Tags of the MLflow run, text to text. Default none."""
 
     @field_validator("uri")
     @classmethod
-    def _is_a_uri(cls, value: str | None) -> str | None:
-        if value is not None and value != "databricks" and not value.startswith(_TRACKING_SCHEMES):
+    def _is_a_uri(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None or value == "databricks":
+            return value
+        if not value.startswith(_TRACKING_SCHEMES) or (value.startswith("http") and not _names_host(value)):
             raise refusal(
                 "must be the URI of an MLflow server or database",
                 "write http://host:port, https://host or sqlite:///path/to/mlflow.db, or leave it out",
                 without_secret(value),
             )
-        return value
+        base = base_of(info)
+        if base is None or not value.startswith(SQLITE):
+            return value
+        return SQLITE + absolute_location(value.removeprefix(SQLITE), base)
+
+
+def _names_host(uri: str) -> bool:
+    try:
+        parts = urlsplit(uri)
+        # A password may hold a slash and end the host early; `credential_problems` reports it.
+        return "@" in uri or (parts.hostname is not None and parts.port != 0)
+    except ValueError:
+        return False
 
 
 class ClusterSection(Section):
-    """What is asked of Ray."""
+    """The resources that are requested from Ray."""
 
     address: str | None = Field(default=None, min_length=1)
-    """Address of a Ray cluster. Default null: the one that `RAY_ADDRESS` names, else a Ray of its own on this
+    """Address of a Ray cluster. Default null: the cluster that `RAY_ADDRESS` names, else a Ray started on this
     machine."""
 
     workers: int = Field(ge=1, le=65_536)
-    """Training workers, one a GPU: a multiple of `parallel.sp_size`."""
+    """Number of training workers, one per GPU: a multiple of `parallel.sp_size`."""
 
     gpus_per_worker: int = Field(default=0, ge=0, le=1)
-    """GPUs of one worker: 0 trains on CPU, 1 on a GPU. Default 0, so that nothing is taken unasked."""
+    """GPUs per worker: 0 trains on CPU, 1 on a GPU. Default 0, so that no GPU is taken unless you ask for it."""
 
     cpus_per_worker: float = Field(default=1.0, gt=0.0)
-    """CPUs that one worker reserves; a fraction lets several share one. Default 1."""
+    """CPUs that one worker reserves; with a fraction, several workers share one. Default 1."""
 
-    secrets_file: str | None = Field(default=None, min_length=1)
-    """File of `NAME=VALUE` lines, such as access keys, that the command and each worker read on their own node at
-    the start; its variables go before those of the environment. Nobody but its owner may be able to read it (`chmod
-    600`). Default null: secrets come from the environment of every node alone. They are never sent through Ray."""
+    secrets_file: PlacePath | None = None
+    """File of `NAME=VALUE` lines, such as access keys, that the command and each worker read on their own node at the
+    start; its variables take precedence over the environment. Only its owner may be able to read it (`chmod 600`).
+    Default null: secrets come from the environment of every node alone. They are never sent through Ray."""
 
     data_cpus: float = Field(default=0.25, gt=0.0)
     """CPUs that one task of the data stream reserves. Default 0.25: reading rows is light work."""
 
     wait_for_nodes: bool = False
-    """Whether nodes that the cluster lacks at the start are waited for, up to `elastic.worker_start_timeout_s`, as
-    where an autoscaler adds them. Default false: what the cluster can't hold is refused at once."""
+    """Whether to wait for nodes that the cluster lacks at the start, for up to `elastic.worker_start_timeout_s`, for
+    example where an autoscaler adds them. Default false: what does not fit in the cluster is refused at once."""
+
+    @field_validator("address")
+    @classmethod
+    def _is_a_ray_address(cls, value: str | None) -> str | None:
+        # `credential_problems` reports an address that holds a password.
+        if value is not None and "@" not in value and not _RAY_ADDRESS.fullmatch(value):
+            raise refusal(
+                "is not the address of a Ray head",
+                "give its host:port (6379 by default), ray://host:10001 or auto, or leave it out of a job: `ray job "
+                "submit --address http://HEAD:8265 -- python jobs/train.py CONFIG`",
+                without_secret(value),
+            )
+        return value

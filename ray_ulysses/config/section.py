@@ -1,16 +1,22 @@
-"""What every section of the configuration has in common, and how one refuses a value in its own words."""
+"""The base of every section of the configuration, and the types and errors that sections share."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+import os
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
+
+from ray_ulysses.storage.location import absolute_location
 
 
 class Section(BaseModel):
-    """A frozen group of settings that knows no other keys and converts no types.
+    """A frozen group of settings that accepts no unknown keys and converts no types.
 
     Strict types keep a slip visible: ``workers: "4"`` and ``seed: yes`` are refused instead of guessed at.
-    The docstring below a field is its documentation; ``docs/configuration.md`` is made from it.
+    The docstring below a field is its documentation; ``docs/configuration.md`` is generated from it.
     """
 
     model_config = ConfigDict(
@@ -29,7 +35,29 @@ def refusal(rule: str, hint: str, shown: str | None = None) -> PydanticCustomErr
     Args:
         rule: The rule that the value breaks.
         hint: What to do instead.
-        shown: What to show as the value, where the value itself may hold a secret.
+        shown: The value as the error prints it, where the value itself may hold a secret.
     """
     shown_instead = {} if shown is None else {"shown": shown}
     return PydanticCustomError("refused", "{rule}", {"rule": rule, "hint": hint, **shown_instead})
+
+
+def base_of(info: ValidationInfo) -> Path | None:
+    """Return the directory that relative paths start from, if this validation makes them absolute."""
+    return info.context["base"] if info.context else None
+
+
+def _has_known_home(value: str) -> str:
+    if os.path.expanduser(value).startswith("~"):
+        raise refusal("names the home directory of a user that this machine does not know", "write an absolute path")
+    return value
+
+
+def _absolute(value: str, info: ValidationInfo) -> str:
+    base = base_of(info)
+    return value if base is None else absolute_location(value, base)
+
+
+NamedPlace = Annotated[str, Field(min_length=1), AfterValidator(_has_known_home)]
+"""A path, or another name of a place that may begin with a home directory."""
+PlacePath = Annotated[NamedPlace, AfterValidator(_absolute)]
+"""A path or URI that ``Config.with_absolute_paths`` makes independent of the working directory."""

@@ -1,4 +1,4 @@
-"""YAML as this project reads and writes it: no duplicate keys, and plain words mean what they look like.
+"""Reads and writes YAML without duplicate keys, tags, or plain words that change their meaning.
 
 PyYAML follows YAML 1.1, in which ``3e-4`` is text, ``no`` is false, ``1:30`` is 90 and ``010`` is 8. Here
 plain scalars follow YAML 1.2's core schema instead, with ``131_072`` allowed as a number.
@@ -31,7 +31,7 @@ _RESOLVERS = (
     ("merge", re.compile(r"^<<$"), ["<"]),
 )
 
-# The first bytes of files that are taken for a configuration by mistake.
+# First bytes of files that are passed as a configuration by mistake.
 _KINDS = {
     b"\x1f\x8b": "compressed with gzip",
     b"\x28\xb5\x2f\xfd": "compressed with zstd",
@@ -44,13 +44,13 @@ _KINDS = {
 }
 
 
-# A configuration has hundreds of values, five levels deep. One that has so many more is a mistake, or a trap.
+# A configuration has hundreds of values, five levels deep; one beyond these bounds is a mistake or an attack.
 _MOST_BYTES, _MOST_VALUES, _MOST_LEVELS = 2**17, 10_000, 50
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader of bounded size that notes duplicate keys, with YAML 1.2's plain scalars and no tags."""
+    """A safe loader of bounded size that records duplicate keys, with YAML 1.2's plain scalars and no tags."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
@@ -61,7 +61,7 @@ class _Loader(yaml.SafeLoader):
         self._sizes: dict[int, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Return the next value; an alias counts as many values as it stands for, before any of them is made."""
+        """Return the next value; an alias counts as the number of values that it refers to, before any is built."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if getattr(event, "tag", None) is not None:
             raise _error(event, f"the tag {shown(event.tag)} is not supported; write a plain value")
@@ -77,20 +77,20 @@ class _Loader(yaml.SafeLoader):
         elif id(node) in self._sizes:
             self._num_values += self._sizes[id(node)]
         else:
-            raise _error(event, "an alias may not stand inside the value that it refers to")
+            raise _error(event, "an alias may not occur inside the value that it refers to")
         if self._num_values > _MOST_VALUES:
-            raise _error(event, f"it holds more than {_MOST_VALUES:,} values, with aliases written out")
+            raise _error(event, f"it holds more than {_MOST_VALUES:,} values, with aliases expanded")
         return node
 
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
         """Return the next scalar."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if _NO_TEXT.search(event.value):
-            raise _error(event, "a text may hold no zero byte and no half of a character")
+            raise _error(event, "a text may contain neither a zero byte nor half of a character")
         return super().compose_scalar_node(anchor)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Return the next mapping; its keys are looked at here, before merge keys put others among them."""
+        """Return the next mapping; its keys are checked here, before merge keys add others."""
         node = super().compose_mapping_node(anchor)
         seen: dict[str, int] = {}
         for key, _ in node.value:
@@ -127,14 +127,14 @@ for _kind, _pattern, _first in _RESOLVERS:
 
 
 def parse_yaml(text: str, source: str) -> tuple[object, tuple[Problem, ...]]:
-    """Return the value of a YAML text, and what is wrong with the text itself.
+    """Return the value of a YAML text and the problems of the text itself.
 
     Args:
         text: One YAML document; an empty one is None.
-        source: What the text is, for the problems' paths.
+        source: Name of the text, for the paths of problems.
 
     Returns:
-        The value (None when the text is not YAML), and a problem for each duplicate key or for the syntax.
+        The value (None if the text is not YAML), and a problem for each duplicate key or for the syntax.
     """
     if len(text) > _MOST_BYTES:
         return None, (_too_large(source),)
@@ -166,7 +166,7 @@ def _too_large(source: str) -> Problem:
     return Problem(
         path=source,
         rule=f"is larger than {_MOST_BYTES // 1024} KiB",
-        hint="give a configuration; a long model.config belongs into a config.json that model.path names",
+        hint="give a configuration; a long model.config belongs in a config.json in the directory model.path",
     )
 
 
@@ -174,7 +174,7 @@ def read_yaml(path: Path) -> tuple[object, tuple[Problem, ...]]:
     """Return the value of a YAML file and its problems, as `parse_yaml` does.
 
     Args:
-        path: A file in UTF-8. One that can't be read is a problem too.
+        path: A file in UTF-8; an unreadable one is reported as a problem.
     """
     try:
         with open_regular(path) as stream:
@@ -186,7 +186,7 @@ def read_yaml(path: Path) -> tuple[object, tuple[Problem, ...]]:
         return None, (_file_problem(path, "is a directory", "give the YAML file in it"),)
     except UnicodeDecodeError:
         if len(content) > _MOST_BYTES and _kind_of(content) == "a binary file":
-            # The limit may have cut a character in two.
+            # The limit may have split a character.
             return None, (_too_large(path.name),)
         return None, (_file_problem(path, f"is {_kind_of(content)}, not UTF-8 text", "give a YAML file"),)
     except OSError as error:
@@ -195,7 +195,7 @@ def read_yaml(path: Path) -> tuple[object, tuple[Problem, ...]]:
 
 
 def _kind_of(content: bytes) -> str:
-    """Return what a file that is no text is, by its first bytes."""
+    """Return the kind of a file that is not text, by its first bytes."""
     return next((kind for first, kind in _KINDS.items() if content.startswith(first)), "a binary file")
 
 

@@ -103,7 +103,7 @@ def test_missing_sizes_are_all_named():
         ),
         (
             {"hidden_size": 50},
-            "model.config.hidden_size=50: is no multiple of num_attention_heads=6; give head_dim, or sizes that divide",
+            "model.config.hidden_size=50: is not a multiple of num_attention_heads=6; give head_dim, or",
         ),
     ],
     ids=["zero", "text", "kv_heads", "hidden_size"],
@@ -175,5 +175,5 @@ def test_a_layer_that_is_not_there_can_not_differ():
         "num_attention_heads": 4,
         "per_layer_config": {"2": {"head_dim": 16}},
     }
-    with pytest.raises(UserError, match=r"per_layer_config names layer 2, and there are 2 layers"):
+    with pytest.raises(UserError, match=r"per_layer_config has layer 2, but there are 2 layers"):
         ModelShape.from_config_dict(config)

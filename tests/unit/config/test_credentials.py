@@ -32,7 +32,7 @@ MLFLOW = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_T
             "tracking.uri",
             "mysql://me:hunter2@db/mlflow",
             "mysql://***@db/mlflow",
-            "an MLflow server that stands before",
+            "an MLflow server in front of",
         ),
         ("checkpoint.storage", "s3://me:hunter2@bucket/runs", "s3://***@bucket/runs", AWS),
         ("model.resume_from", "s3://me:hunter2@bucket/runs@latest", "s3://***@", AWS),

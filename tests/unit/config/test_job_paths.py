@@ -35,8 +35,8 @@ def test_every_setting_that_is_a_path_is_refused_at_once(tmp_path: Path) -> None
         "tracking.uri": "sqlite:///mlflow.db",
     }
     assert str(found[0]) == (
-        "run.storage='runs': is relative, and a Ray job's working directory is another one at each submission; write "
-        f"{tmp_path}/runs, if every node sees it, or another absolute path"
+        "run.storage='runs': is relative, and a Ray job has a new working directory at each submission; write "
+        f"{tmp_path}/runs, if every node can access it, or another absolute path"
     )
 
 
@@ -50,7 +50,7 @@ def test_sources_are_paths_too() -> None:
 def test_what_a_job_has_unpacked_is_not_recommended() -> None:
     (problem,) = relative_path_problems(parse_config(small_tree(data__path="/corpus")), UNPACKED, JOB)
     assert problem.path == "run.storage"
-    assert problem.hint == "write an absolute path that every node sees, such as /mnt/shared/runs"
+    assert problem.hint == "write an absolute path that every node can access, such as /mnt/shared/runs"
 
 
 def test_absolute_paths_homes_stores_and_hub_ids_pass() -> None:
@@ -58,6 +58,12 @@ def test_absolute_paths_homes_stores_and_hub_ids_pass() -> None:
         run__storage="/mnt/shared/runs", data__path="~/corpus", model__path="owner/name",
         checkpoint__storage="s3://bucket/kept", tracking__uri="http://mlflow:5000",
     )  # fmt: skip
+    assert relative_path_problems(parse_config(tree), HOME, JOB) == ()
+
+
+@pytest.mark.parametrize("reference", ["/mnt/runs/base", "/mnt/runs/base/checkpoints/step-00000200", "mlflow:base"])
+def test_a_checkpoint_that_is_named_absolutely_passes_without_its_step(reference: str) -> None:
+    tree = small_tree(run__storage="/runs", data__path="/corpus", model__resume_from=reference)
     assert relative_path_problems(parse_config(tree), HOME, JOB) == ()
 
 
@@ -87,7 +93,7 @@ def test_prepare_and_export_refuse_it_before_they_read_anything(
 ) -> None:
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     assert run(app, ["prepare", "no-such-source", "--out", "corpus", "--tokenizer", "bytes"]) == 2
-    assert "error: --out='corpus': is relative, and a Ray job's" in capsys.readouterr().err
+    assert "error: --out='corpus': is relative, and a Ray job has" in capsys.readouterr().err
     (tmp_path / "config.yaml").write_text("nothing of use")
     assert run(app, ["export", str(tmp_path), "--out", "model"]) == 2
-    assert "error: --out='model': is relative, and a Ray job's" in capsys.readouterr().err
+    assert "error: --out='model': is relative, and a Ray job has" in capsys.readouterr().err

@@ -136,6 +136,12 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(path: str, nearest: str
             "run.storage=s3://bucket/runs",
             "run.storage='s3://bucket/runs': object stores and other URIs are not supported",
         ),
+        *(
+            (f"run.storage={root}/x", f"run.storage='{root}/x': is part of the kernel's own")
+            for root in ("/proc", "/sys")
+        ),
+        ("run.storage=~nobody-knows/x", "run.storage='~nobody-knows/x': names the home directory of a user"),
+        ("model.path=''", "model.path='': must not be empty; give a text"),
         ("run.seed=-1", "run.seed=-1: must be at least 0; use 0 or more"),
         ("run.stop_step=1.5", "run.stop_step=1.5: must be a whole number"),
         ("model.dtype=fp16", "model.dtype='fp16': must be 'bf16' or 'fp32'; use one of these"),
@@ -156,7 +162,14 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(path: str, nearest: str
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas.1=1.0: must be below 1.0"),
         ("optimizer.lr=.inf", "optimizer.lr=inf: must be a finite number"),
         ("memory.gradient_checkpointing=no", "memory.gradient_checkpointing='no': must be true or false"),
-        ("tracking.uri=mlflow", "tracking.uri='mlflow': must be the URI of an MLflow server"),
+        *(
+            (f"tracking.uri={uri}", f"tracking.uri={uri!r}: must be the URI of an MLflow server")
+            for uri in ("mlflow", "http://", "https:///page", "http://:5000", "http://mlflow:port", "http://[::1")
+        ),
+        *(
+            (f"cluster.address={url}", f"cluster.address={url!r}: is not the address of a Ray head; give its host:port")
+            for url in ("foo://", "http://head:8265", "ray://", ":6379", "head:port", "a head:6379")
+        ),
         ("tracking.tags={a: 1}", "tracking.tags.a=1: must be text; write it in quotes"),
         ("cluster.gpus_per_worker=2", "cluster.gpus_per_worker=2: must be at most 1"),
         ("cluster.workers=", "cluster.workers=null: must be a whole number"),
@@ -166,6 +179,24 @@ def test_a_bad_value_is_refused_by_path_value_rule_and_hint(override: str, error
     (found,) = errors_of(small_tree(), (override,))
     assert found.startswith(error)
     assert "; " in found
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *(
+            f"cluster.address={one}"
+            for one in ("auto", "head:6379", "ray://10.0.0.1:10001", "'[::1]:6379'", "head.a-b")
+        ),
+        *(
+            f"tracking.uri={one}"
+            for one in ("http://mlflow:5000", "https://host/path", "http://[::1]:5000", "databricks")
+        ),
+        "run.storage=/processed/runs",
+    ],
+)
+def test_an_address_or_directory_that_may_exist_is_taken(override: str) -> None:
+    assert parse_config(small_tree(), (override,))
 
 
 def test_betas_of_the_wrong_length_are_refused() -> None:

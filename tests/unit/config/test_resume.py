@@ -35,16 +35,16 @@ def test_workers_stop_step_and_logging_may_change(changes: dict[str, Any]) -> No
 
 
 def test_the_reference_does_not_promise_that_a_run_without_its_checkpoints_begins_anew() -> None:
-    assert "the run begins anew" not in FREE["checkpoint.storage"]
-    assert "it does not begin anew but ends and says so" in FREE["checkpoint.storage"]
+    assert "the run restarts" not in FREE["checkpoint.storage"]
+    assert "does not restart from step 0" in FREE["checkpoint.storage"]
 
 
 def test_a_conflict_names_the_field_the_runs_value_and_how_to_start_a_new_run() -> None:
     old, new = parse_config(small_tree()), parse_config(small_tree(run__seed=7))
     (problem,) = resume_conflicts(old, new)
     assert str(problem) == (
-        "run.seed=7: run 'first' was started with 0, and it decides the weights and the order of the data; "
-        "put run.seed back to resume, or choose another run.name to start a new run"
+        "run.seed=7: run 'first' was started with 0, and it determines the weights and the order of the data; "
+        "restore run.seed to resume, or choose another run.name to start a new run"
     )
     assert resume_fingerprint(old) != resume_fingerprint(new)
 

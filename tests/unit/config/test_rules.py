@@ -19,7 +19,7 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
     (
         _NO_MODEL,
         "model.config: model.init=random needs a model configuration; "
-        "write it in line under model.config, or give a model.path that has a config.json",
+        "write it inline under model.config, or give a model.path that has a config.json",
     ),
     (
         {"parallel__sp_size": 4, "cluster__workers": 6, "model__config": None, "model__path": "m"},
@@ -33,12 +33,12 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"parallel__sp_size": 6, "parallel__ring_size": 4},
-        "parallel.ring_size=4: does not divide parallel.sp_size=6; use 1, 2, 3, 6, or null to have it chosen",
+        "parallel.ring_size=4: does not divide parallel.sp_size=6; use 1, 2, 3, 6, or null to choose automatically",
     ),
     (
         {"parallel__sp_size": 24, "cluster__workers": 24, "parallel__ring_size": 2},
         "parallel.ring_size=2: leaves 12 of parallel.sp_size=24 ranks to share the model's 6 attention heads; "
-        "use 4, 6, 8, 12, 24, or null to have it chosen",
+        "use 4, 6, 8, 12, 24, or null to choose automatically",
     ),
     (
         {"parallel__sp_size": 3, "parallel__allowed_sp": [1, 2]},
@@ -59,12 +59,12 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"data__path": None},
-        "data.path: no corpus is named; give a directory that `ray-ulysses prepare` has written, or several under "
+        "data.path: no corpus is given; give a directory that `ray-ulysses prepare` wrote, or several under "
         "data.sources",
     ),
     (
         {"data__sources": [{"path": "a"}]},
-        "data.path='runs/corpus': data.sources names corpora too; name every corpus under data.sources, and remove "
+        "data.path='runs/corpus': data.sources lists corpora too; list every corpus under data.sources, and remove "
         "data.path",
     ),
     (
@@ -83,8 +83,8 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"run__eval_every_steps": 5},
-        "run.eval_every_steps=5: needs documents that are held out, and data.eval_fraction is 0; "
-        "set data.eval_fraction to a share such as 0.01, or remove eval_every_steps",
+        "run.eval_every_steps=5: needs held-out documents, and data.eval_fraction is 0; "
+        "set data.eval_fraction to a fraction such as 0.01, or remove eval_every_steps",
     ),
     (
         {"model__attention": "flash_attn"},
@@ -114,7 +114,7 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"memory__offload_optimizer": "nvme", "memory__nvme_path": "/nvme", "memory__zero_stage": 2},
-        "memory.offload_optimizer='nvme': memory.zero_stage=2 keeps the optimizer's state in memory; "
+        "memory.offload_optimizer='nvme': memory.zero_stage=2 keeps the optimizer state in memory; "
         "set memory.zero_stage: 3, or memory.offload_optimizer: cpu",
     ),
     (
@@ -191,7 +191,21 @@ def test_a_model_configuration_without_sizes_is_refused_by_what_is_missing() -> 
         parse_config(small_tree(model__config={"model_type": "llama"}))
     (problem,) = caught.value.problems
     assert problem.path == "model.config"
-    assert "num_attention_heads" in problem.rule
+    assert "num_attention_heads" in problem.rule and "did you mean" not in problem.rule
+
+
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [("llma", "llama"), ("Llama", "llama"), ("mistal", "mistral"), ("llama4", None), ("gemma3_text", None)],
+)
+def test_a_misspelled_model_type_beside_missing_sizes_is_told_the_nearest_family(
+    given: str, nearest: str | None
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(small_tree(model__config={"model_type": given}))
+    text = str(caught.value)
+    assert (f"(did you mean model_type '{nearest}'?)" in text) == (nearest is not None)
+    assert ("did you mean" in text) == (nearest is not None)
 
 
 def test_a_rule_that_needs_a_bad_setting_does_not_report_it_again() -> None:

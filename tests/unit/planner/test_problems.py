@@ -42,7 +42,7 @@ def test_a_ring_that_leaves_more_ranks_than_heads_is_refused_with_those_that_do_
     (problem,) = heads_problems(config, make_shape(config))
     assert str(problem) == (
         "parallel.ring_size=2: leaves 6 of parallel.sp_size=12 ranks to share the model's 4 attention heads; "
-        "use 3, 4, 6, 12, or null to have it chosen"
+        "use 3, 4, 6, 12, or null to choose automatically"
     )
 
 
