@@ -19,7 +19,7 @@ _HOMES |= {"unshard": "attention.batch", "causal_lm_loss": "engine.loss", "loss_
 
 
 def __getattr__(name: str) -> object:
-    """Load the library seam on first use, so that importing the package costs no torch."""
+    """Load the library seam on first use, so that importing the package does not import torch."""
     if name in _HOMES:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

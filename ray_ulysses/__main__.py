@@ -1,4 +1,4 @@
-"""``python -m ray_ulysses`` is ``ray-ulysses``."""
+"""Runs ``ray-ulysses`` as ``python -m ray_ulysses``."""
 
 from ray_ulysses.cli import main
 

@@ -1,4 +1,4 @@
-"""The commands: parse, call, print, and turn errors into exit codes (0 done, 1 failed, 2 the user's input)."""
+"""The command line: parses options, calls, prints, and maps errors to exit codes (0 done, 1 failed, 2 user input)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -36,13 +37,13 @@ Overrides = Annotated[
     list[str], typer.Option("--set", metavar="A.B=C", help="Override a setting; may be given several times.")
 ]
 Branch = Annotated[
-    bool, typer.Option("--branch", help="Let the run's data change, from its newest committed checkpoint on.")
+    bool, typer.Option("--branch", help="Allow the run's data to change from its newest committed checkpoint on.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-def _say_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"ray-ulysses {__version__}")
         raise typer.Exit
 
@@ -50,7 +51,7 @@ def _say_version(asked: bool) -> None:
 @app.callback()
 def _program(
     version: Annotated[
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Say the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None: ...
 
@@ -58,38 +59,40 @@ def _program(
 @app.command(epilog="Example: ray-ulysses prepare docs/ --out corpus --tokenizer bytes")
 def prepare(
     sources: Annotated[list[str], typer.Argument(help="Files, source trees, or a `datasets` directory or hub name.")],
-    out: Annotated[Path, typer.Option(help="Directory of the prepared corpus, seen by every node.")],
+    out: Annotated[Path, typer.Option(help="Directory of the prepared corpus, on a path that every node can access.")],
     tokenizer: Annotated[str, typer.Option(help="`bytes`, or a local Hugging Face tokenizer directory.")],
     kind: Annotated[str, typer.Option(help="auto, text, jsonl, parquet or datasets.")] = "auto",
-    pattern: Annotated[str, typer.Option(help="Only files of a directory whose path matches.")] = "*",
+    pattern: Annotated[str, typer.Option(help="Only files of a directory whose path matches this pattern.")] = "*",
     exclude: Annotated[list[str] | None, typer.Option(help="Patterns of files to leave out, beside .* .")] = None,
     text_field: Annotated[str | None, typer.Option(help="Text rows: the text.  [default: text]")] = None,
     tokens_field: Annotated[str | None, typer.Option(help="Token rows: a list of token ids.")] = None,
-    labels_field: Annotated[str | None, typer.Option(help="Token rows: -100 or the token, for each.")] = None,
+    labels_field: Annotated[str | None, typer.Option(help="Token rows: a list of labels, -100 or the token.")] = None,
     messages_field: Annotated[str | None, typer.Option(help="Chat rows: a list of {role, content}.")] = None,
     tools_field: Annotated[str | None, typer.Option(help="Chat rows: the tools, or their JSON; may be null.")] = None,
-    prompt_field: Annotated[str | None, typer.Option(help="Prompt rows: what is asked, not learned.")] = None,
-    completion_field: Annotated[str | None, typer.Option(help="Prompt rows: the answer, learned.")] = None,
-    id_field: Annotated[str | None, typer.Option(help="Any row: its own id, which is kept.")] = None,
+    prompt_field: Annotated[str | None, typer.Option(help="Prompt rows: the prompt, not learned.")] = None,
+    completion_field: Annotated[str | None, typer.Option(help="Prompt rows: the completion, learned.")] = None,
+    id_field: Annotated[str | None, typer.Option(help="Any row: its id, which is kept.")] = None,
     split: Annotated[str | None, typer.Option(help="Split of a data set that has several.")] = None,
-    duplicates: Annotated[str, typer.Option(help="quarantine or keep documents that occurred before.")] = "quarantine",
-    without: Annotated[list[str] | None, typer.Option(help="Leave out what this corpus holds; repeatable.")] = None,
-    address: Annotated[str | None, typer.Option(help="Ray cluster; else RAY_ADDRESS, else this machine.")] = None,
+    duplicates: Annotated[str, typer.Option(help="quarantine or keep repeated documents.")] = "quarantine",
+    without: Annotated[
+        list[str] | None, typer.Option(help="Leave out what this corpus holds; may be repeated.")
+    ] = None,
+    address: Annotated[str | None, typer.Option(help="Ray cluster; by default RAY_ADDRESS, else this machine.")] = None,
 ) -> None:
     """Turn text, source trees, JSONL, Parquet or a `datasets` dataset into token shards. Resumable.
 
-    A text file is one document. So is a row of JSONL, Parquet or a data set; the options that name its
-    keys or columns say which of four it is:
+    A text file is one document, and so is a row of JSONL, Parquet or a data set. The options that name
+    its keys or columns select one of four kinds of row:
 
     \b
     row     options                              what is learned
     text    --text-field                         everything
     tokens  --tokens-field [--labels-field]      everything, or by labels
-    chat    --messages-field [--tools-field]     what the assistant says
+    chat    --messages-field [--tools-field]     the assistant's turns
     prompt  --prompt-field --completion-field    the completion
 
-    What can't be read is left out and named, with the reason, in quarantine.jsonl.
-    """  # noqa: D301 -- click's mark for text that is not to be filled anew
+    Documents that can't be read are left out and listed, with the reason, in quarantine.jsonl.
+    """  # noqa: D301 -- click's mark for text that is not to be rewrapped
     options = dict(locals())
     from ray_ulysses.views.prepare_progress import PrepareView
 
@@ -97,13 +100,13 @@ def prepare(
         view.phase("loading libraries")
         from ray_ulysses.cluster.prepare_command import prepare_corpus
 
-        said = prepare_corpus(view=view, **options)
-    for line in said:
+        lines = prepare_corpus(view=view, **options)
+    for line in lines:
         typer.echo(line)
 
 
 def _load_config(path: Path, overrides: list[str]) -> Config:
-    """Read a configuration before anything that takes seconds to import: what is wrong with it is said at once."""
+    """Read a configuration before any slow import, so that its problems are reported at once."""
     from ray_ulysses.config import load_config
     from ray_ulysses.run.secrets_file import use_secrets
 
@@ -119,9 +122,9 @@ def plan(
     branch: Branch = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a run will do: layout, rows, padding and memory; exits 2 if it can't start. Takes nothing.
+    """Print what a run will do: layout, rows, padding and memory. Exits with 2 if it can't start.
 
-    Needs no GPU and no network, and no corpus either: documents of made-up lengths stand in for one that is missing.
+    Starts nothing and needs no GPU and no network. Without a corpus, documents of made-up lengths are assumed.
     """
     loaded = _load_config(config, overrides)
     from ray_ulysses.run.preflight import report_run
@@ -140,7 +143,7 @@ def train(
     branch: Branch = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train; the same name and storage resume. On the cluster at hand (RAY_ADDRESS), else on this machine."""
+    """Train, or resume the run with the same name and storage. Uses the cluster of RAY_ADDRESS, else this machine."""
     started = time.time()
     loaded = _load_config(config, overrides)
     from rich.console import Console
@@ -170,7 +173,7 @@ def train(
     if result.was_complete:
         typer.echo(
             f"run {result.history.name!r} is complete at step {result.history.step:,}; nothing was started. "
-            "Raise run.stop_step to go on, or choose another run.name for a new run"
+            "Raise run.stop_step to continue, or choose another run.name for a new run"
         )
     summary = build_summary(
         result.history,
@@ -191,29 +194,29 @@ def train(
 def inspect(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory: <run.storage>/<run.name>.")],
     other: Annotated[
-        Path | None, typer.Argument(metavar="OTHER", help="With --verify: another run, whose data are compared.")
+        Path | None, typer.Argument(metavar="OTHER", help="With --verify: another run to compare the data with.")
     ] = None,
     row: Annotated[int | None, typer.Option(help="Show this training row: documents, files, offsets, text.")] = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Prove that every planned row was trained on once; exits 1 if not.")
+        bool, typer.Option("--verify", help="Prove that every planned row was trained on once; exits with 1 if not.")
     ] = False,
     no_read: Annotated[
-        bool, typer.Option("--no-read", help="With --verify: do not read every trained row anew from the corpus.")
+        bool, typer.Option("--no-read", help="With --verify: do not read the trained rows again from the corpus.")
     ] = False,
     corpus: Annotated[
-        list[Path] | None, typer.Option(help="Where a corpus of the run lies now; may be given several times.")
+        list[Path] | None, typer.Option(help="Current location of a corpus of the run; may be given several times.")
     ] = None,
     text: Annotated[str | None, typer.Option(help="With --row: cut (default), full or none.")] = None,
     checkpoints: Annotated[
-        bool, typer.Option("--checkpoints", help="List every checkpoint: state, layout, size, numbers, why it is kept.")
+        bool, typer.Option("--checkpoints", help="List every checkpoint: state, layout, size, metrics, why it is kept.")
     ] = False,
     checkpoint: Annotated[
         str | None,
-        typer.Option("--verify-checkpoint", metavar="STEP", help="Read every byte of a checkpoint (or of the latest)."),
+        typer.Option("--verify-checkpoint", metavar="STEP", help="Read every byte of this or the latest checkpoint."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what happened in a run: attempts, checkpoints, data consumed, goodput. Look into its data; verify them."""
+    """Print what happened in a run: attempts, checkpoints, data consumed, goodput. Show and verify its data."""
     from ray_ulysses.forensics.request import check_request, check_run, parse_checkpoint
 
     to_verify = None if checkpoint is None else parse_checkpoint(checkpoint)
@@ -258,9 +261,10 @@ def _inspect_row(run: Path, row: int, corpora: tuple[Path, ...], text: TextMode,
 def _verify(run: Path, other: Path | None, read: bool, corpora: tuple[Path, ...], as_json: bool) -> None:
     from ray_ulysses.clock import SystemClock
     from ray_ulysses.forensics.verification import verify_run
-    from ray_ulysses.views.verification import ReadingProgress, render_verification
+    from ray_ulysses.views.reading_report import ReadingReport
+    from ray_ulysses.views.verification import render_verification
 
-    watch = ReadingProgress(lambda line: typer.echo(line, err=True), SystemClock())
+    watch = ReadingReport(partial(typer.echo, err=True), SystemClock()).rows
     found = verify_run(run, other=other, read=read, corpora=corpora, watch=watch)
     typer.echo(json.dumps(found.to_json(), indent=2) if as_json else render_verification(found))
     if not found.holds:
@@ -278,9 +282,10 @@ def _list_checkpoints(run: Path, as_json: bool) -> None:
 def _verify_checkpoint(run: Path, step: int | Literal["latest"], as_json: bool) -> None:
     from ray_ulysses.clock import SystemClock
     from ray_ulysses.forensics.checkpoint_verification import verify_checkpoint
-    from ray_ulysses.views.checkpoints import BytesProgress, render_verdict
+    from ray_ulysses.views.checkpoints import render_verdict
+    from ray_ulysses.views.reading_report import ReadingReport
 
-    watch = BytesProgress(lambda line: typer.echo(line, err=True), SystemClock())
+    watch = ReadingReport(partial(typer.echo, err=True), SystemClock()).bytes
     verdict = verify_checkpoint(run, step, clock=SystemClock(), watch=watch)
     typer.echo(json.dumps(verdict.to_json(), indent=2) if as_json else render_verdict(verdict, _width()))
     if not verdict.is_whole:
@@ -288,7 +293,7 @@ def _verify_checkpoint(run: Path, step: int | Literal["latest"], as_json: bool) 
 
 
 def _width() -> int | None:
-    """Return how many characters a line of the terminal takes; None where the output goes elsewhere."""
+    """Return the width of the terminal; None if the output goes elsewhere."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
@@ -300,19 +305,17 @@ def export(
         Path | None, typer.Option(help="Directory to write.  [default: RUN/export/step-XXXXXXXX]", show_default=False)
     ] = None,
     dtype: Annotated[str, typer.Option(help="Weights: model (as trained), fp32, bf16 or fp16.")] = "model",
-    max_shard_size: Annotated[str, typer.Option(help="Most tensors in one file, such as 5GB or 500MB.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(help="Maximum size of one file, such as 5GB or 500MB.")] = "5GB",
     tokenizer: Annotated[
         Path | None, typer.Option(help="Directory of the tokenizer.  [default: the corpus's]", show_default=False)
     ] = None,
-    check: Annotated[
-        bool, typer.Option(help="Load what was written and hold its logits against the live model.")
-    ] = True,
+    check: Annotated[bool, typer.Option(help="Load the export and compare its logits with the live model's.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another export in the directory.")] = False,
 ) -> None:
     """Write a committed checkpoint as a Hugging Face model directory, streamed in bounded memory.
 
-    The directory appears whole or not at all. The check needs memory for the model in fp32, on the CPU;
-    without it a few hundred MiB are enough for any model.
+    The directory appears complete or not at all. The check needs CPU memory for the model in fp32;
+    without it, a few hundred MiB are enough for any model.
     """
     from ray_ulysses.export.request import ExportRequest
     from ray_ulysses.forensics.request import check_run
@@ -331,7 +334,7 @@ def export(
     from ray_ulysses.export.export_run import export_run
     from ray_ulysses.views.export import render_export
 
-    typer.echo(render_export(export_run(request, lambda line: typer.echo(line, err=True))))
+    typer.echo(render_export(export_run(request, partial(typer.echo, err=True))))
 
 
 @app.command(epilog="Example: ray-ulysses doctor --storage /mnt/shared/runs")
@@ -339,9 +342,9 @@ def doctor(
     storage: Annotated[
         str | None, typer.Option(help="Directory of runs, or s3://, gs:// or abfs:// location of checkpoints.")
     ] = None,
-    address: Annotated[str | None, typer.Option(help="Ray cluster to look at; else RAY_ADDRESS, if set.")] = None,
+    address: Annotated[str | None, typer.Option(help="Ray cluster to check; by default RAY_ADDRESS, if set.")] = None,
 ) -> None:
-    """Say whether this machine, and the cluster at hand, are ready."""
+    """Check whether this machine, and the cluster if there is one, are ready."""
     from ray_ulysses.cluster.doctor_command import run_doctor
 
     if not run_doctor(storage=storage, address=address, say=typer.echo):
@@ -349,10 +352,10 @@ def doctor(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command; errors that are meant for the user are printed without a traceback."""
+    """Run a command; errors for users are printed without a traceback."""
     code = run(app, arguments)
     if code == INTERRUPTED:
-        # Interrupted in the middle of a start, Ray's threads may crash while the interpreter takes itself apart.
+        # Interrupted in the middle of a start, Ray's threads may crash while the interpreter shuts down.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -377,7 +380,7 @@ def run(command: Callable[..., Any], arguments: list[str] | None = None) -> int:
     except typer.Abort:
         return 1
     except OSError as error:
-        # The last net: whoever knows what is being read says more than this.
+        # The last resort: code that knows the file raises a better error.
         typer.echo(f"error: {_of_the_system(error)}", err=True)
         return 1
     except Exception as error:
@@ -385,13 +388,13 @@ def run(command: Callable[..., Any], arguments: list[str] | None = None) -> int:
             error.show()
             return int(error.exit_code)
         raise
-    # Typer makes an exit code of an interrupt.
+    # Typer turns an interrupt into an exit code.
     if code == INTERRUPTED:
-        typer.echo("interrupted; what is committed stays, the same command resumes", err=True)
+        typer.echo("interrupted; committed checkpoints are kept, and the same command resumes", err=True)
     return code if isinstance(code, int) else 0
 
 
 def _of_the_system(error: OSError) -> str:
-    """Return the path and the reason of an error of the system, whichever of them it has."""
+    """Return the path and the reason of a system error, as far as it has them."""
     reason = error.strerror or str(error) or type(error).__name__
     return reason if error.filename is None else f"{error.filename}: {reason}"

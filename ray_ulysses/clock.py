@@ -1,4 +1,4 @@
-"""Time as a value that is passed in, so that tests can hold it still."""
+"""Clocks are passed in as values, so that tests can control time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Where the time comes from."""
+    """Source of time."""
 
     def now(self) -> float:
         """Return seconds since the Unix epoch."""
@@ -18,7 +18,7 @@ class Clock(Protocol):
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Wait for some seconds."""
+        """Wait for a number of seconds."""
         ...
 
 
@@ -34,5 +34,5 @@ class SystemClock:
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Wait for some seconds."""
+        """Wait for a number of seconds."""
         time.sleep(seconds)

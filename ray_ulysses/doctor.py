@@ -1,4 +1,4 @@
-"""Whether this machine is ready for a run: checks that each end in ok, warn or fail, and say what to do."""
+"""Checks whether this machine is ready for a run; each check ends in ok, warn or fail, with a hint."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _NAME_WIDTH = len("shared memory")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        name: What it is.
+        name: Name of the check.
         level: ``ok``, ``warn`` (a run may work, or be slow) or ``fail`` (a run can't start).
         detail: What was found.
-        hint: What to do about it; empty with ``ok``.
+        hint: What to do; empty with ``ok``.
     """
 
     name: str
@@ -47,13 +47,14 @@ class Check:
 
 
 def check_machine(storage: Path | str | None = None) -> Iterator[Check]:
-    """Look at everything on this machine that needs no cluster; imports the heavy packages, one after another.
+    """Run all checks of this machine that need no cluster; imports the heavy packages one after another.
 
     Args:
-        storage: Location of runs or checkpoints to check too: a directory, made if absent, or an object store's URI.
+        storage: Location of runs or checkpoints to check as well: a directory, created if missing, or an object store's
+        URI.
 
     Yields:
-        Each check when it is made: all of them take half a minute on a slow machine.
+        Each result as soon as it is known: all checks take half a minute on a slow machine.
     """
     yield check_python(sys.version_info[:2])
     is_complete = True
@@ -65,12 +66,12 @@ def check_machine(storage: Path | str | None = None) -> Iterator[Check]:
     yield check_flash_attention()
     yield check_shared_memory(Path("/dev/shm"))
     if is_complete:
-        # Without its packages it can't start, and what is missing has been said.
+        # It can't start without these packages, which were already reported.
         yield check_exactness()
     if storage is not None:
         yield check_run_storage(storage)
         with contextlib.suppress(UserError):
-            # A bucket has no size, and what is no location has been said.
+            # A bucket has no size, and an invalid location was already reported.
             if isinstance(location := parse_location(storage), Path):
                 yield check_free_disk(location)
 
@@ -81,7 +82,7 @@ def exit_code(checks: Iterable[Check]) -> int:
 
 
 def render_check(check: Check) -> str:
-    """Return a check's line, and its way out below it."""
+    """Return a check's line, with its hint below."""
     line = f"{check.level:<4}  {check.name:<{_NAME_WIDTH}}  {check.detail}"
     return f"{line}\n{'':<{_NAME_WIDTH + 8}}-> {check.hint}" if check.hint else line
 
@@ -90,15 +91,11 @@ def render_sum(checks: Sequence[Check]) -> str:
     """Return the closing line."""
     failed, warned = (sum(check.level == level for check in checks) for level in ("fail", "warn"))
     state = "not ready" if failed else "ready"
-    return f"{state}: {failed} failed, {warned} warned, {len(checks)} looked at"
+    return f"{state}: {failed} failed, {warned} warning{'' if warned == 1 else 's'}, {len(checks)} checked"
 
 
 def check_python(version: tuple[int, ...]) -> Check:
-    """Check the version of Python.
-
-    Args:
-        version: Major and minor number.
-    """
+    """Check the version of Python, given as major and minor number."""
     lowest, highest = _SUPPORTED_PYTHON
     detail = f"{'.'.join(str(part) for part in version)} on {platform.system()} {platform.machine()}"
     if lowest <= version <= highest:
@@ -107,11 +104,11 @@ def check_python(version: tuple[int, ...]) -> Check:
 
 
 def check_import(name: str, load: Callable[[str], object] | None = None) -> Check:
-    """Check that a package can be imported; what it prints on import is not shown.
+    """Check that a package can be imported; its output on import is suppressed.
 
     Args:
         name: Name of the package.
-        load: Imports it; the interpreter's own import by default.
+        load: Imports it; Python's own import by default.
     """
     load = load or importlib.import_module
     noise = io.StringIO()
@@ -121,14 +118,14 @@ def check_import(name: str, load: Callable[[str], object] | None = None) -> Chec
     except ModuleNotFoundError as error:
         hint = "install ray-ulysses with its dependencies: pip install ray-ulysses"
         return Check(name=name, level="fail", detail=f"not installed ({error})", hint=hint)
-    except Exception as error:  # a broken package may raise anything, and is what this looks for
+    except Exception as error:  # a broken package may raise anything
         detail = f"can't be imported: {type(error).__name__}: {error}"
         return Check(name=name, level="fail", detail=detail, hint=f"reinstall {name} for this Python and CUDA")
     return Check(name=name, level="ok", detail=_version(name))
 
 
 def check_accelerator() -> list[Check]:
-    """Check the devices and the collective backend that fits them."""
+    """Check the devices and their collective backend."""
     try:
         import torch
         import torch.distributed as dist
@@ -149,7 +146,7 @@ def check_accelerator() -> list[Check]:
 
 
 def check_flash_attention() -> Check:
-    """Check for the fastest attention kernel; without it torch's own are used."""
+    """Check for flash-attn; without it, torch's own kernels are used."""
     if importlib.util.find_spec("flash_attn") is not None:
         return Check(name="flash-attn", level="ok", detail=_version("flash-attn"))
     try:
@@ -165,7 +162,7 @@ def check_flash_attention() -> Check:
 
 
 def check_exactness() -> Check:
-    """Check that attention and gradients over processes of this machine equal one process's."""
+    """Check that attention and gradients over several local processes equal those of one process."""
     from ray_ulysses.engine.self_test_local import run_local_self_test
 
     result = run_local_self_test()
@@ -185,25 +182,25 @@ def check_shared_memory(path: Path) -> Check:
 
 
 def check_run_storage(storage: Path | str) -> Check:
-    """Check that a location can hold runs: writable, creates files atomically, reads and lists what was written."""
+    """Check that a location can hold runs: it can be written, creates files atomically, and can be read back."""
     try:
         location = parse_location(storage)
-        # Runs lie on paths; an object store can hold their checkpoints.
+        # Run directories need a path; an object store can hold checkpoints.
         check_storage(storage, setting="run.storage" if isinstance(location, Path) else "checkpoint.storage")
     except UserError as error:
         return Check(name="storage", level="fail", detail=str(error), hint="see above")
     shown = location.absolute() if isinstance(location, Path) else location.name
-    return Check(name="storage", level="ok", detail=f"{shown} can be written, atomically")
+    return Check(name="storage", level="ok", detail=f"{shown} is writable, with atomic creation")
 
 
 def check_free_disk(path: Path) -> Check:
-    """Check the space for checkpoints: 12 bytes a parameter each, and weights that do not train."""
+    """Check the space for checkpoints: 12 bytes per parameter each, plus frozen weights."""
     existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free / _GIB
     detail = f"{free:.1f} GiB free at {existing}"
     if free >= _LEAST_DISK_GIB and os.access(existing, os.W_OK):
         return Check(name="disk", level="ok", detail=detail)
-    hint = "a checkpoint takes 12 bytes a parameter, and checkpoint.keep_last + 1 of them exist at a time"
+    hint = "a checkpoint takes 12 bytes per parameter, and up to checkpoint.keep_last + 1 of them exist at a time"
     return Check(name="disk", level="warn", detail=detail, hint=hint)
 
 

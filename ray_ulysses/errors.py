@@ -1,4 +1,4 @@
-"""Errors that a person reads: what was set, to what, which rule it breaks, and the way out."""
+"""Errors for users: the setting, its value, the rule that it breaks, and what to do."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from enum import Enum
 from typing import Final
 
 INTERRUPTED = 130
-"""Exit code of a command that a signal ended before it was done, as shells have it."""
-_MOST_SAID = 50
-# A password may hold slashes and at signs; a port and a path with an at sign are none.
+"""Exit code of a command that was interrupted by a signal, as in shells."""
+_MOST_SHOWN = 50
+# A password may contain slashes and at signs; a port, and a path with an at sign, are not passwords.
 _IN_ADDRESS = re.compile(r"(?<=://)[^/?\s]*:(?!\d+(?:[/?]|$))\S*@|(?<=https://)[^/?\s]+@|(?<=http://)[^/?\s]+@")
 _IN_QUERY = re.compile(
     r"([?&](?:[^=&\s]*(?:password|passwd|secret)[^=&\s]*|(?:[^=&\s]*[_-])?"
@@ -22,15 +22,15 @@ _IN_QUERY = re.compile(
 
 
 class UlyssesError(Exception):
-    """Base of every error that ray-ulysses raises on purpose."""
+    """Base class of all errors that ray-ulysses raises on purpose."""
 
 
 class UserError(UlyssesError, ValueError):
-    """Something that the user gave can't be used; the command line exits with 2."""
+    """The user's input can't be used; the command line exits with 2."""
 
 
 class RunError(UlyssesError, RuntimeError):
-    """A run failed for a reason that is not the user's input; the command line exits with 1."""
+    """A run failed for a reason other than the user's input; the command line exits with 1."""
 
 
 class _Value(Enum):
@@ -38,11 +38,11 @@ class _Value(Enum):
 
 
 NOT_GIVEN: Final = _Value.NOT_GIVEN
-"""Stands for the value of a setting that nobody has written."""
+"""The value of a setting that is not given."""
 
 
 class _Shown(reprlib.Repr):
-    """Values as a configuration has them, cut where they are long."""
+    """Formats values as YAML does, and shortens long ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,26 +63,26 @@ class _Shown(reprlib.Repr):
 
 
 def shown(value: object) -> str:
-    """Return a setting's value in one line, as YAML writes null, true and lists, and cut where it is long."""
+    """Format a setting's value on one line, as YAML writes null, true and lists; long values are shortened."""
     return _Shown().repr(value)
 
 
 def without_secret(text: str) -> str:
-    """Return a text in which what is secret in a URI is stars: ``user:password@``, and options such as ``token=``."""
+    """Replace secrets of URIs in a text by stars: ``user:password@``, and options such as ``token=``."""
     return _IN_QUERY.sub(r"\1***", _IN_ADDRESS.sub("***@", text))
 
 
 class PeerError(RunError):
-    """This rank could not go on because of another one, whose own error says why."""
+    """This rank could not continue because another one failed; that rank's error has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One thing that is wrong with one setting.
+    """One problem of one setting.
 
     Attributes:
         path: Dotted path of the setting, such as ``parallel.sp_size``.
-        value: What it was set to; left out where nobody has set it.
+        value: Its value; omitted if it is not given.
         rule: The rule that the value breaks.
         hint: What to do instead.
         nearest: The name that the user may have meant, for an unknown setting.
@@ -101,12 +101,12 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """Every problem of a configuration, all at once.
+    """All problems of a configuration.
 
     Args:
         problems: The problems.
-        source: What is wrong.
-        beside: An error that ended the search for more; its text or its problems are the last.
+        source: Name of the configuration.
+        beside: An error that ended the search for more; its text or its problems come last.
     """
 
     def __init__(
@@ -115,11 +115,11 @@ class ConfigError(UserError):
         more = beside.problems if isinstance(beside, ConfigError) else ()
         self.problems: tuple[Problem, ...] = (*problems, *more)
         self.source = source
-        said = [str(problem) for problem in self.problems[:_MOST_SAID]]
-        if len(self.problems) > _MOST_SAID:
-            said.append(f"and {len(self.problems) - _MOST_SAID:,} more of their kind")
+        texts = [str(problem) for problem in self.problems[:_MOST_SHOWN]]
+        if len(self.problems) > _MOST_SHOWN:
+            texts.append(f"and {len(self.problems) - _MOST_SHOWN:,} more")
         if beside is not None and not more:
-            said.append(str(beside))
+            texts.append(str(beside))
         count = len(self.problems) + (beside is not None and not more)
-        lines = "\n".join(f"  - {one}" for one in said)
+        lines = "\n".join(f"  - {one}" for one in texts)
         super().__init__(f"{source}: {count:,} problem{'s' if count != 1 else ''}\n{lines}")

@@ -1,4 +1,4 @@
-"""The package's logger, and the one place where its level and form are set."""
+"""The package's loggers, with their level and format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def configure_logging(level: int = logging.INFO) -> None:
-    """Send the package's messages to standard error, one line each; called by the commands, never on import."""
+    """Send the package's messages to standard error, one line each. Commands call it; imports don't."""
     logger = logging.getLogger(_ROOT)
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)

@@ -1,34 +1,33 @@
-"""The map of a run: the name of every file in its directory, and every key in the store of its checkpoints.
+"""Names of all files in a run's directory and of all keys in the store of its checkpoints.
 
 =====================================================  ==============================================================
 in the run's directory                                 holds
 =====================================================  ==============================================================
 ``config.yaml``                                        the configuration, resolved
-``plan.txt``, ``README.md``                            what the run is, for people
-``plan/``                                              the data plan, whose files `data.plan.plan_files` knows
+``plan.txt``, ``README.md``                            description of the run for people
+``plan/``                                              the data plan; see `data.plan.plan_files`
 ``journal/attempt-0003.jsonl``                         the journal of the third attempt
-``journal/attempt-0003.controller.jsonl``              what another process than its first writer adds to it
-``tracking.json``, ``tracking/``                       the MLflow run, and what it has not been told yet
-``resumed-from.json``                                  the other run's checkpoint that it starts from
-``identity``                                           the directory's own name, which moves with it
-``session``, ``probe-ID/``, ``refused/SESSION``        what a command and its workers leave for one another
+``journal/attempt-0003.controller.jsonl``              records that another process adds to it
+``tracking.json``, ``tracking/``                       the MLflow run, and records not yet sent to it
+``resumed-from.json``                                  the checkpoint of another run that it started from
+``identity``                                           random id of the directory, which moves with it
+``session``, ``probe-ID/``, ``refused/SESSION``        messages between a command and its workers
 ``stop-request``, ``save-request``,                    requests; see `run.requests`
 ``preemption-notice``
 ``export/step-00000200/``                              exported models
 =====================================================  ==============================================================
 
-=====================================================  ==============================================================
-in the store of its checkpoints                        holds
-=====================================================  ==============================================================
-``owner.json``                                         the run directory that they belong to, if they lie apart from it
-``attempts/0003.claimed``                              the third attempt's number is taken
-``attempts/0003.from-00000200``                        the third attempt has started from step 200
-``checkpoints/step-00000200/manifest.json``            commits the checkpoint
+=====================================================  ============================================================== in
+the store of its checkpoints                        holds =====================================================
+============================================================== ``owner.json``
+the run directory that they belong to, if they are stored elsewhere ``attempts/0003.claimed``
+marks the third attempt's number as taken ``attempts/0003.from-00000200``                        records that the third
+attempt started from step 200 ``checkpoints/step-00000200/manifest.json``            commits the checkpoint
 ``checkpoints/step-00000200/attempt-0003/``            its shards, such as ``rank-00000-of-00008.safetensors``
-``checkpoints/step-00000200/set-aside-0004.json``      the fourth attempt found it damaged
+``checkpoints/step-00000200/set-aside-0004.json``      records that the fourth attempt found it damaged
 =====================================================  ==============================================================
 
-The files of locks are known to `storage` alone.
+Lock files are private to `storage`.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ ORIGIN_FILE = "resumed-from.json"
 IDENTITY_FILE = "identity"
 SESSION_FILE = "session"
 PROBE_FOLDER = "probe"
-"""Of each attempt its own: ``probe-<id>``; that of an attempt that died stays until the next command."""
+"""Prefix of one folder per attempt, ``probe-<id>``; after a crash it stays until the next command."""
 REFUSAL_FOLDER = "refused"
 STOP_FILE = "stop-request"
 SAVE_FILE = "save-request"
@@ -64,15 +63,15 @@ _ATTEMPT = r"attempt-(?P<attempt>\d{4,})"
 SEGMENT_NAME = re.compile(rf"^{_ATTEMPT}(?:\.(?P<writer>[A-Za-z0-9_-]+))?\.jsonl$")
 """A file in the journal's folder."""
 ATTEMPT_KEY = re.compile(rf"^{ATTEMPT_FOLDER}/(?P<attempt>\d{{4,}})\.(?:claimed|from-(?P<step>\d{{8,}}))$")
-"""What tells of an attempt in the store of the checkpoints."""
+"""A key that records an attempt in the store of the checkpoints."""
 CHECKPOINT_KEY = re.compile(rf"^{_STEP}/(?P<name>.+)$")
 """A file of a checkpoint, by its name in the step's folder."""
 SHARD_KEY = re.compile(rf"^(?P<folder>{_STEP}/{_ATTEMPT})/")
-"""A file in the folder in which an attempt keeps its shards of a step."""
+"""A file in an attempt's folder of shards of a step."""
 SHARD_NAME = re.compile(rf"^{_ATTEMPT}/(?:rank-\d+-of-(?P<world_size>\d+))?")
-"""The same by its name in the step's folder."""
+"""A shard, by its name in the step's folder."""
 NOTE_NAME = re.compile(r"^set-aside-(?P<attempt>\d{4,})\.json$")
-"""The note, in the step's folder, of an attempt that has set the checkpoint aside."""
+"""The note, in the step's folder, of an attempt that set the checkpoint aside."""
 STEP_LOCATION = re.compile(rf"^(?P<run>.+)/{_STEP}/?(?P<options>\?.*)?$")
 """The path or URI of a checkpoint, as MLflow shows it."""
 
@@ -85,12 +84,12 @@ def segment_name(attempt: int, writer: str | None = None) -> str:
 
 
 def claim_key(attempt: int) -> str:
-    """Return the key that says that an attempt's number is taken."""
+    """Return the key that marks an attempt's number as taken."""
     return f"{ATTEMPT_FOLDER}/{attempt:04d}.claimed"
 
 
 def start_key(attempt: int, step: int) -> str:
-    """Return the key that says from which step an attempt has started."""
+    """Return the key that records the step from which an attempt started."""
     return f"{ATTEMPT_FOLDER}/{attempt:04d}.from-{step:08d}"
 
 
@@ -110,11 +109,11 @@ def note_key(step: int, attempt: int) -> str:
 
 
 def attempt_folder(attempt: int) -> str:
-    """Return where an attempt keeps its shards, relative to their step's folder."""
+    """Return the folder of an attempt's shards, relative to the step's folder."""
     return f"attempt-{attempt:04d}"
 
 
 def shard_file(attempt: int, rank: int, world_size: int, retry: int = 0) -> str:
-    """Return a shard's key relative to its step's folder; no two attempts share one, nor two tries of one attempt."""
+    """Return a shard's key relative to its step's folder, unique per attempt and per try of it."""
     again = f"-try-{retry:02d}" if retry else ""
     return f"{attempt_folder(attempt)}/rank-{rank:05d}-of-{world_size:05d}{again}.safetensors"

@@ -1,4 +1,4 @@
-"""Validation of what is read from files: types for pydantic models, and its errors in this project's words."""
+"""Types for pydantic models of file contents, and pydantic's errors in this project's words."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _MOST_LEVELS = 50
 _DIGEST = re.compile(r"[0-9a-f]{1,16}")
 
 YEAR_10000_S = 253_402_300_800
-"""Seconds since the epoch lie below it: beyond, no date can be written."""
+"""Upper bound of seconds since the epoch, since Python has no later dates."""
 
 Whole = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
-"""A whole number from 0 on that 64 bits hold; ``true`` and ``1.0`` are none."""
+"""A non-negative 64-bit integer; ``true`` and ``1.0`` are refused."""
 Positive = Annotated[int, Field(strict=True, ge=1, lt=2**63)]
-"""A whole number from 1 on that 64 bits hold."""
+"""A positive 64-bit integer."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-"""A finite number; a whole one will do."""
+"""A finite number; integers are accepted."""
 Seconds = Annotated[float, Field(strict=True, ge=0, lt=YEAR_10000_S, allow_inf_nan=False)]
 """A duration, or a time since the epoch."""
 Text = Annotated[str, Field(min_length=0)]
-"""A text that UTF-8 can hold: JSON may hold halves of characters."""
+"""A text that UTF-8 can encode; JSON may contain lone surrogates."""
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-"""The name of a file in a folder that is known: it leads nowhere else."""
+"""The name of a file without any folder."""
 
 
 def _hexadecimal(value: object) -> str:
@@ -55,15 +55,15 @@ def _children(value: object) -> Iterable[object]:
 
 
 Free = Annotated[dict[str, Any], AfterValidator(_bounded)]
-"""An object of any content that is not nested deeper than can be worked with."""
+"""An object with any content of bounded nesting depth."""
 
 Digest = Annotated[int, BeforeValidator(lambda value: int(_hexadecimal(value), 16))]
 """A sum of data digests modulo 2**64, written as up to 16 hexadecimal digits."""
 DigestText = Annotated[str, BeforeValidator(_hexadecimal)]
-"""The same as it is written."""
+"""A digest in its written form."""
 
 
-# The rule of each kind of pydantic's errors; a kind that is not here keeps pydantic's own words.
+# The rule of each kind of pydantic error; other kinds keep pydantic's own text.
 _RULES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "greater_than": lambda c: f"must be above {c['gt']}",
     "greater_than_equal": lambda c: f"must be at least {c['ge']}",
@@ -94,28 +94,28 @@ _RULES: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 
 KNOWN_FIELDS_ONLY = ConfigDict(extra="forbid")
-"""For a dataclass whose file says its version: a field that is unknown is one whose name is damaged."""
+"""For a dataclass whose file has a version: an unknown field can only be a damaged name."""
 
 
 class ContentError(ValueError):
-    """The content of a file is not what it must be; the text names each field, its value and the rule."""
+    """The content of a file is invalid; the text lists each field, its value and the rule."""
 
 
 def rule_of(detail: ErrorDetails) -> str:
-    """Return the rule that a value breaks, in words that go on from the value's name."""
+    """Return the rule that a value breaks, as a predicate that follows the value's name."""
     rule = _RULES.get(detail["type"])
     return rule(detail.get("ctx", {})) if rule is not None else detail["msg"]
 
 
 def read_json(adapter: TypeAdapter[T], content: bytes | str) -> T:
-    """Return the value of a JSON text.
+    """Parse and validate a JSON text.
 
     Args:
-        adapter: What it must be.
+        adapter: Type of the result.
         content: The text.
 
     Raises:
-        ContentError: It is no JSON, or a field of it is missing or wrong.
+        ContentError: It is not JSON, or a field is missing or invalid.
     """
     try:
         return adapter.validate_json(content)
@@ -124,7 +124,7 @@ def read_json(adapter: TypeAdapter[T], content: bytes | str) -> T:
 
 
 def checked(adapter: TypeAdapter[T], value: object) -> T:
-    """Return a value that JSON gave as what it must be; raises as `read_json` does."""
+    """Validate a parsed JSON value; raises as `read_json` does."""
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
@@ -132,7 +132,7 @@ def checked(adapter: TypeAdapter[T], value: object) -> T:
 
 
 def faults_text(error: ValidationError) -> str:
-    """Return what is wrong, field by field; the first faults stand for many."""
+    """Describe the first few errors, field by field."""
     faults = error.errors(include_url=False)
     texts = [_fault_text(detail) for detail in faults[:_MOST_FAULTS]]
     more = len(faults) - len(texts)
@@ -141,7 +141,7 @@ def faults_text(error: ValidationError) -> str:
 
 def _fault_text(detail: ErrorDetails) -> str:
     if detail["type"] == "json_invalid":
-        return f"no valid JSON: {detail['ctx']['error']}"
+        return f"not valid JSON: {detail['ctx']['error']}"
     place = shown_text("".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"])[1:])
     if detail["type"] in ("missing", "union_tag_not_found"):
         return f"{place or detail['ctx']['discriminator']} is missing"
@@ -149,7 +149,7 @@ def _fault_text(detail: ErrorDetails) -> str:
 
 
 def shown_value(value: object) -> str:
-    """Return a value as an error shows it."""
+    """Format a value for an error."""
     try:
         return shown_text(repr(value))
     except RecursionError:
@@ -157,6 +157,6 @@ def shown_value(value: object) -> str:
 
 
 def shown_text(text: str) -> str:
-    """Return a text as an error shows it: short, and with the characters that no terminal can show written out."""
+    """Shorten a text for an error, and escape its unprintable characters."""
     short = text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
     return short if short.isprintable() else repr(short)[1:-1]

@@ -63,8 +63,9 @@ def _problem(detail: ErrorDetails, *, is_guessed: bool) -> Problem:
     path = shown_text(".".join(str(part) for part in detail["loc"]))
     if detail["type"] == "extra_forbidden":
         return _unknown(path, detail["input"], is_guessed=is_guessed)
-    hint_of = _HINTS.get(detail["type"], lambda _: _REFERENCE)
-    rule, hint = _RULES.get(detail["type"]) or rule_of(detail), hint_of(detail.get("ctx", {}))
+    hint_of = _HINTS.get(detail["type"])
+    rule = _RULES.get(detail["type"]) or rule_of(detail)
+    hint = hint_of(detail.get("ctx", {})) if hint_of else _REFERENCE
     value = NOT_GIVEN if detail["type"] == "missing" else detail.get("ctx", {}).get("shown", detail["input"])
     return Problem(path=path, value=value, rule=rule, hint=hint)
 

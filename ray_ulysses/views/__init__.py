@@ -1,1 +1,1 @@
-"""What a person sees: a run's plan, its progress, its summary and its history, as text."""
+"""Renders a run's plan, progress, summary and history as text for people."""

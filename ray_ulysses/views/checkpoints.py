@@ -1,22 +1,19 @@
-"""The text of ``ray-ulysses inspect RUN --checkpoints`` and ``--verify-checkpoint STEP``."""
+"""Renders the text of ``ray-ulysses inspect RUN --checkpoints`` and ``--verify-checkpoint STEP``."""
 
 from __future__ import annotations
 
 import datetime
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ray_ulysses.clock import Clock
 from ray_ulysses.forensics.checkpoint_report import (
     CheckpointListing,
     CheckpointReport,
     CheckpointVerdict,
     FileVerdict,
 )
-from ray_ulysses.views.words import count, duration, facts, percent, size, table
+from ray_ulysses.views.words import count, duration, facts, size, table, wrapped
 
-_SAY_EVERY_S = 5.0
 _MOST_FILES = 64
 _STATES = {
     "whole": "whole",
@@ -43,8 +40,8 @@ class _Column:
 
     Attributes:
         name: Its header.
-        cell: What it shows of a checkpoint.
-        rank: Columns of a larger rank are left out first where a line would not fit.
+        cell: Returns its text for a checkpoint.
+        rank: Columns with a higher rank are dropped first where a line is too long.
     """
 
     name: str
@@ -53,26 +50,26 @@ class _Column:
 
 
 def render_checkpoints(listing: CheckpointListing, width: int | None = None) -> str:
-    """Return a table of a run's checkpoint directories, and what has to be said of some of them.
+    """Return a table of a run's checkpoint directories, with notes on some of them.
 
     Args:
-        listing: What is there.
-        width: Characters of a line; columns that do not fit are left out and named. None leaves none out.
+        listing: The checkpoints.
+        width: Characters per line; columns that do not fit are dropped and listed. None keeps all.
     """
     reports = listing.checkpoints
     lines = [f"run {listing.name!r}: {_summary(listing)}", *facts(_totals(listing))]
     if listing.refusal is not None:
-        lines += ["", *_wrapped(listing.refusal, width)]
+        lines += ["", *wrapped(listing.refusal, width)]
     if reports:
         columns, hidden = _fitting(reports, width)
         header = [column.name for column in columns]
         lines += ["", *table(header, [[column.cell(report) for column in columns] for report in reports])]
         if hidden:
             names = ", ".join(column.name for column in _COLUMNS if column in hidden)
-            lines += _wrapped(f"not shown for want of room: {names}", width)
+            lines += wrapped(f"not shown for lack of space: {names}", width)
     for report in reports:
         for note in _notes(report):
-            lines += ["", *_wrapped(note, width)]
+            lines += ["", *wrapped(note, width)]
     return "\n".join(lines)
 
 
@@ -80,7 +77,7 @@ def _summary(listing: CheckpointListing) -> str:
     if not listing.checkpoints:
         return "no checkpoint yet" if listing.refusal is None else "NO CHECKPOINT FOUND"
     usable = sum(report.condition == "whole" for report in listing.checkpoints)
-    words = [f"{usable} checkpoint{'' if usable == 1 else 's'} whole by size"]
+    words = [f"{usable} checkpoint{'' if usable == 1 else 's'} with files of the right size"]
     for condition, word in _STATES.items():
         number = sum(report.condition == condition for report in listing.checkpoints)
         if number and condition != "whole":
@@ -95,7 +92,7 @@ def _totals(listing: CheckpointListing) -> list[tuple[str, str]]:
     if listing.checkpoints:
         named = sum(report.num_bytes for report in listing.checkpoints)
         left = sum(report.leftover_bytes for report in listing.checkpoints)
-        beside = f", and {size(left)} left over beside them" if left else ""
+        beside = f", plus {size(left)} of leftover files" if left else ""
         rows.append(("size", f"{size(named)}{beside}"))
     rules = list(dict.fromkeys(rule for report in listing.checkpoints for rule in report.kept))
     if rules:
@@ -105,15 +102,15 @@ def _totals(listing: CheckpointListing) -> list[tuple[str, str]]:
 
 def _start(listing: CheckpointListing) -> str:
     if listing.refusal is not None:
-        return "not, as things are"
+        return "would be refused (see below)"
     if listing.resumes_from is None:
-        return "from model.resume_from where it is set, else from the beginning"
-    by_then = f", or from step {max(listing.unless):,} if that can be read by then" if listing.unless else ""
+        return "from model.resume_from if set, else from step 0"
+    by_then = f", or from step {max(listing.unless):,} if it can be read by then" if listing.unless else ""
     return f"from step {listing.resumes_from:,}{by_then}"
 
 
 def _fitting(reports: Sequence[CheckpointReport], width: int | None) -> tuple[list[_Column], list[_Column]]:
-    """Return the columns that fit into a line, and those that do not; one with nothing to show is neither."""
+    """Return the columns that fit in a line, and those that do not; empty columns are in neither."""
     columns = [column for column in _COLUMNS if any(column.cell(report) != "-" for report in reports)]
     hidden: list[_Column] = []
     for column in sorted(columns, key=lambda column: -column.rank):
@@ -136,7 +133,7 @@ def _notes(report: CheckpointReport) -> list[str]:
         when = f", {_moment(aside.at)} UTC" if aside.at is not None else ""
         notes.append(f"step {report.step}, set aside by attempt {aside.attempt}{when}: {aside.reason}")
     if report.condition == "set_aside" and report.is_swept:
-        notes[-1] += "; what is left of it is deleted by a later commit"
+        notes[-1] += "; a later commit deletes the rest of it"
     return notes
 
 
@@ -156,7 +153,7 @@ def _moment(seconds: float | None, form: str = "%Y-%m-%d %H:%M") -> str:
 
 
 def _kept(report: CheckpointReport) -> str:
-    """Return each rule's first word; the line above the table has them whole."""
+    """Return each rule's first word; the line above the table has the full rules."""
     return ", ".join(rule.partition(" ")[0] for rule in report.kept) or "-"
 
 
@@ -180,40 +177,31 @@ def _or_dash(value: object | None) -> str:
     return "-" if value is None else str(value)
 
 
-def _wrapped(text: str, width: int | None) -> list[str]:
-    if width is None:
-        return [f"  {text}"]
-    return textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
-
-
 def render_verdict(verdict: CheckpointVerdict, width: int | None = None) -> str:
-    """Return what reading every byte of a checkpoint has shown.
+    """Return the result of reading every byte of a checkpoint.
 
     Args:
-        verdict: What was found.
-        width: Characters of a line; None for as many as it takes.
+        verdict: The result.
+        width: Characters per line; None for no limit.
     """
-    lines = [f"checkpoint of step {verdict.step:,} of run {verdict.name!r}: {_said(verdict)}", *facts(_read(verdict))]
+    title = f"checkpoint of step {verdict.step:,} of run {verdict.name!r}: {_VERDICTS[verdict.condition]}"
+    lines = [title, *facts(_read(verdict))]
     if verdict.problem is not None:
-        lines += ["", *_wrapped(verdict.problem, width)]
+        lines += ["", *wrapped(verdict.problem, width)]
     bad = [file for file in verdict.files if file.problem is not None]
     good = [file for file in verdict.files if file.problem is None]
-    # The damaged ones are what matters where there are thousands.
+    # Among thousands of files the damaged ones matter.
     shown = [*bad, *good[: max(_MOST_FILES - len(bad), 0)]]
     if shown:
         ordered = [file for file in verdict.files if file in shown]
         lines += ["", *table(("size", "parts", "state", "file"), [_file(file) for file in ordered])]
     if len(shown) < len(verdict.files):
-        lines.append(f"  and {len(verdict.files) - len(shown):,} more, which are whole (--json lists them)")
+        lines.append(f"  and {len(verdict.files) - len(shown):,} more, all whole (--json lists them)")
     for file in bad:
-        lines += ["", *_wrapped(str(file.problem), width)]
+        lines += ["", *wrapped(str(file.problem), width)]
     if verdict.condition == "unreadable":
-        lines += ["", *_wrapped("what can't be read may be whole: repair the storage, then ask again", width)]
+        lines += ["", *wrapped("files that can't be read may be whole: repair the storage and verify again", width)]
     return "\n".join(lines)
-
-
-def _said(verdict: CheckpointVerdict) -> str:
-    return _VERDICTS[verdict.condition]
 
 
 def _read(verdict: CheckpointVerdict) -> list[tuple[str, str]]:
@@ -233,23 +221,3 @@ def _read(verdict: CheckpointVerdict) -> list[tuple[str, str]]:
 def _file(file: FileVerdict) -> tuple[str, ...]:
     state = "whole" if file.problem is None else "UNREADABLE" if file.is_unread else "DAMAGED"
     return (size(file.num_bytes), str(file.num_tensors), state, file.file)
-
-
-class BytesProgress:
-    """Says now and then how far the reading of a checkpoint has come; says nothing of one that is soon over."""
-
-    def __init__(self, say: Callable[[str], None], clock: Clock) -> None:
-        self._say, self._clock = say, clock
-        self._started = self._said = clock.monotonic()
-
-    def __call__(self, done: int, total: int) -> None:
-        """Take note of bytes that were read."""
-        now = self._clock.monotonic()
-        if now - self._said < _SAY_EVERY_S:
-            return
-        self._said = now
-        elapsed = now - self._started
-        left = duration(elapsed / done * (total - done))
-        self._say(
-            f"read {size(done)} of {size(total)} ({percent(done / total)}), {size(done / elapsed)}/s, about {left} left"
-        )

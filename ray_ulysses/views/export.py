@@ -1,4 +1,4 @@
-"""What an export has done, as a person reads it."""
+"""Renders the result of ``ray-ulysses export``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def render_export(report: ExportReport) -> str:
         ("files", _files(report)),
         ("context", context_words(report)),
         ("tokenizer", report.tokenizer),
-        ("check", report.check.words if report.check is not None else "left out (--no-check)"),
+        ("check", report.check.words if report.check is not None else "skipped (--no-check)"),
     ]
     lines = [
         f"run {report.run!r}, step {report.step:,} (attempt {report.attempt}, {count(report.trained_tokens)} trained "
@@ -42,5 +42,5 @@ def _warnings(report: ExportReport) -> list[str]:
         return []
     return [
         f"  note: the run trained on rows longer than max_position_embeddings={report.max_positions:,}, which is "
-        "exported as trained; raise it in config.json if the model is to read further"
+        "exported as trained; raise it in config.json if the model is to use longer contexts"
     ]

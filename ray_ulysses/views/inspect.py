@@ -1,4 +1,4 @@
-"""The text of ``ray-ulysses inspect``: what happened in a run."""
+"""Renders the text and the JSON of ``ray-ulysses inspect``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ray_ulysses.views.words import count, duration, facts, percent, table
 _LAST_STEPS = 10
 _LAST_CHECKPOINTS = 8
 _MOST_DAMAGED = 5
-_STEPS_A_PIECE = 1000
+_STEPS_PER_CHUNK = 1000
 
 
 def render_history(history: RunHistory, lineage: Lineage | None = None) -> str:
-    """Return a run's state, the lineage of its data, its attempts, its checkpoints and its last steps."""
+    """Return a run's state, its data plan, attempts, checkpoints and last steps."""
     lines = [f"run {history.name!r}: {history.status} at step {history.step:,}", *facts(_totals(history))]
     if history.failure is not None:
         lines += ["", *facts(_failure(history.failure))]
@@ -31,7 +31,7 @@ def render_history(history: RunHistory, lineage: Lineage | None = None) -> str:
     if history.damaged_records:
         lines += ["", *(f"  DAMAGED: {record}" for record in history.damaged_records[:_MOST_DAMAGED])]
         more = len(history.damaged_records) - _MOST_DAMAGED
-        lines += [f"  DAMAGED: and {more:,} more records; --json names all"] if more > 0 else []
+        lines += [f"  DAMAGED: and {more:,} more records; --json lists all"] if more > 0 else []
     if lineage is not None:
         lines += _lineage(lineage)
     lines += _time(history.time_spent)
@@ -58,14 +58,14 @@ def render_history(history: RunHistory, lineage: Lineage | None = None) -> str:
 
 
 def history_json(history: RunHistory, lineage: Lineage) -> Iterator[str]:
-    """Yield the text of ``inspect --json`` in pieces, with a line for each step: a run may have a million."""
+    """Yield the text of ``inspect --json`` in chunks, with one line per step: a run may have a million."""
     fields = {**replace(history, steps=()).to_json(), **lineage.to_json()}
     before, begin, after = json.dumps(fields, indent=2).partition('"steps": [')
     yield before + begin
     texts = (json.dumps(step.to_json()) for step in history.steps)
     separator = "\n    "
-    while piece := list(islice(texts, _STEPS_A_PIECE)):
-        yield separator + ",\n    ".join(piece)
+    while chunk := list(islice(texts, _STEPS_PER_CHUNK)):
+        yield separator + ",\n    ".join(chunk)
         separator = ",\n    "
     yield f"\n  {after}\n" if history.steps else f"{after}\n"
 
@@ -76,8 +76,8 @@ def _totals(history: RunHistory) -> list[tuple[str, str]]:
         ("tokens", f"{count(history.tokens)} ({history.tokens:,})"),
         ("rows consumed", f"{history.rows_consumed:,}"),
         ("data digest", history.data_digest),
-        ("lost steps", f"{history.lost_steps:,} (trained, then trained again after a failure)"),
-        ("goodput", f"{goodput} of the time went into steps that count"),
+        ("lost steps", f"{history.lost_steps:,} (discarded by a failure and trained again)"),
+        ("goodput", f"{goodput} of the time was spent on steps that count"),
     ]
 
 
@@ -86,7 +86,7 @@ def _time(spent: TimeSpent) -> list[str]:
     if not rows:
         return []
     pause = pause_in_words(spent)
-    return ["", "time", *table(("seconds", "share", "went into"), rows), *([] if pause is None else [f"  {pause}"])]
+    return ["", "time", *table(("seconds", "share", "spent on"), rows), *([] if pause is None else [f"  {pause}"])]
 
 
 def _failure(failure: RunFailed) -> list[tuple[str, str]]:
@@ -99,7 +99,7 @@ def _lineage(lineage: Lineage) -> list[str]:
         return ["", f"  PLAN: {lineage.problem}"]
     if not lineage.segments:
         return []
-    header = ("segment", "plan", "after step", "from row", "context", "rows a step", "packing", "sources")
+    header = ("segment", "plan", "after step", "from row", "context", "rows per step", "packing", "sources")
     return ["", "plan", *table(header, [_segment(segment) for segment in lineage.segments])]
 
 
@@ -124,6 +124,6 @@ def _titled(name: str, shown: int, total: int) -> str:
     return name if shown == total else f"{name} (the last {shown} of {total:,})"
 
 
-def _ranges(stretches: tuple[tuple[int, int], ...]) -> str:
-    """Return stretches of numbers as text: ``3, 7-9``."""
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in stretches)
+def _ranges(ranges: tuple[tuple[int, int], ...]) -> str:
+    """Format ranges of numbers: ``3, 7-9``."""
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

@@ -1,4 +1,4 @@
-"""The text of ``ray-ulysses inspect RUN --row N``: what a row holds, and where it came from."""
+"""Renders the text of ``ray-ulysses inspect RUN --row N``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def render_row(report: RowReport) -> str:
         ]
     )
     numbers = {corpus.path: number for number, corpus in enumerate(report.corpora)}
-    header = ("piece", "document", "start", "length", "labels", "goes on", "corpus", "id", "offset", "source")
+    header = ("piece", "document", "start", "length", "labels", "continues", "corpus", "id", "offset", "source")
     rows = [_piece(number, piece, numbers[piece.corpus]) for number, piece in enumerate(report.pieces)]
     lines += ["", "pieces", *table(header, rows)]
     for number, piece in enumerate(report.pieces):
@@ -29,11 +29,11 @@ def render_row(report: RowReport) -> str:
 def _totals(report: RowReport) -> list[tuple[str, str]]:
     return [
         ("trained", _trained(report)),
-        ("thrown away", _steps(report.thrown_away) if report.thrown_away else "never"),
+        ("discarded", _steps(report.thrown_away) if report.thrown_away else "never"),
         ("plan", f"{report.plan_id}, segment {report.segment}, epoch {report.epoch}, step {report.planned_step:,}"),
         ("tokens", f"{report.tokens:,} and {report.padding:,} of padding: {report.row_tokens:,}"),
         ("supervised", f"{report.supervised:,}"),
-        ("cost", f"{count(report.cost)} ({report.cost:,}; attention's squares, and what tokens cost beside them)"),
+        ("cost", f"{count(report.cost)} ({report.cost:,}; attention, quadratic in length, plus a linear part)"),
     ]
 
 
@@ -59,19 +59,19 @@ def _piece(number: int, piece: RowPiece, corpus: int) -> tuple[str, ...]:
 def _text(number: int, piece: RowPiece) -> list[str]:
     if piece.text is None and piece.text_problem is None:
         return []
-    stretch = f"[{piece.start:,}, {piece.start + piece.length:,})"
-    lines = ["", f"piece {number}: tokens {stretch} of document {piece.document:,}{_supervised(piece)}"]
+    tokens = f"[{piece.start:,}, {piece.start + piece.length:,})"
+    lines = ["", f"piece {number}: tokens {tokens} of document {piece.document:,}{_supervised(piece)}"]
     if piece.text is None:
         return [*lines, f"  NO TEXT: {piece.text_problem}"]
     lines += _quoted(piece.text.head)
     if piece.text.left_out:
-        lines += [f"  ... {piece.text.left_out:,} characters left out; --text full prints them ..."]
+        lines += [f"  ... {piece.text.left_out:,} characters omitted; --text full prints them ..."]
         lines += _quoted(piece.text.tail)
     return lines
 
 
 def _supervised(piece: RowPiece) -> str:
-    """Return which tokens of a piece are supervised, in words; empty where all but its first are, as in plain text."""
+    """Describe the supervised tokens of a piece; empty if all but the first are, as in plain text."""
     stop = piece.start + piece.length + piece.goes_on
     if piece.labels is None or piece.labels == ((piece.start + 1, stop),):
         return ""
@@ -83,7 +83,7 @@ def _quoted(text: str) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """Return a line with what a terminal would obey, and not show, as its escape."""
+    """Return a line with control characters escaped."""
     return "".join(
         letter if letter.isprintable() or letter == "\t" else letter.encode("unicode_escape").decode()
         for letter in text

@@ -1,4 +1,4 @@
-"""Follows a journal that is being written: each whole line once, whichever attempt and process writes it."""
+"""Follows a journal that is being written and returns each complete line once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ray_ulysses.tracking.step_runs import Entry, grouped
 
 
 class JournalTail:
-    """Reads what was added to a run's journal since the last look."""
+    """Reads what was added to a run's journal since the last call."""
 
     def __init__(self, run_dir: Path | str) -> None:
         """Start before the first record; the directory need not exist yet."""
@@ -22,9 +22,9 @@ class JournalTail:
     def poll(self) -> list[Entry]:
         """Return the entries that have been completed since the last call, attempt after attempt.
 
-        What supervises an attempt writes beside its workers, after them: its records come last, and are read first, so
-        that nothing of the workers' that came before them is returned after them.
-        A line without its end is left for the next call; a file or folder that can't be read now is tried again then.
+        The controller of an attempt writes its records after the workers'. They are read first and returned last, so
+        that no earlier record of a worker is returned after them. An incomplete line, and a file or folder that can't
+        be read now, are left for the next call.
         """
         added_by: list[tuple[tuple[int, bool], list[Entry]]] = []
         try:
@@ -42,5 +42,5 @@ class JournalTail:
 
 
 def _is_beside(segment: tuple[int, Path]) -> bool:
-    """Whether a segment is not the attempt's first, but of a writer with a name."""
+    """Return whether a journal file belongs to a named writer beside the attempt's workers."""
     return segment[1].name.count(".") > 1

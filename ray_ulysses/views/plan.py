@@ -1,4 +1,4 @@
-"""The text of ``ray-ulysses plan``."""
+"""Renders the text of ``ray-ulysses plan``."""
 
 from __future__ import annotations
 
@@ -7,36 +7,30 @@ import textwrap
 from ray_ulysses.parallel.heads import HeadPlan
 from ray_ulysses.planner.memory_terms import MemoryTerm
 from ray_ulysses.planner.report import DataFacts, LayoutFacts, PlanReport
-from ray_ulysses.views.words import count, facts, percent, size
+from ray_ulysses.views.words import count, facts, percent, size, wrapped
 
 _PHASES = {"always": "", "loss": "in the loss", "layer": "in a layer", "save": "at a save", "load": "at the start"}
 _MOST_SIZES = 8
+_WIDTH = 100
 _FLOPS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"))
 
 
 def render_plan(report: PlanReport) -> str:
-    """Return what a run will do, section by section, and at its end what speaks against it."""
+    """Return what a run will do, section by section, and whether it can start."""
     lines = [f"plan of run {report.name!r}", "", *_model(report), "", *_layout(report), "", *_data(report), ""]
     lines += _memory(report)
     for note in report.notes:
-        lines += ["", *_wrap(f"note: {note}", "", "      ")]
+        lines += ["", *wrapped(f"note: {note}", _WIDTH, "", "      ")]
     lines.append("")
     if report.problems:
         lines.append("this run can't start:")
         for problem in report.problems:
-            lines += _wrap(f"- {problem}", "  ", "    ")
+            lines += wrapped(f"- {problem}", _WIDTH)
     elif report.corpus.is_made_up:
-        lines.append(f"nothing speaks against starting it, once there is a corpus in {report.corpus.path}")
+        lines.append(f"ready to start, once a corpus is prepared in {report.corpus.path}")
     else:
-        lines.append("nothing speaks against starting it")
+        lines.append("ready to start")
     return "\n".join(lines)
-
-
-def _wrap(text: str, first: str, others: str) -> list[str]:
-    """Return a text in lines; a path stays whole, so that it can be copied."""
-    return textwrap.wrap(
-        text, 100, initial_indent=first, subsequent_indent=others, break_on_hyphens=False, break_long_words=False
-    )
 
 
 def _model(report: PlanReport) -> list[str]:
@@ -65,11 +59,11 @@ def _layout(report: PlanReport) -> list[str]:
         *facts(
             [
                 ("workers", f"{layout.world_size} = dp {layout.dp_size} x sp {layout.sp_size}"),
-                ("split of a row", _split(layout)),
+                ("row split", _split(layout)),
                 ("heads per rank", _heads(layout.heads)),
                 ("other sp sizes", ", ".join(str(size) for size in layout.valid_sp_sizes)),
                 ("other worker counts", f"multiples of {layout.sp_size} up to {layout.largest_world_size}"),
-                ("without idle turns", shown),
+                ("balanced counts", shown),
             ]
         ),
     ]
@@ -78,7 +72,7 @@ def _layout(report: PlanReport) -> list[str]:
 def _split(layout: LayoutFacts) -> str:
     said = f"sp {layout.sp_size} = ulysses {layout.ulysses_size} x ring {layout.ring_size}"
     if layout.ring_size > 1 and layout.ring_is_chosen:
-        said += f", chosen since {layout.sp_size} ranks can't share {layout.heads.num_heads} heads"
+        said += f", chosen because {layout.sp_size} ranks can't share {layout.heads.num_heads} heads"
     return said
 
 
@@ -87,11 +81,11 @@ def _heads(heads: HeadPlan) -> str:
     query = f"{heads.max_heads}" if least == heads.max_heads else f"{least} or {heads.max_heads}"
     said = f"{query} query, {heads.max_kv_heads} key-value"
     if heads.imbalance > 1:
-        said += f"; uneven: the fullest has {heads.imbalance:.2f}x the mean, and attention takes as much longer"
+        said += f"; uneven: the fullest rank has {heads.imbalance:.2f}x the mean, which slows attention by as much"
     if heads.kv_copies > 1:
-        said += f"; key-value heads are sent {heads.kv_copies:g} times"
+        said += f"; each key-value head is sent {heads.kv_copies:g} times"
     if heads.kernel_calls > 1:
-        said += f"; up to {heads.kernel_calls} kernel calls a layer, since groups are cut"
+        said += f"; up to {heads.kernel_calls} kernel calls per layer, since head groups are split"
     return said
 
 
@@ -100,23 +94,23 @@ def _made_up_data(report: PlanReport) -> list[str]:
     tokens = data.rows_per_step * data.row_tokens
     said = (
         f"no corpus is prepared in {corpus.path}: {corpus.num_documents:,} documents of made-up lengths, up to "
-        f"{corpus.longest_document:,} tokens, stand in for it; model, layout and memory do not depend on them"
+        f"{corpus.longest_document:,} tokens, are assumed; model, layout and memory do not depend on them"
     )
     rows = [
         ("rows", f"of up to {data.row_tokens:,} tokens (multiples of {data.pad_multiple})"),
-        ("steps", f"of {data.rows_per_step} rows, up to {tokens:,} tokens; how many depends on the corpus"),
+        ("steps", f"of {data.rows_per_step} rows, up to {tokens:,} tokens; their number depends on the corpus"),
         *_costs(data),
     ]
-    return ["data", *_wrap(said, "  ", "  "), *facts(rows)]
+    return ["data", *wrapped(said, _WIDTH, "  ", "  "), *facts(rows)]
 
 
 def _costs(data: DataFacts) -> list[tuple[str, str]]:
     return [
-        ("dp imbalance", f"{data.imbalance:.3f}x the time of level ranks, by cost, at the configured dp"),
+        ("dp imbalance", f"{data.imbalance:.3f}x the time of perfectly balanced ranks, at the configured dp"),
         ("  at other dp", ", ".join(f"{dp}: {ours:.2f}" for dp, ours, _ in data.imbalance_by_dp) or "-"),
         ("  least possible", ", ".join(f"{dp}: {least:.2f}" for dp, _, least in data.imbalance_by_dp) or "-"),
-        ("step time spread", "{:.2f}x to {:.2f}x the mean, from a fast step to a slow one".format(*data.step_spread)),
-        ("work", f"{_flops(data.flops_per_step)} per step (mean), causal attention, no recomputation counted"),
+        ("step time spread", "{:.2f}x (fastest step) to {:.2f}x (slowest step) the mean".format(*data.step_spread)),
+        ("work", f"{_flops(data.flops_per_step)} per step on average, causal attention, without recomputation"),
         ("step time", "not predicted in this version"),
     ]
 
@@ -134,9 +128,9 @@ def _data(report: PlanReport) -> list[str]:
         ("corpus", f"{corpus.num_documents:,} documents, {count(corpus.num_tokens)} tokens"),
         ("longest document", f"{corpus.longest_document:,} tokens; largest token id {corpus.max_token_id}"),
         ("rows", f"{data.num_rows:,} of up to {data.row_tokens:,} tokens (multiples of {data.pad_multiple})"),
-        ("packing", f"{data.packing}; fill {percent(data.fill)}: documents' tokens, of rows of {data.row_tokens:,}"),
+        ("packing", f"{data.packing}; rows of {data.row_tokens:,} tokens are {percent(data.fill)} full"),
         ("padding", _padding(data)),
-        ("split documents", f"{data.split_documents:,} longer than a row; every target is kept"),
+        ("split documents", f"{data.split_documents:,} longer than a row; no target is lost"),
         ("lost tokens", _lost(data)),
         ("steps", f"{data.num_steps:,} of {data.rows_per_step} rows; stops at step {data.stop_step:,}"),
         *_costs(data),
@@ -144,23 +138,23 @@ def _data(report: PlanReport) -> list[str]:
     ]
     if data.supervised < data.tokens * 0.5:
         rows.insert(
-            5, ("supervised", f"{data.supervised:,} tokens have a label, {percent(data.supervised / data.tokens)}")
+            5, ("supervised", f"{data.supervised:,} tokens have a label ({percent(data.supervised / data.tokens)})")
         )
     if data.held_out_documents:
-        held_out = f"{data.held_out_documents:,} documents held out, {data.evaluation_rows} rows an evaluation"
+        held_out = f"{data.held_out_documents:,} held-out documents, {data.evaluation_rows} rows per evaluation"
         rows.insert(5, ("evaluation", held_out))
     if data.skipped_documents:
-        rows.insert(5, ("skipped documents", f"{data.skipped_documents:,} of a single token"))
+        rows.insert(5, ("skipped documents", f"{data.skipped_documents:,} with a single token"))
     if corpus.unigram_nats is not None:
-        rows.insert(2, ("byte entropy", f"{corpus.unigram_nats:.3f} nats (unigram): a model must get below it"))
+        rows.insert(2, ("byte entropy", f"{corpus.unigram_nats:.3f} nats (unigram): a model should get below it"))
     return ["data", *facts(rows)]
 
 
 def _padding(data: DataFacts) -> str:
     computed = data.tokens + data.padding_tokens
     share = percent(data.padding_tokens / computed)
-    said = f"{data.padding_tokens:,} of the {computed:,} tokens that are computed, {share}"
-    return f"{said}; a row ends at the first multiple of {data.pad_multiple} behind its documents"
+    said = f"{data.padding_tokens:,} of {computed:,} computed tokens ({share})"
+    return f"{said}; rows are padded to a multiple of {data.pad_multiple}"
 
 
 def _lost(data: DataFacts) -> str:
@@ -168,12 +162,12 @@ def _lost(data: DataFacts) -> str:
         return "none"
     return (
         f"{data.lost_tokens:,}: the ends of {data.truncated_documents:,} documents, and "
-        f"{data.dropped_documents:,} whole ones (data.overlong)"
+        f"{data.dropped_documents:,} whole documents (data.overlong)"
     )
 
 
 def _segment(data: DataFacts) -> str:
-    return f"{data.plan_id}, change {data.segment} of the run's data, from step {data.base_step:,} on"
+    return f"{data.plan_id}, segment {data.segment} of the run's data, from step {data.base_step:,} on"
 
 
 def _memory(report: PlanReport) -> list[str]:

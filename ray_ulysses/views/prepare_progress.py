@@ -1,4 +1,4 @@
-"""How far a preparation is: one live line in a terminal, plain lines that can be searched anywhere else."""
+"""Shows the progress of a preparation: a live line in a terminal, plain greppable lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 _INTERVAL_S = 0.25
 _LINE_S = 2.0
-"""Where units are finished faster, not each has a line."""
+"""Minimum time between two lines, where units finish faster."""
 
 
 class PrepareView:
-    """Shows the phases of a preparation and its progress, from a thread of its own, until its block ends."""
+    """Context manager that shows the phases and the progress of a preparation from its own thread."""
 
     def __init__(self, console: Console | None = None, clock: Clock | None = None) -> None:
-        """Prepare; nothing is shown before the block is entered.
+        """Set up the view; nothing is shown before the block is entered.
 
         Args:
-            console: Where to show it; standard output by default. A console that is no terminal gets plain lines.
-            clock: Time, for elapsed time, rate and ETA.
+            console: Where to write; standard output by default. Anything but a terminal gets plain lines.
+            clock: Source of time for elapsed time, rate and ETA.
         """
         self._console = console or Console()
         self._clock = clock or SystemClock()
@@ -46,7 +46,7 @@ class PrepareView:
         self._live: Live | None = None
 
     def __enter__(self) -> PrepareView:
-        """Start to show."""
+        """Start the display."""
         if self._console.is_terminal:
             self._live = Live(Text(), console=self._console, auto_refresh=False, transient=True)
             self._live.start()
@@ -56,23 +56,23 @@ class PrepareView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop; the live line is removed, since the result follows."""
+        """Stop the display and remove the live line, since the result follows."""
         self._stop.set()
         self._thread.join(timeout=10.0)
         if self._live is not None:
             self._live.stop()
 
     def phase(self, name: str) -> None:
-        """Say what is done now."""
+        """Set the current phase."""
         with self._lock:
             self._phase = name
         self.look()
 
     def progress(self, progress: PrepareProgress) -> None:
-        """Show how far the units are: before the first one of this run, and after each."""
+        """Show the progress before the first unit of this command and after each one."""
         now = self._clock.monotonic()
         with self._lock:
-            # The rate counts from the end of the first unit: how long workers take to start says nothing of the rest.
+            # The rate counts from the end of the first unit, which includes the start of the workers.
             if self._num_seen < 2:
                 self._began = now, progress
             self._num_seen += 1
@@ -84,7 +84,7 @@ class PrepareView:
         self.look()
 
     def look(self) -> None:
-        """Show the present phase, and in a terminal the progress of this moment."""
+        """Show the current phase, and in a terminal the current progress."""
         with self._lock:
             waited = self._watch.look(self._phase)
             if waited is not None:
@@ -112,9 +112,9 @@ def prepare_line(progress: PrepareProgress, first: PrepareProgress, seconds: flo
     """Return one line of ``name=value`` fields without spaces.
 
     Args:
-        progress: How far the preparation is.
-        first: How far it was when the first unit of this run was done: what was done before is no part of the rate.
-        seconds: Seconds since then; of less than one there is no rate.
+        progress: Current progress.
+        first: Progress when the first unit of this command was done; the rate leaves out what was done before.
+        seconds: Seconds since then; below one, no rate is shown.
     """
     fields = [
         f"unit={progress.units_done}/{progress.num_units}",

@@ -1,4 +1,4 @@
-"""A run's progress while it goes on: a live panel in a terminal, one greppable line an event anywhere else."""
+"""Shows a run's progress: a live panel in a terminal, one greppable line per event elsewhere."""
 
 from __future__ import annotations
 
@@ -37,17 +37,16 @@ from ray_ulysses.views.words import count, duration
 _LIVE_INTERVAL_S = 0.25
 _LINES_INTERVAL_S = 0.5
 _REMINDER_S = 10.0
-"""A phase that lasts has a line as often."""
-
+"""Interval of the lines of a long phase."""
 
 _THAT_STAY = (AttemptEnded, StartFailed, WorkerWarned, CheckpointFailed)
-"""Events whose line is printed above a panel, too: a panel forgets."""
+"""Events whose line is also printed above the panel, which keeps no history."""
 
 
 class ProgressView:
-    """Shows how a run starts and what its journal says, from a thread of its own, between ``with`` and the block's end.
+    """Context manager that follows a run's start and its journal from its own thread.
 
-    Only what happens from now on is printed; what the journal already holds is where the view starts.
+    Only new events are printed; the events already in the journal are the initial state.
     """
 
     def __init__(
@@ -61,16 +60,16 @@ class ProgressView:
         interval_s: float | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """Prepare; nothing is read or shown before the block is entered.
+        """Set up the view; nothing is read or shown before the block is entered.
 
         Args:
             run_dir: The run's directory; it need not exist yet.
             name: The run's name.
             total_steps: Step at which the run stops, if known.
-            console: Where to show it; standard output by default. A console that is no terminal gets plain lines.
+            console: Where to write; standard output by default. Anything but a terminal gets plain lines.
             log_every_steps: Steps between two plain lines.
-            interval_s: Seconds between two looks at the journal.
-            clock: Time, for how long a phase lasts.
+            interval_s: Seconds between two reads of the journal.
+            clock: Source of time for the duration of phases.
         """
         self.console = console or Console()
         self._tail, self._name, self._every = JournalTail(run_dir), name, log_every_steps
@@ -85,31 +84,31 @@ class ProgressView:
 
     @property
     def state(self) -> ProgressState:
-        """What the view shows now."""
+        """The state that is shown."""
         return self._state
 
     def expect(self, total_steps: int) -> None:
-        """Say at which step the run stops."""
+        """Set the step at which the run stops."""
         with self._lock:
             self._state = self._state.until(total_steps)
 
     def phase(self, name: str) -> None:
-        """Say what is done now, before the workers can say it."""
+        """Set the current phase before the workers can report theirs."""
         with self._lock:
             self._state = self._state.in_phase(name)
 
     def awaiting_workers(self, phase: str) -> None:
-        """Say how far the workers are, unless they have been heard of."""
+        """Set the phase of the workers' start, unless they have already reported."""
         with self._lock:
             self._state = self._state.awaiting_workers(phase)
 
     def __enter__(self) -> ProgressView:
-        """Start to follow."""
+        """Start to follow the journal."""
         planned = self._state.total_steps
         for entry in self._tail.poll():
-            # Of all that was done before, the last step is what there is to show.
+            # Of earlier steps only the last one is shown.
             self._state = self._state.after(entry.last if isinstance(entry, StepRun) else entry)
-        # Not where an earlier command stopped, or the bar is full before anything is done.
+        # With the stop step of an earlier command the bar would start full.
         self._state = replace(self._state.before_attempt(), total_steps=planned, phase="starting")
         if self._is_live:
             self._live = Live(self._panel(), console=self.console, auto_refresh=False, transient=False)
@@ -120,19 +119,19 @@ class ProgressView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Show what is left, and stop."""
+        """Show the remaining events and stop."""
         self._stop.set()
         self._thread.join(timeout=10.0)
         with self._lock:
             self._state = replace(self._state, phase=None)
         self.look()
         if self._live is not None:
-            # How far a start came that was refused is no news.
+            # The panel of a refused start is of no interest.
             self._live.transient = self._state.attempt == 0
             self._live.stop()
 
     def look(self) -> None:
-        """Read what was added to the journal, and show it."""
+        """Read the new entries of the journal and show them."""
         with self._lock:
             for event in single(self._tail.poll()):
                 self._state = self._state.after(event)
@@ -146,9 +145,9 @@ class ProgressView:
             self._live.update(self._panel(), refresh=True)
 
     def _print(self, line: str, *, stays: bool = False) -> None:
-        """Print a line; beside a panel only one that is to stay on the screen, above it."""
+        """Print a line; with a panel, only lines that must stay on the screen are printed, above it."""
         if self._live is None or stays:
-            # Plain text: markup, colours and folding would break what a script reads.
+            # Plain text: markup, colors and wrapping would break scripts that read it.
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _panel(self) -> RenderableType:
@@ -165,17 +164,17 @@ class ProgressView:
 
 
 class PhaseWatch:
-    """How long a start and its present phase have lasted."""
+    """Measures the duration of the start and of its current phase."""
 
     def __init__(self, clock: Clock) -> None:
-        """Begin to count."""
+        """Start to measure."""
         self._clock = clock
         self._began = self._phase_began = self._said = clock.monotonic()
         self._phase: str | None = None
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the view was made."""
+        """Seconds since the start."""
         return self._clock.monotonic() - self._began
 
     @property
@@ -184,7 +183,7 @@ class PhaseWatch:
         return self._clock.monotonic() - self._phase_began
 
     def look(self, phase: str | None) -> str | None:
-        """Take note of the present phase; return what is to be said of it in a log, if anything is."""
+        """Record the current phase; return its line for a log if one is due."""
         now = self._clock.monotonic()
         if phase != self._phase:
             self._phase, self._phase_began, self._said = phase, now, now
@@ -196,7 +195,7 @@ class PhaseWatch:
 
 
 def render_line(event: Event, state: ProgressState) -> str | None:
-    """Return the plain line of an event, with the state after it; None for a kind that is not shown.
+    """Return the plain line of an event, given the state after it; None for a kind that is not shown.
 
     Fields are ``name=value`` without spaces, so that ``grep 'step='`` and ``awk`` find them.
     """
@@ -219,7 +218,7 @@ def render_line(event: Event, state: ProgressState) -> str | None:
         case CheckpointSetAside():
             return f"checkpoint step={event.step} set_aside: {event.reason}"
         case PreemptionNoticed():
-            return f"preemption notice: a node will be taken away{_when(event)}"
+            return f"preemption notice: a node will be preempted{_when(event)}"
         case AttemptEnded(restarts=None):
             return f"attempt={state.attempt} ended step={state.step} reason: {_first_line(event.reason)}"
         case AttemptEnded() | StartFailed():
@@ -230,12 +229,12 @@ def render_line(event: Event, state: ProgressState) -> str | None:
 
 
 def _when(notice: PreemptionNoticed) -> str:
-    """Return how long a notice leaves, if it says so."""
+    """Return the time until a notice's deadline, if it has one."""
     return "" if notice.deadline is None else f" in {duration(max(0.0, notice.deadline - notice.time))}"
 
 
 def _first_line(text: object) -> str:
-    """Return the first line: an event is one line, and an error's text may be many."""
+    """Return the first line of a text: each event is printed on one line."""
     return str(text).partition("\n")[0]
 
 
@@ -258,14 +257,14 @@ def _step_line(state: ProgressState) -> str:
 
 
 def render_panel(name: str, state: ProgressState, watch: PhaseWatch) -> RenderableType:
-    """Return the live panel: a bar, what is waited for or the numbers of the last steps, and what was saved."""
+    """Return the live panel: a bar, the phase or the numbers of the last steps, and the last checkpoint."""
     lines: list[RenderableType] = [_bar(name, state)]
     if state.phase is not None:
         lines.append(_phase(state.phase, watch))
     if state.has_stepped:
         lines += _numbers(state)
     if state.attempt > 0:
-        lines.append(_standing(state))
+        lines.append(_status(state))
     return Group(*lines)
 
 
@@ -282,7 +281,7 @@ def _bar(name: str, state: ProgressState) -> Table:
         bar = ProgressBar(total=state.total_steps, completed=state.step)
         grid.add_row(title, bar, f"{state.step:,}/{state.total_steps:,}", Text(eta, style="cyan"))
     else:
-        # No bar: one whose end is not known would be drawn as full.
+        # A bar without a known end would be drawn full.
         grid.add_row(title, "", f"step {state.step:,}" if state.step else "", "")
     return grid
 
@@ -311,7 +310,7 @@ def _numbers(state: ProgressState) -> list[Text]:
     return [Text("  ".join(parts), no_wrap=True, overflow="ellipsis") for parts in (learning, speed) if parts]
 
 
-def _standing(state: ProgressState) -> Text:
+def _status(state: ProgressState) -> Text:
     parts = [] if state.ended is None else [_first_line(state.ended)]
     parts += [f"attempt {state.attempt}", f"{state.world_size} workers (dp {state.dp_size} x sp {state.sp_size})"]
     if state.checkpoint_step is not None:

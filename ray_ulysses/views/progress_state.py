@@ -1,4 +1,4 @@
-"""What is known of a run while it goes on: a pure fold over its journal's records."""
+"""State of a running run as the progress view shows it: a pure fold over the events of its journal."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ class ProgressState:
 
     Attributes:
         total_steps: Step at which the run stops; None if not known.
-        phase: What is done before the next step; None while steps are taken, and when the attempt has ended.
-        awaits_workers: Whether the workers of the next attempt have not been heard of.
-        attempt: The attempt's number; 0 while one is awaited.
+        phase: What happens before the next step; None while steps are trained and after the attempt has ended.
+        awaits_workers: Whether the workers of the next attempt have not reported yet.
+        attempt: The attempt's number; 0 before it has started.
         world_size: Its workers.
         sp_size: Ranks that share a row.
-        dp_size: Rows that are worked on at once.
+        dp_size: Rows that are trained at the same time.
         step: Completed steps.
         loss: Loss of the last step, in nats.
-        learning_rate: Its rate.
+        learning_rate: Its learning rate.
         grad_norm: Norm of its gradient before clipping.
-        tokens_per_s: Supervised tokens a second of the last steps.
-        seconds_per_step: Mean over the last steps of this attempt, its first one apart, which has to warm up; None
-            before the second.
+        tokens_per_s: Supervised tokens per second over the last steps.
+        seconds_per_step: Mean over the last steps of this attempt without its first one, which warms up; None before
+            the second.
         peak_memory_gib: Largest peak over the ranks, in GiB.
-        mfu: Share of the peak FLOP/s; None where that is not known.
+        mfu: Fraction of the peak FLOP/s; None where the peak is not known.
         evaluation: Step and loss of the last evaluation.
         checkpoint_step: Step of the newest committed checkpoint.
         ended: Why the attempt ended, or "finished"; None while it runs.
         has_stepped: Whether this attempt has completed a step.
-        recent: Seconds and tokens of this attempt's last steps, its first one apart.
+        recent: Seconds and tokens of this attempt's last steps without its first one.
     """
 
     total_steps: int | None = None
@@ -79,35 +79,35 @@ class ProgressState:
         return max(0, self.total_steps - self.step) * self.seconds_per_step
 
     def before_attempt(self) -> ProgressState:
-        """Return the state while a new attempt is awaited: what was reached stays, how it went does not."""
-        return replace(self._anew(), attempt=0, ended=None)
+        """Return the state before a new attempt: the position is kept, the pace is not."""
+        return replace(self._without_pace(), attempt=0, ended=None)
 
     def until(self, total_steps: int) -> ProgressState:
         """Return the state of a run that stops at a step."""
         return replace(self, total_steps=total_steps)
 
     def in_phase(self, phase: str) -> ProgressState:
-        """Return the state while something is done that the journal does not tell of."""
+        """Return the state in a phase that the journal does not record."""
         return replace(self, phase=phase)
 
     def awaiting_workers(self, phase: str) -> ProgressState:
-        """Return the state while workers are waited for; the same one where they have been heard of."""
+        """Return the state while waiting for workers; unchanged if they have already reported."""
         return replace(self, phase=phase) if self.awaits_workers else self
 
-    def _anew(self) -> ProgressState:
+    def _without_pace(self) -> ProgressState:
         """Return the state without the pace of an attempt."""
         return replace(
             self, has_stepped=False, recent=(), seconds_per_step=None, tokens_per_s=None, awaits_workers=True
         )
 
     def after(self, event: Event) -> ProgressState:
-        """Return the state after an event of the journal; a kind that is not shown changes nothing."""
+        """Return the state after an event of the journal; unchanged for events that are not shown."""
         match event:
             case PhaseBegun():
                 return replace(self, phase=event.phase, awaits_workers=False)
             case AttemptStarted():
                 return replace(
-                    self._anew(),
+                    self._without_pace(),
                     total_steps=self.total_steps if event.last_step is None else event.last_step,
                     attempt=event.attempt,
                     world_size=event.world_size,
@@ -128,7 +128,7 @@ class ProgressState:
                 words = event.reason if event.restarts is None else failure_in_words(event)
                 awaits = event.restarts is not False and not event.reason.startswith(STOP_REASONS)
                 ended = replace(self, ended=words, phase=None, awaits_workers=awaits)
-                # Nothing is trained now, so that no pace tells when the run will be done.
+                # Without training there is no pace and no ETA.
                 return replace(ended, recent=(), seconds_per_step=None, tokens_per_s=None)
             case RunFinished():
                 return replace(self, ended="finished", phase=None)
@@ -137,7 +137,7 @@ class ProgressState:
     def _after_step(self, event: StepDone) -> ProgressState:
         measured = (event.seconds, float(event.tokens))
         recent = (*self.recent, measured)[-_WINDOW:] if self.has_stepped else ()
-        # Until there is a second step, the first one tells how fast tokens pass, but not when the run will be done.
+        # Before the second step, the first one gives a token rate but no ETA.
         shown = recent or (measured,)
         seconds = sum(second for second, _ in shown)
         return replace(

@@ -1,4 +1,4 @@
-"""README.md of a run's directory: what the run is, and which commands look at it or go on with it."""
+"""Renders README.md of a run's directory: what the run is, and the commands for it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ A training run of ray-ulysses: a {shape.model_type} model of {count(shape.num_pa
 | data plan | `{data.plan_id}` |
 | workers when this was written | {layout.world_size} = dp {layout.dp_size} x sp {layout.sp_size} |
 
-`config.yaml` has every setting, `plan.txt` what it plans and needs, `journal/` everything that happened.
+`config.yaml` has every setting, `plan.txt` the plan and its memory estimate, `journal/` everything that happened.
 
 ```console
 ray-ulysses inspect {folder}                  # what happened, and where the time went
-ray-ulysses inspect {folder} --checkpoints    # what can be resumed from
-ray-ulysses train {folder}/config.yaml        # resumes, or says that it is complete
+ray-ulysses inspect {folder} --checkpoints    # checkpoints to resume from
+ray-ulysses train {folder}/config.yaml        # resumes, or reports that it is complete
 ray-ulysses export {folder}                   # a Hugging Face model directory of the newest checkpoint
 ```
 """

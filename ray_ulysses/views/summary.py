@@ -1,4 +1,4 @@
-"""The closing words of a run: what came out, where it is, and how to look at it or go on."""
+"""Builds and renders the summary that ``train`` prints at its end."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _LAST_LOSSES = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """What is said when ``train`` ends.
+    """The result of a ``train`` command.
 
     Attributes:
         name: The run's name.
-        status: Where the run stands.
+        status: The run's status.
         step: Completed steps.
         planned_steps: Steps of the data plan.
         final_loss: Loss of the last step, in nats; None before the first.
         mean_last_losses: Mean loss of the last steps, in nats.
-        num_last: How many steps that mean is over.
-        unigram_nats: Entropy of the corpus's bytes, which a model that learned anything is below.
+        num_last: Number of steps in that mean.
+        unigram_nats: Entropy of the corpus's bytes; a model that learned anything has a lower loss.
         tokens: Supervised tokens trained on.
         elapsed_s: Seconds of this command.
-        goodput: Share of the time of all commands of the run that went into steps that count, and where the rest went.
+        goodput: Share of the time of all the run's commands spent on steps that count, and where the rest went.
         checkpoint: Newest committed checkpoint.
-        mlflow: Where the curves are; None if the run is not tracked.
-        waiting: Where the tracker's news wait, if it has heard nothing of the run; else None.
-        resume: Command that goes on.
-        go_on: Command that goes on to the end of the planned data.
+        mlflow: The page of the curves; None if the run is not tracked.
+        waiting: Where unsent tracking data is stored, if MLflow has received nothing of the run; else None.
+        resume: Command that resumes the run.
+        go_on: Command that continues to the end of the planned data.
     """
 
     name: str
@@ -71,18 +71,18 @@ def build_summary(
     is_heard: bool = True,
     unigram_nats: float | None = None,
 ) -> Summary:
-    """Sum up a run from its history.
+    """Build the summary of a run from its history.
 
     Args:
-        history: As the journal has it.
+        history: The run's history from its journal.
         run_dir: The run's directory.
-        location: Path or URI under which its checkpoints lie.
-        config_path: The configuration that was given, for the command that resumes.
-        overrides: What was given with ``--set``.
+        location: Path or URI that holds its checkpoints.
+        config_path: The given configuration, for the command that resumes.
+        overrides: The given ``--set`` options.
         planned_steps: Steps of the data plan.
         elapsed_s: Seconds of this command.
         tracking_uri: MLflow's URI; None if the run is not tracked.
-        is_heard: Whether MLflow has heard of the run at all.
+        is_heard: Whether MLflow has received anything of the run.
         unigram_nats: Entropy of the corpus's bytes, if known.
     """
     last = [step.loss for step in history.steps[-_LAST_LOSSES:]]
@@ -108,7 +108,7 @@ def build_summary(
 
 
 def _command(config_path: str, overrides: tuple[str, ...]) -> str:
-    """Return the command that trains with these overrides; of several for one setting the last one, which wins."""
+    """Return the command that trains with these overrides; of several for one setting, the last one wins."""
     last = {override.partition("=")[0].strip(): number for number, override in enumerate(overrides)}
     options = "".join(f" --set {shlex.quote(overrides[number])}" for number in sorted(last.values()))
     return f"ray-ulysses train {shlex.quote(config_path)}{options}"
@@ -128,7 +128,7 @@ def render_summary(summary: Summary) -> str:
     rows.append(("checkpoint", summary.checkpoint or "none committed"))
     if summary.mlflow is not None and summary.waiting is not None:
         rows.append(
-            ("MLflow", f"has heard nothing of this run; the same command sends it what waits in {summary.waiting}")
+            ("MLflow", f"has received nothing yet; the same command sends it what is stored in {summary.waiting}")
         )
     elif summary.mlflow is not None:
         ways = [way for way in (summary.mlflow.command, summary.mlflow.url) if way is not None]
@@ -140,6 +140,6 @@ def render_summary(summary: Summary) -> str:
 def _next_step(summary: Summary) -> tuple[str, str]:
     if summary.step < summary.planned_steps:
         if summary.status == "finished":
-            return ("go on", summary.go_on)
+            return ("continue", summary.go_on)
         return ("resume", summary.resume)
-    return ("go on", "every planned row is trained; a new run.name with more data or data.epochs trains further")
+    return ("continue", "every planned row is trained; start a new run.name with more data or epochs")

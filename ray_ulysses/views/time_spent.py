@@ -1,4 +1,4 @@
-"""Where a run's time went, in words: `tracking.time_spent` defines the parts."""
+"""Describes where a run's time went; `tracking.time_spent` defines the parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAMES = {
 
 
 def goodput_in_words(spent: TimeSpent) -> str:
-    """Return the goodput on one line: ``18.90% of 1m22s: steps 15s, start-up 52s``; short parts are left out."""
+    """Return the goodput on one line: ``18.90% of 1m22s: steps 15s, start-up 52s``; short parts are omitted."""
     if spent.goodput is None:
         return "- (no step yet that counts)"
     shown = [f"{name} {duration(seconds)}" for name, seconds in _parts(spent) if seconds >= 0.5]
@@ -26,19 +26,19 @@ def goodput_in_words(spent: TimeSpent) -> str:
 
 
 def time_rows(spent: TimeSpent) -> list[tuple[str, str, str]]:
-    """Return a row for each part, its seconds and its share, and one for their sum."""
+    """Return a row per part with its seconds and its share, and one for their sum."""
     total = spent.total_s
     if total <= 0:
         return []
     rows = [(f"{seconds:.1f}s", percent(seconds / total), name) for name, seconds in _parts(spent)]
-    return [*rows, (f"{total:.1f}s", percent(1.0), "all commands, each from its start")]
+    return [*rows, (f"{total:.1f}s", percent(1.0), "total of all commands")]
 
 
 def pause_in_words(spent: TimeSpent) -> str | None:
-    """Return what is said of the time between two commands, where there was any."""
+    """Return the line about the time between commands, if there was any."""
     if spent.between_commands_s <= 0:
         return None
-    return f"not counted: {duration(spent.between_commands_s)} between two commands, when nothing ran"
+    return f"not counted: {duration(spent.between_commands_s)} between commands, when nothing ran"
 
 
 def _parts(spent: TimeSpent) -> list[tuple[str, float]]:

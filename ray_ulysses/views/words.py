@@ -1,7 +1,8 @@
-"""How numbers are written for a person: counts, sizes, times and columns."""
+"""Formats counts, sizes, times, columns and paragraphs for people."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 _COUNT_UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
@@ -9,9 +10,9 @@ _GIB = 1 << 30
 
 
 def count(number: float) -> str:
-    """Return a count in three digits with its unit: ``950``, ``12.3k``, ``8.03B``."""
+    """Format a count with three digits and its unit: ``950``, ``12.3k``, ``8.03B``."""
     for scale, unit in _COUNT_UNITS:
-        # Rounding must not leave "1000k" where "1.00M" is meant.
+        # Rounding must not give "1000k" instead of "1.00M".
         if abs(number) >= scale * 0.9995:
             value = number / scale
             digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
@@ -20,7 +21,7 @@ def count(number: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Return a size in three digits: GiB, or MiB below a tenth of one."""
+    """Format a size with three digits: in GiB, or in MiB below 0.1 GiB."""
     value, unit = num_bytes / _GIB, "GiB"
     if value < 0.0995:
         value, unit = value * 1024, "MiB"
@@ -29,7 +30,7 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in its two largest units: ``45s``, ``4m12s``, ``3h05m``, ``2d04h``."""
+    """Format a duration in its two largest units: ``45s``, ``4m12s``, ``3h05m``, ``2d04h``."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole}s"
@@ -44,18 +45,18 @@ def duration(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share in per cent, with two digits, so that 99.99% is not shown as 100%."""
+    """Format a fraction as a percentage with two decimals, so that 99.99% is not shown as 100%."""
     return f"{100 * share:.2f}%"
 
 
 def facts(rows: Sequence[tuple[str, str]], indent: str = "  ") -> list[str]:
-    """Return lines of a name and its value, the values aligned."""
+    """Return one line per name and value, with the values aligned."""
     width = max((len(name) for name, _ in rows), default=0)
     return [f"{indent}{name:<{width}}  {value}".rstrip() for name, value in rows]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
-    """Return lines of aligned columns; the last column is flush left, the others flush right."""
+    """Return lines of aligned columns; the last column is left-aligned, the others are right-aligned."""
     lines = [list(header), *[list(row) for row in rows]]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     last = len(header) - 1
@@ -64,3 +65,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], indent: str = " 
         + "  ".join(cell if column == last else cell.rjust(widths[column]) for column, cell in enumerate(line)).rstrip()
         for line in lines
     ]
+
+
+def wrapped(text: str, width: int | None, first: str = "  ", others: str = "    ") -> list[str]:
+    """Wrap a text to lines of ``width`` characters (None: one line); paths stay whole, so that they can be copied."""
+    if width is None:
+        return [first + text]
+    return textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False, break_long_words=False
+    )

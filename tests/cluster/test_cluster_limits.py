@@ -172,7 +172,7 @@ def test_a_stop_during_the_start_ends_what_was_started(
         process.wait()
     text = log.read_text()
     assert f"{number.name}: there is no step to save yet; ending what was started" in text
-    assert "interrupted; what is committed stays, the same command resumes" in text
+    assert "interrupted; committed checkpoints are kept, and the same command resumes" in text
     assert "Traceback" not in text and "raylet" not in text
     assert current_owner(config.run_dir) is None
     deadline = time.monotonic() + 30

@@ -88,7 +88,7 @@ def test_a_finished_run_is_exported_checked_on_its_own_rows_and_loads_everywhere
     code, said, _ = call(capsys, finished.run_dir, "--dtype", "fp32", "--overwrite", "--no-check")
     assert code == 0
     assert "weights    fp32, the optimizer's master weights" in said
-    assert "check      left out (--no-check)" in said
+    assert "check      skipped (--no-check)" in said
     assert AutoModelForCausalLM.from_pretrained(out, dtype="auto").dtype == torch.float32
 
 

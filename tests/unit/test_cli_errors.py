@@ -39,7 +39,7 @@ def test_an_interrupt_is_told_whoever_of_typer_and_us_catches_it(capsys: pytest.
         raise KeyboardInterrupt
 
     assert run(command, []) == 130
-    assert capsys.readouterr().err == "interrupted; what is committed stays, the same command resumes\n"
+    assert capsys.readouterr().err == "interrupted; committed checkpoints are kept, and the same command resumes\n"
 
 
 def test_a_fault_of_the_program_is_not_hidden() -> None:

@@ -84,7 +84,7 @@ def test_checks_are_lines_that_end_with_the_sum():
         "fail  shared memory  broken",
         "                     -> repair it",
     ]
-    assert render_sum(checks) == "not ready: 1 failed, 0 warned, 2 looked at"
+    assert render_sum(checks) == "not ready: 1 failed, 0 warnings, 2 checked"
 
 
 def test_a_check_is_said_before_the_next_one_is_made(monkeypatch):

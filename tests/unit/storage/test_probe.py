@@ -57,7 +57,7 @@ def test_a_good_bucket_passes_and_stays_empty(s3: S3Server, prefix: str) -> None
 
 def test_doctor_looks_at_a_bucket_too(s3: S3Server, prefix: str) -> None:
     check = check_run_storage(s3.uri(prefix))
-    assert (check.level, check.detail) == ("ok", f"s3://bucket/{prefix} can be written, atomically")
+    assert (check.level, check.detail) == ("ok", f"s3://bucket/{prefix} is writable, with atomic creation")
     check = check_run_storage(s3.uri("run").replace("bucket/", "no-such-bucket/"))
     assert check.level == "fail"
     assert check.detail.startswith("checkpoint.storage='s3://no-such-bucket/run?")

@@ -12,7 +12,8 @@ from ray_ulysses.forensics.checkpoint_report import (
     FileVerdict,
     SetAside,
 )
-from ray_ulysses.views.checkpoints import BytesProgress, render_checkpoints, render_verdict
+from ray_ulysses.views.checkpoints import render_checkpoints, render_verdict
+from ray_ulysses.views.reading_report import ReadingReport
 
 
 def report(step: int, **changes: Any) -> CheckpointReport:
@@ -67,7 +68,7 @@ SEVERAL = listing(
 def test_a_table_says_what_there_is_and_where_the_next_attempt_starts() -> None:
     text = render_checkpoints(listing(report(100, ring_size=2, metrics={"loss": 2.5, "eval_loss": 2.75})))
     assert text.split("\n") == [
-        "run 'demo': 1 checkpoint whole by size",
+        "run 'demo': 1 checkpoint with files of the right size",
         "  store    /runs/demo",
         "  resumes  from step 100",
         "  size     3.00 GiB",
@@ -84,12 +85,12 @@ def test_each_that_can_not_be_used_says_why() -> None:
     head, *notes = text.split("\n\n")
     assert (
         head.split("\n")[0]
-        == "run 'demo': 1 checkpoint whole by size, 1 damaged, 1 fenced out, 1 set aside, 1 leftover"
+        == "run 'demo': 1 checkpoint with files of the right size, 1 damaged, 1 fenced out, 1 set aside, 1 leftover"
     )
     assert notes[1:] == [
         "  step 200, DAMAGED: rank-00001-of-00008.safetensors has 7 bytes instead of 9",
-        "  step 300, set aside by attempt 2, 2026-09-21 14:13 UTC: a flipped byte; what is left of it is deleted by a "
-        "later commit",
+        "  step 300, set aside by attempt 2, 2026-09-21 14:13 UTC: a flipped byte; a later commit deletes the "
+        "rest of it",
         "  step 400, fenced out: attempt 1 committed it too late",
         "  step 500, leftover: left by attempt 1, which ended before the commit; a later commit deletes it",
     ]
@@ -109,7 +110,7 @@ def test_no_line_is_longer_than_the_terminal_and_what_does_not_fit_is_named() ->
         text = render_checkpoints(SEVERAL, width)
         assert max(map(len, text.split("\n")[6:])) <= width
     narrow = render_checkpoints(SEVERAL, 80)
-    assert "not shown for want of room: ranks, dp x sp, zero, saved by" in narrow
+    assert "not shown for lack of space: ranks, dp x sp, zero, saved by" in narrow
     assert "written UTC" in narrow and "last, every, best" in narrow
     assert "not shown" not in render_checkpoints(SEVERAL, 120)
     # The least that is shown stands however narrow it is.
@@ -122,22 +123,22 @@ def test_a_run_without_one_says_so() -> None:
     left = render_checkpoints(
         listing(report(100, condition="superseded", why="x", leftover_bytes=1 << 20), resumes_from=None)
     )
-    assert "resumes  from model.resume_from where it is set, else from the beginning" in left
-    assert "size     3.00 GiB, and 1.00 MiB left over beside them" in left
+    assert "resumes  from model.resume_from if set, else from step 0" in left
+    assert "size     3.00 GiB, plus 1.00 MiB of leftover files" in left
 
 
 def test_a_start_that_would_be_refused_is_said_and_not_promised() -> None:
     reports = (report(100), report(200, condition="foreign", why="schema version 99"))
     other = replace(listing(*reports, resumes_from=None), refusal="the checkpoint of step 200 is of another version")
     text = render_checkpoints(other)
-    assert "  resumes  not, as things are\n" in text
+    assert "  resumes  would be refused (see below)\n" in text
     assert "\n\n  the checkpoint of step 200 is of another version\n\n" in text
     assert "from step" not in text
     lost = replace(listing(resumes_from=None), refusal="the journal knows of 3 checkpoints")
     assert render_checkpoints(lost).split("\n") == [
         "run 'demo': NO CHECKPOINT FOUND",
         "  store    /runs/demo",
-        "  resumes  not, as things are",
+        "  resumes  would be refused (see below)",
         "",
         "  the journal knows of 3 checkpoints",
     ]
@@ -146,7 +147,7 @@ def test_a_start_that_would_be_refused_is_said_and_not_promised() -> None:
 def test_a_newer_one_that_may_be_readable_by_then_is_said() -> None:
     unread = report(200, condition="unreadable", why="manifest.json can't be read (Permission denied)")
     text = render_checkpoints(replace(listing(report(100), unread), unless=(200,)))
-    assert "resumes  from step 100, or from step 200 if that can be read by then" in text
+    assert "resumes  from step 100, or from step 200 if it can be read by then" in text
     assert "step 200, UNREADABLE: manifest.json can't be read (Permission denied)" in text
 
 
@@ -207,7 +208,7 @@ def test_of_thousands_of_files_the_damaged_ones_are_shown() -> None:
     lines = render_verdict(verdict(*files)).split("\n")
     assert sum("DAMAGED  " in line for line in lines) == 1
     assert sum(line.endswith(".safetensors") for line in lines) == 64
-    assert "  and 936 more, which are whole (--json lists them)" in lines
+    assert "  and 936 more, all whole (--json lists them)" in lines
 
 
 def test_what_is_wrong_with_the_whole_is_said_first() -> None:
@@ -230,7 +231,7 @@ def test_what_can_not_be_read_now_is_not_called_damaged() -> None:
     text = render_verdict(verdict(file(0), unread))
     assert text.startswith("checkpoint of step 100 of run 'demo': UNREADABLE\n")
     assert "UNREADABLE  attempt-0002/rank-00001" in text and "DAMAGED" not in text
-    assert text.endswith("what can't be read may be whole: repair the storage, then ask again")
+    assert text.endswith("files that can't be read may be whole: repair the storage and verify again")
     manifest = render_verdict(verdict(problem="manifest.json can't be read", kind="unreadable", attempt=None))
     assert manifest.startswith("checkpoint of step 100 of run 'demo': UNREADABLE\n")
     both = render_verdict(verdict(file(0, "rank-00000 is missing"), unread))
@@ -250,9 +251,9 @@ class _Clock:
 
 def test_a_long_reading_says_how_far_it_is_and_a_short_one_nothing() -> None:
     clock, said = _Clock(), []
-    progress = BytesProgress(said.append, clock)
+    progress = ReadingReport(said.append, clock).bytes
     gib = 1 << 30
-    for second in range(1, 21):
+    for second in range(21):
         clock.time = float(second)
         progress(second * gib, 40 * gib)
     assert said[0] == "read 5.00 GiB of 40.0 GiB (12.50%), 1.00 GiB/s, about 35s left"

@@ -53,7 +53,7 @@ def test_an_export_says_what_where_and_how_to_load_it() -> None:
             "  check      its logits over 512 tokens of 2 documents (the run's first training rows) differ from "
             "the live model's by 1.0e-07 of the largest, where 1e-05 is allowed",
             "  note: the run trained on rows longer than max_position_embeddings=131,072, which is exported as "
-            "trained; raise it in config.json if the model is to read further",
+            "trained; raise it in config.json if the model is to use longer contexts",
             "",
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
             'model = AutoModelForCausalLM.from_pretrained("/models/long-8b", dtype="auto")',
@@ -69,7 +69,7 @@ def test_an_export_that_was_there_without_tokenizer_and_check() -> None:
     )
     assert "trained tokens): was exported before" in words
     assert "  context    rows of up to 524,288 tokens, as trained" in words
-    assert "  check      left out (--no-check)" in words
+    assert "  check      skipped (--no-check)" in words
     assert "AutoTokenizer" not in words and "note:" not in words
     assert words.endswith("--max-model-len 524288")
 

@@ -15,8 +15,8 @@ def test_a_run_is_told_in_full():
     text = render_history(make_history())
     assert text.splitlines()[0] == "run 'demo': finished at step 12"
     assert "data digest    00000000deadbeef" in text
-    assert "lost steps     2 (trained, then trained again after a failure)" in text
-    assert "goodput        81.25% of the time went into steps that count" in text
+    assert "lost steps     2 (discarded by a failure and trained again)" in text
+    assert "goodput        81.25% of the time was spent on steps that count" in text
     assert "        1        4   2   2    1-7            12s  end not recorded" in text
     assert "        2        2   2   1   6-12          1m15s  finished" in text
     assert "    10        2      committed  checkpoints/step-00000010" in text
@@ -30,7 +30,7 @@ def test_where_the_time_went_is_told_by_name() -> None:
     first = lines.index("time")
     assert lines[first : first + 12] == [
         "time",
-        "  seconds    share  went into",
+        "  seconds    share  spent on",
         "    26.0s   81.25%  steps that count",
         "     3.0s    9.38%  start-up",
         "     0.0s    0.00%  waiting for workers",
@@ -39,8 +39,8 @@ def test_where_the_time_went_is_told_by_name() -> None:
         "     2.0s    6.25%  saves",
         "     0.0s    0.00%  evaluation",
         "     0.0s    0.00%  other",
-        "    32.0s  100.00%  all commands, each from its start",
-        "  not counted: 2h05m between two commands, when nothing ran",
+        "    32.0s  100.00%  total of all commands",
+        "  not counted: 2h05m between commands, when nothing ran",
     ]
     assert "time" not in render_history(make_history(time_spent=TimeSpent())).splitlines()
 
@@ -83,9 +83,9 @@ def test_the_segments_of_the_plan_are_a_line_each():
     weighted = (SourceRecord(path="/data/a", weight=3.0), SourceRecord(path="/data/b", weight=0.5))
     lineage = Lineage(segments=(make_segment(0), make_segment(1, context_tokens=16384, sources=weighted)))
     text = render_history(make_history(), lineage)
-    assert "  segment   plan  after step  from row  context  rows a step   packing  sources" in text
-    assert "        0  plan0           0         0    8,192            4  best_fit  /data/a" in text
-    assert "        1  plan1       1,000     4,000   16,384            4  best_fit  /data/a (weight 3)," in text
+    assert "  segment   plan  after step  from row  context  rows per step   packing  sources" in text
+    assert "        0  plan0           0         0    8,192              4  best_fit  /data/a" in text
+    assert "        1  plan1       1,000     4,000   16,384              4  best_fit  /data/a (weight 3)," in text
     assert ", /data/b (weight 0.5)\n" in text
 
 

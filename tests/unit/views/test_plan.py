@@ -12,9 +12,9 @@ def test_every_section_is_there_and_the_end_says_whether_it_starts():
     for title in ("model", "layout", "data", "memory per rank: a first estimate by formula, not a measurement"):
         assert f"\n{title}\n" in text
     assert "  workers              4 = dp 2 x sp 2\n" in text
-    assert "  without idle turns   2, 4, 8\n" in text
+    assert "  balanced counts      2, 4, 8\n" in text
     assert "byte entropy       3.250 nats" in text
-    assert text.endswith("nothing speaks against starting it")
+    assert text.endswith("ready to start")
 
 
 def layout_text(**parallel):
@@ -24,8 +24,8 @@ def layout_text(**parallel):
 
 
 def test_the_split_and_why_it_was_chosen_are_said():
-    assert "  split of a row       sp 2 = ulysses 2 x ring 1\n" in layout_text(sp_size=2)
-    assert "sp 8 = ulysses 4 x ring 2, chosen since 8 ranks can't share 4 heads\n" in layout_text(sp_size=8)
+    assert "  row split            sp 2 = ulysses 2 x ring 1\n" in layout_text(sp_size=2)
+    assert "sp 8 = ulysses 4 x ring 2, chosen because 8 ranks can't share 4 heads\n" in layout_text(sp_size=8)
     assert "sp 4 = ulysses 2 x ring 2\n" in layout_text(sp_size=4, ring_size=2)
 
 
@@ -33,14 +33,14 @@ def test_uneven_heads_and_copied_key_value_heads_are_said():
     assert "  heads per rank       2 query, 1 key-value\n" in layout_text(sp_size=2)
     uneven = layout_text(sp_size=3)
     assert "1 or 2 query" in uneven
-    assert "uneven: the fullest has 1.50x the mean, and attention takes as much longer" in uneven
-    assert "key-value heads are sent 2 times" in layout_text(sp_size=4)
+    assert "uneven: the fullest rank has 1.50x the mean, which slows attention by as much" in uneven
+    assert "each key-value head is sent 2 times" in layout_text(sp_size=4)
 
 
 def test_problems_stand_at_the_end():
     text = text_of(make_config(run={"stop_step": 99}), make_corpus([64] * 9))
     assert "this run can't start:\n  - run.stop_step=99: is beyond the planned data" in text
-    assert "nothing speaks against" not in text
+    assert "ready to start" not in text
 
 
 def test_no_line_is_wider_than_a_wide_terminal():
@@ -55,8 +55,8 @@ def test_fill_and_padding_each_say_what_they_are_a_share_of():
     assert (data.num_rows, data.row_tokens) == (3, 64)
     computed = 3 * -(-41 // data.pad_multiple) * data.pad_multiple
     text = text_of(config, corpus)
-    assert f"; fill {123 / (3 * 64):.2%}: documents' tokens, of rows of 64\n" in text
+    assert f"; rows of 64 tokens are {123 / (3 * 64):.2%} full\n" in text
     assert (
-        f"{computed - 123} of the {computed} tokens that are computed, {(computed - 123) / computed:.2%}; a row ends "
-        f"at the first multiple of {data.pad_multiple} behind its documents\n"
+        f"{computed - 123} of {computed} computed tokens ({(computed - 123) / computed:.2%}); "
+        f"rows are padded to a multiple of {data.pad_multiple}\n"
     ) in text

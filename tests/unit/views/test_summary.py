@@ -33,7 +33,7 @@ def test_the_summary_says_what_came_out_and_where_it_is():
         "  goodput          81.25% of 32s: steps that count 26s, start-up 3s, lost steps 1s, saves 2s",
         "  checkpoint       /runs/demo/checkpoints/step-00000010",
         "  see the curves   mlflow ui --backend-store-uri sqlite:////runs/mlflow.db",
-        "  go on            every planned row is trained; a new run.name with more data or data.epochs trains further",
+        "  continue         every planned row is trained; start a new run.name with more data or epochs",
     ]
 
 
@@ -66,7 +66,7 @@ def test_an_interrupted_run_is_resumed_by_the_same_command():
 def test_a_run_that_reached_its_stop_step_is_told_how_to_go_on():
     last = render_summary(summary_of(make_history(), planned_steps=40)).splitlines()[-1]
     assert last.endswith("ray-ulysses train configs/demo.yaml --set run.stop_step=40")
-    assert last.split()[0:2] == ["go", "on"]
+    assert last.split()[0:2] == ["continue", "ray-ulysses"]
 
 
 def test_the_command_that_goes_on_gives_each_setting_once():
@@ -103,5 +103,5 @@ def test_the_page_of_the_curves_is_named_once_there_is_one(tmp_path):
 def test_curves_of_a_tracker_that_heard_nothing_are_not_promised():
     text = render_summary(summary_of(make_history(), is_heard=False))
     assert "see the curves" not in text
-    assert "has heard nothing of this run; the same command sends it what waits in /runs/demo/tracking" in text
+    assert "has received nothing yet; the same command sends it what is stored in /runs/demo/tracking" in text
     assert "MLflow" not in render_summary(summary_of(make_history(), tracking_uri=None, is_heard=False))

@@ -6,7 +6,8 @@ from typing import Any
 
 from ray_ulysses.forensics.reading import Progress
 from ray_ulysses.forensics.verdict import Comparison, Finding, Reading, Verification
-from ray_ulysses.views.verification import ReadingProgress, render_verification
+from ray_ulysses.views.reading_report import ReadingReport
+from ray_ulysses.views.verification import render_verification
 
 
 def make_verification(**changes: Any) -> Verification:
@@ -43,19 +44,19 @@ def compared(answer: Any, first: int | None = None) -> Verification:
 def test_a_sound_run_is_said_to_be_one() -> None:
     text = render_verification(make_verification())
     assert text.splitlines()[0] == (
-        "run 'demo' (finished): every planned row was trained on once, with the tokens that it should have had"
+        "run 'demo' (finished): every planned row was trained on once, with the right tokens"
     )
     assert "plan         aaaa > bbbb" in text
-    assert "steps        12 that count, 2 thrown away" in text
+    assert "steps        12 that count, 2 discarded" in text
     assert "digest       00000000deadbeef in the journal" in text
-    assert "read anew    00000000deadbeef from 48 rows of 12 steps in the corpus" in text
-    assert "checkpoints  3 on disk, 5 noted in the journal" in text
+    assert "corpus       00000000deadbeef from 48 rows of 12 steps" in text
+    assert "checkpoints  3 on disk, 5 recorded in the journal" in text
 
 
 def test_what_was_not_read_is_not_said_to_be_proved() -> None:
     text = render_verification(make_verification(reading=None))
-    assert "its tokens were not read anew" in text.splitlines()[0]
-    assert "read anew    no" in text
+    assert "the corpus was not read again" in text.splitlines()[0]
+    assert "corpus       not read again (--no-read)" in text
     assert "nothing to verify yet" in render_verification(make_verification(steps=0, reading=None)).splitlines()[0]
 
 
@@ -74,11 +75,11 @@ def test_many_findings_of_a_kind_are_counted() -> None:
 
 
 def test_a_comparison_is_said() -> None:
-    assert "runs/b trained the same rows and tokens in all its 12 steps" in render_verification(compared("same"))
+    assert "runs/b trained the same rows and tokens in all 12 steps" in render_verification(compared("same"))
     so_far = render_verification(compared("same_so_far"))
     assert "in the 12 steps that both have (12 here, 20 there)" in so_far
     assert "runs/b differs from step 7 on" in render_verification(compared("different", 7))
-    assert "runs/b goes by another plan from step 9 on" in render_verification(compared("other_plan", 9))
+    assert "runs/b follows another plan from step 9 on" in render_verification(compared("other_plan", 9))
 
 
 class Ticking:
@@ -94,7 +95,7 @@ class Ticking:
 
 def test_a_long_reading_says_how_far_it_is_and_a_short_one_nothing() -> None:
     clock, said = Ticking(), list[str]()
-    watch = ReadingProgress(said.append, clock)
+    watch = ReadingReport(said.append, clock).rows
     for rows in range(1, 21):
         watch(Progress(rows=rows, num_rows=40, tokens=rows * 1000))
         clock.time += 1.0
@@ -104,5 +105,5 @@ def test_a_long_reading_says_how_far_it_is_and_a_short_one_nothing() -> None:
         "read 16 of 40 rows (40.00%), 1.07k tokens/s, about 22s left",
     ]
     quiet = list[str]()
-    ReadingProgress(quiet.append, Ticking())(Progress(rows=1, num_rows=1, tokens=8))
+    ReadingReport(quiet.append, Ticking()).rows(Progress(rows=1, num_rows=1, tokens=8))
     assert quiet == []
