@@ -42,10 +42,10 @@ test-unit: $(STAMP)  ## Run the unit tests, in two processes
 test-all: $(STAMP)  ## Run every test, the whole parity matrix included
 	$(BIN)/python -m pytest
 
-mutants: $(STAMP)  ## Plant known bugs one by one and see that each turns its test red
+mutants: $(STAMP)  ## Plant known bugs one by one and check that a test catches each
 	$(BIN)/python -m tests.mutants
 
-check: $(STAMP)  ## Lint, format, types, floors of the imports, and spelling
+check: $(STAMP)  ## Lint, format, types, import contracts and spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -56,5 +56,5 @@ format: $(STAMP)  ## Format the code and fix what the linter can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(STAMP)  ## Write docs/configuration.md anew from the schema
+docs: $(STAMP)  ## Update docs/configuration.md from the schema
 	$(BIN)/python -m ray_ulysses.config.reference > docs/configuration.md

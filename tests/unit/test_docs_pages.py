@@ -1,0 +1,82 @@
+"""Docs for developers agree with the code: paths, names, error texts, words, rooms and links."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from ray_ulysses import run_names
+
+_ROOT = Path(__file__).parents[2]
+_PACKAGE = _ROOT / "ray_ulysses"
+_DOCS = _ROOT / "docs"
+_PAGES = (*_DOCS.glob("*.md"), *_ROOT.glob("*.md"))
+_CODE = re.compile(r"`([A-Za-z0-9_./]+\.py)(?::(\w+))?`")
+_LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
+_SOURCES = {file: file.read_text(encoding="utf-8") for file in sorted(_PACKAGE.rglob("*.py"))}
+
+
+def _cells(page: Path, column: int = 0) -> list[str]:
+    """Return a column of every table of a page, without headers."""
+    rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    return [row.split(" | ")[column].removeprefix("| ") for row in rows if not row.startswith("| word |")]
+
+
+@pytest.mark.parametrize("page", ["architecture.md"])
+def test_every_file_and_name_of_a_walk_exists(page: str) -> None:
+    found = _CODE.findall((_DOCS / page).read_text(encoding="utf-8"))
+    assert len(found) > 40
+    missing = []
+    for path, name in found:
+        file = next((root / path for root in (_PACKAGE, _ROOT) if (root / path).is_file()), None)
+        if file is None or (name and not re.search(rf"^(?:def|class) {name}\b", file.read_text(), re.MULTILINE)):
+            missing.append(f"{path}:{name}")
+    assert missing == []
+
+
+def test_every_name_of_a_run_directory_is_in_its_map() -> None:
+    text = (_DOCS / "architecture.md").read_text(encoding="utf-8")
+    names = {value for name, value in vars(run_names).items() if name.endswith(("_FILE", "_FOLDER"))}
+    assert len(names) > 15
+    assert {name for name in names if not re.search(rf"`[^`]*\b{re.escape(name)}\b", text)} == set()
+
+
+def test_every_error_of_the_troubleshooting_page_is_raised_somewhere() -> None:
+    nodes = (node for source in _SOURCES.values() for node in ast.walk(ast.parse(source)))
+    texts = "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    quoted = [cell.strip("`") for cell in _cells(_DOCS / "troubleshooting.md") if cell.startswith("`")]
+    assert len(quoted) >= 25
+    assert [fragment for fragment in quoted if fragment not in texts] == []
+
+
+def test_every_word_of_the_glossary_stands_once_and_is_used() -> None:
+    words = [word.strip("`") for word in _cells(_DOCS / "glossary.md") if not word.startswith("---")]
+    assert len(words) > 50
+    assert [word for word, count in Counter(words).items() if count > 1] == []
+    code = re.sub(r"[_\s-]+", " ", "\n".join(_SOURCES.values())).lower()
+    unused = {word for word in words if re.sub(r"[_\s-]+", " ", word).lower().strip("`") not in code}
+    # Words of the field, and those that the next step needs.
+    assert unused <= {"KV replication", "recovery source", "plan history"}
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
+def test_the_table_of_rooms_names_every_room_and_no_other(page: str) -> None:
+    rooms = {f"{folder.name}/" for folder in _PACKAGE.iterdir() if (folder / "__init__.py").is_file()}
+    text = (_ROOT / page).read_text(encoding="utf-8")
+    table = "\n".join(line for line in text.splitlines() if line.startswith("| "))
+    assert {room for room in rooms if f"`{room}`" not in table} == set()
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    links = _LINK.findall(re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL))
+    assert [link for link in links if not (page.parent / link).exists() and not link.endswith("journal.md")] == []
+
+
+def test_the_pages_for_developers_are_short_enough_to_be_read() -> None:
+    lines = {page: len((_ROOT / page).read_text().splitlines()) for page in ("AGENTS.md", "docs/architecture.md")}
+    assert lines["AGENTS.md"] <= 50 and lines["docs/architecture.md"] <= 150
