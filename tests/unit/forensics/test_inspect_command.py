@@ -55,7 +55,7 @@ def test_a_row_is_printed_as_text_and_as_json(inspect: Inspect, run: Run) -> Non
     run.trained(3)
     code, out, _ = inspect(run.folder, "--row", 2)
     assert code == 0
-    assert out.startswith("row 2 of run 'demo'\n  trained      step 1 of attempt 1\n")
+    assert out.startswith("row 2 of run 'demo'\n  trained     step 1 of attempt 1\n")
     assert ".txt" in out and "piece 0: tokens" in out
     assert "piece 0: tokens" not in inspect(run.folder, "--row", 2, "--text", "none")[1]
     code, out, _ = inspect(run.folder, "--row", 2, "--json", "--text", "full")
@@ -69,7 +69,7 @@ def test_verify_exits_with_0_where_all_holds(inspect: Inspect, run: Run, tmp_pat
     run.checkpoint(4)
     code, out, err = inspect(run.folder, "--verify")
     assert (code, err) == (0, "")
-    assert out.startswith("run 'demo' (finished): every planned row was trained on once, with the tokens")
+    assert out.startswith("run 'demo' (finished): every planned row was trained on once, with the right tokens")
     code, out, _ = inspect(run.folder, "--verify", "--no-read", "--json")
     fields = json.loads(out)
     assert (code, fields["holds"], fields["reading"], fields["findings"]) == (0, True, None, [])
@@ -77,7 +77,7 @@ def test_verify_exits_with_0_where_all_holds(inspect: Inspect, run: Run, tmp_pat
     other.trained(4)
     code, out, _ = inspect(run.folder, "--verify", other.folder)
     assert code == 0
-    assert "trained the same rows and tokens in all its 4 steps" in out
+    assert "trained the same rows and tokens in all 4 steps" in out
 
 
 def test_verify_exits_with_1_where_something_does_not(inspect: Inspect, run: Run, tmp_path: Path, corpus: Path) -> None:

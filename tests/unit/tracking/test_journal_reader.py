@@ -193,7 +193,7 @@ def test_an_attempt_whose_start_is_lost_still_replaces_the_steps_that_it_trained
     history = build_history(name="r", journal=read_journal(tmp_path))
     assert (history.steps, history.lost_steps, history.tokens) == (expected.steps, 1, expected.tokens)
     (record,) = history.damaged_records
-    assert record.startswith("journal/attempt-0002.jsonl, line 1: not valid JSON:  ")
+    assert record.startswith("journal/attempt-0002.jsonl, line 1: not valid JSON: ")
     assert record.endswith("; it was set aside")
 
 
@@ -254,19 +254,19 @@ def test_an_event_of_a_later_version_is_passed_over(tmp_path: Path) -> None:
     ("text", "reason"),
     [
         ("[1]", "its content is [1], but"),
-        ("[" * 100_000, "not valid JSON:  recursion limit exceeded"),
+        ("[" * 100_000, "not valid JSON: recursion limit exceeded"),
         ('{"event": ["step"]}', "its content is {'event': ['step']}, but"),
         ('{"event": "step", "time": 1, "attempt": 1, "step": 1e400}', "step.step is inf, but must be a whole number"),
-        (f'{{"event": "step", "step": {"9" * 5000}}}', "not valid JSON:  number out of range"),
+        (f'{{"event": "step", "step": {"9" * 5000}}}', "not valid JSON: number out of range"),
         ('{"event": "run_finished", "time": 1, "attempt": 1, "step": -1}', "step is -1, but must be at least 0"),
         (
             '{"event": "run_finished", "time": 1, "attempt": 1, "step": true}',
             "step is True, but must be a whole number",
         ),
-        ('{"event": "attempt_ended", "time": 1, "attempt": 1, "reason": "\\ud800"}', "not valid JSON:  "),
+        ('{"event": "attempt_ended", "time": 1, "attempt": 1, "reason": "\\ud800"}', "not valid JSON: "),
         ('{"event": "attempt_ended", "time": 1e300, "attempt": 1, "reason": ""}', "time is 1e+300, but must be below"),
         ('{"event": "attempt_ended", "attempt": 1, "reason": ""}', "attempt_ended.time is missing"),
-        ("\x00", "not valid JSON:  "),
+        ("\x00", "not valid JSON: "),
     ],
 )
 def test_whatever_a_line_of_an_old_journal_holds_is_named(tmp_path: Path, text: str, reason: str) -> None:

@@ -56,7 +56,7 @@ def test_a_row_is_told_in_full() -> None:
     assert "  piece  document  start  length  labels  continues  corpus   id  offset  source" in text
     assert "      0     1,234      0   2,000   2,000        yes       0  key      17  /texts/a.jsonl" in text
     assert "piece 0: tokens [0, 2,000) of document 1,234\n  | first\n  | line\n" in text
-    assert "  ... 1,983 characters left out; --text full prints them ...\n  | the end" in text
+    assert "  ... 1,983 characters omitted; --text full prints them ...\n  | the end" in text
 
 
 def test_a_row_of_the_future_and_one_that_was_trained_twice() -> None:
