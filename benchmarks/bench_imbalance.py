@@ -26,7 +26,7 @@ from benchmarks.stored_result import REPOSITORY, RESULTS, command, provenance, s
 from ray_ulysses.config import load_config
 from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.plan import PlanSettings
-from ray_ulysses.data.plan.planning import NoSink, PlanInput, build_segment
+from ray_ulysses.data.plan.planning import PlanInput, build_segment
 from ray_ulysses.data.plan.steps import balance_windows, step_times
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.flops import token_cost
@@ -65,7 +65,7 @@ def row_costs(lengths: NDArray[np.uint32], context_tokens: int, a_token: int, ba
         seed=0, context_tokens=context_tokens, pad_multiple=256, rows_per_step=balance[0], balance_steps=balance[1],
         token_cost=a_token,
     )  # fmt: skip
-    return build_segment(PlanInput(sources=(source,), lengths=lengths), settings, NoSink()).costs()
+    return build_segment(PlanInput(sources=(source,), lengths=lengths), settings).costs()
 
 
 def random_imbalance(costs: Costs, rows_per_step: int, dp_size: int) -> float:

@@ -88,6 +88,7 @@ _RULES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "mapping_type": lambda _: "must be a mapping",
     "dataclass_type": lambda _: "must be a mapping",
     "extra_forbidden": lambda _: "there is no such field",
+    "unexpected_keyword_argument": lambda _: "there is no such field",
     "string_pattern_mismatch": lambda c: f"must be of the form {c['pattern']}",
     "value_error": lambda c: str(c["error"]),
 }

@@ -549,8 +549,8 @@ MUTANTS = (
     Mutant(
         name="what a branch left of a document lost",
         file="ray_ulysses/data/plan/branching.py",
-        old="pieces.take(np.flatnonzero(~is_trained & is_cut[pieces.document]))",
-        new="pieces.take(np.flatnonzero(~is_trained & ~is_cut[pieces.document]))",
+        old="pieces.take(np.flatnonzero(~is_trained & is_split[pieces.document]))",
+        new="pieces.take(np.flatnonzero(~is_trained & ~is_split[pieces.document]))",
         killer="tests/unit/data/plan/test_branches.py::test_every_target_is_trained_once_an_epoch_through_any_branches",
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""``prepare``: checks the request, connects to Ray, runs the job and says what came of it."""
+"""The ``prepare`` command: checks the request, connects to Ray, runs the job and reports the result."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MOST_REASONS = 6
 
 
 def prepare_corpus(*, address: str | None, view: PrepareView, **options: Any) -> list[str]:
-    """Prepare a corpus, and return what came of it, in lines; what is complete already is said to be so.
+    """Prepare a corpus, unless it exists, and return a summary as lines.
 
     Args:
         address: The Ray cluster.
-        view: What a person sees meanwhile.
-        options: Those of the command line, which `PrepareRequest` and its parts declare.
+        view: Shows the progress to the user.
+        options: The options of the command line, which `PrepareRequest` and its parts declare.
 
     Raises:
         UserError: An option, a source, the tokenizer or the directory can't be used.
@@ -31,10 +31,10 @@ def prepare_corpus(*, address: str | None, view: PrepareView, **options: Any) ->
     request, said = _request(**options), []
     out = request.out
     view.phase("listing the sources")
-    # Everything that is wrong with the request is said before Ray is imported and started.
+    # All errors of the request are reported before Ray is imported and started.
     with preparing(request) as preparation:
         if preparation.is_complete:
-            said.append(f"{out} holds this corpus already")
+            said.append(f"{out} already holds this corpus")
         else:
             view.phase("loading libraries")
             from ray_ulysses.cluster.prepare_job import DEFAULT_NUM_CPUS, run_preparation
@@ -75,5 +75,5 @@ def _result(out: Path) -> list[str]:
         said.append(f"entropy of its bytes: {info.byte_unigram_nats:.4f} nats (unigram)")
     if info.num_quarantined:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in info.reasons[:_MOST_REASONS])
-        said.append(f"left out: {info.num_quarantined:,} documents ({reasons}); {out / 'quarantine.jsonl'} names each")
+        said.append(f"left out: {info.num_quarantined:,} documents ({reasons}); see {out / 'quarantine.jsonl'}")
     return said

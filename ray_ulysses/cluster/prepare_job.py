@@ -1,4 +1,4 @@
-"""``prepare`` on a cluster: Ray Data runs the units of a preparation, each a task that can be done again."""
+"""Runs the units of a preparation on a cluster, each as a repeatable task of Ray Data."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def prepare(
 ) -> Corpus:
     """Prepare a corpus with the Ray cluster that this process is connected to.
 
-    A unit that is done stays done: stopped and started again with the same request, it goes on where it was. The
-    result is the same as ``prepare_local`` gives. ``request.out`` must be reachable from every node.
+    Finished units are kept: with the same request, a stopped preparation resumes where it was. The result is the same
+    as that of ``prepare_local``. ``request.out`` must be reachable from every node.
 
     Args:
         request: What to prepare, and where.
         num_cpus: CPUs that a unit's task reserves; tokenizing keeps one busy.
-        progress: Called after every unit that is finished.
+        progress: Called after every finished unit.
 
     Returns:
         The corpus, complete.
 
     Raises:
         UserError: Sources, tokenizer or directory can't be used, or another process prepares there; files that
-            can't be read are named, all at once.
+            can't be read are all named at once.
         RunError: A unit could not be written.
     """
     with preparing(request) as preparation:
@@ -65,13 +65,13 @@ def run_preparation(
     progress: ProgressCallback | None = None,
     phase: Callable[[str], None] = lambda name: None,
 ) -> Corpus:
-    """Do what is left of a preparation that has begun; see ``prepare``.
+    """Run the remaining units of a preparation and finish it; see ``prepare``.
 
     Args:
-        preparation: What ``preparing`` gave, within its block.
+        preparation: The value of ``preparing``, within its block.
         num_cpus: CPUs that a unit's task reserves.
-        progress: Called after every unit that is finished.
-        phase: Told what is done now.
+        progress: Called after every finished unit.
+        phase: Called with the name of each phase.
     """
     if preparation.is_complete:
         return Corpus.open(preparation.request.out)
@@ -80,7 +80,7 @@ def run_preparation(
     phase("reading and tokenizing")
     for answer in _run_units(preparation.pending, preparation.request, num_cpus):
         if answer["failure"] == "storage away":
-            # The other units would each wait as long.
+            # Each of the other units would wait just as long.
             raise RunError(answer["error"])
         if answer["failure"]:
             failures.append(answer)
@@ -96,7 +96,7 @@ def run_preparation(
 
 
 def _run_units(units: tuple[Unit, ...], request: PrepareRequest, num_cpus: float) -> Iterator[dict[str, Any]]:
-    """Yield the answer of each unit as it comes."""
+    """Yield the answer of each unit as it arrives."""
     if not units:
         return
     items = [{"unit": json.dumps(unit.to_json())} for unit in units]
@@ -107,13 +107,13 @@ def _run_units(units: tuple[Unit, ...], request: PrepareRequest, num_cpus: float
     except ray.exceptions.RayError as error:
         reason = str(error).strip().partition("\n")[0]
         raise RunError(
-            f"a worker of the preparation was lost for good ({type(error).__name__}: {reason}); mend it, or give Ray "
-            "more memory, and run the same command again, which goes on"
+            f"a worker of the preparation failed repeatedly ({type(error).__name__}: {reason}); fix the cause, or "
+            "give Ray more memory, and run the same command again to resume"
         ) from error
 
 
 def _run_unit(item: dict[str, Any], *, out: str, tokenizer: str) -> dict[str, Any]:
-    """Do one unit in a Ray task; what went wrong is an answer, so that the others go on and all is said at once."""
+    """Run one unit in a Ray task; errors are returned, so that the other units continue and all are reported."""
     unit = Unit.from_json(json.loads(item["unit"]))
     try:
         result = write_unit(Path(out), unit, _tokenizer(tokenizer))
@@ -122,7 +122,7 @@ def _run_unit(item: dict[str, Any], *, out: str, tokenizer: str) -> dict[str, An
     except UlyssesError as error:
         return {"result": "", "error": str(error), "failure": "user" if isinstance(error, UserError) else "run"}
     except Exception as error:
-        # A fault of ours: the unit's files are what finds it; the log of the worker has the traceback.
+        # A bug: the unit's files help to reproduce it, and the worker's log has the traceback.
         log.exception("unit %d of %s", unit.index, out)
         files = path_text(unit.files[0].path) + (f" and {len(unit.files) - 1} more" if len(unit.files) > 1 else "")
         text = f"unit {unit.index} of {out} ({files}): {type(error).__name__}: {error}"
@@ -132,5 +132,5 @@ def _run_unit(item: dict[str, Any], *, out: str, tokenizer: str) -> dict[str, An
 
 @functools.lru_cache(maxsize=2)
 def _tokenizer(name: str) -> Tokenizer:
-    """Keep the tokenizer between the tasks of one worker process: a large one takes a second to load."""
+    """Return the tokenizer, cached between the tasks of one worker process; a large one takes a second to load."""
     return Patience().call_or_fail(name, lambda: load_tokenizer(name))

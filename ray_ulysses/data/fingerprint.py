@@ -1,4 +1,4 @@
-"""A hash of values, by which corpora, plans and sources are known again."""
+"""A stable hash of JSON values, which identifies corpora, plans and sources."""
 
 from __future__ import annotations
 

@@ -148,8 +148,8 @@ def look_at_row(run_dir: Path, row: int, *, corpora: Sequence[Path] = (), text: 
     trained = trained_steps(entries, plan, row=row)
     number = plan.segment_of_row(row)
     segment = plan.segments[number]
-    weights = plan.weights(range(row, row + 1))
-    tokens, row_tokens = int(weights.document_tokens[0]), plan.row_tokens(row)
+    stats = plan.stats(range(row, row + 1))
+    tokens, row_tokens = int(stats.document_tokens[0]), plan.row_tokens(row)
     found, pieces = _pieces(CorpusSet(find_sources(run_dir, plan, corpora)), plan.pieces(row), Texts(text))
     return RowReport(
         run=run_dir.absolute().name,
@@ -163,8 +163,8 @@ def look_at_row(run_dir: Path, row: int, *, corpora: Sequence[Path] = (), text: 
         row_tokens=row_tokens,
         tokens=tokens,
         padding=row_tokens - tokens,
-        supervised=int(weights.supervised[0]),
-        cost=int(weights.cost(segment.settings.token_cost)[0]),
+        supervised=int(stats.supervised[0]),
+        cost=int(stats.cost(segment.settings.token_cost)[0]),
         corpora=found,
         pieces=pieces,
     )

@@ -271,9 +271,9 @@ def _made_up(config: Config, documents: PlanInput) -> CorpusFacts:
 
 def _data(config: Config, shape: ModelShape, plan: Plan) -> DataFacts:
     segment = plan.newest
-    weights = segment.train.weights(0, segment.train.num_rows)
+    stats = segment.train.stats(0, segment.train.num_rows)
     total = step_flops(
-        shape, tokens=segment.totals.tokens, sum_squared_lengths=int(weights.sum_squares.sum(dtype=np.float64))
+        shape, tokens=segment.totals.tokens, sum_squared_lengths=int(stats.sum_squares.sum(dtype=np.float64))
     )
     times = step_times(segment.costs(), segment.settings.rows_per_step, config.dp_size)
     totals = {

@@ -10,7 +10,7 @@ from ray_ulysses.data.plan.branching import remainder_after
 from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources, plan_input
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import write_segment
-from ray_ulysses.data.plan.planning import NoSink, Remainder, build_segment
+from ray_ulysses.data.plan.planning import Remainder, build_segment
 from ray_ulysses.errors import RunError
 from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_store, storage_answers
 from ray_ulysses.run.start_point import why_no_start
@@ -47,13 +47,13 @@ def plan_run(
             refuse_repeats(corpora.corpora, num_known=len(stored.newest.sources))
             step = committed_step(config)
             remainder = remainder_after(stored, step, corpora.sources, settings.epochs)
-            segment = build_segment(plan_input(corpora), settings, NoSink(), remainder)
+            segment = build_segment(plan_input(corpora), settings, remainder)
             return corpora, Plan(segments=(*stored.segments, segment)), remainder
         # What the settings would give: the resume is refused in words, beside the report.
         corpora = open_sources(config.data_sources)
     else:
         refuse_repeats(corpora.corpora)
-    return corpora, Plan(segments=(build_segment(plan_input(corpora), settings, NoSink()),)), None
+    return corpora, Plan(segments=(build_segment(plan_input(corpora), settings),)), None
 
 
 def store_plan(config: Config, corpora: CorpusSet, plan: Plan, remainder: Remainder | None) -> None:

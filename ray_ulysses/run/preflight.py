@@ -15,7 +15,7 @@ from ray_ulysses.data.plan.drawing import Overlong
 from ray_ulysses.data.plan.packing_kernels import longest_planned
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import has_plan, load_plan
-from ray_ulysses.data.plan.planning import NoSink, Remainder, build_segment
+from ray_ulysses.data.plan.planning import Remainder, build_segment
 from ray_ulysses.engine.model import check_architecture
 from ray_ulysses.engine.model_config import check_described
 from ray_ulysses.errors import ConfigError, Problem, RunError, UserError
@@ -158,7 +158,7 @@ def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanRepor
     check_architecture(absolute)
     settings = plan_settings(absolute, shape)
     documents = stand_in_documents(settings)
-    plan = Plan(segments=(build_segment(documents, settings, NoSink()),))
+    plan = Plan(segments=(build_segment(documents, settings),))
     return build_report(absolute, shape, documents, plan, changed_settings(absolute, branch=branch))
 
 

@@ -156,7 +156,7 @@ def _take_step(attempt: _Attempt, source: RowSource, progress: Progress) -> Step
     worker = attempt.context.worker
     step = progress.step + 1
     rows = plan.step_rows(step)
-    weights = plan.weights(rows)
+    stats = plan.stats(rows)
     started = worker.clock.monotonic()
     rate = learning_rate(
         step,
@@ -184,8 +184,8 @@ def _take_step(attempt: _Attempt, source: RowSource, progress: Progress) -> Step
         result,
         rows=rows,
         seconds=worker.clock.monotonic() - started,
-        document_tokens=int(weights.document_tokens.sum(dtype=np.int64)),
-        cost=int(weights.sum_squares.sum()),
+        document_tokens=int(stats.document_tokens.sum(dtype=np.int64)),
+        cost=int(stats.sum_squares.sum()),
         learning_rate=rate,
         grad_norm=float(engine.get_global_grad_norm()),
     )

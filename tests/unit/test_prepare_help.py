@@ -49,7 +49,7 @@ def test_a_corpus_to_leave_out_reaches_the_request_and_the_result_comes_last(
     assert capsys.readouterr().out.splitlines() == [
         "elapsed=0s phase: loading libraries",
         "elapsed=0s phase: listing the sources",
-        f"{tmp_path / 'out'} holds this corpus already",
+        f"{tmp_path / 'out'} already holds this corpus",
         "made out",
     ]
 

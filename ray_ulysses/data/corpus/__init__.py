@@ -1,1 +1,1 @@
-"""A prepared corpus on disk: its format, and how it is opened and read."""
+"""The format of a prepared corpus on disk, and its readers."""

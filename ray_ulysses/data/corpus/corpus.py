@@ -1,8 +1,10 @@
-"""A prepared corpus, opened: nothing that grows with its documents is read until it is asked for."""
+"""Opens and reads a prepared corpus; nothing that grows with its documents is read before it is used."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +38,12 @@ _OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
 class Corpus:
     """Documents by number, from 0 on.
 
-    Storage that does not answer is asked again for a while (``Patience``); then the methods that read raise
+    Reads from storage that does not answer are retried for a while (``Patience``); then they raise
     ``StorageAwayError``.
 
     Attributes:
         path: The corpus directory.
-        info: What ``corpus.json`` says.
+        info: The content of ``corpus.json``.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class Corpus:
 
     @classmethod
     def open(cls, path: Path | str, *, patience: Patience = PATIENCE) -> Corpus:
-        """Open a directory that ``prepare`` has written; reads footers only, whatever the number of documents.
+        """Open a directory written by ``prepare``; reads footers only, regardless of the number of documents.
 
         Raises:
             UserError: It is missing, is no prepared corpus, is empty, or a sidecar can't be read.
@@ -88,12 +90,12 @@ class Corpus:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens, end tokens included."""
+        """Return the number of tokens, including end tokens."""
         return self.info.num_tokens
 
     @property
     def max_token_id(self) -> int:
-        """Return the largest token id, which must be below the model's vocabulary."""
+        """Return the largest token id, which must be less than the model's vocabulary size."""
         return self.info.max_token_id
 
     @property
@@ -103,42 +105,38 @@ class Corpus:
 
     @property
     def tokenizer(self) -> TokenizerInfo:
-        """Return what is known of the tokenizer."""
+        """Return the description of the tokenizer."""
         return self.info.tokenizer
 
     @property
     def lengths(self) -> NDArray[np.uint32]:
-        """Return the tokens of each document, end tokens included; uint32, read-only, read when first asked for.
+        """Return the tokens of each document, including end tokens; uint32, read-only, read on first use.
 
         Raises:
             UserError: The sidecar can't be read, or is not the one that ``corpus.json`` describes.
         """
         if self._lengths is None:
-            try:
+            with _reading(self.path / DOCUMENTS_FILE):
                 self._lengths = self._document_table().lengths()
-            except READ_ERRORS as error:
-                raise _unreadable(self.path / DOCUMENTS_FILE, error) from error
         return self._lengths
 
     @property
     def spans(self) -> LabelSpans | None:
-        """Return which tokens may be labels, read when first asked for; None where all may be.
+        """Return the tokens that may be labels, read on first use; None if all may.
 
         Raises:
             UserError: The spans can't be read, or are not those that ``corpus.json`` describes.
         """
         table = self._spans_by_document()
         if table is not None and self._spans is None:
-            try:
+            with _reading(self.path / SPANS_FILE):
                 self._spans = table.all()
-            except (*READ_ERRORS, ValueError) as error:
-                raise _unreadable(self.path / SPANS_FILE, error) from error
         return self._spans
 
     def label_mask(self, document: int, first: int, last: int) -> NDArray[np.bool_] | None:
-        """Return for each token ``[first, last)`` of a document whether it may be a label; None where all may be.
+        """Return for each token ``[first, last)`` of a document whether it may be a label; None if all may.
 
-        The label at input position ``j`` is token ``j + 1``. Reads the spans of that document's row group only.
+        The label at input position ``j`` is token ``j + 1``. Reads the spans of the document's row group only.
 
         Raises:
             UserError: The spans can't be read.
@@ -146,10 +144,8 @@ class Corpus:
         table = self._spans_by_document()
         if table is None:
             return None
-        try:
+        with _reading(self.path / SPANS_FILE):
             return table.mask(document, first, last)
-        except READ_ERRORS as error:
-            raise _unreadable(self.path / SPANS_FILE, error) from error
 
     def read(self, document: int, start: int, length: int) -> NDArray[np.int64]:
         """Return ``length`` tokens of a document from ``start`` on, as int64.
@@ -157,10 +153,8 @@ class Corpus:
         Raises:
             UserError: The shard or the sidecar can't be read.
         """
-        try:
+        with _reading(self.path / DOCUMENTS_FILE):
             place = self._document_table().place(document)
-        except READ_ERRORS as error:
-            raise _unreadable(self.path / DOCUMENTS_FILE, error) from error
         assert start >= 0 and start + length <= place.length, (document, start, length)
         return self._shards.read(self.info.shards[place.shard], place.first_row, start, length)
 
@@ -170,28 +164,24 @@ class Corpus:
         Raises:
             UserError: The sidecar can't be read.
         """
-        try:
+        with _reading(self.path / DOCUMENTS_FILE):
             return self._document_table().source(document)
-        except READ_ERRORS as error:
-            raise _unreadable(self.path / DOCUMENTS_FILE, error) from error
 
     def digests(self) -> NDArray[np.uint64]:
-        """Return what documents of the same content share, here and in other corpora; uint64 [documents, 2].
+        """Return digests that are equal for equal content, in any corpus; uint64 [documents, 2].
 
         Raises:
             UserError: The sidecar can't be read.
         """
         path = self.path / DOCUMENTS_FILE
-        try:
+        with _reading(path):
             return self._patience.call(path, self._document_table().digests)
-        except READ_ERRORS as error:
-            raise _unreadable(path, error) from error
 
     def check_files(self, *, checksums: bool = False) -> None:
-        """Look at every file before a worker is taken: its size and footer, or (slow) its checksum.
+        """Check the size and footer of every file, and with ``checksums`` (slow) its whole content.
 
         Raises:
-            UserError: Names the first file that is missing, cut short, or not what ``prepare`` wrote.
+            UserError: Names the first file that is missing, truncated, or not what ``prepare`` wrote.
         """
         self._check_sidecars(checksums=checksums)
         dtype = np.dtype(self.info.dtype)
@@ -223,35 +213,30 @@ class Corpus:
     def _document_table(self) -> DocumentTable:
         if self._documents is None:
             path = self.path / DOCUMENTS_FILE
-            try:
+            with _reading(path):
                 self._documents = DocumentTable(path, self.info, self._patience)
-            except READ_ERRORS as error:
-                raise _unreadable(path, error) from error
         return self._documents
 
     def _spans_by_document(self) -> SpanTable | None:
         if self._span_table is None and self.info.spans is not None:
             path = self.path / SPANS_FILE
-            try:
+            with _reading(path):
                 self._span_table = SpanTable(path, self.info.spans, self.num_documents, self._patience)
-            except READ_ERRORS as error:
-                raise _unreadable(path, error) from error
         return self._span_table
 
 
 def _read_info(directory: Path) -> CorpusInfo:
     if not directory.exists():
-        raise UserError(f"data.path={directory}: does not exist; make it with `ray-ulysses prepare`")
+        raise UserError(f"data.path={directory}: does not exist; create it with `ray-ulysses prepare`")
     path = directory / CORPUS_FILE
     if not path.is_file():
         if (directory / PREPARATION_FILE).is_file():
             raise UserError(
                 f"data.path={directory}: its preparation is not finished; run the same `ray-ulysses prepare` "
-                "again, "
-                "which goes on where it stopped"
+                "again to continue it"
             )
         raise UserError(
-            f"data.path={directory}: is not a prepared corpus (no {CORPUS_FILE}); make one with `ray-ulysses prepare`"
+            f"data.path={directory}: is not a prepared corpus (no {CORPUS_FILE}); create one with `ray-ulysses prepare`"
         )
     try:
         fields = read_json(_OBJECT, read_regular(path))
@@ -270,6 +255,15 @@ def _read_info(directory: Path) -> CorpusInfo:
     try:
         return CorpusInfo.from_json(fields)
     except ContentError as error:
+        raise _unreadable(path, error) from error
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn an error of reading a file into one that names it; ValueError where spans are inconsistent."""
+    try:
+        yield
+    except (*READ_ERRORS, ValueError) as error:
         raise _unreadable(path, error) from error
 
 

@@ -1,4 +1,4 @@
-"""The length sidecar and the label spans of a corpus, read where they are asked for."""
+"""Reads the length sidecar and the label spans of a corpus, one row group at a time."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class MismatchError(OSError):
 
 
 class DocumentSource(NamedTuple):
-    """Where a document came from.
+    """The origin of a document.
 
     Attributes:
         source: File or data set.
         offset: Line or row in it, from 1; 0 for a whole file.
-        id: The row's own id; empty where it has none.
+        id: The row's own id; empty if it has none.
     """
 
     source: str
@@ -43,7 +43,7 @@ class DocumentSource(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DocumentPlace:
-    """Where the tokens of a document lie: its shard, its first chunk row there, and its tokens."""
+    """The place of a document's tokens: its shard, its first chunk row there, and the number of tokens."""
 
     shard: int
     first_row: int
@@ -51,11 +51,11 @@ class DocumentPlace:
 
 
 class DocumentTable:
-    """One row a document; a row group is read when one of its documents is asked for.
+    """One row per document; a row group is read when one of its documents is needed.
 
     Raises:
-        MismatchError: The file has other documents than ``corpus.json`` says.
-        OSError: It can't be read, as the other ``READ_ERRORS``.
+        MismatchError: The file is not the one that ``corpus.json`` describes.
+        OSError: It can't be read, like the other ``READ_ERRORS``.
     """
 
     def __init__(self, path: Path, info: CorpusInfo, patience: Patience) -> None:
@@ -69,14 +69,14 @@ class DocumentTable:
         _check_content(self._places, info.lengths_crc32)
 
     def place(self, document: int) -> DocumentPlace:
-        """Return where a document's tokens lie."""
+        """Return the place of a document's tokens."""
         group, row = self._places.group_of(document)
         table = self._places.group(group)
         shard, first_row, length = (table.column(name)[row].as_py() for name in _PLACE_COLUMNS)
         return DocumentPlace(shard=shard, first_row=first_row, length=length)
 
     def source(self, document: int) -> DocumentSource:
-        """Return where a document came from."""
+        """Return the origin of a document."""
         group, row = self._sources.group_of(document)
         table = self._sources.group(group)
         return DocumentSource(*(table.column(name)[row].as_py() for name in _SOURCE_COLUMNS))
@@ -93,13 +93,13 @@ class DocumentTable:
         return found
 
     def lengths(self) -> NDArray[np.uint32]:
-        """Return the tokens of every document, read-only; raises MismatchError if they are not corpus.json's."""
+        """Return the tokens of every document, read-only; raises MismatchError if they do not match corpus.json."""
         lengths = self._patience.call(self._path, self._read_lengths)
         lengths.setflags(write=False)
         return lengths
 
     def _read_lengths(self) -> NDArray[np.uint32]:
-        # Group by group into four bytes a document: the column as a whole would be three times that.
+        # Read in batches into four bytes per document; the whole column at once would take three times as much.
         lengths = np.empty(self._info.num_documents, dtype=np.uint32)
         crc32, num_tokens, place = 0, 0, 0
         with pq.ParquetFile(self._path, page_checksum_verification=True) as file:
@@ -118,11 +118,11 @@ class DocumentTable:
 
 
 class SpanTable:
-    """One row a span, in the order of the documents; every document has at least one.
+    """One row per span, in the order of the documents, each of which has at least one.
 
     Raises:
-        MismatchError: The file has other spans than ``corpus.json`` says.
-        OSError: It can't be read, as the other ``READ_ERRORS``.
+        MismatchError: The file is not the one that ``corpus.json`` describes.
+        OSError: It can't be read, like the other ``READ_ERRORS``.
     """
 
     def __init__(self, path: Path, info: SpansInfo, num_documents: int, patience: Patience) -> None:
@@ -142,14 +142,14 @@ class SpanTable:
         end = int(np.searchsorted(self._first_documents, document, side="right"))
         mask = np.zeros(max(0, last - first), dtype=np.bool_)
         for number in range(begin, end):
-            # The spans of a document may go on in the next row group.
+            # The spans of a document may continue in the next row group.
             documents, starts, stops = _columns(self._groups.group(number))
             rows = slice(*np.searchsorted(documents, [document, document + 1]))
             mask |= span_mask(starts[rows], stops[rows], first, last)
         return mask
 
     def all(self) -> LabelSpans:
-        """Return the spans of every document; raises MismatchError if they are not corpus.json's."""
+        """Return the spans of every document; raises MismatchError if they do not match corpus.json."""
         table = self._patience.call(self._path, lambda: pq.read_table(self._path, page_checksum_verification=True))
         documents, starts, stops = _columns(table)
         crc32 = 0
@@ -183,7 +183,7 @@ def digest_halves(digests: pa.FixedSizeBinaryArray) -> NDArray[np.uint64]:
 
 def _check_content(reader: RowGroupReader, crc32: int) -> None:
     if reader.content_crc32 != crc32:
-        raise MismatchError("another file of the same size was put in its place")
+        raise MismatchError("it was replaced by another file of the same size")
 
 
 def _columns(table: pa.Table) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:

@@ -2,15 +2,15 @@
 
 A corpus directory holds::
 
-    corpus.json          written last: its presence means that the corpus is whole
-    documents.parquet    the length sidecar, one row a document
-    spans.parquet        label spans, one row a span; only where some document is supervised in part
+    corpus.json          written last: its presence means that the corpus is complete
+    documents.parquet    the length sidecar, one row per document
+    spans.parquet        label spans, one row per span; only if some document is supervised in part
     quarantine.jsonl     documents that were left out, each with its reason
     shards/shard-00000.parquet
 
-A shard's rows are chunks of at most 65,536 tokens: a document starts a row of its own and goes on in the next
-rows. Row groups hold about as many tokens, so that reading a piece of any document decodes little else. The
-sidecars' row groups hold 65,536 rows, and are read one by one: opening a corpus reads no document.
+A shard's rows are chunks of at most 65,536 tokens: each document starts a new row and continues in the next rows. Row
+groups hold about as many tokens, so reading a piece of any document decodes little else. The sidecars' row groups hold
+65,536 rows and are read one at a time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DOCUMENT_SCHEMA = pa.schema(
         pa.field("source", pa.string(), nullable=False),
         pa.field("offset", pa.int64(), nullable=False),
         pa.field("id", pa.string(), nullable=False),
-        # What documents of the same content share, in this corpus and in others.
+        # A digest that is equal for documents of equal content, in this corpus and in others.
         pa.field("content", pa.binary(16), nullable=False),
     ]
 )
@@ -88,13 +88,13 @@ class ShardInfo:
     Attributes:
         name: File name under ``shards/``.
         num_rows: Chunk rows in it.
-        num_documents: Documents written into it, those later set aside as duplicates included.
+        num_documents: Documents written into it, including those later left out as duplicates.
         num_tokens: Tokens in it.
         num_bytes: Size of the file.
         crc32: Of the file's bytes.
-        tokens_crc32: Of the tokens, which does not depend on the library that wrote the file.
-        rows_crc32: Of the rows' documents and lengths. It and ``tokens_crc32`` stand in the file's footer too, so
-            that another shard in its place is noticed, however much it looks like this one.
+        tokens_crc32: Of the tokens; it does not depend on the library that wrote the file.
+        rows_crc32: Of the rows' documents and lengths. It and ``tokens_crc32`` are also in the file's footer, so that
+            another shard in its place is noticed.
     """
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
@@ -110,7 +110,7 @@ class ShardInfo:
 
     @property
     def footer(self) -> dict[str, str]:
-        """Return what the file's own footer must say."""
+        """Return the metadata that the file's footer must hold."""
         return shard_footer(self.tokens_crc32, self.rows_crc32)
 
 
@@ -125,10 +125,10 @@ class SpansInfo:
 
     Attributes:
         num_spans: Rows of ``spans.parquet``.
-        num_supervised: Tokens that lie in a span.
+        num_supervised: Tokens in a span.
         num_bytes: Size of the file.
         crc32: Of the file's bytes.
-        content_crc32: Of documents, starts and stops, which does not depend on the library that wrote the file.
+        content_crc32: Of documents, starts and stops; it does not depend on the library that wrote the file.
     """
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
@@ -142,26 +142,25 @@ class SpansInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusInfo:
-    """What ``corpus.json`` says.
+    """The content of ``corpus.json``.
 
     Attributes:
         tokenizer: The tokenizer that made the tokens.
         dtype: Name of the tokens' type on disk.
         num_documents: Documents in the sidecar.
-        num_tokens: Their tokens, the end token of each included.
+        num_tokens: Their tokens, including the end token of each.
         max_token_id: Largest token id of all.
-        num_quarantined: Documents left out; ``quarantine.jsonl`` says why.
-        reasons: How many were left out for each reason, the most frequent ones first.
+        num_quarantined: Documents left out, for the reasons in ``quarantine.jsonl``.
+        reasons: How many were left out for each reason, the most frequent reasons first.
         shards: The shard files.
         documents_bytes: Size of the length sidecar.
         documents_crc32: CRC-32 of the length sidecar.
         lengths_crc32: CRC-32 of the document lengths as little-endian int64.
         byte_unigram_nats: Entropy of the raw bytes; None unless the byte tokenizer was used.
-        token_unigram_nats: Entropy of the token ids, end tokens included; None unless the byte tokenizer was
-            used.
-        signature: Identifies sources and options, so that the same preparation is known again.
-        spans: The label spans; None where every token of every document is supervised.
-        turn_ends: The special tokens that end supervised stretches of documents.
+        token_unigram_nats: Entropy of the token ids, including end tokens; None unless the byte tokenizer was used.
+        signature: Identifies sources and options, by which the same preparation is recognized.
+        spans: The label spans; None if every token of every document is supervised.
+        turn_ends: The special tokens that end supervised spans of documents.
     """
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
@@ -185,12 +184,12 @@ class CorpusInfo:
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """Return the tokens that a model learns to end a text with: that of every document, and those of turns."""
+        """Return the tokens that a model learns to end a text with, at the end of documents and of turns."""
         return tuple(dict.fromkeys((self.tokenizer.eos_token_id, *self.turn_ends)))
 
     @property
     def fingerprint(self) -> str:
-        """Return the identity of the content: tokens, lengths and tokenizer, whatever wrote the files."""
+        """Return the identity of the content: tokens, lengths and tokenizer, but not the files' encoding."""
         content = {
             "format": FORMAT_VERSION,
             "tokenizer": self.tokenizer.fingerprint,
@@ -202,7 +201,7 @@ class CorpusInfo:
         return stable_hash(content)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that ``corpus.json`` holds; its checksum is of all else in it."""
+        """Return the object that ``corpus.json`` holds; its checksum covers everything else in it."""
         fields = {"format_version": FORMAT_VERSION, "fingerprint": self.fingerprint, **asdict(self)}
         return {**fields, "checksum": stable_hash(fields)}
 
@@ -211,7 +210,7 @@ class CorpusInfo:
         """Return what ``to_json`` described.
 
         Raises:
-            ContentError: A field is missing, unknown or wrong, or they are not those that the checksum is of.
+            ContentError: A field is missing, unknown or wrong, or the fields do not match their checksum.
         """
         known = dict(fields)
         if known.pop("checksum", None) != stable_hash(known):

@@ -1,4 +1,4 @@
-"""Documents of the same content: in one corpus, and in corpora that are to be trained on together."""
+"""Finds documents of equal content, within one corpus and across corpora that are trained on together."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.errors import UserError
 
 Digests = NDArray[np.uint64]
-"""uint64 [documents, 2]: what documents of the same content share."""
+"""uint64 [documents, 2]: equal for documents of equal content."""
 
 
 def first_of_same_content(groups: Sequence[Digests]) -> list[NDArray[np.int64]]:
-    """Return for each document the number of the first one with the same content, or -1 where it is the first.
+    """Return for each document the number of the first one with the same content, or -1 if it is the first.
 
     Args:
         groups: The digests of the documents; they are numbered one group after another.
@@ -37,11 +37,11 @@ def first_of_same_content(groups: Sequence[Digests]) -> list[NDArray[np.int64]]:
 
 
 def refuse_repeats(corpora: Sequence[Corpus], num_known: int = 1) -> None:
-    """Refuse corpora that hold documents of corpora before them: they would be trained on once for each.
+    """Refuse corpora that repeat documents of earlier corpora, which would be trained on more than once.
 
     Args:
         corpora: The corpora of a run, in their order.
-        num_known: How many at their beginning are taken as they are.
+        num_known: Number of corpora at the beginning that are not checked.
 
     Raises:
         UserError: Names the two corpora and a document of both; or one of them can't be read.
@@ -66,7 +66,7 @@ def refuse_repeats(corpora: Sequence[Corpus], num_known: int = 1) -> None:
 
 
 def _sharing_first_half(digests: Digests) -> NDArray[np.int64]:
-    """Return, ascending, the documents whose first 8 bytes others have too: nearly none but true repeats."""
+    """Return, ascending, the documents whose first 8 bytes of the digest are shared: nearly only true repeats."""
     order = np.argsort(digests[:, 0], kind="stable")
     ordered = digests[order, 0]
     same = ordered[1:] == ordered[:-1]

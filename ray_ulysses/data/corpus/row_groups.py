@@ -1,4 +1,4 @@
-"""A large Parquet file, read by row group when a row is asked for, and written in groups of one size."""
+"""Reads large Parquet files one row group at a time, and writes them in row groups of equal size."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _CONTENT_KEY = "ray_ulysses.content_crc32"
 
 
 class RowGroupReader:
-    """Some columns of a file, group by group; the groups last used are kept.
+    """Reads some columns of a file by row group, and caches the groups used last.
 
-    Errors of reading pass as they are (``READ_ERRORS``), after the patience that was given.
+    Errors of reading (``READ_ERRORS``) are passed on unchanged once the patience is exhausted.
 
     Args:
         path: The file.
-        columns: Which columns.
-        patience: How long to wait for a storage that is away.
-        max_groups: Groups that are kept.
-        check: Is given each group that was read and its number; raises OSError where it is not what was written.
+        columns: Names of the columns.
+        patience: How long to wait for a storage that does not answer.
+        max_groups: Groups to cache.
+        check: Called with the number and content of each group that is read; raises OSError if it is damaged.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class RowGroupReader:
         self._patience = patience
         self._max_groups = max_groups
         self._groups: OrderedDict[int, pa.Table] = OrderedDict()
-        # The prefetch thread and the evaluation may read at once.
+        # The prefetch thread and the evaluation may read concurrently.
         self._lock = threading.Lock()
         self._metadata = patience.call(path, lambda: pq.read_metadata(path))
         sizes = [self._metadata.row_group(group).num_rows for group in range(self._metadata.num_row_groups)]
@@ -53,22 +53,22 @@ class RowGroupReader:
 
     @property
     def num_rows(self) -> int:
-        """Return the rows of the file."""
+        """Return the number of rows of the file."""
         return int(self._metadata.num_rows)
 
     @property
     def num_groups(self) -> int:
-        """Return the row groups of the file."""
+        """Return the number of row groups of the file."""
         return int(self._metadata.num_row_groups)
 
     @property
     def content_crc32(self) -> int | None:
-        """Return what the writer noted of the content in the footer, if it did."""
+        """Return the checksum of the content from the footer; None if the writer stored none."""
         noted = (self._metadata.metadata or {}).get(_CONTENT_KEY.encode())
         return None if noted is None else int(noted, 16)
 
     def group_of(self, row: int) -> tuple[int, int]:
-        """Return the group that holds a row, and the row's place in it."""
+        """Return the group that holds a row, and the row's index in it."""
         assert 0 <= row < self.num_rows, (row, self.num_rows)
         group = int(np.searchsorted(self.group_starts, row, side="right")) - 1
         return group, row - int(self.group_starts[group])
@@ -81,7 +81,7 @@ class RowGroupReader:
         return lowest, np.asarray([statistics.max for statistics in found], dtype=np.int64)
 
     def group(self, number: int) -> pa.Table:
-        """Return one row group, from memory where it was read lately."""
+        """Return one row group, from the cache if it is there."""
         with self._lock:
             table = self._groups.pop(number, None)
         if table is None:
@@ -93,7 +93,7 @@ class RowGroupReader:
         return table
 
     def _read(self, number: int) -> pa.Table:
-        # With the footer at hand, opening costs one system call; a handle kept could go stale.
+        # With the footer in memory, opening costs one system call, and an open handle could go stale.
         with pq.ParquetFile(self._path, metadata=self._metadata, page_checksum_verification=True) as file:
             table = file.read_row_group(number, columns=self._columns, use_threads=False).combine_chunks()
         if self._check is not None:
@@ -102,7 +102,7 @@ class RowGroupReader:
 
 
 class RowGroupWriter:
-    """Writes tables of any size as row groups of ``GROUP_ROWS`` rows, so that memory stays at about one group."""
+    """Writes tables of any size as row groups of ``GROUP_ROWS`` rows, holding about one group in memory."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class RowGroupWriter:
             self._num_pending = rows.num_rows - whole
 
     def close(self, content_crc32: int | None = None) -> None:
-        """Write what is pending and the footer, which carries a checksum of the content where one is given."""
+        """Write what is pending and the footer, with the checksum of the content if one is given."""
         if self._num_pending:
             self._writer.write_table(pa.concat_tables(self._pending), row_group_size=GROUP_ROWS)
         if content_crc32 is not None:

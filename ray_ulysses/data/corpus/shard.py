@@ -1,4 +1,4 @@
-"""One shard: token chunks in Parquet, written in a stream and read at random."""
+"""Shards: token chunks in Parquet, written as a stream and read in random order."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from numpy.typing import NDArray
 from ray_ulysses.data.corpus.format import CHUNK_TOKENS, ShardInfo, shard_footer, shard_schema
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import file_crc32
-from ray_ulysses.storage.patience import PATIENCE, Patience
-from ray_ulysses.storage.patience import READ_ERRORS as READ_ERRORS
+from ray_ulysses.storage.patience import PATIENCE, READ_ERRORS, Patience
 
 
 class ShardWriter:
-    """Appends documents to one Parquet file; memory stays at one row group."""
+    """Appends documents to one Parquet file, holding one row group in memory."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], chunk_tokens: int = CHUNK_TOKENS) -> None:
         self._dtype = dtype
         self._chunk_tokens = chunk_tokens
         self._schema = shard_schema(dtype)
-        # Dictionaries only cost time on tokens; the page checksum lets a reader notice a flipped bit.
+        # Dictionaries only cost time on tokens; with page checksums a reader notices a flipped bit.
         self._writer = pq.ParquetWriter(
             path, self._schema, compression="zstd", use_dictionary=False, write_page_checksum=True
         )
@@ -42,7 +41,7 @@ class ShardWriter:
         self.num_tokens = 0
 
     def add(self, ids: NDArray[np.integer[Any]]) -> int:
-        """Append one document and return the row that it starts at."""
+        """Append one document and return its first row."""
         tokens = ids.astype(self._dtype)
         self._tokens_crc32 = zlib.crc32(tokens.astype(tokens.dtype.newbyteorder("<")).tobytes(), self._tokens_crc32)
         self._rows_crc32 = zlib.crc32(np.array([tokens.size], dtype="<i8").tobytes(), self._rows_crc32)
@@ -60,13 +59,13 @@ class ShardWriter:
         return first_row
 
     def close(self) -> None:
-        """Write what is pending and the footer, which names the content."""
+        """Write what is pending and the footer with the checksums of the content."""
         self._flush()
         self._writer.add_key_value_metadata(shard_footer(self._tokens_crc32, self._rows_crc32))
         self._writer.close()
 
     def abandon(self) -> None:
-        """Close the file without writing what is pending; it is given up, so errors of closing do not matter."""
+        """Close the file without writing what is pending; errors are ignored, since the file is discarded."""
         with suppress(*READ_ERRORS):
             self._writer.close()
 
@@ -120,7 +119,7 @@ class _OpenShard:
 
 
 class ShardReader:
-    """Reads pieces of documents from the shards of one directory, keeping a few files open."""
+    """Reads parts of documents from the shards of one directory, keeping a few files open."""
 
     def __init__(
         self,
@@ -137,15 +136,15 @@ class ShardReader:
         self._max_open = max_open
         self._chunk_tokens = chunk_tokens
         self._open: OrderedDict[str, _OpenShard] = OrderedDict()
-        # A Parquet file has one position; the prefetch thread and the evaluation may read at once.
+        # A Parquet file has one position, and the prefetch thread and the evaluation may read concurrently.
         self._lock = threading.Lock()
 
     def read(self, shard: ShardInfo, first_row: int, start: int, length: int) -> NDArray[np.int64]:
         """Return ``length`` tokens from ``start`` on, of the document whose first chunk is ``first_row``.
 
         Raises:
-            UserError: The file is missing, cut short, not the one that was prepared, or fails a page's checksum.
-            StorageAwayError: The storage did not answer for as long as we wait.
+            UserError: The file is missing, truncated, not the one that was prepared, or fails a page's checksum.
+            StorageAwayError: The storage did not answer in time.
         """
         if length == 0:
             return np.empty(0, dtype=np.int64)
@@ -164,7 +163,7 @@ class ShardReader:
         return piece
 
     def _rows(self, shard: ShardInfo, first: int, last: int) -> pa.ListArray:
-        """Read once; after a failure the file is opened anew, for a stale handle stays stale."""
+        """Read once; after a failure the file is closed, since a stale handle stays stale."""
         with self._lock:
             try:
                 return self._shard(shard).rows(first, last)
@@ -188,7 +187,7 @@ def check_shard(path: Path, info: ShardInfo, dtype: np.dtype[Any]) -> None:
 
     Raises:
         UserError: It is not the file that was prepared.
-        OSError: It can't be read, as the other ``READ_ERRORS``.
+        OSError: It can't be read, like the other ``READ_ERRORS``.
     """
     _check_footer(pq.read_metadata(path), path, info, dtype)
 
@@ -203,7 +202,7 @@ def _check_footer(metadata: pq.FileMetaData, path: Path, info: ShardInfo, dtype:
         raise unreadable_shard(path, f"it holds {found} where corpus.json says tokens of {dtype.name}")
     notes = {key.decode(): value.decode("utf-8", "replace") for key, value in (metadata.metadata or {}).items()}
     if any(notes.get(key) != value for key, value in info.footer.items()):
-        raise unreadable_shard(path, "another shard of the same size was put in its place")
+        raise unreadable_shard(path, "it was replaced by another shard of the same size")
 
 
 def unreadable_shard(path: Path, reason: object) -> UserError:

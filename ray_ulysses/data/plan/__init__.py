@@ -1,1 +1,1 @@
-"""The rows of a run, planned before its first step from document lengths and a seed."""
+"""Plans the rows of a run before its first step, from document lengths and a seed."""

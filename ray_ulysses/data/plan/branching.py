@@ -1,4 +1,4 @@
-"""What a run has not trained yet, when its data is edited: the ground of a new segment."""
+"""Finds what a run has not trained yet when its data is changed, which the next segment starts from."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus.row_groups import GROUP_ROWS
-from ray_ulysses.data.plan.drawing import NO_FRAGMENTS, Fragments
+from ray_ulysses.data.plan.drawing import Fragments
 from ray_ulysses.data.plan.mixture import PlannedSource, first_documents
 from ray_ulysses.data.plan.packing import Pieces
 from ray_ulysses.data.plan.plan import Branch, Plan, Segment
 from ray_ulysses.data.plan.planning import Remainder
-from ray_ulysses.data.plan.row_files import FileRows
-from ray_ulysses.data.plan.rows import MemoryRows
 from ray_ulysses.errors import UserError
 
 Int64Array = NDArray[np.int64]
@@ -25,12 +23,12 @@ def remainder_after(plan: Plan, step: int, sources: Sequence[PlannedSource], epo
 
     Args:
         plan: The run's plan.
-        step: Steps completed, of which the state is committed.
-        sources: The sources of the new segment: those of the plan in their places, then new ones.
+        step: Step of the newest committed checkpoint.
+        sources: The sources of the new segment: those of the plan in their order, then new ones.
         epochs: Epochs that the run is to have.
 
     Raises:
-        UserError: The step lies before the newest segment, or the sources moved.
+        UserError: The step is before the newest segment, or the sources moved.
     """
     newest = plan.newest
     if step < newest.base_step:
@@ -40,11 +38,11 @@ def remainder_after(plan: Plan, step: int, sources: Sequence[PlannedSource], epo
         )
     places = [(source.fingerprint, source.num_documents) for source in newest.sources]
     if [(source.fingerprint, source.num_documents) for source in sources][: len(places)] != places:
-        raise UserError("data.sources: the corpora of a run keep their places; add new ones behind them")
+        raise UserError("data.sources: the corpora of a run keep their order; add new ones after them")
     cursor = plan.cursor(step)
     epoch = cursor.epoch
     if newest.branch is not None and step == newest.base_step:
-        # The cursor is the segment's before, which may have ended an epoch earlier.
+        # The cursor is of the previous segment, which may have ended an epoch earlier.
         epoch = newest.branch.epoch
     local = cursor.next_row - newest.base_row
     is_done = local >= newest.train.num_rows and epochs > epoch + 1
@@ -72,7 +70,7 @@ def remainder_after(plan: Plan, step: int, sources: Sequence[PlannedSource], epo
 
 
 def _begun(segment: Segment, epoch: int, trained_rows: int, num_documents: int) -> NDArray[np.bool_]:
-    """Return the documents of which the segment has trained something in the epoch."""
+    """Return which documents the segment has trained something of in the epoch."""
     begun = np.zeros(num_documents, dtype=np.bool_)
     for pieces, is_trained in _pieces_of_epoch(segment, epoch, trained_rows):
         begun[pieces.document[is_trained]] = True
@@ -86,13 +84,13 @@ def _count_uses(segment: Segment, trained_rows: int, uses: NDArray[np.uint32]) -
             break
         begun = _begun(segment, info.epoch, trained_rows, uses.size)
         if info is segment.epochs[0]:
-            # Of these a segment before has begun, and counted.
+            # An earlier segment has begun these, and counted them.
             begun[segment.fragments.document] = False
         uses += begun
 
 
 def _is_resumed(left: Fragments, sources: Sequence[PlannedSource], taken: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return which stretches the new segment takes up: without weights, an epoch takes documents whole."""
+    """Return which fragments the new segment takes up; without weights an epoch takes unbegun documents whole."""
     source = np.searchsorted(first_documents(sources), left.document, side="right") - 1
     is_used = np.asarray([one.is_used for one in sources])[source]
     is_weighted = np.asarray([one.weight is not None for one in sources])[source]
@@ -102,21 +100,21 @@ def _is_resumed(left: Fragments, sources: Sequence[PlannedSource], taken: NDArra
 def _left_of(
     segment: Segment, epoch: int, trained_rows: int, taken: NDArray[np.bool_]
 ) -> tuple[Fragments, NDArray[np.bool_]]:
-    """Return the stretches of documents that a segment leaves, and which whole documents the epoch had planned."""
-    is_cut = taken.copy()
+    """Return the fragments that a segment leaves, and which whole documents the epoch had planned."""
+    is_split = taken.copy()
     if epoch == segment.epochs[0].epoch:
-        is_cut[segment.fragments.document] = True
+        is_split[segment.fragments.document] = True
     planned = np.zeros(taken.size, dtype=np.bool_)
-    parts = [_still_waiting(segment, trained_rows, taken.size)]
+    parts = [_unplanned(segment, trained_rows, taken.size)]
     for pieces, is_trained in _pieces_of_epoch(segment, epoch, trained_rows):
-        left = pieces.take(np.flatnonzero(~is_trained & is_cut[pieces.document]))
+        left = pieces.take(np.flatnonzero(~is_trained & is_split[pieces.document]))
         parts.append(Fragments(document=left.document, start=left.start, length=left.length))
-        planned[pieces.document[~is_cut[pieces.document]]] = True
+        planned[pieces.document[~is_split[pieces.document]]] = True
     return _joined(parts), planned
 
 
-def _still_waiting(segment: Segment, trained_rows: int, num_documents: int) -> Fragments:
-    """Return the stretches left before the segment that it made no pieces of, and whose documents it did not begin."""
+def _unplanned(segment: Segment, trained_rows: int, num_documents: int) -> Fragments:
+    """Return earlier fragments that the segment made no pieces of, and whose documents it did not begin."""
     given, waiting = segment.fragments, segment.waiting
     is_planned = np.zeros(given.size, dtype=np.bool_)
     if given.size:
@@ -125,23 +123,21 @@ def _still_waiting(segment: Segment, trained_rows: int, num_documents: int) -> F
     is_begun = np.zeros(num_documents, dtype=np.bool_)
     for info in segment.epochs if waiting.size else ():
         is_begun |= _begun(segment, info.epoch, trained_rows, num_documents)
-    # What became no piece was too long for the segment.
+    # A given fragment without a piece was too long for the segment.
     return _joined([given.take(~is_planned), waiting.take(~is_begun[waiting.document])])
 
 
 def _joined(parts: Sequence[Fragments]) -> Fragments:
-    """Return all stretches, those that lie side by side in a document as one."""
-    document, start, length = (
-        np.concatenate([getattr(part, name) for part in parts]) for name in ("document", "start", "length")
-    )
-    if not document.size:
-        return NO_FRAGMENTS
-    order = np.lexsort((start, document))
-    document, start, stop = document[order], start[order], (start + length)[order]
-    is_first = np.ones(document.size, dtype=np.bool_)
+    """Return all fragments, merging those that are adjacent in a document."""
+    found = Fragments.join(parts)
+    if not found.size:
+        return found
+    found = found.take(np.lexsort((found.start, found.document)))
+    document, start, stop = found.document, found.start, found.start + found.length
+    is_first = np.ones(found.size, dtype=np.bool_)
     is_first[1:] = (document[1:] != document[:-1]) | (start[1:] != stop[:-1])
     firsts = np.flatnonzero(is_first)
-    lasts = np.append(firsts[1:], document.size) - 1
+    lasts = np.append(firsts[1:], found.size) - 1
     return Fragments(document=document[firsts], start=start[firsts], length=stop[lasts] - start[firsts])
 
 
@@ -151,21 +147,16 @@ def _places(document: Int64Array, start: Int64Array) -> NDArray[np.uint64]:
 
 
 def _pieces_of_epoch(segment: Segment, epoch: int, trained_rows: int) -> Iterator[tuple[Pieces, NDArray[np.bool_]]]:
-    """Yield the pieces of an epoch's rows, block by block, and of each whether its row is trained."""
+    """Yield the pieces of an epoch's rows, block by block, and whether the row of each piece is trained."""
     info = next((info for info in segment.epochs if info.epoch == epoch), None)
     if info is None or not info.num_rows:
         return
-    weights = segment.train.weights(info.first_row, info.first_row + info.num_rows)
+    stats = segment.train.stats(info.first_row, info.first_row + info.num_rows)
     is_trained = np.arange(info.first_row, info.first_row + info.num_rows) < trained_rows
-    # Rows lie in the order of training, pieces in the order in which rows closed.
-    order = np.argsort(weights.first_piece, kind="stable")
-    flags = np.repeat(is_trained[order], weights.num_pieces[order])
-    first = int(weights.first_piece[order[0]])
-    rows = segment.train
-    if isinstance(rows, MemoryRows):
-        yield rows.all_pieces.take(slice(first, first + flags.size)), flags
-        return
-    assert isinstance(rows, FileRows)
+    # Rows are in training order, pieces in the order in which rows closed.
+    order = np.argsort(stats.first_piece, kind="stable")
+    flags = np.repeat(is_trained[order], stats.num_pieces[order])
+    first = int(stats.first_piece[order[0]])
     for at in range(0, flags.size, GROUP_ROWS):
         stop = min(at + GROUP_ROWS, flags.size)
-        yield rows.all_pieces(first + at, first + stop), flags[at:stop]
+        yield segment.train.closed_pieces(first + at, first + stop), flags[at:stop]

@@ -1,4 +1,4 @@
-"""Loops over a hundred million documents, compiled by Numba the first time they are called."""
+"""Decorators for loops over millions of documents, which Numba compiles at their first call."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numba
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Compile a function of integers and arrays when it is first called, and keep the code on disk.
+    """Compile a function of integers and arrays when it is first called, and cache the code on disk.
 
-    Where no directory can be written, it is compiled again in every process.
+    Without a writable directory it is compiled again in every process.
     """
     return _compile(function, inline="never")
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """Compile a function that other compiled functions call in their innermost loop."""
+    """Compile a function that is inlined into the innermost loops of other compiled functions."""
     return _compile(function, inline="always")
 
 
@@ -26,5 +26,5 @@ def _compile(function: Callable[..., Any], inline: str) -> Any:
     try:
         return numba.njit(cache=True, **options)(function)
     except RuntimeError:
-        # Numba has found no directory for its cache.
+        # Numba found no directory for its cache.
         return numba.njit(**options)(function)

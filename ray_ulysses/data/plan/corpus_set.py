@@ -1,4 +1,4 @@
-"""The corpora of a run as one: documents numbered one source after another."""
+"""The corpora of a run as one, with documents numbered one source after another."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ray_ulysses.errors import UserError
 
 
 class CorpusSet:
-    """Opens each corpus when something of it is first asked for.
+    """Opens each corpus when it is first needed.
 
     Attributes:
-        sources: What the documents come from.
+        sources: The sources that the documents come from.
     """
 
     def __init__(self, sources: Sequence[PlannedSource], opened: Sequence[Corpus] = ()) -> None:
-        """Take the sources, and those of their corpora that are open already."""
+        """Take the sources, and those of their corpora that are already open."""
         self.sources = tuple(sources)
         self._bases = first_documents(sources)
         by_fingerprint = {corpus.fingerprint: corpus for corpus in opened}
@@ -42,7 +42,7 @@ class CorpusSet:
 
     @property
     def corpora(self) -> tuple[Corpus, ...]:
-        """Return every corpus, opened.
+        """Return all corpora, opened.
 
         Raises:
             UserError: One can't be opened, or is not the one planned with.
@@ -59,7 +59,7 @@ class CorpusSet:
         return corpus.read(local, start, length)
 
     def label_mask(self, document: int, first: int, last: int) -> NDArray[np.bool_] | None:
-        """Return which of the tokens ``[first, last)`` of a document may be labels; None: all of them."""
+        """Return which of the tokens ``[first, last)`` of a document may be labels; None if all may."""
         corpus, local = self.locate(document)
         return corpus.label_mask(local, first, last)
 
@@ -87,10 +87,10 @@ def open_sources(shares: Sequence[tuple[str, float | None]], known: Sequence[Pla
 
     Args:
         shares: Path and weight of each.
-        known: Those of the run so far, which keep their places; one that is no longer named has weight 0.
+        known: Those of the run so far, which keep their order; one that is no longer named gets weight 0.
 
     Raises:
-        UserError: One can't be opened, is named twice, or was made with another tokenizer than the rest.
+        UserError: One can't be opened, is named twice, or was made with a different tokenizer.
     """
     found: dict[str, PlannedSource] = {}
     tokenizers = {source.tokenizer: source.path for source in known if source.tokenizer}
@@ -114,14 +114,14 @@ def open_sources(shares: Sequence[tuple[str, float | None]], known: Sequence[Pla
     if len(tokenizers) > 1:
         raise UserError(
             f"data.sources: {' and '.join(tokenizers.values())} were prepared with different tokenizers; prepare them "
-            "with one"
+            "with the same one"
         )
     places = [found.pop(source.fingerprint, replace(source, weight=0.0)) for source in known]
     return CorpusSet([*places, *found.values()], opened)
 
 
 def plan_input(corpora: CorpusSet) -> PlanInput:
-    """Return the documents of all corpora as the planner takes them.
+    """Return the documents of all corpora for the planner.
 
     Raises:
         UserError: A corpus can't be read.
@@ -136,7 +136,7 @@ def plan_input(corpora: CorpusSet) -> PlanInput:
 
 
 def _joined_spans(corpora: Sequence[Corpus]) -> LabelSpans | None:
-    """Return the label spans of all corpora; a document of one without spans is a span of its own."""
+    """Return the label spans of all corpora; a document of a corpus without spans is one span."""
     known = [corpus.spans for corpus in corpora]
     if all(spans is None for spans in known):
         return None

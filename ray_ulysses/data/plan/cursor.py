@@ -1,11 +1,15 @@
-"""Where a run stands in its data: five numbers from which any world size goes on at once."""
+"""A run's position in its data: five numbers from which a run of any world size can resume."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from ray_ulysses.errors import UserError
+from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, Whole, checked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,18 +17,20 @@ class Cursor:
     """The position after some completed steps.
 
     Attributes:
-        segment: Branch of the plan, from 0 on.
-        plan_id: The plan that the rows are of.
+        segment: Number of the plan's segment.
+        plan_id: The plan that the rows belong to.
         epoch: Epoch of the next row (of the last one when none is left).
         next_row: First global row that has not been trained on.
         step: Optimizer steps completed.
     """
 
-    segment: int
+    __pydantic_config__ = KNOWN_FIELDS_ONLY
+
+    segment: Whole
     plan_id: str
-    epoch: int
-    next_row: int
-    step: int
+    epoch: Whole
+    next_row: Whole
+    step: Whole
 
     def to_json(self) -> dict[str, Any]:
         """Return the cursor as a JSON object."""
@@ -35,9 +41,14 @@ class Cursor:
         """Return the cursor that ``to_json`` described.
 
         Raises:
-            UserError: A field is missing, unknown, or of another type.
+            UserError: A field is missing, unknown or wrong.
         """
-        types = {"segment": int, "plan_id": str, "epoch": int, "next_row": int, "step": int}
-        if set(fields) != set(types) or any(type(fields[name]) is not kind for name, kind in types.items()):
-            raise UserError(f"data cursor {fields!r}: must hold exactly {', '.join(types)}; resume from another step")
-        return cls(**fields)
+        try:
+            return checked(_adapter(), fields)
+        except ContentError as error:
+            raise UserError(f"data cursor {fields!r}: {error}; resume from another step") from error
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[Cursor]:
+    return TypeAdapter(Cursor)

@@ -1,8 +1,8 @@
-"""Documents of an epoch, in a seeded order, cut into pieces: one pass and constant memory.
+"""Draws the documents of an epoch in a seeded order and splits them into pieces, in one pass and constant memory.
 
-Place ``u`` of an epoch is sent by one permutation to a document of the sources that are used. Documents that the epoch
-does not take, those held out for evaluation, and those without a target are passed over. Stretches that an edit of the
-run left of documents (fragments) follow the documents' places.
+A permutation maps place ``u`` of an epoch to a document of the sources in use. Documents that the epoch does not take,
+those held out for evaluation, and those without a target are skipped. Fragments, the parts of documents that a change
+of the run's data left untrained, are numbered after the documents.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.plan import packing_kernels
+from ray_ulysses.data.plan.columns import Columns
 from ray_ulysses.data.plan.mixing import mix_int
 from ray_ulysses.data.plan.packing import Pieces
 from ray_ulysses.data.plan.permutation import Permutation
@@ -27,42 +28,29 @@ COUNTERS = ("split", "truncated", "dropped", "lost_tokens", "refused")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Fragments:
-    """Stretches of documents that stand in for them.
+class Fragments(Columns):
+    """Untrained ranges of documents, drawn instead of the whole documents.
 
     Attributes:
         document: int64, numbers of the documents.
         start: int64, first token.
-        length: int64, tokens; a stretch that does not reach the document's end has the next token as its last label.
+        length: int64, tokens; a range that stops before the document's end has the next token as its last label.
     """
 
+    MEMORY = STORED = np.dtype([("document", "<i8"), ("start", "<i8"), ("length", "<i8")])
     document: Int64Array
     start: Int64Array
     length: Int64Array
 
-    @property
-    def size(self) -> int:
-        """Return how many there are."""
-        return int(self.document.size)
-
-    def take(self, places: NDArray[np.bool_]) -> Fragments:
-        """Return some of the fragments."""
-        return Fragments(document=self.document[places], start=self.start[places], length=self.length[places])
-
-
-NO_FRAGMENTS = Fragments(
-    document=np.empty(0, dtype=np.int64), start=np.empty(0, dtype=np.int64), length=np.empty(0, dtype=np.int64)
-)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EpochDraw:
-    """Which sources an epoch draws from, and in which order.
+    """The sources that an epoch draws from, and its order.
 
     Attributes:
         counts: The documents of each source; 0 for one that is not used.
-        seeds: What the order is drawn with.
-        held_out: Whether it takes the documents held out for evaluation, and not the others.
+        seeds: Seeds of the order.
+        held_out: Whether it takes the documents held out for evaluation instead of the others.
     """
 
     counts: tuple[int, ...]
@@ -71,17 +59,17 @@ class EpochDraw:
 
 
 class Drawing:
-    """The documents that can be taken, and how they are cut.
+    """The documents that can be drawn, and how they are split.
 
     Args:
         lengths: uint32 [documents], of all sources, one after another.
         first_documents: int64 [sources + 1], number of each source's first document.
-        seed: Decides the circles and the evaluation split.
+        seed: Determines each source's own order and the evaluation split.
         eval_fraction: Share of the documents that is held out.
-        capacity: Tokens of a row.
-        overlong: What becomes of documents with more targets than a row holds.
-        cut: Whether overlong documents are cut into pieces here.
-        taken: bool [documents], documents to pass over; empty for none.
+        capacity: Tokens per row.
+        overlong: What to do with documents that have more targets than a row holds.
+        split: Whether overlong documents are split into pieces here.
+        taken: bool [documents], documents to skip; None for none.
     """
 
     def __init__(
@@ -93,58 +81,58 @@ class Drawing:
         eval_fraction: float,
         capacity: int,
         overlong: Overlong,
-        cut: bool,
+        split: bool,
         taken: NDArray[np.bool_] | None = None,
     ) -> None:
         self._lengths = lengths
         self._bases = first_documents
         self._capacity = capacity
-        self._cut = cut
+        self._split = split
         self._taken = np.empty(0, dtype=np.bool_) if taken is None else taken
         self._overlong = get_args(Overlong).index(overlong)
         self._split_key = np.uint64(mix_int(seed))
         self._threshold = np.uint64(round(eval_fraction * 2.0**53))
-        circles = [
+        orders = [
             Permutation.seeded(int(size), seed, number, 0x0C19C1E)
             for number, size in enumerate(np.diff(first_documents))
         ]
-        self._circles = (
-            np.asarray([circle.size for circle in circles], dtype=np.uint64),
-            np.asarray([circle.low_bits for circle in circles], dtype=np.uint64),
-            np.asarray([circle.high_bits for circle in circles], dtype=np.uint64),
-            np.stack([circle.round_keys for circle in circles]),
+        self._orders = (
+            np.asarray([order.size for order in orders], dtype=np.uint64),
+            np.asarray([order.low_bits for order in orders], dtype=np.uint64),
+            np.asarray([order.high_bits for order in orders], dtype=np.uint64),
+            np.stack([order.round_keys for order in orders]),
         )
 
     def count_documents(self) -> tuple[int, int, int]:
-        """Return the documents that are held out, those without a target, and those held out that have one."""
+        """Return the number of documents held out, of those without a target, and of those held out that have one."""
         held, without, usable_held = packing_kernels.count_documents(self._lengths, self._split_key, self._threshold)
         return int(held), int(without), int(usable_held)
 
     def available_tokens(self, source: int) -> int:
         """Return the tokens of a source that an epoch can take."""
         first, last = int(self._bases[source]), int(self._bases[source + 1])
-        passed_over = (self._taken, self._split_key, self._threshold)
+        skipped = (self._taken, self._split_key, self._threshold)
         return int(
-            packing_kernels.available_tokens(self._lengths, first, last, passed_over, self._capacity, self._overlong)
+            packing_kernels.available_tokens(self._lengths, first, last, skipped, self._capacity, self._overlong)
         )
 
     def choose(self, source: int, tokens: int, uses: NDArray[np.uint32], chosen: NDArray[np.bool_]) -> None:
-        """Mark the least used documents of a source until they hold so many tokens that an epoch can take.
+        """Mark the least used documents of a source until they hold ``tokens`` tokens that an epoch can take.
 
         Args:
             source: Number of the source.
-            tokens: Tokens to choose; all that can be taken are chosen where there are no more.
-            uses: [documents], how often each was taken so far; of those with as many, a seeded order decides.
+            tokens: Tokens to choose; if there are fewer, all documents that can be taken are chosen.
+            uses: [documents], how often each was taken so far; ties are broken by a seeded order.
             chosen: [documents], set to true where a document is chosen.
         """
         documents = slice(int(self._bases[source]), int(self._bases[source + 1]))
         if tokens >= self.available_tokens(source):
             chosen[documents] = ~self._taken[documents] if self._taken.size else True
             return
-        passed_over = (self._taken, self._split_key, self._threshold)
-        circle = (self._bases[source], *(values[source] for values in self._circles))
+        skipped = (self._taken, self._split_key, self._threshold)
+        order = (self._bases[source], *(values[source] for values in self._orders))
         packing_kernels.choose_least_used(
-            tokens, circle, uses, self._lengths, passed_over, self._capacity, self._overlong, chosen
+            tokens, order, uses, self._lengths, skipped, self._capacity, self._overlong, chosen
         )
 
     def pieces(
@@ -154,9 +142,9 @@ class Drawing:
 
         Args:
             draw: The epoch.
-            fragments: Stretches to take beside the documents.
-            counters: int64, one a name of ``COUNTERS``, added to.
-            block_pieces: Most pieces of a block; fixed, since what packing hands out together follows it.
+            fragments: Ranges to draw beside the documents.
+            counters: int64, one per name of ``COUNTERS``, incremented in place.
+            block_pieces: Most pieces per block; a constant, since the blocks of packed rows depend on it.
 
         Raises:
             UserError: ``overlong: error``, and a document is too long.
@@ -168,12 +156,7 @@ class Drawing:
         room = max(block_pieces, longest // self._capacity + 2)
         place = 0
         while place < num_places:
-            block = Pieces(
-                document=np.empty(room, dtype=np.int64),
-                start=np.empty(room, dtype=np.int64),
-                length=np.empty(room, dtype=np.int64),
-                has_next=np.empty(room, dtype=np.bool_),
-            )
+            block = Pieces.empty(room)
             place, count = packing_kernels.draw_block(
                 place,
                 num_places,
@@ -181,11 +164,11 @@ class Drawing:
                 (cumulative, self._bases),
                 self._lengths,
                 (self._taken, self._split_key, self._threshold, draw.held_out),
-                (fragments.document, fragments.start, fragments.length),
+                fragments.columns,
                 self._capacity,
                 self._overlong,
-                self._cut,
-                (block.document, block.start, block.length, block.has_next),
+                self._split,
+                block.columns,
                 counters,
             )
             if counters[packing_kernels.REFUSED]:

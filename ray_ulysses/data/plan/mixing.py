@@ -1,7 +1,7 @@
-"""A 64-bit mixer: the one hash behind the evaluation split and the data digest.
+"""A 64-bit mixer, the hash behind the evaluation split and the data digest.
 
 SplitMix64's finaliser (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014;
-constants of variant 13 by Stafford). It is fixed for ever: digests of different versions must be comparable.
+constants of variant 13 by Stafford). It must never change: digests of different versions must stay comparable.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Sources of a plan and how much of each an epoch takes.
+"""The sources of a plan, and how much of each an epoch takes.
 
-Without weights an epoch takes every document of every source once. With weights an epoch is as long as the source that
-is scarcest for its weight allows: that one is taken whole, of the others as many tokens as their weight asks for. Of a
-source that is taken in part, the documents that the run has used least come first, in a seeded order: none is taken
-twice before every other was taken once, whatever edits of the run lie between, and none twice in one epoch.
+Without weights an epoch takes every document of every source once. With weights the source that is scarcest for its
+weight is taken whole, and of the others as many tokens as their weights ask for. Of a source that is taken in part, the
+documents that the run has used least come first, in a seeded order: none is taken twice before every other was taken
+once, even across changes of the run's data, and none twice in one epoch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ray_ulysses.data.plan.drawing import Drawing
 from ray_ulysses.errors import UserError
+from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Number, Whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,43 +25,45 @@ class PlannedSource:
     """One corpus of a plan.
 
     Attributes:
-        path: Where it was when the plan was made.
+        path: Its path when the plan was made.
         fingerprint: Identity of its content.
         num_documents: Its documents; those of all sources are numbered one source after another.
-        weight: Its share of an epoch's tokens, relative to the others; None where all of it is taken; 0 where none is.
-        tokenizer: Fingerprint of the tokenizer that made it; empty where it is not known.
+        weight: Its share of an epoch's tokens, relative to the others; None to take all of it, 0 to take none.
+        tokenizer: Fingerprint of the tokenizer that made it; empty if unknown.
         end_tokens: The tokens that a model learns from it to end a text with.
     """
 
+    __pydantic_config__ = KNOWN_FIELDS_ONLY
+
     path: str
     fingerprint: str
-    num_documents: int
-    weight: float | None = None
+    num_documents: Whole
+    weight: Number | None = None
     tokenizer: str = ""
-    end_tokens: tuple[int, ...] = ()
+    end_tokens: tuple[Whole, ...] = ()
 
     @property
     def is_used(self) -> bool:
-        """Return whether rows are made of it."""
+        """Return whether rows are made from it."""
         return self.weight is None or self.weight > 0
 
     @property
     def identity(self) -> list[Any]:
-        """Return what of it decides a plan: not where it lies."""
+        """Return what of it determines a plan, which excludes its path."""
         return [self.fingerprint, self.num_documents, None if self.weight is None else float(self.weight)]
 
 
 def check_weights(sources: Sequence[PlannedSource]) -> None:
-    """Refuse weights that decide nothing.
+    """Refuse weights that are incomplete or invalid.
 
     Raises:
-        UserError: They are given in part, are negative or not finite, or sum to zero.
+        UserError: Only some are given, one is negative or not finite, or they sum to zero.
     """
     weights = [source.weight for source in sources]
     given = [weight for weight in weights if weight is not None]
     if not given:
         return
-    # A source that an edit took out of the run stands at 0 beside sources without weights.
+    # A source that was taken out of the run has weight 0, even beside sources without weights.
     if len(given) < len(weights) and any(given):
         raise UserError(
             f"data.sources: {len(given)} of {len(weights)} sources have a weight; give each one, or none of them one"
@@ -78,15 +81,15 @@ def choose_documents(
     epoch: int,
     planned: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.bool_]:
-    """Return which documents an epoch takes where sources have weights, and count the use of each.
+    """Return which documents an epoch takes if sources have weights, and count their uses.
 
     Args:
         sources: The sources.
-        drawing: Which documents can be taken, and how long they are.
-        uses: [documents], how often each was taken before; counted up in place.
+        drawing: The documents that can be taken, and their lengths.
+        uses: [documents], how often each was taken before; incremented in place.
         epoch: Number of the epoch, for the text of an error.
-        planned: [documents], where a branch goes on with the epoch: what the epoch had planned and not trained. If a
-            source that is used has nothing left, the epoch ends with these.
+        planned: [documents], what the epoch had planned and not trained, if a branch continues it. If a source in use
+            has nothing left, the epoch ends with these.
 
     Raises:
         UserError: A source that is used has no token left for the epoch.

@@ -1,11 +1,11 @@
-"""Packing pieces into rows, block after block, in constant memory.
+"""Packs pieces into rows, block after block, in constant memory.
 
-``best_fit`` is windowed online best-fit: each piece goes, when it is met, into the open row that it leaves fullest;
-where it fits into none a new row is opened, and beyond 64 open rows the fullest is closed. ``concat`` cuts the stream
-of documents wherever a row is full. ``none`` gives each piece a row of its own.
+``best_fit`` is windowed online best-fit: each piece is put, as it arrives, into the open row that it leaves fullest. If
+it fits into none, a new row is opened, and beyond 64 open rows the fullest is closed. ``concat`` splits the stream of
+documents wherever a row is full. ``none`` gives each piece a row of its own.
 
-Rows are numbered in the order in which they close. A block hands out the rows that closed in it; the pieces of rows
-that are still open wait for the next.
+Rows are numbered in the order in which they close. Each block yields the rows that closed in it; the pieces of rows
+that are still open are carried over to the next block.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ray_ulysses.data.plan.columns import Columns
 from ray_ulysses.data.plan.compiled import compiled, inlined
 
 Int64Array = NDArray[np.int64]
@@ -27,64 +28,32 @@ assert 1 << _SLOT_BITS == NUM_OPEN_ROWS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Pieces:
-    """Stretches of documents, one an entry.
+class Pieces(Columns):
+    """Parts of documents, one per entry.
 
     Attributes:
         document: int64, the document's number.
         start: int64, the first token in the document.
         length: int64, tokens.
-        has_next: bool, whether the document goes on, so that the last token has a label.
+        has_next: bool, whether the document continues, so that the last token has a label.
     """
 
+    MEMORY = np.dtype([("document", "i8"), ("start", "i8"), ("length", "i8"), ("has_next", "?")])
+    STORED = np.dtype([("document", "<u4"), ("start", "<i8"), ("length", "<i4"), ("has_next", "?")])
     document: Int64Array
     start: Int64Array
     length: Int64Array
     has_next: NDArray[np.bool_]
 
-    @property
-    def size(self) -> int:
-        """Return the number of pieces."""
-        return int(self.document.size)
-
-    def take(self, places: Int64Array | slice) -> Pieces:
-        """Return the pieces at the places, in their order; a slice is a view."""
-        return Pieces(
-            document=self.document[places],
-            start=self.start[places],
-            length=self.length[places],
-            has_next=self.has_next[places],
-        )
-
-    @classmethod
-    def join(cls, first: Pieces, second: Pieces) -> Pieces:
-        """Return the pieces of both."""
-        if not first.size:
-            return second
-        return cls(
-            document=np.concatenate([first.document, second.document]),
-            start=np.concatenate([first.start, second.start]),
-            length=np.concatenate([first.length, second.length]),
-            has_next=np.concatenate([first.has_next, second.has_next]),
-        )
-
-
-NO_PIECES = Pieces(
-    document=np.empty(0, dtype=np.int64),
-    start=np.empty(0, dtype=np.int64),
-    length=np.empty(0, dtype=np.int64),
-    has_next=np.empty(0, dtype=np.bool_),
-)
-
 
 class Packer:
-    """Takes pieces block after block and hands out whole rows."""
+    """Takes pieces block after block and returns whole rows."""
 
     def __init__(self, packing: Packing, capacity: int) -> None:
-        """Begin with no row open.
+        """Start with no open row.
 
         Args:
-            packing: How rows are filled; ``concat`` takes uncut documents, the others pieces of at most ``capacity``.
+            packing: How rows are filled; ``concat`` takes whole documents, the others pieces of at most ``capacity``.
             capacity: Tokens a row holds.
         """
         self._packing = packing
@@ -92,7 +61,7 @@ class Packer:
         self._free = np.full(NUM_OPEN_ROWS, -1, dtype=np.int64)
         self._slot_rows = np.full(NUM_OPEN_ROWS, -1, dtype=np.int64)
         self._used = 0
-        self._waiting = NO_PIECES
+        self._waiting = Pieces.empty()
         self._waiting_rows = np.empty(0, dtype=np.int64)
 
     def add(self, pieces: Pieces, *, is_last: bool) -> tuple[Pieces, Int64Array]:
@@ -100,7 +69,7 @@ class Packer:
 
         Args:
             pieces: The next pieces, in their order.
-            is_last: Whether none follow, so that all rows close.
+            is_last: Whether this is the last block, so that all rows close.
 
         Returns:
             The pieces of the rows that closed, row by row, and the number of pieces of each of these rows.
@@ -110,11 +79,11 @@ class Packer:
         if self._packing == "concat":
             return self._concatenate(pieces, is_last)
         if not is_last and not pieces.size:
-            return NO_PIECES, np.empty(0, dtype=np.int64)
+            return Pieces.empty(), np.empty(0, dtype=np.int64)
         return self._best_fit(pieces, is_last)
 
     def _best_fit(self, pieces: Pieces, is_last: bool) -> tuple[Pieces, Int64Array]:
-        joined = Pieces.join(self._waiting, pieces)
+        joined = Pieces.join([self._waiting, pieces])
         rows = np.empty(joined.size, dtype=np.int64)
         rows[: self._waiting.size] = self._waiting_rows
         num_open = int((self._free >= 0).sum())
@@ -124,7 +93,7 @@ class Packer:
             is_last,
         )  # fmt: skip
         order, sizes, waiting = _group(rows, closed, num_closed)
-        # Rows that stay open are numbered from 0 again: a block's arrays are as long as the block.
+        # Rows that stay open are renumbered from 0, since a block's arrays are only as long as the block.
         renumbered = np.full(closed.size, -1, dtype=np.int64)
         open_slots = np.flatnonzero(self._free >= 0)
         renumbered[self._slot_rows[open_slots]] = np.arange(open_slots.size)
@@ -135,18 +104,10 @@ class Packer:
 
     def _concatenate(self, documents: Pieces, is_last: bool) -> tuple[Pieces, Int64Array]:
         room = documents.size + (int(documents.length.sum()) + self._used) // self._capacity + 1
-        cut = Pieces(
-            document=np.empty(room, dtype=np.int64),
-            start=np.empty(room, dtype=np.int64),
-            length=np.empty(room, dtype=np.int64),
-            has_next=np.empty(room, dtype=np.bool_),
-        )
+        split = Pieces.empty(room)
         ends = np.empty(room, dtype=np.int64)
-        count, num_rows, self._used = _cut_all(
-            documents.document, documents.start, documents.length, documents.has_next, self._capacity, self._used,
-            cut.document, cut.start, cut.length, cut.has_next, ends,
-        )  # fmt: skip
-        joined = Pieces.join(self._waiting, cut.take(slice(0, count)))
+        count, num_rows, self._used = _split_all(*documents.columns, self._capacity, self._used, *split.columns, ends)
+        joined = Pieces.join([self._waiting, split.take(slice(0, count))])
         borders = ends[:num_rows] + self._waiting.size
         if is_last and self._used:
             borders = np.append(borders, joined.size)
@@ -158,7 +119,7 @@ class Packer:
 
 @inlined
 def _fullest_that_takes(free, length):  # type: ignore[no-untyped-def]
-    """Return ``free << bits | slot`` of the open row with the least room that is enough, or a value beyond all."""
+    """Return ``free << bits | slot`` of the open row with the least room that is enough, or ``_NEVER``."""
     best = _NEVER
     for slot in range(NUM_OPEN_ROWS):
         room = free[slot]
@@ -169,7 +130,7 @@ def _fullest_that_takes(free, length):  # type: ignore[no-untyped-def]
 
 @compiled
 def _fit_all(lengths, capacity, free, slot_rows, num_open, rows, closed, is_last):  # type: ignore[no-untyped-def]
-    """Give each piece its row; ``closed[row]`` becomes the row's number by closing, -1 while it is open."""
+    """Assign a row to each piece; ``closed[row]`` becomes the row's number by closing, -1 while it is open."""
     num_rows = num_open
     num_closed = 0
     for at in range(lengths.size):
@@ -243,16 +204,16 @@ def _group(rows, closed, num_closed):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _cut_all(  # type: ignore[no-untyped-def]
+def _split_all(  # type: ignore[no-untyped-def]
     document, start, length, has_next, capacity, used, out_document, out_start, out_length, out_next, ends
 ):
-    """Cut documents where rows end; ``ends`` gets the number of pieces up to the end of each full row."""
+    """Split documents where rows end; ``ends`` receives the number of pieces up to the end of each full row."""
     count = 0
     num_rows = 0
     for at in range(document.size):
         first = start[at]
         left = length[at]
-        # A remainder without a target of its own is no piece: its token was a label already.
+        # A remainder without a target of its own makes no piece: its token is already a label.
         while left - 1 + has_next[at] > 0:
             size = min(capacity - used, left)
             out_document[count] = document[at]

@@ -1,7 +1,7 @@
-"""The planner's compiled loops over documents: integers and arrays in, integers and arrays out.
+"""Compiled loops of the planner over documents, on integers and arrays only.
 
-They stand in one file, since Numba keeps compiled code by the file of the outermost function alone: one that took part
-of its code from elsewhere would run the old code after that other file has changed.
+They share one file because Numba's cache is keyed by the file of the outermost function alone: a function that inlined
+code from another file would keep running the old code after that file changed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
 
 SPLIT, TRUNCATE, DROP, ERROR = range(4)
-"""What becomes of overlong documents, in the order of `Overlong`."""
+"""How overlong documents are handled, in the order of `Overlong`."""
 
 SPLITS, TRUNCATED, DROPPED, LOST, REFUSED = range(5)
-"""Places of the counters."""
+"""Indexes of the counters."""
 
 
 @inlined
 def permuted(place, size, low_bits, high_bits, round_keys):  # type: ignore[no-untyped-def]
-    """Return which element stands at ``place``; for compiled callers, with what ``Permutation`` holds."""
+    """Return the element at ``place``; the other arguments are ``Permutation.arguments``."""
     low_mask = (_ONE << low_bits) - _ONE
     high_mask = (_ONE << high_bits) - _ONE
     value = np.uint64(place)
@@ -46,13 +46,6 @@ def permuted(place, size, low_bits, high_bits, round_keys):  # type: ignore[no-u
 
 
 @compiled
-def permute_all(places, size, low_bits, high_bits, round_keys, out):  # type: ignore[no-untyped-def]
-    """Write the element at each of the places."""
-    for at in range(places.size):
-        out[at] = permuted(places[at], size, low_bits, high_bits, round_keys)
-
-
-@compiled
 def permute_range(first, size, low_bits, high_bits, round_keys, out):  # type: ignore[no-untyped-def]
     """Write the elements at the places from ``first`` on."""
     for at in range(out.size):
@@ -61,7 +54,7 @@ def permute_range(first, size, low_bits, high_bits, round_keys, out):  # type: i
 
 @inlined
 def _is_held_out(document, key, threshold):  # type: ignore[no-untyped-def]
-    """Choose by a hash of the document's number: documents added later move none between the splits."""
+    """Decide by a hash of the document's number, so that adding documents moves none between the splits."""
     word = (np.uint64(document) ^ key) + np.uint64(0x9E3779B97F4A7C15)
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -69,14 +62,14 @@ def _is_held_out(document, key, threshold):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _is_passed_over(document, length, taken, key, threshold, want_held):  # type: ignore[no-untyped-def]
+def _is_skipped(document, length, taken, key, threshold, want_held):  # type: ignore[no-untyped-def]
     is_taken = taken.size > 0 and taken[document]
     return is_taken or length < 2 or _is_held_out(document, key, threshold) != want_held
 
 
 @inlined
 def _planned_length(length, capacity, overlong):  # type: ignore[no-untyped-def]
-    """Return how many tokens of a document are planned; one more than a row holds is a label alone."""
+    """Return how many tokens of a document are planned; one more than a row holds is only a label."""
     if length < 2:
         return 0
     if length <= capacity + 1 or overlong in (SPLIT, ERROR):
@@ -86,7 +79,7 @@ def _planned_length(length, capacity, overlong):  # type: ignore[no-untyped-def]
 
 @compiled
 def count_documents(lengths, key, threshold):  # type: ignore[no-untyped-def]
-    """Return the documents held out, those without a target, and those held out with one."""
+    """Count the documents held out, those without a target, and those held out with one."""
     held, without, usable_held = 0, 0, 0
     for document in range(lengths.size):
         is_held = _is_held_out(document, key, threshold)
@@ -97,12 +90,12 @@ def count_documents(lengths, key, threshold):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def available_tokens(lengths, first, last, passed_over, capacity, overlong):  # type: ignore[no-untyped-def]
+def available_tokens(lengths, first, last, skipped, capacity, overlong):  # type: ignore[no-untyped-def]
     """Return the tokens of the documents ``[first, last)`` that can be taken."""
-    taken, key, threshold = passed_over
+    taken, key, threshold = skipped
     total = 0
     for document in range(first, last):
-        if not _is_passed_over(document, lengths[document], taken, key, threshold, False):
+        if not _is_skipped(document, lengths[document], taken, key, threshold, False):
             total += _planned_length(np.int64(lengths[document]), capacity, overlong)
     return total
 
@@ -118,11 +111,11 @@ def longest_planned(lengths, capacity, overlong):  # type: ignore[no-untyped-def
 
 @compiled
 def choose_least_used(  # type: ignore[no-untyped-def]
-    tokens, circle, uses, lengths, passed_over, capacity, overlong, chosen
+    tokens, order, uses, lengths, skipped, capacity, overlong, chosen
 ):
-    """Mark the documents of a source with the fewest uses, in the order of its circle, until they hold the tokens."""
-    base, size, low_bits, high_bits, round_keys = circle
-    taken, key, threshold = passed_over
+    """Mark the documents of a source with the fewest uses, in their seeded order, until they hold the tokens."""
+    base, size, low_bits, high_bits, round_keys = order
+    taken, key, threshold = skipped
     num_documents = np.int64(size)
     level = np.int64(-1)
     total = 0
@@ -131,7 +124,7 @@ def choose_least_used(  # type: ignore[no-untyped-def]
         for document in range(base, base + num_documents):
             found = np.int64(uses[document])
             is_next = found > level and (following < 0 or found < following)
-            if is_next and not _is_passed_over(document, lengths[document], taken, key, threshold, False):
+            if is_next and not _is_skipped(document, lengths[document], taken, key, threshold, False):
                 following = found
         if following < 0:
             return
@@ -141,7 +134,7 @@ def choose_least_used(  # type: ignore[no-untyped-def]
                 return
             document = base + permuted(place, size, low_bits, high_bits, round_keys)
             is_next = uses[document] == level
-            if is_next and not _is_passed_over(document, lengths[document], taken, key, threshold, False):
+            if is_next and not _is_skipped(document, lengths[document], taken, key, threshold, False):
                 total += _planned_length(np.int64(lengths[document]), capacity, overlong)
                 chosen[document] = True
 
@@ -157,13 +150,13 @@ def _document_at(drawn, cumulative, bases):  # type: ignore[no-untyped-def]
 
 @compiled
 def draw_block(  # type: ignore[no-untyped-def]
-    place, num_places, order, sources, lengths, passed_over, fragments, capacity, overlong, cut, out, counters
+    place, num_places, order, sources, lengths, skipped, fragments, capacity, overlong, split, out, counters
 ):
     """Fill the outputs from ``place`` on; return the next place and how many pieces there are."""
-    # Out of their tuples once: inside the loop that would count references for every document.
+    # Unpacked once: inside the loop it would count references for every document.
     size, order_low, order_high, order_keys = order
     cumulative, bases = sources
-    taken, key, threshold, want_held = passed_over
+    taken, key, threshold, want_held = skipped
     fragment_document, fragment_start, fragment_length = fragments
     out_document, out_start, out_length, out_next = out
     num_documents = cumulative[cumulative.size - 1]
@@ -174,7 +167,7 @@ def draw_block(  # type: ignore[no-untyped-def]
         if drawn < num_documents:
             document = _document_at(drawn, cumulative, bases)
             length = np.int64(lengths[document])
-            if _is_passed_over(document, length, taken, key, threshold, want_held):
+            if _is_skipped(document, length, taken, key, threshold, want_held):
                 place += 1
                 continue
         else:
@@ -196,7 +189,7 @@ def draw_block(  # type: ignore[no-untyped-def]
             if overlong == TRUNCATE:
                 lost = length - capacity - 1
                 length, has_next = capacity, True
-            elif cut:
+            elif split:
                 num_pieces = (targets + capacity - 1) // capacity
         if count + num_pieces > out_document.size:
             return place, count
@@ -204,7 +197,7 @@ def draw_block(  # type: ignore[no-untyped-def]
         counters[TRUNCATED] += targets > capacity and overlong == TRUNCATE
         counters[SPLITS] += targets > capacity and overlong == SPLIT
         for _ in range(num_pieces):
-            piece = min(capacity, length) if cut else length
+            piece = min(capacity, length) if split else length
             out_document[count] = document
             out_start[count] = start
             out_length[count] = piece

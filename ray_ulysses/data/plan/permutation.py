@@ -1,4 +1,4 @@
-"""A seeded order of any size in no memory: the place of each element is computed, not stored.
+"""A seeded order of any size without memory: each element is computed from its place.
 
 A Feistel network on the smallest power of two that holds all places, walked until it lands inside (Black and Rogaway,
 "Ciphers with arbitrary finite domains", CT-RSA 2002). Six rounds of a 64-bit mixer shuffle; they do not encrypt.
@@ -12,15 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.plan.mixing import mix_int
-from ray_ulysses.data.plan.packing_kernels import NUM_ROUNDS, permute_all, permute_range
+from ray_ulysses.data.plan.packing_kernels import NUM_ROUNDS, permute_range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Permutation:
-    """An order of ``size`` elements.
+    """A pseudorandom order of ``size`` elements.
 
     Attributes:
-        size: Elements; places and elements are numbered from 0.
+        size: Number of elements; places and elements are numbered from 0.
         low_bits: Bits of the lower half of a number.
         high_bits: Bits of the upper half.
         round_keys: uint64 [rounds].
@@ -33,7 +33,7 @@ class Permutation:
 
     @classmethod
     def seeded(cls, size: int, *seeds: int) -> Permutation:
-        """Return the order that the seeds give; the same on every machine."""
+        """Return the order given by the seeds; it is the same on every machine."""
         bits = max(2, (size - 1).bit_length()) if size else 2
         key = 0
         for seed in seeds:
@@ -50,14 +50,8 @@ class Permutation:
         """Return what ``permuted`` takes after the place."""
         return self.size, self.low_bits, self.high_bits, self.round_keys
 
-    def all(self) -> NDArray[np.int64]:
-        """Return every element, in their order."""
-        out = np.empty(int(self.size), dtype=np.int64)
-        permute_range(0, *self.arguments, out)
-        return out
-
-    def __call__(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the element at each of the places."""
-        out = np.empty(places.size, dtype=np.int64)
-        permute_all(places, *self.arguments, out)
+    def elements(self, first: int, stop: int) -> NDArray[np.int64]:
+        """Return the elements at the places ``[first, stop)``."""
+        out = np.empty(stop - first, dtype=np.int64)
+        permute_range(first, *self.arguments, out)
         return out

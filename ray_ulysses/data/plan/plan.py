@@ -1,7 +1,7 @@
-"""A run's data plan: which rows each step trains, on any number of ranks, through every edit of the run.
+"""A run's data plan: the rows that each step trains, for any number of ranks and through every change of the data.
 
-A plan is a list of segments. The first is made when the run begins; an edit of its data makes another, which goes on
-where the run stood. Steps count from 1 and rows from 0 over all segments.
+A plan is a list of segments. The first is made when the run begins; a change of its data adds another, which continues
+from the step that the run had reached. Steps count from 1 and rows from 0 over all segments.
 """
 
 from __future__ import annotations
@@ -18,65 +18,70 @@ from ray_ulysses.data.plan.drawing import Fragments, Overlong
 from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.packing import Packing
 from ray_ulysses.data.plan.row_checksums import Checksums
-from ray_ulysses.data.plan.rows import Int64Array, Piece, Rows, RowWeights
+from ray_ulysses.data.plan.rows import Int64Array, Piece, Rows, RowStats
 from ray_ulysses.data.plan.steps import MicroBatches, StepTimes, assign_rows, step_times
 from ray_ulysses.errors import UserError
+from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Number, Whole
 
 PLANNER_VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSettings:
-    """What a plan depends on beside the corpus.
+    """Everything but the corpus that a plan depends on.
 
     Attributes:
-        seed: Decides orders and the evaluation split.
+        seed: Determines orders and the evaluation split.
         context_tokens: Longest sequence.
         pad_multiple: Every row's length is a multiple of it, so that every allowed layout can slice it.
-        rows_per_step: Rows of a global batch, whatever the world size.
-        epochs: Passes over the training documents, each in an order of its own.
+        rows_per_step: Rows per global batch, regardless of the world size.
+        epochs: Passes over the training documents, each in its own order.
         packing: How rows are filled.
-        overlong: What becomes of documents with more targets than a row holds.
-        balance_steps: Steps among which rows are exchanged so that those of like cost meet; 1 for none.
-        token_cost: What a token costs beside attention, in squared tokens: a row's cost is the sum of
+        overlong: What to do with documents that have more targets than a row holds.
+        balance_steps: Steps among which rows are exchanged so that rows of similar cost share a step; 1 for none.
+        token_cost: Cost of a token outside attention, in squared tokens: a row's cost is the sum of
             ``length * (length + token_cost)``.
         eval_fraction: Share of the documents that is kept out of training.
-        eval_rows: Most rows of an evaluation.
+        eval_rows: Most rows per evaluation.
     """
 
-    seed: int
-    context_tokens: int
-    pad_multiple: int
-    rows_per_step: int
-    epochs: int = 1
+    __pydantic_config__ = KNOWN_FIELDS_ONLY
+
+    seed: Whole
+    context_tokens: Whole
+    pad_multiple: Whole
+    rows_per_step: Whole
+    epochs: Whole = 1
     packing: Packing = "best_fit"
     overlong: Overlong = "split"
-    balance_steps: int = 1
-    token_cost: int = 0
-    eval_fraction: float = 0.0
-    eval_rows: int = 8
+    balance_steps: Whole = 1
+    token_cost: Whole = 0
+    eval_fraction: Number = 0.0
+    eval_rows: Whole = 8
 
     @property
     def capacity(self) -> int:
-        """Return the tokens a row holds at most: the context floored to the pad multiple."""
+        """Return the most tokens per row: the context rounded down to the pad multiple."""
         return self.context_tokens // self.pad_multiple * self.pad_multiple
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Branch:
-    """Where a segment leaves the one before.
+    """The position at which a segment replaces the previous one.
 
     Attributes:
-        plan_id: The segment that is left.
+        plan_id: The segment that is replaced.
         step: Optimizer steps completed.
         row: Rows trained on.
         epoch: Epoch of the next row.
     """
 
+    __pydantic_config__ = KNOWN_FIELDS_ONLY
+
     plan_id: str
-    step: int
-    row: int
-    epoch: int
+    step: Whole
+    row: Whole
+    epoch: Whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,59 +89,63 @@ class EpochInfo:
     """One epoch of a segment.
 
     Attributes:
-        epoch: Its number over the run, from 0.
+        epoch: Its number in the run, from 0.
         first_row: Its first row in the segment.
         num_rows: Its rows.
     """
 
-    epoch: int
-    first_row: int
-    num_rows: int
+    __pydantic_config__ = KNOWN_FIELDS_ONLY
+
+    epoch: Whole
+    first_row: Whole
+    num_rows: Whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
-    """What a segment's planning came to; its rows are those of training, over all its epochs.
+    """Totals of a segment; rows are those of training, over all its epochs.
 
     Attributes:
         num_documents: Documents of all sources.
         held_out_documents: Documents kept out of training.
         skipped_documents: Documents of fewer than two tokens, which have nothing to predict.
-        split_documents: Documents that were cut, once for each epoch.
-        truncated_documents: Documents whose end was left out, once for each epoch.
-        dropped_documents: Documents left out as too long, once for each epoch.
-        lost_tokens: Tokens of both that are neither input nor label.
-        tokens: Tokens of the rows, padding left out.
+        split_documents: Documents that were split, counted once per epoch.
+        truncated_documents: Documents whose end was left out, counted once per epoch.
+        dropped_documents: Documents left out as too long, counted once per epoch.
+        lost_tokens: Tokens of truncated and dropped documents that are neither input nor label.
+        tokens: Tokens of the rows, without padding.
         supervised: Tokens with a label.
         padding_tokens: Tokens that only fill rows up to the pad multiple.
     """
 
-    num_documents: int
-    held_out_documents: int
-    skipped_documents: int
-    split_documents: int
-    truncated_documents: int
-    dropped_documents: int
-    lost_tokens: int
-    tokens: int
-    supervised: int
-    padding_tokens: int
+    __pydantic_config__ = KNOWN_FIELDS_ONLY
+
+    num_documents: Whole
+    held_out_documents: Whole
+    skipped_documents: Whole
+    split_documents: Whole
+    truncated_documents: Whole
+    dropped_documents: Whole
+    lost_tokens: Whole
+    tokens: Whole
+    supervised: Whole
+    padding_tokens: Whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Segment:
-    """One stretch of a plan, made with one set of settings.
+    """A part of a plan that was made with one set of settings.
 
     Attributes:
         plan_id: Hash of everything else: planner version, settings, the sources' content, branch, epochs, totals, and
             the checksums of every row.
-        settings: What it was made with.
-        sources: Its corpora; those of earlier segments keep their places.
-        branch: Where it leaves the segment before; None for the first.
+        settings: The settings that it was made with.
+        sources: Its corpora; those of earlier segments keep their order.
+        branch: Where it replaces the previous segment; None for the first.
         epochs: Its epochs.
-        fragments: What earlier segments left of documents, and this one takes up.
-        waiting: What they left and this one does not take up: its source is off, or its document is taken whole.
-        totals: What its planning came to.
+        fragments: Parts of documents that earlier segments left untrained and this one takes up.
+        waiting: Those that this one does not take up: the source is not in use, or the document is taken whole.
+        totals: Its totals.
         checksums: Of its rows, pieces and fragments.
         train: Rows of training, from 0 in this segment.
         evaluation: Rows of evaluation, none of whose documents is in ``train``.
@@ -171,11 +180,11 @@ class Segment:
 
     @property
     def fill(self) -> float:
-        """Return the tokens of the documents in the rows of training over rows times their capacity."""
+        """Return the share of the training rows' capacity that holds tokens of documents."""
         return self.totals.tokens / (self.train.num_rows * self.settings.capacity)
 
     def is_made_of(self, settings: PlanSettings, sources: Sequence[PlannedSource], branch: Branch | None) -> bool:
-        """Return whether these make this segment, wherever the sources lie."""
+        """Return whether these give this segment, regardless of the sources' paths."""
         ours, theirs = ([source.identity for source in one] for one in (self.sources, sources))
         return (self.settings, ours, self.branch) == (settings, theirs, branch)
 
@@ -185,25 +194,25 @@ class Segment:
 
     def costs(self) -> Int64Array:
         """Return the cost of every training row."""
-        return self.train.weights(0, self.train.num_rows).cost(self.settings.token_cost)
+        return self.train.stats(0, self.train.num_rows).cost(self.settings.token_cost)
 
     def unsupervised_steps(self) -> int:
-        """Return how many steps have no token with a label, and so nothing to learn from."""
-        supervised = self.train.weights(0, self.train.num_rows).supervised
+        """Return the number of steps without any token that has a label."""
+        supervised = self.train.stats(0, self.train.num_rows).supervised
         firsts = np.arange(0, supervised.size, self.settings.rows_per_step)
         return int((np.add.reduceat(supervised, firsts, dtype=np.int64) == 0).sum())
 
     def step_times(self, dp_size: int) -> StepTimes:
-        """Predict how level the steps are on so many data-parallel groups."""
+        """Predict how balanced the steps are on ``dp_size`` data-parallel groups."""
         return step_times(self.costs(), self.settings.rows_per_step, dp_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Plan:
-    """Every row of a run, and the evaluation's rows.
+    """Every row of a run, and the rows of its evaluation.
 
-    Step ``s`` trains the next ``rows_per_step`` rows of the segment that it is in; epochs follow one another in the
-    row numbers, so a step may hold the end of one epoch and the start of the next. The last step may be short.
+    Step ``s`` trains the next ``rows_per_step`` rows of its segment. Epochs are consecutive in the row numbers, so a
+    step may hold the end of one epoch and the start of the next. The last step may be short.
 
     Attributes:
         segments: Its segments; each ends where the next one begins.
@@ -213,7 +222,7 @@ class Plan:
 
     @property
     def newest(self) -> Segment:
-        """Return the segment that the run goes on with."""
+        """Return the segment that the run continues with."""
         return self.segments[-1]
 
     @property
@@ -248,7 +257,7 @@ class Plan:
         return max(number for number, segment in enumerate(self.segments) if segment.base_step < step)
 
     def segment_of_row(self, row: int) -> int:
-        """Return the number of the segment that a row is of."""
+        """Return the number of the segment that a row belongs to."""
         if not 0 <= row < self.num_rows:
             raise IndexError(f"row {row} is not in [0, {self.num_rows}) of plan {self.plan_id}")
         return max(number for number, segment in enumerate(self.segments) if segment.base_row <= row)
@@ -261,10 +270,10 @@ class Plan:
         first = segment.base_row + (step - 1 - segment.base_step) * size
         return range(first, min(first + size, segment.base_row + segment.train.num_rows))
 
-    def weights(self, rows: range) -> RowWeights:
-        """Return what rows of one step weigh."""
+    def stats(self, rows: range) -> RowStats:
+        """Return the token counts of rows of one step."""
         segment = self.segments[self.segment_of_row(rows.start)]
-        return segment.train.weights(rows.start - segment.base_row, rows.stop - segment.base_row)
+        return segment.train.stats(rows.start - segment.base_row, rows.stop - segment.base_row)
 
     def pieces(self, row: int) -> tuple[Piece, ...]:
         """Return the pieces of a row."""
@@ -273,35 +282,35 @@ class Plan:
 
     def row_tokens(self, row: int) -> int:
         """Return the padded length of a row."""
-        return int(self.weights(range(row, row + 1)).padded_tokens(self.settings.pad_multiple)[0])
+        return int(self.stats(range(row, row + 1)).padded_tokens(self.settings.pad_multiple)[0])
 
     def step_tokens(self, step: int) -> int:
         """Return the supervised tokens of a step: the denominator of its loss."""
-        return int(self.weights(self.step_rows(step)).supervised.sum(dtype=np.int64))
+        return int(self.stats(self.step_rows(step)).supervised.sum(dtype=np.int64))
 
     def step_schedule(self, step: int, dp_size: int) -> MicroBatches:
         """Return the row of each micro-batch and data-parallel rank; None is a zero-weight filler."""
         rows = self.step_rows(step)
         token_cost = self.segments[self.segment_of_step(step)].settings.token_cost
-        return assign_rows(rows, self.weights(rows).cost(token_cost), dp_size)
+        return assign_rows(rows, self.stats(rows).cost(token_cost), dp_size)
 
     def evaluation_schedule(self, dp_size: int) -> MicroBatches:
         """Return the evaluation row of each micro-batch and data-parallel rank; None is a filler."""
         num_rows = self.evaluation.num_rows
-        costs = self.evaluation.weights(0, num_rows).cost(self.settings.token_cost)
+        costs = self.evaluation.stats(0, num_rows).cost(self.settings.token_cost)
         return assign_rows(range(num_rows), costs, dp_size)
 
     def most_rows_per_step(self, first_step: int) -> int:
-        """Return the most rows of any step from ``first_step`` on."""
+        """Return the largest number of rows of any step from ``first_step`` on."""
         first = self.segment_of_step(first_step) if first_step <= self.num_steps else len(self.segments) - 1
         return max(segment.settings.rows_per_step for segment in self.segments[first:])
 
     def planned_steps(self, step: int) -> int:
-        """Return the steps that the run had planned when step ``step`` was: what a schedule's horizon goes by."""
+        """Return the number of steps that were planned when step ``step`` was trained, which schedules refer to."""
         return self.segments[self.segment_of_step(step)].end_step
 
     def cursor(self, step: int) -> Cursor:
-        """Return the position after ``step`` completed steps (0: nothing trained yet)."""
+        """Return the position after ``step`` completed steps, of which there may be none."""
         number = self.segment_of_step(max(step, 1)) if self.num_steps else 0
         return self._cursor_in(number, step)
 
@@ -309,7 +318,7 @@ class Plan:
         """Refuse a cursor that is not a position of this plan.
 
         Raises:
-            UserError: It is of another plan, or its numbers do not belong together.
+            UserError: It is of another plan, or its numbers are inconsistent.
         """
         known = {segment.plan_id for segment in self.segments}
         if cursor.plan_id not in known:

@@ -1,15 +1,16 @@
-"""A plan on disk: a directory a segment, whose ``plan.json`` is written last, names the files and commits them.
+"""A plan on disk: one directory per segment, committed by its ``plan.json``, which is written last.
 
-``plan.json`` is covered by a checksum of its own, and holds the checksums of everything in the Parquet files; the
-plan's id follows from all of it but where the sources lie. So nothing of a plan changes unnoticed.
+``plan.json`` carries a checksum of itself and the checksums of everything in the Parquet files. The plan's id follows
+from all of it except the sources' paths, so no change of a plan goes unnoticed.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from pydantic import TypeAdapter
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.plan.drawing import Fragments
 from ray_ulysses.data.plan.mixture import PlannedSource
+from ray_ulysses.data.plan.packing import Pieces
 from ray_ulysses.data.plan.plan import (
     PLANNER_VERSION,
     Branch,
@@ -35,19 +37,19 @@ from ray_ulysses.data.plan.plan import (
 from ray_ulysses.data.plan.planning import PlanInput, Remainder, build_segment
 from ray_ulysses.data.plan.row_checksums import Checksums, checksums_of, fragment_columns
 from ray_ulysses.data.plan.row_files import (
+    ColumnsWriter,
     FileFacts,
     FileRows,
-    PieceWriter,
     check_file,
     file_facts,
     unreadable_plan,
-    write_weights,
+    write_stats,
 )
 from ray_ulysses.data.plan.rows import MemoryRows
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import sync, write_text
 from ray_ulysses.storage.patience import READ_ERRORS
-from ray_ulysses.validation import ContentError, read_json
+from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, Whole, checked, read_json
 
 PLAN_FILE = "plan.json"
 _ROWS, _PIECES, _EVALUATION_ROWS, _EVALUATION_PIECES = (
@@ -60,6 +62,32 @@ _OBJECT = TypeAdapter(dict[str, Any])
 _FOLDER = re.compile(r"^segment-(\d{4,})$")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Header:
+    """The content of ``plan.json``, but for its checksum."""
+
+    __pydantic_config__ = KNOWN_FIELDS_ONLY
+
+    planner_version: Whole
+    plan_id: str
+    settings: PlanSettings
+    sources: tuple[PlannedSource, ...]
+    branch: Branch | None
+    epochs: tuple[EpochInfo, ...]
+    totals: Totals
+    num_rows: Whole
+    files: dict[str, FileFacts]
+
+    def checksums(self) -> Checksums:
+        """Return the checksums of the segment; KeyError where a file is missing."""
+        return Checksums(**{name: self.files[f"{name}.parquet"].checksums for name in Checksums.__slots__})
+
+
+@functools.cache
+def _header_adapter() -> TypeAdapter[_Header]:
+    return TypeAdapter(_Header)
+
+
 def write_segment(
     directory: Path,
     number: int,
@@ -67,36 +95,36 @@ def write_segment(
     settings: PlanSettings,
     remainder: Remainder | None = None,
 ) -> Segment:
-    """Plan a segment straight to disk; one that is there already and made of the same is left as it is.
+    """Plan a segment straight to disk; an existing one made from the same is left as it is.
 
     Args:
         directory: The plan's directory.
         number: The segment's number.
-        documents: What it is made from.
-        settings: What it is made with.
-        remainder: What the run has trained already; ``None`` for segment 0.
+        documents: The documents to plan.
+        settings: Its settings.
+        remainder: What the run has left to train; ``None`` for segment 0.
 
     Returns:
         The segment, read back.
 
     Raises:
-        UserError: Another segment of that number is there, which is not written over; or no plan is possible.
+        UserError: Another segment of that number exists and is not overwritten, or no plan is possible.
     """
     folder = directory / f"segment-{number:04d}"
     if (folder / PLAN_FILE).is_file():
         found = _read_segment(folder)
         if not found.is_made_of(settings, documents.sources, remainder.branch if remainder else None):
             raise UserError(
-                f"{folder}: already holds plan {found.plan_id}, which other data, settings or steps made; nothing was "
-                "written over. Data, seed and context may not change in a run: use another run.name, or "
+                f"{folder}: already holds plan {found.plan_id}, made from other data, settings or steps; nothing was "
+                "overwritten. Data, seed and context may not change in a run: use another run.name, or "
                 "`ray-ulysses train --branch`"
             )
         return found
-    # What a planner that was killed has left is no plan.
+    # A folder without plan.json was left by a planner that was killed.
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    writer = PieceWriter(folder / _PIECES)
-    segment = build_segment(documents, settings, writer, remainder)
+    writer = ColumnsWriter(folder / _PIECES, Pieces)
+    segment = build_segment(documents, settings, remainder, take_pieces=writer.add)
     writer.close(segment.checksums.pieces)
     _write_rows(folder, segment)
     for path in (*folder.iterdir(), folder):
@@ -106,10 +134,10 @@ def write_segment(
 
 
 def load_plan(directory: Path) -> Plan:
-    """Open a plan; reads no row.
+    """Open a plan without reading a row.
 
     Raises:
-        UserError: It is missing, of another version, unreadable, or its segments do not follow one another.
+        UserError: It is missing, of another version, unreadable, or its segments are not consecutive.
     """
     folders = _folders(directory)
     if not folders:
@@ -117,7 +145,7 @@ def load_plan(directory: Path) -> Plan:
     segments = [_read_segment(folder) for folder in folders]
     for folder, before, after in zip(folders[1:], segments, segments[1:], strict=False):
         if after.branch is None or after.branch.plan_id != before.plan_id:
-            raise unreadable_plan(folder / PLAN_FILE, f"it does not go on from plan {before.plan_id}")
+            raise unreadable_plan(folder / PLAN_FILE, f"it does not continue plan {before.plan_id}")
     return Plan(segments=tuple(segments))
 
 
@@ -138,88 +166,77 @@ def _folders(directory: Path) -> list[Path]:
 
 
 def _header_text(folder: Path, segment: Segment) -> str:
-    files = {name: asdict(file_facts(folder / name, text)) for name, text in _checksums_by_file(segment).items()}
-    header = {
-        "planner_version": PLANNER_VERSION,
-        "plan_id": segment.plan_id,
-        "settings": asdict(segment.settings),
-        "sources": [asdict(source) for source in segment.sources],
-        "branch": None if segment.branch is None else asdict(segment.branch),
-        "epochs": [asdict(info) for info in segment.epochs],
-        "totals": asdict(segment.totals),
-        "num_rows": segment.train.num_rows,
-        "files": files,
-    }
+    checksums = {f"{name}.parquet": text for name, text in asdict(segment.checksums).items()}
+    header = asdict(
+        _Header(
+            planner_version=PLANNER_VERSION,
+            plan_id=segment.plan_id,
+            settings=segment.settings,
+            sources=segment.sources,
+            branch=segment.branch,
+            epochs=segment.epochs,
+            totals=segment.totals,
+            num_rows=segment.train.num_rows,
+            files={name: file_facts(folder / name, text) for name, text in checksums.items()},
+        )
+    )
     return json.dumps({**header, _CHECKSUM: stable_hash(header)}, indent=2) + "\n"
-
-
-def _checksums_by_file(segment: Segment) -> dict[str, str]:
-    return {f"{name}.parquet": text for name, text in asdict(segment.checksums).items()}
 
 
 def _read_segment(folder: Path) -> Segment:
     header = _read_header(folder)
-    version = header.get("planner_version")
-    if version != PLANNER_VERSION:
+    files, checksums = header.files, header.checksums()
+    found = segment_id(header.settings, header.sources, header.branch, header.epochs, header.totals, checksums)
+    if found != header.plan_id:
         raise UserError(
-            f"{folder}: the plan was made by planner version {version}, this is version {PLANNER_VERSION}; "
-            "go on with the version that made it, or start a new run under another run.name"
-        )
-    if header.pop(_CHECKSUM, None) != stable_hash(header):
-        raise unreadable_plan(folder / PLAN_FILE, "its checksum is wrong: it was changed since the plan was made")
-    try:
-        settings = PlanSettings(**header["settings"])
-        sources = tuple(_source(source) for source in header["sources"])
-        branch = None if header["branch"] is None else Branch(**header["branch"])
-        epochs = tuple(EpochInfo(**info) for info in header["epochs"])
-        plan_id, totals = str(header["plan_id"]), Totals(**header["totals"])
-        files = {name: FileFacts(**facts) for name, facts in header["files"].items()}
-        checksums = Checksums(**{path.removesuffix(".parquet"): facts.checksums for path, facts in files.items()})
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise unreadable_plan(folder / PLAN_FILE, error) from error
-    found = segment_id(settings, sources, branch, epochs, totals, checksums)
-    if found != plan_id:
-        raise UserError(
-            f"{folder}: {PLAN_FILE} names plan {plan_id}, but its fields give {found}: they were changed since the "
-            "plan was made; restore the file, or start a new run under another run.name"
+            f"{folder}: {PLAN_FILE} names plan {header.plan_id}, but its fields give {found}: they were changed since "
+            "the plan was made; restore the file, or start a new run under another run.name"
         )
     fragments, waits = _read_fragments(folder / _FRAGMENTS, files[_FRAGMENTS])
-    train = FileRows(folder / _ROWS, folder / _PIECES, files[_ROWS], files[_PIECES])
     return Segment(
-        plan_id=plan_id,
-        settings=settings,
-        sources=sources,
-        branch=branch,
-        epochs=epochs,
+        plan_id=header.plan_id,
+        settings=header.settings,
+        sources=header.sources,
+        branch=header.branch,
+        epochs=header.epochs,
         fragments=fragments.take(~waits),
         waiting=fragments.take(waits),
-        totals=totals,
+        totals=header.totals,
         checksums=checksums,
-        train=train,
+        train=FileRows(folder / _ROWS, folder / _PIECES, files[_ROWS], files[_PIECES]),
         evaluation=FileRows(
             folder / _EVALUATION_ROWS, folder / _EVALUATION_PIECES, files[_EVALUATION_ROWS], files[_EVALUATION_PIECES]
         ),
     )
 
 
-def _source(fields: dict[str, Any]) -> PlannedSource:
-    return PlannedSource(**{**fields, "end_tokens": tuple(fields["end_tokens"])})
-
-
-def _read_header(folder: Path) -> dict[str, Any]:
+def _read_header(folder: Path) -> _Header:
     path = folder / PLAN_FILE
     try:
-        return read_json(_OBJECT, path.read_bytes())
+        fields = read_json(_OBJECT, path.read_bytes())
+        version = fields.get("planner_version")
+        if version != PLANNER_VERSION:
+            raise UserError(
+                f"{folder}: the plan was made by planner version {version}, this is version {PLANNER_VERSION}; "
+                "continue with the version that made it, or start a new run under another run.name"
+            )
+        if fields.pop(_CHECKSUM, None) != stable_hash(fields):
+            raise ContentError("its checksum is wrong: it was changed since the plan was made")
+        header = checked(_header_adapter(), fields)
+        header.checksums()
+    except KeyError as error:
+        raise unreadable_plan(path, f"files.{error.args[0]} is missing") from error
     except (OSError, ContentError) as error:
         raise unreadable_plan(path, error) from error
+    return header
 
 
 def _write_rows(folder: Path, segment: Segment) -> None:
     train, evaluation = segment.train, segment.evaluation
-    assert isinstance(train, MemoryRows) and isinstance(evaluation, MemoryRows)
-    write_weights(folder / _ROWS, train, segment.checksums.rows)
-    write_weights(folder / _EVALUATION_ROWS, evaluation, segment.checksums.evaluation_rows)
-    writer = PieceWriter(folder / _EVALUATION_PIECES)
+    assert isinstance(evaluation, MemoryRows) and evaluation.all_pieces is not None
+    write_stats(folder / _ROWS, train, segment.checksums.rows)
+    write_stats(folder / _EVALUATION_ROWS, evaluation, segment.checksums.evaluation_rows)
+    writer = ColumnsWriter(folder / _EVALUATION_PIECES, Pieces)
     writer.add(evaluation.all_pieces)
     writer.close(segment.checksums.evaluation_pieces)
     columns = fragment_columns(segment.fragments, segment.waiting)
@@ -228,10 +245,10 @@ def _write_rows(folder: Path, segment: Segment) -> None:
 
 
 def _read_fragments(path: Path, facts: FileFacts) -> tuple[Fragments, NDArray[np.bool_]]:
-    """Return what earlier segments left, and which of it waits."""
+    """Return all fragments, and which of them wait."""
     try:
         check_file(path, facts)
-        # Not `read_table`, which imports pandas first: a quarter of a second of every resume.
+        # `read_table` would import pandas, which takes a quarter of a second at every resume.
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             table = file.read()
         document, start, length, waits = columns = [table.column(name).to_numpy() for name in _FRAGMENT_COLUMNS]

@@ -1,7 +1,7 @@
-"""Checksums of what a plan holds, in groups of entries: ``plan.json`` has them, and each group that is read is checked.
+"""Checksums of what a plan holds, by groups of entries: stored in ``plan.json``, and checked when a group is read.
 
-They are of the values, not of a file's bytes, so that a plan has the same ones whatever library wrote it, and before
-it is written at all.
+They cover the values and not a file's bytes, so they do not depend on the library that wrote the file, and are known
+before it is written.
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus.row_groups import GROUP_ROWS
 from ray_ulysses.data.plan.drawing import Fragments
-from ray_ulysses.data.plan.packing import Pieces
-from ray_ulysses.data.plan.rows import MemoryRows, Rows, RowWeights
+from ray_ulysses.data.plan.rows import MemoryRows, Rows
 
-Columns = Sequence[NDArray[Any]]
 _DIGITS = 8
+_Arrays = Sequence[NDArray[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checksums:
-    """Checksums of what a segment's files hold, group by group, eight hexadecimal digits for each group.
+    """Checksums of a segment's files, eight hexadecimal digits per group of entries.
 
     Attributes:
-        rows: Of what the rows of training weigh.
+        rows: Of the training rows' token counts.
         pieces: Of their pieces.
-        evaluation_rows: Of what the rows of evaluation weigh.
+        evaluation_rows: Of the evaluation rows' token counts.
         evaluation_pieces: Of their pieces.
-        fragments: Of the fragments, those that wait included.
+        fragments: Of the fragments, including those that wait.
     """
 
     rows: str
@@ -43,15 +42,15 @@ class Checksums:
 
 
 class GroupChecksums:
-    """Adds up entries that come in blocks of any size, in groups of ``GROUP_ROWS``."""
+    """Accumulates entries, which come in blocks of any size, into checksums of ``GROUP_ROWS`` entries each."""
 
     def __init__(self) -> None:
         self._closed: list[str] = []
         self._crcs: list[int] = []
         self._size = 0
 
-    def add(self, columns: Columns) -> None:
-        """Take the next entries, whose columns are as they are stored."""
+    def add(self, columns: _Arrays) -> None:
+        """Append entries, whose columns have their types on disk."""
         at, stop = 0, columns[0].size
         while at < stop:
             part = slice(at, min(stop, at + GROUP_ROWS - self._size))
@@ -66,7 +65,7 @@ class GroupChecksums:
                 self._close()
 
     def text(self) -> str:
-        """Return the checksums, eight hexadecimal digits for each group, the last of which may be short."""
+        """Return the checksums; the last group may be short."""
         if self._size:
             self._close()
         return "".join(self._closed)
@@ -77,65 +76,40 @@ class GroupChecksums:
         self._crcs, self._size = [], 0
 
 
-def is_group(number: int, columns: Columns, text: str) -> bool:
-    """Return whether a group's entries are those that the checksums are of."""
-    found = GroupChecksums()
-    found.add(columns)
-    return found.text() == text[number * _DIGITS : (number + 1) * _DIGITS]
+def is_group(number: int, columns: _Arrays, text: str) -> bool:
+    """Return whether a group's entries match their checksum."""
+    return checksums_of(columns) == text[number * _DIGITS : (number + 1) * _DIGITS]
 
 
-def piece_columns(pieces: Pieces) -> Columns:
-    """Return pieces as they are stored."""
-    return (
-        pieces.document.astype("<u4"),
-        pieces.start.astype("<i8", copy=False),
-        pieces.length.astype("<i4"),
-        pieces.has_next,
-    )
-
-
-def weight_columns(weights: RowWeights) -> Columns:
-    """Return what rows weigh as it is stored."""
-    return (
-        weights.first_piece.astype("<i8", copy=False),
-        weights.num_pieces.astype("<i4", copy=False),
-        weights.document_tokens.astype("<i4", copy=False),
-        weights.supervised.astype("<i4", copy=False),
-        weights.sum_squares.astype("<i8", copy=False),
-    )
-
-
-def fragment_columns(fragments: Fragments, waiting: Fragments) -> Columns:
-    """Return fragments as they are stored: those that a segment takes up, those that wait, and which is which."""
-    columns = [
-        np.concatenate([getattr(one, name) for one in (fragments, waiting)]) for name in ("document", "start", "length")
-    ]
-    return (*columns, np.arange(fragments.size + waiting.size) >= fragments.size)
+def fragment_columns(fragments: Fragments, waiting: Fragments) -> _Arrays:
+    """Return fragments as stored: those that a segment takes up, then those that wait, and a flag for the latter."""
+    joined = Fragments.join([fragments, waiting])
+    return (*joined.columns, np.arange(joined.size) >= fragments.size)
 
 
 def segment_checksums(
-    train: Rows, pieces: GroupChecksums, evaluation: MemoryRows, fragments: Fragments, waiting: Fragments
+    train: Rows, train_pieces: GroupChecksums, evaluation: MemoryRows, fragments: Fragments, waiting: Fragments
 ) -> Checksums:
-    """Return the checksums of a segment, of which the pieces of training are added up already."""
+    """Return the checksums of a segment; those of the training pieces were accumulated during packing."""
+    assert evaluation.all_pieces is not None
     return Checksums(
         rows=_rows_checksums(train),
-        pieces=pieces.text(),
+        pieces=train_pieces.text(),
         evaluation_rows=_rows_checksums(evaluation),
-        evaluation_pieces=checksums_of(piece_columns(evaluation.all_pieces)),
+        evaluation_pieces=checksums_of(evaluation.all_pieces.stored()),
         fragments=checksums_of(fragment_columns(fragments, waiting)),
     )
 
 
 def _rows_checksums(rows: Rows) -> str:
-    """Return the checksums of what rows weigh, in the order of training."""
     found = GroupChecksums()
     for first in range(0, rows.num_rows, GROUP_ROWS):
-        found.add(weight_columns(rows.weights(first, first + GROUP_ROWS)))
+        found.add(rows.stats(first, first + GROUP_ROWS).stored())
     return found.text()
 
 
-def checksums_of(columns: Columns) -> str:
-    """Return the checksums of entries that are there at once."""
+def checksums_of(columns: _Arrays) -> str:
+    """Return the checksums of entries that are in memory as a whole."""
     found = GroupChecksums()
     found.add(columns)
     return found.text()

@@ -1,223 +1,160 @@
-"""Rows on disk: two Parquet files, of which any row is read in about a millisecond.
+"""Rows on disk: two Parquet files from which any row is read in about a millisecond.
 
-``rows`` holds what each row weighs, in the order of training; ``pieces`` holds the pieces, row after row in the order
-in which rows closed. Both have row groups of 65,536 entries, so that the group of an entry is known without an index;
-each group that is read is held against its checksum in ``plan.json``.
+``rows`` holds the token counts of each row in training order; ``pieces`` holds the pieces, row after row in the order
+in which rows closed. Both have row groups of 65,536 entries, so the group of an entry is known without an index. Each
+group that is read is compared with its checksum in ``plan.json``.
 """
 
 from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-import numpy as np
 import pyarrow as pa
 
 from ray_ulysses.data.corpus.row_groups import GROUP_ROWS, RowGroupReader, RowGroupWriter
-from ray_ulysses.data.plan.packing import NO_PIECES, Pieces
-from ray_ulysses.data.plan.row_checksums import is_group, piece_columns, weight_columns
-from ray_ulysses.data.plan.rows import NO_ROWS, Piece, Rows, RowWeights, piece_tuple
+from ray_ulysses.data.plan.columns import Columns
+from ray_ulysses.data.plan.packing import Pieces
+from ray_ulysses.data.plan.row_checksums import is_group
+from ray_ulysses.data.plan.rows import Piece, Rows, RowStats, pieces_of_row
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.patience import PATIENCE, READ_ERRORS, Patience
+from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Whole
 
-Value = TypeVar("Value")
-PIECE_SCHEMA = pa.schema(
-    [
-        pa.field("document", pa.uint32(), nullable=False),
-        pa.field("start", pa.int64(), nullable=False),
-        pa.field("length", pa.int32(), nullable=False),
-        pa.field("has_next", pa.bool_(), nullable=False),
-    ]
-)
-ROW_SCHEMA = pa.schema(
-    [
-        pa.field("first_piece", pa.int64(), nullable=False),
-        pa.field("num_pieces", pa.int32(), nullable=False),
-        pa.field("document_tokens", pa.int32(), nullable=False),
-        pa.field("supervised", pa.int32(), nullable=False),
-        pa.field("sum_squares", pa.int64(), nullable=False),
-    ]
-)
+Table = TypeVar("Table", bound=Columns)
 _MOSTLY_EQUAL = ("start", "has_next")
 _TAIL_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileFacts:
-    """What ``plan.json`` says of a file.
+    """A file's entry in ``plan.json``.
 
     Attributes:
-        num_bytes: Its size.
-        footer_crc32: CRC-32 of its footer, by which everything else of it is found.
+        num_bytes: Size of the file.
+        footer_crc32: CRC-32 of its footer, which locates everything else in the file.
         checksums: Checksums of its groups.
     """
 
-    num_bytes: int
-    footer_crc32: int
+    __pydantic_config__ = KNOWN_FIELDS_ONLY
+
+    num_bytes: Whole
+    footer_crc32: Whole
     checksums: str
 
 
-class PieceWriter:
-    """Writes pieces as they come; a sink of the planner."""
+class ColumnsWriter:
+    """Writes entries as they come."""
 
-    def __init__(self, path: Path) -> None:
-        self._writer = _writer(path, PIECE_SCHEMA)
+    def __init__(self, path: Path, kind: type[Columns]) -> None:
+        self._schema = _schema(kind)
+        # Numbers in random order hardly shrink, and compressing them would take as long as planning.
+        compression = {name: "lz4" if name in _MOSTLY_EQUAL else "none" for name in self._schema.names}
+        self._writer = RowGroupWriter(path, self._schema, compression=compression, use_dictionary=False)
 
-    def add(self, pieces: Pieces) -> None:
-        """Take the next pieces."""
-        columns = [pa.array(column) for column in piece_columns(pieces)]
-        self._writer.add(pa.Table.from_arrays(columns, schema=PIECE_SCHEMA))
+    def add(self, entries: Columns) -> None:
+        """Append entries."""
+        columns = [pa.array(column) for column in entries.stored()]
+        self._writer.add(pa.Table.from_arrays(columns, schema=self._schema))
 
     def close(self, checksums: str) -> None:
-        """Write what is pending, and the footer, which is another one where the checksums are others."""
+        """Write what is pending, and the footer, which differs whenever the checksums differ."""
         self._writer.close(zlib.crc32(checksums.encode()))
 
 
-def write_weights(path: Path, rows: Rows, checksums: str) -> None:
-    """Write what rows weigh, in the order of training."""
-    writer = _writer(path, ROW_SCHEMA)
+def write_stats(path: Path, rows: Rows, checksums: str) -> None:
+    """Write the token counts of rows, in training order."""
+    writer = ColumnsWriter(path, RowStats)
     for first in range(0, rows.num_rows, GROUP_ROWS):
-        part = rows.weights(first, first + GROUP_ROWS)
-        columns = [pa.array(column) for column in weight_columns(part)]
-        writer.add(pa.Table.from_arrays(columns, schema=ROW_SCHEMA))
-    writer.close(zlib.crc32(checksums.encode()))
+        writer.add(rows.stats(first, first + GROUP_ROWS))
+    writer.close(checksums)
 
 
 class FileRows:
-    """Rows that are read from their files when they are asked for; a few row groups are kept."""
+    """Rows that are read from their files on demand; the row groups used last are cached."""
 
     def __init__(
-        self,
-        rows_path: Path,
-        pieces_path: Path,
-        rows: FileFacts,
-        pieces: FileFacts,
-        patience: Patience = PATIENCE,
+        self, rows_path: Path, pieces_path: Path, rows: FileFacts, pieces: FileFacts, patience: Patience = PATIENCE
     ) -> None:
-        """Open both files; reads their footers alone.
+        """Open both files and read their footers only.
 
         Raises:
             UserError: A file is missing, or is not the one that the facts describe.
         """
-        self._rows = _GroupFile(rows_path, rows, ROW_SCHEMA, _weights_of, patience)
-        self._pieces = _GroupFile(pieces_path, pieces, PIECE_SCHEMA, _pieces_of, patience)
+        self._rows = _GroupFile(rows_path, rows, RowStats, patience)
+        self._pieces = _GroupFile(pieces_path, pieces, Pieces, patience)
 
     @property
     def num_rows(self) -> int:
-        """Return how many there are."""
+        """Return the number of rows."""
         return self._rows.size
 
-    @property
-    def num_pieces(self) -> int:
-        """Return the pieces of all rows."""
-        return self._pieces.size
-
-    def weights(self, first: int, stop: int) -> RowWeights:
-        """Return the weights of the rows ``[first, stop)``.
-
-        Raises:
-            UserError: The file can't be read.
-        """
-        parts = [
-            group.take(slice(max(first - begin, 0), stop - begin)) for begin, group in self._rows.groups(first, stop)
-        ]
-        return RowWeights.join(parts)
+    def stats(self, first: int, stop: int) -> RowStats:
+        """Return the token counts of the rows ``[first, stop)``; UserError if the file can't be read."""
+        return self._rows.read(first, stop)
 
     def pieces(self, row: int) -> tuple[Piece, ...]:
-        """Return the pieces of a row in their order.
+        """Return the pieces of a row in their order; UserError if a file can't be read."""
+        return pieces_of_row(self, row)
 
-        Raises:
-            UserError: The file can't be read.
-        """
-        weights = self.weights(row, row + 1)
-        first, count = int(weights.first_piece[0]), int(weights.num_pieces[0])
-        found: tuple[Piece, ...] = ()
-        for begin, group in self._pieces.groups(first, first + count):
-            low, high = max(first - begin, 0), min(first + count - begin, group.size)
-            found += piece_tuple(group, low, high - low)
-        return found
-
-    def all_pieces(self, first: int, stop: int) -> Pieces:
-        """Return the pieces ``[first, stop)`` in the order of the file."""
-        joined = NO_PIECES
-        for begin, group in self._pieces.groups(first, stop):
-            joined = Pieces.join(joined, group.take(slice(max(first - begin, 0), stop - begin)))
-        return joined
+    def closed_pieces(self, first: int, stop: int) -> Pieces:
+        """Return the pieces ``[first, stop)`` in the order of the file; UserError if it can't be read."""
+        return self._pieces.read(first, stop)
 
 
-class _GroupFile(Generic[Value]):
-    """One file of a plan, read by row groups of one size."""
+class _GroupFile(Generic[Table]):
+    """A file of entries, each group of which is checked when it is read."""
 
-    def __init__(
-        self, path: Path, facts: FileFacts, schema: pa.Schema, convert: Callable[[pa.Table], Value], patience: Patience
-    ) -> None:
+    def __init__(self, path: Path, facts: FileFacts, kind: type[Table], patience: Patience) -> None:
         self._path = path
-        self._facts = facts
-        self._schema = schema
-        self._convert = convert
+        self._checksums = facts.checksums
+        self._kind = kind
+        self._schema = _schema(kind)
         try:
             patience.call(path, lambda: check_file(path, facts))
-            self._reader = RowGroupReader(path, schema.names, patience, check=self._check)
+            self._reader = RowGroupReader(path, self._schema.names, patience, check=self._check)
         except READ_ERRORS as error:
             raise unreadable_plan(path, error) from error
         self.size = self._reader.num_rows
 
     def _check(self, number: int, table: pa.Table) -> None:
-        check_group(number, table, self._schema, self._facts.checksums)
+        is_whole = table.schema.equals(self._schema) and not any(column.null_count for column in table.columns)
+        if not is_whole or not is_group(number, [column.to_numpy() for column in table.columns], self._checksums):
+            raise OSError(f"row group {number} is not what was planned")
 
-    def groups(self, first: int, stop: int) -> list[tuple[int, Value]]:
-        """Return the groups that hold the entries ``[first, stop)``, each with the number of its first entry."""
-        if first >= stop:
-            return []
+    def read(self, first: int, stop: int) -> Table:
+        """Return the entries ``[first, stop)``, of which those past the end are left out."""
+        parts: list[Table] = []
+        stop = min(stop, self.size)
         try:
-            return [
-                (int(self._reader.group_starts[number]), self._convert(self._reader.group(number)))
-                for number in range(self._reader.group_of(first)[0], self._reader.group_of(stop - 1)[0] + 1)
-            ]
+            while first < stop:
+                number, at = self._reader.group_of(first)
+                columns = [column.to_numpy() for column in self._reader.group(number).columns]
+                parts.append(self._kind.make(columns).take(slice(at, at + stop - first)))
+                first += parts[-1].size
         except READ_ERRORS as error:
             raise unreadable_plan(self._path, error) from error
+        return self._kind.join(parts)
 
 
 def file_facts(path: Path, checksums: str) -> FileFacts:
-    """Return what ``plan.json`` is to say of a file that was written."""
+    """Return the entry in ``plan.json`` of a file that was written."""
     return FileFacts(num_bytes=path.stat().st_size, footer_crc32=_footer_crc32(path), checksums=checksums)
 
 
 def check_file(path: Path, facts: FileFacts) -> None:
-    """Refuse a file that is not the one that was written; reads its footer alone.
+    """Refuse a file that is not the one that was written; reads its footer only.
 
     Raises:
-        OSError: It is another one, or can't be read.
+        OSError: It is another file, or can't be read.
     """
     if (found := path.stat().st_size) != facts.num_bytes:
         raise OSError(f"{found} bytes where {facts.num_bytes} were written")
     if _footer_crc32(path) != facts.footer_crc32:
         raise OSError("its footer is not the one that was written")
-
-
-def check_group(number: int, table: pa.Table, schema: pa.Schema, checksums: str) -> None:
-    """Refuse a row group that does not hold what was planned.
-
-    Raises:
-        OSError: It holds something else.
-    """
-    is_whole = table.schema.equals(schema) and not any(column.null_count for column in table.columns)
-    if not is_whole or not is_group(number, list(_columns(table).values()), checksums):
-        raise OSError(f"row group {number} is not what was planned")
-
-
-def _footer_crc32(path: Path) -> int:
-    """Return the CRC-32 of a Parquet file's footer, its length and the format's mark."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _TAIL_BYTES))
-        length = int.from_bytes(file.read(4), "little")
-        file.seek(max(0, size - _TAIL_BYTES - length))
-        return zlib.crc32(file.read())
 
 
 def unreadable_plan(path: Path, reason: object) -> UserError:
@@ -227,22 +164,16 @@ def unreadable_plan(path: Path, reason: object) -> UserError:
     )
 
 
-def _writer(path: Path, schema: pa.Schema) -> RowGroupWriter:
-    # Numbers in a random order hardly shrink, and compressing them would take as long as planning.
-    compression = {name: "lz4" if name in _MOSTLY_EQUAL else "none" for name in schema.names}
-    return RowGroupWriter(path, schema, compression=compression, use_dictionary=False)
+def _footer_crc32(path: Path) -> int:
+    """Return the CRC-32 of a Parquet file's footer, its length and the format's magic number."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _TAIL_BYTES))
+        length = int.from_bytes(file.read(4), "little")
+        file.seek(max(0, size - _TAIL_BYTES - length))
+        return zlib.crc32(file.read())
 
 
-def _columns(table: pa.Table) -> dict[str, Any]:
-    return {name: table.column(name).to_numpy() for name in table.column_names}
-
-
-def _weights_of(table: pa.Table) -> RowWeights:
-    return RowWeights(**_columns(table)) if table.num_rows else NO_ROWS
-
-
-def _pieces_of(table: pa.Table) -> Pieces:
-    columns = _columns(table)
-    columns["document"] = columns["document"].astype(np.int64)
-    columns["length"] = columns["length"].astype(np.int64)
-    return Pieces(**columns)
+def _schema(kind: type[Columns]) -> pa.Schema:
+    types = ((name, pa.from_numpy_dtype(kind.STORED[name])) for name in kind.STORED.names or ())
+    return pa.schema([pa.field(name, type_, nullable=False) for name, type_ in types])

@@ -1,27 +1,28 @@
-"""Packed rows: which pieces of which documents a row holds, and what a row weighs."""
+"""Packed rows: the pieces of documents that a row holds, and its token counts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.plan.packing import NO_PIECES, Pieces
+from ray_ulysses.data.plan.columns import Columns
+from ray_ulysses.data.plan.packing import Pieces
 
 Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Piece:
-    """A stretch of one document in a row.
+    """A document's part in a row.
 
     Attributes:
         document: Number of the document.
         start: Its first token in the document.
         length: Tokens in the row.
-        has_next_label: Whether the document goes on, so that the last token has a label.
+        has_next_label: Whether the document continues, so that the last token has a label.
     """
 
     document: int
@@ -36,116 +37,101 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RowWeights:
-    """What rows weigh, one entry a row.
+class RowStats(Columns):
+    """Token counts of rows, one entry per row.
 
     Attributes:
-        first_piece: int64, place of the row's first piece among all pieces.
+        first_piece: int64, index of the row's first piece among all pieces.
         num_pieces: int32, its pieces.
-        document_tokens: int32, tokens of its pieces, padding left out.
+        document_tokens: int32, tokens of its pieces, without padding.
         supervised: int32, tokens with a label.
         sum_squares: int64, sum of the squared lengths of its pieces.
     """
 
+    MEMORY = STORED = np.dtype(
+        [
+            ("first_piece", "<i8"),
+            ("num_pieces", "<i4"),
+            ("document_tokens", "<i4"),
+            ("supervised", "<i4"),
+            ("sum_squares", "<i8"),
+        ]
+    )
     first_piece: Int64Array
     num_pieces: NDArray[np.int32]
     document_tokens: NDArray[np.int32]
     supervised: NDArray[np.int32]
     sum_squares: Int64Array
 
-    @property
-    def num_rows(self) -> int:
-        """Return the number of rows."""
-        return int(self.first_piece.size)
-
-    def take(self, rows: Int64Array | slice) -> RowWeights:
-        """Return the weights of some rows."""
-        return RowWeights(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
-
     def padded_tokens(self, pad_multiple: int) -> Int64Array:
         """Return each row's length: its documents' tokens, padded to a multiple."""
         return -(-self.document_tokens.astype(np.int64) // pad_multiple) * pad_multiple
 
     def cost(self, token_cost: int) -> Int64Array:
-        """Return what each row costs: attention's squares, and ``token_cost`` of them for each token."""
+        """Return the cost of each row: the squared lengths, and ``token_cost`` of them for each token."""
         return self.sum_squares + token_cost * self.document_tokens.astype(np.int64)
-
-    @classmethod
-    def join(cls, parts: list[RowWeights]) -> RowWeights:
-        """Return the rows of all parts, one after another."""
-        if not parts:
-            return NO_ROWS
-        if len(parts) == 1:
-            return parts[0]
-        return cls(
-            **{field.name: np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)}
-        )
-
-
-NO_ROWS = RowWeights(
-    first_piece=np.empty(0, dtype=np.int64),
-    num_pieces=np.empty(0, dtype=np.int32),
-    document_tokens=np.empty(0, dtype=np.int32),
-    supervised=np.empty(0, dtype=np.int32),
-    sum_squares=np.empty(0, dtype=np.int64),
-)
 
 
 class Rows(Protocol):
-    """The rows of one split, in the order of training, from 0 on."""
+    """The rows of one split in training order, numbered from 0."""
 
     @property
     def num_rows(self) -> int:
-        """Return how many there are."""
+        """Return the number of rows."""
         ...
 
-    def weights(self, first: int, stop: int) -> RowWeights:
-        """Return the weights of the rows ``[first, stop)``."""
+    def stats(self, first: int, stop: int) -> RowStats:
+        """Return the token counts of the rows ``[first, stop)``."""
         ...
 
     def pieces(self, row: int) -> tuple[Piece, ...]:
         """Return the pieces of a row in their order."""
         ...
 
+    def closed_pieces(self, first: int, stop: int) -> Pieces:
+        """Return the pieces ``[first, stop)`` of all rows, in the order in which rows closed during packing."""
+        ...
 
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MemoryRows:
-    """Rows in memory, with their pieces or, where only their weights are asked for, without."""
+    """Rows in memory.
 
-    def __init__(self, weights: RowWeights, pieces: Pieces | None, order: Int64Array | None = None) -> None:
-        """Take rows as they closed, and their order in training; None where it is the same."""
-        self._weights = weights
-        self._pieces = pieces
-        self._order = order
+    Attributes:
+        closed: Token counts of the rows, in the order in which they closed.
+        all_pieces: The pieces of all rows in that order; None where they were not kept.
+        order: Index in ``closed`` of each row in training order; None where the two orders are the same.
+    """
+
+    closed: RowStats
+    all_pieces: Pieces | None
+    order: Int64Array | None = None
 
     @property
     def num_rows(self) -> int:
-        """Return how many there are."""
-        return self._weights.num_rows
+        """Return the number of rows."""
+        return self.closed.size
 
-    def weights(self, first: int, stop: int) -> RowWeights:
-        """Return the weights of the rows ``[first, stop)``."""
-        return self._weights.take(slice(first, stop) if self._order is None else self._order[first:stop])
-
-    @property
-    def all_pieces(self) -> Pieces:
-        """Return the pieces of all rows, in the order in which rows closed."""
-        return NO_PIECES if self._pieces is None else self._pieces
+    def stats(self, first: int, stop: int) -> RowStats:
+        """Return the token counts of the rows ``[first, stop)``."""
+        return self.closed.take(slice(first, stop) if self.order is None else self.order[first:stop])
 
     def pieces(self, row: int) -> tuple[Piece, ...]:
         """Return the pieces of a row in their order."""
-        assert self._pieces is not None, "this plan was made without pieces"
-        weights = self.weights(row, row + 1)
-        return piece_tuple(self._pieces, int(weights.first_piece[0]), int(weights.num_pieces[0]))
+        return pieces_of_row(self, row)
+
+    def closed_pieces(self, first: int, stop: int) -> Pieces:
+        """Return the pieces ``[first, stop)`` of all rows, in the order in which rows closed during packing."""
+        assert self.all_pieces is not None, "this plan was made without pieces"
+        return self.all_pieces.take(slice(first, stop))
 
 
-def piece_tuple(pieces: Pieces, first: int, count: int) -> tuple[Piece, ...]:
-    """Return some of the pieces as values."""
+def pieces_of_row(rows: Rows, row: int) -> tuple[Piece, ...]:
+    """Return the pieces of a row as values."""
+    stats = rows.stats(row, row + 1)
+    first = int(stats.first_piece[0])
+    found = rows.closed_pieces(first, first + int(stats.num_pieces[0]))
     return tuple(
-        Piece(
-            document=int(pieces.document[at]),
-            start=int(pieces.start[at]),
-            length=int(pieces.length[at]),
-            has_next_label=bool(pieces.has_next[at]),
-        )
-        for at in range(first, first + count)
+        Piece(document=document, start=start, length=length, has_next_label=has_next)
+        for document, start, length, has_next in zip(*(column.tolist() for column in found.columns), strict=True)
     )

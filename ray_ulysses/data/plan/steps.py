@@ -1,4 +1,4 @@
-"""Rows in the order of training, and who trains which row of a step, so that ranks and micro-batches are level."""
+"""Orders rows and assigns the rows of a step to ranks, so that ranks and micro-batches have balanced costs."""
 
 from __future__ import annotations
 
@@ -14,50 +14,50 @@ _STEP_BLOCK = 4096
 
 
 def assign_rows(rows: Sequence[int], costs: Sequence[int] | Int64Array, dp_size: int) -> MicroBatches:
-    """Deal the rows of one step to the data-parallel ranks.
+    """Assign the rows of one step to the data-parallel ranks.
 
-    Rows are sorted by cost, the dearest first (ties by row), and cut into micro-batches of ``dp_size``, so that
-    ranks that wait for one another in a micro-batch hold rows of nearly equal cost. Every second micro-batch is
-    dealt in reverse, so that no rank holds the dearest row of each.
+    Rows are sorted by cost, the most expensive first (ties by row), and divided into micro-batches of ``dp_size``, so
+    that ranks that wait for one another in a micro-batch have rows of nearly equal cost. Every second micro-batch is
+    assigned in reverse, so that no rank has the most expensive row of each.
 
     Args:
         rows: The rows of the step.
-        costs: The cost of each of them, in the same order.
+        costs: The cost of each row, in the same order.
         dp_size: Data-parallel ranks.
 
     Returns:
-        ``result[micro_batch][dp_rank]``, a row, or None where a zero-weight filler row takes its place.
+        ``result[micro_batch][dp_rank]``: a row, or None for a zero-weight filler row.
     """
-    assert len(rows) == len(costs), "one cost a row"
+    assert len(rows) == len(costs), "one cost per row"
     ordered = [row for _, row in sorted((-int(cost), row) for cost, row in zip(costs, rows, strict=True))]
     micro_batches: list[tuple[int | None, ...]] = []
     for first in range(0, len(ordered), dp_size):
-        dealt: list[int | None] = list(ordered[first : first + dp_size])
-        dealt += [None] * (dp_size - len(dealt))
-        micro_batches.append(tuple(dealt[::-1] if len(micro_batches) % 2 else dealt))
+        assigned: list[int | None] = list(ordered[first : first + dp_size])
+        assigned += [None] * (dp_size - len(assigned))
+        micro_batches.append(tuple(assigned[::-1] if len(micro_batches) % 2 else assigned))
     return tuple(micro_batches)
 
 
 def num_micro_batches(num_rows: int, dp_size: int) -> int:
-    """Return how many micro-batches a step of ``num_rows`` rows takes."""
+    """Return the number of micro-batches of a step of ``num_rows`` rows."""
     return -(-num_rows // dp_size)
 
 
 def balance_windows(costs: Int64Array, rows_per_step: int, num_steps: int, first_row: int = 0) -> Int64Array:
-    """Return an order in which rows of like cost share a step, and the steps of a window stay level.
+    """Return an order in which rows of similar cost share a step, and the steps of a window have similar costs.
 
-    The rows of ``num_steps`` steps are sorted by cost and cut into ``num_steps ** 2`` groups of neighbours; each step
-    takes one group of every stratum of ``num_steps`` groups, forwards and backwards in turn. A step then still holds
-    rows of all costs, but the ones that share a micro-batch are nearer to one another.
+    The rows of ``num_steps`` steps are sorted by cost and divided into ``num_steps ** 2`` groups of neighbors. Each
+    step takes one group of every stratum of ``num_steps`` groups, alternating forwards and backwards. A step then still
+    holds rows of all costs, but those that share a micro-batch are closer to one another.
 
     Args:
         costs: Cost of each row, in the shuffled order.
-        rows_per_step: Rows of a step.
-        num_steps: Steps of a window.
-        first_row: The run's rows before these: windows end where steps end.
+        rows_per_step: Rows per step.
+        num_steps: Steps per window.
+        first_row: Number of the run's rows before these, so that windows end where steps end.
 
     Returns:
-        The places in ``costs``, in the new order.
+        The indexes in ``costs``, in the new order.
     """
     window = rows_per_step * num_steps
     order = np.arange(costs.size, dtype=np.int64)
@@ -70,7 +70,7 @@ def balance_windows(costs: Int64Array, rows_per_step: int, num_steps: int, first
 
 
 def _spread(costs: Int64Array, skipped: int, rows_per_step: int, num_steps: int) -> Int64Array:
-    """Return the order of one window, of whose places the first ``skipped`` belong to other rows."""
+    """Return the order of one window, the first ``skipped`` places of which belong to other rows."""
     ranked = np.argsort(-costs, kind="stable")
     window = rows_per_step * num_steps
     size = -(-rows_per_step // num_steps)
@@ -88,12 +88,12 @@ def _spread(costs: Int64Array, skipped: int, rows_per_step: int, num_steps: int)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimes:
-    """How level the steps of a plan are, by cost alone.
+    """Balance of the steps of a plan, by cost alone.
 
     Attributes:
-        imbalance: Time of all steps over that with perfectly level ranks; 1.0 is level.
-        bound: The least imbalance that any dealing of each step's rows could have: a step lasts at least as long as
-            the mean over its ranks, and as its dearest row.
+        imbalance: Time of all steps over that with perfectly balanced ranks; 1.0 is the optimum.
+        bound: The lowest imbalance that any assignment of each step's rows could reach: a step lasts at least as long
+            as the mean over its ranks, and as its most expensive row.
         fast: Time of a step in the fastest tenth, over the mean.
         slow: Time of a step in the slowest tenth, over the mean.
     """
@@ -105,11 +105,11 @@ class StepTimes:
 
 
 def step_times(costs: Int64Array, rows_per_step: int, dp_size: int) -> StepTimes:
-    """Predict how level the steps are; a micro-batch lasts as long as its dearest row.
+    """Predict the balance of the steps; a micro-batch lasts as long as its most expensive row.
 
     Args:
-        costs: Cost of every row, in the order of training.
-        rows_per_step: Rows of a global batch.
+        costs: Cost of every row, in training order.
+        rows_per_step: Rows per global batch.
         dp_size: Data-parallel ranks.
     """
     total = float(costs.sum(dtype=np.float64))
@@ -120,10 +120,10 @@ def step_times(costs: Int64Array, rows_per_step: int, dp_size: int) -> StepTimes
         part = costs[first : first + rows_per_step * _STEP_BLOCK]
         steps = np.zeros((-(-part.size // rows_per_step), rows_per_step), dtype=np.int64)
         steps.reshape(-1)[: part.size] = part
-        # Sorted, the dearest row of each micro-batch is every dp_size-th one.
-        dearest = -np.sort(-steps, axis=1)[:, ::dp_size]
-        times.append(dearest.sum(axis=1, dtype=np.float64))
-        bounds.append(np.maximum(steps.sum(axis=1, dtype=np.float64) / dp_size, dearest[:, 0]))
+        # In descending order the most expensive row of each micro-batch is every dp_size-th one.
+        highest = -np.sort(-steps, axis=1)[:, ::dp_size]
+        times.append(highest.sum(axis=1, dtype=np.float64))
+        bounds.append(np.maximum(steps.sum(axis=1, dtype=np.float64) / dp_size, highest[:, 0]))
     seconds = np.concatenate(times)
     full = seconds[: costs.size // rows_per_step] if costs.size >= rows_per_step else seconds
     fast, slow = np.quantile(full, [0.1, 0.9]) / full.mean()

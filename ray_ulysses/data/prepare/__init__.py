@@ -1,1 +1,1 @@
-"""The steps from sources to a committed corpus, unit by unit and resumable."""
+"""Prepares sources into a committed corpus, unit by unit and resumable."""

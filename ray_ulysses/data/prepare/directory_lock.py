@@ -1,4 +1,4 @@
-"""The lock that keeps two preparations from writing to one directory."""
+"""Locks an output directory, so that only one preparation writes to it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ LOCK_FILE = ".prepare.lock"
 
 @contextmanager
 def directory_lock(directory: Path, patience: Patience = PATIENCE) -> Iterator[None]:
-    """Hold a directory for one preparation; its lock file is gone afterwards.
+    """Lock a directory for one preparation; the lock file is removed afterwards.
 
     Raises:
-        UserError: Another process prepares there (the text says which), or the directory can't be written.
-        StorageAwayError: Its storage was away for too long.
+        UserError: Another process, named in the text, prepares there, or the directory can't be written.
+        StorageAwayError: Its storage did not answer in time.
     """
     path = directory / LOCK_FILE
     note = LockOwner.this_process(patience.clock).to_note()
@@ -29,17 +29,17 @@ def directory_lock(directory: Path, patience: Patience = PATIENCE) -> Iterator[N
     try:
         yield
     finally:
-        # Unlinked while it is held: whoever opened it meanwhile finds, once it has the lock, that the name is gone.
-        # A name that a failing storage keeps holds nobody back: the next preparation takes it over.
+        # Unlinked while locked: a process that opened it meanwhile finds, once it has the lock, that the name is gone.
+        # If unlinking fails, the next preparation locks the same file.
         with suppress(OSError):
             path.unlink()
-        # The descriptor is gone, and the lock with it, also where closing fails.
+        # The lock is released with the descriptor, even if closing fails.
         with suppress(OSError):
             os.close(descriptor)
 
 
 def _take(path: Path, note: bytes) -> int:
-    """Return the descriptor that holds the lock, and say in the file who holds it."""
+    """Return the descriptor that holds the lock, and write its owner into the file."""
     try:
         make_folders(path.parent)
         descriptor = lock_file(path)
@@ -52,7 +52,7 @@ def _take(path: Path, note: bytes) -> int:
             raise
     except BlockingIOError as error:
         raise UserError(
-            f"out={path.parent}: is being prepared already, by {_owner(path)}; wait for it or stop it, "
+            f"out={path.parent}: is already being prepared by {_owner(path)}; wait for it or stop it, "
             "or choose another directory"
         ) from error
     except OSError as error:
@@ -60,11 +60,11 @@ def _take(path: Path, note: bytes) -> int:
             raise
         if isinstance(error, NoLocksError):
             raise UserError(
-                f"out={path.parent}: its file system gives no locks ({error.strerror}); mount it with locks, "
+                f"out={path.parent}: its file system does not support locks ({error.strerror}); mount it with locks, "
                 "or choose another directory"
             ) from error
         raise UserError(
-            f"out={path.parent}: can't be written ({error.strerror}); choose a directory you may write"
+            f"out={path.parent}: can't be written ({error.strerror}); choose a writable directory"
         ) from error
     return descriptor
 
@@ -75,4 +75,4 @@ def _owner(path: Path) -> LockOwner | str:
     return _UNNAMED
 
 
-_UNNAMED = "another process that has not left its name yet"
+_UNNAMED = "another process that has not written its name yet"

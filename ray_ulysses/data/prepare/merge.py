@@ -1,13 +1,14 @@
-"""The end of a preparation: notes become the sidecars, and ``corpus.json`` commits the corpus.
+"""Merges the units of a preparation: writes the sidecars from their notes and commits the corpus.
 
-Units that are ranges of one JSONL file have counted their lines from 1; here each learns how many are before it.
-The notes are read unit by unit. Of every document at once only its digest is held, 16 bytes, to find repeats.
+Units that are ranges of one JSONL file number their lines from 1; here the lines before each range are added. Notes are
+read unit by unit; of all documents together only the digests are held, 16 bytes each, to find repeats.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import re
 import shutil
 import zlib
 from collections import Counter
@@ -52,8 +53,12 @@ from ray_ulysses.storage.patience import PATIENCE, Patience
 from ray_ulysses.storage.temporaries import left_temporaries
 
 Duplicates = Literal["quarantine", "keep"]
-_NOTES_AT_HAND = 8
+_CACHED_NOTES = 8
 _MOST_REASONS = 20
+# Temporary files of versions before ".writing-*"; they carried no lock, so only the directory's lock covers them.
+_OLD_TEMPORARY = re.compile(
+    r"^\.(shard-\d+\.parquet|(documents|spans)\.parquet|quarantine\.jsonl|(corpus|preparation)\.json)\.[0-9a-f]+\.tmp$"
+)
 
 
 def merge(
@@ -67,14 +72,14 @@ def merge(
     others: Sequence[Corpus] = (),
     patience: Patience = PATIENCE,
 ) -> CorpusInfo:
-    """Write the sidecars, the quarantine and, last, ``corpus.json``; done again, it writes the same files.
+    """Write the sidecars, the quarantine and, last, ``corpus.json``; repeating it writes the same files.
 
-    What ``others`` hold is left out. Everything that ``corpus.json`` names outlives a power failure before
-    ``corpus.json`` has its name.
+    Documents that ``others`` hold are left out. Everything that ``corpus.json`` names is durable before ``corpus.json``
+    is published.
 
     Raises:
         UserError: No document is left, or a JSONL file holds no JSON object.
-        OSError: The notes can't be read, or the corpus can't be written, as the other ``READ_ERRORS``.
+        OSError: The notes can't be read, or the corpus can't be written, like the other ``READ_ERRORS``.
     """
     refuse_files_without_objects([result.lines for result in results])
     numbered = number_lines([result.lines for result in results])
@@ -106,7 +111,7 @@ def merge(
         spans=spans,
         turn_ends=tuple(sorted({token for unit in units for token in unit.turn_ends})),
     )
-    # The files themselves were synced when they were written; their names are not durable before their folders are.
+    # The files were synced when they were written; their names become durable with their folders.
     for directory in (out / SHARDS_DIRECTORY, out):
         sync(directory)
     write_text(out / CORPUS_FILE, json.dumps(info.to_json(), indent=2) + "\n")
@@ -118,16 +123,15 @@ def _no_document(out: Path, num_quarantined: int, reasons: Sequence[tuple[str, i
         return UserError("the sources hold no document: their files are empty")
     common = "; ".join(f"{reason} ({count})" for reason, count in reasons[:3])
     return UserError(
-        f"the sources hold no usable document: {num_quarantined} were left out: {common}. "
-        f"{out / QUARANTINE_FILE} names each"
+        f"the sources hold no usable document: {num_quarantined} were left out: {common}. see {out / QUARANTINE_FILE}"
     )
 
 
 def remove_working_files(out: Path, info: CorpusInfo) -> None:
     """Remove what a preparation leaves beside its corpus: notes, temporary files, shards that belong to no unit.
 
-    Such shards are of files that were removed before an interrupted preparation went on. Nothing here is needed any
-    more, so what can't be removed now is left to the next time.
+    Such shards are of files that were removed before an interrupted preparation was resumed. Nothing here is needed any
+    more, so failures to remove are ignored until the next preparation.
     """
     for path in working_files(out, info):
         if path.is_dir():
@@ -138,13 +142,18 @@ def remove_working_files(out: Path, info: CorpusInfo) -> None:
 
 
 def working_files(out: Path, info: CorpusInfo) -> list[Path]:
-    """Return what lies in a complete corpus and does not belong to it, as far as it was made by a preparation."""
+    """Return the files of a preparation in a complete corpus that do not belong to it."""
     shards = {shard.name for shard in info.shards}
     found = [path for path in (out / UNITS_DIRECTORY, out / PREPARATION_FILE) if path.exists()]
-    found += left_temporaries(out)
-    found += left_temporaries(out / SHARDS_DIRECTORY)
+    for folder in (out, out / SHARDS_DIRECTORY):
+        found += [*left_temporaries(folder), *filter(is_old_temporary, folder.glob(".*.tmp"))]
     found += [path for path in (out / SHARDS_DIRECTORY).glob("shard-*.parquet") if path.name not in shards]
     return found
+
+
+def is_old_temporary(path: Path) -> bool:
+    """Return whether a file was left by a killed preparation of a version before ``.writing-*`` names."""
+    return _OLD_TEMPORARY.match(path.name) is not None
 
 
 def entropy_nats(counts: NDArray[np.int64]) -> float:
@@ -177,7 +186,7 @@ def _lines_before(unit: UnitResult) -> int:
 def _kept_notes(
     out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]], columns: Sequence[str]
 ) -> Iterator[tuple[int, pa.Table]]:
-    """Yield the number of each unit's first document, and the notes of its documents that stay."""
+    """Yield the number of each unit's first document, and the notes of its documents that are kept."""
     first = 0
     for unit, repeated in zip(units, repeats, strict=True):
         kept = _notes(out, unit, columns).filter(pa.array(repeated < 0))
@@ -188,7 +197,7 @@ def _kept_notes(
 def _repeats(
     out: Path, units: Sequence[UnitResult], others: Sequence[Corpus], duplicates: Duplicates
 ) -> list[NDArray[np.int64]]:
-    """Return for each document the number of the one, over ``others`` and all units, that it repeats, or -1."""
+    """Return for each document the number of the one that it repeats, over ``others`` and all units, or -1."""
     if duplicates == "keep" and not others:
         return [np.full(unit.num_documents, -1, dtype=np.int64) for unit in units]
     known = [corpus.digests() for corpus in others]
@@ -208,11 +217,11 @@ def _digests(notes: pa.Table) -> NDArray[np.uint64]:
 def _repeated_documents(
     out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]], others: Sequence[Corpus]
 ) -> Iterator[Rejected]:
-    """Yield the documents that occurred before, each with the place of the first."""
+    """Yield the repeated documents, each with the place of its first occurrence."""
     sizes = [*(corpus.num_documents for corpus in others), *(repeated.size for repeated in repeats)]
     begins = np.cumsum([0, *sizes])
 
-    @functools.lru_cache(maxsize=_NOTES_AT_HAND)
+    @functools.lru_cache(maxsize=_CACHED_NOTES)
     def places(unit: int) -> pa.Table:
         return _notes(out, units[unit], ["source", "offset"])
 
@@ -235,7 +244,7 @@ def _repeated_documents(
 
 
 def _write_documents(out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]]) -> _Totals:
-    """Write the length sidecar, and add up what it holds."""
+    """Write the length sidecar, and return its totals."""
     columns = [name for name in DOCUMENT_SCHEMA.names if name != "shard"]
     num_documents, num_tokens, largest, crc32 = 0, 0, 0, 0
     with atomic_file(out / DOCUMENTS_FILE) as temporary:
@@ -252,7 +261,7 @@ def _write_documents(out: Path, units: Sequence[UnitResult], repeats: Sequence[N
 
 
 def _write_spans(out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]]) -> SpansInfo:
-    """Write every document's spans; one that is supervised as a whole gets one span."""
+    """Write every document's spans; a fully supervised document gets one span."""
     num_spans, num_supervised, crc32 = 0, 0, 0
     columns = ["length", "span_starts", "span_stops"]
     with atomic_file(out / SPANS_FILE) as temporary:
@@ -291,7 +300,7 @@ def _unit_spans(notes: pa.Table) -> tuple[NDArray[np.int64], NDArray[np.int64], 
 def _write_quarantine(
     out: Path, results: Sequence[UnitResult], rejected: Sequence[Rejected], repeated: Iterator[Rejected]
 ) -> tuple[int, tuple[tuple[str, int], ...]]:
-    """Write everything that was left out into one file; return how much, and how often for the commonest reasons."""
+    """Write everything that was left out into one file; return the count, and that of the commonest reasons."""
     reasons: Counter[str] = Counter()
     with atomic_file(out / QUARANTINE_FILE) as temporary, temporary.open("w", encoding="utf-8") as file:
         for group in (rejected, repeated):
@@ -314,7 +323,7 @@ def _entropies(
     tokenizer: TokenizerInfo,
     patience: Patience,
 ) -> tuple[float | None, float | None]:
-    """Return the entropy of the raw bytes and of the token ids over the documents that are kept."""
+    """Return the entropy of the raw bytes and of the token ids over the kept documents."""
     known = [unit.token_counts for unit in units if unit.token_counts is not None]
     if len(known) < len(units):
         return None, None

@@ -1,7 +1,6 @@
-"""From sources to a corpus: what is to be done, what is done already, and the merge that commits it.
+"""Prepares a corpus: lists the units of work, resumes an earlier preparation, and commits the result.
 
-The units between may run anywhere: here one after another, or as Ray tasks
-(``ray_ulysses.cluster.prepare_job``).
+The units may run anywhere: here one after another, or as Ray tasks (``ray_ulysses.cluster.prepare_job``).
 """
 
 from __future__ import annotations
@@ -10,14 +9,14 @@ import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.corpus.format import CORPUS_FILE, PREPARATION_FILE
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.prepare.directory_lock import LOCK_FILE, directory_lock
-from ray_ulysses.data.prepare.merge import Duplicates, merge, remove_working_files, working_files
+from ray_ulysses.data.prepare.merge import Duplicates, is_old_temporary, merge, remove_working_files, working_files
 from ray_ulysses.data.prepare.unit_writer import UnitResult, finished_unit, unit_signature, write_unit
 from ray_ulysses.data.sources.file_listing import path_text
 from ray_ulysses.data.sources.quarantine import Rejected
@@ -32,15 +31,15 @@ from ray_ulysses.storage.temporaries import TEMPORARY_PREFIX
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareRequest:
-    """What the user asked ``prepare`` for.
+    """The options of ``prepare``.
 
     Attributes:
         sources: What to read.
         out: Directory of the corpus.
         tokenizer: ``bytes``, or a local Hugging Face tokenizer directory.
         duplicates: ``quarantine`` leaves out documents whose text occurred before; ``keep`` keeps them.
-        without: Corpora that this one is to be trained on beside: what they hold is left out.
-        unit_bytes: Input bytes a unit, and so about the size of a shard.
+        without: Corpora to be trained on together with this one, whose documents are left out.
+        unit_bytes: Input bytes per unit, which is about the size of a shard.
     """
 
     sources: SourceSpec
@@ -53,43 +52,47 @@ class PrepareRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preparation:
-    """A preparation that has begun.
+    """A preparation and its units of work.
 
     Attributes:
-        request: What was asked for.
+        request: The options, paths absolute.
+        tokenizer: The tokenizer.
         units: All units.
-        done: Results of the units that an earlier run finished.
         rejected: Files left out before any was read.
+        options: Identifies the request.
         signature: Identifies request and units.
-        is_complete: Whether the corpus is there already.
+        done: Results of the units that an earlier run finished.
+        is_complete: Whether the corpus exists already.
     """
 
     request: PrepareRequest
+    tokenizer: Tokenizer = field(repr=False)
     units: tuple[Unit, ...]
-    done: tuple[UnitResult, ...]
     rejected: tuple[Rejected, ...]
+    options: str
     signature: str
-    is_complete: bool
+    done: tuple[UnitResult, ...] = ()
+    is_complete: bool = False
 
     @property
     def pending(self) -> tuple[Unit, ...]:
-        """Return the units that are still to be written."""
+        """Return the units that remain to be written."""
         finished = {result.index for result in self.done}
         return tuple(unit for unit in self.units if unit.index not in finished)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareProgress:
-    """How far a preparation is.
+    """Progress of a preparation.
 
     Attributes:
-        units_done: Units finished, those of earlier runs included.
+        units_done: Finished units, including those of earlier runs.
         num_units: All units.
         documents: Documents stored so far.
         tokens: Tokens stored so far.
         rejected: Documents left out so far; repeated ones are found at the end.
-        bytes_done: Bytes of input in the units that are finished.
-        num_bytes: Bytes of input in all: as stored for files that are read whole, else unpacked.
+        bytes_done: Input bytes of the finished units.
+        num_bytes: Input bytes of all units: as stored for files that are read whole, else uncompressed.
     """
 
     units_done: int
@@ -104,61 +107,49 @@ class PrepareProgress:
 ProgressCallback = Callable[[PrepareProgress], None]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Plan:
-    """What a request comes to before anything is written."""
-
-    request: PrepareRequest
-    tokenizer: Tokenizer
-    units: tuple[Unit, ...]
-    rejected: tuple[Rejected, ...]
-    options: str
-    signature: str
-
-
 @contextmanager
 def preparing(request: PrepareRequest, patience: Patience = PATIENCE) -> Iterator[Preparation]:
-    """List the sources, claim the directory, and keep others from it until the block ends.
+    """List the sources and lock the output directory until the block ends.
 
-    Nothing that is already there is written over, and nothing is written for a request that can't be met.
+    Nothing that exists is overwritten, and nothing is written for a request that can't be fulfilled.
 
     Raises:
-        UserError: A source, an option or the tokenizer can't be used, there is nothing to read, the directory
-            holds another corpus, another unfinished preparation or files that are not ours, or another process
-            is preparing there.
-        RunError: A storage was away for too long.
+        UserError: A source, an option or the tokenizer can't be used, there is nothing to read, the directory holds
+            another corpus, another unfinished preparation or other files, or another process is preparing there.
+        RunError: A storage did not answer in time.
     """
-    plan = patience.call_or_fail("the sources", lambda: _plan(request))
-    out = plan.request.out
-    if patience.call_or_fail(out, lambda: _is_complete(out, plan)):
+    found = patience.call_or_fail("the sources", lambda: _listed(request))
+    out = found.request.out
+    if patience.call_or_fail(out, lambda: _is_complete(found)):
         _remove_leftovers(out, patience)
-        yield _preparation(plan, is_complete=True)
+        yield replace(found, is_complete=True)
         return
-    patience.call_or_fail(out, lambda: _refuse_other_content(out, plan))
+    patience.call_or_fail(out, lambda: _refuse_other_content(found))
     with directory_lock(out, patience=patience):
-        # Looked at again: the process that held the lock before may have finished.
-        is_complete = patience.call_or_fail(out, lambda: _is_complete(out, plan))
-        if not is_complete:
-            patience.call_or_fail(out, lambda: _claim(out, plan))
-        yield patience.call_or_fail(out, lambda: _preparation(plan, is_complete=is_complete))
+        # Checked again, since the process that held the lock before may have finished.
+        if patience.call_or_fail(out, lambda: _is_complete(found)):
+            yield replace(found, is_complete=True)
+            return
+        patience.call_or_fail(out, lambda: _claim(found))
+        yield patience.call_or_fail(out, lambda: _finished(found))
 
 
 def finish(preparation: Preparation, results: tuple[UnitResult, ...], patience: Patience = PATIENCE) -> Corpus:
     """Merge the units' notes and commit the corpus by writing ``corpus.json``.
 
     Args:
-        preparation: What ``preparing`` gave.
+        preparation: The value of ``preparing``.
         results: The results of all units, in any order.
         patience: How long to wait for the storage of the corpus.
 
     Raises:
         UserError: No document is left, or a JSONL file holds no JSON object.
-        RunError: The corpus can't be written; a ``StorageAwayError`` where its storage was away for too long.
+        RunError: The corpus can't be written; a ``StorageAwayError`` if its storage did not answer in time.
     """
     ordered = tuple(sorted(results, key=lambda result: result.index))
     assert [r.index for r in ordered] == [u.index for u in preparation.units], "every unit must have one result"
     request = preparation.request
-    tokenizer = patience.call_or_fail(request.tokenizer, lambda: load_tokenizer(request.tokenizer).info)
+    tokenizer = preparation.tokenizer.info
     others = _other_corpora(request, tokenizer, patience)
     merge_units = functools.partial(
         merge,
@@ -172,7 +163,7 @@ def finish(preparation: Preparation, results: tuple[UnitResult, ...], patience: 
         patience=patience,
     )
     info = patience.call_or_fail(request.out, merge_units)
-    # The corpus is committed: what can't be removed now is removed by the next preparation.
+    # The corpus is committed; what can't be removed now is removed by the next preparation.
     with suppress(OSError):
         remove_working_files(request.out, info)
     return Corpus.open(request.out, patience=patience)
@@ -181,7 +172,7 @@ def finish(preparation: Preparation, results: tuple[UnitResult, ...], patience: 
 def prepare_local(
     request: PrepareRequest, progress: ProgressCallback | None = None, patience: Patience = PATIENCE
 ) -> Corpus:
-    """Prepare a corpus in this process, one unit after another; the same files as through Ray.
+    """Prepare a corpus in this process, one unit after another; writes the same files as through Ray.
 
     Raises:
         UserError: As ``preparing`` and ``finish`` do, and for a file that can't be read.
@@ -191,17 +182,16 @@ def prepare_local(
         request = preparation.request
         if preparation.is_complete:
             return Corpus.open(request.out, patience=patience)
-        tokenizer = patience.call_or_fail(request.tokenizer, lambda: load_tokenizer(request.tokenizer))
         results = list(preparation.done)
         for unit in preparation.pending:
-            results.append(write_unit(request.out, unit, tokenizer, patience))
+            results.append(write_unit(request.out, unit, preparation.tokenizer, patience))
             if progress is not None:
                 progress(progress_of(preparation, results))
         return finish(preparation, tuple(results), patience)
 
 
 def progress_of(preparation: Preparation, results: Sequence[UnitResult]) -> PrepareProgress:
-    """Return the progress that the results so far amount to, those of earlier runs included."""
+    """Return the progress given the results so far, including those of earlier runs."""
     finished = {result.index for result in results}
     return PrepareProgress(
         units_done=len(results),
@@ -214,15 +204,16 @@ def progress_of(preparation: Preparation, results: Sequence[UnitResult]) -> Prep
     )
 
 
-def _plan(request: PrepareRequest) -> _Plan:
+def _listed(request: PrepareRequest) -> Preparation:
+    """Check a request and list its units, before anything is written."""
     request = _with_absolute_paths(request)
     for name, path in (("out", str(request.out)), ("tokenizer", request.tokenizer)):
         if path_text(path) != path:
-            raise UserError(f"{name}={path_text(path)}: its name is not UTF-8, which a corpus can't hold; rename it")
+            raise UserError(f"{name}={path_text(path)}: its name is not UTF-8, which a corpus can't store; rename it")
     tokenizer = load_tokenizer(request.tokenizer)
     request.sources.fields.check(request.sources.kind)
     if request.sources.fields.kind == "messages":
-        # Says now that there is no chat template, not in the first task.
+        # Refuses a missing chat template now instead of in the first task.
         tokenizer.chat()
     units, rejected = list_units(request.sources, request.unit_bytes)
     if not units:
@@ -239,26 +230,19 @@ def _plan(request: PrepareRequest) -> _Plan:
     others = _other_corpora(request, tokenizer.info)
     options = _options_signature(request, tokenizer, others)
     signature = stable_hash([options, [unit_signature(unit, tokenizer) for unit in units]])
-    return _Plan(
+    return Preparation(
         request=request, tokenizer=tokenizer, units=units, rejected=rejected, options=options, signature=signature
     )
 
 
-def _preparation(plan: _Plan, *, is_complete: bool) -> Preparation:
-    out = plan.request.out
-    found = () if is_complete else (finished_unit(out, unit, plan.tokenizer) for unit in plan.units)
-    return Preparation(
-        request=plan.request,
-        units=plan.units,
-        done=tuple(result for result in found if result is not None),
-        rejected=plan.rejected,
-        signature=plan.signature,
-        is_complete=is_complete,
-    )
+def _finished(preparation: Preparation) -> Preparation:
+    """Return the preparation with the units that an earlier run finished."""
+    found = (finished_unit(preparation.request.out, unit, preparation.tokenizer) for unit in preparation.units)
+    return replace(preparation, done=tuple(result for result in found if result is not None))
 
 
 def _with_absolute_paths(request: PrepareRequest) -> PrepareRequest:
-    """Resolve what is on disk here: a worker has another current directory; hub names stay as they are."""
+    """Make paths that exist absolute, since workers have another current directory; hub names are kept."""
     paths = tuple(_absolute(path) for path in request.sources.paths)
     return replace(
         request,
@@ -277,7 +261,7 @@ def _absolute(path: str) -> str:
 def _other_corpora(
     request: PrepareRequest, tokenizer: TokenizerInfo, patience: Patience = PATIENCE
 ) -> tuple[Corpus, ...]:
-    """Open the corpora whose documents are left out."""
+    """Open the corpora whose documents are to be left out."""
     others = []
     for path in request.without:
         try:
@@ -286,8 +270,8 @@ def _other_corpora(
             raise UserError(f"without{str(error).removeprefix('data.path')}") from error
         if corpus.tokenizer.fingerprint != tokenizer.fingerprint:
             raise UserError(
-                f"without={path}: was prepared with the tokenizer {corpus.tokenizer.name}, this corpus is to be with "
-                f"{tokenizer.name}; the corpora of a run need one tokenizer"
+                f"without={path}: was prepared with the tokenizer {corpus.tokenizer.name}, not {tokenizer.name}; the "
+                "corpora of a run need the same tokenizer"
             )
         others.append(corpus)
     return tuple(others)
@@ -305,41 +289,43 @@ def _options_signature(request: PrepareRequest, tokenizer: Tokenizer, others: Se
     )
 
 
-def _is_complete(out: Path, plan: _Plan) -> bool:
-    """Return whether the same corpus is there already; another one is refused."""
+def _is_complete(preparation: Preparation) -> bool:
+    """Return whether the same corpus exists already; another one is refused."""
+    out = preparation.request.out
     if out.exists() and not out.is_dir():
         raise UserError(f"out={out}: is a file; name a directory")
     if not (out / CORPUS_FILE).is_file():
         return False
-    if _field(out / CORPUS_FILE, "signature") == plan.signature:
+    if _field(out / CORPUS_FILE, "signature") == preparation.signature:
         return True
     raise UserError(
         f"out={out}: already holds a corpus of other sources, options or source files, or of another version; "
-        "nothing was written over. Choose another directory, or delete this one first"
+        "nothing was overwritten. Choose another directory, or delete this one first"
     )
 
 
-def _refuse_other_content(out: Path, plan: _Plan) -> None:
+def _refuse_other_content(preparation: Preparation) -> None:
+    out = preparation.request.out
     if (out / PREPARATION_FILE).is_file():
-        if _field(out / PREPARATION_FILE, "options") != plan.options:
+        if _field(out / PREPARATION_FILE, "options") != preparation.options:
             raise UserError(
                 f"out={out}: holds an unfinished preparation with other sources or options; "
-                "nothing was written over. Choose another directory, or delete this one first"
+                "nothing was overwritten. Choose another directory, or delete this one first"
             )
         return
     if out.is_dir() and not all(_is_ours(path) for path in out.iterdir()):
-        raise UserError(f"out={out}: is not empty and holds no corpus of ours; choose another directory")
+        raise UserError(f"out={out}: is not empty and holds no corpus; choose another directory")
 
 
 def _is_ours(path: Path) -> bool:
-    """Return whether a file is what a preparation leaves that was killed before it had claimed the directory."""
-    return path.name == LOCK_FILE or path.name.startswith(TEMPORARY_PREFIX)
+    """Return whether a preparation left the file that was killed before it had claimed the directory."""
+    return path.name == LOCK_FILE or path.name.startswith(TEMPORARY_PREFIX) or is_old_temporary(path)
 
 
 def _remove_leftovers(out: Path, patience: Patience) -> None:
     """Remove what a preparation left that was killed after it had committed the corpus.
 
-    Where the directory can't be written, or another process holds it and does the same, they stay and do no harm.
+    If the directory can't be written, or another process has locked it to do the same, the files stay and do no harm.
     """
     info = Corpus.open(out, patience=patience).info
     with suppress(UserError, OSError):
@@ -348,10 +334,11 @@ def _remove_leftovers(out: Path, patience: Patience) -> None:
                 remove_working_files(out, info)
 
 
-def _claim(out: Path, plan: _Plan) -> None:
-    _refuse_other_content(out, plan)
-    if not (out / PREPARATION_FILE).is_file():
-        write_text(out / PREPARATION_FILE, json.dumps({"options": plan.options}))
+def _claim(preparation: Preparation) -> None:
+    _refuse_other_content(preparation)
+    path = preparation.request.out / PREPARATION_FILE
+    if not path.is_file():
+        write_text(path, json.dumps({"options": preparation.options}))
 
 
 def _field(path: Path, name: str) -> object:

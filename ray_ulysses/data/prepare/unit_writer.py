@@ -1,7 +1,6 @@
-"""Preparing one unit: its documents become one shard and the notes that the merge needs.
+"""Prepares one unit: writes its documents as one shard, and the notes that the merge needs.
 
-The unit's JSON file is written last, so that a unit counts as done only when everything else of it is in
-place.
+The unit's JSON file is written last, so that a unit counts as done only when all its other files exist.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ NOTES_SCHEMA = pa.schema(
         ("offset", pa.int64()),
         ("id", pa.string()),
         ("content", pa.binary(16)),
-        # Null where one span covers the document.
+        # Null if one span covers the document.
         ("span_starts", pa.list_(pa.int64())),
         ("span_stops", pa.list_(pa.int64())),
     ]
@@ -51,19 +50,19 @@ NOTES_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitResult:
-    """What became of one unit.
+    """The result of one unit.
 
     Attributes:
         index: The unit's number.
-        signature: The unit's and the tokenizer's, at the time.
-        shard: The shard that was written; None when the unit held no usable document.
+        signature: Identifies the unit's content and the tokenizer.
+        shard: The shard that was written; None if the unit held no usable document.
         num_documents: Documents written.
         num_tokens: Tokens written.
         num_rejected: Documents left out.
-        has_spans: Whether a document is supervised in part only.
-        turn_ends: The special tokens that end supervised stretches.
-        token_counts: How often each id occurs, for the byte tokenizer; else None.
-        lines: The lines of the unit's file or range; None where it has none.
+        has_spans: Whether a document is supervised only in part.
+        turn_ends: The special tokens that end supervised spans.
+        token_counts: Occurrences of each id for the byte tokenizer; else None.
+        lines: The lines of the unit's file or range; None if it has none.
     """
 
     index: int
@@ -83,7 +82,7 @@ class UnitResult:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> UnitResult:
-        """Return the result that ``to_json`` described; raises `ContentError` where it is none."""
+        """Return the result that ``to_json`` described; raises `ContentError` if a field is wrong."""
         return checked(_adapter(), fields)
 
 
@@ -98,7 +97,7 @@ def unit_file(out: Path, index: int, suffix: str) -> Path:
 
 
 def unit_signature(unit: Unit, tokenizer: Tokenizer) -> str:
-    """Return what must be unchanged for a unit that is done to be kept."""
+    """Return the identity of a unit's content, format and tokenizer; a finished unit is reused while it is the same."""
     signature = f"{FORMAT_VERSION}-{unit.signature}-{tokenizer.info.fingerprint}"
     if unit.kind != "text" and unit.fields.kind == "messages":
         return f"{signature}-{tokenizer.chat().fingerprint}"
@@ -106,10 +105,10 @@ def unit_signature(unit: Unit, tokenizer: Tokenizer) -> str:
 
 
 def finished_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult | None:
-    """Return the result of a unit that an earlier run finished with the same content, else None.
+    """Return the result of a unit that an earlier run finished with the same content, or None.
 
     Raises:
-        OSError: The storage is away.
+        OSError: The storage does not answer.
     """
     try:
         result = UnitResult.from_json(json.loads(unit_file(out, unit.index, "json").read_text(encoding="utf-8")))
@@ -119,7 +118,7 @@ def finished_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult | N
         return None
     if result.signature != unit_signature(unit, tokenizer):
         return None
-    # Written before the result, but a power failure need not keep that order.
+    # They were written before the result, but a power failure may not preserve that order.
     if not all(unit_file(out, unit.index, suffix).is_file() for suffix in ("parquet", "quarantine.jsonl")):
         return None
     if result.shard is not None:
@@ -130,13 +129,13 @@ def finished_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult | N
 
 
 def write_unit(out: Path, unit: Unit, tokenizer: Tokenizer, patience: Patience = PATIENCE) -> UnitResult:
-    """Read, tokenize and store one unit; done again, it writes the same files.
+    """Read, tokenize and store one unit; repeating it writes the same files.
 
-    It is done again from its beginning where a storage stops answering, that of the sources or that of the corpus.
+    It is restarted if the storage of the sources or of the corpus stops answering.
 
     Raises:
         UserError: A file of the unit can't be read, or changed while it was read.
-        RunError: The corpus can't be written; a ``StorageAwayError`` where a storage was away for too long.
+        RunError: The corpus can't be written; a ``StorageAwayError`` if a storage did not answer in time.
     """
     return patience.call_or_fail(f"unit {unit.index} of {out}", lambda: _write_unit(out, unit, tokenizer))
 
@@ -174,7 +173,7 @@ def _write_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult:
 
 
 class _Collected:
-    """The notes of a unit while it is read."""
+    """Collects the notes of a unit while it is read."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.rejected: list[Rejected] = []
@@ -187,7 +186,7 @@ class _Collected:
         self.counts = np.zeros(info.vocab_size, dtype=np.int64) if info.kind == "bytes" else None
 
     def add(self, document: RawDocument | Rejected | LineCounts, writer: ShardWriter) -> None:
-        """Tokenize and store a document, or note why it is left out, or note how many lines there were."""
+        """Tokenize and store a document, note why it is left out, or note the number of lines."""
         if isinstance(document, LineCounts):
             self.lines = document
             return
@@ -240,4 +239,6 @@ def _refuse_changed_files(unit: Unit) -> None:
             status = None
         if status is None or (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.modified_ns):
             name = path_text(file.path)
-            raise UserError(f"source={name}: changed while it was being prepared; run prepare again when it rests")
+            raise UserError(
+                f"source={name}: changed while it was being prepared; run prepare again once it no longer changes"
+            )

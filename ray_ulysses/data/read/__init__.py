@@ -1,1 +1,1 @@
-"""The rows of a step as each rank receives them, and the digest of what it received."""
+"""Reads the rows of a step for each rank, and computes the digest of what the model received."""

@@ -1,8 +1,8 @@
-"""Proof of what the model received: a 64-bit sum that no order, restart or layout changes.
+"""Digests of what the model received: 64-bit sums that do not depend on order, restarts or layout.
 
-A slice's checksum is a sum over its positions, so the checksums of a row's slices add up to the row's own,
-whatever their number. A row's digest binds that sum to the row's number; digests of rows add up to the run's.
-All sums are modulo 2**64: unlike XOR, a sum does not forget a row that was repeated twice.
+A slice's checksum is a sum over its positions, so the checksums of a row's slices add up to the row's own, regardless
+of their number. A row's digest binds that sum to the row's number, and the digests of rows add up to the run's. All
+sums are modulo 2**64; unlike XOR, a sum does not cancel a row that was trained twice.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ def checksum(
     """Return the checksum of a contiguous part of a row, from the arrays that the model is given.
 
     Args:
-        first_position: Where in the row the part begins.
+        first_position: Position in the row at which the part begins.
         input_ids: int64 [tokens].
         labels: int64 [tokens].
         position_ids: int64 [tokens].
 
     Returns:
-        An integer in ``[0, 2**64)``; the checksums of a row's parts are added modulo 2**64.
+        An integer in ``[0, 2**64)``; the checksums of a row's parts add up modulo 2**64.
     """
     places = np.arange(first_position, first_position + input_ids.size, dtype=np.uint64)
-    # Each value enters before another mixing, so that a token and a label that change places are noticed.
+    # Mixing after each value makes a token and a label that trade places change the result.
     mixed = mix(places)
     for values in (input_ids, labels, position_ids):
         mixed = mix(mixed ^ values.astype(np.int64, copy=False).view(np.uint64))
@@ -55,7 +55,7 @@ def ranges_checksum(
     labels: NDArray[np.int64],
     position_ids: NDArray[np.int64],
 ) -> int:
-    """Return the checksum of the tokens ``(start, stop)`` of a row, which stand in the arrays end to end."""
+    """Return the checksum of the ranges ``(start, stop)`` of a row, whose tokens are concatenated in the arrays."""
     total, place = 0, 0
     for start, stop in ranges:
         part = slice(place, place + stop - start)
@@ -65,7 +65,7 @@ def ranges_checksum(
 
 
 def row_digest(row: int, row_checksum: int) -> int:
-    """Return what a row adds to the run's digest: 0 for a filler.
+    """Return a row's contribution to the run's digest, which is 0 for a filler.
 
     Args:
         row: Global number of the row, negative for a filler.
@@ -87,5 +87,5 @@ def to_int64(value: int) -> int:
 
 
 def from_int64(value: int) -> int:
-    """Return the digest whose bits a signed integer holds."""
+    """Return the digest with the bits of a signed integer."""
     return value % MODULUS

@@ -1,4 +1,4 @@
-"""Reading ahead: an iterator that runs in a thread, a few values before they are needed."""
+"""Runs an iterator in a thread, a few values before they are needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _POLL_S = 0.1
 
 
 class ReadAhead(Generic[T]):
-    """Runs ``values`` in a thread of its own, at most ``depth`` values ahead (at least one)."""
+    """Runs ``values`` in a thread, at most ``depth`` values ahead (at least one)."""
 
     def __init__(self, values: Iterator[T], depth: int) -> None:
         self._values = values
@@ -27,7 +27,7 @@ class ReadAhead(Generic[T]):
         """Return the next value, or raise what reading it raised.
 
         Args:
-            timeout_s: How long to wait for it; None waits for ever, which is right where nothing remote is read.
+            timeout_s: How long to wait for it; None waits forever, which is meant for local reads only.
 
         Raises:
             RunError: No value came in time, or none is left.
@@ -37,7 +37,7 @@ class ReadAhead(Generic[T]):
         except queue.Empty:
             raise RunError(f"no row arrived for {timeout_s:.0f} s") from None
         if isinstance(value, _Failure):
-            # It stays at hand: a caller that asks again gets the error, not a wait without end.
+            # Kept, so that another call raises the error again instead of waiting forever.
             self._queue.put(value)
             raise value.error
         return value
@@ -52,7 +52,7 @@ class ReadAhead(Generic[T]):
             for value in self._values:
                 if not self._put(value):
                     return
-            self._put(_Failure(RunError("the rows have come to an end")))
+            self._put(_Failure(RunError("there are no more rows")))
         except Exception as error:
             self._put(_Failure(error))
 

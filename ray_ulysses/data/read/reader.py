@@ -1,4 +1,4 @@
-"""Rows as a rank receives them: its slice of tokens, labels shifted inside documents, and positions."""
+"""Reads a rank's slice of a row: tokens, labels shifted inside documents, and positions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Split = Literal["train", "evaluation"]
 
 
 class TokenStore(Protocol):
-    """Where tokens come from; a ``Corpus`` is one."""
+    """A source of tokens; a ``Corpus`` is one."""
 
     @property
     def fingerprint(self) -> str:
@@ -32,24 +32,24 @@ class TokenStore(Protocol):
         ...
 
     def label_mask(self, document: int, first: int, last: int) -> NDArray[np.bool_] | None:
-        """Return which of the tokens ``[first, last)`` of a document may be labels; None: all of them."""
+        """Return which of the tokens ``[first, last)`` of a document may be labels; None if all may."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RowSlice:
-    """What one rank holds of one row: one range of its tokens, or two on a ring.
+    """One rank's part of a row: one range of its tokens, or two on a ring.
 
     Attributes:
         row: Global number of the row; -1 for a zero-weight filler.
-        sp_rank: Which slice of the row it is.
-        sp_size: Slices of the row.
+        sp_rank: Number of the slice.
+        sp_size: Number of slices of the row.
         ring_size: Ring degree within ``sp_size``.
-        row_tokens: Length of the whole row, padding included.
-        document_lengths: Lengths of the whole row's pieces, in order, padding left out.
+        row_tokens: Length of the whole row, including padding.
+        document_lengths: Lengths of the whole row's pieces, in order, without padding.
         input_ids: int64 [row_tokens // sp_size]; padding is token 0.
-        labels: int64, the same shape: the next token of the same document, -100 where there is none or where it may
-            not be a label.
+        labels: int64, the same shape: the next token of the same document, or -100 if there is none or it may not be
+            a label.
         position_ids: int64, the same shape: from 0 in each piece, and from 0 in the padding.
     """
 
@@ -88,22 +88,22 @@ def slice_row(
     sp_size: int,
     ring_size: int = 1,
 ) -> RowSlice:
-    """Read the slice ``sp_rank`` of ``sp_size`` of a row, and no token that it does not need.
+    """Read slice ``sp_rank`` of ``sp_size`` of a row, and no tokens beyond those that it needs.
 
     Args:
-        store: Where the tokens are.
-        row: Number that the slice carries.
-        row_tokens: Padded length of the row, a multiple of what the split needs.
+        store: The source of the tokens.
+        row: Number of the row.
+        row_tokens: Padded length of the row, a multiple of ``row_multiple(sp_size, ring_size)``.
         pieces: The row's pieces in order.
-        sp_rank: Which slice.
-        sp_size: How many slices.
+        sp_rank: Number of the slice.
+        sp_size: Number of slices.
         ring_size: Ring degree within ``sp_size``.
     """
     multiple = row_multiple(sp_size, ring_size)
     if row_tokens % multiple:
         ring = f" with parallel.ring_size={ring_size}" if ring_size > 1 else ""
         raise ValueError(
-            f"row {row} has {row_tokens} tokens, which are no multiple of the {multiple} that "
+            f"row {row} has {row_tokens} tokens, not a multiple of the {multiple} that "
             f"parallel.sp_size={sp_size}{ring} needs"
         )
     length = sum(piece.length for piece in pieces)
@@ -145,7 +145,7 @@ def _read_range(
         if low < high:
             inside, count = low - begin, high - low
             num_labels = min(count, piece.num_labels - inside)
-            # One token more than the inputs, where there is one: the label of the last of them.
+            # One token more than the inputs, if there is one, as the label of the last input.
             tokens = store.read(piece.document, piece.start + inside, max(count, num_labels + 1))
             target = slice(low - first, high - first)
             input_ids[target] = tokens[:count]
@@ -161,14 +161,14 @@ def _read_range(
 
 
 def _labels(store: TokenStore, piece: Piece, inside: int, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the labels of a piece's inputs from ``inside`` on: the next tokens, where they may be labels."""
+    """Return the labels of a piece's inputs from ``inside`` on: the next tokens that may be labels."""
     first = piece.start + inside + 1
     mask = store.label_mask(piece.document, first, first + tokens.size)
     return tokens if mask is None else np.where(mask, tokens, IGNORE_INDEX)
 
 
 def filler_slice(store: TokenStore, pad_multiple: int, sp_rank: int, sp_size: int, ring_size: int = 1) -> RowSlice:
-    """Return a slice of the shortest row, all padding, which weighs nothing in any sum."""
+    """Return a slice of the shortest row, all padding, which has zero weight in every sum."""
     return slice_row(store, FILLER_ROW, pad_multiple, (), sp_rank, sp_size, ring_size)
 
 
@@ -195,10 +195,10 @@ class RowReader:
             pieces, row_tokens = self._plan.pieces(row), self._plan.row_tokens(row)
         else:
             pieces = self._plan.evaluation.pieces(row)
-            weights = self._plan.evaluation.weights(row, row + 1)
-            row_tokens = int(weights.padded_tokens(self._plan.settings.pad_multiple)[0])
+            stats = self._plan.evaluation.stats(row, row + 1)
+            row_tokens = int(stats.padded_tokens(self._plan.settings.pad_multiple)[0])
         return slice_row(self._store, row, row_tokens, pieces, sp_rank, sp_size, ring_size)
 
     def filler(self, sp_rank: int, sp_size: int, ring_size: int = 1) -> RowSlice:
-        """Return a slice of the zero-weight row that stands in where no row is left in a micro-batch."""
+        """Return a slice of the zero-weight row that fills a micro-batch without enough rows."""
         return filler_slice(self._store, self._plan.settings.pad_multiple, sp_rank, sp_size, ring_size)

@@ -1,4 +1,4 @@
-"""The rows of each step for one rank, read ahead while the last ones are trained on."""
+"""Reads the rows of each step for one rank, ahead of training."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from ray_ulysses.data.read.reader import RowReader, RowSlice
 
 
 class RowSource(Protocol):
-    """Gives a rank its slices, one a micro-batch, from any step on."""
+    """Provides a rank's slices, one per micro-batch, from any step on."""
 
     def step(self, step: int) -> Iterator[RowSlice]:
-        """Yield this rank's slices of step ``step`` (from 1 on), one a micro-batch.
+        """Yield this rank's slices of step ``step`` (from 1 on), one per micro-batch.
 
-        Steps are asked for in order after the first; every rank must ask for the same.
+        After the first step, steps must be requested in order, and by every rank.
         """
         ...
 
     def close(self) -> None:
-        """Let go of threads and buffers; calling it again does nothing."""
+        """Release threads and buffers; calling it again does nothing."""
         ...
 
 
 class DirectSource:
-    """Reads the corpus in this process; the oracle of every other source."""
+    """Reads the corpus in this process; the reference for every other source."""
 
     def __init__(
         self,
@@ -54,24 +54,24 @@ class DirectSource:
         self._next_step = 0
 
     def step(self, step: int) -> Iterator[RowSlice]:
-        """Yield this rank's slices of a step, one a micro-batch.
+        """Yield this rank's slices of a step, one per micro-batch.
 
         Raises:
             UserError: A shard can't be read.
-            RunError: No row came in time.
+            RunError: No row arrived in time.
         """
         schedule = self._plan.step_schedule(step, self._dp_size)
         if self._ahead is None or self._next_step != step:
             self.close()
             self._ahead = ReadAhead(self._slices_from(step), self._prefetch_rows)
-        # Until the last slice is out, the position is unknown: a step that is asked for again starts anew.
+        # Until the last slice is out the position is unknown, so a repeated step starts over.
         self._next_step = 0
         for _ in schedule:
             yield self._ahead.next(self._timeout_s)
         self._next_step = step + 1
 
     def close(self) -> None:
-        """Stop reading ahead; the next step starts afresh."""
+        """Stop reading ahead; the next step starts over."""
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None

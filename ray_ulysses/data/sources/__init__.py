@@ -1,1 +1,1 @@
-"""The user's files and data sets: listed, cut into units of work, and read document by document."""
+"""Lists the user's files and data sets, divides them into units of work, and reads their documents."""

@@ -1,4 +1,4 @@
-"""Reading the documents of one unit; what can't be a document is rejected with its reason."""
+"""Reads the documents of one unit; what can't be a document is rejected with a reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -35,17 +35,19 @@ from ray_ulysses.storage.patience import READ_ERRORS
 _BATCH_ROWS = 64
 _BATCH_BYTES = 4 << 20
 _BUFFER_BYTES = 1 << 20
+_PACKING_MARKS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+_ONLY_JSONL = "only .jsonl.gz and .jsonl.zst are read compressed; decompress it, or store its documents as JSON Lines"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawDocument:
-    """One document before it is tokenized, and where it came from.
+    """One document before it is tokenized, and its origin.
 
     Attributes:
         content: Text (not empty and valid as UTF-8), tokens, a chat, or a prompt with its completion.
         source: File or data set.
         offset: Line or row in it, from 1; 0 for a whole file.
-        id: The row's own id; empty where it has none.
+        id: The row's own id; empty if it has none.
     """
 
     content: Content
@@ -55,12 +57,12 @@ class RawDocument:
 
 
 def read_unit(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
-    """Yield the unit's documents in their order, in their place those that are left out, and last the count of lines.
+    """Yield the unit's documents in order, a `Rejected` for each that is left out, and last the count of lines.
 
-    Lines are counted, and so documents of JSONL numbered, from the begin of the unit's range. Only JSONL has lines.
+    Only JSONL has lines. They are counted, and its documents numbered, from the beginning of the unit's range.
 
     Raises:
-        UserError: A file can't be read as what it is; the text names it.
+        UserError: Names a file that can't be read in its format.
     """
     readers: dict[str, Callable[[Unit], Iterator[RawDocument | Rejected | LineCounts]]]
     readers = {
@@ -100,7 +102,7 @@ def _read_texts(unit: Unit) -> Iterator[RawDocument | Rejected]:
 
 
 def _read_json(unit: Unit) -> Iterator[RawDocument | Rejected]:
-    """Read a list of rows, or a row per line, as rows; any other JSON is a text, where text is asked for."""
+    """Read a list of rows, or a row per line, as rows; any other JSON is a text if the fields ask for text."""
     fields = unit.fields
     for file in unit.files:
         text = _whole_text(file.path)
@@ -116,12 +118,12 @@ def _read_json(unit: Unit) -> Iterator[RawDocument | Rejected]:
         elif fields.kind == "text":
             yield _document({"text": text}, RowFields(), file.path, 0)
         else:
-            reason = f"no JSON list of rows, and no row per line, with {' and '.join(map(repr, _needed(fields)))}"
+            reason = f"not a JSON list of rows or a row per line with {' and '.join(map(repr, _needed(fields)))}"
             yield Rejected(source=path_text(file.path), offset=0, reason=reason)
 
 
 def _listed_rows(text: str, fields: RowFields) -> list[dict[str, Any]] | None:
-    """Return the rows of a JSON list of objects of which one, at least, has the fields; None for any other text."""
+    """Return the rows of a JSON list of objects, at least one of which has the fields; None for any other text."""
     if not text.lstrip().startswith("["):
         return None
     try:
@@ -132,7 +134,7 @@ def _listed_rows(text: str, fields: RowFields) -> list[dict[str, Any]] | None:
 
 
 def _is_row_per_line(text: str, fields: RowFields) -> bool:
-    """Return whether the first two lines are rows, as in JSON Lines whose name ends with ``.json``."""
+    """Return whether the first two lines are rows, as in JSON Lines in a ``.json`` file."""
     if not text.lstrip().startswith("{"):
         return False
     first = itertools.islice(filter(str.strip, text.split("\n")), 2)
@@ -144,7 +146,7 @@ def _is_row_per_line(text: str, fields: RowFields) -> bool:
 
 
 def _are_rows(values: Sequence[Any], fields: RowFields) -> bool:
-    """Return whether all values are objects, of which one, at least, has the fields."""
+    """Return whether all values are objects, at least one of which has the fields."""
     are_objects = all(isinstance(value, dict) for value in values)
     return are_objects and any(value.keys() >= set(_needed(fields)) for value in values)
 
@@ -157,13 +159,17 @@ def _whole_text(path: str) -> str | Rejected:
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        # A document that was left out because its file could not be read would be lost for good.
+        # Rejecting it would lose the document for good.
         raise unreadable(path, error) from error
-    return _decode(data.removeprefix(codecs.BOM_UTF8), path, 0)
+    found = _decode(data.removeprefix(codecs.BOM_UTF8), path, 0)
+    packing = next((name for mark, name in _PACKING_MARKS.items() if data.startswith(mark)), None)
+    if isinstance(found, Rejected) and packing is not None:
+        return replace(found, reason=f"compressed with {packing}: {_ONLY_JSONL}")
+    return found
 
 
 def _open_packed(path: str) -> AbstractContextManager[BinaryIO]:
-    opened = open_zstd(path) if path.lower().endswith(".zst") else gzip.open(path, "rb")  # noqa: SIM115 -- the caller does
+    opened = open_zstd(path) if path.lower().endswith(".zst") else gzip.open(path, "rb")  # noqa: SIM115 -- closed by the caller
     return cast("AbstractContextManager[BinaryIO]", opened)
 
 
@@ -218,7 +224,7 @@ def _read_parquet(unit: Unit) -> Iterator[RawDocument | Rejected]:
     path = unit.files[0].path
     columns = list(dict.fromkeys(unit.fields.by_role.values()))
     try:
-        # Without a buffer pyarrow 25 holds a row group's columns whole; with one a page, as large as it was written.
+        # Without a buffer pyarrow 25 holds whole columns of a row group; with one, only a page.
         with open_parquet(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as parquet:
             metadata = parquet.metadata
             row = 1 + sum(metadata.row_group(group).num_rows for group in range(unit.first))
@@ -232,7 +238,7 @@ def _read_parquet(unit: Unit) -> Iterator[RawDocument | Rejected]:
 
 
 def _batch_rows(num_rows: int, num_bytes: int) -> int:
-    """Return how many rows to decode at once, so that long documents do not add up in memory."""
+    """Return the number of rows to decode at once, so that long documents do not accumulate in memory."""
     return max(1, min(_BATCH_ROWS, _BATCH_BYTES * num_rows // max(1, num_bytes)))
 
 
@@ -266,7 +272,7 @@ def _batch_documents(
 
 
 def _value(scalar: pa.Scalar, role: FieldRole) -> object:
-    """Return a value; lists of integers as arrays, since a list of a million Python integers takes a second.
+    """Return a value; lists of integers as arrays, since a million Python integers take a second.
 
     Raises:
         RowError: Python has no such value: text that is not UTF-8, a time before the year 1, a list of too many levels.

@@ -1,4 +1,4 @@
-"""The files of the sources: each listed once, whatever links lead to it, in an order that their names alone decide."""
+"""Lists the files of the sources, each once regardless of links to it, in an order given by their names alone."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class FileStamp:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Folder:
-    """A folder that is still to be listed.
+    """A folder to be listed.
 
     Attributes:
         path: Its path, through the links that lead to it.
         below: The same, relative to the source.
         real: Its path without links.
-        entered: The real paths of all folders on the way to it, its own included.
+        entered: The real paths of all its parents and its own.
     """
 
     path: str
@@ -49,10 +49,10 @@ class _Folder:
 
 
 class FileListing:
-    """Lists one source after another, and knows the files that it has listed already.
+    """Lists one source after another, and each file only once.
 
-    Links are followed, those to folders too; a link that leads back to a folder it lies in is not. Errors of the
-    storage pass, so that a listing that was disturbed can be begun again; none of them leaves a file out.
+    Links are followed, except those to a parent of the link. Errors of the storage are raised, so that the listing can
+    be repeated and no file is left out.
 
     Attributes:
         pattern: Only files of a folder whose path below it matches; ``*`` also crosses ``/``.
@@ -65,7 +65,7 @@ class FileListing:
         self._listed: dict[str, str] = {}
 
     def files(self, source: Path) -> Iterator[FileStamp | Rejected]:
-        """Yield the files of a source, in their place those that are left out.
+        """Yield the files of a source, and a `Rejected` for each that is left out.
 
         Raises:
             UserError: The source is missing, or a file or folder of it can't be read.
@@ -81,7 +81,7 @@ class FileListing:
             yield self._file(path, real, status)
 
     def _files_below(self, source: _Folder) -> Iterator[FileStamp | Rejected]:
-        """Yield the files of a folder, then those of the folders in it, each in the order of the names."""
+        """Yield the files of a folder, then those of its subfolders, sorted by name."""
         folders = [source]
         while folders:
             folder = folders.pop()
@@ -96,7 +96,7 @@ class FileListing:
             folders.extend(reversed(inner))
 
     def _entry(self, entry: os.DirEntry[str], below: str, folder: _Folder) -> _Folder | FileStamp | Rejected | None:
-        """Return what a name in a folder stands for; None for a file that does not match."""
+        """Return the file or folder of a directory entry; None for a file that does not match."""
         try:
             is_folder, is_link = entry.is_dir(), entry.is_symlink()
             if not is_folder and not matches(below, self.pattern):
@@ -110,7 +110,7 @@ class FileListing:
         if not is_folder:
             return self._file(entry.path, real, status)
         if real in folder.entered:
-            return Rejected(source=path_text(entry.path), offset=0, reason="a link back to a folder that it lies in")
+            return Rejected(source=path_text(entry.path), offset=0, reason="a link to one of its own parent folders")
         return _Folder(path=entry.path, below=below, real=real, entered=folder.entered | {real})
 
     def _file(self, path: str, real: str, status: os.stat_result) -> FileStamp | Rejected:
@@ -125,10 +125,10 @@ class FileListing:
 
 @contextmanager
 def open_parquet(path: str, **options: Any) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file of any name; pyarrow takes one that is not UTF-8 as bytes only.
+    """Open a Parquet file of any name; pyarrow accepts a name that is not UTF-8 only as bytes.
 
     Raises:
-        OSError: It can't be read, as the other ``READ_ERRORS``.
+        OSError: It can't be read, like the other ``READ_ERRORS``.
     """
     with pa.OSFile(os.fsencode(path)) as file, pq.ParquetFile(file, **options) as parquet:
         yield parquet
@@ -147,7 +147,7 @@ def matches(below: str, pattern: str) -> bool:
 
 
 def is_excluded(below: str, patterns: Sequence[str]) -> bool:
-    """Return whether a file or folder is to be left out; a pattern without ``/`` also matches the last name."""
+    """Return whether a file or folder is excluded; a pattern without ``/`` also matches its last name."""
     name = below.rpartition("/")[2]
     return any(
         matches(below, pattern) or ("/" not in pattern and fnmatch.fnmatchcase(name, pattern)) for pattern in patterns
@@ -155,12 +155,12 @@ def is_excluded(below: str, patterns: Sequence[str]) -> bool:
 
 
 def unreadable(path: str, error: Exception, what: str = "") -> Exception:
-    """Return what to raise where a source can't be read: the error itself where the storage may only be away.
+    """Return the error for a source that can't be read; a transient error is returned itself, to be retried.
 
     Args:
         path: The file or folder.
-        error: What reading it raised.
-        what: The format that it should have; empty where it is not about the format.
+        error: The error of reading it.
+        what: The expected format; empty if the format is not the problem.
     """
     if is_transient(error):
         return error

@@ -1,7 +1,7 @@
-"""One file of lines as many units: byte ranges that never cut a line, and line numbers that are those of the file.
+"""Divides a file of lines into byte ranges that split no line, and numbers the lines as in the whole file.
 
-A line belongs to the range that it begins in, and is read to its end wherever that is. Within a range lines are
-counted from 1; only the merge knows how many the ranges before it hold.
+A line belongs to the range that it begins in, and is read to its end even beyond the range. Within a range lines are
+counted from 1; only the merge knows the number of lines before it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class LineCounts:
 
     Attributes:
         source: The file.
-        num_lines: Lines that begin there, blank ones included.
-        num_filled: Those that are not blank.
-        num_broken: Those of the filled that are no JSON object.
-        num_before: Lines of the file before the range; 0 until ``number_lines`` has seen all ranges.
+        num_lines: Lines that begin there, including blank ones.
+        num_filled: Lines that are not blank.
+        num_broken: Filled lines that are not a JSON object.
+        num_before: Lines of the file before the range; 0 until set by ``number_lines``.
     """
 
     source: str
@@ -37,7 +37,7 @@ class LineCounts:
     num_before: int = 0
 
 
-def cut_bytes(num_bytes: int, unit_bytes: int) -> list[tuple[int, int]]:
+def byte_ranges(num_bytes: int, unit_bytes: int) -> list[tuple[int, int]]:
     """Return ``[first, last)`` of the fewest equal ranges of at most ``unit_bytes`` (at least 1) that cover a file."""
     count = max(1, -(-num_bytes // max(1, unit_bytes)))
     borders = [number * num_bytes // count for number in range(count + 1)]
@@ -45,9 +45,9 @@ def cut_bytes(num_bytes: int, unit_bytes: int) -> list[tuple[int, int]]:
 
 
 def range_lines(path: str | Path, first: int, last: int) -> Iterator[bytes]:
-    """Yield the lines of a file that begin at the bytes ``[first, last)``, each whole and with its line feed.
+    """Yield the lines of a file that begin in the bytes ``[first, last)``, whole and with their line feeds.
 
-    A line ends with a line feed, or with the file. No more is held than one line of the range.
+    A line ends with a line feed, or with the file. Only one line is held in memory.
 
     Raises:
         OSError: The file can't be read.
@@ -60,7 +60,7 @@ def range_lines(path: str | Path, first: int, last: int) -> Iterator[bytes]:
 
 
 def number_lines(counts: Sequence[LineCounts | None]) -> tuple[LineCounts | None, ...]:
-    """Return the counts of all units, in their order, with the lines of the same file before each."""
+    """Return the counts of all units, in their order, with ``num_before`` set."""
     seen: dict[str, int] = {}
     numbered: list[LineCounts | None] = []
     for one in counts:
@@ -74,7 +74,7 @@ def number_lines(counts: Sequence[LineCounts | None]) -> tuple[LineCounts | None
 
 
 def refuse_files_without_objects(counts: Sequence[LineCounts | None]) -> None:
-    """Refuse files that have lines, and no JSON object in any of them over all their units.
+    """Refuse files with lines none of which, over all their units, is a JSON object.
 
     Raises:
         UserError: Names every such file.
@@ -92,10 +92,10 @@ def refuse_files_without_objects(counts: Sequence[LineCounts | None]) -> None:
 
 
 def _first_line(file: BinaryIO, first: int, last: int) -> int:
-    """Go to the first line that begins at or after ``first``; return a place from ``last`` on where none does."""
+    """Seek to the first line that begins at or after ``first``; return ``last`` or more if there is none before it."""
     if first == 0:
         return 0
-    # The byte before tells whether a line begins at `first` itself.
+    # The byte before shows whether a line begins at `first` itself.
     at = first - 1
     file.seek(at)
     while at < last:

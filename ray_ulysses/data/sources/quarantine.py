@@ -1,4 +1,4 @@
-"""Documents that are left out of a corpus: which, and why."""
+"""Documents that are left out of a corpus, and the reasons."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 _SAME = re.compile(r"^(the same \w+ as) .*", re.DOTALL)
-# What stands behind the colon differs from document to document, but for what is said of a message or a tool.
+# The text after the colon differs between documents, except in reasons about a message or a tool.
 _DETAILED = re.compile(r"^(?!message |tool )([^:]+): .*", re.DOTALL)
 _NUMBER = re.compile(r"(?<![-\w])\d+\b")
 
@@ -16,7 +16,7 @@ class Rejected:
     """A document that is left out.
 
     Attributes:
-        source: File or data set that it is in.
+        source: Its file or data set.
         offset: Line or row in it, from 1; 0 for a whole file.
         reason: Why it is left out.
     """
@@ -27,6 +27,6 @@ class Rejected:
 
 
 def reason_class(reason: str) -> str:
-    """Return a reason without what differs from one document to the next, so that equal ones can be counted."""
+    """Return a reason without the parts that differ between documents, so that equal ones can be counted."""
     common = _SAME.sub(r"\1 another", reason)
     return _NUMBER.sub("N", _DETAILED.sub(r"\1", common))

@@ -1,7 +1,7 @@
-"""Which fields of a row make a document, and the document that they make.
+"""Makes documents from the fields of rows.
 
-A row of JSONL, Parquet or a data set is one of four kinds: text; tokens with or without labels; a chat; or a
-prompt with its completion. The options name the fields, and so choose the kind.
+A row of JSONL, Parquet or a data set is one of four kinds: text; tokens with or without labels; a chat; or a prompt
+with its completion. The kind follows from the options that name the fields.
 """
 
 from __future__ import annotations
@@ -20,27 +20,26 @@ RowKind = Literal["text", "tokens", "messages", "completion"]
 FieldRole = Literal["text", "tokens", "labels", "messages", "tools", "prompt", "completion", "id"]
 DEFAULT_TEXT_FIELD = "text"
 ASSISTANT = "assistant"
-# Read where a row has them; a row without is a document all the same.
+# Optional in each row.
 OPTIONAL_ROLES: tuple[FieldRole, ...] = ("tools", "id")
 _ALONE = ("text", "tokens", "messages")
-# Far more than messages and tools have, and far less than what Python, or a template, gives up at.
+# Far more levels than messages and tools have, and far fewer than the limits of Python and of templates.
 _MAX_DEPTH = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowFields:
-    """The keys or columns of a row that are read; None for those that are not.
+    """Names of the keys or columns of a row that are read; None for those that are not.
 
     Attributes:
-        text: Holds the text of a document; ``text`` where no other field is named.
-        tokens: Holds token ids.
-        labels: Holds, beside ``tokens``, -100 or the token itself for each token.
-        messages: Holds a chat, a list of ``{role, content}``; a content may be a list of ``{type: text, text}``.
-        tools: Holds, beside ``messages``, the tools that the assistant may call, for the chat template; a list, or the
-            JSON of one.
-        prompt: Holds the text before the completion; only the completion is supervised.
-        completion: Holds the text that is to be learned.
-        id: Holds the row's own id, which is kept.
+        text: The text of a document; ``text`` if no other field is named.
+        tokens: Token ids.
+        labels: Beside ``tokens``: -100 or the token itself for each token.
+        messages: A chat, a list of ``{role, content}``; a content may be a list of ``{type: text, text}``.
+        tools: Beside ``messages``: the tools that the assistant may call, for the chat template; a list, or its JSON.
+        prompt: The text before the completion; only the completion is supervised.
+        completion: The text to be learned.
+        id: The row's own id, which is kept.
     """
 
     text: str | None = None
@@ -54,12 +53,12 @@ class RowFields:
 
     @classmethod
     def from_options(cls, options: Mapping[str, str | None]) -> RowFields:
-        """Return the fields that the options ``text_field`` and so on name."""
+        """Return the fields named by the options ``text_field`` and so on."""
         return cls(**{name.removesuffix("_field"): value for name, value in options.items()})
 
     @property
     def kind(self) -> RowKind:
-        """Return what a row is."""
+        """Return the kind of document that a row holds."""
         if self.tokens is not None:
             return "tokens"
         if self.messages is not None:
@@ -68,7 +67,7 @@ class RowFields:
 
     @property
     def by_role(self) -> dict[FieldRole, str]:
-        """Return the fields that are read, by what they are for."""
+        """Return the fields that are read, by role."""
         named = asdict(self)
         found: dict[FieldRole, str] = {role: named[role] for role in get_args(FieldRole) if named[role] is not None}
         if self.kind == "text":
@@ -76,13 +75,13 @@ class RowFields:
         return found
 
     def check(self, kind: str) -> None:
-        """Refuse fields that do not go together.
+        """Refuse inconsistent fields.
 
         Args:
-            kind: How the sources are read, as in ``SourceSpec.kind``.
+            kind: The value of ``SourceSpec.kind``.
 
         Raises:
-            ConfigError: Names every option that is wrong, all at once.
+            ConfigError: Names every wrong option at once.
         """
         problems = self._problems(kind)
         if problems:
@@ -107,7 +106,7 @@ class RowFields:
             )
         for role, partner in (("labels", "tokens"), ("tools", "messages")):
             if role in given and partner not in given:
-                rule = f"{role} stand beside {partner}, and {option(partner)} is not given"
+                rule = f"{role} need {partner}, and {option(partner)} is not given"
                 refuse(role, rule, "name that field too")
         for role, partner in (("prompt", "completion"), ("completion", "prompt")):
             if role in given and partner not in given:
@@ -123,17 +122,17 @@ class RowFields:
 
 
 def option(role: str) -> str:
-    """Return the name of the option that gives a field."""
+    """Return the name of the option for a field."""
     return f"{role}_field"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenRow:
-    """A document that is tokens already.
+    """A document that is already tokenized.
 
     Attributes:
         tokens: int64 ids.
-        labels: int64, as many, -100 or the token; None where every token is supervised.
+        labels: int64, of the same size, -100 or the token; None if every token is supervised.
     """
 
     tokens: NDArray[np.int64]
@@ -145,8 +144,8 @@ class ChatRow:
     """A conversation.
 
     Attributes:
-        messages: Each with ``role`` and ``content``, a string, and what else the chat template reads; with a
-            ``weight`` of 0 where it is the assistant's and not to be learned.
+        messages: Each with ``role``, ``content`` (a string) and other fields for the chat template; a ``weight`` of 0
+            marks a message of the assistant that is not to be learned.
         tools: The definitions of the tools that the assistant may call, for the chat template.
     """
 
@@ -156,7 +155,7 @@ class ChatRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionRow:
-    """A prompt, and the completion that is to be learned."""
+    """A prompt and the completion to be learned."""
 
     prompt: str
     completion: str
@@ -166,18 +165,18 @@ Content = str | TokenRow | ChatRow | CompletionRow
 
 
 class RowError(ValueError):
-    """Why a row can't be a document, in words for the quarantine."""
+    """The reason why a row can't be a document, written to the quarantine."""
 
 
 def row_content(row: Mapping[FieldRole, Any], kind: RowKind) -> Content:
-    """Return the document that the fields of a row make.
+    """Return the document of a row.
 
     Args:
-        row: The values by what they are for; a value that is absent is None.
-        kind: What the row is to be.
+        row: The values by role; None for an absent one.
+        kind: The kind of the row.
 
     Raises:
-        RowError: They make none.
+        RowError: The values make no document.
     """
     if kind == "text":
         return _text(row["text"], "text")
@@ -200,7 +199,7 @@ def row_content(row: Mapping[FieldRole, Any], kind: RowKind) -> Content:
 
 
 def row_id(value: object) -> str:
-    """Return a row's own id as text; empty where there is none; RowError where it is neither text nor a number."""
+    """Return a row's own id as text, empty if it has none; RowError if it is neither text nor a number."""
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, str | int):
@@ -209,17 +208,17 @@ def row_id(value: object) -> str:
 
 
 def describe_type(value: object) -> str:
-    """Return how to name the type of a value that is not what it should be."""
+    """Return the description of a value of a wrong type."""
     return "missing" if value is None else f"of type {type(value).__name__}"
 
 
 def json_problem(error: ValueError | RecursionError) -> str:
-    """Return why a text is no JSON that can be read."""
+    """Return the reason why a text could not be parsed as JSON."""
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def _refuse_deep(value: object, name: str) -> None:
-    """Refuse a value that functions which call themselves can't walk through, with the same words in every process."""
+    """Refuse a value too deep for recursive functions, with the same text in every process."""
     level = [value]
     for _ in range(_MAX_DEPTH):
         level = [inner for outer in level for inner in _inner(outer) if not isinstance(inner, str | bytes)]
@@ -263,7 +262,7 @@ def _token_row(row: Mapping[FieldRole, Any]) -> TokenRow:
 
 
 def _integers(value: object, name: str) -> NDArray[np.int64]:
-    """Return a list of integers; an array of integers passes as it is."""
+    """Return a list or an array of integers as int64."""
     if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
         if value.dtype == np.uint64 and value.size and value.max() > np.iinfo(np.int64).max:
             raise RowError(f"the {name} do not fit 64 bits")
@@ -280,7 +279,7 @@ def _integers(value: object, name: str) -> NDArray[np.int64]:
 
 
 def _message(message: object, number: int) -> Mapping[str, Any]:
-    """Return a message without the fields that are null: Parquet gives every message the fields of all."""
+    """Return a message without null fields, since in Parquet every message has the fields of all."""
     if not isinstance(message, Mapping):
         raise RowError(f"message {number} is {describe_type(message)}, not an object with role and content")
     kept = {key: value for key, value in message.items() if value is not None}
@@ -293,7 +292,7 @@ def _message(message: object, number: int) -> Mapping[str, Any]:
         raise RowError(f"message {number} ({role}): the content is {describe_type(kept.get('content'))}, not a string")
     for text in strings(kept):
         _utf8(text)
-    # As fine-tuning services have it: 0 keeps what the assistant says here from being learned.
+    # As in the formats of fine-tuning services, 0 excludes a message of the assistant from the loss.
     weight = kept.pop("weight", 1)
     if role == ASSISTANT and weight not in (0, 1):
         raise RowError(f"message {number} ({role}): the weight is {weight!r:.40}, neither 0 nor 1")
@@ -303,8 +302,8 @@ def _message(message: object, number: int) -> Mapping[str, Any]:
 def _joined(parts: Sequence[object], where: str) -> str:
     """Return the text of a content in parts, which must all be text.
 
-    A space stands between two, as where Transformers serves a language model (5.x, ``cli/serving/utils.py``), so that
-    a model is trained on what it will be asked with.
+    Parts are joined by a space, as Transformers does when it serves a model (5.x, ``cli/serving/utils.py``), so that
+    training and serving see the same text.
     """
     texts = []
     for number, part in enumerate(parts):
@@ -321,10 +320,9 @@ def _joined(parts: Sequence[object], where: str) -> str:
 
 
 def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
-    """Return the definitions of tools: a list of objects, or the JSON of one; none where it is null or empty.
+    """Return the definitions of tools: a list of objects, or its JSON; none if it is null or empty.
 
-    Keys whose value is null are left out: Parquet gives every object the keys of all, and there a text of JSON is the
-    only way to keep one.
+    Keys whose value is null are left out, since in Parquet every object has the keys of all; JSON text keeps them.
     """
     from_text = isinstance(value, str)
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""What a corpus is made from: the user's files and data sets, cut into units of work."""
+"""Divides the user's files and data sets into units of work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.sources.file_listing import FileListing, FileStamp, open_parquet, path_text, unreadable
-from ray_ulysses.data.sources.line_ranges import cut_bytes
+from ray_ulysses.data.sources.line_ranges import byte_ranges
 from ray_ulysses.data.sources.quarantine import Rejected
 from ray_ulysses.data.sources.row_fields import RowFields, option
 from ray_ulysses.errors import UserError
@@ -30,16 +30,15 @@ _DATASET_MARKS = ("dataset_info.json", "dataset_dict.json")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceSpec:
-    """What to prepare.
+    """The sources of a corpus.
 
     Attributes:
         paths: Files, directories, or (``kind="datasets"``) a directory of ``save_to_disk`` or a hub name.
-        kind: How to read them; ``auto`` decides by suffix: ``.parquet``, ``.jsonl`` (also
-            ``.gz`` and ``.zst``), ``.json`` where it holds a list of rows or a row per line, else text. Text files are
-            left out where the fields ask for rows of another kind.
-        pattern: Only files of a directory whose path below it matches; ``*`` also crosses ``/``.
-        exclude: Patterns of files to leave out; a pattern without ``/`` also matches any one directory's
-            name.
+        kind: How to read them; ``auto`` decides by suffix: ``.parquet``, ``.jsonl`` (also ``.gz`` and ``.zst``),
+            ``.json`` if it holds a list of rows or a row per line, else text. Text files are left out if the fields ask
+            for rows of another kind.
+        pattern: Pattern of a file's path below its source directory; ``*`` also matches ``/``.
+        exclude: Patterns of files to leave out; a pattern without ``/`` also matches the name of any directory.
         fields: The keys or columns of a row that are read.
         split: Split of a data set that has several.
     """
@@ -54,19 +53,19 @@ class SourceSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """A piece of work that becomes one shard: some files, or a range of one.
+    """A unit of work that becomes one shard: some files, or a range of one.
 
-    A JSONL file is cut into ranges of bytes, Parquet into ranges of row groups, a data set into ranges of rows. A
-    file that is compressed with gzip or zstd is one unit whatever its size, since it is read from its beginning only,
-    and so is a text or JSON file, which is read as a whole.
+    JSONL files are divided into ranges of bytes, Parquet into ranges of row groups, data sets into ranges of rows. A
+    compressed file is one unit regardless of its size, since it can only be read from its beginning, and so is a text
+    or JSON file, which is read as a whole.
 
     Attributes:
-        index: Place in the list of units, which gives the order of the documents.
+        index: Index in the list of units, which determines the order of the documents.
         kind: How to read it.
         files: The files; for a data set, its directory or name.
         first: First byte (JSONL), row group (Parquet) or row (data set).
         last: One past the last; 0 for files that are read whole.
-        num_bytes: Bytes of input, as stored for files that are read whole, else unpacked.
+        num_bytes: Bytes of input, as stored for files that are read whole, else uncompressed.
         fields: The fields of a row that are read.
         split: Split of a data set.
     """
@@ -82,7 +81,7 @@ class Unit:
 
     @property
     def signature(self) -> str:
-        """Return what changes when the unit's content may have changed."""
+        """Return a hash that changes when the unit's content may have changed."""
         return stable_hash(asdict(self))
 
     def to_json(self) -> dict[str, Any]:
@@ -96,14 +95,14 @@ class Unit:
 
 
 def list_units(spec: SourceSpec, unit_bytes: int = DEFAULT_UNIT_BYTES) -> tuple[tuple[Unit, ...], tuple[Rejected, ...]]:
-    """Cut the sources into units of about ``unit_bytes``, in an order that depends on the names alone.
+    """Divide the sources into units of about ``unit_bytes``, in an order that depends on the names alone.
 
     Returns:
-        The units, and the files that are left out already (broken links, files that were listed twice).
+        The units, and the files that are already left out (broken links, files that were listed twice).
 
     Raises:
-        UserError: A source is missing, a Parquet file or data set can't be opened, or the fields do not go
-            together or are not there.
+        UserError: A source is missing, a Parquet file or data set can't be opened, or the fields are inconsistent or
+            missing.
     """
     if spec.kind not in get_args(SourceKind):
         raise UserError(f"kind={spec.kind!r}: must be one of {', '.join(get_args(SourceKind))}")
@@ -151,11 +150,11 @@ def open_dataset(path: str, split: str | None) -> Any:
         load = datasets.load_from_disk if _is_saved_dataset(Path(path)) else datasets.load_dataset
         loaded = load(path)
     except Exception as error:
-        # The library raises a dozen unrelated types, those of its HTTP client among them.
+        # The library raises a dozen unrelated types, including those of its HTTP client.
         if (away := transient_cause(error)) is not None:
             raise away from error
         raise UserError(
-            f"source={path_text(path)}: is neither a data set of `save_to_disk` nor a hub name that can be loaded "
+            f"source={path_text(path)}: is neither a `save_to_disk` directory nor a hub name that can be loaded "
             f"({type(error).__name__}: {error})"
         ) from error
     if not isinstance(loaded, dict):
@@ -170,7 +169,7 @@ def open_dataset(path: str, split: str | None) -> Any:
 
 
 def _refuse_unused_fields(spec: SourceSpec, units: Sequence[Unit]) -> None:
-    """Refuse fields where nothing has rows: they would be ignored, and whole files taken for documents."""
+    """Refuse fields if no source has rows: they would be ignored, and whole files become documents."""
     named = _named_fields(spec)
     if named and all(unit.kind == "text" for unit in units):
         raise UserError(
@@ -223,7 +222,7 @@ def _whole_file_units(kind: UnitKind, files: Sequence[FileStamp], fields: RowFie
 
 def _jsonl_units(file: FileStamp, fields: RowFields, unit_bytes: int) -> Iterator[Unit]:
     whole = Unit(index=0, kind="jsonl", files=(file,), num_bytes=file.num_bytes, fields=fields)
-    ranges = cut_bytes(file.num_bytes, unit_bytes)
+    ranges = byte_ranges(file.num_bytes, unit_bytes)
     if len(ranges) == 1 or is_packed(file.path):
         yield whole
         return
@@ -266,7 +265,7 @@ def _dataset_units(path: str, spec: SourceSpec, unit_bytes: int) -> Iterator[Uni
     _check_columns(spec.fields, dataset.column_names, f"the data set {path_text(path)}")
     num_rows = len(dataset)
     rows_per_unit = max(1, int(num_rows * unit_bytes / max(1, dataset.data.nbytes)))
-    # The library's own fingerprint stands for size and time: it changes with the rows.
+    # The library's fingerprint, which changes with the rows, takes the place of the modification time.
     stamp = FileStamp(path=path, num_bytes=num_rows, modified_ns=_fingerprint_number(dataset))
     for first in range(0, num_rows, rows_per_unit):
         last = min(first + rows_per_unit, num_rows)

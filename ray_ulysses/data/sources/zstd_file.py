@@ -1,4 +1,4 @@
-"""Reading a file that was compressed with zstd as a stream, and noticing where it was torn."""
+"""Reads files compressed with zstd as a stream, and detects truncated ones."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
-# A block of a few kilobytes may unpack to a thousand times as much; this bounds what is in memory at once.
+# A block may decompress to a thousand times its size, so small blocks bound the memory.
 _BLOCK_BYTES = 1 << 14
 _READ_BYTES = 1 << 18
 
 
 class _ZstdStream(io.RawIOBase):
-    """The unpacked bytes of one or more frames; EOFError where the last frame is not whole."""
+    """The decompressed bytes of one or more frames; EOFError if the last frame is truncated."""
 
     def __init__(self, file: BinaryIO) -> None:
-        # `ZstdDecompressor.stream_reader` of zstandard 0.25 gives a torn file as if it ended there.
+        # `ZstdDecompressor.stream_reader` of zstandard 0.25 does not report a truncated file.
         import zstandard
 
-        # Files of `zstd --long=31` need a window beyond the default of 128 MiB.
+        # Files of `zstd --long=31` need a larger window than the default of 128 MiB.
         self._unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 31)
         self._file = file
         self._frame: Any = None
@@ -60,11 +60,11 @@ class _ZstdStream(io.RawIOBase):
 
 @contextmanager
 def open_zstd(path: str) -> Iterator[io.BufferedReader]:
-    """Open a ``.zst`` file for reading its unpacked bytes.
+    """Open a ``.zst`` file for reading its decompressed bytes.
 
     Raises:
         OSError: It can't be opened, or (while reading) is not zstd.
-        EOFError: While reading: it was torn.
+        EOFError: While reading: it is truncated.
     """
     with open(path, "rb") as file:
         yield io.BufferedReader(_ZstdStream(file), _READ_BYTES)

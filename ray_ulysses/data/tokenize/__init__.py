@@ -1,1 +1,1 @@
-"""A document's content becomes token ids and label spans."""
+"""Turns the content of documents into token ids and label spans."""

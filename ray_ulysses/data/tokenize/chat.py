@@ -1,12 +1,11 @@
-"""Conversations to tokens, with the spans that the assistant wrote.
+"""Turns conversations into tokens and the spans written by the assistant.
 
-A Hugging Face tokenizer's own chat template renders the text, through Transformers. What the assistant wrote is
-taken from the template's ``{% generation %}`` marks where it has them; otherwise from renderings of the
-conversation cut before and after each turn, which must be true prefixes of the whole. A message of weight 0 is not
-supervised.
+The chat template of a Hugging Face tokenizer renders the text, through Transformers. The assistant's spans are taken
+from the template's ``{% generation %}`` marks if it has them, otherwise from renderings of the conversation truncated
+before and after each turn, which must be prefixes of the whole. A message of weight 0 is not supervised.
 
-A conversation's tools are given to the template. One that writes the same without them is refused: the assistant's
-calls would be learned without the definitions that they rest on, and nobody would notice.
+A conversation's tools are passed to the template. A template that renders the same text without them is refused, since
+the assistant's calls would silently be learned without the definitions that they depend on.
 """
 
 from __future__ import annotations
@@ -32,12 +31,11 @@ if TYPE_CHECKING:
 
 _BYTE_ROLES = ("system", "user", ASSISTANT, "tool")
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Llama 3.1 and others write the day of rendering. A preparation that goes on tomorrow must make the same tokens,
-# so the day is that which Llama 3.2's template falls back to where there is no clock: 26 July 2024.
+# Llama 3.1 and others write the current date. A preparation that is resumed tomorrow must make the same tokens, so the
+# date is the one that Llama 3.2's template falls back to without a clock: 26 July 2024.
 _CLOCK_CALL = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _DAY = (2024, 7, 26, 0, 0, 0, 4, 208, 0)
-
-_WAY_OUT = "leave tools_field out, or use a tokenizer whose chat template writes them"
+_TOOLS_HINT = "leave tools_field out, or use a tokenizer whose chat template writes them"
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
@@ -49,7 +47,7 @@ class ChatTokens:
 
     Attributes:
         ids: int64 token ids.
-        starts: int64, the first token of each stretch that is supervised.
+        starts: int64, the first token of each supervised span.
         stops: int64, one past the last.
     """
 
@@ -59,23 +57,23 @@ class ChatTokens:
 
 
 class ChatFormat(Protocol):
-    """How a tokenizer writes conversations."""
+    """A tokenizer's format of conversations."""
 
     @property
     def fingerprint(self) -> str:
-        """Return what changes when the same conversation would give other tokens."""
+        """Return a hash that changes when a conversation would give other tokens."""
         ...
 
     def encode(self, messages: Messages, tools: Tools = ()) -> ChatTokens:
-        """Return the tokens of a conversation; RowError where it, or its tools, can't be written."""
+        """Return the tokens of a conversation; RowError if it, or its tools, can't be written."""
         ...
 
 
 class ByteChat:
-    r"""Our own format for the byte tokenizer.
+    r"""The format for the byte tokenizer.
 
     Each message is its role, a line feed, its content, and the end token, which no text can spell:
-    ``user\nHello<256>assistant\nHi<256>``. Supervised are an assistant's content and its end token. Roles are
+    ``user\nHello<256>assistant\nHi<256>``. The assistant's contents and their end tokens are supervised. Roles are
     system, user, assistant and tool.
     """
 
@@ -87,7 +85,7 @@ class ByteChat:
     def encode(self, messages: Messages, tools: Tools = ()) -> ChatTokens:
         """Return the tokens of a conversation; RowError for tools, another role or a message without content."""
         if tools:
-            raise RowError(f"bytes have no way to write its tools; {_WAY_OUT}")
+            raise RowError(f"bytes have no way to write its tools; {_TOOLS_HINT}")
         parts: list[NDArray[np.int64]] = []
         starts, stops, at = [], [], 0
         for number, message in enumerate(messages):
@@ -109,13 +107,13 @@ class TemplateChat:
     """The chat template of a Hugging Face tokenizer directory.
 
     Raises:
-        UserError: The directory has no chat template, or one that is no Jinja template.
+        UserError: The directory has no chat template, or an invalid one.
     """
 
     def __init__(self, directory: Path, tokenizer: RustTokenizer, eos_token_id: int) -> None:
-        """Bind the template to a tokenizer of its own, whose settings are changed."""
+        """Take a tokenizer, whose settings are changed."""
         self._tokenizer = tokenizer
-        # Here the special tokens that the template writes are meant; contents that spell one are refused.
+        # Special tokens written by the template are meant; contents that spell one are refused.
         self._tokenizer.encode_special_tokens = False
         self._eos_token_id = eos_token_id
         self._names = _named_tokens(directory)
@@ -133,16 +131,16 @@ class TemplateChat:
             RowError: It forges a token, the template refuses it, or the template does not write its tools.
         """
         self._refuse_forgery(messages, tools)
-        text, stretches = self._marked(messages, tools) if self._has_marks else self._by_prefixes(messages, tools)
+        text, ranges = self._marked(messages, tools) if self._has_marks else self._by_prefixes(messages, tools)
         if tools and text == self._render(messages, ())[0]:
-            raise RowError(f"the chat template does not write its tools; {_WAY_OUT}")
+            raise RowError(f"the chat template does not write its tools; {_TOOLS_HINT}")
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         ids = np.asarray(encoding.ids, dtype=np.int64)
         self._refuse_disguise(encoding, text)
         firsts = np.asarray([first for first, _ in encoding.offsets], dtype=np.int64)
         spans = []
-        for first, last in stretches:
-            # A token belongs to the stretch that its first character lies in.
+        for first, last in ranges:
+            # A token belongs to the range that holds its first character.
             begin, end = (int(place) for place in np.searchsorted(firsts, [first, last], side="left"))
             spans.append((begin, self._turn_end(encoding, text, begin, end, last)))
         kept = [(begin, end) for begin, end in spans if begin < end]
@@ -158,14 +156,14 @@ class TemplateChat:
                         raise RowError(f"{name} spells the special token '{token}'")
 
     def _refuse_disguise(self, encoding: Encoding, text: str) -> None:
-        """Refuse text that is no special token but becomes one, through the tokenizer's normalization."""
+        """Refuse text that the tokenizer's normalization turns into a special token."""
         for token_id, (first, last) in zip(encoding.ids, encoding.offsets, strict=True):
             token = self._special.get(token_id)
             if token is not None and text[first:last].strip() != token.strip():
                 raise RowError(f"'{text[first:last]}' reads as the special token '{token}'")
 
     def _turn_end(self, encoding: Encoding, text: str, begin: int, end: int, last: int) -> int:
-        """Return where a turn ends: with its end token, and without the line feed that the template adds."""
+        """Return the end of a turn, with its end token and without the line feed that the template adds."""
         ids = encoding.ids
         if begin < end < len(ids) and ids[end] == self._eos_token_id and ids[end - 1] not in self._special:
             return end + 1
@@ -175,24 +173,24 @@ class TemplateChat:
         return end
 
     def _marked(self, messages: Messages, tools: Tools) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text and the characters between the template's generation marks."""
+        """Return the text and the character ranges between the template's generation marks."""
         text, marked = self._render(messages, tools, marks=True)
-        stretches = sorted(marked)
+        ranges = sorted(marked)
         turns = [message for message in messages if message["role"] == ASSISTANT]
         if all(_is_learned(turn) for turn in turns):
-            return text, stretches
-        said = [text[first:last] for first, last in stretches]
+            return text, ranges
+        said = [text[first:last] for first, last in ranges]
         contents = [(turn.get("content") or "").strip() for turn in turns]
         if len(said) != len(turns) or not all(content in one for content, one in zip(contents, said, strict=True)):
             raise RowError(
-                "the chat template does not mark one stretch per answer, so none of them can have a weight of 0"
+                "the chat template does not mark one span per answer, so none of them can have a weight of 0"
             )
-        return text, [stretch for stretch, turn in zip(stretches, turns, strict=True) if _is_learned(turn)]
+        return text, [said_range for said_range, turn in zip(ranges, turns, strict=True) if _is_learned(turn)]
 
     def _by_prefixes(self, messages: Messages, tools: Tools) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text, and the characters that each assistant turn adds to what it is asked with."""
+        """Return the text, and the character range that each assistant turn adds to its prompt."""
         text, _ = self._render(messages, tools)
-        stretches = []
+        ranges = []
         for number, message in enumerate(messages):
             if not _is_learned(message):
                 continue
@@ -200,18 +198,18 @@ class TemplateChat:
             answered, _ = self._render(messages[: number + 1], tools)
             if not (text.startswith(answered) and answered.startswith(asked)):
                 raise RowError(
-                    f"the chat template writes message {number} otherwise when the conversation ends with it, so "
-                    "its tokens can't be told from the others; mark them with {% generation %} in the template"
+                    f"the chat template writes message {number} differently if the conversation ends with it, so "
+                    "its tokens can't be identified; mark them with {% generation %} in the template"
                 )
-            stretches.append((len(asked), len(answered)))
-        return text, stretches
+            ranges.append((len(asked), len(answered)))
+        return text, ranges
 
     def _render(
         self, messages: Messages, tools: Tools, *, asks: bool = False, marks: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        # Transformers 5.23 says that it returns one string; it returns the texts, and what is marked in each.
+        # Transformers 5.23 is annotated to return one string; it returns the texts and the marked ranges of each.
         render: Any = render_jinja_template
         try:
             texts, marked = render(
@@ -223,13 +221,13 @@ class TemplateChat:
                 **self._names,
             )
         except Exception as error:
-            # A template is somebody else's program: it raises what it likes.
+            # A template is arbitrary code and may raise anything.
             raise RowError(f"the chat template refuses it: {type(error).__name__}: {error}") from error
         return texts[0], list(marked[0]) if marks else []
 
 
 def special_tokens(directory: Path, tokenizer: RustTokenizer) -> dict[int, str]:
-    """Return the tokens of a tokenizer directory that mean something beside their text, by id."""
+    """Return the tokens of a tokenizer directory with a meaning beyond their text, by id."""
     named = set(_named_tokens(directory).values())
     added = tokenizer.get_added_tokens_decoder()
     return {key: token.content for key, token in added.items() if token.special or token.content in named}
@@ -246,9 +244,11 @@ def _compile(template: str, directory: Path) -> None:
     try:
         render_jinja_template(conversations=[[{"role": "user", "content": "."}]], chat_template=template)
     except TemplateSyntaxError as error:
-        raise UserError(f"tokenizer={directory}: its chat template is no Jinja template ({error}); mend it") from error
+        raise UserError(
+            f"tokenizer={directory}: its chat template is not a valid Jinja template ({error}); fix it"
+        ) from error
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
-        # It was compiled; that it refuses this conversation says nothing of others.
+        # It compiled; refusing this conversation says nothing about others.
         return
 
 
@@ -272,7 +272,7 @@ def _read_template(directory: Path) -> str:
 
 
 def _named_tokens(directory: Path) -> dict[str, str]:
-    """Return bos_token, eos_token and the like, which templates write by name."""
+    """Return bos_token, eos_token and the like, which templates refer to by name."""
     found = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         for name, token in _json_object(directory / file).items():

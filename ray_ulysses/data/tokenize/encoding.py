@@ -1,4 +1,4 @@
-"""A document's content to tokens and label spans, whatever kind of row it was."""
+"""Encodes a document of any kind as tokens and label spans."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EncodedDocument:
-    """A document as it is stored.
+    """A document in its stored form.
 
     Attributes:
         ids: int64 token ids, the end token last.
         starts: int64, the first token of each label span.
         stops: int64, one past the last.
-        digest: 16 bytes that equal documents share.
-        turn_ends: The special tokens that end what is supervised in part of a document: with them a model learns to
-            end its turn.
+        digest: 16 bytes that are equal for equal documents.
+        turn_ends: The special tokens at the end of supervised spans, with which a model learns to end its turn.
     """
 
     ids: NDArray[np.int64]
@@ -79,7 +78,7 @@ def _encoded(
 
 
 def _turn_ends(ids: NDArray[np.int64], stops: NDArray[np.int64], tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the special tokens that stand last in supervised stretches, before any end token that is added to them."""
+    """Return the special tokens at the end of supervised spans, before an end token is added to the document."""
     return tokenizer.special_ids & frozenset(ids[stops - 1].tolist())
 
 
@@ -97,7 +96,7 @@ def _token_row(row: TokenRow, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], 
             place = int(wrong[0])
             raise RowError(f"label {labels[place]} at place {place} is neither -100 nor the token {tokens[place]}")
     if tokens[-1] != info.eos_token_id:
-        # The end is to be learned where what comes before it is.
+        # The end token is supervised if the token before it is.
         tokens, mask = np.append(tokens, info.eos_token_id), np.append(mask, mask[-1])
     return tokens, mask
 
@@ -116,12 +115,12 @@ def _chat(row: ChatRow, tokenizer: Tokenizer) -> EncodedDocument:
 
 
 def _completion(row: CompletionRow, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], int]:
-    """Return the tokens, and how many of them the prompt has: those that it has alone, as when it is asked."""
+    """Return the tokens, and the number of the prompt's, which are the same as for the prompt alone."""
     prompt = tokenizer.encode(row.prompt)[:-1]
     together = tokenizer.encode(row.prompt + row.completion)
     if np.array_equal(together[: prompt.size], prompt) and together.size > prompt.size + 1:
         return together, prompt.size
-    # A token would reach across the border. Apart they do, unless the tokenizer puts a space before every text.
+    # A token would cross the border. Tokenizing both separately works unless the tokenizer prepends a space.
     apart = np.concatenate([prompt, tokenizer.encode(row.completion)])
     if tokenizer.decode(apart) != tokenizer.decode(together):
         raise RowError("the tokens of the prompt change when the completion follows; let the prompt end with a word")

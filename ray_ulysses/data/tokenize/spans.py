@@ -1,7 +1,7 @@
-"""Label spans: which tokens of each document a model is trained to predict.
+"""Label spans: the tokens of each document that a model is trained to predict.
 
-A token may be a label only if it lies in a span of its document; so the label at input position ``j`` counts
-when token ``j + 1`` is in a span. Plain text has no spans at all: everything is supervised.
+A token may be a label only if it is in a span of its document, so the label at input position ``j`` counts if token
+``j + 1`` is in a span. Plain text has no spans, and all of it is supervised.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ class LabelSpans:
     """Spans of supervised tokens, document after document (CSR).
 
     Attributes:
-        offsets: int64 [documents + 1]; the spans of document ``d`` are numbers ``offsets[d]`` up to
-            ``offsets[d + 1]``.
+        offsets: int64 [documents + 1]; the spans of document ``d`` are ``[offsets[d], offsets[d + 1])``.
         starts: int64 [spans], the first token of each span, counted from the start of its document.
         stops: int64 [spans], one past the last.
 
     Raises:
-        ValueError: The arrays do not fit each other, or the spans of a document are empty, out of order or
-            overlap.
+        ValueError: The arrays are inconsistent, or the spans of a document are empty, unordered or overlapping.
     """
 
     offsets: Int64Array
@@ -41,23 +39,13 @@ class LabelSpans:
         object.__setattr__(self, "_before", _running_sum(self.stops - self.starts))
         object.__setattr__(self, "_most_spans", int(np.diff(self.offsets).max(initial=0)))
 
-    @property
-    def num_documents(self) -> int:
-        """Return the number of documents, those without a span included."""
-        return self.offsets.size - 1
-
-    @property
-    def num_supervised(self) -> int:
-        """Return the tokens that lie in a span."""
-        return int(self._before[-1])
-
     def count(self, documents: Int64Array, first: Int64Array, last: Int64Array) -> Int64Array:
-        """Return how many tokens ``[first, last)`` of each document lie in a span.
+        """Return the number of tokens ``[first, last)`` of each document that are in a span.
 
         Args:
             documents: int64 [n], document numbers, in any order and repeated as needed.
-            first: int64 [n] (or one number for all), the first token of each stretch.
-            last: int64 [n] (or one number for all), one past the last; none where it is not above ``first``.
+            first: int64 [n] (or one number for all), the first token of each range.
+            last: int64 [n] (or one number for all), one past the last; a range with ``last <= first`` is empty.
 
         Returns:
             int64 [n].
@@ -68,16 +56,16 @@ class LabelSpans:
         return counts
 
     def mask(self, document: int, first: int, last: int) -> NDArray[np.bool_]:
-        """Return for each token ``[first, last)`` of a document whether it lies in a span; bool [last - first]."""
+        """Return for each token ``[first, last)`` of a document whether it is in a span; bool [last - first]."""
         spans = slice(int(self.offsets[document]), int(self.offsets[document + 1]))
         return span_mask(self.starts[spans], self.stops[spans], first, last)
 
     def _supervised_before(self, documents: Int64Array, places: Int64Array) -> Int64Array:
-        """Return how many tokens before ``places`` lie in a span of the same document."""
+        """Return the number of tokens before ``places`` that are in a span of the same document."""
         first = self.offsets[documents]
         low, high = first, self.offsets[documents + 1]
-        # The first span that begins at the place or later, halving every document's own spans at once: a search
-        # over the spans of all documents would miss the cache at every step.
+        # Binary search for the first span that begins at the place or later, within the spans of each document: a
+        # search over the spans of all documents would miss the cache at every step.
         for _ in range(self._most_spans.bit_length()):
             middle = (low + high) >> 1
             is_open = low < high
@@ -91,7 +79,7 @@ class LabelSpans:
         return found
 
     def _check(self) -> None:
-        """Refuse what is no list of spans."""
+        """Refuse inconsistent arrays."""
         if self.offsets.size < 1 or self.offsets[0] != 0 or self.offsets[-1] != self.starts.size:
             raise ValueError(f"offsets must go from 0 to the number of spans, {self.starts.size}")
         if self.starts.shape != self.stops.shape or (np.diff(self.offsets) < 0).any():
@@ -105,7 +93,7 @@ class LabelSpans:
 
 
 def span_mask(starts: Int64Array, stops: Int64Array, first: int, last: int) -> NDArray[np.bool_]:
-    """Return for each token ``[first, last)`` whether it lies in one of the spans; bool [last - first]."""
+    """Return for each token ``[first, last)`` whether it is in one of the spans; bool [last - first]."""
     last = max(first, last)
     edges = np.zeros(last - first + 1, dtype=np.int64)
     np.add.at(edges, np.clip(starts, first, last) - first, 1)

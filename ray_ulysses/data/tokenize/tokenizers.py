@@ -1,4 +1,4 @@
-"""Text to token ids: a byte tokenizer that needs no download, and Hugging Face tokenizers on disk."""
+"""Turns text into token ids: a byte tokenizer that needs no files, and Hugging Face tokenizers on disk."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _FILES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerInfo:
-    """What a corpus remembers of the tokenizer that made it.
+    """The description of a tokenizer that a corpus stores.
 
     Attributes:
         kind: ``bytes`` or ``huggingface``.
         name: ``bytes``, or the directory the tokenizer was read from.
-        vocab_size: One more than the largest token id that it can give.
+        vocab_size: One more than its largest token id.
         eos_token_id: The token that ends every document.
-        fingerprint: Hash of the tokenizer's files, which decides whether two tokenizers are the same.
+        fingerprint: Hash of the tokenizer's files, by which two tokenizers are compared.
     """
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
@@ -61,61 +61,47 @@ class Tokenizer(Protocol):
 
     @property
     def info(self) -> TokenizerInfo:
-        """Return what identifies the tokenizer."""
+        """Return the description of the tokenizer."""
         ...
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Return the tokens that mean something beside their text, such as the end of a turn."""
+        """Return the tokens with a meaning beyond their text, such as the end of a turn."""
         ...
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Return the token ids of one document, ended by ``info.eos_token_id``."""
+        """Return the token ids of one document, followed by ``info.eos_token_id``."""
         ...
 
     def decode(self, ids: NDArray[np.integer[Any]]) -> str:
-        """Return the text of token ids, for a person to read."""
+        """Return the text of token ids, for display."""
         ...
 
     def chat(self) -> ChatFormat:
-        """Return how conversations are written; UserError where the tokenizer has no way."""
+        """Return the format of conversations; UserError if the tokenizer has none."""
         ...
 
 
 class ByteTokenizer:
-    """One token a UTF-8 byte (ids 0 to 255) and 256 for the end of a document."""
+    """One token per UTF-8 byte (ids 0 to 255), and 256 for the end of a document."""
 
-    @property
-    def info(self) -> TokenizerInfo:
-        """Return the fixed description of the byte tokenizer."""
-        return TokenizerInfo(
-            kind="bytes",
-            name=BYTES,
-            vocab_size=_EOS_BYTE_ID + 1,
-            eos_token_id=_EOS_BYTE_ID,
-            fingerprint="bytes-eos256-v1",
-        )
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Return the tokens that mean something beside their text."""
-        return frozenset([_EOS_BYTE_ID])
+    info = TokenizerInfo(
+        kind="bytes", name=BYTES, vocab_size=_EOS_BYTE_ID + 1, eos_token_id=_EOS_BYTE_ID, fingerprint="bytes-eos256-v1"
+    )
+    special_ids = frozenset([_EOS_BYTE_ID])
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Return the bytes of ``text`` and the end token; UnicodeEncodeError for a lone surrogate."""
         raw = np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
-        ids = np.empty(raw.size + 1, dtype=np.int64)
-        ids[:-1] = raw
-        ids[-1] = _EOS_BYTE_ID
-        return ids
+        return np.append(raw.astype(np.int64), _EOS_BYTE_ID)
 
     def decode(self, ids: NDArray[np.integer[Any]]) -> str:
-        """Return the text; the end token is left out and a cut character is shown as U+FFFD."""
+        """Return the text without end tokens; a truncated character becomes U+FFFD."""
         kept = ids[ids < _EOS_BYTE_ID].astype(np.uint8)
         return kept.tobytes().decode("utf-8", errors="replace")
 
     def chat(self) -> ChatFormat:
-        """Return our own format for conversations in bytes."""
+        """Return the byte format of conversations."""
         return ByteChat(_EOS_BYTE_ID)
 
 
@@ -128,33 +114,20 @@ class _FastTokenizer:
         self._tokenizer = _load_rust(directory)
         # Text that spells a special token stays text: a document can't end itself or forge a chat turn.
         self._tokenizer.encode_special_tokens = True
-        self._special_ids = frozenset(special_tokens(directory, self._tokenizer))
-        self._info = _describe(directory, self._tokenizer.get_vocab(with_added_tokens=True))
-
-    @property
-    def info(self) -> TokenizerInfo:
-        """Return what identifies the tokenizer."""
-        return self._info
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Return the tokens that mean something beside their text."""
-        return self._special_ids
+        self.special_ids = frozenset(special_tokens(directory, self._tokenizer))
+        self.info = _describe(directory, self._tokenizer.get_vocab(with_added_tokens=True))
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Return the token ids of one document and the end token."""
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return np.asarray([*ids, self._info.eos_token_id], dtype=np.int64)
+        return np.asarray([*ids, self.info.eos_token_id], dtype=np.int64)
 
     def decode(self, ids: NDArray[np.integer[Any]]) -> str:
-        """Return the text of token ids."""
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
     def chat(self) -> ChatFormat:
-        """Return the directory's chat template; UserError where it has none."""
         if self._chat is None:
-            # A tokenizer of its own: in a template special tokens are meant, in a text they are not.
-            self._chat = TemplateChat(self._directory, _load_rust(self._directory), self._info.eos_token_id)
+            # A separate tokenizer: in a template special tokens are meant, in a text they are not.
+            self._chat = TemplateChat(self._directory, _load_rust(self._directory), self.info.eos_token_id)
         return self._chat
 
 
@@ -171,38 +144,27 @@ class _SlowTokenizer:
                 raise away from error
             if "trust_remote_code" in str(error):
                 raise UserError(
-                    f"tokenizer={directory}: is defined by Python code of its own, which ray-ulysses never runs; give "
-                    "a directory with a tokenizer.json, which most tokenizers can be saved as"
+                    f"tokenizer={directory}: needs its own Python code, which ray-ulysses never runs; give a directory "
+                    "with a tokenizer.json, which most tokenizers can be saved as"
                 ) from error
             raise UserError(
                 f"tokenizer={directory}: can't be loaded ({error}); "
                 "give a directory that AutoTokenizer.from_pretrained can load"
             ) from error
-        self._info = _describe(directory, self._tokenizer.get_vocab())
-
-    @property
-    def info(self) -> TokenizerInfo:
-        """Return what identifies the tokenizer."""
-        return self._info
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Return the tokens that mean something beside their text."""
-        return frozenset(self._tokenizer.all_special_ids)
+        self.info = _describe(directory, self._tokenizer.get_vocab())
+        self.special_ids: frozenset[int] = frozenset(self._tokenizer.all_special_ids)
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Return the token ids of one document and the end token."""
         ids = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
-        return np.asarray([*ids, self._info.eos_token_id], dtype=np.int64)
+        return np.asarray([*ids, self.info.eos_token_id], dtype=np.int64)
 
     def decode(self, ids: NDArray[np.integer[Any]]) -> str:
-        """Return the text of token ids."""
         return str(self._tokenizer.decode(ids.tolist()))
 
     def chat(self) -> ChatFormat:
-        """Refuse: where a token comes from in the text is known only with ``tokenizer.json``."""
+        # Only tokenizer.json gives the place of each token in the text.
         raise UserError(
-            f"messages_field: the tokenizer {self._info.name} has no tokenizer.json, which chats need; "
+            f"messages_field: the tokenizer {self.info.name} has no tokenizer.json, which chats need; "
             "save it with AutoTokenizer.from_pretrained(...).save_pretrained(...), or use another"
         )
 
@@ -225,11 +187,10 @@ def _load_rust(directory: Path) -> RustTokenizer:
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
-    """Return the tokenizer that ``name`` means: ``bytes``, or a directory of Hugging Face tokenizer files.
+    """Return the tokenizer of a name: ``bytes``, or a directory of Hugging Face tokenizer files.
 
     Raises:
-        UserError: The directory is missing, holds no tokenizer, or the tokenizer has no end-of-sequence
-        token.
+        UserError: The directory is missing, holds no tokenizer, or the tokenizer has no end-of-sequence token.
     """
     if str(name) == BYTES:
         return ByteTokenizer()
@@ -237,8 +198,7 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     if not directory.is_dir():
         raise UserError(
             f"tokenizer={name}: no such directory; use 'bytes', or the local directory of a Hugging Face "
-            "tokenizer "
-            "(a hub id must be downloaded first)"
+            "tokenizer (a hub id must be downloaded first)"
         )
     if (directory / "tokenizer.json").is_file():
         return _FastTokenizer(directory)
@@ -277,6 +237,6 @@ def _eos_id(directory: Path, vocabulary: dict[str, int]) -> int:
         if content is not None and content in vocabulary:
             return vocabulary[content]
     raise UserError(
-        f"tokenizer={directory}: names no eos_token of its vocabulary, and documents must end with one; "
+        f"tokenizer={directory}: names no eos_token that is in its vocabulary, and documents must end with one; "
         'set "eos_token" in tokenizer_config.json'
     )

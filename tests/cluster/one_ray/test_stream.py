@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import ray
 
-from ray_ulysses.cluster.stream import RaySource, segment_slots, segment_steps
+from ray_ulysses.cluster.stream import RaySource, window_slots, window_steps
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.plan import Plan, PlanSettings
-from ray_ulysses.data.plan.planning import build_plan
 from ray_ulysses.data.read.reader import RowReader, RowSlice
 from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.errors import RunError, UserError
 from tests.unit.data.corpora import text_corpus, varied_texts
+from tests.unit.data.plans import build_plan
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 WAIT_S = 60.0
@@ -124,7 +124,7 @@ def test_the_stream_is_the_direct_reader_byte_for_byte(
         source.close()
 
 
-def test_segments_follow_one_another_and_a_source_starts_at_any_step(cluster: None, corpus: Corpus) -> None:
+def test_windows_follow_one_another_and_a_source_starts_at_any_step(cluster: None, corpus: Corpus) -> None:
     plan = plan_of(corpus, rows_per_step=3)
     assert plan.num_steps >= 8
     sources = sources_of(corpus, plan, 2, 1, max_blocks=10)
@@ -224,7 +224,7 @@ def test_ranks_in_processes_of_their_own_receive_their_slices(cluster: None, cor
     received = ray.get([rank.take.remote(steps.start, steps.stop) for rank in ranks], timeout=2 * WAIT_S)
     for rank in range(4):
         assert_same(received[rank], direct(corpus, plan, rank, 4, 2, steps))
-    assert len(steps) > 3, "several segments"
+    assert len(steps) > 3, "several windows"
     ray.get([rank.close.remote() for rank in ranks], timeout=WAIT_S)
 
 
@@ -257,7 +257,7 @@ def test_a_cluster_without_free_cpus_is_an_error_and_no_hang(cluster: None, corp
     source.close()
 
 
-def test_the_streams_of_finished_segments_are_ended(cluster: None, corpus: Corpus) -> None:
+def test_the_streams_of_finished_windows_are_ended(cluster: None, corpus: Corpus) -> None:
     plan = plan_of(corpus, rows_per_step=2)
     sources = sources_of(corpus, plan, 1, 1, max_blocks=4)
     take(sources, range(1, 8))
@@ -269,14 +269,14 @@ def test_the_streams_of_finished_segments_are_ended(cluster: None, corpus: Corpu
             ray.get(coordinator.stats.remote(), timeout=WAIT_S)
 
 
-def test_segments_are_whole_steps_and_bounded(corpus: Corpus) -> None:
+def test_windows_are_whole_steps_and_bounded(corpus: Corpus) -> None:
     plan = plan_of(corpus, rows_per_step=5)
     # dp=2: 3 micro-batches of 4 ranks make 12 blocks a step.
-    assert segment_steps(1, plan, 4, 2, 30) == range(1, 3)
-    assert segment_steps(1, plan, 4, 2, 5) == range(1, 2)
-    assert segment_steps(plan.num_steps, plan, 4, 2, 1000) == range(plan.num_steps, plan.num_steps + 1)
-    assert not segment_steps(plan.num_steps + 1, plan, 4, 2, 1000)
-    slots = segment_slots(plan, range(1, 3), 4, 2)
+    assert window_steps(1, plan, 4, 2, 30) == range(1, 3)
+    assert window_steps(1, plan, 4, 2, 5) == range(1, 2)
+    assert window_steps(plan.num_steps, plan, 4, 2, 1000) == range(plan.num_steps, plan.num_steps + 1)
+    assert not window_steps(plan.num_steps + 1, plan, 4, 2, 1000)
+    slots = window_slots(plan, range(1, 3), 4, 2)
     assert len(slots) == 24
     assert [slot.sp_rank for slot in slots[:4]] == [0, 1, 0, 1]
     assert sum(slot.row == -1 for slot in slots) == 2 * 2

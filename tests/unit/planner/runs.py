@@ -13,7 +13,7 @@ from ray_ulysses.data.corpus.format import CorpusInfo
 from ray_ulysses.data.plan.corpus_set import CorpusSet, plan_input
 from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.plan import Plan, PlanSettings
-from ray_ulysses.data.plan.planning import NoSink, build_segment
+from ray_ulysses.data.plan.planning import build_segment
 from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
 from ray_ulysses.model_shape import ModelShape
 
@@ -88,4 +88,4 @@ def make_plan(config: Config, corpora: CorpusSet) -> Plan:
         eval_fraction=config.data.eval_fraction,
         eval_rows=config.data.eval_rows,
     )
-    return Plan(segments=(build_segment(plan_input(corpora), settings, NoSink()),))
+    return Plan(segments=(build_segment(plan_input(corpora), settings),))

@@ -9,9 +9,10 @@ import pytest
 from ray_ulysses.data.plan.branching import remainder_after
 from ray_ulysses.data.plan.corpus_set import plan_input
 from ray_ulysses.data.plan.plan import Plan
-from ray_ulysses.data.plan.planning import MemorySink, NoSink, build_segment
+from ray_ulysses.data.plan.planning import build_segment
 from ray_ulysses.errors import ConfigError
 from ray_ulysses.planner.report import PlanReport, build_report
+from tests.unit.data.plans import segment_in_memory
 from tests.unit.planner.runs import MODEL, make_config, make_corpus, make_plan, make_shape
 
 
@@ -157,7 +158,7 @@ def test_a_branch_says_where_the_horizon_of_the_learning_rate_moves():
     documents = plan_input(corpora)
     longer = replace(plan.settings, epochs=2)
     remainder = remainder_after(Plan(segments=(in_memory(documents, plan),)), 4, corpora.sources, 2)
-    branched = Plan(segments=(*plan.segments, build_segment(documents, longer, NoSink(), remainder)))
+    branched = Plan(segments=(*plan.segments, build_segment(documents, longer, remainder)))
     (note,) = build_report(config, make_shape(config), corpora, branched).notes
     assert note == (
         f"schedule.horizon_steps is null, so the learning rate's horizon moves from step 10 to {branched.num_steps} at "
@@ -167,4 +168,4 @@ def test_a_branch_says_where_the_horizon_of_the_learning_rate_moves():
 
 
 def in_memory(documents, plan):
-    return build_segment(documents, plan.settings, MemorySink())
+    return segment_in_memory(documents, plan.settings)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from ray_ulysses.checkpoint.triggers import Flags
 from ray_ulysses.data.plan.plan import Plan, PlanSettings
-from ray_ulysses.data.plan.planning import build_plan
 from ray_ulysses.data.read.digest import add_digests, row_digest, slice_checksum
 from ray_ulysses.data.read.reader import RowReader, RowSlice
 from ray_ulysses.data.read.row_source import DirectSource
@@ -29,6 +28,7 @@ from ray_ulysses.trainer.step import StepResult, evaluate, train_step
 from tests.distributed.run_case import make_config, make_corpus
 from tests.unit.attention.meshes import place
 from tests.unit.data.corpora import MemoryStore
+from tests.unit.data.plans import build_plan
 
 DEVICE = torch.device("cpu")
 VOCAB = 8

@@ -74,7 +74,7 @@ def test_a_corpus_opens_with_what_the_plan_needs(corpus: Corpus) -> None:
 
 
 def test_a_missing_directory_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data.path=.*nowhere: does not exist; make it with `ray-ulysses prepare`"):
+    with pytest.raises(UserError, match=r"data.path=.*nowhere: does not exist; create it with `ray-ulysses prepare`"):
         Corpus.open(tmp_path / "nowhere")
 
 
@@ -196,7 +196,7 @@ def test_a_shard_replaced_by_a_sound_one_of_the_same_size_is_noticed(tmp_path: P
         for look in (fresh.check_files, lambda fresh=fresh: fresh.read(0, 0, 2)):
             with pytest.raises(
                 UserError,
-                match=r"shard-00000\.parquet can't be read \(another shard of the same size was put in its place\)",
+                match=r"shard-00000\.parquet can't be read \(it was replaced by another shard of the same size\)",
             ):
                 look()
 
@@ -259,7 +259,9 @@ def test_lengths_that_are_not_those_of_corpus_json_are_refused(corpus: Corpus) -
     pq.write_table(swapped, path)
     info = replace(corpus.info, documents_bytes=path.stat().st_size)
     (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
-    with pytest.raises(UserError, match=r"documents\.parquet can't be used \(another file of the same size was put in"):
+    with pytest.raises(
+        UserError, match=r"documents\.parquet can't be used \(it was replaced by another file of the same"
+    ):
         Corpus.open(corpus.path)
     pq.write_table(table.slice(1), path)
     info = replace(corpus.info, documents_bytes=path.stat().st_size)

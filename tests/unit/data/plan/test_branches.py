@@ -15,8 +15,9 @@ from ray_ulysses.data.plan.branching import remainder_after
 from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.plan import Plan, PlanSettings
 from ray_ulysses.data.plan.plan_files import load_plan, write_segment
-from ray_ulysses.data.plan.planning import MemorySink, PlanInput, build_segment
+from ray_ulysses.data.plan.planning import PlanInput
 from ray_ulysses.errors import UserError
+from tests.unit.data.plans import segment_in_memory
 
 SETTINGS = PlanSettings(seed=3, context_tokens=32, pad_multiple=8, rows_per_step=3)
 
@@ -36,13 +37,13 @@ class Corpora:
 
 
 def begin(corpora: Corpora, change: PlanSettings = SETTINGS) -> Plan:
-    return Plan(segments=(build_segment(corpora.documents, change, MemorySink()),))
+    return Plan(segments=(segment_in_memory(corpora.documents, change),))
 
 
 def branch(plan: Plan, step: int, corpora: Corpora, change: PlanSettings) -> Plan:
     documents = corpora.documents
     remainder = remainder_after(plan, step, documents.sources, change.epochs)
-    return Plan(segments=(*plan.segments, build_segment(documents, change, MemorySink(), remainder)))
+    return Plan(segments=(*plan.segments, segment_in_memory(documents, change, remainder)))
 
 
 def targets_trained(plan: Plan) -> Counter[tuple[int, int]]:
@@ -188,7 +189,7 @@ def test_sources_keep_their_places() -> None:
     corpora = Corpora(((20,) * 9, (30,) * 9), (None, None))
     plan = begin(corpora)
     swapped = tuple(reversed(corpora.documents.sources))
-    with pytest.raises(UserError, match=r"the corpora of a run keep their places"):
+    with pytest.raises(UserError, match=r"the corpora of a run keep their order"):
         remainder_after(plan, 2, swapped, 1)
 
 

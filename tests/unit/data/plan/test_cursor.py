@@ -15,14 +15,15 @@ def test_a_cursor_survives_json() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "problem"),
     [
-        {},
-        {**CURSOR.to_json(), "extra": 1},
-        {**CURSOR.to_json(), "next_row": "12"},
-        {**CURSOR.to_json(), "step": True},
+        ({}, "segment is missing"),
+        ({**CURSOR.to_json(), "extra": 1}, "extra is 1, but there is no such field"),
+        ({**CURSOR.to_json(), "next_row": "12"}, "next_row is '12', but must be a whole number"),
+        ({**CURSOR.to_json(), "step": True}, "step is True, but must be a whole number"),
+        ({**CURSOR.to_json(), "epoch": -1}, "epoch is -1, but must be at least 0"),
     ],
 )
-def test_a_cursor_with_other_fields_is_refused(fields: dict[str, object]) -> None:
-    with pytest.raises(UserError, match=r"must hold exactly segment, plan_id, epoch, next_row, step"):
+def test_a_cursor_with_other_fields_is_refused(fields: dict[str, object], problem: str) -> None:
+    with pytest.raises(UserError, match=rf"^data cursor .*: {problem}.*; resume from another step$"):
         Cursor.from_json(fields)

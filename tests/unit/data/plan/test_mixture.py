@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from ray_ulysses.data.plan.mixture import PlannedSource, check_weights
 from ray_ulysses.data.plan.plan import PlanSettings, Segment
-from ray_ulysses.data.plan.planning import MemorySink, PlanInput, build_segment
+from ray_ulysses.data.plan.planning import PlanInput
 from ray_ulysses.errors import UserError
+from tests.unit.data.plans import segment_in_memory
 
 SETTINGS = PlanSettings(seed=3, context_tokens=64, pad_multiple=8, rows_per_step=4)
 
@@ -27,7 +28,7 @@ def sources_of(sizes: list[int], weights: list[float | None]) -> tuple[PlannedSo
 def segment_of(lengths: list[list[int]], weights: list[float | None], change: PlanSettings = SETTINGS) -> Segment:
     sources = sources_of([len(one) for one in lengths], weights)
     joined = np.concatenate([np.asarray(one, dtype=np.int64) for one in lengths])
-    return build_segment(PlanInput(sources=sources, lengths=joined), change, MemorySink())
+    return segment_in_memory(PlanInput(sources=sources, lengths=joined), change)
 
 
 def documents_by_epoch(segment: Segment) -> list[Counter[int]]:

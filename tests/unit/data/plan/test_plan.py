@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.plan.plan import Plan, PlanSettings
-from ray_ulysses.data.plan.planning import build_plan
-from ray_ulysses.data.plan.rows import Rows, RowWeights
+from ray_ulysses.data.plan.rows import Rows, RowStats
 from ray_ulysses.data.tokenize.spans import LabelSpans
 from ray_ulysses.errors import UserError
+from tests.unit.data.plans import build_plan
 
 SETTINGS = PlanSettings(seed=3, context_tokens=50, pad_multiple=8, rows_per_step=6)
 
@@ -33,8 +33,8 @@ def inputs_of(plan: Plan, epoch: int) -> list[tuple[int, int, int]]:
     ]
 
 
-def all_weights(plan: Plan) -> RowWeights:
-    return plan.newest.train.weights(0, plan.num_rows)
+def all_weights(plan: Plan) -> RowStats:
+    return plan.newest.train.stats(0, plan.num_rows)
 
 
 def documents_of(rows: Rows) -> set[int]:
@@ -145,7 +145,7 @@ def test_figures_of_the_report() -> None:
     assert segment.totals.split_documents == 1
     assert segment.totals.skipped_documents == 1
     assert segment.totals.tokens == 150
-    padded = segment.train.weights(0, segment.train.num_rows).padded_tokens(8)
+    padded = segment.train.stats(0, segment.train.num_rows).padded_tokens(8)
     assert segment.totals.padding_tokens == int(padded.sum()) - 150
     assert segment.fill == pytest.approx(150 / (48 * segment.train.num_rows))
     assert segment.step_times(1).imbalance == pytest.approx(1.0)
@@ -198,7 +198,7 @@ def test_labels_outside_a_span_are_not_counted() -> None:
     spans = LabelSpans(offsets=np.array([0, 2, 2]), starts=np.array([0, 60]), stops=np.array([10, 70]))
     plan = build_plan(np.array([100, 40]), "f", SETTINGS, spans)
     by_piece = {
-        (piece.document, piece.start): int(plan.weights(range(row, row + 1)).supervised[0])
+        (piece.document, piece.start): int(plan.stats(range(row, row + 1)).supervised[0])
         for row in range(plan.num_rows)
         for piece in plan.pieces(row)
         if len(plan.pieces(row)) == 1

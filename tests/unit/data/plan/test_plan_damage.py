@@ -42,7 +42,7 @@ def content_of(plan: Plan) -> list[Any]:
 def segment_content(segment: Segment) -> list[Any]:
     rows = []
     for split in (segment.train, segment.evaluation):
-        weights = split.weights(0, split.num_rows)
+        weights = split.stats(0, split.num_rows)
         rows.append([getattr(weights, name).tolist() for name in type(weights).__slots__])
         rows.append([split.pieces(row) for row in range(split.num_rows)])
     fragments = [
@@ -140,6 +140,33 @@ def test_an_edited_plan_is_refused_even_with_a_checksum_to_match(tmp_path: Path,
     del header["checksum"]
     path.write_text(json.dumps({**header, "checksum": stable_hash(header)}))
     with pytest.raises(UserError, match=r"plan\.json names plan [0-9a-f]{16}, but its fields give [0-9a-f]{16}"):
+        load_plan(tmp_path)
+
+
+def _header(text: str) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(text)
+    del fields["checksum"]
+    return fields
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda header: header["settings"].update(rows_per_step="12"), "settings.rows_per_step is '12', but must be a"),
+        (lambda header: header["settings"].update(packing="tight"), "settings.packing is 'tight', but must be"),
+        (lambda header: header["totals"].pop("tokens"), "totals.tokens is missing"),
+        (lambda header: header["files"].pop("rows.parquet"), "files.rows.parquet is missing"),
+        (lambda header: header.update(extra=1), "extra is 1, but there is no such field"),
+        (lambda header: header["epochs"][0].update(num_rows=-1), r"epochs\[0\].num_rows is -1, but must be at least 0"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_file(tmp_path: Path, change: Any, problem: str) -> None:
+    write_plan(tmp_path)
+    path = tmp_path / "segment-0001/plan.json"
+    header = _header(path.read_text())
+    change(header)
+    path.write_text(json.dumps({**header, "checksum": stable_hash(header)}))
+    with pytest.raises(UserError, match=rf"{re.escape(str(path))}: the plan can't be read \({problem}"):
         load_plan(tmp_path)
 
 

@@ -13,8 +13,9 @@ from ray_ulysses.data.corpus.row_groups import GROUP_ROWS
 from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.plan import Plan, PlanSettings, Segment
 from ray_ulysses.data.plan.plan_files import has_plan, load_plan, write_segment
-from ray_ulysses.data.plan.planning import MemorySink, PlanInput, build_segment
+from ray_ulysses.data.plan.planning import PlanInput
 from ray_ulysses.errors import UserError
+from tests.unit.data.plans import segment_in_memory
 
 SETTINGS = PlanSettings(
     seed=3, context_tokens=50, pad_multiple=8, rows_per_step=6, epochs=2, eval_fraction=0.1, eval_rows=3
@@ -28,7 +29,7 @@ def documents_of(num_documents: int = 100) -> PlanInput:
 
 
 def in_memory(settings: PlanSettings = SETTINGS, documents: PlanInput | None = None) -> Segment:
-    return build_segment(documents or documents_of(), settings, MemorySink())
+    return segment_in_memory(documents or documents_of(), settings)
 
 
 def write(directory: Path, settings: PlanSettings = SETTINGS, documents: PlanInput | None = None) -> Plan:
@@ -41,7 +42,7 @@ def assert_same_rows(one: Segment, other: Segment) -> None:
         assert ours.num_rows == theirs.num_rows
         for row in range(ours.num_rows):
             assert ours.pieces(row) == theirs.pieces(row)
-        left, right = ours.weights(0, ours.num_rows), theirs.weights(0, theirs.num_rows)
+        left, right = ours.stats(0, ours.num_rows), theirs.stats(0, theirs.num_rows)
         for name in type(left).__slots__:
             assert np.array_equal(getattr(left, name), getattr(right, name)), name
 
@@ -66,7 +67,7 @@ def test_rows_beyond_one_row_group_are_read_back(tmp_path: Path) -> None:
     for row in (0, GROUP_ROWS - 1, GROUP_ROWS, num_documents - 1):
         assert loaded.train.pieces(row) == made.train.pieces(row)
     border = (GROUP_ROWS - 3, GROUP_ROWS + 3)
-    assert np.array_equal(loaded.train.weights(*border).first_piece, made.train.weights(*border).first_piece)
+    assert np.array_equal(loaded.train.stats(*border).first_piece, made.train.stats(*border).first_piece)
 
 
 def test_a_row_whose_pieces_lie_in_two_row_groups_is_read_back(tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_writing_again_changes_nothing_and_another_plan_is_refused(tmp_path: Pat
     write(tmp_path)
     before = {path.name: path.read_bytes() for path in (tmp_path / FOLDER).iterdir()}
     write(tmp_path)
-    with pytest.raises(UserError, match=r"already holds plan .*; nothing was written over"):
+    with pytest.raises(UserError, match=r"already holds plan .*; nothing was overwritten"):
         write(tmp_path, replace(SETTINGS, seed=4))
     assert {path.name: path.read_bytes() for path in (tmp_path / FOLDER).iterdir()} == before
 

@@ -23,7 +23,7 @@ def test_a_held_directory_is_refused_and_free_when_its_holder_dies(tmp_path: Pat
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
-        text = rf"out={tmp_path}: is being prepared already, by process {holder.pid} on host .*; wait for it or stop it"
+        text = rf"out={tmp_path}: is already being prepared by process {holder.pid} on host .*; wait for it or stop it"
         with pytest.raises(UserError, match=text), directory_lock(tmp_path):
             pass
         holder.kill()

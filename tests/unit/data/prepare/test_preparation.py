@@ -244,13 +244,26 @@ def test_a_process_that_is_killed_after_its_commit_leaves_nothing_for_good(tmp_p
     assert sorted(snapshot(request.out)) == [*left, *(f"shards/{s.name}" for s in Corpus.open(request.out).info.shards)]
 
 
+def test_temporary_files_of_an_older_version_are_swept(tmp_path: Path) -> None:
+    request = request_of(tmp_path, varied_texts(10))
+    request.out.mkdir()
+    # Killed before it had claimed the directory.
+    (request.out / ".preparation.json.0f3a.tmp").write_text("torn")
+    prepare_local(request)
+    for name in (".documents.parquet.12ab.tmp", ".corpus.json.12ab.tmp", "shards/.shard-00001.parquet.9c.tmp"):
+        (request.out / name).write_text("torn")
+    (request.out / ".notes.tmp").write_text("the user's own")
+    prepare_local(request)
+    assert [name for name in snapshot(request.out) if name.endswith(".tmp")] == [".notes.tmp"]
+
+
 def test_a_directory_is_prepared_by_one_process_at_a_time(tmp_path: Path) -> None:
     request = request_of(tmp_path, varied_texts(10))
     with preparing(request):
         before = snapshot(request.out)
         for again in (prepare_local, begin):
             with pytest.raises(
-                UserError, match=r"out=.*corpus: is being prepared already, by process \d+ on host .* UTC; w"
+                UserError, match=r"out=.*corpus: is already being prepared by process \d+ on host .* UTC; w"
             ):
                 again(request)
         assert snapshot(request.out) == before
@@ -298,7 +311,7 @@ def test_another_corpus_in_the_directory_is_not_written_over(tmp_path: Path) -> 
     prepare_local(request)
     before = snapshot(request.out)
     other = replace(request, sources=SourceSpec(paths=(str(write_texts(tmp_path / "other", ["x"])),)))
-    with pytest.raises(UserError, match=r"already holds a corpus of other sources.*; nothing was written over"):
+    with pytest.raises(UserError, match=r"already holds a corpus of other sources.*; nothing was overwritten"):
         prepare_local(other)
     (tmp_path / "texts" / "text-0003.txt").write_text("changed")
     with pytest.raises(UserError, match=r"already holds a corpus of other sources, options or source files"):
@@ -319,7 +332,7 @@ def test_a_directory_with_foreign_files_is_not_touched(tmp_path: Path) -> None:
     request = request_of(tmp_path, ["one"])
     request.out.mkdir()
     (request.out / "thesis.tex").write_text("precious")
-    with pytest.raises(UserError, match=r"is not empty and holds no corpus of ours; choose another directory"):
+    with pytest.raises(UserError, match=r"is not empty and holds no corpus; choose another directory"):
         prepare_local(request)
     assert snapshot(request.out) == {"thesis.tex": b"precious"}
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from ray_ulysses.data.plan.plan import PlanSettings
-from ray_ulysses.data.plan.planning import build_plan
 from ray_ulysses.data.read.digest import add_digests, checksum, from_int64, row_digest, slice_checksum, to_int64
 from ray_ulysses.data.read.reader import RowReader
 from tests.unit.data.corpora import MemoryStore
+from tests.unit.data.plans import build_plan
 
 
 def reader_of(lengths: list[int]) -> RowReader:

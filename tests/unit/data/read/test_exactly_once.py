@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_ulysses.data.plan.plan import Plan, PlanSettings
-from ray_ulysses.data.plan.planning import build_plan
 from ray_ulysses.data.read.digest import add_digests, row_digest, slice_checksum
 from ray_ulysses.data.read.reader import IGNORE_INDEX, RowReader, RowSlice
 from ray_ulysses.data.read.row_source import DirectSource
 from tests.unit.data.corpora import MemoryStore
+from tests.unit.data.plans import build_plan
 
 World = tuple[int, int]
 worlds = st.lists(st.tuples(st.integers(1, 5), st.sampled_from([1, 2, 4, 8])), min_size=1, max_size=6)

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_ulysses.data.plan.plan import PlanSettings
-from ray_ulysses.data.plan.planning import build_plan
 from ray_ulysses.data.plan.rows import Piece
 from ray_ulysses.data.read.reader import IGNORE_INDEX, RowReader, RowSlice, slice_row
 from ray_ulysses.errors import UserError
 from tests.unit.data.corpora import MemoryStore
+from tests.unit.data.plans import build_plan
 
 SETTINGS = PlanSettings(seed=1, context_tokens=24, pad_multiple=8, rows_per_step=4)
 
@@ -47,7 +47,7 @@ def test_slices_of_any_sp_join_to_the_same_row(sp_size: int, lengths: list[int],
         for name in ("input_ids", "labels", "position_ids"):
             assert join(slices, name) == getattr(whole, name).tolist()
             assert all(getattr(one, name).shape == (whole.row_tokens // sp_size,) for one in slices)
-        assert sum(one.num_supervised for one in slices) == plan.weights(range(row, row + 1)).supervised[0]
+        assert sum(one.num_supervised for one in slices) == plan.stats(range(row, row + 1)).supervised[0]
 
 
 @pytest.mark.parametrize("sp_size", [1, 2, 4, 8])
@@ -103,4 +103,4 @@ def test_the_evaluation_split_is_read_from_its_own_rows() -> None:
     for row in range(plan.evaluation.num_rows):
         found = reader.read("evaluation", row, 0, 1)
         assert found.document_lengths == tuple(p.length for p in plan.evaluation.pieces(row))
-        assert found.num_supervised == plan.evaluation.weights(row, row + 1).supervised[0]
+        assert found.num_supervised == plan.evaluation.stats(row, row + 1).supervised[0]

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_ulysses.data.plan.plan import Plan, PlanSettings
-from ray_ulysses.data.plan.planning import build_plan
 from ray_ulysses.data.plan.rows import Piece
 from ray_ulysses.data.read.digest import add_digests, row_digest, slice_checksum
 from ray_ulysses.data.read.reader import IGNORE_INDEX, RowReader, RowSlice, slice_row
 from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.parallel.layout import held_ranges
 from tests.unit.data.corpora import MemoryStore
+from tests.unit.data.plans import build_plan
 
 # 2 x 6 x 2 is the least multiple that all of these can cut.
 PAD = 24

@@ -8,11 +8,11 @@ import pytest
 from numpy.typing import NDArray
 
 from ray_ulysses.data.plan.plan import Plan, PlanSettings
-from ray_ulysses.data.plan.planning import build_plan
 from ray_ulysses.data.read.reader import RowReader, RowSlice
 from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.errors import UserError
 from tests.unit.data.corpora import MemoryStore
+from tests.unit.data.plans import build_plan
 
 LENGTHS = [int(length) for length in np.random.default_rng(0).integers(2, 90, 60)]
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_ulysses.data.plan.plan import PlanSettings
-from ray_ulysses.data.plan.planning import build_plan
 from ray_ulysses.data.read.reader import IGNORE_INDEX, RowReader
 from ray_ulysses.data.tokenize.spans import LabelSpans
 from tests.unit.data.corpora import MemoryStore
+from tests.unit.data.plans import build_plan
 
 PAD = 24
 SPLITS = [(1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (8, 1), (12, 1), (4, 2), (6, 3), (12, 4)]
@@ -45,7 +45,7 @@ def test_labels_are_the_spans_at_every_split(sp_size: int, ring_size: int, lengt
     for row in range(plan.num_rows):
         slices = [reader.read("train", row, rank, sp_size, ring_size) for rank in range(sp_size)]
         labels = [int(label) for one in slices for label in one.labels if label != IGNORE_INDEX]
-        assert len(labels) == plan.weights(range(row, row + 1)).supervised[0]
+        assert len(labels) == plan.stats(range(row, row + 1)).supervised[0]
         for one in slices:
             ids = one.input_ids[one.labels != IGNORE_INDEX]
             assert np.array_equal(ids + 1, one.labels[one.labels != IGNORE_INDEX]), "a label is the next token"

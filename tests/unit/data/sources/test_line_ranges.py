@@ -21,7 +21,7 @@ from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.prepare.merge import Duplicates
 from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
 from ray_ulysses.data.prepare.unit_writer import write_unit
-from ray_ulysses.data.sources.line_ranges import LineCounts, cut_bytes, number_lines, range_lines
+from ray_ulysses.data.sources.line_ranges import LineCounts, byte_ranges, number_lines, range_lines
 from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
@@ -106,7 +106,7 @@ def test_any_file_in_any_units_is_the_file_as_one(
 def test_every_line_belongs_to_one_range(data: bytes, unit_bytes: int) -> None:
     with tempfile.NamedTemporaryFile() as file:
         Path(file.name).write_bytes(data)
-        ranges = cut_bytes(len(data), unit_bytes)
+        ranges = byte_ranges(len(data), unit_bytes)
         found = [line for first, last in ranges for line in range_lines(file.name, first, last)]
         assert found == re.findall(rb"[^\n]*\n|[^\n]+", data)
         assert [last - first for first, last in ranges] == [0] or all(

@@ -36,12 +36,12 @@ PREPARE = "prepare: 1 problem\n  - "
         (
             RowFields(labels="l"),
             "auto",
-            "labels_field='l': labels stand beside tokens, and tokens_field is not given; name that field too",
+            "labels_field='l': labels need tokens, and tokens_field is not given; name that field too",
         ),
         (
             RowFields(tools="t"),
             "auto",
-            "tools_field='t': tools stand beside messages, and messages_field is not given; name that field too",
+            "tools_field='t': tools need messages, and messages_field is not given; name that field too",
         ),
         (
             RowFields(prompt="p"),

@@ -37,6 +37,21 @@ def test_a_tree_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     assert texts_of(SourceSpec(paths=(str(tmp_path),), pattern="b/*.py")) == ["b/two.py", "b/gen/z.py"]
 
 
+@pytest.mark.parametrize("name", ["notes.txt", "rows.json"])
+def test_a_compressed_text_is_left_out_with_the_reason(tmp_path: Path, name: str) -> None:
+    text = b'[{"text": "hello"}]'
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text))
+    (tmp_path / name).write_bytes(zstandard.compress(text))
+    (tmp_path / "BZh.txt").write_text("BZh is how this text begins")
+    documents, rejected = read_all(list_units(SourceSpec(paths=(str(tmp_path),)))[0])
+    assert [document.content for document in documents] == ["BZh is how this text begins"]
+    rule = "only .jsonl.gz and .jsonl.zst are read compressed; decompress it, or store its documents as JSON Lines"
+    assert {(Path(one.source).name, one.reason) for one in rejected} == {
+        (f"{name}.gz", f"compressed with gzip: {rule}"),
+        (name, f"compressed with zstd: {rule}"),
+    }
+
+
 def test_units_are_about_as_large_as_asked_and_never_empty(tmp_path: Path) -> None:
     write_texts(tmp_path, ["x" * size for size in (400, 400, 400, 2000, 10)])
     units, _ = list_units(SourceSpec(paths=(str(tmp_path),)), 1000)
@@ -258,8 +273,8 @@ def test_links_to_folders_are_followed_and_none_leads_in_a_circle(tmp_path: Path
     below = [(one.source.removeprefix(f"{tmp_path}/tree/"), one.reason.replace(str(tmp_path), "")) for one in rejected]
     assert below == [
         ("z-self", "a broken symbolic link"),
-        ("a/c-up", "a link back to a folder that it lies in"),
-        ("a/b-link/back", "a link back to a folder that it lies in"),
+        ("a/c-up", "a link to one of its own parent folders"),
+        ("a/b-link/back", "a link to one of its own parent folders"),
         ("z-link/text-0000.txt", "the same file as /tree/a/deep/text-0000.txt"),
     ]
 
@@ -279,9 +294,9 @@ def test_text_files_among_rows_of_chats_are_left_out_by_name(tmp_path: Path) -> 
     assert [(Path(one.source).name, one.offset) for one in documents] == [("rows.json", 1), ("train.jsonl", 1)]
     assert [(Path(one.source).name, one.offset, one.reason) for one in (*listed, *rejected)] == [
         ("README.md", 0, "a text file: messages_field='m' asks for rows"),
-        ("other.json", 0, "no JSON list of rows, and no row per line, with 'm'"),
+        ("other.json", 0, "not a JSON list of rows or a row per line with 'm'"),
         ("rows.json", 2, "no field 'm'"),
-        ("stats.json", 0, "no JSON list of rows, and no row per line, with 'm'"),
+        ("stats.json", 0, "not a JSON list of rows or a row per line with 'm'"),
     ]
 
 

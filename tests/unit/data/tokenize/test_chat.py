@@ -116,8 +116,8 @@ def test_a_turn_that_the_template_rewrites_later_is_refused(tmp_path: Path) -> N
     assert chat.encode(CONVERSATION[:3]).starts.size == 1
     with pytest.raises(
         RowError,
-        match=r"the chat template writes message 2 otherwise when the conversation ends with it, so its tokens can't "
-        r"be told from the others; mark them with \{% generation %\} in the template",
+        match=r"the chat template writes message 2 differently if the conversation ends with it, so its tokens can't "
+        r"be identified; mark them with \{% generation %\} in the template",
     ):
         chat.encode(CONVERSATION)
 
@@ -171,7 +171,7 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_template_that_is_no_template_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"its chat template is no Jinja template \(.*\); mend it"):
+    with pytest.raises(UserError, match=r"its chat template is not a valid Jinja template \(.*\); fix it"):
         load_tokenizer(chat_tokenizer(tmp_path, "{% for %}")).chat()
 
 

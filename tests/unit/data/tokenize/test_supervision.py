@@ -296,7 +296,7 @@ def test_spans_that_are_damaged_missing_or_others_are_refused(tmp_path: Path) ->
     info = replace(corpus.info, spans=replace(corpus.info.spans, num_bytes=path.stat().st_size))
     (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
     with pytest.raises(
-        UserError, match=r"spans\.parquet can't be used \(another file of the same size was put in its p"
+        UserError, match=r"spans\.parquet can't be used \(it was replaced by another file of the same si"
     ):
         Corpus.open(corpus.path)
     noted = {b"ray_ulysses.content_crc32": f"{corpus.info.spans.content_crc32:08x}".encode()}
@@ -344,5 +344,5 @@ def test_marks_that_are_not_one_per_answer_are_refused_with_a_weight(tmp_path: P
     corpus = prepare_rows(tmp_path, [{"m": CONVERSATION}, {"m": weighted}], tokenizer=tokenizer, messages_field="m")
     assert corpus.num_documents == 1
     assert [reason for _, reason in reasons_of(corpus)] == [
-        "the chat template does not mark one stretch per answer, so none of them can have a weight of 0"
+        "the chat template does not mark one span per answer, so none of them can have a weight of 0"
     ]

@@ -101,7 +101,7 @@ def test_a_broken_tokenizer_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", [{}, {"eos_token": None}, {"eos_token": "<unheard-of>"}])
 def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path, config: dict[str, object]) -> None:
-    with pytest.raises(UserError, match=r"names no eos_token of its vocabulary"):
+    with pytest.raises(UserError, match=r"names no eos_token that is in its vocabulary"):
         load_tokenizer(fast_tokenizer(tmp_path, config))
 
 
@@ -113,6 +113,6 @@ def test_code_that_a_tokenizer_brings_is_never_run(tmp_path: Path, monkeypatch: 
     config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own_tokenizer.Own", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "own_tokenizer.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    with pytest.raises(UserError, match=r"tokenizer=.*: is defined by Python code of its own, .* never runs; give"):
+    with pytest.raises(UserError, match=r"tokenizer=.*: needs its own Python code, .* never runs; give"):
         load_tokenizer(tmp_path)
     assert not (tmp_path / "ran").exists()
