@@ -263,6 +263,8 @@ def _reading(path: Path) -> Iterator[None]:
     """Turn an error of reading a file into one that names it; ValueError where spans are inconsistent."""
     try:
         yield
+    except UserError:
+        raise
     except (*READ_ERRORS, ValueError) as error:
         raise _unreadable(path, error) from error
 

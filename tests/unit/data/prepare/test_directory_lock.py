@@ -53,7 +53,7 @@ def test_a_lock_file_that_was_unlinked_meanwhile_is_not_held(tmp_path: Path, mon
 def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(UserError, match=r"can't be written \(.*\); choose a dir"),
+        pytest.raises(UserError, match=r"can't be written \(.*\); choose a writable dir"),
         directory_lock(tmp_path / "file" / "out"),
     ):
         pass
