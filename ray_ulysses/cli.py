@@ -158,7 +158,7 @@ def train(
         from ray_ulysses.run.checkpoint_store import checkpoint_location
         from ray_ulysses.run.preflight import prepare_run
         from ray_ulysses.tracking.mlflow_tracker import is_tracked
-        from ray_ulysses.views.summary import build_summary, render_summary
+        from ray_ulysses.views.summary import render_summary
 
         view.phase("planning")
         prepared = prepare_run(loaded, Path.cwd(), branch=branch)
@@ -175,7 +175,7 @@ def train(
             f"run {result.history.name!r} is complete at step {result.history.step:,}; nothing was started. "
             "Raise run.stop_step to continue, or choose another run.name for a new run"
         )
-    summary = build_summary(
+    summary = render_summary(
         result.history,
         run_dir=prepared.config.run_dir,
         location=checkpoint_location(prepared.config),
@@ -187,7 +187,7 @@ def train(
         is_heard=is_tracked(prepared.config.run_dir),
         unigram_nats=prepared.report.corpus.unigram_nats,
     )
-    typer.echo(render_summary(summary))
+    typer.echo(summary)
 
 
 @app.command(epilog="Example: ray-ulysses inspect runs/llama-tiny --json; ... --verify; ... --checkpoints")

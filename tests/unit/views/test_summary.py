@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
-from ray_ulysses.views.summary import build_summary, render_summary
+from ray_ulysses.views.summary import render_summary
 from tests.unit.views.histories import make_history
 
 
@@ -18,11 +18,11 @@ def summary_of(history, **changes):
         "tracking_uri": "sqlite:////runs/mlflow.db",
         "unigram_nats": 3.25,
     }
-    return build_summary(history, **{**given, **changes})
+    return render_summary(history, **{**given, **changes})
 
 
 def test_the_summary_says_what_came_out_and_where_it_is():
-    assert render_summary(summary_of(make_history())).splitlines() == [
+    assert summary_of(make_history()).splitlines() == [
         "run 'demo': finished",
         "  steps            12 of 12 planned",
         "  final loss       3.8000 nats",
@@ -45,39 +45,39 @@ def test_the_summary_says_what_came_out_and_where_it_is():
     ],
 )
 def test_the_checkpoint_is_shown_where_it_lies(location, shown):
-    assert f"  checkpoint       {shown}\n" in render_summary(summary_of(make_history(), location=location))
+    assert f"  checkpoint       {shown}\n" in summary_of(make_history(), location=location)
 
 
 def test_the_mean_is_over_the_last_ten_losses():
-    summary = summary_of(make_history(12))
-    assert summary.mean_last_losses == pytest.approx(sum(5 - n / 10 for n in range(3, 13)) / 10)
-    assert summary_of(make_history(3)).num_last == 3
+    mean = sum(5 - n / 10 for n in range(3, 13)) / 10
+    assert f"  mean of last 10  {mean:.4f} nats\n" in summary_of(make_history(12))
+    assert "  mean of last 3  " in summary_of(make_history(3))
 
 
 def test_an_interrupted_run_is_resumed_by_the_same_command():
     summary = summary_of(
         make_history(status="interrupted"), planned_steps=40, overrides=("run.storage=/a b", "cluster.workers=2")
     )
-    assert render_summary(summary).splitlines()[-1].split("  ")[-1].strip() == (
+    assert summary.splitlines()[-1].split("  ")[-1].strip() == (
         "ray-ulysses train configs/demo.yaml --set 'run.storage=/a b' --set cluster.workers=2"
     )
 
 
 def test_a_run_that_reached_its_stop_step_is_told_how_to_go_on():
-    last = render_summary(summary_of(make_history(), planned_steps=40)).splitlines()[-1]
+    last = summary_of(make_history(), planned_steps=40).splitlines()[-1]
     assert last.endswith("ray-ulysses train configs/demo.yaml --set run.stop_step=40")
     assert last.split()[0:2] == ["continue", "ray-ulysses"]
 
 
 def test_the_command_that_goes_on_gives_each_setting_once():
     given = ("run.stop_step=12", "cluster.workers=4", "cluster.workers=2")
-    last = render_summary(summary_of(make_history(), planned_steps=40, overrides=given)).splitlines()[-1]
+    last = summary_of(make_history(), planned_steps=40, overrides=given).splitlines()[-1]
     assert last.endswith("ray-ulysses train configs/demo.yaml --set cluster.workers=2 --set run.stop_step=40")
 
 
 def test_a_run_without_steps_or_tracking_says_so():
     history = make_history(0, status="failed", checkpoints=())
-    text = render_summary(summary_of(history, tracking_uri=None, unigram_nats=None))
+    text = summary_of(history, tracking_uri=None, unigram_nats=None)
     assert "loss" not in text
     assert "mlflow" not in text
     assert "none committed" in text
@@ -86,7 +86,7 @@ def test_a_run_without_steps_or_tracking_says_so():
 def test_the_page_of_the_curves_is_named_once_there_is_one(tmp_path):
     identity = TrackingIdentity(uri="sqlite:////runs/mlflow.db", experiment="e", key="k", run_id="r", experiment_id="3")
     identity.save(tmp_path)
-    lines = render_summary(summary_of(make_history(), run_dir=tmp_path)).splitlines()
+    lines = summary_of(make_history(), run_dir=tmp_path).splitlines()
     assert "  see the curves   mlflow ui --backend-store-uri sqlite:////runs/mlflow.db" in lines
     assert (
         "  then open        http://127.0.0.1:5000/#/experiments/3/runs/r/model-metrics?workflowType=machine_learning"
@@ -94,14 +94,14 @@ def test_the_page_of_the_curves_is_named_once_there_is_one(tmp_path):
     )
     identity = replace(identity, uri="http://mlflow")
     identity.save(tmp_path)
-    text = render_summary(summary_of(make_history(), run_dir=tmp_path, tracking_uri="http://mlflow"))
+    text = summary_of(make_history(), run_dir=tmp_path, tracking_uri="http://mlflow")
     assert (
         "  see the curves   http://mlflow/#/experiments/3/runs/r/model-metrics?workflowType=machine_learning\n" in text
     )
 
 
 def test_curves_of_a_tracker_that_heard_nothing_are_not_promised():
-    text = render_summary(summary_of(make_history(), is_heard=False))
+    text = summary_of(make_history(), is_heard=False)
     assert "see the curves" not in text
     assert "has received nothing yet; the same command sends it what is stored in /runs/demo/tracking" in text
-    assert "MLflow" not in render_summary(summary_of(make_history(), tracking_uri=None, is_heard=False))
+    assert "MLflow" not in summary_of(make_history(), tracking_uri=None, is_heard=False)
