@@ -1,11 +1,11 @@
-"""Floating-point operations of a step and the peak of known accelerators: what MFU is made of."""
+"""Floating-point operations of a step and the peak of known accelerators, from which MFU is computed."""
 
 from __future__ import annotations
 
 from ray_ulysses.model_shape import ModelShape
 
 # Dense bf16 TFLOP/s from the vendors' data sheets (NVIDIA's state twice as much, "with sparsity"). The first entry
-# whose words all occur in the device's name holds, so that variants stand before their family.
+# whose words all occur in the device's name is used, so variants precede their family.
 _PEAK_TFLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("GB200",), 2500.0),
     (("B200",), 2250.0),
@@ -38,7 +38,7 @@ def peak_bf16_flops(device_name: str | None) -> float | None:
         device_name: As ``torch.cuda.get_device_name()`` gives it; None on CPU.
 
     Returns:
-        None on CPU and for a device that the table does not have, for which no MFU is stated.
+        None on CPU and for an unknown device, for which no MFU is reported.
     """
     if device_name is None:
         return None
@@ -53,8 +53,8 @@ def peak_bf16_flops(device_name: str | None) -> float | None:
 def step_flops(shape: ModelShape, *, tokens: int, sum_squared_lengths: int) -> float:
     """Return the model's floating-point operations for forward and backward over some tokens.
 
-    ``6 N`` a token, where N are the parameters that multiply (all but an untied input embedding, which is a lookup),
-    and ``6 d S^2`` a document of S tokens, where d is the width of all layers' heads together: forward, query times
+    ``6 N`` per token, where N are the parameters that multiply (all but an untied input embedding, which is a lookup),
+    and ``6 d S^2`` per document of S tokens, where d is the width of all layers' heads together: forward, query times
     key and probability times value take ``2 S^2 d`` each, halved by the causal mask, and backward twice that (PaLM,
     appendix B, https://arxiv.org/abs/2204.02311, which does not halve it). Recomputed work is not counted.
 
@@ -69,18 +69,18 @@ def step_flops(shape: ModelShape, *, tokens: int, sum_squared_lengths: int) -> f
 
 
 def token_cost(shape: ModelShape) -> int:
-    """Return what a token costs beside attention, in squared tokens: the length at which the two are equal."""
+    """Return the cost of a token outside attention, in squared tokens: the length at which the two are equal."""
     attention = step_flops(shape, tokens=0, sum_squared_lengths=1)
     return round(step_flops(shape, tokens=1, sum_squared_lengths=0) / attention)
 
 
 def mfu(*, flops: float, seconds: float, world_size: int, peak_flops: float | None) -> float | None:
-    """Return the model FLOPs utilisation, a share of the peak of all devices; None where the peak is not known."""
+    """Return the model FLOPs utilization, a share of the peak of all devices; None if the peak is unknown."""
     if peak_flops is None or seconds <= 0:
         return None
     return flops / (seconds * world_size * peak_flops)
 
 
 def _has_word(text: str, name: str) -> bool:
-    """Tell whether a name stands in a text as a word of its own: ``L4`` is not in ``L40S``, nor ``H20`` in ``H200``."""
+    """Return whether a name occurs as a whole word: ``L4`` is not in ``L40S``, nor ``H20`` in ``H200``."""
     return f" {name} " in f" {text} "

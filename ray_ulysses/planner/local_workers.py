@@ -1,4 +1,4 @@
-"""How many workers one machine's memory holds: the measured size of their processes, and what the plan adds to it."""
+"""Checks whether one machine's memory holds all workers, by the measured size of a process and the plan's estimate."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ WORKER_BYTES = GIB // 2
 
 
 def local_bytes(config: Config, shape: ModelShape) -> int:
-    """Return the memory that a Ray of its own takes on this machine with all workers of a run."""
+    """Return the memory of a local Ray with all workers of a run on this machine."""
     memory = configured_memory(config, shape)
     on_device = memory.device_bytes if config.cluster.gpus_per_worker == 0 else 0
     return RAY_BYTES + config.cluster.workers * (WORKER_BYTES + memory.host_bytes + on_device)
 
 
 def local_problem(config: Config, shape: ModelShape, free_bytes: int) -> Problem | None:
-    """Return why a machine can't hold a run's workers, and how many it holds; ``None`` if it holds them.
+    """Return the problem of a machine that can't hold a run's workers; ``None`` if it can.
 
     Args:
         config: The run's configuration.
@@ -39,7 +39,7 @@ def local_problem(config: Config, shape: ModelShape, free_bytes: int) -> Problem
     )
     fitting = _most_that_fit(config, shape, free_bytes)
     if fitting:
-        hint = f"use {fitting}, which fits (a run goes on at any number), or a cluster (cluster.address)"
+        hint = f"use {fitting}, which fits (a run can resume with any number), or a cluster (cluster.address)"
     else:
         hint = "free memory, use a smaller model or context, or a cluster (cluster.address)"
     return Problem(path="cluster.workers", value=workers, rule=rule, hint=hint)
@@ -48,7 +48,7 @@ def local_problem(config: Config, shape: ModelShape, free_bytes: int) -> Problem
 def _most_that_fit(config: Config, shape: ModelShape, free_bytes: int) -> int:
     """Return the largest number of workers that fits, a multiple of ``parallel.sp_size``; 0 if there is none."""
     sp_size = config.parallel.sp_size
-    # More processes than this do not fit even if they hold nothing.
+    # More processes than this do not fit even without a model.
     most = min(config.cluster.workers - 1, max(0, free_bytes - RAY_BYTES) // WORKER_BYTES)
     for workers in range(most // sp_size * sp_size, 0, -sp_size):
         fewer = config.model_copy(update={"cluster": config.cluster.model_copy(update={"workers": workers})})

@@ -1,7 +1,7 @@
-"""A first estimate of the memory of one rank, term by term: pure arithmetic that a person can check by hand.
+"""Estimates the memory of one rank, term by term, with arithmetic that can be checked by hand.
 
-It is an estimate, not a measurement: padding of the partitions, the allocator's fragmentation and kernels' workspaces
-are left out, and temporaries are counted by what the formulas say stays alive together.
+It is a first estimate and not a measurement: padding of the partitions, the allocator's fragmentation and the kernels'
+workspaces are left out, and temporaries are counted as the formulas say that they are allocated together.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Literal
 
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.heads import HeadPlan, assign_heads
-from ray_ulysses.planner.memory_terms import FP32_BYTES, GIB, MemoryTerm, Phase
+from ray_ulysses.planner.memory_terms import FP32_BYTES, GIB, MemoryTerm, Phase, term
 from ray_ulysses.planner.state_memory import StateSharing, device_state, host_state, load_terms
 
 BYTES_PER_VALUE: dict[str, int] = {"bf16": 2, "fp32": 4}
@@ -23,9 +23,9 @@ class MemoryEstimate:
     """The memory of one rank, on its device and on its host.
 
     Attributes:
-        device: Terms on the accelerator (on the host, where training runs on CPU).
-        host: Terms in host memory beside them.
-        note: What kind of number this is.
+        device: Terms on the accelerator (on the host if training runs on CPU).
+        host: Additional terms in host memory.
+        note: How the numbers were obtained.
     """
 
     device: tuple[MemoryTerm, ...]
@@ -34,7 +34,7 @@ class MemoryEstimate:
 
     @property
     def device_bytes(self) -> int:
-        """The largest sum of device terms that are alive together."""
+        """The largest sum of device terms that are allocated together."""
         return _peak(self.device)
 
     @property
@@ -45,7 +45,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _AttentionSplit:
-    """How attention is shared among ranks, and what of it is kept."""
+    """How attention is divided among ranks, and what of it is kept."""
 
     ulysses_size: int
     ring_size: int
@@ -53,14 +53,14 @@ class _AttentionSplit:
     kept: Literal["both", "kernel", "none"]
 
     def heads(self, shape: ModelShape) -> HeadPlan:
-        """Return the heads of each rank; what there can't be is refused elsewhere."""
+        """Return the heads of each rank; impossible layouts are refused elsewhere."""
         return assign_heads(shape.num_heads, shape.num_kv_heads, min(self.ulysses_size, shape.num_heads))
 
 
 def _peak(terms: tuple[MemoryTerm, ...]) -> int:
     total: dict[Phase, int] = {}
-    for term in terms:
-        total[term.phase] = total.get(term.phase, 0) + term.bytes
+    for one in terms:
+        total[one.phase] = total.get(one.phase, 0) + one.bytes
     load, always = total.pop("load", 0), total.pop("always", 0)
     return max(load, always + max(total.values(), default=0))
 
@@ -82,7 +82,7 @@ def estimate(
     accelerator: bool = True,
     host_buffers: int = 2,
 ) -> MemoryEstimate:
-    """Estimate what one rank holds while it trains rows of a full context, one at a time.
+    """Estimate the memory of one rank while it trains rows of a full context, one at a time.
 
     Args:
         shape: The model.
@@ -91,14 +91,14 @@ def estimate(
         context_tokens: Longest row, in tokens.
         ring_size: Ring degree within ``sp_size``.
         dtype: Type of compute.
-        zero_stage: What is sharded: the optimizer's state, gradients too, or the weights as well.
-        offload_optimizer: Where the optimizer's state lives.
-        gradient_checkpointing: Whether layers are computed again in the backward pass.
+        zero_stage: Shards the optimizer's state (1), also the gradients (2), or also the weights (3).
+        offload_optimizer: Where the optimizer's state is stored.
+        gradient_checkpointing: Whether layers are recomputed in the backward pass.
         attention_output: What gradient checkpointing keeps of attention's output.
-        attention_chunks: Shares in which heads are exchanged and attended.
-        init: Where the weights come from, which decides what loading takes.
-        accelerator: Whether ranks have a device of their own, whose runtime takes memory too.
-        host_buffers: Copies of a rank's state in host memory that checkpoints are written from.
+        attention_chunks: Number of chunks in which heads are exchanged and attended.
+        init: Where the weights come from, which determines the memory for loading.
+        accelerator: Whether each rank has a device, whose runtime takes memory too.
+        host_buffers: Copies of a rank's state in host memory from which checkpoints are written.
 
     Returns:
         Every term with its source.
@@ -123,7 +123,7 @@ def estimate(
         device.append(on_device)
     if accelerator:
         text = "an assumption: the device's context, loaded kernels and NCCL's buffers; not yet measured"
-        device.append(MemoryTerm(name="runtime", bytes=_ACCELERATOR_RUNTIME_BYTES, phase="always", source=text))
+        device.append(term("runtime", _ACCELERATOR_RUNTIME_BYTES, "always", text))
     return MemoryEstimate(device=tuple(device), host=(*host_state(shape, sharing), on_host))
 
 
@@ -133,117 +133,86 @@ def _activations(
     hidden, layers = shape.hidden_size, shape.num_layers
     one_layer = [_layer_values(shape, tokens, value), *_attention(shape, tokens, split, value)]
     if checkpointed:
-        saved = MemoryTerm(
-            name="layer inputs, kept",
-            bytes=layers * tokens * hidden * value,
-            phase="always",
-            source=f"{layers} layers x {tokens:,} tokens per rank x {hidden} x {value} bytes: what gradient "
-            "checkpointing keeps of each layer",
+        text = (
+            f"{layers} layers x {tokens:,} tokens per rank x {hidden} x {value} bytes: what gradient checkpointing "
+            "keeps of each layer"
         )
+        saved = term("layer inputs, kept", layers * tokens * hidden * value, "always", text)
         return [saved, *_kept_attention(shape, tokens, split, value), *one_layer]
-    kept = sum(term.bytes for term in one_layer) * layers
-    return [
-        MemoryTerm(
-            name="activations of all layers",
-            bytes=kept,
-            phase="always",
-            source=f"{layers} layers x {kept // layers:,} bytes of one, since memory.gradient_checkpointing is false",
-        )
-    ]
+    kept = sum(one.bytes for one in one_layer) * layers
+    text = f"{layers} layers x {kept // layers:,} bytes of one, since memory.gradient_checkpointing is false"
+    return [term("activations of all layers", kept, "always", text)]
 
 
 def _layer_values(shape: ModelShape, tokens: int, value: int) -> MemoryTerm:
-    # Two norms, each with an fp32 copy, a normalised and a scaled output; the residual sums; the attention's output.
+    # Two norms, each with an fp32 copy, a normalized and a scaled output; the residual sums; the attention's output.
     around = 2 * (FP32_BYTES + 2 * value) + 3 * value
-    # gate, up, their activation and product are kept for the backward pass, where two gradients join them.
+    # gate, up, their activation and product are kept for the backward pass, which adds two gradients.
     each = shape.hidden_size * around + 6 * shape.intermediate_size * value
-    return MemoryTerm(
-        name="one layer outside attention",
-        bytes=tokens * each,
-        phase="layer",
-        source=f"{tokens:,} tokens per rank x {each:,} bytes: norms with fp32 copies, residuals, and six values of the "
-        "MLP's width (four kept, two gradients)",
+    text = (
+        f"{tokens:,} tokens per rank x {each:,} bytes: norms with fp32 copies, residuals, and six values of the MLP's "
+        "width (four kept, two gradients)"
     )
+    return term("one layer outside attention", tokens * each, "layer", text)
 
 
 def _kept_attention(shape: ModelShape, tokens: int, split: _AttentionSplit, value: int) -> list[MemoryTerm]:
-    """Return what gradient checkpointing keeps of attention in every layer, so that it is not computed again."""
+    """Return what gradient checkpointing keeps of attention in every layer, so that it is not recomputed."""
     if split.kept == "none":
         return []
     is_both = split.kept == "both" and split.ulysses_size > 1 and split.chunks == 1
     share = split.heads(shape).imbalance
-    # The kernel's layout has the fullest rank's heads; the model's has all heads of this rank's slice.
+    # The kernel's layout has the heads of the rank with the most; the model's has all heads of this rank's slice.
     width = shape.attention_width / shape.num_layers * (share + 1 if is_both else share)
     each = round(width * value + shape.num_heads * share * FP32_BYTES)
     layouts = "in the layouts of kernel and model" if is_both else "in one layout"
-    return [
-        MemoryTerm(
-            name="attention outputs, kept",
-            bytes=shape.num_layers * tokens * each,
-            phase="always",
-            source=f"{shape.num_layers} layers x {tokens:,} tokens per rank x {each:,} bytes: output {layouts} and "
-            f"log-sum-exp (memory.attention_output={split.kept})",
-        )
-    ]
+    text = (
+        f"{shape.num_layers} layers x {tokens:,} tokens per rank x {each:,} bytes: output {layouts} and log-sum-exp "
+        f"(memory.attention_output={split.kept})"
+    )
+    return [term("attention outputs, kept", shape.num_layers * tokens * each, "always", text)]
 
 
 def _attention(shape: ModelShape, tokens: int, split: _AttentionSplit, value: int) -> list[MemoryTerm]:
     heads = split.heads(shape)
     query = shape.num_heads * shape.head_dim
-    # After the exchange the fullest rank has this many features of the tokens of its part of the row.
-    # A chunk has one key-value head of a rank at least, and only what is exchanged comes in chunks.
+    # After the exchange the rank with the most heads has this many features of the tokens of its part of the row. A
+    # chunk has at least one key-value head of a rank, and only what is exchanged is chunked.
     chunks = min(split.chunks, heads.max_kv_heads) if split.ulysses_size > 1 else 1
-    kv_a_chunk = -(-heads.max_kv_heads // chunks)
-    share = kv_a_chunk / heads.max_kv_heads
+    kv_per_chunk = -(-heads.max_kv_heads // chunks)
+    share = kv_per_chunk / heads.max_kv_heads
     query_after = heads.max_heads * split.ulysses_size * shape.head_dim * share
-    kv_after = kv_a_chunk * split.ulysses_size * shape.head_dim
+    kv_after = kv_per_chunk * split.ulysses_size * shape.head_dim
     kept = 2 * query + shape.num_kv_heads * 2 * shape.head_dim
-    terms = [
-        MemoryTerm(
-            name="attention q, k, v and output",
-            bytes=round(tokens * value * (kept + 2 * query_after + 2 * kv_after)),
-            phase="layer",
-            source=f"{tokens:,} tokens per rank x {value} bytes x the widths of q, k, v and output, and their "
-            "gradients in the kernel's layout",
-        ),
-        MemoryTerm(
-            name="attention log-sum-exp",
-            bytes=tokens * shape.num_heads * FP32_BYTES,
-            phase="layer",
-            source=f"{tokens:,} tokens per rank x {shape.num_heads} heads x 4 bytes: kept for the softmax's backward",
-        ),
-    ]
+    size = round(tokens * value * (kept + 2 * query_after + 2 * kv_after))
+    text = (
+        f"{tokens:,} tokens per rank x {value} bytes x the widths of q, k, v and output, and their gradients in the "
+        "kernel's layout"
+    )
+    terms = [term("attention q, k, v and output", size, "layer", text)]
+    text = f"{tokens:,} tokens per rank x {shape.num_heads} heads x 4 bytes: kept for the softmax's backward"
+    terms.append(term("attention log-sum-exp", tokens * shape.num_heads * FP32_BYTES, "layer", text))
     if split.ulysses_size > 1:
         exchange = round(2 * (query_after + 2 * kv_after))
-        terms.append(
-            MemoryTerm(
-                name="all-to-all buffers",
-                bytes=tokens * value * exchange,
-                phase="layer",
-                source=f"{tokens:,} tokens per rank x {value} bytes x {exchange}: q, k and v in one payload, sent and "
-                "received (the output's, and the gradients', are no larger)",
-            )
+        text = (
+            f"{tokens:,} tokens per rank x {value} bytes x {exchange}: q, k and v in one payload, sent and received "
+            "(the output's, and the gradients', are no larger)"
         )
+        terms.append(term("all-to-all buffers", tokens * value * exchange, "layer", text))
     if split.ring_size > 1:
         each = round(2 * kv_after * (2 * value + 3 * FP32_BYTES) + query_after * FP32_BYTES)
-        terms.append(
-            MemoryTerm(
-                name="ring buffers",
-                bytes=tokens * each,
-                phase="layer",
-                source=f"{tokens:,} tokens per rank x {each} bytes: keys and values held and on their way, their "
-                "gradients in fp32 made, sent and received, and the queries' in fp32",
-            )
+        text = (
+            f"{tokens:,} tokens per rank x {each} bytes: keys and values held and on their way, their gradients in "
+            "fp32 made, sent and received, and the queries' in fp32"
         )
+        terms.append(term("ring buffers", tokens * each, "layer", text))
     return terms
 
 
 def _loss(shape: ModelShape, tokens: int, value: int) -> MemoryTerm:
     each = value + 3 * FP32_BYTES
-    return MemoryTerm(
-        name="logits",
-        bytes=tokens * shape.vocab_size * each,
-        phase="loss",
-        source=f"{tokens:,} tokens per rank x vocabulary {shape.vocab_size:,} x {each} bytes: logits, their fp32 copy, "
-        "log-probabilities and gradient, untiled in this version",
+    text = (
+        f"{tokens:,} tokens per rank x vocabulary {shape.vocab_size:,} x {each} bytes: logits, their fp32 copy, "
+        "log-probabilities and gradient, untiled in this version"
     )
+    return term("logits", tokens * shape.vocab_size * each, "loss", text)

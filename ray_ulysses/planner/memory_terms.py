@@ -1,4 +1,4 @@
-"""One part of the memory of a rank, and when it is alive."""
+"""One part of the memory of a rank, and the phase in which it is allocated."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ GIB = 1 << 30
 FP32_BYTES = 4
 
 Phase = Literal["always", "loss", "layer", "load"]
-"""When a term is alive: through a whole step; beside that only in the loss or in one layer's backward pass, which do
-not come together; or only while the model is loaded, before all others."""
+"""When a term is allocated: during a whole step; in addition only in the loss or in one layer's backward pass, which do
+not coincide; or only while the model is loaded, before all others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,9 +18,9 @@ class MemoryTerm:
     """One part of the memory of a rank.
 
     Attributes:
-        name: What it is.
-        bytes: How much.
-        phase: When it is alive.
+        name: Its name.
+        bytes: Its size.
+        phase: When it is allocated.
         source: Where the number comes from, as a sentence.
     """
 
@@ -28,3 +28,13 @@ class MemoryTerm:
     bytes: int
     phase: Phase
     source: str
+
+
+def always(name: str, size: int, source: str) -> MemoryTerm:
+    """Return a term that is allocated during a whole step."""
+    return term(name, size, "always", source)
+
+
+def term(name: str, size: int, phase: Phase, source: str) -> MemoryTerm:
+    """Return a term from its fields in order."""
+    return MemoryTerm(name=name, bytes=size, phase=phase, source=source)

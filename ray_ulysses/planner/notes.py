@@ -1,4 +1,4 @@
-"""What a person may want to change in a run, though it can start."""
+"""Finds settings that are valid but may be unintended."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ray_ulysses.model_shape import ModelShape
 
 
 def plan_notes(config: Config, shape: ModelShape, plan: Plan | None) -> tuple[str, ...]:
-    """Return what is odd about a run, though it may be meant.
+    """Return notes on settings of a run that may be unintended.
 
     Args:
         config: The run's configuration.
         shape: The model.
-        plan: Its data plan; None where there is no corpus to make it from.
+        plan: Its data plan; None if there is no corpus yet.
     """
     notes = [*_layout_notes(config), *_start_notes(config)]
     if plan is not None:
@@ -32,7 +32,7 @@ def _layout_notes(config: Config) -> Iterator[str]:
         slots = -(-rows // dp_size) * dp_size
         yield (
             f"{dp_size} data-parallel groups do not divide data.rows_per_step={rows}: {slots - rows} of "
-            f"{slots} turns of a step are idle; the loss is the same"
+            f"{slots} row slots per step are idle; the loss is the same"
         )
 
 
@@ -50,12 +50,12 @@ def _data_notes(config: Config, plan: Plan) -> Iterator[str]:
     if config.schedule.warmup_steps >= horizon:
         yield (
             f"schedule.warmup_steps={config.schedule.warmup_steps} reaches the horizon of {horizon} steps: "
-            "the learning rate never comes down from its warm-up"
+            "the learning rate never decays after its warm-up"
         )
     num_empty = plan.newest.unsupervised_steps()
     if num_empty:
         yield (
-            f"{num_empty} steps have no supervised token: they change nothing but momentum and decay; use more "
+            f"{num_empty} steps have no supervised token: they only apply momentum and decay; use more "
             "data.rows_per_step, or leave documents with long prompts out"
         )
     if plan.newest.branch is not None and config.schedule.horizon_steps is None:
@@ -70,13 +70,13 @@ def _checkpoint_notes(config: Config, plan: Plan) -> Iterator[str]:
     checkpoint, evaluation = config.checkpoint, config.run.eval_every_steps
     every = checkpoint.every_steps
     last_step = min(config.run.stop_step or plan.num_steps, plan.num_steps)
-    # A run that is shorter than its interval, and saves at its end, is an ordinary one.
+    # A run that is shorter than its interval and saves at its end is fine.
     is_rare = every is None if checkpoint.save_at_end else every is None or every > last_step
     if checkpoint.every_minutes is None and is_rare:
-        when = "only at its end" if checkpoint.save_at_end else "never by itself, but only on demand"
+        when = "only at its end" if checkpoint.save_at_end else "only on demand"
         yield (
             f"checkpoint.every_steps={every if every is not None else 'null'} and checkpoint.every_minutes=null up to "
-            f"step {last_step:,}: the run saves {when}, and one that dies before loses everything"
+            f"step {last_step:,}: the run saves {when}, and a failure before that loses all progress"
         )
     if checkpoint.keep_best == 0 or checkpoint.best_metric != "eval_loss" or evaluation is None:
         return

@@ -1,4 +1,4 @@
-"""Why a run can't start, found before a worker does: each check is pure and names a way out that works."""
+"""Finds the problems that prevent a run, before any worker starts; each check is pure and gives a working hint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def configured_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
 
 
 def heads_problems(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    """Refuse a ring that leaves more ranks than the model has query heads."""
+    """Refuse a ring that leaves more Ulysses ranks than the model has query heads."""
     sp_size, ring = config.parallel.sp_size, config.parallel.ring_size
     if ring is not None and sp_size // ring > shape.num_heads:
         yield ring_problem(sp_size, ring, shape)
@@ -59,21 +59,21 @@ def plan_problems(config: Config, plan: Plan) -> Iterator[Problem]:
     """Refuse a stop beyond the planned data, and an evaluation without rows."""
     stop = config.run.stop_step
     if stop is not None and stop > plan.num_steps:
-        rows_an_epoch = max(1, plan.newest.train.num_rows // max(1, len(plan.newest.epochs)))
+        rows_per_epoch = max(1, plan.newest.train.num_rows // max(1, len(plan.newest.epochs)))
         missing = (stop - plan.num_steps) * plan.settings.rows_per_step
-        epochs = plan.settings.epochs - (-missing // rows_an_epoch)
+        epochs = plan.settings.epochs - (-missing // rows_per_epoch)
         yield Problem(
             path="run.stop_step",
             value=stop,
             rule=f"is beyond the planned data, which ends after {plan.num_steps} steps "
-            f"({plan.num_rows} rows, {plan.settings.rows_per_step} a step)",
+            f"({plan.num_rows} rows, {plan.settings.rows_per_step} per step)",
             hint=f"use at most {plan.num_steps}, or data.epochs={epochs} (for a run that has begun, with --branch)",
         )
     if config.run.eval_every_steps is not None and plan.evaluation.num_rows == 0:
         yield Problem(
             path="data.eval_fraction",
             value=config.data.eval_fraction,
-            rule="holds out no document with a target, and run.eval_every_steps asks for an evaluation",
+            rule="holds out no document with a target, and run.eval_every_steps needs an evaluation",
             hint="use a larger share, or set run.eval_every_steps=null",
         )
 
@@ -85,13 +85,13 @@ def corpus_problems(config: Config, plan: Plan) -> Iterator[Problem]:
         yield Problem(
             path="data.rows_per_step",
             value=config.data.rows_per_step,
-            rule=f"is more than the {num_rows} rows that the corpus makes, so that not even one step is full",
+            rule=f"is more than the {num_rows} rows of the corpus, so that not even one step is full",
             hint=f"use at most {num_rows}, a shorter data.context_tokens, more data.epochs or a longer corpus",
         )
 
 
 def memory_problems(config: Config, shape: ModelShape, memory: MemoryEstimate) -> Iterator[Problem]:
-    """Refuse what does not fit into the memory that the configuration names."""
+    """Refuse a run that does not fit into the configured memory."""
     limits = (
         ("memory.device_gib", config.memory.device_gib, memory.device_bytes, memory.device),
         ("memory.host_gib", config.memory.host_gib, memory.host_bytes, memory.host),
@@ -102,14 +102,14 @@ def memory_problems(config: Config, shape: ModelShape, memory: MemoryEstimate) -
         yield Problem(
             path=path,
             value=limit_gib,
-            rule=f"a rank is estimated to take {needed / GIB:.1f} GiB ({memory.note}), most of it {_largest(terms)}",
+            rule=f"each rank is estimated to take {needed / GIB:.1f} GiB ({memory.note}), most of it {_largest(terms)}",
             hint=_hint(config, shape),
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Change:
-    """What is tried instead of a configuration's own settings; None keeps one."""
+    """Settings to try instead of the configured ones; None keeps one."""
 
     workers: int | None = None
     sp_size: int | None = None
@@ -120,20 +120,15 @@ class _Change:
 
     def describe(self) -> str:
         """Return the change as settings."""
-        parts = []
-        if self.workers is not None:
-            parts.append(f"cluster.workers={self.workers}")
-        if self.sp_size is not None:
-            parts.append(f"parallel.sp_size={self.sp_size}")
-        if self.ring_size is not None:
-            parts.append(f"parallel.ring_size={self.ring_size}")
-        if self.shard_weights:
-            parts.append("memory.zero_stage=3")
-        if self.offload:
-            parts.append("memory.offload_optimizer=cpu")
-        if self.checkpointing:
-            parts.append("memory.gradient_checkpointing=true")
-        return " with ".join(parts)
+        parts = {
+            f"cluster.workers={self.workers}": self.workers,
+            f"parallel.sp_size={self.sp_size}": self.sp_size,
+            f"parallel.ring_size={self.ring_size}": self.ring_size,
+            "memory.zero_stage=3": self.shard_weights,
+            "memory.offload_optimizer=cpu": self.offload,
+            "memory.gradient_checkpointing=true": self.checkpointing,
+        }
+        return " with ".join(text for text, is_changed in parts.items() if is_changed)
 
 
 def _memory_with(config: Config, shape: ModelShape, change: _Change) -> MemoryEstimate:
@@ -171,7 +166,7 @@ def _hint(config: Config, shape: ModelShape) -> str:
 
 def _changes(config: Config, shape: ModelShape) -> Iterator[_Change]:
     workers, sp_size = config.cluster.workers, config.parallel.sp_size
-    # A ring that is set was set for another sp size: one that is chosen for the larger one is named beside it.
+    # A configured ring is for the configured sp size, so another sp size needs another ring.
     is_set = config.parallel.ring_size is not None
     larger = [(n, ring_size(config, shape, n) if is_set else None) for n in allowed_sp(config, shape) if n > sp_size]
     can_offload = config.memory.offload_optimizer == "none"

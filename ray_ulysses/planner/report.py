@@ -1,4 +1,4 @@
-"""What ``ray-ulysses plan`` tells: layout, corpus, data plan and memory, as one frozen value."""
+"""The report of ``ray-ulysses plan``: layout, corpus, data plan and memory."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _MOST_DP_SIZES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutFacts:
-    """How the workers share the rows.
+    """How workers share rows.
 
     Attributes:
         world_size: Workers.
         sp_size: Ranks that share one row.
-        ulysses_size: Ranks that heads are exchanged over.
-        ring_size: Ranks that keys and values go round.
-        ring_is_chosen: Whether the split was chosen here, and not set.
-        heads: Which heads each rank has.
-        dp_size: Rows that are worked on at once.
+        ulysses_size: Ranks that exchange heads.
+        ring_size: Ranks of the ring that passes keys and values.
+        ring_is_chosen: Whether the ring size is automatic.
+        heads: The heads of each rank.
+        dp_size: Rows that are trained concurrently.
         valid_sp_sizes: The sp sizes that rows are padded for, so that a resume may use them.
-        level_world_sizes: Worker counts, with this sp size, at which no rank idles in any full step.
-        largest_world_size: Worker count beyond which some ranks would never have a row.
+        level_world_sizes: Worker counts, with this sp size, at which no rank idles in a full step.
+        largest_world_size: Worker count beyond which some ranks never have a row.
     """
 
     world_size: int
@@ -63,16 +63,16 @@ class LayoutFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusFacts:
-    """What the prepared corpora hold, or, where there is none yet, the documents of made-up lengths in their stead.
+    """Sizes of the prepared corpora or, if there is none yet, of documents of made-up lengths.
 
     Attributes:
         path: Their directories.
-        is_made_up: Whether nothing is prepared, so that everything of documents and rows is an example.
+        is_made_up: Whether nothing is prepared, so that all numbers of documents and rows are an example.
         num_documents: Documents of all corpora.
         num_tokens: Their tokens.
         longest_document: Tokens of the longest one.
-        max_token_id: Largest token id; 0 where nothing is prepared.
-        unigram_nats: Entropy of the bytes, where there is one corpus, of bytes.
+        max_token_id: Largest token id; 0 if nothing is prepared.
+        unigram_nats: Entropy of the bytes of a single corpus of bytes; else None.
     """
 
     path: str
@@ -86,34 +86,34 @@ class CorpusFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataFacts:
-    """What the data plan holds.
+    """Sizes of the data plan.
 
     Attributes:
-        plan_id: Identity of the plan; it stands in every checkpoint's cursor.
-        row_tokens: Most tokens of a row: the context, floored to ``pad_multiple``.
+        plan_id: Identity of the plan, which every checkpoint's cursor holds.
+        row_tokens: Most tokens per row: the context, rounded down to ``pad_multiple``.
         pad_multiple: Every row's length is a multiple of it.
-        rows_per_step: Rows of a global batch.
+        rows_per_step: Rows per global batch.
         num_rows: Training rows of all epochs.
         num_steps: Steps that train each row once.
         stop_step: Step at which this run stops.
-        padding_tokens: Tokens that only fill the training rows up to a multiple of ``pad_multiple``; beyond that a row
-            that is not full has none, and nothing of it is computed.
+        padding_tokens: Tokens that only fill the training rows up to a multiple of ``pad_multiple``; the rest of a row
+            is not computed.
         fill: Tokens of the documents in the training rows over rows times ``row_tokens``.
-        tokens: Tokens of the training rows, padding left out.
+        tokens: Tokens of the training rows, without padding.
         supervised: Tokens with a label.
         packing: How rows are filled.
-        split_documents: Documents longer than a row, once for each epoch.
+        split_documents: Documents longer than a row, counted once per epoch.
         truncated_documents: Documents whose end was left out.
         dropped_documents: Documents left out as too long.
-        lost_tokens: Tokens of both that are not trained on.
+        lost_tokens: Tokens of truncated and dropped documents that are not trained on.
         skipped_documents: Documents without a target.
         held_out_documents: Documents kept for evaluation.
         evaluation_rows: Rows of one evaluation.
-        imbalance: Time of the steps over that with level ranks, by cost, for the configured ``dp``.
-        imbalance_by_dp: The same for other numbers of data-parallel groups, with the least that any dealing of a
+        imbalance: Time of the steps over that with balanced ranks, by cost, for the configured ``dp``.
+        imbalance_by_dp: The same for other numbers of data-parallel groups, with the lowest that any assignment of a
             step's rows could reach.
-        step_spread: Time of a fast and of a slow step (the 10th and 90th of a hundred) over the mean.
-        segment: Number of the plan's segment: how often the run's data was edited.
+        step_spread: Time of a fast and of a slow step (10th and 90th percentile) over the mean.
+        segment: Number of the plan's segment, which is how often the run's data was changed.
         base_step: Step after which the segment begins.
         flops_per_step: Mean model FLOPs of a step, forward and backward.
     """
@@ -147,18 +147,18 @@ class DataFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanReport:
-    """Everything that is said before a worker starts.
+    """Everything that is reported before a worker starts.
 
     Attributes:
         name: The run's name.
         shape: The model.
         layout: How workers share rows.
-        corpus: What was prepared.
-        data: What is trained, step by step.
-        memory: What a rank takes, term by term.
-        device_gib: What the device has, if the configuration says so.
+        corpus: The prepared corpora.
+        data: The data plan.
+        memory: The memory of one rank, term by term.
+        device_gib: The device's memory, if configured.
         problems: Why the run can't start; empty if it can.
-        notes: What a person may want to change, though the run can start.
+        notes: Valid settings that may be unintended.
     """
 
     name: str
@@ -181,7 +181,7 @@ class PlanReport:
             raise ConfigError(self.problems, source=f"run {self.name!r}")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as plain values, the sums of memory included."""
+        """Return the report as plain values, including the sums of memory."""
         fields = asdict(self)
         fields["shape"]["num_parameters"] = self.shape.num_parameters
         fields["memory"]["device_bytes"] = self.memory.device_bytes
@@ -193,17 +193,17 @@ class PlanReport:
 def build_report(
     config: Config, shape: ModelShape, corpora: CorpusSet | PlanInput, plan: Plan, changed: tuple[Problem, ...] = ()
 ) -> PlanReport:
-    """Put together what a run will do, and everything that speaks against it.
+    """Build the report of a run.
 
     Args:
         config: The run's configuration.
         shape: The model's shape.
-        corpora: The prepared corpora, or the documents of made-up lengths that stand in for them.
+        corpora: The prepared corpora, or documents of made-up lengths in their place.
         plan: The data plan made from them.
-        changed: What contradicts the run that would be resumed.
+        changed: Problems of resuming the existing run with other settings.
     """
     memory = configured_memory(config, shape)
-    # How long it is, and which tokens it holds, is only known of a corpus that there is.
+    # Lengths and token ids are only known for an existing corpus.
     of_data = () if isinstance(corpora, PlanInput) else _data_problems(config, shape, corpora, plan)
     return PlanReport(
         name=config.run.name,
@@ -228,7 +228,7 @@ def _data_problems(config: Config, shape: ModelShape, corpora: CorpusSet, plan: 
 def _layout(config: Config, shape: ModelShape) -> LayoutFacts:
     sp_size, rows = config.parallel.sp_size, config.data.rows_per_step
     layout = run_layout(config, shape)
-    # What can't be had is a problem of its own; the rest of the report is still made.
+    # An impossible layout is reported as a problem; the rest of the report is still built.
     ulysses_size = min(layout.ulysses_size, shape.num_heads)
     return LayoutFacts(
         world_size=config.cluster.workers,

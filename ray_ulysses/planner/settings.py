@@ -1,4 +1,4 @@
-"""From a run's configuration and its model's shape to its layout and the settings of its data plan."""
+"""Derives a run's layout and the settings of its data plan from its configuration and its model's shape."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ray_ulysses.planner.flops import token_cost
 
 
 def ring_size(config: Config, shape: ModelShape, sp_size: int | None = None) -> int:
-    """Return the ring of an sp size: the one that is set, for ``parallel.sp_size``, else the one that is chosen."""
+    """Return the ring size of an sp size: the configured one for ``parallel.sp_size``, else an automatic one."""
     size = sp_size or config.parallel.sp_size
     if config.parallel.ring_size is not None and size == config.parallel.sp_size:
         return config.parallel.ring_size
@@ -25,7 +25,7 @@ def run_layout(config: Config, shape: ModelShape, world_size: int | None = None)
     Args:
         config: The run's configuration.
         shape: The model.
-        world_size: Workers; ``None``: as configured.
+        world_size: Workers; ``None`` for the configured number.
     """
     return ParallelLayout(
         world_size=world_size or config.cluster.workers,
@@ -40,22 +40,22 @@ def allowed_sp(config: Config, shape: ModelShape) -> tuple[int, ...]:
 
 
 def pad_multiple(config: Config, shape: ModelShape) -> int:
-    """Return what every row's length is a multiple of, for the whole run: what each allowed sp size needs."""
+    """Return the multiple to which rows are padded during the whole run, which every allowed sp size divides."""
     return math.lcm(*(row_multiple(size, ring_size(config, shape, size)) for size in allowed_sp(config, shape)))
 
 
 def fits_rows(config: Config, shape: ModelShape, multiple: int) -> bool:
-    """Tell whether rows of multiples of ``multiple`` tokens can be split as configured."""
+    """Return whether rows of multiples of ``multiple`` tokens can be sharded as configured."""
     return multiple % row_multiple(config.parallel.sp_size, ring_size(config, shape)) == 0
 
 
 def plan_settings(config: Config, shape: ModelShape, settled: PlanSettings | None = None) -> PlanSettings:
-    """Return what the data plan of a run is made with.
+    """Return the settings of a run's data plan.
 
     Args:
         config: The run's configuration.
         shape: The model.
-        settled: What a run that exists was planned with: its rows stay padded as they are, for its life.
+        settled: Settings of an existing run, whose padding and row costs never change.
     """
     return PlanSettings(
         seed=config.run.seed,

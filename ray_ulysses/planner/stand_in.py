@@ -1,4 +1,4 @@
-"""Documents of made-up lengths, by which a run is planned whose corpus does not exist yet."""
+"""Documents of made-up lengths, for planning a run whose corpus does not exist yet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_TOKENS = 2**32 - 1
 
 
 def length_range(settings: PlanSettings) -> tuple[int, int]:
-    """Return the shortest and the longest document that stands in, in tokens."""
+    """Return the lengths of the shortest and the longest made-up document, in tokens."""
     context = settings.context_tokens
     return max(2, int(context * _SHORTEST)), min(int(context * _LONGEST), _MOST_TOKENS)
 
@@ -24,10 +24,10 @@ def stand_in_documents(settings: PlanSettings) -> PlanInput:
     """Return documents for about `STEPS` steps.
 
     Their lengths are log-uniform from a 64th of the context to twice the context: as many between 1k and 2k tokens as
-    between 64k and 128k, so that rows of many documents, of one, and pieces of a split one all occur.
+    between 64k and 128k, so that there are rows of many documents, rows of one, and pieces of split documents.
 
     Args:
-        settings: What the run is planned with; its seed decides the lengths.
+        settings: The settings of the plan; their seed determines the lengths.
     """
     low, high = length_range(settings)
     mean = (high - low) / np.log(high / low) if high > low else high

@@ -1,6 +1,6 @@
-"""What the training state takes of a rank's memory at each ZeRO stage: weights, gradients, optimizer, copies.
+"""Estimates the memory of the training state at each ZeRO stage: weights, gradients, optimizer and copies.
 
-What DeepSpeed 0.19 holds was read from its stage3.py, stage_1_and_2.py and bf16_optimizer.py.
+The buffers of DeepSpeed 0.19 are taken from its stage3.py, stage_1_and_2.py and bf16_optimizer.py.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.planner.memory_terms import FP32_BYTES, MemoryTerm, Phase
+from ray_ulysses.planner.memory_terms import FP32_BYTES, MemoryTerm, always, term
 
-# DeepSpeed 0.19's default of `stage3_max_live_parameters`: weights that may stay gathered for later use.
+# DeepSpeed 0.19's default of `stage3_max_live_parameters`: weights that may stay gathered for reuse.
 _LIVE_PARAMETERS = 1_000_000_000
-# What engine/zero.py sets as `reduce_bucket_size`: one buffer of so many gradients is made at the start.
+# engine/zero.py's `reduce_bucket_size`: one buffer of this many gradients is allocated at the start.
 _REDUCE_BUCKET = 50_000_000
-# What engine/zero.py sets with NVMe: `sub_group_size`, and as many buffers as weights, gradients and two moments.
+# engine/zero.py's `sub_group_size` with NVMe, and a buffer each for weights, gradients and two moments.
 _NVME_SUB_GROUP = 100_000_000
 _NVME_BUFFERS = 4
 _MOMENTS = 2
@@ -23,14 +23,14 @@ _MOMENTS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSharing:
-    """How a run shares its state out.
+    """How a run divides its state among ranks.
 
     Attributes:
         stage: ZeRO stage.
-        world_size: Ranks that share.
-        value_bytes: Bytes of a weight in the model's precision.
-        offload: Where the optimizer's state lives.
-        host_buffers: Copies of a rank's state that checkpoints are written from.
+        world_size: Number of ranks.
+        value_bytes: Bytes per weight in the model's precision.
+        offload: Where the optimizer's state is stored.
+        host_buffers: Copies of a rank's state from which checkpoints are written.
     """
 
     stage: Literal[1, 2, 3]
@@ -50,7 +50,7 @@ class StateSharing:
 
 
 def device_state(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
-    """Return what of the state lives on the device."""
+    """Return the state on the device."""
     terms = [_weights(shape, sharing)]
     if sharing.offload == "none":
         terms += _optimizer(shape, sharing)
@@ -63,7 +63,7 @@ def device_state(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
 
 
 def host_state(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
-    """Return what of the state lives in host memory beside the device's."""
+    """Return the state in host memory beside the device's."""
     shard = sharing.shard(shape)
     each = _each(shape, sharing)
     terms: list[MemoryTerm] = []
@@ -73,57 +73,55 @@ def host_state(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
     if sharing.offload == "nvme":
         held = min(shard, _NVME_SUB_GROUP)
         text = f"{each} x 4 bytes: accumulated over the micro-batches of a step in fp32"
-        terms.append(_always("gradients, fp32", shard * FP32_BYTES, text))
+        terms.append(always("gradients, fp32", shard * FP32_BYTES, text))
         text = f"{_NVME_BUFFERS} buffers x {held:,} parameters x 4 bytes: the sub-group that is stepped on"
-        terms.append(_always("buffers for NVMe", _NVME_BUFFERS * held * FP32_BYTES, text))
+        terms.append(always("buffers for NVMe", _NVME_BUFFERS * held * FP32_BYTES, text))
     if sharing.host_buffers:
         size = (1 + _MOMENTS) * FP32_BYTES + (0 if sharing.is_fp32 else sharing.value_bytes)
         text = (
             f"{sharing.host_buffers} copies (checkpoint.host_buffers) x {each} x {size} bytes: master weights, moments "
             "and rounded weights of this rank's share, from which checkpoints are written"
         )
-        terms.append(_always("checkpoints, staged", sharing.host_buffers * shard * size, text))
+        terms.append(always("checkpoints, staged", sharing.host_buffers * shard * size, text))
     return terms
 
 
 def load_terms(
     shape: ModelShape, init: Literal["pretrained", "random"], sharing: StateSharing
 ) -> tuple[MemoryTerm, MemoryTerm | None]:
-    """Return what loading takes on the host and, where the model is not partitioned as it comes, on the device."""
+    """Return the memory for loading on the host and, unless the model is partitioned while loading, on the device."""
     count, value = shape.num_parameters, sharing.value_bytes
     if init == "pretrained":
         then = ", then partitions" if sharing.stage == 3 else ""
         text = f"{count:,} parameters x {value} bytes: Transformers reads every weight on each rank{then}"
-        host = MemoryTerm(name="the model, while it is loaded", bytes=count * value, phase="load", source=text)
+        host = term("the model, while it is loaded", count * value, "load", text)
     else:
         text = f"{count:,} parameters x 4 bytes: each rank draws the whole model from the seed, in fp32"
-        host = MemoryTerm(name="the model, while it is drawn", bytes=count * FP32_BYTES, phase="load", source=text)
+        host = term("the model, while it is drawn", count * FP32_BYTES, "load", text)
     if sharing.stage < 3:
         text = f"2 x {count:,} parameters x {value} bytes: DeepSpeed flattens the whole model into a copy"
-        return host, MemoryTerm(
-            name="the model, beside its flat copy", bytes=2 * count * value, phase="load", source=text
-        )
+        return host, term("the model, beside its flat copy", 2 * count * value, "load", text)
     if init == "pretrained":
         return host, None
     text = f"{count:,} parameters x {value} bytes: DeepSpeed moves the whole model to the device, then partitions"
-    return host, MemoryTerm(name="the model, before it is sharded", bytes=count * value, phase="load", source=text)
+    return host, term("the model, before it is sharded", count * value, "load", text)
 
 
 def _weights(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
     count, value = shape.num_parameters, sharing.value_bytes
     if sharing.stage < 3:
         text = f"{count:,} parameters x {value} bytes: ZeRO-{sharing.stage} keeps them whole on every rank"
-        return _always("weights, whole", count * value, text)
+        return always("weights, whole", count * value, text)
     text = f"{count:,} parameters / {sharing.world_size} ranks x {value} bytes: ZeRO-3 shards them"
-    return _always("weights, sharded", sharing.shard(shape) * value, text)
+    return always("weights, sharded", sharing.shard(shape) * value, text)
 
 
 def _optimizer(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
     shard, each = sharing.shard(shape), _each(shape, sharing)
     master = f"{each} x 4 bytes: the optimizer's own copy, which ZeRO-{sharing.stage} shards"
     return [
-        _always("master weights, fp32", shard * FP32_BYTES, master),
-        _always("AdamW moments, fp32", _MOMENTS * shard * FP32_BYTES, f"{each} x 2 x 4 bytes: mean and variance"),
+        always("master weights, fp32", shard * FP32_BYTES, master),
+        always("AdamW moments, fp32", _MOMENTS * shard * FP32_BYTES, f"{each} x 2 x 4 bytes: mean and variance"),
     ]
 
 
@@ -134,23 +132,23 @@ def _device_gradients(shape: ModelShape, sharing: StateSharing) -> MemoryTerm | 
             f"{shape.num_parameters:,} parameters x 4 bytes: accumulated over the micro-batches of a step in fp32, "
             "whole on every rank, since ZeRO-1 does not shard them"
         )
-        return _always("gradients, fp32", shape.num_parameters * FP32_BYTES, text)
-    # Offloaded, only ZeRO-2 in bf16 accumulates its share on the device, and copies it at the end of a step.
+        return always("gradients, fp32", shape.num_parameters * FP32_BYTES, text)
+    # With offload, only ZeRO-2 in bf16 accumulates its share on the device, and copies it at the end of a step.
     if sharing.offload == "none" or (sharing.stage == 2 and not sharing.is_fp32):
         text = f"{_each(shape, sharing)} x 4 bytes: accumulated over the micro-batches of a step in fp32"
-        return _always("gradients, fp32", sharing.shard(shape) * FP32_BYTES, text)
+        return always("gradients, fp32", sharing.shard(shape) * FP32_BYTES, text)
     return None
 
 
 def _host_gradients(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
-    """Return the gradients in host memory: those that the optimizer steps with, and where they are accumulated."""
+    """Return the gradients in host memory: those of the optimizer's step, and the accumulated ones."""
     shard, each = sharing.shard(shape), _each(shape, sharing)
-    stepped = _always(
+    stepped = always(
         "gradients of the step, fp32", shard * FP32_BYTES, f"{each} x 4 bytes: what the optimizer steps with"
     )
     if sharing.stage == 3 or sharing.is_fp32:
         text = f"{each} x 4 bytes: accumulated over the micro-batches of a step in fp32"
-        return [_always("gradients, fp32", shard * FP32_BYTES, text), stepped]
+        return [always("gradients, fp32", shard * FP32_BYTES, text), stepped]
     return [stepped]
 
 
@@ -161,13 +159,13 @@ def _gathered(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
         f"{live:,} parameters x {sharing.value_bytes} bytes: a layer, the one fetched ahead, and what DeepSpeed keeps "
         "for reuse (stage3_max_live_parameters)"
     )
-    return _always("weights, gathered", live * sharing.value_bytes, text)
+    return always("weights, gathered", live * sharing.value_bytes, text)
 
 
 def _unreduced(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
-    """Return the gradients on their way into the accumulated ones."""
+    """Return the gradients that are not yet reduced into the accumulated ones."""
     value, embedding = sharing.value_bytes, shape.embedding_parameters
-    # ZeRO-1 reduces what it has accumulated in fp32; in bf16 without offload from where that lies.
+    # ZeRO-1 reduces what it accumulated in fp32; in bf16 without offload it needs no bucket.
     bucket = FP32_BYTES if sharing.stage == 1 else value
     if sharing.stage == 1 and not sharing.is_fp32 and sharing.offload == "none":
         bucket = 0
@@ -175,13 +173,8 @@ def _unreduced(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
         f"{_REDUCE_BUCKET:,} x {bucket} + {embedding:,} x {value} bytes: DeepSpeed's bucket (reduce_bucket_size), and "
         "the embedding's gradient, whole on every rank until it is reduced"
     )
-    return _always("gradients, before reduction", _REDUCE_BUCKET * bucket + embedding * value, text)
+    return always("gradients, before reduction", _REDUCE_BUCKET * bucket + embedding * value, text)
 
 
 def _each(shape: ModelShape, sharing: StateSharing) -> str:
     return f"{sharing.shard(shape):,} parameters per rank (1/{sharing.world_size})"
-
-
-def _always(name: str, size: int, source: str) -> MemoryTerm:
-    phase: Phase = "always"
-    return MemoryTerm(name=name, bytes=size, phase=phase, source=source)

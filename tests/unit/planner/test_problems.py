@@ -64,7 +64,7 @@ def test_a_stop_beyond_the_data_is_refused_with_epochs_that_suffice():
     config = make_config(run={"stop_step": 8})
     (problem,) = plan_problems(config, make_plan(config, corpus))
     assert str(problem) == (
-        "run.stop_step=8: is beyond the planned data, which ends after 3 steps (10 rows, 4 a step); use at most 3, "
+        "run.stop_step=8: is beyond the planned data, which ends after 3 steps (10 rows, 4 per step); use at most 3, "
         "or data.epochs=3 (for a run that has begun, with --branch)"
     )
     enough = make_config(
@@ -95,7 +95,7 @@ def test_memory_that_fits_is_not_refused():
 def test_memory_that_does_not_fit_is_refused_with_what_does():
     (text,) = memory_texts(llama_config(device_gib=40.0))
     assert re.match(
-        r"memory\.device_gib=40\.0: a rank is estimated to take 6\d\.\d GiB \(a first estimate by formula, "
+        r"memory\.device_gib=40\.0: each rank is estimated to take 6\d\.\d GiB \(a first estimate by formula, "
         r"not a measurement\), most of it logits \(27\.4 GiB\) and attention outputs, kept \(8\.1 GiB\); ",
         text,
     )
@@ -135,7 +135,7 @@ def test_what_nothing_helps_says_so():
 
 def test_host_memory_is_judged_too():
     (text,) = memory_texts(llama_config(host_gib=10.0))
-    assert text.startswith("memory.host_gib=10.0: a rank is estimated to take 26.2 GiB")
+    assert text.startswith("memory.host_gib=10.0: each rank is estimated to take 26.2 GiB")
 
 
 @pytest.mark.parametrize("device_gib", [16.0, 24.0, 40.0, 48.0])
@@ -149,7 +149,7 @@ def test_a_corpus_shorter_than_one_step_is_refused():
     config = make_config(data={"path": "/c", "context_tokens": 64, "rows_per_step": 12})
     (problem,) = corpus_problems(config, make_plan(config, make_corpus([64] * 10)))
     assert str(problem) == (
-        "data.rows_per_step=12: is more than the 10 rows that the corpus makes, so that not even one step is full; use "
+        "data.rows_per_step=12: is more than the 10 rows of the corpus, so that not even one step is full; use "
         "at most 10, a shorter data.context_tokens, more data.epochs or a longer corpus"
     )
     assert not list(corpus_problems(config, make_plan(config, make_corpus([64] * 12))))

@@ -78,7 +78,7 @@ def test_idle_turns_are_noted():
     config = make_config(cluster={"workers": 6})
     (note,) = report_of(config, make_corpus([64] * 9)).notes
     assert note == (
-        "3 data-parallel groups do not divide data.rows_per_step=4: 2 of 6 turns of a step are idle; "
+        "3 data-parallel groups do not divide data.rows_per_step=4: 2 of 6 row slots per step are idle; "
         "the loss is the same"
     )
 
@@ -109,9 +109,12 @@ def test_a_start_that_is_ignored_is_noted():
 @pytest.mark.parametrize(
     ("checkpoint", "said"),
     [
-        ({"every_steps": None, "save_at_end": False}, "every_steps=null and * the run saves never by itself, but only"),
-        ({"every_steps": None}, "every_steps=null and * the run saves only at its end, and one that dies before loses"),
-        ({"every_steps": 9, "save_at_end": False}, "every_steps=9 and * up to step 3: the run saves never by itself"),
+        ({"every_steps": None, "save_at_end": False}, "every_steps=null and * the run saves only on demand"),
+        (
+            {"every_steps": None},
+            "every_steps=null and * the run saves only at its end, and a failure before that loses",
+        ),
+        ({"every_steps": 9, "save_at_end": False}, "every_steps=9 and * up to step 3: the run saves only on demand"),
         ({"every_steps": None, "every_minutes": 5.0, "save_at_end": False}, None),
         ({"every_steps": 3, "save_at_end": False}, None),
     ],
