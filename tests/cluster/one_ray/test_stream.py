@@ -252,7 +252,7 @@ def test_a_replaced_corpus_is_refused(cluster: None, tmp_path: Path) -> None:
 def test_a_cluster_without_free_cpus_is_an_error_and_no_hang(cluster: None, corpus: Corpus) -> None:
     plan = plan_of(corpus)
     (source,) = sources_of(corpus, plan, 1, 1, num_cpus=64.0, timeout_s=3.0)
-    with pytest.raises(RunError, match=r"no row arrived for 3 s; Ray Data needs 64.0 free CPUs a task"):
+    with pytest.raises(RunError, match=r"no row arrived for 3 s; Ray Data needs 64.0 free CPUs per task"):
         list(source.step(1))
     source.close()
 
