@@ -6,13 +6,7 @@ from pathlib import Path
 
 from pydantic import ConfigDict, Field
 
-from ray_ulysses.config.learning import (
-    DataSection,
-    ModelSection,
-    OptimizerSection,
-    RunSection,
-    ScheduleSection,
-)
+from ray_ulysses.config.learning import DataSection, ModelSection, OptimizerSection, RunSection, ScheduleSection
 from ray_ulysses.config.running import (
     SQLITE,
     CheckpointSection,

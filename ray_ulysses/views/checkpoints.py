@@ -6,12 +6,7 @@ import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ray_ulysses.forensics.checkpoint_report import (
-    CheckpointListing,
-    CheckpointReport,
-    CheckpointVerdict,
-    FileVerdict,
-)
+from ray_ulysses.forensics.checkpoint_report import CheckpointListing, CheckpointReport, CheckpointVerdict, FileVerdict
 from ray_ulysses.views.words import count, duration, facts, size, table, wrapped
 
 _MOST_FILES = 64
