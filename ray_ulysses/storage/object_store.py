@@ -40,6 +40,7 @@ PART_BYTES = 16 * 2**20
 MAX_PARTS = 10_000
 _PARALLEL_PARTS = 4
 _LARGEST_PUT_BYTES = 2**30
+_LARGEST_SINGLE_READ_BYTES = 8 * 2**20
 _LIST_BATCH, _DELETE_BATCH = 1000, 1000
 # No dash: Azure takes only names that are identifiers in C#.
 _MARK = "ulysseswriter"
@@ -71,6 +72,25 @@ class ObjectStore:
         """Return a seekable stream; see `ObjectStream`. Raises `FileNotFoundError` if there is no such file."""
         stream = ObjectStream(self._client, checked_key(key), name=self._named(key), patience=self._patience)
         return cast(BinaryIO, stream)
+
+    def read_whole(self, key: str) -> bytes:
+        """Return a whole file by a single request; a large one is read as a stream, which resumes where it breaks."""
+
+        def attempt() -> bytes | None:
+            found = obstore.get(self._client, checked_key(key))
+            size = found.meta["size"]
+            if size > _LARGEST_SINGLE_READ_BYTES:
+                return None
+            content = bytes(found.bytes())
+            if len(content) != size:
+                raise ConnectionError("it sent too few bytes")
+            return content
+
+        content = self._tried(key, attempt)
+        if content is not None:
+            return content
+        with self.open(key) as stream:
+            return stream.read()
 
     def create(self, key: str, chunks: Iterable[Buffer]) -> int:
         """Write a new file and return its size in bytes; see the module for what is atomic, and `Store.create`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import PurePosixPath
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, runtime_checkable
 
 from ray_ulysses.errors import RunError
 
@@ -55,6 +55,15 @@ class Store(Protocol):
         ...
 
 
+@runtime_checkable
+class WholeFileReader(Protocol):
+    """A store that reads a small file with fewer requests than opening it would take."""
+
+    def read_whole(self, key: str) -> bytes:
+        """Return a whole file; raises as `Store.open` does."""
+        ...
+
+
 def checked_key(key: str) -> str:
     """Return the key if it is a relative POSIX path that stays inside the store.
 
@@ -69,6 +78,8 @@ def checked_key(key: str) -> str:
 
 def read_bytes(store: Store, key: str) -> bytes:
     """Return a whole file; for small ones such as manifests."""
+    if isinstance(store, WholeFileReader):
+        return store.read_whole(key)
     with store.open(key) as stream:
         size = stream.seek(0, 2)
         stream.seek(0)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from ray_ulysses.storage import AlreadyExistsError, open_store
+from ray_ulysses.storage import object_store as object_store_module
 from ray_ulysses.storage.object_store import ObjectStore
 from ray_ulysses.storage.store import read_bytes
 from tests.s3_server import FaultyProxy, S3Server
@@ -138,6 +139,40 @@ def test_a_read_that_breaks_off_is_taken_up_where_it_broke(broken_s3: ObjectStor
     ]
 
 
+@pytest.mark.parametrize("size", [0, 1, 1_000_000])
+def test_a_small_file_is_read_by_a_single_request(broken_s3: ObjectStore, proxy: FaultyProxy, size: int) -> None:
+    broken_s3.create("manifest.json", [b"x" * size])
+    proxy.exchanges.clear()
+    assert read_bytes(broken_s3, "manifest.json") == b"x" * size
+    assert [(exchange.method, exchange.range) for exchange in proxy.exchanges] == [("GET", None)]
+
+
+@pytest.mark.parametrize("fault", ["503", "429", "drop", "cut-body"])
+def test_a_small_file_whose_read_fails_is_read_again(broken_s3: ObjectStore, proxy: FaultyProxy, fault: str) -> None:
+    content = b"".join(b"%07d" % number for number in range(100_000))
+    broken_s3.create("manifest.json", [content])
+    proxy.fail(fault, _is_get, 2)  # type: ignore[arg-type]
+    assert read_bytes(broken_s3, "manifest.json") == content
+    assert proxy.count("GET") == 3
+
+
+def test_a_large_file_is_read_whole_as_a_stream_that_resumes_where_it_broke(
+    broken_s3: ObjectStore, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store_module, "_LARGEST_SINGLE_READ_BYTES", 1000)
+    broken_s3.create("shard", _shard())
+    proxy.fail("cut-body", lambda method, path: _is_get(method, path) and proxy.count("HEAD") > 1)
+    assert read_bytes(broken_s3, "shard") == b"".join(_shard())
+    ranges = [exchange.range for exchange in proxy.exchanges if _is_get(exchange.method, exchange.path)]
+    last = _NUM_PARTS * PART_BYTES - 1
+    assert ranges == [None, f"bytes=0-{last}", f"bytes={_NUM_PARTS * PART_BYTES // 2}-{last}"]
+
+
+def test_a_file_that_is_not_there_is_told_apart_from_a_store_that_is_away(broken_s3: ObjectStore) -> None:
+    with pytest.raises(FileNotFoundError):
+        read_bytes(broken_s3, "manifest.json")
+
+
 @pytest.mark.parametrize("fault", ["503", "drop"])
 def test_a_read_that_keeps_failing_is_an_error_in_time(broken_s3: ObjectStore, proxy: FaultyProxy, fault: str) -> None:
     broken_s3.create("shard", [b"x" * 100_000])
@@ -156,6 +191,7 @@ def test_a_store_that_is_away_is_an_error_in_time(s3: S3Server) -> None:
         lambda: away.create("a", _shard()),
         lambda: away.replace("a", [b""]),
         lambda: away.open("a"),
+        lambda: read_bytes(away, "a"),
         lambda: away.list("a"),
         lambda: away.delete("a"),
     ]
