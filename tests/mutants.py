@@ -468,8 +468,9 @@ MUTANTS = (
     Mutant(
         name="parts of blocks read unverified",
         file="ray_ulysses/checkpoint/load.py",
-        old="check_blocks(batch.shard, segment.stored, sums, blocks, segment.start)",
-        new="None if segment.first > 0 else check_blocks(batch.shard, segment.stored, sums, blocks, segment.start)",
+        old="check_blocks(batch.shard, read_range.stored, sums, blocks, read_range.start)",
+        new="None if read_range.first > 0 else "
+        "check_blocks(batch.shard, read_range.stored, sums, blocks, read_range.start)",
         killer="tests/unit/checkpoint/test_read_batches.py::"
         "test_a_flip_in_a_part_that_is_read_is_found_and_one_beside_it_is_not_read",
     ),

@@ -201,7 +201,7 @@ class _Reader:
 
         Args:
             batch: The batch.
-            parts: What its segments fill; without any they are verified alone.
+            parts: What its ranges fill; without any they are verified alone.
         """
         return self._pool.submit(self._read if parts else self._verify, batch, parts)
 
@@ -220,31 +220,31 @@ class _Reader:
         return batch.num_bytes
 
     def _check(self, batch: Batch, content: memoryview) -> list[memoryview]:
-        """Hold a batch's bytes against their checksums, and return those of each segment."""
+        """Hold a batch's bytes against their checksums, and return those of each range."""
         sums = self._sums[batch.shard.file]
         found = []
-        for segment in batch.segments:
-            begin = segment.stored.offset + segment.start - batch.offset
-            blocks = content[begin : begin + segment.stop - segment.start]
-            check_blocks(batch.shard, segment.stored, sums, blocks, segment.start)
+        for read_range in batch.ranges:
+            begin = read_range.stored.offset + read_range.start - batch.offset
+            blocks = content[begin : begin + read_range.stop - read_range.start]
+            check_blocks(batch.shard, read_range.stored, sums, blocks, read_range.start)
             found.append(blocks)
         return found
 
     def _read(self, batch: Batch, parts: Sequence[TensorPart]) -> int:
-        only = batch.segments[0] if len(batch.segments) == 1 and batch.segments[0].is_exact else None
+        only = batch.ranges[0] if len(batch.ranges) == 1 and batch.ranges[0].is_exact else None
         target = _bytes_in_place(parts[only.wanted].tensor) if only is not None else None
         if only is not None and target is not None:
             content = target[only.target : only.target + batch.num_bytes]
         else:
             content = memoryview(bytearray(batch.num_bytes))
         self._fill(batch, content)
-        for segment, blocks in zip(batch.segments, self._check(batch, content), strict=True):
+        for read_range, blocks in zip(batch.ranges, self._check(batch, content), strict=True):
             if only is None or target is None:
-                tensor = parts[segment.wanted].tensor
+                tensor = parts[read_range.wanted].tensor
                 values = torch.frombuffer(
-                    blocks[segment.first - segment.start : segment.last - segment.start], dtype=tensor.dtype
+                    blocks[read_range.first - read_range.start : read_range.last - read_range.start], dtype=tensor.dtype
                 )
-                tensor.narrow(0, segment.target // tensor.element_size(), values.numel()).copy_(values)
+                tensor.narrow(0, read_range.target // tensor.element_size(), values.numel()).copy_(values)
         return batch.num_bytes
 
     def _fill(self, batch: Batch, content: memoryview) -> None:
@@ -255,7 +255,7 @@ class _Reader:
         while filled < len(content):
             count = stream.readinto(content[filled:])  # type: ignore[attr-defined]  # BinaryIO lacks it
             if not count:
-                raise ShardDamage(f"{batch.shard.file} ends too early, in {batch.segments[-1].stored.interval.key}")
+                raise ShardDamage(f"{batch.shard.file} ends too early, in {batch.ranges[-1].stored.interval.key}")
             filled += count
 
     def _stream(self, file: str) -> BinaryIO:

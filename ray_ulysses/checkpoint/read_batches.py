@@ -11,7 +11,7 @@ from ray_ulysses.checkpoint.shards import CHUNK_BYTES, ShardEntry, StoredInterva
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Segment:
+class ReadRange:
     """Whole blocks of one stored interval, and which of their bytes go where.
 
     Attributes:
@@ -46,13 +46,13 @@ class Batch:
         shard: The file.
         offset: Its first byte.
         num_bytes: How many.
-        segments: What they are, in the order of the file.
+        ranges: What they are, in the order of the file.
     """
 
     shard: ShardEntry
     offset: int
     num_bytes: int
-    segments: tuple[Segment, ...]
+    ranges: tuple[ReadRange, ...]
 
 
 def plan_batches(
@@ -66,26 +66,26 @@ def plan_batches(
         starts: First element of each wanted part.
     """
     batches: list[Batch] = []
-    held: list[Segment] = []
+    held: list[ReadRange] = []
     holder: ShardEntry | None = None
     for read in reads:
         shard, interval = stored[read.stored]
-        for segment in _segments(read, interval, starts[read.wanted]):
-            if holder is not shard or not _joins(held, segment):
+        for read_range in _ranges(read, interval, starts[read.wanted]):
+            if holder is not shard or not _joins(held, read_range):
                 batches += _batch(holder, held)
                 held, holder = [], shard
-            held.append(segment)
+            held.append(read_range)
     return batches + _batch(holder, held)
 
 
-def _segments(read: Read, stored: StoredInterval, part_start: int) -> Iterator[Segment]:
-    """Yield a read in segments of at most `CHUNK_BYTES`, which are a whole number of blocks."""
+def _ranges(read: Read, stored: StoredInterval, part_start: int) -> Iterator[ReadRange]:
+    """Yield a read in ranges of at most `CHUNK_BYTES`, which are a whole number of blocks."""
     item_bytes = stored.num_bytes // (stored.interval.stop - stored.interval.start)
     first = (read.start - stored.interval.start) * item_bytes
     last = (read.stop - stored.interval.start) * item_bytes
     for start in range(first // CHUNK_BYTES * CHUNK_BYTES, last, CHUNK_BYTES):
         begin, end = max(first, start), min(last, start + CHUNK_BYTES)
-        yield Segment(
+        yield ReadRange(
             stored=stored,
             start=begin // BLOCK_BYTES * BLOCK_BYTES,
             stop=min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, stored.num_bytes),
@@ -96,19 +96,19 @@ def _segments(read: Read, stored: StoredInterval, part_start: int) -> Iterator[S
         )
 
 
-def _joins(held: Sequence[Segment], segment: Segment) -> bool:
-    """Whether a segment goes on where the last one ends, and the batch does not grow too large."""
+def _joins(held: Sequence[ReadRange], read_range: ReadRange) -> bool:
+    """Whether a range continues where the last one ends, and the batch does not grow too large."""
     if not held:
         return False
     end = held[-1].stored.offset + held[-1].stop
     begin = held[0].stored.offset + held[0].start
-    start, stop = segment.stored.offset + segment.start, segment.stored.offset + segment.stop
+    start, stop = read_range.stored.offset + read_range.start, read_range.stored.offset + read_range.stop
     return start == end and stop - begin <= CHUNK_BYTES
 
 
-def _batch(shard: ShardEntry | None, segments: Sequence[Segment]) -> list[Batch]:
-    if shard is None or not segments:
+def _batch(shard: ShardEntry | None, ranges: Sequence[ReadRange]) -> list[Batch]:
+    if shard is None or not ranges:
         return []
-    begin = segments[0].stored.offset + segments[0].start
-    end = segments[-1].stored.offset + segments[-1].stop
-    return [Batch(shard=shard, offset=begin, num_bytes=end - begin, segments=tuple(segments))]
+    begin = ranges[0].stored.offset + ranges[0].start
+    end = ranges[-1].stored.offset + ranges[-1].stop
+    return [Batch(shard=shard, offset=begin, num_bytes=end - begin, ranges=tuple(ranges))]

@@ -33,7 +33,7 @@ class Flags:
 
     Attributes:
         time_is_up: Rank 0: the rule of minutes asks for a checkpoint.
-        asked: Rank 0: somebody asked for a checkpoint.
+        save_requested: Rank 0: somebody asked for a checkpoint.
         notice: A node is going to be taken away.
         notice_asks: A checkpoint is due for that reason; see `checkpoint.notice`.
         failed: The save before has failed.
@@ -46,7 +46,7 @@ class Flags:
     """
 
     time_is_up: bool = False
-    asked: bool = False
+    save_requested: bool = False
     notice: bool = False
     notice_asks: bool = False
     failed: bool = False
@@ -107,7 +107,7 @@ def due(triggers: Triggers, flags: Flags, *, step: int, taken_step: int, last_st
     # In the order of what a person would call it first.
     rules: tuple[tuple[Reason, bool], ...] = (
         ("preemption", flags.notice_asks and not flags.saving),
-        ("request", flags.asked),
+        ("request", flags.save_requested),
         ("resize", flags.resize),
         ("stop", flags.stop and triggers.at_end),
         ("end", step >= last_step and triggers.at_end),

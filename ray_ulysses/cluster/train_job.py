@@ -49,8 +49,8 @@ from ray_ulysses.run.ownership import claim_checkpoints
 from ray_ulysses.run.preflight import check_resume, check_writable, claim_directory, refuse_vanished
 from ray_ulysses.run.requests import clear_stop
 from ray_ulysses.run.run_files import describe_run
-from ray_ulysses.storage.holding import HoldWatch
 from ray_ulysses.storage.lock import RunLock
+from ray_ulysses.storage.lock_watch import LockWatch
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.trainer.shared_storage import announce_session
 from ray_ulysses.views.plan import render_plan
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from ray_ulysses.cluster.failures import FailureBook
     from ray_ulysses.config import Config
     from ray_ulysses.run.preflight import PreparedRun
-    from ray_ulysses.storage.holding import Hold
+    from ray_ulysses.storage.lock_watch import Hold
     from ray_ulysses.tracking.history import RunHistory
     from ray_ulysses.views.progress import ProgressView
 
@@ -188,7 +188,7 @@ def _run_workers(
     )
     start = StartView(view, config)
     signals.workers_start()
-    with HoldWatch(holds) as watch:
+    with LockWatch(holds) as watch:
 
         def look() -> None:
             end_if_lost(watch, config.run_dir, session)
@@ -211,7 +211,7 @@ def _run_workers(
     return Ended(error=failure, logs=logs)
 
 
-def end_if_lost(watch: HoldWatch, run_dir: Path, session: str) -> None:
+def end_if_lost(watch: LockWatch, run_dir: Path, session: str) -> None:
     """Raise `RunError` if another process has the run now; then no attempt of this session begins any more.
 
     The workers end with the connection to Ray, which the caller gives up, without another checkpoint.

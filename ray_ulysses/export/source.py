@@ -7,7 +7,7 @@ from pathlib import Path
 from ray_ulysses.checkpoint.choice import Damage, committed_steps, examine, newest_committed, read_committed
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.manifest import Manifest
-from ray_ulysses.checkpoint.named import best_of, nameable, unreadable
+from ray_ulysses.checkpoint.resolve_reference import best_of, nameable, unreadable
 from ray_ulysses.config import Config, load_config
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.request import StepChoice

@@ -20,7 +20,7 @@ from ray_ulysses.storage.opening import open_store
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.storage import Store
-    from ray_ulysses.storage.holding import Hold
+    from ray_ulysses.storage.lock_watch import Hold
 
 
 def checkpoint_location(config: Config, run_dir: Path | None = None) -> str:

@@ -110,7 +110,7 @@ class CheckpointKeeper:
         return replace(
             own,
             time_is_up=time_is_up(self._triggers, last_save=self._taken_at, now=worker.clock.monotonic()),
-            asked=take_save_request(run_dir),
+            save_requested=take_save_request(run_dir),
             retry_asks=saver.failed_for_s >= retry_pause_s(saver.failures, self._config.checkpoint.max_failed_saves),
             gone=self._recorder.is_gone(),
             stop=stop is not None,

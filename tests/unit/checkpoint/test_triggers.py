@@ -16,8 +16,8 @@ SILENT = Triggers(every_steps=None, every_s=None, at_end=False)
         (Flags(), 10, "steps"),
         (Flags(), 11, None),
         (Flags(time_is_up=True), 11, "minutes"),
-        (Flags(asked=True), 11, "request"),
-        (Flags(asked=True), 10, "request"),
+        (Flags(save_requested=True), 11, "request"),
+        (Flags(save_requested=True), 10, "request"),
         (Flags(notice=True), 11, None),
         (Flags(notice=True, notice_asks=True), 11, "preemption"),
         (Flags(notice=True, notice_asks=True, saving=True), 11, None),
@@ -35,13 +35,15 @@ def test_what_is_due_has_a_reason(agreed: Flags, step: int, reason: Reason | Non
     assert due(RULES, agreed, step=step, taken_step=0, last_step=99) == reason
 
 
-@pytest.mark.parametrize("agreed", [Flags(), Flags(asked=True), Flags(stop=True), Flags(notice=True, notice_asks=True)])
+@pytest.mark.parametrize(
+    "agreed", [Flags(), Flags(save_requested=True), Flags(stop=True), Flags(notice=True, notice_asks=True)]
+)
 def test_a_state_that_was_taken_is_not_taken_again(agreed: Flags) -> None:
     assert due(RULES, agreed, step=20, taken_step=20, last_step=20) is None
 
 
 def test_without_rules_a_request_still_saves_and_an_end_does_not() -> None:
-    assert due(SILENT, Flags(asked=True), step=5, taken_step=0, last_step=9) == "request"
+    assert due(SILENT, Flags(save_requested=True), step=5, taken_step=0, last_step=9) == "request"
     assert due(SILENT, Flags(resize=True, stop=True), step=5, taken_step=0, last_step=9) == "resize"
     assert due(SILENT, Flags(stop=True), step=5, taken_step=0, last_step=9) is None
     assert due(SILENT, Flags(), step=9, taken_step=0, last_step=9) is None

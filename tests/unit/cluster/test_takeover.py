@@ -17,8 +17,8 @@ from ray_ulysses.cluster.train_job import end_if_lost
 from ray_ulysses.cluster.worker import refusal, refuse_if_taken_over, train_worker
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.storage import LocalStore, RunLock
-from ray_ulysses.storage.holding import HoldWatch
 from ray_ulysses.storage.lock import LOCK_FILE
+from ray_ulysses.storage.lock_watch import LockWatch
 from ray_ulysses.tracking.journal import AttemptJournal
 from tests.distributed.run_case import make_config
 from tests.stores import FaultyStore
@@ -43,7 +43,7 @@ def _attempt(run_dir: Path, session: str | None) -> None:
 
 def test_a_command_whose_run_was_taken_ends_while_its_workers_still_train(tmp_path: Path) -> None:
     theirs = '{"host": "other", "pid": 7, "since": 1700000000.0}'
-    with RunLock(tmp_path) as lock, HoldWatch([lock], every_s=0.01) as watch:
+    with RunLock(tmp_path) as lock, LockWatch([lock], every_s=0.01) as watch:
         end_if_lost(watch, tmp_path, "one")
         assert refusal(tmp_path, "one") is None
         (tmp_path / LOCK_FILE).write_text(theirs)
@@ -82,7 +82,7 @@ def test_workers_are_given_up_at_once_when_another_command_takes_the_run(
     monkeypatch.setattr(train_job, "session_logs", lambda: None)
     monkeypatch.setattr(train_job, "WorkerWatch", lambda *a, **k: SimpleNamespace(check=int, is_whole=True, there=1))
     monkeypatch.setattr(train_job, "StartView", lambda *a: SimpleNamespace(look=lambda there: None))
-    monkeypatch.setattr(train_job, "HoldWatch", lambda holds: HoldWatch(holds, every_s=0.01))
+    monkeypatch.setattr(train_job, "LockWatch", lambda holds: LockWatch(holds, every_s=0.01))
     signals: Any = SimpleNamespace(workers_start=int, check=lambda workers_are_whole: None)
     arguments: Any = (
         SimpleNamespace(config=config),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ray_ulysses.errors import RunError
 from ray_ulysses.storage import RunLock
-from ray_ulysses.storage.holding import HoldWatch
 from ray_ulysses.storage.lock import LOCK_FILE
+from ray_ulysses.storage.lock_watch import LockWatch
 
 
 class FakeHold:
@@ -32,7 +32,7 @@ class FakeHold:
             raise RunError("run 'demo' was taken over by process 7 on host other")
 
 
-def _wait_for_problem(watch: HoldWatch) -> RunError:
+def _wait_for_problem(watch: LockWatch) -> RunError:
     deadline = time.monotonic() + 20
     while watch.problem is None:
         assert time.monotonic() < deadline
@@ -42,18 +42,18 @@ def _wait_for_problem(watch: HoldWatch) -> RunError:
 
 def test_the_hold_that_is_lost_is_told_with_who_has_it() -> None:
     first, second = FakeHold(), FakeHold()
-    with HoldWatch([first, second], every_s=0.01) as watch:
+    with LockWatch([first, second], every_s=0.01) as watch:
         time.sleep(0.05)
         assert watch.problem is None
         second.is_lost = True
         assert str(_wait_for_problem(watch)) == "run 'demo' was taken over by process 7 on host other"
-    assert not any(thread.name == "hold-watch" for thread in threading.enumerate())
+    assert not any(thread.name == "lock-watch" for thread in threading.enumerate())
 
 
 def test_a_hold_that_can_not_be_asked_is_not_lost_and_asked_again() -> None:
     hold = FakeHold()
     hold.away = True
-    with HoldWatch([hold], every_s=0.01) as watch:
+    with LockWatch([hold], every_s=0.01) as watch:
         time.sleep(0.05)
         assert watch.problem is None
         hold.away, hold.is_lost = False, True
@@ -63,7 +63,7 @@ def test_a_hold_that_can_not_be_asked_is_not_lost_and_asked_again() -> None:
 def test_a_file_system_that_hangs_takes_nobody_with_it() -> None:
     gate = threading.Event()
     begun = time.monotonic()
-    with HoldWatch([FakeHold(hangs=gate)], every_s=0.05) as watch:
+    with LockWatch([FakeHold(hangs=gate)], every_s=0.05) as watch:
         time.sleep(0.1)
         assert watch.problem is None
     assert time.monotonic() - begun < 5
@@ -71,7 +71,7 @@ def test_a_file_system_that_hangs_takes_nobody_with_it() -> None:
 
 
 def test_a_real_lock_that_another_process_has_taken_is_told(tmp_path: Path) -> None:
-    with RunLock(tmp_path) as lock, HoldWatch([lock], every_s=0.01) as watch:
+    with RunLock(tmp_path) as lock, LockWatch([lock], every_s=0.01) as watch:
         watch.look()
         assert watch.problem is None
         (tmp_path / LOCK_FILE).write_text('{"host": "other", "pid": 7, "since": 1700000000.0}')

@@ -11,7 +11,7 @@ from typing import BinaryIO
 import pytest
 
 from ray_ulysses.checkpoint.fence import start_attempt
-from ray_ulysses.checkpoint.named import best_of, nameable, unreadable
+from ray_ulysses.checkpoint.resolve_reference import best_of, nameable, unreadable
 from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import LocalStore
 from tests.unit.checkpoint.fakes import save

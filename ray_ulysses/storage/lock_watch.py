@@ -26,7 +26,7 @@ class Hold(Protocol):
         ...
 
 
-class HoldWatch:
+class LockWatch:
     """Looks at holds from a thread of its own, between ``with`` and the end of its block.
 
     A thread, because a file system that hangs must not take with it who waits for other things, too.
@@ -42,7 +42,7 @@ class HoldWatch:
         self._holds, self._every_s = tuple(holds), every_s
         self._problem: RunError | None = None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._keep_looking, name="hold-watch", daemon=True)
+        self._thread = threading.Thread(target=self._keep_looking, name="lock-watch", daemon=True)
 
     @property
     def problem(self) -> RunError | None:
