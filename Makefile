@@ -6,9 +6,8 @@ STAMP := $(VENV)/.installed
 # The first interpreter that this project supports; PYTHON=/path/to/python3.12 overrides it.
 PYTHON ?= $(firstword $(foreach name,python3 python3.12 python3.13 python3.11,$(shell \
 	$(name) -c 'import sys; print("$(name)" * ((3, 11) <= sys.version_info[:2] <= (3, 13)))' 2>/dev/null)))
-FAST := $(BIN)/python -m pytest -m "not slow and not gpu"
-# But for tests/cluster, whose Rays take both cores.
-PARALLEL := $(FAST) --numprocesses=2 --dist=loadfile
+# In two processes. The files of tests/cluster come first, one after another in one of them: their Rays take a core.
+PARALLEL := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 CONFIG := configs/llama-tiny_cpu_sp2-dp2_8k.yaml
 CORPUS := runs/corpus-stdlib
 
@@ -33,11 +32,10 @@ demo: $(STAMP)  ## Prepare, plan and train a small model on this machine's CPU, 
 	$(BIN)/ray-ulysses train $(CONFIG)
 
 test: $(STAMP)  ## Run the tests that every change must pass
-	$(PARALLEL) --durations=15 tests/unit tests/distributed
-	$(FAST) --durations=10 tests/cluster
+	$(PARALLEL) -m "not slow and not gpu" --durations=25 tests/cluster tests/distributed tests/unit
 
 test-unit: $(STAMP)  ## Run the unit tests, in two processes
-	$(PARALLEL) tests/unit
+	$(PARALLEL) -m "not slow and not gpu and not distributed" tests/unit
 
 test-all: $(STAMP)  ## Run every test, the whole parity matrix included
 	$(BIN)/python -m pytest

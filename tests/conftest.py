@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 from tests.result_table import ResultTable
 
@@ -14,8 +16,24 @@ from tests.result_table import ResultTable
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # How long one example takes says how busy the machine is, and nothing of the code.
-settings.register_profile("no-deadline", deadline=None)
-settings.load_profile("no-deadline")
+settings.register_profile("whole", deadline=None, max_examples=100)
+settings.register_profile("fast", deadline=None, max_examples=25)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Try fewer random examples where slow tests are left out."""
+    settings.load_profile("fast" if "not slow" in config.option.markexpr else "whole")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    """Hand out whole files; the files of tests/cluster one after another to one process, whose Rays take a core."""
+    return FilesAndOneCluster(config, log)
+
+
+class FilesAndOneCluster(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return "tests/cluster" if nodeid.startswith("tests/cluster/") else str(super()._split_scope(nodeid))
 
 
 @pytest.fixture

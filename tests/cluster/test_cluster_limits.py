@@ -125,6 +125,7 @@ def test_nodes_and_workers_are_counted_and_what_can_not_fit_is_refused(
         assert "there is room for 0 at the moment" in console.export_text()
 
 
+@pytest.mark.slow
 def test_gpus_that_no_node_has_are_refused_before_a_worker_starts(
     cluster: Cluster, corpus: Path, tmp_path: Path
 ) -> None:
@@ -143,7 +144,7 @@ def test_gpus_that_no_node_has_are_refused_before_a_worker_starts(
 @pytest.mark.parametrize(
     ("moment", "number"),
     [
-        ("waiting for nodes", signal.SIGTERM),
+        pytest.param("waiting for nodes", signal.SIGTERM, marks=pytest.mark.slow),
         ("workers starting", signal.SIGINT),
         pytest.param("waiting for nodes", signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("workers starting", signal.SIGTERM, marks=pytest.mark.slow),

@@ -62,6 +62,7 @@ def test_the_seams_of_ray_train_are_there() -> None:
     assert hasattr(WorkerGroupCallback, "after_worker_group_poll_status")
 
 
+@pytest.mark.slow
 def test_nothing_waits_for_ray_train_any_more_when_the_connection_ends(tmp_path: Path) -> None:
     """A call to Ray that is under way while its connection is shut down crashes the process, at times."""
     config = make_config(

@@ -15,6 +15,7 @@ import pytest
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from ray_ulysses.tracking.history import read_history
+from tests.breadth import fast_only
 from tests.distributed.harness import free_port
 from tests.distributed.run_case import make_config, make_corpus
 from tests.docs_commands import clone, commands
@@ -103,12 +104,13 @@ def test_a_job_with_relative_paths_is_refused_with_the_paths_to_write(
     assert "such as /mnt/shared/runs" in logs and "such as /mnt/shared/runs/corpus-stdlib" in logs
 
 
+@pytest.mark.parametrize("goes_on", fast_only([False, True], False))
 def test_a_submitted_job_trains_says_when_it_is_complete_and_goes_on(
-    client: JobSubmissionClient, tmp_path: Path
+    client: JobSubmissionClient, tmp_path: Path, goes_on: bool
 ) -> None:
     config = make_config(
         tmp_path / "runs", make_corpus(tmp_path), run__stop_step=3, cluster__workers=2, cluster__cpus_per_worker=0.25,
-        data__engine="ray",
+        data__engine="ray" if goes_on else "local",
     )  # fmt: skip
     path = tmp_path / "config.yaml"
     path.write_text(config.to_yaml())
@@ -120,6 +122,8 @@ def test_a_submitted_job_trains_says_when_it_is_complete_and_goes_on(
     status, logs = submit(client, path)
     assert status == JobStatus.SUCCEEDED, logs
     assert "complete at step 3" in logs
+    if not goes_on:
+        return
 
     status, logs = submit(client, path, "--set", "run.stop_step=5")
     assert status == JobStatus.SUCCEEDED, logs

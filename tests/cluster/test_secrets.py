@@ -87,8 +87,8 @@ def files_with(secrets: Mapping[str, str], *folders: Path) -> dict[str, set[str]
 
 def test_an_embedded_ray_inherits_secrets_and_writes_none(corpus: Path, tmp_path: Path, ray_folder: Path) -> None:
     config = make_config(
-        tmp_path / "runs", corpus, run__stop_step=3, cluster__workers=2, cluster__cpus_per_worker=0.25,
-        data__engine="ray", tracking__enabled=True,
+        tmp_path / "runs", corpus, run__stop_step=2, parallel__sp_size=1, cluster__workers=1,
+        cluster__cpus_per_worker=0.25, data__engine="ray", tracking__enabled=True,
     )  # fmt: skip
     secrets = plant()
     code, text = train(config, tmp_path / "command", secrets)
@@ -111,9 +111,9 @@ def test_on_a_cluster_secrets_come_from_the_file_and_what_workers_lack_is_said(
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "node_ip_address": "127.0.1.1"})
     try:
         config = make_config(
-            tmp_path / "runs", corpus, run__stop_step=3, cluster__workers=2, cluster__cpus_per_worker=0.25,
-            cluster__address=cluster.address, cluster__secrets_file=str(file), tracking__enabled=True,
-            checkpoint__storage=s3.uri("secrets"),
+            tmp_path / "runs", corpus, run__stop_step=2, parallel__sp_size=1, cluster__workers=1,
+            cluster__cpus_per_worker=0.25, cluster__address=cluster.address, cluster__secrets_file=str(file),
+            tracking__enabled=True, checkpoint__storage=s3.uri("secrets"),
         )  # fmt: skip
         file.chmod(0o640)
         code, text = train(config, tmp_path / "refused", environment)
@@ -123,7 +123,7 @@ def test_on_a_cluster_secrets_come_from_the_file_and_what_workers_lack_is_said(
         file.chmod(0o600)
         code, text = train(config, tmp_path / "command", environment)
         assert code == 0, text
-        assert read_history(config.run_dir).step == 3
+        assert read_history(config.run_dir).step == 2
         said = " ".join(text.split())
         assert "note: HF_TOKEN, MLFLOW_TRACKING_PASSWORD, MLFLOW_TRACKING_USERNAME are set for this command" in said
         assert "and not on 127.0.1.1: workers there do without" in said

@@ -52,7 +52,7 @@ def make_config(storage: Path, corpus: Path, **overrides: Any) -> Config:
                 "vocab_size": 264,
                 "hidden_size": 32,
                 "intermediate_size": 64,
-                "num_hidden_layers": 2,
+                "num_hidden_layers": 1,
                 "num_attention_heads": 4,
                 "num_key_value_heads": 2,
                 "tie_word_embeddings": True,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.breadth import fast_only
 from tests.distributed.checkpoint_layouts_case import (
     LAST,
     SAVED_AT,
@@ -152,15 +153,20 @@ def test_bf16_weights_follow_the_master_weights_in_every_stage(tmp_path: Path) -
     exchange_states([Layout(world_size=2, stage=stage, dtype="bf16") for stage in STAGES], tmp_path)
 
 
-def test_an_optimizer_on_the_host_and_adapters_over_a_frozen_base_are_restored(tmp_path: Path) -> None:
-    exchange_states([Layout(world_size=2, stage=stage, offload="cpu") for stage in STAGES], tmp_path / "offloaded")
+@pytest.mark.slow
+def test_an_optimizer_on_the_host_is_restored(tmp_path: Path) -> None:
+    exchange_states([Layout(world_size=2, stage=stage, offload="cpu") for stage in STAGES], tmp_path)
+
+
+def test_adapters_over_a_frozen_base_are_restored(tmp_path: Path) -> None:
     layouts = [Layout(world_size=world_size, stage=2, model="adapters", dtype="bf16") for world_size in (1, 2)]
-    exchange_states([*layouts, replace(layouts[-1], stage=3)], tmp_path / "adapters")
+    exchange_states([*layouts, replace(layouts[-1], stage=3)], tmp_path)
 
 
-def test_a_run_goes_on_bitwise_from_every_one_of_its_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", fast_only([(3,), (1, 2)], (3,)), ids=str)
+def test_a_run_goes_on_bitwise_from_every_one_of_its_steps(tmp_path: Path, stages: tuple[Stage, ...]) -> None:
     """The first save comes before the optimizer has any moments."""
-    layouts = [Layout(world_size=2, sp_size=2, stage=stage) for stage in STAGES]
+    layouts = [Layout(world_size=2, sp_size=2, stage=stage) for stage in stages]
     for results in run_ranks(restore_every_step, 2, layouts, str(tmp_path), timeout_s=150):
         assert len(results) == len(layouts) * (LAST + 1)
         assert not [(result.loader.label, result.saver, result.wrong) for result in results if result.wrong]

@@ -11,6 +11,7 @@ import pytest
 
 from ray_ulysses.config import Config
 from ray_ulysses.tracking.history import RunHistory, read_history
+from tests.breadth import fast_only
 from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
 
@@ -73,12 +74,13 @@ def test_a_run_that_was_killed_stopped_and_resized_is_the_run_that_was_not(
     assert run(one, "fourth") == ("finished", 44)
 
     ours = read_history(config.run_dir)
-    reversed_config = config_for(tmp_path / "reversed", corpus)
-    run(reversed_config, "reversed", reverse=True)
-    drift = worst_difference(read_history(reversed_config.run_dir), wanted)
     difference = worst_difference(ours, wanted)
-    print(f"difference {difference:.2e}, drift of the same world with micro-batches reversed {drift:.2e}")
-    assert difference <= max(1e-5, 3 * drift)
+    if difference > 1e-5:
+        reversed_config = config_for(tmp_path / "reversed", corpus)
+        run(reversed_config, "reversed", reverse=True)
+        drift = worst_difference(read_history(reversed_config.run_dir), wanted)
+        print(f"difference {difference:.2e}, drift of the same world with micro-batches reversed {drift:.2e}")
+        assert difference <= 3 * drift
     assert [step.rows for step in ours.steps] == [step.rows for step in wanted.steps]
     assert [step.tokens for step in ours.steps] == [step.tokens for step in wanted.steps]
     assert [step.rows[0] for step in ours.steps] == [ROWS * index for index in range(44)]
@@ -88,10 +90,11 @@ def test_a_run_that_was_killed_stopped_and_resized_is_the_run_that_was_not(
     assert [(a.first_step, a.last_step) for a in ours.attempts] == [(1, 15), (11, 24), (25, 33), (34, 44)]
 
 
-@pytest.mark.parametrize(("workers", "sp_size"), [(1, 1), (2, 1), (3, 1), (4, 4)], ids=lambda value: str(value))
+@pytest.mark.parametrize("layout", fast_only([(1, 1), (2, 1), (3, 1), (4, 4)], (3, 1), (4, 4)), ids=str)
 def test_one_step_from_the_same_state_has_the_same_loss_at_another_layout(
-    corpus: Path, unbroken: tuple[Config, RunHistory], tmp_path: Path, workers: int, sp_size: int
+    corpus: Path, unbroken: tuple[Config, RunHistory], tmp_path: Path, layout: tuple[int, int]
 ) -> None:
+    workers, sp_size = layout
     source, wanted = unbroken
     losses = {step.step: step.loss for step in wanted.steps}
     for saved in (5, 20, 40):

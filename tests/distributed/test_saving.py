@@ -17,6 +17,7 @@ from ray_ulysses.forensics.verification import verify_run
 from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.history import RunHistory, read_history
+from tests.breadth import fast_only
 from tests.distributed.harness import RankFailure, run_ranks, run_ranks_to_outcomes
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
 from tests.s3_server import serve_s3
@@ -25,7 +26,7 @@ from tests.unit.tracking.journals import read_events
 pytestmark = pytest.mark.distributed
 WORLD = 2
 # As many rows as make a step longer than a save.
-LONG_STEPS: dict[str, Any] = {"data__rows_per_step": 6}
+LONG_STEPS: dict[str, Any] = {"data__rows_per_step": 8}
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,7 @@ def test_minutes_without_steps(tmp_path: Path, corpus: Path) -> None:
     assert set(reasons.values()) == {"minutes", "end"} and len(reasons) > 3
 
 
-@pytest.mark.parametrize("buffers", [0, 2])
+@pytest.mark.parametrize("buffers", fast_only([0, 2], 2))
 def test_a_storage_that_is_away_for_a_while_costs_checkpoints_and_not_the_run(
     tmp_path: Path, corpus: Path, buffers: int
 ) -> None:
@@ -227,7 +228,7 @@ def test_a_run_goes_on_from_another_directory_with_nothing_but_its_checkpoint(
     assert last.meta.tokens == read_manifest(LocalStore(source.run_dir), 12).meta.tokens
 
 
-@pytest.mark.parametrize("state", ["weights", "optimizer"])
+@pytest.mark.parametrize("state", fast_only(["weights", "optimizer"], "weights"))
 def test_a_run_of_another_context_length_starts_from_the_weights(
     origin: tuple[Config, RunHistory], tmp_path: Path, corpus: Path, state: str
 ) -> None:

@@ -20,6 +20,7 @@ from ray_ulysses.engine.zero import ZeroSettings
 from ray_ulysses.errors import RunError
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.parallel.mesh import SequenceMesh
+from tests.breadth import fast_cases, fast_only
 from tests.distributed.harness import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -76,7 +77,10 @@ CASES: dict[str, tuple[int, int, int, AttentionSettings, ZeroSettings]] = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "sp", "ring", "attention", "zero"), CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    ("ranks", "sp", "ring", "attention", "zero"),
+    fast_cases(CASES, "sp2-windows-and-sinks", "sp2-bf16-accumulated", "sp2-dp2", "sp4-ring2"),
+)
 def test_exact_ranks_pass_in_seconds_and_report_alike(
     ranks: int, sp: int, ring: int, attention: AttentionSettings, zero: ZeroSettings
 ) -> None:
@@ -167,7 +171,7 @@ def fails(rank: int, world_size: int, fault: str, only_rank: int | None) -> tupl
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", fast_only([2, 4], 2))
 def test_a_planted_fault_is_named_alike_on_every_rank(fault: str, ranks: int) -> None:
     outcomes = run_ranks(fails, ranks, fault, None, timeout_s=60)
     texts = {text for text, _ in outcomes}

@@ -117,7 +117,7 @@ def test_4_to_3_to_4_restores_and_goes_on_bitwise(
     ("saved", "loaded"),
     [
         pytest.param(4, 2, id="4-to-2"),
-        pytest.param(2, 4, id="2-to-4"),
+        pytest.param(2, 4, id="2-to-4", marks=pytest.mark.slow),
         pytest.param(4, 1, id="4-to-1", marks=pytest.mark.slow),
         pytest.param(2, 6, id="2-to-6", marks=pytest.mark.slow),
     ],

@@ -112,6 +112,7 @@ def test_the_self_test_is_left_out_where_a_package_is_missing(monkeypatch):
     assert "self-test" not in names
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_this_machine_passes_the_self_test():
     check = doctor.check_exactness()

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.breadth import fast_only
+
 _HEAVY = ("torch", "numba", "ray", "transformers", "mlflow", "deepspeed", "rich")
 _DATA = ("numpy", "pyarrow", "obstore")
 # CPU seconds of the whole process, so that a busy machine does not fail the test: about five times what a quiet one
@@ -36,7 +38,7 @@ def refused(folder: Path, *arguments: str, unwanted: tuple[str, ...] = (*_HEAVY,
     return done.stderr
 
 
-@pytest.mark.parametrize("command", ["plan", "train"])
+@pytest.mark.parametrize("command", fast_only(["plan", "train"], "train"))
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -12,6 +12,7 @@ import pytest
 from ray_ulysses.cli import app, run
 from ray_ulysses.config import load_config
 from ray_ulysses.run.preflight import prepare_run
+from tests.breadth import fast_only
 from tests.unit.data.corpora import text_corpus, varied_texts
 
 _CONFIGS = tuple(sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")))
@@ -43,7 +44,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_network")
-@pytest.mark.parametrize("path", _CONFIGS, ids=[path.stem for path in _CONFIGS])
+@pytest.mark.parametrize("path", fast_only(_CONFIGS, _CONFIGS[0]), ids=[path.stem for path in _CONFIGS])
 def test_a_shipped_configuration_is_sized_before_there_is_a_corpus(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

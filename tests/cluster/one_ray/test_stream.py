@@ -282,13 +282,19 @@ def test_windows_are_whole_steps_and_bounded(corpus: Corpus) -> None:
     assert sum(slot.row == -1 for slot in slots) == 2 * 2
 
 
+@pytest.mark.parametrize(
+    ("rows_per_step", "worlds", "kills"),
+    [
+        pytest.param(12, [(2, 1), (2, 2)], 1, id="some"),
+        pytest.param(5, [(4, 2), (2, 1), (3, 1), (4, 4), (2, 2)], 4, id="many", marks=pytest.mark.slow),
+    ],
+)
 def test_every_planned_piece_is_received_once_though_workers_are_killed_at_random_rows(
-    cluster: None, corpus: Corpus
+    cluster: None, corpus: Corpus, rows_per_step: int, worlds: list[tuple[int, int]], kills: int
 ) -> None:
     """A step counts when every rank has received all of it, as a checkpoint after it would have it."""
-    plan = plan_of(corpus, rows_per_step=5)
+    plan = plan_of(corpus, rows_per_step)
     rng = np.random.default_rng(7)
-    worlds = [(4, 2), (2, 1), (3, 1), (4, 4), (2, 2)]
     kept: dict[int, list[RowSlice]] = {}
     num_killed = 0
     for attempt in range(100):
@@ -311,7 +317,7 @@ def test_every_planned_piece_is_received_once_though_workers_are_killed_at_rando
             ray.kill(rank)
         if len(kept) == plan.num_steps:
             break
-    assert num_killed >= 4
+    assert num_killed >= kills
     received: Counter[tuple[int, int, int]] = Counter()
     for step, slices in kept.items():
         labels = sum(one.num_supervised for one in slices)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ray_ulysses import shard_batch, unshard
 from ray_ulysses.attention.batch import IGNORE_INDEX, MODEL_INPUT, ShardedBatch
 from ray_ulysses.errors import UserError
+from tests.breadth import examples
 from tests.unit.attention.meshes import ALONE, place
 
 
@@ -35,7 +36,7 @@ def test_a_label_is_the_next_token_of_the_same_document_even_across_a_shard_bord
     assert (whole["labels_BL"][0, 16:] == IGNORE_INDEX).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(
     rows=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=3),
     padding=st.integers(0, 5),

@@ -12,11 +12,12 @@ from ray_ulysses.attention.kernels.reference import visible_tokens
 from ray_ulysses.attention.ring import RingLayer, _blocks
 from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.layout import held_ranges
+from tests.breadth import examples
 
 rows_of_lengths = st.lists(st.lists(st.integers(1, 9), max_size=5), min_size=1, max_size=4)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(lengths=rows_of_lengths, extra=st.integers(0, 7))
 def test_without_a_ring_spans_are_documents_and_tails_of_padding(lengths: list[list[int]], extra: int) -> None:
     row_tokens = max(1, max(sum(row) for row in lengths) + extra)
@@ -77,7 +78,7 @@ def seen_through_the_ring(documents: list[PackedDocuments], window: int | None) 
     return seen
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     ring_size=st.integers(1, 4),
     rows=st.lists(st.lists(st.integers(1, 14), max_size=4), min_size=1, max_size=2),

@@ -16,6 +16,7 @@ from ray_ulysses.attention.kernels import math as math_kernel
 from ray_ulysses.attention.kernels import sdpa as sdpa_kernel
 from ray_ulysses.attention.kernels.reference import attention_by_definition, visible_tokens
 from ray_ulysses.errors import UserError
+from tests.breadth import examples
 
 # fp32 against fp64, norm-wise a tensor: law 1's floor. One softmax reduces over at most a row.
 BOUND = 1e-5
@@ -106,7 +107,7 @@ def test_heads_of_every_kind(kernel: KernelEntry, heads: tuple[int, int], value_
         assert_exact(kernel, tensors, upstream, visible, spans=spans_of(lengths), causal=True, left=left)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(num_queries=st.integers(1, 12), num_keys=st.integers(1, 12), left=st.none() | st.integers(0, 14))
 @pytest.mark.parametrize("entry", ON_CPU, ids=lambda entry: entry.name)
 def test_a_rectangle_with_a_window_equals_the_definition(

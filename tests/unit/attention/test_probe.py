@@ -18,6 +18,7 @@ from ray_ulysses.attention.probe import LayerAttention, look_through
 from ray_ulysses.attention.refusals import refuse_inexact
 from ray_ulysses.engine.model import refuse_architecture
 from ray_ulysses.errors import UserError
+from tests.breadth import fast_only
 from tests.unit.attention.meshes import ALONE
 from tests.unit.attention.models import ARCHITECTURES, tiny_model
 
@@ -254,9 +255,10 @@ def test_an_applied_model_is_looked_through_again_as_it_was() -> None:
     )
 
 
-def test_a_model_of_seventy_billion_parameters_is_looked_through_in_seconds() -> None:
+@pytest.mark.parametrize("num_layers", fast_only([8, 80], 8))
+def test_a_model_of_seventy_billion_parameters_is_looked_through_in_seconds(num_layers: int) -> None:
     config = AutoConfig.for_model(
-        "llama", hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+        "llama", hidden_size=8192, intermediate_size=28672, num_hidden_layers=num_layers, num_attention_heads=64,
         num_key_value_heads=8, vocab_size=128256,
     )  # fmt: skip
     with torch.device("meta"):

@@ -21,6 +21,7 @@ from ray_ulysses.checkpoint import (
 )
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.storage import LocalStore
+from tests.breadth import fast_only
 from tests.stores import FaultyStore, HookedStore, SlowStore, disk_full, permission_lost
 from tests.unit.checkpoint.fakes import TENSORS, save, shard_of
 
@@ -45,7 +46,7 @@ def _save(store: Any, step: int, **changes: Any) -> list[Any]:
 
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", fast_only(FAULTS, "disk-full"))
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_store_that_raises_at_any_call_leaves_the_checkpoint_before(
     tmp_path: Path, rank: int, fault: str, when: Any, lasting: bool

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_ulysses.checkpoint.intervals import CoverError, Interval, check_cover, partition, plan_reads
+from tests.breadth import examples
 
 WORLDS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 31, 64)
 SIZES = {"one": 1, "two": 2, "prime": 127, "round": 128, "odd": 129, "large": 4096 * 11}
@@ -49,7 +50,7 @@ def test_every_pair_of_worlds_reads_each_element_once_and_nothing_else(saved: in
             assert not parts or (parts[0][0], parts[-1][1]) == (target.start, target.stop)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_any_cut_is_read_back_element_by_element(data: st.DataObject) -> None:
     """Not only even partitions: any set of intervals that covers, and any interval that is wanted."""

@@ -16,6 +16,7 @@ from ray_ulysses.checkpoint import Manifest
 from ray_ulysses.checkpoint.intervals import CoverError, check_cover
 from ray_ulysses.checkpoint.manifest import ManifestError, read_facts
 from ray_ulysses.run_names import manifest_key, shard_file
+from tests.breadth import examples
 from tests.stores import MemoryStore
 from tests.unit.checkpoint.manifests import NUM_LARGE, PATHS, TENSORS, changed, removed, replaced, signed, tree
 
@@ -194,7 +195,7 @@ _VALUES = st.recursive(
 )
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=examples(1500))
 @given(
     path=st.sampled_from(PATHS),
     kind=st.sampled_from(["replace", "remove", "other", "add", "twice"]),

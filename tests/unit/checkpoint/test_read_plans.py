@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ray_ulysses.checkpoint.intervals import Interval, check_cover, partition, plan_reads
 from ray_ulysses.engine.zero12_view import GroupPosition, intersect
+from tests.breadth import examples
 
 Sizes = tuple[tuple[int, ...], ...]
 """Elements of each parameter of each group of the optimizer."""
@@ -104,7 +105,7 @@ _ANY_CUT = st.builds(Cut, world_size=st.integers(1, 20), stage=st.sampled_from((
 _ANY_MODEL = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=5).map(tuple), min_size=1, max_size=3)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(saver=_ANY_CUT, loader=_ANY_CUT, groups=_ANY_MODEL.map(tuple))
 def test_any_two_layouts_of_any_model_read_each_other_exactly(saver: Cut, loader: Cut, groups: Sizes) -> None:
     check_pair(saver, loader, groups)

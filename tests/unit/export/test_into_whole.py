@@ -19,6 +19,7 @@ from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.export_run import export_run
 from ray_ulysses.export.into_whole import IntoWhole, into_whole
 from ray_ulysses.export.request import ExportRequest
+from tests.breadth import fast_only
 from tests.unit.attention.multimodal import MULTIMODAL, multimodal_model
 from tests.unit.config.trees import small_tree
 from tests.unit.export.runs import assert_same, export, tensors_in, write_checkpoint
@@ -75,7 +76,7 @@ def check_whole(out: Path, base: Path, whole: Any, decoder: Any) -> None:
     assert_same({name: one.detach() for name, one in loaded.named_parameters(remove_duplicate=False)}, wanted)
 
 
-@pytest.mark.parametrize("name", MULTIMODAL)
+@pytest.mark.parametrize("name", fast_only(MULTIMODAL, "qwen2_vl"))
 def test_the_decoder_is_new_and_all_else_is_as_it_was(tmp_path: Path, name: str) -> None:
     whole = make_whole(tmp_path / "base", name)
     decoder = trained_decoder(whole)

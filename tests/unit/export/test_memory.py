@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 _LARGEST_GROWTH_BYTES = 200 * 10**6
 _SHARD_BYTES = 50 * 10**6
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from ray_ulysses.engine.model_config import described_config
 from ray_ulysses.export.source import read_config
+from tests.breadth import fast_only
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.export.runs import assert_same, export, tensors_in, word_tokenizer, write_checkpoint
 from tests.unit.forensics.runs import make_run
@@ -45,7 +46,7 @@ def test_a_text_ends_with_the_token_of_the_corpus_and_with_that_of_the_tokenizer
         assert json.loads((Path(report.out) / name).read_text())["eos_token_id"] == [256, 65], name
 
 
-@pytest.mark.parametrize("has_corpus", [True, False])
+@pytest.mark.parametrize("has_corpus", fast_only([True, False], True))
 def test_nothing_that_is_published_names_a_place_on_the_machine_that_exported(
     planned: Path, tmp_path: Path, has_corpus: bool
 ) -> None:

@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.layout import ParallelLayout
+from tests.breadth import examples
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(sp_size=st.integers(1, 9), dp_size=st.integers(1, 9))
 def test_every_rank_has_one_place_and_every_place_one_rank(sp_size: int, dp_size: int) -> None:
     layout = ParallelLayout(world_size=sp_size * dp_size, sp_size=sp_size)
@@ -18,7 +19,7 @@ def test_every_rank_has_one_place_and_every_place_one_rank(sp_size: int, dp_size
     assert all(layout.rank_of(layout.dp_rank(rank), layout.sp_rank(rank)) == rank for rank in range(layout.world_size))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(sp_size=st.integers(1, 9), dp_size=st.integers(1, 9))
 def test_the_groups_of_each_axis_hold_every_rank_once(sp_size: int, dp_size: int) -> None:
     layout = ParallelLayout(world_size=sp_size * dp_size, sp_size=sp_size)

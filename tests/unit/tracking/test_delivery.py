@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ray_ulysses.tracking.commits import GoneCheckpoint
 from ray_ulysses.tracking.delivery import RefusedEvent, SpooledTracker, unsent
+from tests.breadth import examples
 from tests.unit.tracking.checkpoints import committed
 
 
@@ -345,7 +346,7 @@ def test_two_metrics_of_one_step_may_come_apart(tmp_path):
     assert sink.points("eval_loss") == [2]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 10)), max_size=8), st.integers(1, 7))
 def test_any_attempts_cut_anywhere_give_each_step_once_in_order(attempts, batch):
     events = [

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ray_ulysses.storage import LocalStore, RunLock
 from ray_ulysses.tracking.history import build_history, read_history
 from ray_ulysses.tracking.journal import AttemptJournal
+from tests.breadth import examples
 from tests.unit.tracking.journals import journal
 
 
@@ -203,7 +204,7 @@ def test_a_loss_that_is_not_finite_survives_the_round_trip() -> None:
     assert json.loads(printed)["steps"][0]["loss"] == "nan"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 100)), min_size=1, max_size=6))
 def test_whatever_attempts_do_every_kept_step_counts_once(attempts: list[tuple[int, int]]) -> None:
     """Each attempt does some steps and the next resumes at any earlier step: trained = kept + lost."""

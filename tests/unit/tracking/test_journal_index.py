@@ -19,6 +19,7 @@ from ray_ulysses.tracking.journal_index import SegmentIndex, index_path
 from ray_ulysses.tracking.journal_reader import index_journal, read_journal
 from ray_ulysses.tracking.step_runs import STEP_ROW, StepRun, grouped, single
 from ray_ulysses.tracking.time_spent import TimeLedger, time_spent
+from tests.breadth import examples
 from tests.unit.tracking.journals import event, read_events
 
 _SIZES = {"world_size": 4, "sp_size": 2, "dp_size": 2, "nodes": ["a"], "resumed_from": None}
@@ -251,7 +252,7 @@ def _random_events(seed: int) -> list[Event]:
     return events
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(examples(200)))
 def test_steps_in_runs_count_as_one_by_one(seed: int) -> None:
     events = _random_events(seed)
     kept: dict[int, StepDone] = {}
@@ -276,7 +277,7 @@ def test_steps_in_runs_count_as_one_by_one(seed: int) -> None:
     assert counted.kept.tokens == sum(step.tokens for step in kept.values())
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(examples(200)))
 def test_the_time_of_steps_in_runs_is_that_of_single_steps(seed: int) -> None:
     events = _random_events(seed)
     ledger = TimeLedger()

@@ -12,6 +12,7 @@ from ray_ulysses.tracking.events import Event
 from ray_ulysses.tracking.history import build_history
 from ray_ulysses.tracking.journal_reader import Journal as Events
 from ray_ulysses.tracking.time_spent import TimeSpent, time_spent
+from tests.breadth import examples
 from tests.unit.tracking.journals import event
 
 SIZES = {"world_size": 4, "sp_size": 2, "dp_size": 2, "nodes": ["a"], "resumed_from": None}
@@ -156,7 +157,7 @@ def random_run(seed: int) -> Journal:
     return journal
 
 
-@pytest.mark.parametrize("seed", range(500))
+@pytest.mark.parametrize("seed", range(examples(500)))
 def test_the_parts_add_up_to_the_time_of_the_commands(seed: int) -> None:
     journal = random_run(seed)
     spent, commands, attempts = journal.spent, {}, {}

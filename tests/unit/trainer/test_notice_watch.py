@@ -13,6 +13,7 @@ from ray_ulysses.checkpoint.notice import LEAST_PAUSE_S, Notice, NoticedSave, no
 from ray_ulysses.checkpoint.triggers import Flags, Triggers, due
 from ray_ulysses.run_names import NOTICE_FILE
 from ray_ulysses.trainer.notice_watch import NoticeWatch
+from tests.breadth import examples
 
 NO_RULES = Triggers(every_steps=None, every_s=None, at_end=False)
 SLACK_S = 0.5
@@ -161,7 +162,7 @@ def run_case(case: dict[str, Any], folder: Path) -> tuple[list[Save], list[float
     return simulate(case["announced"], case["clocks"], *timing, until, folder)
 
 
-NUM_CASES = 600
+NUM_CASES = examples(600)
 
 
 def test_saves_for_notices_are_few_and_a_deadline_loses_little(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from ray_ulysses.data.plan.plan import Plan, PlanSettings
 from ray_ulysses.data.plan.plan_files import load_plan, write_segment
 from ray_ulysses.data.plan.planning import PlanInput
 from ray_ulysses.errors import UserError
+from tests.breadth import examples
 from tests.unit.data.plans import segment_in_memory
 
 SETTINGS = PlanSettings(seed=3, context_tokens=32, pad_multiple=8, rows_per_step=3)
@@ -65,7 +66,7 @@ def corpus(rng: np.random.Generator, count: int) -> tuple[int, ...]:
     return tuple(int(length) for length in rng.integers(1, 150, count))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(data=st.data(), seed=st.integers(0, 2**32), epochs=st.integers(1, 2), num_branches=st.integers(1, 3))
 def test_every_target_is_trained_once_an_epoch_through_any_branches(
     data: st.DataObject, seed: int, epochs: int, num_branches: int

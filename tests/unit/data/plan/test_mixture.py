@@ -13,6 +13,7 @@ from ray_ulysses.data.plan.mixture import PlannedSource, check_weights
 from ray_ulysses.data.plan.plan import PlanSettings, Segment
 from ray_ulysses.data.plan.planning import PlanInput
 from ray_ulysses.errors import UserError
+from tests.breadth import examples
 from tests.unit.data.plans import segment_in_memory
 
 SETTINGS = PlanSettings(seed=3, context_tokens=64, pad_multiple=8, rows_per_step=4)
@@ -73,7 +74,7 @@ def test_a_source_goes_on_where_it_stopped() -> None:
     assert {count for document, count in second.items() if document < 100} == {3}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     sizes=st.lists(st.integers(1, 30), min_size=2, max_size=4),
     weights=st.lists(st.floats(0.05, 5.0), min_size=4, max_size=4),

@@ -16,12 +16,13 @@ from ray_ulysses.data.plan.branching import remainder_after
 from ray_ulysses.data.plan.plan import Plan, PlanSettings, Segment
 from ray_ulysses.data.plan.plan_files import load_plan, write_segment
 from ray_ulysses.errors import UserError
+from tests.breadth import examples
 from tests.unit.data.plan.test_branches import Corpora, corpus
 
 SETTINGS = PlanSettings(
     seed=3, context_tokens=50, pad_multiple=8, rows_per_step=6, epochs=2, eval_fraction=0.2, eval_rows=3
 )
-NUM_FLIPS = 1500
+NUM_FLIPS = examples(1500)
 
 
 def write_plan(directory: Path) -> Plan:

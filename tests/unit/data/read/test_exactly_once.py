@@ -12,6 +12,7 @@ from ray_ulysses.data.plan.plan import Plan, PlanSettings
 from ray_ulysses.data.read.digest import add_digests, row_digest, slice_checksum
 from ray_ulysses.data.read.reader import IGNORE_INDEX, RowReader, RowSlice
 from ray_ulysses.data.read.row_source import DirectSource
+from tests.breadth import examples
 from tests.unit.data.corpora import MemoryStore
 from tests.unit.data.plans import build_plan
 
@@ -63,7 +64,7 @@ plans = st.builds(
 )
 
 
-@settings(max_examples=40, derandomize=True)
+@settings(max_examples=examples(40), derandomize=True)
 @given(lengths=corpora, plan_settings=plans, sequence=worlds)
 def test_every_planned_token_is_received_exactly_once_at_any_sequence_of_worlds(
     lengths: list[int], plan_settings: PlanSettings, sequence: list[World]
@@ -72,7 +73,7 @@ def test_every_planned_token_is_received_exactly_once_at_any_sequence_of_worlds(
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(lengths=corpora, plan_settings=plans, sequence=worlds)
 def test_every_planned_token_is_received_exactly_once_in_many_runs(
     lengths: list[int], plan_settings: PlanSettings, sequence: list[World]
@@ -101,7 +102,7 @@ def check_everything_is_received_once(lengths: list[int], plan_settings: PlanSet
     assert labels == Counter(dict.fromkeys(targets, plan_settings.epochs))
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(lengths=corpora, rows_per_step=st.integers(1, 7), one=worlds, other=worlds)
 def test_the_digest_of_a_run_is_the_same_at_any_sequence_of_worlds(
     lengths: list[int], rows_per_step: int, one: list[World], other: list[World]

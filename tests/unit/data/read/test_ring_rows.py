@@ -17,6 +17,7 @@ from ray_ulysses.data.read.digest import add_digests, row_digest, slice_checksum
 from ray_ulysses.data.read.reader import IGNORE_INDEX, RowReader, RowSlice, slice_row
 from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.parallel.layout import held_ranges
+from tests.breadth import examples
 from tests.unit.data.corpora import MemoryStore
 from tests.unit.data.plans import build_plan
 
@@ -49,7 +50,7 @@ def whole_row(slices: list[RowSlice], name: str) -> list[int]:
 
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: f"sp{split[0]}-ring{split[1]}")
 @given(lengths=corpora, seed=st.integers(0, 99))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 def test_slices_of_any_split_make_the_same_row(split: tuple[int, int], lengths: list[int], seed: int) -> None:
     _, plan, reader = planned(lengths, seed=seed)
     for row in range(plan.num_rows):
@@ -110,7 +111,7 @@ def receive_step(reader: RowReader, plan: Plan, step: int, world: World) -> list
     return received
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(lengths=corpora, rows_per_step=st.integers(1, 5), sequence=worlds)
 def test_every_planned_token_is_received_exactly_once_at_any_sequence_of_splits(
     lengths: list[int], rows_per_step: int, sequence: list[World]
@@ -135,7 +136,7 @@ def test_every_planned_token_is_received_exactly_once_at_any_sequence_of_splits(
     )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(lengths=corpora, rows_per_step=st.integers(1, 5), one=worlds, other=worlds)
 def test_the_digest_of_a_run_is_the_same_at_any_sequence_of_splits(
     lengths: list[int], rows_per_step: int, one: list[World], other: list[World]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ray_ulysses.data.plan.plan import PlanSettings
 from ray_ulysses.data.read.reader import IGNORE_INDEX, RowReader
 from ray_ulysses.data.tokenize.spans import LabelSpans
+from tests.breadth import examples
 from tests.unit.data.corpora import MemoryStore
 from tests.unit.data.plans import build_plan
 
@@ -33,7 +34,7 @@ def spans_of(lengths: list[int], seed: int) -> tuple[LabelSpans, set[tuple[int, 
 
 
 @pytest.mark.parametrize(("sp_size", "ring_size"), SPLITS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(lengths=st.lists(st.integers(2, 90), min_size=1, max_size=12), seed=st.integers(0, 2**32))
 def test_labels_are_the_spans_at_every_split(sp_size: int, ring_size: int, lengths: list[int], seed: int) -> None:
     spans, inside = spans_of(lengths, seed)

@@ -26,6 +26,7 @@ from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
 from ray_ulysses.errors import UserError
+from tests.breadth import examples
 from tests.unit.data.corpora import begin
 
 WHOLE = 1 << 30
@@ -81,7 +82,7 @@ LINES = st.one_of(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(
     lines=st.lists(LINES, max_size=12),
     ending=st.sampled_from([b"\n", b"\r\n"]),
@@ -101,7 +102,7 @@ def test_any_file_in_any_units_is_the_file_as_one(
         assert parts == outcome(path, Path(directory, "whole"), WHOLE)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(data=st.binary(max_size=60).map(lambda data: data.replace(b"a", b"\n")), unit_bytes=st.integers(1, 70))
 def test_every_line_belongs_to_one_range(data: bytes, unit_bytes: int) -> None:
     with tempfile.NamedTemporaryFile() as file:
