@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from ray_ulysses.errors import RunError
 from ray_ulysses.storage.lock import current_owner
 from ray_ulysses.tracking.history import read_history
 from tests.distributed.run_case import make_config, make_corpus
+from tests.polling import wait_until
 
 
 @ray.remote(num_cpus=0.9)
@@ -75,12 +76,12 @@ def start(config: Config, folder: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
 
-def wait_until(holds: Any, what: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not holds():
+def wait_while_alive(process: subprocess.Popen[bytes], holds: Callable[[], object], what: str) -> None:
+    def is_so() -> object:
         assert process.poll() is None, f"the command ended before {what}"
-        assert time.monotonic() < deadline, f"{what}: not within {TIMEOUT_S} s"
-        time.sleep(0.1)
+        return holds()
+
+    wait_until(is_so, what, timeout_s=TIMEOUT_S)
 
 
 def test_the_head_that_answers_is_taken_and_a_stranger_is_sent_to_a_node(
@@ -160,9 +161,9 @@ def test_a_stop_during_the_start_ends_what_was_started(
     log = tmp_path / "log.txt"
     try:
         if waits:
-            wait_until(lambda: "waiting up to" in log.read_text(), "the wait is told", process)
+            wait_while_alive(process, lambda: "waiting up to" in log.read_text(), "the wait is told")
         else:
-            wait_until(lambda: _train_processes(), "Ray Train starts", process)
+            wait_while_alive(process, _train_processes, "Ray Train starts")
         asked = time.monotonic()
         process.send_signal(number)
         assert process.wait(30) == 130, log.read_text()
@@ -176,10 +177,7 @@ def test_a_stop_during_the_start_ends_what_was_started(
     assert "interrupted; committed checkpoints are kept, and the same command resumes" in text
     assert "Traceback" not in text and "raylet" not in text
     assert current_owner(config.run_dir) is None
-    deadline = time.monotonic() + 30
-    while _train_processes():
-        assert time.monotonic() < deadline, "what was started outlives the command"
-        time.sleep(0.2)
+    wait_until(lambda: not _train_processes(), "what was started ends with the command")
 
 
 def _train_processes() -> list[psutil.Process]:
@@ -201,7 +199,7 @@ def test_a_lost_node_is_awaited_and_given_up_without_a_dump(cluster: Cluster, co
     process = start(config, tmp_path)
     log = tmp_path / "log.txt"
     try:
-        wait_until(lambda: read_history(config.run_dir).step >= 3, "step 3", process)
+        wait_while_alive(process, lambda: read_history(config.run_dir).step >= 3, "step 3")
         (node,) = cluster.worker_nodes
         cluster.remove_node(node, allow_graceful=False)
         assert process.wait(TIMEOUT_S) == 1

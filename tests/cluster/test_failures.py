@@ -23,6 +23,7 @@ from ray_ulysses.tracking.events import AttemptEnded, AttemptStarted
 from ray_ulysses.tracking.history import read_history
 from tests.cluster.test_train_job import TIMEOUT_S, Command, _cmdline, start, wait_for_step, worker_processes
 from tests.distributed.run_case import make_config, make_corpus
+from tests.polling import wait_until
 from tests.unit.tracking.journals import read_events
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -84,14 +85,16 @@ def _failures(config: Config) -> list[AttemptEnded]:
     return [event for event in read_events(config.run_dir) if isinstance(event, AttemptEnded)]
 
 
+def _starts(config: Config) -> int:
+    return sum(isinstance(event, AttemptStarted) for event in read_events(config.run_dir))
+
+
 def _kill_worker(config: Config, count: int) -> float:
     """Kill a worker with SIGKILL; returns how long it took until the journal said so."""
     process = worker_processes(config)[0]
     os.kill(process.pid, signal.SIGKILL)
     killed_at = time.monotonic()
-    while len(_failures(config)) < count:
-        assert time.monotonic() - killed_at < TIMEOUT_S
-        time.sleep(0.05)
+    wait_until(lambda: len(_failures(config)) >= count, "the journal tells the failure", timeout_s=TIMEOUT_S)
     return time.monotonic() - killed_at
 
 
@@ -107,10 +110,7 @@ def test_killed_workers_are_told_as_the_cause_until_no_more_are_allowed(tmp_path
         wait_for_step(config, 7)
         seconds = _kill_worker(config, 1)
         # No checkpoint is committed in between: the second failure is one too many.
-        deadline = time.monotonic() + TIMEOUT_S
-        while sum(isinstance(event, AttemptStarted) for event in read_events(config.run_dir)) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: _starts(config) >= 2, "the second attempt starts", timeout_s=TIMEOUT_S)
         _kill_worker(config, 2)
         assert command.wait() == 1, command.text
     finally:

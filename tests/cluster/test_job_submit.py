@@ -19,6 +19,7 @@ from tests.breadth import fast_only
 from tests.distributed.harness import free_port
 from tests.distributed.run_case import make_config, make_corpus
 from tests.docs_commands import clone, commands
+from tests.polling import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 TIMEOUT_S = 240.0
@@ -80,11 +81,15 @@ def submit(client: JobSubmissionClient, config: Path, *options: str) -> tuple[Jo
     job = client.submit_job(
         entrypoint=" ".join([sys.executable, str(REPOSITORY / "jobs/train.py"), str(config), *options])
     )
-    deadline = time.monotonic() + TIMEOUT_S
-    while (status := client.get_job_status(job)) not in END:
-        assert time.monotonic() < deadline, client.get_job_logs(job)
-        time.sleep(0.5)
-    return status, client.get_job_logs(job)
+    _wait_for_end(client, job)
+    return client.get_job_status(job), client.get_job_logs(job)
+
+
+def _wait_for_end(client: JobSubmissionClient, job: str) -> None:
+    def logs() -> str:
+        return str(client.get_job_logs(job))
+
+    wait_until(lambda: client.get_job_status(job) in END, "the job ends", timeout_s=TIMEOUT_S, every_s=0.5, said=logs)
 
 
 def test_a_job_with_relative_paths_is_refused_with_the_paths_to_write(
@@ -94,10 +99,7 @@ def test_a_job_with_relative_paths_is_refused_with_the_paths_to_write(
     shutil.copy(REPOSITORY / "configs" / "llama-tiny_cpu_sp2-dp2_8k.yaml", tmp_path / "demo.yaml")
     entry = f"{sys.executable} {REPOSITORY / 'jobs' / 'train.py'} demo.yaml"
     job = client.submit_job(entrypoint=entry, runtime_env={"working_dir": str(tmp_path)})
-    deadline = time.monotonic() + TIMEOUT_S
-    while client.get_job_status(job) not in END:
-        assert time.monotonic() < deadline, client.get_job_logs(job)
-        time.sleep(0.5)
+    _wait_for_end(client, job)
     logs = client.get_job_logs(job)
     assert client.get_job_info(job).driver_exit_code == 2, logs
     assert "run.storage='runs': is relative, and a Ray job's working directory is another one at each" in logs

@@ -19,6 +19,7 @@ from ray_ulysses.config import Config
 from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted
 from ray_ulysses.tracking.history import read_history
 from tests.distributed.run_case import make_config, make_corpus
+from tests.polling import wait_until
 from tests.unit.tracking.journals import read_events
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -43,10 +44,10 @@ def cluster() -> Iterator[Cluster]:
 
 
 def _wait(config: Config, step: int, event: str = "step") -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not any(one.event == event and one.step >= step for one in read_events(config.run_dir)):
-        assert time.monotonic() < deadline, f"no {event} of step {step} within {TIMEOUT_S} s"
-        time.sleep(0.2)
+    def has_come() -> bool:
+        return any(one.event == event and one.step >= step for one in read_events(config.run_dir))
+
+    wait_until(has_come, f"{event} of step {step}", timeout_s=TIMEOUT_S, every_s=0.2)
 
 
 @pytest.mark.slow

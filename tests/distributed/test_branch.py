@@ -19,7 +19,7 @@ from tests.distributed.run_case import MORE_FILES, make_config, make_corpus, pre
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 TIMEOUT_S = 200.0
-BRANCH_STEP, LAST_STEP = 10, 16
+FIRST_STOP, BRANCH_STEP, LAST_STEP = 3, 6, 10
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +30,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def before(folder: Path, corpora: tuple[Path, Path], **overrides: Any) -> Config:
     change = {"run__stop_step": BRANCH_STEP, "schedule__horizon_steps": None, "data__rows_per_step": 5}
+    change["checkpoint__every_steps"] = 3
     return make_config(folder, corpora[0], **{**change, **overrides})
 
 
@@ -53,18 +54,18 @@ def run(config: Config, session: str, branch: bool = False, **options: Any) -> t
 
 
 @pytest.fixture(scope="module")
-def at_step_5(corpora: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def at_first_stop(corpora: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The storage of a run that has stopped there; tests go on with a copy of it."""
-    folder = tmp_path_factory.mktemp("at-5")
-    assert run(before(folder, corpora, run__stop_step=5), "first") == ("finished", 5)
+    folder = tmp_path_factory.mktemp("at-first-stop")
+    assert run(before(folder, corpora, run__stop_step=FIRST_STOP), "first") == ("finished", FIRST_STOP)
     return folder
 
 
 @pytest.fixture(scope="module")
-def at_branch_step(corpora: tuple[Path, Path], at_step_5: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The storage of the same run, five steps later."""
-    folder = tmp_path_factory.mktemp("at-10")
-    shutil.copytree(at_step_5, folder, dirs_exist_ok=True)
+def at_branch_step(corpora: tuple[Path, Path], at_first_stop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The storage of the same run, some steps later."""
+    folder = tmp_path_factory.mktemp("at-branch")
+    shutil.copytree(at_first_stop, folder, dirs_exist_ok=True)
     assert run(before(folder, corpora), "second") == ("finished", BRANCH_STEP)
     return folder
 
@@ -78,13 +79,13 @@ def unbroken(corpora: tuple[Path, Path], at_branch_step: Path, tmp_path_factory:
 
 
 def test_a_branch_goes_on_where_the_run_stood_and_repeats_nothing(
-    corpora: tuple[Path, Path], at_step_5: Path, unbroken: RunHistory, tmp_path: Path
+    corpora: tuple[Path, Path], at_first_stop: Path, unbroken: RunHistory, tmp_path: Path
 ) -> None:
     assert [step.rows for step in unbroken.steps[:BRANCH_STEP]] == [(5 * s, 5 * s + 5) for s in range(BRANCH_STEP)]
     assert [step.rows for step in unbroken.steps[BRANCH_STEP:]] == [
-        (50 + 3 * s, 53 + 3 * s) for s in range(LAST_STEP - BRANCH_STEP)
+        (5 * BRANCH_STEP + 3 * s, 5 * BRANCH_STEP + 3 * s + 3) for s in range(LAST_STEP - BRANCH_STEP)
     ]
-    shutil.copytree(at_step_5, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(at_first_stop, tmp_path, dirs_exist_ok=True)
     prepare_attempt(after(tmp_path, corpora), "branch", branch=True)
     plan = load_plan(tmp_path / "run" / "plan")
     targets = Counter(
@@ -105,15 +106,15 @@ def test_a_branch_that_is_killed_and_loses_its_checkpoint_is_the_one_that_was_no
     shutil.copytree(at_branch_step, tmp_path, dirs_exist_ok=True)
     config = after(tmp_path, corpora)
     prepare_attempt(config, "second", branch=True)
-    outcomes = run_ranks_to_outcomes(run_worker, 4, config, "second", kill=(1, "step", 13), timeout_s=TIMEOUT_S)
+    outcomes = run_ranks_to_outcomes(run_worker, 4, config, "second", kill=(1, "step", 8), timeout_s=TIMEOUT_S)
     assert not any(outcome.ok for outcome in outcomes)
     # The checkpoint that the branch left from is torn: the one before is taken, in the middle of the old plan.
-    shards = sorted((config.run_dir / "checkpoints/step-00000010").rglob("*.safetensors"))
+    shards = sorted((config.run_dir / "checkpoints/step-00000006").rglob("*.safetensors"))
     shards[0].write_bytes(shards[0].read_bytes()[:-9])
     # Another layout, and the change needs no flag any more: it is the run's own plan now.
     assert run(after(tmp_path, corpora, parallel__sp_size=4), "third") == ("finished", LAST_STEP)
     ours = read_history(config.run_dir)
-    assert ours.attempts[-1].first_step == 6
+    assert ours.attempts[-1].first_step == FIRST_STOP + 1
     assert [step.rows for step in ours.steps] == [step.rows for step in unbroken.steps]
     assert [step.tokens for step in ours.steps] == [step.tokens for step in unbroken.steps]
     assert ours.data_digest == unbroken.data_digest
@@ -122,9 +123,9 @@ def test_a_branch_that_is_killed_and_loses_its_checkpoint_is_the_one_that_was_no
 
 
 def test_a_change_without_the_flag_is_refused_and_changes_nothing(
-    corpora: tuple[Path, Path], at_step_5: Path, tmp_path: Path
+    corpora: tuple[Path, Path], at_first_stop: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(at_step_5, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(at_first_stop, tmp_path, dirs_exist_ok=True)
     content = {path: path.read_bytes() for path in sorted((tmp_path / "run" / "plan").rglob("*")) if path.is_file()}
     with pytest.raises(ConfigError, match=r"data.context_tokens=512: .*make it a branch of the run with .*--branch"):
         prepare_attempt(after(tmp_path, corpora), "second")
@@ -134,14 +135,14 @@ def test_a_change_without_the_flag_is_refused_and_changes_nothing(
 
 
 def test_a_branch_planned_while_the_run_went_on_is_refused(
-    corpora: tuple[Path, Path], at_step_5: Path, tmp_path: Path
+    corpora: tuple[Path, Path], at_first_stop: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(at_step_5, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(at_first_stop, tmp_path, dirs_exist_ok=True)
     prepared = prepare_run(after(tmp_path, corpora), Path("/"), branch=True)
     check_resume(prepared)
-    # Another command trains meanwhile, and commits step 10.
+    # Another command trains meanwhile, and commits its last step.
     run(before(tmp_path, corpora), "second")
-    with pytest.raises(UserError, match=r"has gone on to step 10 while its branch from step 5 was planned; stop it"):
+    with pytest.raises(UserError, match=r"has gone on to step 6 while its branch from step 3 was planned; stop it"):
         check_resume(prepared)
 
 

@@ -26,7 +26,7 @@ from tests.unit.tracking.journals import read_events
 pytestmark = pytest.mark.distributed
 WORLD = 2
 # As many rows as make a step longer than a save.
-LONG_STEPS: dict[str, Any] = {"data__rows_per_step": 8}
+LONG_STEPS: dict[str, Any] = {"data__rows_per_step": 5}
 
 
 @pytest.fixture(scope="module")

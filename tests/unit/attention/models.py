@@ -19,6 +19,10 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
+# Its second embedding has 134 million parameters by default.
+_SMALL: dict[str, dict[str, Any]] = {
+    "gemma4_text": {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8}
+}
 _ALTERNATING = ["sliding_attention", "full_attention"]
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "output_router_logits": False}
 # Of every kind that some checkpoint sets above 0.
@@ -135,7 +139,7 @@ def plain_config(model_type: str, **changes: Any) -> PreTrainedConfig:
 
 def tiny_model(model_type: str = "llama", *, meta: bool = False, **changes: Any) -> Any:
     """Return a small model of an architecture; on ``meta`` it costs nothing and can only be looked at."""
-    config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
+    config = AutoConfig.for_model(model_type, **{**SIZES, **_SMALL.get(model_type, {}), **changes})
     with torch.device("meta" if meta else "cpu"):
         torch.manual_seed(7)
         return AutoModelForCausalLM.from_config(config, attn_implementation="eager")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from ray_ulysses.checkpoint.fence import claim_attempt, start_attempt
 from ray_ulysses.checkpoint.staging import Staging
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.storage import LocalStore, Store
+from tests.polling import wait_until
 from tests.stores import FaultyStore, SlowStore
 from tests.unit.checkpoint.fakes import META, TENSORS, ThreadExchange, on_ranks, shard_of
 
@@ -190,10 +190,8 @@ def test_retention_does_not_touch_what_ranks_ahead_of_it_are_writing(tmp_path: P
 
         def on_saved(saved: Saved) -> None:
             if rank == 0 and saved.ref.step == 10:
-                deadline = time.monotonic() + 10
-                while not any("rank-00001" in key for key in inner.list("checkpoints/step-00000020/attempt-0002")):
-                    assert time.monotonic() < deadline, "rank 1 never came to its next shard"
-                    time.sleep(0.01)
+                folder = "checkpoints/step-00000020/attempt-0002"
+                wait_until(lambda: any("rank-00001" in key for key in inner.list(folder)), "rank 1's next shard")
                 written.set()
             if rank == 0:
                 retention.apply(saved.ref)

@@ -21,6 +21,7 @@ from ray_ulysses.storage.lock import LOCK_FILE
 from ray_ulysses.storage.lock_watch import LockWatch
 from ray_ulysses.tracking.journal import AttemptJournal
 from tests.distributed.run_case import make_config
+from tests.polling import wait_until
 from tests.stores import FaultyStore
 
 _FIELDS = {
@@ -47,9 +48,7 @@ def test_a_command_whose_run_was_taken_ends_while_its_workers_still_train(tmp_pa
         end_if_lost(watch, tmp_path, "one")
         assert refusal(tmp_path, "one") is None
         (tmp_path / LOCK_FILE).write_text(theirs)
-        deadline = time.monotonic() + 30
-        while watch.problem is None and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: watch.problem is not None, "the loss of the lock is seen")
         with pytest.raises(RunError) as ended:
             end_if_lost(watch, tmp_path, "one")
     text = str(ended.value)

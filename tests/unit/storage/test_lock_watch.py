@@ -10,6 +10,7 @@ from ray_ulysses.errors import RunError
 from ray_ulysses.storage import RunLock
 from ray_ulysses.storage.lock import LOCK_FILE
 from ray_ulysses.storage.lock_watch import LockWatch
+from tests.polling import wait_until
 
 
 class FakeHold:
@@ -33,10 +34,8 @@ class FakeHold:
 
 
 def _wait_for_problem(watch: LockWatch) -> RunError:
-    deadline = time.monotonic() + 20
-    while watch.problem is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: watch.problem is not None, "the hold is told as lost", every_s=0.005)
+    assert watch.problem is not None
     return watch.problem
 
 

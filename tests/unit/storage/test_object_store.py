@@ -200,7 +200,7 @@ def test_a_store_that_is_away_is_an_error_in_time(s3: S3Server) -> None:
         with pytest.raises(OSError, match=r"the store failed for \d\.\d s: it could not be reached") as refused:
             call()
         assert not isinstance(refused.value, FileNotFoundError)
-        assert time.monotonic() - begun < 3
+        assert time.monotonic() - begun < 8
 
 
 def test_a_bucket_that_is_not_there_is_no_empty_store(s3: S3Server) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ray_ulysses.tracking.commits import GoneCheckpoint
 from ray_ulysses.tracking.delivery import RefusedEvent, SpooledTracker, unsent
 from tests.breadth import examples
+from tests.polling import wait_until
 from tests.unit.tracking.checkpoints import committed
 
 
@@ -86,7 +87,7 @@ def test_an_outage_costs_the_loop_nothing_and_loses_nothing(tmp_path):
     begin = time.monotonic()
     tracker.start({}, {})
     log_steps(tracker, range(1, 201))
-    assert time.monotonic() - begin < 2.0
+    assert time.monotonic() - begin < 10
     sink.is_away = False
     tracker.finish("finished")
     assert sink.points() == list(range(1, 201))
@@ -100,7 +101,7 @@ def test_finish_waits_a_bounded_time_and_the_next_start_delivers_the_rest(tmp_pa
     log_steps(tracker, range(1, 4))
     begin = time.monotonic()
     tracker.finish("failed")
-    assert time.monotonic() - begin < 2.0
+    assert time.monotonic() - begin < 10
     sink = FakeSink()
     resumed = make_tracker(sink, tmp_path)
     resumed.start({}, {"attempt": 2})
@@ -118,7 +119,7 @@ def test_a_sink_that_hangs_does_not_hang_the_run(tmp_path):
     log_steps(tracker, range(1, 4))
     begin = time.monotonic()
     tracker.finish("finished")
-    assert time.monotonic() - begin < 2.0
+    assert time.monotonic() - begin < 10
     sink.slow.set()
 
 
@@ -164,10 +165,7 @@ def test_what_is_told_of_a_checkpoint_comes_again_at_once_or_never(tmp_path):
         log_steps(tracker, [step])
         tracker.log_checkpoint(committed(step, 2))
     sink.loses_answers = 100
-    deadline = time.monotonic() + 20
-    while len(sink.events) < 10:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: len(sink.events) >= 10, "events are sent again")
     sink.loses_answers = 0
     tracker.finish("finished")
     told = [(event["kind"], event.get("step")) for event in sink.events if event["kind"].startswith("checkpoint")]

@@ -16,6 +16,7 @@ from ray_ulysses.errors import RunError
 from ray_ulysses.tracking.checkpoint_lookup import find_checkpoint
 from ray_ulysses.tracking.commits import CheckpointInventory, GoneCheckpoint
 from ray_ulysses.tracking.mlflow_tracker import MlflowTracker, TrackingIdentity
+from tests.polling import wait_until
 from tests.unit.tracking.checkpoints import STORE, committed
 
 pytestmark = pytest.mark.slow
@@ -43,11 +44,13 @@ class Server:
             self._process = subprocess.Popen(
                 command, env={**os.environ, **quiet}, stdout=log, stderr=log, start_new_session=True
             )
-        deadline = time.monotonic() + _START_S
-        while not self._answers():
-            assert self._process.poll() is None, (self._folder / "server.log").read_text()[-2000:]
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+        log_text = (self._folder / "server.log").read_text
+
+        def answers() -> bool:
+            assert self._process.poll() is None, log_text()[-2000:]
+            return self._answers()
+
+        wait_until(answers, "the server answers", timeout_s=_START_S, every_s=0.2, said=log_text)
 
     def stop(self):
         if self._process is not None:
@@ -92,7 +95,7 @@ def track(server, run_dir, attempt, *news, drain_s):
         tracker.log_step(getattr(one, "step", 0) or 1, {"loss": 1.0})
         tracker.log_checkpoint(one)
     # One request to a server that is away takes up to 3 s, and importing MLflow competes for the interpreter.
-    assert time.monotonic() - begin < 3.0
+    assert time.monotonic() - begin < 10
     return tracker
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from ray_ulysses.tracking.mlflow_page import mlflow_page
 from ray_ulysses.tracking.mlflow_tracker import MlflowSink, MlflowTracker, TrackingIdentity, is_tracked
+from tests.polling import wait_until
 from tests.unit.tracking.checkpoints import committed
 
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
@@ -66,10 +67,7 @@ def test_a_resumed_run_runs_and_a_stopped_one_is_no_failure(uri, client, tmp_pat
     assert (run.info.status, run.data.tags["state"]) == ("FINISHED", "stopped")
     tracker = make_tracker(uri, tmp_path)
     tracker.start({}, {})
-    deadline = time.monotonic() + 20
-    while client.get_run(run_id).info.status != "RUNNING":
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: client.get_run(run_id).info.status == "RUNNING", "the run is running again")
     assert client.get_run(run_id).data.tags["state"] == "running"
     tracker.finish("failed", 7)
     run = client.get_run(run_id)
@@ -335,9 +333,9 @@ def test_a_server_that_is_away_is_waited_for_briefly_and_its_points_come_later(u
         begin = time.monotonic()
         tracker.start({}, {})
         log_steps(tracker, range(1, 4))
-        assert time.monotonic() - begin < 1.0
+        assert time.monotonic() - begin < 5
         tracker.finish("failed")
-        assert time.monotonic() - begin < 5.0
+        assert time.monotonic() - begin < 20
     run_id = run_attempt(uri, tmp_path, range(4, 6)).run_id
     assert curve(client, run_id) == expected(range(1, 6))
 

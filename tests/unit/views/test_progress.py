@@ -5,7 +5,6 @@ import io
 import json
 import os
 import re
-import time
 
 from rich.console import Console
 
@@ -14,6 +13,7 @@ from ray_ulysses.tracking.step_runs import single
 from ray_ulysses.views.journal_tail import JournalTail
 from ray_ulysses.views.progress import PhaseWatch, ProgressView, render_line, render_panel
 from ray_ulysses.views.progress_state import ProgressState
+from tests.polling import wait_until
 from tests.unit.tracking.journals import event
 
 
@@ -267,13 +267,6 @@ def journal_with_one_step(run_dir):
     return journal
 
 
-def wait_until(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_storage_that_is_away_for_a_moment_ends_no_tail(tmp_path, monkeypatch):
     AttemptJournal.claim(tmp_path).append({"event": "run_finished", "step": 1})
     tail = JournalTail(tmp_path)
@@ -292,11 +285,11 @@ def test_without_a_terminal_only_new_events_are_printed_as_plain_lines(tmp_path)
     out = io.StringIO()
     console = Console(file=out, width=40)
     with ProgressView(tmp_path, name="demo", total_steps=3, console=console, interval_s=0.01) as view:
-        wait_until(out.getvalue)
+        wait_until(out.getvalue, "something is printed")
         journal = AttemptJournal.claim(tmp_path)
         journal.append(started(attempt=journal.attempt, resumed_step=1))
         journal.append(step(2, attempt=2))
-        wait_until(lambda: view.state.step == 2)
+        wait_until(lambda: view.state.step == 2, "step 2")
         journal.append(step(3, loss=2.25, attempt=2))
     lines = out.getvalue().splitlines()
     assert lines[0] == "elapsed=0s phase: starting"
@@ -323,9 +316,9 @@ def test_in_a_terminal_the_panel_is_live_and_stays_at_the_end(tmp_path):
     console = Console(file=out, force_terminal=True, width=80, color_system=None)
     with ProgressView(tmp_path, name="demo", total_steps=3, console=console, interval_s=0.01) as view:
         view.phase("starting Ray")
-        wait_until(lambda: "starting Ray" in out.getvalue())
+        wait_until(lambda: "starting Ray" in out.getvalue(), "the phase is told")
         journal_with_one_step(tmp_path).append(step(2))
-        wait_until(lambda: view.state.step == 2)
+        wait_until(lambda: view.state.step == 2, "step 2")
     assert "2/3 ETA 2s" in out.getvalue()
     assert "step=1" not in out.getvalue()
 
@@ -345,5 +338,5 @@ def test_a_start_that_was_refused_leaves_no_panel(tmp_path):
     console = Console(file=out, force_terminal=True, width=80, color_system=None)
     with ProgressView(tmp_path, name="demo", console=console, interval_s=0.01) as view:
         view.phase("planning")
-        wait_until(lambda: "planning" in out.getvalue())
+        wait_until(lambda: "planning" in out.getvalue(), "the phase is told")
     assert out.getvalue().endswith("\x1b[1A\x1b[2K"), "the cursor goes up and the line is erased"
