@@ -20,9 +20,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 # Its second embedding has 134 million parameters by default.
-_SMALL: dict[str, dict[str, Any]] = {
-    "gemma4_text": {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8}
-}
+_SMALL: dict[str, dict[str, Any]] = {"gemma4_text": {"vocab_size_per_layer_input": VOCAB}}
 _ALTERNATING = ["sliding_attention", "full_attention"]
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "output_router_logits": False}
 # Of every kind that some checkpoint sets above 0.
