@@ -155,7 +155,6 @@ def train(
     with ProgressView(run_dir, name=loaded.run.name, console=console, log_every_steps=every) as view:
         view.phase("loading libraries")
         from ray_ulysses.cluster.train_job import train as run_training
-        from ray_ulysses.run.checkpoint_store import checkpoint_location
         from ray_ulysses.run.preflight import prepare_run
         from ray_ulysses.tracking.mlflow_tracker import is_tracked
         from ray_ulysses.views.summary import render_summary
@@ -178,7 +177,7 @@ def train(
     summary = render_summary(
         result.history,
         run_dir=prepared.config.run_dir,
-        location=checkpoint_location(prepared.config),
+        location=prepared.run.location,
         config_path=str(config),
         overrides=tuple(overrides),
         planned_steps=prepared.plan.num_steps,

@@ -1,1 +1,1 @@
-"""The only home of Ray: sessions, jobs, and what of the data plane runs on the cluster."""
+"""The only package that uses Ray: sessions, jobs, and the stream of rows through Ray Data."""

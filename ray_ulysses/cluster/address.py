@@ -1,4 +1,4 @@
-"""Looks before connecting: a cluster that can't be used is refused in seconds, where Ray itself tries for minutes."""
+"""Checks a cluster before connecting: an unusable one is refused in seconds, where Ray itself tries for minutes."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from ray_ulysses.errors import RunError, UserError
 
 _CLIENT = "ray://"
 _ANSWERED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
-"""Refusals that only a Ray head gives; when it connects, Ray says what is missing."""
-_WAYS_OUT = "correct cluster.address or RAY_ADDRESS, or unset both to run on this machine alone"
+"""Refusals that only a Ray head returns; when it connects, Ray reports what is missing."""
+_HINT = "correct cluster.address or RAY_ADDRESS, or unset both to run on this machine alone"
 
 
 def check_address(target: str, *, timeout_s: float = 4.0) -> None:
     """Check that a Ray head answers at an address, and that this machine is one of its nodes.
 
     Ray 2.60 tries an address that does not answer for minutes, and looks for a node on this machine for one more;
-    both are private to it, so a canary test stands beside this.
+    both are private to it (a canary test covers them).
 
     Args:
         target: ``host:port`` of the head, ``auto``, or ``ray://host:port``.
-        timeout_s: Longest wait for one answer, in seconds; there are two.
+        timeout_s: Longest wait for each of two answers, in seconds.
 
     Raises:
-        UserError: It is no address that Ray takes.
-        RunError: Nothing answers there, something else than Ray does, or this machine is none of its nodes.
+        UserError: It is not an address that Ray accepts.
+        RunError: Nothing answers there, something other than Ray does, or this machine is not one of its nodes.
     """
     is_client = target.startswith(_CLIENT)
     address = target.removeprefix(_CLIENT) if is_client else _resolve(target)
@@ -40,37 +40,37 @@ def check_address(target: str, *, timeout_s: float = 4.0) -> None:
         try:
             stub.CheckAlive(gcs_service_pb2.CheckAliveRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
-            # Ray Client's server has no such method, and answering so it has answered.
+            # Ray Client's server has no such method, but this is an answer.
             if error.code() in _ANSWERED or (is_client and error.code() == grpc.StatusCode.UNIMPLEMENTED):
                 return
-            raise RunError(f"no Ray head answers at {target} ({_reason(error, timeout_s)}); {_WAYS_OUT}") from error
+            raise RunError(f"no Ray head answers at {target} ({_reason(error, timeout_s)}); {_HINT}") from error
         _check_membership(stub, target, timeout_s)
     finally:
         channel.close()
 
 
 def _resolve(target: str) -> str:
-    """Return ``host:port``; ``auto`` stands for the head that was started last on this machine."""
+    """Return ``host:port``; ``auto`` is the head that was started last on this machine."""
     if "://" in target:
         raise UserError(
-            f"cluster.address={target!r}: is not the address of a Ray head; give its host:port (6379 by default), or "
-            "leave it out of a job: `ray job submit --address http://HEAD:8265 -- python jobs/train.py CONFIG`"
+            f"cluster.address={target!r}: is not the address of a Ray head; use its host:port (6379 by default), or "
+            "remove it in a job: `ray job submit --address http://HEAD:8265 -- python jobs/train.py CONFIG`"
         )
     try:
         address = services.canonicalize_bootstrap_address(target)
     except (ConnectionError, ValueError) as error:
-        raise UserError(f"cluster.address={target!r}: {error}; give the host:port of a Ray head (port 6379)") from error
+        raise UserError(f"cluster.address={target!r}: {error}; use the host:port of a Ray head (port 6379)") from error
     if address is None:
-        raise RunError(f"cluster.address={target!r} finds no Ray that runs on this machine; {_WAYS_OUT}")
+        raise RunError(f"cluster.address={target!r} finds no Ray that runs on this machine; {_HINT}")
     return address
 
 
 def _check_membership(stub: Any, target: str, timeout_s: float) -> None:
-    """Refuse a machine that is no node of the cluster: Ray connects through the node's own process."""
+    """Refuse a machine that is not a node of the cluster: Ray connects through the node's own process."""
     try:
         reply = stub.GetAllNodeInfo(gcs_service_pb2.GetAllNodeInfoRequest(), timeout=timeout_s)
     except grpc.RpcError as error:
-        raise RunError(f"the Ray head at {target} says nothing of its nodes ({_reason(error, timeout_s)})") from error
+        raise RunError(f"the Ray head at {target} does not list its nodes ({_reason(error, timeout_s)})") from error
     alive = {node.node_id.hex() for node in reply.node_info_list if node.state == GcsNodeInfo.ALIVE}
     if not alive & set(services.find_node_ids()):
         raise RunError(
@@ -81,9 +81,9 @@ def _check_membership(stub: Any, target: str, timeout_s: float) -> None:
 
 
 def _reason(error: Any, timeout_s: float) -> str:
-    """Return why a call failed, in a few words; gRPC's details end with the cause."""
+    """Return in a few words why a call failed; gRPC's details end with the cause."""
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"no answer within {timeout_s:g} s"
     if error.code() == grpc.StatusCode.UNAVAILABLE:
         return str(error.details()).rpartition(": ")[2].rstrip("]")
-    return f"what listens there is no Ray head: {error.code().name}"
+    return f"the server there is not a Ray head: {error.code().name}"

@@ -1,4 +1,4 @@
-"""What a run asks of a cluster, held against what its nodes have: pure arithmetic on whole workers."""
+"""Compares a run's demand for resources with the nodes of a cluster, in whole workers (pure)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ray_ulysses.config import Config
+    from ray_ulysses.run.settings import ResolvedRun
 
 _ROUNDING = 1e-6
 """Ray counts in ten-thousandths, and 0.3 / 0.1 is less than 3 in floating point."""
@@ -17,12 +17,7 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """A node that is alive.
-
-    Attributes:
-        cpus: CPUs that it offers to Ray.
-        gpus: The same of GPUs.
-    """
+    """A node that is alive, and the CPUs and GPUs that it offers to Ray."""
 
     cpus: float
     gpus: float
@@ -33,14 +28,14 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """What a run asks for.
+    """A run's demand for resources.
 
     Attributes:
-        workers: Workers, each of them on one node.
-        sp_size: Their number is a multiple of this.
-        cpus: CPUs of one worker.
-        gpus: GPUs of one worker.
-        data_cpus: CPUs of one task of the data stream; 0 if there is none.
+        workers: Number of workers, each of them on one node.
+        sp_size: Divides the number of workers.
+        cpus: CPUs per worker.
+        gpus: GPUs per worker.
+        data_cpus: CPUs per task of the data stream; 0 if there is none.
     """
 
     workers: int
@@ -50,15 +45,15 @@ class Demand:
     data_cpus: float
 
     @classmethod
-    def of(cls, config: Config) -> Demand:
-        """Return what a configuration asks for."""
-        cluster = config.cluster
+    def of(cls, run: ResolvedRun) -> Demand:
+        """Return the demand of a run at its layout's world size."""
+        cluster = run.config.cluster
         return cls(
-            workers=cluster.workers,
-            sp_size=config.parallel.sp_size,
+            workers=run.layout.world_size,
+            sp_size=run.layout.sp_size,
             cpus=cluster.cpus_per_worker,
             gpus=cluster.gpus_per_worker,
-            data_cpus=cluster.data_cpus if config.data.engine == "ray" else 0.0,
+            data_cpus=cluster.data_cpus if run.config.data.engine == "ray" else 0.0,
         )
 
     def __str__(self) -> str:
@@ -84,18 +79,18 @@ def places(demand: Demand, nodes: Sequence[Node]) -> int:
 
 
 def shortfall(demand: Demand, nodes: Sequence[Node]) -> str | None:
-    """Return in words what the nodes lack, were they all idle; ``None`` if they hold the run."""
+    """Return in words what the nodes lack even if they are all idle; ``None`` if they can hold the run."""
     held = places(demand, nodes)
     if held < demand.workers:
         return f"cluster.workers={demand.workers} needs {demand}; {_counted(demand, nodes, held)}"
     room = max(node.cpus - demand.workers_on(node) * demand.cpus for node in nodes)
-    # Where there are more places than workers, a task can have one of them.
+    # With more places than workers, a task can have one of them.
     if held > demand.workers:
         room = max(room, demand.cpus)
     if room < demand.data_cpus - _ROUNDING:
         return (
-            f"cluster.data_cpus={demand.data_cpus:g}: the workers leave no node with so many CPUs for the data stream; "
-            "lower it, or cluster.cpus_per_worker"
+            f"cluster.data_cpus={demand.data_cpus:g}: the workers leave no node with that many CPUs for the data "
+            "stream; lower it, or cluster.cpus_per_worker"
         )
     return None
 
@@ -104,19 +99,19 @@ def hint(demand: Demand, nodes: Sequence[Node]) -> str:
     """Return what to do about a shortfall."""
     fitting = places(demand, nodes) // demand.sp_size * demand.sp_size
     if 0 < fitting < demand.workers:
-        return f"set cluster.workers={fitting}, which fits (a run goes on at any number), or bring more nodes"
+        return f"set cluster.workers={fitting}, which fits (a run resumes at any number), or add nodes"
     if demand.gpus and not any(node.gpus >= demand.gpus for node in nodes):
-        return "bring nodes with GPUs, or set cluster.gpus_per_worker=0 to train on CPUs"
+        return "add nodes with GPUs, or set cluster.gpus_per_worker=0 to train on CPUs"
     if fitting >= demand.workers:
-        return "bring more CPUs"
-    least = f"parallel.sp_size={demand.sp_size} of them at least" if demand.sp_size > 1 else "one of them at least"
-    return f"bring nodes that hold workers, {least}"
+        return "add CPUs"
+    least = f"at least parallel.sp_size={demand.sp_size} of them" if demand.sp_size > 1 else "at least one of them"
+    return f"add nodes that hold workers, {least}"
 
 
 def _counted(demand: Demand, nodes: Sequence[Node], held: int) -> str:
     kinds = Counter(nodes).most_common()
     shown = ", ".join(f"{count} of {node} ({count * demand.workers_on(node)})" for node, count in kinds)
-    number = "1 node that is there holds" if len(nodes) == 1 else f"{len(nodes)} nodes that are there hold"
+    number = "1 node of the cluster holds" if len(nodes) == 1 else f"{len(nodes)} nodes of the cluster hold"
     return f"the {number} {held}: {shown}"
 
 

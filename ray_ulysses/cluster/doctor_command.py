@@ -1,4 +1,4 @@
-"""``doctor``: this machine's checks, and those of the cluster at hand."""
+"""Implements ``doctor``: checks this machine, and the cluster that it would use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ray_ulysses.errors import RunError, UserError
 
 
 def run_doctor(*, storage: str | None, address: str | None, say: Callable[[str], Any]) -> bool:
-    """Look at machine and cluster and say each thing when it is found; returns whether a run can start."""
+    """Check machine and cluster, print each result at once, and return whether a run can start."""
     found = []
     for check in _checks(storage, address):
         say(render_check(check))
@@ -25,7 +25,7 @@ def run_doctor(*, storage: str | None, address: str | None, say: Callable[[str],
 
 def _checks(storage: str | None, address: str | None) -> Iterator[Check]:
     if address is not None or os.environ.get("RAY_ADDRESS"):
-        # First: a cluster that can't be reached is known in seconds.
+        # First, since a cluster that can't be reached is known in seconds.
         yield _check_cluster(address)
     yield from check_machine(storage)
 

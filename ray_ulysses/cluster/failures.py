@@ -1,16 +1,15 @@
-"""Failures of the workers: told in our words from what Ray Train says of them, judged, and restarted after.
+"""Translates failures of the workers from Ray Train's errors, judges them, and restarts the workers.
 
-What supervises the workers judges each failure, and waits a moment for its cause. The command itself judges, and starts
-the workers again, where Ray Train can't go on.
+The workers' supervisor (Ray Train's controller) judges each failure, after a short wait for its cause. The command
+judges, and starts the workers again, where Ray Train can't continue.
 
 Ray Train 2.60 has no public way to replace its failure policy, nor to end its wait for the workers. The seams used here
-are private to it, all in this file: ``_initialize_and_run_controller``, which `WatchedTrainer` does itself, and the
-hook of a `WorkerGroupCallback` that sees each poll before it is judged (canary tests stand beside them).
+are private to it, all in this file: ``_initialize_and_run_controller``, which `WatchedTrainer` implements itself, and
+the hook of a `WorkerGroupCallback` that sees each poll before it is judged (canary tests cover them).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -34,7 +33,6 @@ from ray.train.v2._internal.execution.failure_handling import FailureDecision, F
 from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, TrainingFailedError, WorkerGroupError
 
-from ray_ulysses.checkpoint import newest_committed
 from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.cluster.worker import refusal
@@ -45,6 +43,7 @@ from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.run.completion import settle_failed
+from ray_ulysses.run.planning import known_step
 from ray_ulysses.run.takeover import is_taken_over
 from ray_ulysses.tracking.events import AttemptEnded, StartFailed
 from ray_ulysses.tracking.failures import failure_in_words, failures_of, newest_attempt, tell_failure
@@ -59,15 +58,15 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 CONTROLLER, COMMAND = "controller", "command"
-"""Who writes failures into the journal, each into a segment of its own: what supervises the workers, and the driver."""
+"""Writers of failures, each with a journal file of its own: the supervisor of the workers, and the driver."""
 CAUSE_WAIT_S = 1.5
-"""Longest wait for the cause of errors that are only consequences: a process that is gone is missed a little later than
-its peers' collectives fail."""
+"""Longest wait for the cause of errors that are only consequences: a lost process is noticed a little later than the
+failure of its peers' collectives."""
 _LOOK_EVERY_S = 0.2
 
 
 def rank_error(rank: int, error: BaseException) -> RankError:
-    """Return how a worker ended, from what Ray Train says of it."""
+    """Return how a worker ended, from Ray Train's error."""
     if isinstance(error, UserExceptionWithTraceback):
         error = error._base_exc
     if isinstance(error, WorkerHealthCheckTimeoutError):
@@ -82,14 +81,14 @@ def rank_error(rank: int, error: BaseException) -> RankError:
 
 
 def cause_of(error: BaseException) -> Cause:
-    """Return why an attempt failed, from what Ray Train ends or restarts it with."""
+    """Return why an attempt failed, from the error with which Ray Train ends or restarts it."""
     if isinstance(error, PreemptionError):
         ranks = error.preemption_info.preempted_ranks
         errors = [RankError(rank=rank, kind="preempted", what="its node is being taken away") for rank in ranks]
         return root_cause(errors or [RankError(rank=0, kind="preempted", what="a node is being taken away")])
     if isinstance(error, WorkerGroupError) and error.worker_failures:
         failures = error.worker_failures
-        # What the user gave, or a storage that takes nothing, is the same for the next attempt.
+        # The user's input and a storage that accepts nothing are the same for the next attempt.
         is_final = any(isinstance(one, UserError | StorageFailedError) for one in failures.values())
         return root_cause([rank_error(rank, one) for rank, one in failures.items()], is_final=is_final)
     if isinstance(error, WorkersMissing):
@@ -102,7 +101,7 @@ def cause_of(error: BaseException) -> Cause:
 
 
 def _cause_beside(inner: BaseException) -> Cause:
-    """Return why workers could not be started or supervised, from what their controller met."""
+    """Return why workers could not be started or supervised, from their controller's error."""
     if isinstance(inner, WorkerGroupStartupTimeoutError):
         return Cause(
             kind="start",
@@ -129,12 +128,12 @@ def _cause_beside(inner: BaseException) -> Cause:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureBook:
-    """Judges the failures of a command, and writes them down; it keeps nothing that is not in the journal.
+    """Judges the failures of a command, and records them; it has no state but the journal.
 
     Attributes:
         config: The run's configuration.
         session: The command's name.
-        first_attempt: Attempts from this number on are the command's.
+        first_attempt: The command's attempts have this number or a higher one.
         writer: `CONTROLLER` or `COMMAND`.
         clock: Time.
     """
@@ -145,10 +144,15 @@ class FailureBook:
     writer: str
     clock: Clock = field(default_factory=SystemClock)
 
-    def judge(self, cause: Cause) -> AttemptEnded | StartFailed:
-        """Decide whether the workers are started again after a failure, and write it down."""
+    def judge(self, cause: Cause, step: int | None) -> AttemptEnded | StartFailed:
+        """Decide whether the workers are started again after a failure, and record it.
+
+        Args:
+            cause: Why the attempt failed.
+            step: The newest committed step; None if the storage does not answer.
+        """
         run_dir, elastic, now = self.config.run_dir, self.config.elastic, self.clock.now()
-        newest, step = newest_attempt(run_dir), self._committed_step()
+        newest = newest_attempt(run_dir)
         own = newest if newest is not None and newest.attempt >= self.first_attempt else None
         number = None
         if cause.kind != "preempted" and not cause.is_final:
@@ -156,13 +160,15 @@ class FailureBook:
             number = 1 + failures_that_count(past, now=now, step=step, window_s=elastic.failure_window_s)
         last_step = own.last_step if own is not None else None
         nodes = own.nodes if own is not None else ()
-        has_begun = own is not None and own.session is not None and not self._is_told(own.attempt)
+        has_begun = own is not None and own.session is not None and not self._is_recorded(own.attempt)
+        # A node's announced end costs no more than the steps since the last commit.
+        is_preempted = cause.kind == "preempted" and step is not None and step > 0
         failure = (AttemptEnded if has_begun else StartFailed)(
             time=now,
             attempt=newest.attempt if newest is not None else 1,
             session=self.session,
             kind=cause.kind,
-            reason=cause.reason,
+            reason=f"preempted: {cause.reason}" if is_preempted else cause.reason,
             rank=cause.rank,
             node=nodes[cause.rank] if cause.rank is not None and cause.rank < len(nodes) else None,
             committed_step=step,
@@ -175,28 +181,20 @@ class FailureBook:
         try:
             tell_failure(run_dir, failure, writer=self.writer)
         except OSError as error:
-            _log.warning("the journal could not be told of a failure (%s): %s", error, failure_in_words(failure))
+            _log.warning("a failure could not be recorded in the journal (%s): %s", error, failure_in_words(failure))
         return failure
 
     def failures(self) -> list[AttemptEnded | StartFailed]:
-        """Return the command's failures up to now."""
+        """Return the command's failures so far."""
         return failures_of(read_beside(self.config.run_dir), self.session)
 
-    def _is_told(self, attempt: int) -> bool:
-        told = read_beside(self.config.run_dir)
-        return any(isinstance(event, AttemptEnded) and event.attempt == attempt for event in told)
-
-    def _committed_step(self) -> int | None:
-        """Return the newest committed step; ``None`` where the storage does not say."""
-        try:
-            manifest = newest_committed(checkpoint_store(self.config), "sizes").manifest
-        except (OSError, RunError):
-            return None
-        return manifest.step if manifest is not None else 0
+    def _is_recorded(self, attempt: int) -> bool:
+        events = read_beside(self.config.run_dir)
+        return any(isinstance(event, AttemptEnded) and event.attempt == attempt for event in events)
 
 
 class FailureJudge(FailurePolicy):
-    """Lets the book decide about each failure; lives in Ray Train's controller."""
+    """Lets the book judge each failure; runs in Ray Train's controller."""
 
     def __init__(self, book: FailureBook) -> None:
         super().__init__(FailureConfig())
@@ -206,34 +204,34 @@ class FailureJudge(FailurePolicy):
         """Return whether the workers are started again."""
         cause = cause_of(training_failed_error)
         if refusal(self._book.config.run_dir, self._book.session) is not None:
-            # The next attempt would refuse to begin.
+            # The next attempt would refuse to start.
             cause = replace(cause, is_final=True)
-        failure = self._book.judge(cause)
+        failure = self._book.judge(cause, known_step(checkpoint_store(self._book.config)))
         return FailureDecision.RETRY if failure.restarts else FailureDecision.RAISE
 
 
 class CauseAwaiter(WorkerGroupCallback):
     """Holds back errors that are only consequences, for a moment, until their cause is seen as well."""
 
-    def __init__(self, wait_s: float = CAUSE_WAIT_S) -> None:
-        self._wait_s = wait_s
+    def __init__(self, wait_s: float = CAUSE_WAIT_S, clock: Clock | None = None) -> None:
+        self._wait_s, self._clock = wait_s, clock or SystemClock()
         self._since: float | None = None
 
     def after_worker_group_start(self, worker_group: Any) -> None:
-        """Begin anew with each group."""
+        """Forget the errors of the previous group."""
         self._since = None
 
     def after_worker_group_poll_status(self, worker_group_status: WorkerGroupPollStatus) -> None:
-        """Hide what the poll has found, if all of it can only be a consequence and the cause may still show up."""
+        """Hide the errors of a poll if all of them are consequences and the cause may still appear."""
         failed = [one for one in worker_group_status.worker_statuses.values() if one.error is not None]
         kinds = {rank_error(rank, error).kind for rank, error in worker_group_status.errors.items()}
         if kinds != {"consequence"}:
             return
-        now = time.monotonic()
+        now = self._clock.monotonic()
         self._since = now if self._since is None else self._since
         if now - self._since < self._wait_s:
             for status in failed:
-                # It is polled again, and says the same then.
+                # The next poll reports the same error.
                 status.error, status.running = None, True
 
 
@@ -242,11 +240,11 @@ class WatchedTrainer(TorchTrainer):
 
     Args:
         book: Judges them.
-        look: Called a few times a second by the thread that called ``fit``; what it raises ends ``fit``, and the
-            workers end with the connection to Ray. No thread of ours is then left in a call to Ray, which would crash
-            when the connection is shut down.
+        look: Called a few times a second by the thread that called ``fit``; an error that it raises ends ``fit``, and
+            the workers end with the connection to Ray. No thread of ours is then left in a call to Ray, which would
+            crash when the connection is shut down.
         run_config: As of `TorchTrainer`.
-        arguments: The others.
+        arguments: Other arguments of `TorchTrainer`.
     """
 
     def __init__(
@@ -263,7 +261,7 @@ class WatchedTrainer(TorchTrainer):
         self._book, self._look = book, look
 
     def _initialize_and_run_controller(self, **kwargs: Any) -> Any:
-        """Do as Ray's own does, but look meanwhile, and leave SIGINT alone: Ray's handler loses the last steps."""
+        """Do what Ray's method does, but look meanwhile, and leave SIGINT alone: Ray's handler loses the last steps."""
         actor = ray.remote(
             num_cpus=0,
             label_selector={RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()},
@@ -271,19 +269,33 @@ class WatchedTrainer(TorchTrainer):
         )(TrainController)
         controller: Any = actor.remote(**{**kwargs, "failure_policy": FailureJudge(self._book)})
         run = controller.run.remote()
-        while not ray.wait([run], timeout=_LOOK_EVERY_S)[0]:
+        while not _has_ended(run):
             self._look()
         ray.get(run)
         return ray.get(controller.get_result.remote())
 
 
+def _has_ended(run: Any) -> bool:
+    """Return whether the controller has ended, after a short wait.
+
+    Raises:
+        ConnectionError: Ray's client lost its connection; Ray 2.60 raises the base class of all exceptions there.
+    """
+    try:
+        return bool(ray.wait([run], timeout=_LOOK_EVERY_S)[0])
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise ConnectionError(str(error)) from error
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """What Ray ended with.
+    """How Ray's run of the workers ended.
 
     Attributes:
-        error: What it raised.
-        logs: Where it keeps the logs of this node; None if it does not say.
+        error: The error that it raised.
+        logs: Directory of the logs of this node; None if unknown.
     """
 
     error: BaseException
@@ -291,7 +303,7 @@ class Ended:
 
 
 class TrainingFailed(RunError):
-    """The run has failed for good; the text is for a person."""
+    """The run has failed for good; the text is written for a person."""
 
 
 def failure_book(config: Config, session: str) -> FailureBook:
@@ -301,45 +313,45 @@ def failure_book(config: Config, session: str) -> FailureBook:
 
 
 def train_until_done(book: FailureBook, train_once: Callable[[], Ended | None]) -> None:
-    """Run the workers until the run has come to its end.
+    """Run the workers until the run has ended.
 
     Args:
         book: Judges what Ray Train's controller could not: its own death, or an end that it did not see.
-        train_once: Runs the workers; returns what Ray ended with, or None for a run that is done.
+        train_once: Runs the workers; returns how Ray ended, or None for a run that is done.
 
     Raises:
-        TrainingFailed: Nothing helps any more.
+        TrainingFailed: The workers are not started again.
     """
     while True:
-        num_told = len(book.failures())
+        num_recorded = len(book.failures())
         ended = train_once()
         if ended is None:
             return
-        told = book.failures()
-        if isinstance(ended.error, TrainingFailedError) and len(told) > num_told:
-            # The controller has judged it; where it was to go on, Ray could not start the workers from where it stood.
-            failure = told[-1]
+        recorded = book.failures()
+        if isinstance(ended.error, TrainingFailedError) and len(recorded) > num_recorded:
+            # The controller has judged it; if it wanted to restart the workers, Ray could not.
+            failure = recorded[-1]
         else:
-            failure = book.judge(cause_of(ended.error))
+            failure = book.judge(cause_of(ended.error), known_step(checkpoint_store(book.config)))
         if not failure.restarts:
             raise TrainingFailed(failure_text(book.config, failure, ended.logs)) from ended.error
-        _log.debug("Ray could not go on; the command starts the workers again", exc_info=ended.error)
+        _log.debug("Ray could not continue; the command starts the workers again", exc_info=ended.error)
 
 
 def settle_failure(book: FailureBook) -> None:
-    """Say everywhere that the command's last failure has ended the run, unless another command has it now."""
-    told = book.failures()
+    """Record that the command's last failure has ended the run, unless another command has the run now."""
+    recorded = book.failures()
     newest = newest_attempt(book.config.run_dir)
     taken_over = newest is not None and is_taken_over(book.config.run_dir, newest.attempt, book.session)
-    if told and not taken_over:
-        settle_failed(book.config, told[-1])
+    if recorded and not taken_over:
+        settle_failed(book.config, recorded[-1])
 
 
 def failure_text(config: Config, failure: EndEvent, logs: str | None) -> str:
-    """Return the last words of a run that has failed: what happened, what to do, and how to go on."""
+    """Return the final message of a failed run: what happened, what to do, and how to continue."""
     where = f"; node {failure.node}" if failure.node else ""
     lines = [f"run {config.run.name!r} failed: {failure_in_words(failure)}{where}"]
     lines.append(f"{failure.hint}; logs of the workers: {logs}" if logs else failure.hint)
-    step = "there" if failure.committed_step is None else f"step {failure.committed_step:,}"
-    lines.append(f"what is committed in {config.run_dir} stays; the same command resumes from {step}")
+    step = "its newest one" if failure.committed_step is None else f"step {failure.committed_step:,}"
+    lines.append(f"everything committed in {config.run_dir} is kept; the same command resumes from {step}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What Ray has announced of the end of this run's nodes."""
+"""Reads Ray's notices that nodes of this run will be taken away."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ray_ulysses.checkpoint.notice import Notice
 
 
 def preemption_noticed() -> Notice | None:
-    """Return the notice that a node of the worker group is draining, as far as this worker has heard.
+    """Return the notice that a node of the worker group is draining, if this worker has received one.
 
     Ray Train 2.60 hands the announcement to every worker. Its public ``get_preemption_info`` is a barrier over all
     workers; the loop agrees in a collective of its own, so the worker's own copy is read, which is private to Ray
-    (a canary test stands beside it).
+    (a canary test covers it).
     """
     info = get_train_context().preemption_context.preemption_info
     if info is None:

@@ -18,7 +18,6 @@ from ray_ulysses.data.prepare.preparation import (
     PrepareRequest,
     ProgressCallback,
     finish,
-    preparing,
     progress_of,
 )
 from ray_ulysses.data.prepare.unit_writer import UnitResult, write_unit
@@ -33,31 +32,6 @@ DEFAULT_NUM_CPUS = 1.0
 log = get_logger(__name__)
 
 
-def prepare(
-    request: PrepareRequest, *, num_cpus: float = DEFAULT_NUM_CPUS, progress: ProgressCallback | None = None
-) -> Corpus:
-    """Prepare a corpus with the Ray cluster that this process is connected to.
-
-    Finished units are kept: with the same request, a stopped preparation resumes where it was. The result is the same
-    as that of ``prepare_local``. ``request.out`` must be reachable from every node.
-
-    Args:
-        request: What to prepare, and where.
-        num_cpus: CPUs that a unit's task reserves; tokenizing keeps one busy.
-        progress: Called after every finished unit.
-
-    Returns:
-        The corpus, complete.
-
-    Raises:
-        UserError: Sources, tokenizer or directory can't be used, or another process prepares there; files that
-            can't be read are all named at once.
-        RunError: A unit could not be written.
-    """
-    with preparing(request) as preparation:
-        return run_preparation(preparation, num_cpus=num_cpus, progress=progress)
-
-
 def run_preparation(
     preparation: Preparation,
     *,
@@ -65,13 +39,20 @@ def run_preparation(
     progress: ProgressCallback | None = None,
     phase: Callable[[str], None] = lambda name: None,
 ) -> Corpus:
-    """Run the remaining units of a preparation and finish it; see ``prepare``.
+    """Run the remaining units of a preparation on the Ray cluster that this process is connected to, and finish it.
+
+    Finished units are kept: with the same request, a stopped preparation resumes. The result is that of
+    ``prepare_local``.
 
     Args:
-        preparation: The value of ``preparing``, within its block.
-        num_cpus: CPUs that a unit's task reserves.
+        preparation: The value of ``preparing``, within its block; its directory must be reachable from every node.
+        num_cpus: CPUs that a unit's task reserves; tokenizing keeps one busy.
         progress: Called after every finished unit.
         phase: Called with the name of each phase.
+
+    Raises:
+        UserError: Files can't be read; all of them are named at once.
+        RunError: A unit could not be written.
     """
     if preparation.is_complete:
         return Corpus.open(preparation.request.out)

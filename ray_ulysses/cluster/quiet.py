@@ -1,4 +1,4 @@
-"""Ray without progress bars, banners and dumps of its logs in the terminal: a run has a view of its own."""
+"""Silences Ray's progress bars, banners and dumps of logs in the terminal, where a run has a view of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ray.util.debug import log_once
 
 
 def quiet(dataset: ray.data.Dataset) -> ray.data.Dataset:
-    """Silence one data set, and what Ray Data tells this process's console about it."""
+    """Silence a dataset, and Ray Data's messages about it on this process's console."""
     context = dataset.context
     context.enable_progress_bars = False
     context.enable_operator_progress_bars = False
@@ -28,16 +28,16 @@ def quiet_process() -> None:
     for handler in logging.getLogger("ray.data").handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setLevel(logging.WARNING)
-    # Ray 2.60 warns once a process that progress bars are off, which is what was asked for.
+    # Ray 2.60 warns once per process that progress bars are off, as they are meant to be.
     log_once("ray_data_progress_manager_disabled")
 
 
 @contextmanager
 def quiet_errors() -> Iterator[None]:
-    """Keep what Ray's nodes report out of this process's output: dumps of logs that the session's directory has.
+    """Keep the reports of Ray's nodes out of this process's output: they are in the session's log directory.
 
-    Ray 2.60 prints them whatever ``log_to_driver`` says; this is its debugger's switch, private to it (a canary test
-    stands beside it).
+    Ray 2.60 prints them regardless of ``log_to_driver``; this is its debugger's switch, private to it (a canary test
+    covers it).
     """
     before = ray._private.worker._worker_logs_enabled
     ray._private.worker._worker_logs_enabled = False

@@ -1,4 +1,4 @@
-"""A connection to Ray: the cluster at hand, or an embedded one on this machine that ends with this process."""
+"""Connects to Ray: to a cluster, or to an embedded Ray on this machine that ends with this process."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from ray_ulysses.logging import get_logger
 _SLACK_CPUS = 1.0
 _WORKER_CLASS = "RayTrainWorker"
 _MEMORY_THRESHOLD = 0.95
-"""Share of the memory in use at which Ray 2.60 ends workers."""
+"""Share of the memory in use at which Ray 2.60 kills workers."""
 _log = get_logger(__name__)
 
 
 @contextmanager
 def ray_session(address: str | None, *, cpus: float, environment: dict[str, str] | None = None) -> Iterator[bool]:
-    """Connect to Ray for the time of a block.
+    """Connect to Ray for the duration of a block.
 
     Args:
-        address: Address of a cluster; ``None`` takes ``RAY_ADDRESS``, else starts an embedded Ray.
+        address: Address of a cluster; ``None`` uses ``RAY_ADDRESS``, and starts an embedded Ray if that is not set.
         cpus: CPUs that an embedded Ray must offer; they are logical, several may share a core.
         environment: Variables for every process that Ray starts for this job.
 
@@ -43,7 +43,7 @@ def ray_session(address: str | None, *, cpus: float, environment: dict[str, str]
         Whether the Ray is embedded.
 
     Raises:
-        UserError: The address is none.
+        UserError: The address is not valid.
         RunError: The cluster can't be reached; this is known within seconds.
     """
     target = cluster_address(address)
@@ -51,7 +51,7 @@ def ray_session(address: str | None, *, cpus: float, environment: dict[str, str]
         check_address(target)
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # A submitted job may have been given the same variables as its workers, such as HF_HOME; Ray would refuse both.
+    # A submitted job may have the same variables as its workers, such as HF_HOME; Ray would refuse both.
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     options: dict[str, Any] = {
         "log_to_driver": False,
@@ -64,8 +64,8 @@ def ray_session(address: str | None, *, cpus: float, environment: dict[str, str]
         else:
             _start_embedded(cpus, options)
     except SystemExit as error:
-        # While it connects, Ray answers a SIGTERM so; it is a stop like any other. What is half connected can't be shut
-        # down without a crash, and ends with this process.
+        # Ray's response to a SIGTERM while it connects; it is a stop like any other. A half-made connection can't be
+        # shut down without a crash, and ends with this process.
         raise KeyboardInterrupt from error
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = f"the Ray cluster at {target}" if target else "an embedded Ray"
@@ -81,13 +81,13 @@ def ray_session(address: str | None, *, cpus: float, environment: dict[str, str]
 
 
 def cluster_address(address: str | None) -> str | None:
-    """Return where the cluster is: what was asked for, else ``RAY_ADDRESS``; ``None`` stands for a Ray of our own."""
+    """Return the cluster's address: the configured one, else ``RAY_ADDRESS``; ``None`` stands for an embedded Ray."""
     target = address or os.environ.get("RAY_ADDRESS") or None
     return None if target == "local" else target
 
 
 def free_memory() -> int:
-    """Return how many bytes of this machine's memory, or of its container's, may be taken before Ray ends workers."""
+    """Return how many bytes of this machine's, or its container's, memory are free before Ray kills workers."""
     return int(_MEMORY_THRESHOLD * get_system_memory() - get_used_memory())
 
 
@@ -96,7 +96,7 @@ def _start_embedded(cpus: float, options: dict[str, Any]) -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     offered = max(os.cpu_count() or 1, math.ceil(cpus + _SLACK_CPUS))
-    # Workers that share cores are more processes than cores: Ray would warn of them, end idle ones and start new ones.
+    # With more workers than cores Ray would warn, end idle workers and start new ones.
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "16")
     os.environ.setdefault("RAY_num_workers_soft_limit", "16")
     os.environ.setdefault("RAY_idle_worker_killing_time_threshold_ms", "600000")
@@ -106,14 +106,14 @@ def _start_embedded(cpus: float, options: dict[str, Any]) -> None:
                 ray.init(address="local", num_cpus=offered, include_dashboard=False, **options)
             return
         except Exception as error:
-            # Ray raises the base class where one of its processes has died or did not answer while it started.
+            # Ray raises the base class if one of its processes dies or does not answer while it starts.
             if type(error) is not Exception:
                 raise
             ray.shutdown()
             reason = str(error).partition(". ")[0]
             if is_last:
                 raise RuntimeError(reason) from error
-            _log.warning("an embedded Ray did not start (%s); it is started once more", reason)
+            _log.warning("an embedded Ray did not start (%s); starting it again", reason)
 
 
 @contextmanager
@@ -125,27 +125,27 @@ def _children_in_own_group() -> Iterator[None]:
     """
     own, group = os.getpid(), os.getpgrp()
     if own in (group, os.getsid(0)):
-        # A leader can't leave its group and come back; its children stay in it.
+        # A leader can't leave its group and return; its children stay in it.
         yield
         return
     os.setpgid(0, 0)
     try:
         yield
     finally:
-        # The group is gone if we were the last in it; then the one made here will do.
+        # The group is gone if we were its last member; then the new one will do.
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(0, group)
 
 
 def cluster_nodes() -> tuple[Node, ...]:
-    """Return the nodes of the connected cluster that are alive, and not about to be taken away."""
+    """Return the nodes of the connected cluster that are alive and not draining."""
     draining = state.state.get_draining_nodes()
     alive = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in draining]
     return tuple(_node(node["Resources"]) for node in alive)
 
 
 def free_nodes() -> tuple[Node, ...]:
-    """Return the same nodes with what nobody uses at the moment."""
+    """Return the nodes of the connected cluster with their unused resources."""
     return tuple(_node(resources) for resources in state.available_resources_per_node().values())
 
 
@@ -154,8 +154,8 @@ def _node(resources: Mapping[str, float]) -> Node:
 
 
 def look_at_cluster() -> ClusterView | None:
-    """Return what is there now; ``None`` if the head does not say it."""
-    workers = workers_there()
+    """Return the cluster's nodes and this job's workers; ``None`` if the head does not answer."""
+    workers = started_workers()
     try:
         return None if workers is None else ClusterView(nodes=cluster_nodes(), workers=workers)
     except (OSError, RuntimeError, RayError) as error:
@@ -164,15 +164,15 @@ def look_at_cluster() -> ClusterView | None:
 
 
 def session_logs() -> str | None:
-    """Return the directory of this session's logs on this node, where Ray says it."""
+    """Return the directory of this session's logs on this node, if Ray knows it."""
     node = getattr(ray._private.worker, "_global_node", None)
     return None if node is None else str(node.get_logs_dir_path())
 
 
-def workers_there() -> int | None:
-    """Return how many workers of this job's training are there, or ``None`` where Ray does not say.
+def started_workers() -> int | None:
+    """Return how many training workers of this job have started, or ``None`` if Ray does not answer.
 
-    The table of actors is private to Ray 2.60, as is the name of Ray Train's workers (a canary test stands beside it).
+    The table of actors is private to Ray 2.60, as is the name of Ray Train's workers (a canary test covers it).
     """
     try:
         job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())

@@ -1,4 +1,4 @@
-"""What the driver shows while Ray Train has the workers: who is awaited, and where the curves will be."""
+"""Shows how many workers have started, and the page of the run's curves, while Ray Train runs the workers."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ if TYPE_CHECKING:
 
 
 class StartView:
-    """Looks, a few times a second, for what there is to say; what does not change is said once."""
+    """Updates the progress view a few times a second; information that does not change is printed once."""
 
-    def __init__(self, view: ProgressView, config: Config) -> None:
-        self._view, self._config = view, config
-        self._has_said_page = config.tracking_uri is None
+    def __init__(self, view: ProgressView, config: Config, workers: int) -> None:
+        self._view, self._config, self._workers = view, config, workers
+        self._has_printed_page = config.tracking_uri is None
 
-    def look(self, there: int | None) -> None:
-        """Say how many workers are there while none has spoken, and the page of the run's curves once it is known.
+    def look(self, started: int | None) -> None:
+        """Show how many workers have started until they report themselves, and then the page of the run's curves.
 
         Args:
-            there: How many workers there are, where that is known.
+            started: How many workers have started, if known.
         """
         if self._view.state.awaits_workers:
-            self._view.awaiting_workers(awaited(self._config.cluster.workers, there))
-        elif not self._has_said_page:
-            self._say_page()
+            self._view.awaiting_workers(awaited(self._workers, started))
+        elif not self._has_printed_page:
+            self._print_page()
 
-    def _say_page(self) -> None:
-        """Say where the curves are; the tracker's own thread makes the run, perhaps long after the first step."""
+    def _print_page(self) -> None:
+        """Print where the curves are; the tracker's own thread creates the run, perhaps long after the first step."""
         assert self._config.tracking_uri is not None
         page = mlflow_page(self._config.tracking_uri, self._config.run_dir)
         if page.is_run:
-            self._has_said_page = True
+            self._has_printed_page = True
             self._view.console.print(f"MLflow: {page.in_words()}", markup=False, highlight=False, soft_wrap=True)
 
 
-def awaited(workers: int, there: int | None) -> str:
-    """Return what is waited for before the workers say it themselves (pure).
+def awaited(workers: int, started: int | None) -> str:
+    """Return what is waited for before the workers report it themselves (pure).
 
     Args:
-        workers: How many there will be.
-        there: How many there are, where that is known.
+        workers: Number of workers that were requested.
+        started: How many have started, if known.
     """
     number = f"{workers} worker{'s' if workers > 1 else ''}"
-    if there is None:
+    if started is None:
         return f"waiting for {number}"
-    return f"waiting for {number} ({there} there)" if there < workers else f"loading libraries on {number}"
+    return f"waiting for {number} ({started} started)" if started < workers else f"loading libraries on {number}"

@@ -1,4 +1,4 @@
-"""``train``: claims the run, starts its workers through Ray Train, shows it, and says how it ended."""
+"""Implements ``train``: claims the run, starts its workers through Ray Train, and reports how it ended."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from ray_ulysses.cluster.worker_watch import WorkerWatch
 from ray_ulysses.errors import ConfigError, RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.planner.local_workers import local_problem
-from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_lock, checkpoint_store
-from ray_ulysses.run.completion import say_command_ended, settle_completed
+from ray_ulysses.run.checkpoint_store import checkpoint_lock
+from ray_ulysses.run.completion import record_command_ended, settle_completed
 from ray_ulysses.run.ownership import claim_checkpoints
 from ray_ulysses.run.preflight import check_resume, check_writable, claim_directory, refuse_vanished
 from ray_ulysses.run.requests import clear_stop
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from ray_ulysses.cluster.failures import FailureBook
     from ray_ulysses.config import Config
     from ray_ulysses.run.preflight import PreparedRun
+    from ray_ulysses.run.settings import ResolvedRun
     from ray_ulysses.storage.lock_watch import Hold
     from ray_ulysses.tracking.history import RunHistory
     from ray_ulysses.views.progress import ProgressView
@@ -74,7 +75,7 @@ class TrainResult:
     """How ``train`` ended.
 
     Attributes:
-        history: The run as its journal has it.
+        history: The run's history, from its journal.
         was_complete: Whether nothing was left to do.
         seconds: Duration of the command.
     """
@@ -88,33 +89,36 @@ def train(prepared: PreparedRun, view: ProgressView, started: float) -> TrainRes
     """Train a prepared run to its end, to a request to stop (SIGINT or SIGTERM), or to a failure.
 
     Args:
-        prepared: What ``prepare_run`` returned, without problems.
-        view: Where progress is shown; it has begun.
+        prepared: The prepared run, without problems.
+        view: Shows the progress; it has been entered.
         started: When the command began, in seconds since the epoch.
 
     Raises:
         UserError: The run is held by another process, or contradicts what is stored.
-        RunError: Training failed; what is committed stays, and the same command resumes.
+        RunError: Training failed; everything committed is kept, and the same command resumes.
     """
     config, console, session = prepared.config, view.console, uuid.uuid4().hex
-    view.phase("looking at the storage")
+    view.phase("checking the storage")
     check_writable(config)
     check_resume(prepared)
     with (
         StopSignals(config.run_dir, session, console) as signals,
         RunLock(config.run_dir) as lock,
-        checkpoint_lock(config) as lease,
+        checkpoint_lock(config, prepared.run.store) as lease,
     ):
         if lock.taken_over_from is not None:
             console.print(f"taken over from {lock.taken_over_from}, which ended without releasing it", soft_wrap=True)
-        claim_checkpoints(config)
-        # Once more: another command may have started the run between the check and the lock.
+        claim_checkpoints(prepared.run)
+        # Again: another command may have started the run between the check and the lock.
         check_resume(prepared)
         history = settle_completed(prepared)
         if history is not None:
             return TrainResult(history=history, was_complete=True, seconds=time.time() - started)
         if cluster_address(config.cluster.address) is None:
-            _check_memory(prepared)
+            # Before an embedded Ray is started.
+            problem = local_problem(config, prepared.report.shape, free_memory())
+            if problem is not None:
+                raise ConfigError([problem], source="a Ray on this machine")
         claim_directory(prepared)
         _describe(prepared)
         announce_session(config.run_dir, session)
@@ -127,17 +131,17 @@ def train(prepared: PreparedRun, view: ProgressView, started: float) -> TrainRes
             settle_failure(book)
             raise
         finally:
-            say_command_ended(config.run_dir, session)
+            record_command_ended(config.run_dir, session)
         refuse_vanished(config)
         clear_stop(config.run_dir)
-    history = read_history(config.run_dir, store=checkpoint_store(config))
+    history = read_history(config.run_dir, store=prepared.run.store)
     return TrainResult(history=history, was_complete=False, seconds=time.time() - started)
 
 
 def _describe(prepared: PreparedRun) -> None:
-    """Write down for people what the run is; it goes on without."""
+    """Write the texts that describe the run to people; a failure is only a warning."""
     config, report = prepared.config, prepared.report
-    readme = render_readme(report, config.run_dir, checkpoint_location(config))
+    readme = render_readme(report, config.run_dir, prepared.run.location)
     try:
         describe_run(config.run_dir, plan=render_plan(report), readme=readme)
     except OSError as error:
@@ -152,41 +156,42 @@ def _train_once(
     signals: StopSignals,
     holds: Sequence[Hold],
 ) -> Ended | None:
-    """Connect to Ray and run the workers until the run ends, or Ray can't go on; return what it ended with."""
+    """Connect to Ray and run the workers until the run ends, or Ray can't continue; return how it ended."""
     config = prepared.config
     address = cluster_address(config.cluster.address)
     view.phase("starting Ray" if address is None else f"connecting to Ray at {address}")
-    cpus = Demand.of(config).total_cpus
+    demand = Demand.of(prepared.run)
     environment = passed_on(os.environ, embedded=address is None)
-    with ray_session(address, cpus=cpus, environment=environment) as embedded:
+    with ray_session(address, cpus=demand.total_cpus, environment=environment) as embedded:
         if not book.failures():
-            # After a failure, what was lost is waited for.
-            _check_capacity(config, view.console, embedded=embedded)
+            # After a failure, lost nodes are waited for.
+            _check_capacity(config, demand, view.console, embedded=embedded)
             if not embedded:
                 check_secrets(config, lambda text: view.console.print(text, soft_wrap=True, markup=False))
-        ended = _run_workers(prepared, book, started, view, signals, holds)
+        ended = _run_workers(prepared.run, demand, book, started, view, signals, holds)
         view.phase("ending Ray")
         return ended
 
 
 def _run_workers(
-    prepared: PreparedRun,
+    run: ResolvedRun,
+    demand: Demand,
     book: FailureBook,
     started: float,
     view: ProgressView,
     signals: StopSignals,
     holds: Sequence[Hold],
 ) -> Ended | None:
-    config, session = prepared.config, book.session
+    config, session = run.config, book.session
     logs = session_logs()
     workers = WorkerWatch(
-        Demand.of(config),
+        demand,
         limit_s=config.elastic.worker_start_timeout_s,
         look=look_at_cluster,
         say=lambda text: view.console.print(text, soft_wrap=True),
         clock=SystemClock(),
     )
-    start = StartView(view, config)
+    start = StartView(view, config, demand.workers)
     signals.workers_start()
     with LockWatch(holds) as watch:
 
@@ -194,15 +199,15 @@ def _run_workers(
             end_if_lost(watch, config.run_dir, session)
             workers.check()
             signals.check(workers_are_whole=workers.is_whole)
-            start.look(workers.there)
+            start.look(workers.started)
 
         command = {"session": session, "command_started": started, "workers_asked": time.time()}
         try:
-            _trainer(config, book, look, command).fit()
+            _trainer(run, book, look, command).fit()
             return None
         except (TrainingFailedError, RayError, RuntimeError, ConnectionError) as error:
             failure = error
-        # It may be what the loss of the run has done to the workers.
+        # The workers may have failed because the run was lost.
         watch.look()
         end_if_lost(watch, config.run_dir, session)
     text = refusal(config.run_dir, session)
@@ -212,23 +217,25 @@ def _run_workers(
 
 
 def end_if_lost(watch: LockWatch, run_dir: Path, session: str) -> None:
-    """Raise `RunError` if another process has the run now; then no attempt of this session begins any more.
+    """Raise `RunError` if another process has the run now; then no attempt of this session starts any more.
 
-    The workers end with the connection to Ray, which the caller gives up, without another checkpoint.
+    The workers end with the connection to Ray, which the caller closes, without another checkpoint.
     """
     if watch.problem is None:
         return
     text = (
-        f"{watch.problem}; this command ends at once and saves nothing more. Nothing that was committed is lost, and "
-        "the other goes on from it. Let one command at a time train a run"
+        f"{watch.problem}; this command ends immediately and saves nothing more. Nothing that was committed is lost, "
+        "and the other continues from it. Let one command at a time train a run"
     )
-    # Ray would start the workers anew if one of them ended before the others.
+    # Ray would start the workers again if one of them ended before the others.
     leave_refusal(run_dir, session, text)
     raise RunError(text) from watch.problem
 
 
-def _trainer(config: Config, book: FailureBook, look: Callable[[], object], command: dict[str, Any]) -> WatchedTrainer:
-    cluster = config.cluster
+def _trainer(
+    run: ResolvedRun, book: FailureBook, look: Callable[[], object], command: dict[str, Any]
+) -> WatchedTrainer:
+    config, cluster = run.config, run.config.cluster
     for name, value in _controller_environment(config).items():
         os.environ.setdefault(name, value)
     return WatchedTrainer(
@@ -241,7 +248,7 @@ def _trainer(config: Config, book: FailureBook, look: Callable[[], object], comm
             timeout_s=max(1, round(config.elastic.collective_timeout_s)),
         ),
         scaling_config=ScalingConfig(
-            num_workers=cluster.workers,
+            num_workers=run.layout.world_size,
             use_gpu=cluster.gpus_per_worker > 0,
             resources_per_worker={"CPU": cluster.cpus_per_worker, "GPU": float(cluster.gpus_per_worker)},
             placement_strategy="PACK",
@@ -256,39 +263,28 @@ def _trainer(config: Config, book: FailureBook, look: Callable[[], object], comm
 
 def _controller_environment(config: Config) -> dict[str, str]:
     return {
-        # The driver's own watch ends the wait before, and says what is missing.
+        # The driver's own watch ends the wait earlier, and reports what is missing.
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(config.elastic.worker_start_timeout_s + 60.0),
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
         "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "3",
         "RAY_CHDIR_TO_TRIAL_DIR": "0",
-        # The controller waits for its workers as Ray Train has written it.
+        # Ray Train's controller itself waits like that.
         "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
     }
 
 
-def _check_memory(prepared: PreparedRun) -> None:
-    """Refuse more workers than this machine's memory holds, before a Ray of its own is started.
+def _check_capacity(config: Config, demand: Demand, console: Console, *, embedded: bool) -> None:
+    """Compare the run's demand with the cluster's nodes, before a worker starts.
 
     Raises:
-        ConfigError: Says how many fit.
+        RunError: The cluster can't hold the run, and waiting for nodes is not configured.
     """
-    problem = local_problem(prepared.config, prepared.report.shape, free_memory())
-    if problem is not None:
-        raise ConfigError([problem], source="a Ray on this machine")
-
-
-def _check_capacity(config: Config, console: Console, *, embedded: bool) -> None:
-    """Hold what is asked for against what the cluster has, before a worker starts.
-
-    Raises:
-        RunError: The cluster can't hold the run, and may not be waited for.
-    """
-    demand, nodes = Demand.of(config), cluster_nodes()
+    nodes = cluster_nodes()
     lack = shortfall(demand, nodes)
     if lack is not None:
         if config.cluster.wait_for_nodes and not embedded:
             return
-        wait = "" if embedded else "; nodes that join later are waited for with cluster.wait_for_nodes=true"
+        wait = "" if embedded else "; cluster.wait_for_nodes=true waits for nodes that join later"
         raise RunError(f"{lack}; {hint(demand, nodes)}{wait}")
     free = places(demand, free_nodes())
     if free < demand.workers:

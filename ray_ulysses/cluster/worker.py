@@ -1,4 +1,4 @@
-"""What runs in each Ray Train worker: it finds out who it is, and hands over to the training loop."""
+"""Runs one attempt in each Ray Train worker: describes the worker to the training loop and calls it."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def train_worker(job: dict[str, Any]) -> None:
     """Run one attempt on this worker.
 
     Args:
-        job: ``config``, the resolved configuration as a mapping, ``session``, the command's name, and when the command
-            began (``command_started``) and asked for its workers (``workers_asked``).
+        job: ``config``, the configuration as a mapping, ``session``, the command's name, and when the command began
+            (``command_started``) and requested its workers (``workers_asked``).
     """
     configure_logging()
     config = parse_config(job["config"])
@@ -76,17 +76,17 @@ def train_worker(job: dict[str, Any]) -> None:
         use_secrets(config)
         run_attempt(config, worker)
     except UserError as error:
-        # Trying again can't mend what the user gave: the next attempt of this session ends at once.
+        # Another attempt would meet the same input: the next one of this session ends immediately.
         leave_refusal(config.run_dir, session, str(error))
         raise
     except FencedError:
-        # Trying again would take the run back from who has it now, unless that is a newer attempt of this session.
+        # Another attempt would take the run back from its owner, unless that is a newer attempt of this session.
         refuse_if_taken_over(config.run_dir, checkpoint_store(config), session)
         raise
 
 
 def refuse_if_taken_over(run_dir: Path, store: Store, session: str) -> None:
-    """Leave a refusal if the newest attempt is certainly another command's; a storage that is away proves nothing."""
+    """Leave a refusal if the newest attempt is certainly another command's; an unreachable storage proves nothing."""
     with contextlib.suppress(OSError):
         newest = read_lineage(store).newest_attempt
         if is_taken_over(run_dir, newest, session):
@@ -94,13 +94,13 @@ def refuse_if_taken_over(run_dir: Path, store: Store, session: str) -> None:
 
 
 def leave_refusal(run_dir: Path, session: str, text: str) -> None:
-    """Say why this session is to end, for the driver and for its next attempt; the first word stands."""
+    """Write why this session is to end, for the driver and for its next attempt; the first reason is kept."""
     with contextlib.suppress(AlreadyExistsError, OSError):
         LocalStore(run_dir, must_exist=True).create(f"{REFUSAL_FOLDER}/{session}", [text.encode()])
 
 
 def refusal(run_dir: Path, session: str) -> str | None:
-    """Return why this session is to end, or ``None``: the user's input can't be used, or the run is another's now."""
+    """Return why this session is to end, or ``None``: unusable input, or another command has the run now."""
     try:
         return read_bytes(LocalStore(run_dir), f"{REFUSAL_FOLDER}/{session}").decode()
     except OSError:
@@ -133,9 +133,7 @@ def _source_maker(config: Config) -> Any:
             moved_sources(config, plan),
             plan,
             rank=rank,
-            world_size=layout.world_size,
-            sp_size=layout.sp_size,
-            ring_size=layout.ring_size,
+            layout=layout,
             share=TorchExchange(group).broadcast,
             num_cpus=config.cluster.data_cpus,
             prefetch_rows=config.data.prefetch_rows,

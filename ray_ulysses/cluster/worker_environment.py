@@ -1,4 +1,4 @@
-"""What workers get of the command's environment, and what they would do without: secrets are never sent through Ray.
+"""Selects the variables that are passed on to workers, and finds missing secrets, which are never sent through Ray.
 
 Ray writes the variables of a runtime environment into logs that everybody on a node can read. An embedded Ray inherits
 this process's environment; on a cluster, secrets come from each node's own, or from ``cluster.secrets_file``.
@@ -35,7 +35,7 @@ PASSED = frozenset(
         "AZURE_STORAGE_ACCOUNT_NAME",
     }
 )
-"""Variables by which models and object stores are found, none of them a secret."""
+"""Variables that locate models and object stores, none of them a secret."""
 _SECRETS = ("HF_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "PGPASSWORD")
 _STORAGE_PREFIXES = ("AWS_", "AZURE_STORAGE_", "GOOGLE_")
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -48,25 +48,25 @@ def passed_on(environment: Mapping[str, str], *, embedded: bool) -> dict[str, st
     """Return the variables that Ray is to set in each worker (pure).
 
     Args:
-        environment: This process's.
-        embedded: Whether Ray runs on this machine alone, where its processes inherit the rest.
+        environment: This process's environment.
+        embedded: Whether Ray runs on this machine alone, where its processes inherit the other variables.
     """
     found = {} if embedded else {name: environment[name] for name in PASSED if _is_passed(name, environment)}
     return found | _ALWAYS
 
 
 def kept_back(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the variables that a run may need and that are not passed on: they may be secrets (pure)."""
+    """Return the names of variables that a run may need and that are not passed on, as they may be secrets (pure)."""
     names = (name for name in environment if name in _SECRETS or name.startswith(_STORAGE_PREFIXES))
     return tuple(sorted(name for name in names if not _is_passed(name, environment)))
 
 
 def check_secrets(config: Config, say: Callable[[str], Any]) -> None:
-    """Ask each node of the connected cluster for the secrets that this command has, before a worker starts there.
+    """Check that each node of the connected cluster has this command's secrets, before a worker starts there.
 
     Args:
         config: The run's configuration.
-        say: Told which variables workers will do without; never a value.
+        say: Prints which variables workers will lack; never a value.
 
     Raises:
         UserError: A node can't read ``cluster.secrets_file``.
@@ -76,8 +76,8 @@ def check_secrets(config: Config, say: Callable[[str], Any]) -> None:
     if shown:
         say(
             f"warning: {', '.join(shown)} {_are(shown)} in the runtime environment of this job, which Ray writes into "
-            f"logs that others can read. Remove {_it(shown)} there, and {_hint(shown)}; then replace what Ray has "
-            "written down"
+            f"logs that others can read. Remove {_it(shown)} there, and {_hint(shown)}; then replace the secrets that "
+            "Ray has logged"
         )
     if not names and path is None:
         return
@@ -91,32 +91,32 @@ def check_secrets(config: Config, say: Callable[[str], Any]) -> None:
         nodes = sorted({node for where in lacking.values() for node in where})
         say(
             f"note: {', '.join(lacking)} {_are(lacking)} set for this command and not on {', '.join(nodes)}: workers "
-            "there do without, since secrets are not sent through Ray. If the run needs "
+            f"there lack {_it(lacking)}, since secrets are not sent through Ray. If the run needs "
             f"{_it(lacking)}, {_hint(lacking)}"
         )
 
 
 def _ask_nodes(names: Collection[str], path: str | None) -> dict[str, tuple[list[str], str | None]]:
-    """Return what each node that can hold a worker answers; one that does not answer is left out."""
-    asked: dict[Any, str] = {}
+    """Return the answer of each node that can hold a worker; nodes that do not answer are left out."""
+    requests: dict[Any, str] = {}
     look: Any = ray.remote(_look)
     for node in ray.nodes():
         if node["Alive"] and (node["Resources"].get("CPU") or node["Resources"].get("GPU")):
             there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             on_node = look.options(num_cpus=0, max_retries=0, scheduling_strategy=there)
-            asked[on_node.remote(list(names), path)] = str(node["NodeManagerAddress"])
-    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_PATIENCE_S) if asked else ([], [])
+            requests[on_node.remote(list(names), path)] = str(node["NodeManagerAddress"])
+    answered, _ = ray.wait(list(requests), num_returns=len(requests), timeout=_PATIENCE_S) if requests else ([], [])
     found = {}
     for answer in answered:
         try:
-            found[asked[answer]] = ray.get(answer)
+            found[requests[answer]] = ray.get(answer)
         except RayError as error:
-            _log.warning("node %s does not say which secrets it has (%s)", asked[answer], type(error).__name__)
+            _log.warning("node %s does not report which secrets it has (%s)", requests[answer], type(error).__name__)
     return found
 
 
 def _look(names: list[str], path: str | None) -> tuple[list[str], str | None]:
-    """Return, on a node, which variables its workers would lack, and why the file of secrets can't be used there."""
+    """Return, on a node, the variables that its workers would lack, and why the file of secrets can't be used there."""
     try:
         there = set(os.environ).union(read_secrets(path) if path is not None else ())
     except FileNotFoundError:
@@ -132,7 +132,7 @@ def _is_passed(name: str, environment: Mapping[str, str]) -> bool:
 
 
 def _of_the_job(environment: Mapping[str, str]) -> frozenset[str]:
-    """Return the names of the variables in the runtime environment of the job that this process is, if it is one."""
+    """Return the names of the variables in the runtime environment of this process's job, if it is one."""
     try:
         job = json.loads(environment.get(_JOB, "{}"))
         return frozenset(job["runtime_env"]["env_vars"])

@@ -1,4 +1,4 @@
-"""Watches over the number of workers: what is awaited is said, and the wait for them ends in time."""
+"""Watches the number of workers, reports what is waited for, and bounds the wait."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ray_ulysses.cluster.capacity import Demand, Node, hint, shortfall
 from ray_ulysses.errors import RunError
 
 _QUIET_S = 2.0
-"""Workers that are started again are missing for a moment, without a node being lost."""
+"""Workers that are restarted are missing for a moment, although no node was lost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterView:
-    """What is there at a moment.
+    """The cluster at one moment.
 
     Attributes:
-        nodes: Nodes that are alive and stay, with all that they have.
+        nodes: Nodes that are alive and not draining, with all of their resources.
         workers: Training workers of this command that have started.
     """
 
@@ -30,7 +30,7 @@ class WorkersMissing(RunError):
     """Workers have been missing for too long.
 
     Attributes:
-        reason: How many are there, and what they lack.
+        reason: How many have started, and what the nodes lack.
         hint: What a person can do about it.
     """
 
@@ -40,10 +40,10 @@ class WorkersMissing(RunError):
 
 
 class WorkerWatch:
-    """Tells whether all workers are there, and for how long they have not been.
+    """Knows whether all workers have started, and for how long some have been missing.
 
     Attributes:
-        there: How many there were at the last look; ``None`` before the first.
+        started: How many had started at the last look; ``None`` before the first.
     """
 
     def __init__(
@@ -56,31 +56,31 @@ class WorkerWatch:
         clock: Clock,
         every_s: float = 1.0,
     ) -> None:
-        """Prepare; the wait for the first workers begins now.
+        """Begin the wait for the first workers.
 
         Args:
-            demand: What was asked for.
+            demand: The run's demand.
             limit_s: Longest wait for all workers, in seconds (``elastic.worker_start_timeout_s``).
-            look: Returns what is there; ``None`` if the cluster does not say it now.
-            say: Shows a line to the user.
-            clock: Where the time comes from.
+            look: Returns the cluster's state; ``None`` if it does not answer now.
+            say: Prints a line.
+            clock: Time.
             every_s: Seconds between two looks.
         """
         self._demand, self._limit_s, self._look, self._say, self._clock = demand, limit_s, look, say, clock
         self._every_s, self._looked_at, self._said = every_s, -float("inf"), ""
         self._missing_since: float | None = clock.monotonic()
-        self.there: int | None = None
+        self.started: int | None = None
 
     @property
     def is_whole(self) -> bool:
-        """Whether every worker was there at the last look."""
+        """Whether every worker had started at the last look."""
         return self._missing_since is None
 
     def check(self) -> None:
-        """Look, if it is time for it, and say what is awaited.
+        """Look if it is time to, and print what is waited for.
 
         Raises:
-            WorkersMissing: They have been for too long.
+            WorkersMissing: Workers have been missing for too long.
         """
         now = self._clock.monotonic()
         if now - self._looked_at < self._every_s:
@@ -89,7 +89,7 @@ class WorkerWatch:
         view = self._look()
         if view is None:
             return
-        self.there = view.workers
+        self.started = view.workers
         if view.workers >= self._demand.workers:
             self._missing_since, self._said = None, ""
             return
@@ -104,12 +104,12 @@ class WorkerWatch:
             self._say(f"waiting up to {self._limit_s - waited_s:.0f} s for nodes: {lack}")
 
     def _end(self, view: ClusterView, lack: str | None) -> WorkersMissing:
-        there = f"{view.workers} of cluster.workers={self._demand.workers} workers are there"
-        reason = f"{there} after {self._limit_s:g} s (elastic.worker_start_timeout_s)"
+        started = f"{view.workers} of cluster.workers={self._demand.workers} workers have started"
+        reason = f"{started} after {self._limit_s:g} s (elastic.worker_start_timeout_s)"
         if lack is not None:
             return WorkersMissing(f"{reason}: {lack}", hint(self._demand, view.nodes))
         return WorkersMissing(
-            f"{reason}: the nodes hold them all, so others use these places (`ray status` shows it), or the workers "
+            f"{reason}: the nodes can hold them all, so other work occupies them (see `ray status`), or the workers "
             "start too slowly",
-            "end what else runs there, or raise the limit",
+            "end the other work, or raise the limit",
         )

@@ -1,1 +1,1 @@
-"""How much a run puts up with, and what of it was the cause: pure policy that acts on nothing."""
+"""Pure policy on failures: their root causes, and how many of them a run survives."""

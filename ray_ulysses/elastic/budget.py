@@ -1,4 +1,4 @@
-"""How many failures a run survives: those of a window of time, and none from before its last progress (pure)."""
+"""Counts the failures that are charged to a run: those of a window of time and since its last progress (pure)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 def failures_that_count(past: Sequence[EndEvent], *, now: float, step: int | None, window_s: float) -> int:
     """Return how many of the earlier failures count beside one that happens now.
 
-    A checkpoint that was committed since then is progress: a fault that comes back before the next checkpoint is one of
-    the program, and one that comes after is bad luck.
+    A checkpoint that was committed since a failure is progress: a fault that recurs before the next checkpoint is the
+    program's, and one that recurs after it is bad luck.
 
     Args:
         past: Earlier failures of the same command; those that were not charged don't count.
         now: Now, in seconds since the epoch.
-        step: The newest committed step; None where it is not known, which is no progress.
+        step: The newest committed step; None if unknown, which is no progress.
         window_s: Older failures don't count.
     """
     return sum(

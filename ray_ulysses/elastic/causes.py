@@ -1,4 +1,4 @@
-"""The root cause of a failed attempt, told apart from what it did to the other ranks (pure)."""
+"""Finds the root cause of a failed attempt among the errors that it caused on other ranks (pure)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ray_ulysses.errors import PeerError
 
 Kind = Literal["preempted", "lost", "raised", "consequence", "start", "controller"]
 """A node that was taken away as announced, a worker whose process is gone, an error of a worker's own, an error that
-another rank's end has caused, workers that did not start, and the end of what supervises them."""
+another rank's end has caused, workers that did not start, and the end of the process that supervises them."""
 
 _RANK_KINDS: tuple[Kind, ...] = ("preempted", "lost", "raised", "consequence")
-"""In this order one is the cause of the next: a worker that has raised lives until the group is ended, so that a worker
-that is gone was there first."""
+"""Each kind can cause those after it: a worker that has raised lives until the group is ended, so that a worker that is
+gone failed first."""
 _MOST_RANKS = 8
 _MOST_CHARACTERS = 400
 _COLLECTIVE_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError"}
@@ -38,8 +38,8 @@ class RankError:
 
     Attributes:
         rank: The rank.
-        kind: One of the kinds that a rank can have.
-        what: The error in a line, or how the process was lost.
+        kind: A kind of `_RANK_KINDS`.
+        what: The error in one line, or how the process was lost.
     """
 
     rank: int
@@ -52,11 +52,11 @@ class Cause:
     """Why an attempt failed.
 
     Attributes:
-        kind: Which kind of failure it is.
-        reason: In one line.
-        rank: The rank that it began on; None where it was none's.
+        kind: The kind of failure.
+        reason: The failure in one line.
+        rank: The rank on which it began; None if on none.
         hint: What a person can do about it.
-        is_final: Whether starting the workers again can't mend it.
+        is_final: Whether it would recur if the workers were started again.
     """
 
     kind: Kind
@@ -76,7 +76,7 @@ def lost(rank: int, text: str) -> RankError:
 
     Args:
         rank: Its rank.
-        text: What Ray says of it.
+        text: Ray's error.
     """
     silent = _NO_ANSWER.search(text)
     if _MEMORY_MONITOR.search(text):
@@ -86,23 +86,23 @@ def lost(rank: int, text: str) -> RankError:
     elif silent:
         what = f"it did not answer for {float(silent[1]):.0f} s"
     elif _DISCONNECTED.search(text):
-        # All that Ray knows is that the process is gone, and it has raised nothing.
+        # Ray knows only that the process is gone, and that it has raised nothing.
         what = "killed by signal 9"
     elif _UNREACHABLE.search(text):
         what = "its process can't be reached"
     elif _DIED.search(text):
-        what = "its process died, and Ray does not say why"
+        what = "its process died, and Ray gives no reason"
     else:
         what = _shortened(text)
     return RankError(rank=rank, kind="lost", what=what)
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return whether an error says no more than that another rank did not answer."""
+    """Return whether an error only reports that another rank did not answer."""
     if isinstance(error, PeerError):
         return True
     names = {kind.__name__ for kind in type(error).__mro__}
-    # Gloo raises plain RuntimeErrors; our own have a text of their own, and so has a GPU that is out of memory.
+    # Gloo raises plain RuntimeErrors; our own have other texts, and so has a GPU that is out of memory.
     is_plain = type(error).__module__ == "builtins" and isinstance(error, RuntimeError | ConnectionError | TimeoutError)
     return bool(names & _COLLECTIVE_TYPES) or (is_plain and _COLLECTIVE_TEXT.search(str(error)) is not None)
 
@@ -111,8 +111,8 @@ def root_cause(errors: Sequence[RankError], *, is_final: bool = False) -> Cause:
     """Return why an attempt failed, from how its ranks ended.
 
     Args:
-        errors: Of every rank that has ended, one at least.
-        is_final: Whether starting the workers again can't mend it.
+        errors: One per rank that has ended, at least one.
+        is_final: Whether the failure would recur if the workers were started again.
     """
     first = min(errors, key=lambda error: (_RANK_KINDS.index(error.kind), error.rank))
     ranks = sorted(error.rank for error in errors if (error.kind, error.what) == (first.kind, first.what))
@@ -126,7 +126,7 @@ def root_cause(errors: Sequence[RankError], *, is_final: bool = False) -> Cause:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's type and the first line of its text that says something."""
+    """Return an error's type and the first line of its text that is not empty."""
     text = _shortened(str(error))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -146,24 +146,23 @@ def _workers(ranks: Sequence[int]) -> str:
 
 
 def _hint(error: RankError) -> str:
-    """Return what a person can do about a failure of a rank."""
     if "memory monitor" in error.what:
-        return "give the node more memory, put fewer workers on it, or lower what they hold (see `ray-ulysses plan`)"
+        return "give the node more memory, or fewer workers, or reduce their memory (see `ray-ulysses plan`)"
     if "out of memory" in error.what.lower():
         return (
-            "lower what a worker holds: raise parallel.sp_size or memory.attention_chunks, set "
+            "reduce a worker's memory: raise parallel.sp_size or memory.attention_chunks, set "
             "memory.offload_optimizer: cpu; `ray-ulysses plan` shows the terms"
         )
     if error.kind == "lost" and "signal" in error.what:
         return (
-            "where nobody killed it, the kernel did when memory ran out (`dmesg` on its node says so), or it crashed "
-            "(the end of its log says so)"
+            "unless somebody killed it, the kernel did when memory ran out (see `dmesg` on its node), or it crashed "
+            "(see the end of its log)"
         )
     if error.kind == "raised":
-        return "the log of that worker has the whole error; mend its cause"
+        return "fix the cause; the log of that worker has the whole error"
     if error.kind == "consequence":
         return (
-            "look for what held up the other workers in their logs; raise elastic.collective_timeout_s if they were "
+            "see the logs of the other workers for what delayed them; raise elastic.collective_timeout_s if they were "
             "only slow"
         )
     return "repair or replace the node"

@@ -58,7 +58,7 @@ def read_run(run_dir: Path) -> RunHistory:
         history = read_history(run_dir, store=place.store, journal=journal)
         if not any(checkpoint.committed for checkpoint in history.checkpoints):
             committed = commits_that_count(journal.entries, read_lineage(place.store))
-            lost = decide_start(None, (), committed, place.location).refusal
+            lost = decide_start((), (), committed, place.location).refusal
             if lost is not None:
                 _log.warning("%s", lost)
         return history

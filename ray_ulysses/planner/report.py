@@ -231,7 +231,7 @@ def _layout(config: Config, shape: ModelShape) -> LayoutFacts:
     # An impossible layout is reported as a problem; the rest of the report is still built.
     ulysses_size = min(layout.ulysses_size, shape.num_heads)
     return LayoutFacts(
-        world_size=config.cluster.workers,
+        world_size=layout.world_size,
         sp_size=sp_size,
         ulysses_size=layout.ulysses_size,
         ring_size=layout.ring_size,

@@ -1,1 +1,1 @@
-"""What a command knows of a run without training it: its settings, directory, start, checkpoints and requests."""
+"""Everything that a command needs to know of a run without training it."""

@@ -1,4 +1,4 @@
-"""Where a run keeps its checkpoints, who may write there, and what is kept of them."""
+"""Locates a run's checkpoints, locks them against a second writer, and says which of them are kept."""
 
 from __future__ import annotations
 
@@ -24,67 +24,63 @@ if TYPE_CHECKING:
 
 
 def checkpoint_location(config: Config, run_dir: Path | None = None) -> str:
-    """Return the path or URI under which ``checkpoints/`` of a run lies.
+    """Return the path or URI under which ``checkpoints/`` of a run is stored.
 
     Args:
         config: The run's configuration.
-        run_dir: Where its directory lies now, if it may have been moved: checkpoints in it were moved along.
+        run_dir: The run's directory, if it may have been moved; checkpoints in it were moved along.
     """
     if config.checkpoint.storage is None:
         return str(config.run_dir if run_dir is None else run_dir.absolute())
     return join_location(config.checkpoint.storage, config.run.name)
 
 
-def checkpoint_lock(config: Config) -> AbstractContextManager[Hold | None]:
-    """Return what keeps a second command from writing the run's checkpoints; entering it may raise `UserError`.
+def checkpoint_store(config: Config) -> Store:
+    """Return the store at `checkpoint_location`; opening it touches nothing.
+
+    Raises:
+        UserError: The location is neither a path nor a URI of a known kind.
+    """
+    if config.checkpoint.storage is None:
+        # The command that claimed the run's directory has created it.
+        return LocalStore(checkpoint_location(config), must_exist=True)
+    return open_store(checkpoint_location(config))
+
+
+def checkpoint_lock(config: Config, store: Store) -> AbstractContextManager[Hold | None]:
+    """Return a lock against a second writer of the run's checkpoints; entering it may raise `UserError`.
 
     In the run's directory that is the run's own lock, which the caller holds: then entering returns None.
     """
     if config.checkpoint.storage is None:
         return nullcontext()
-    store = checkpoint_store(config)
     if isinstance(store, LocalStore):
         is_own = store.root.resolve() == config.run_dir.resolve()
         return nullcontext() if is_own else RunLock(store.root)
     return RunLease(store, run=config.run.name)
 
 
-def checkpoint_store(config: Config, run_dir: Path | None = None) -> Store:
-    """Return the store at `checkpoint_location`; opening it touches nothing.
-
-    Raises:
-        UserError: The location is no path and no URI of a known kind.
-    """
-    if config.checkpoint.storage is None:
-        # The run's directory: whoever has claimed it has made it.
-        return LocalStore(checkpoint_location(config, run_dir), must_exist=True)
-    return open_store(checkpoint_location(config, run_dir))
-
-
 @contextmanager
 def storage_answers(location: str) -> Iterator[None]:
-    """Turn a failure of the storage into an error that names it.
-
-    Args:
-        location: What is read in the block.
+    """Turn a failure of the storage within a block into an error that names the location.
 
     Raises:
-        RunError: It could not be read.
+        RunError: The storage could not be read.
     """
     try:
         yield
     except OSError as error:
         raise RunError(
-            f"the checkpoints in {location} can't be read ({error.strerror or error}); see that the storage is there "
-            "and may be read, then try again"
+            f"the checkpoints in {location} can't be read ({error.strerror or error}); check that the storage is "
+            "mounted and readable, then try again"
         ) from error
 
 
 def checkpoints_of(location: str) -> str:
-    """Return the path or URI under which ``checkpoints/`` lies for what a person names.
+    """Return the path or URI under which ``checkpoints/`` is stored, for a location that a person names.
 
     Args:
-        location: A run's directory, whose configuration may have put them elsewhere, or the root of a store itself.
+        location: A run's directory, whose configuration may place them elsewhere, or the root of a store itself.
 
     Raises:
         ConfigError: The directory's configuration can't be read.
@@ -96,7 +92,7 @@ def checkpoints_of(location: str) -> str:
 
 
 def keep_rules(config: Config) -> KeepRules:
-    """Return what is kept of a run's checkpoints."""
+    """Return the rules by which a run's checkpoints are kept."""
     section = config.checkpoint
     return KeepRules(
         last=section.keep_last,

@@ -1,4 +1,4 @@
-"""What a resume asks for that contradicts the run, as its directory has it: every contradiction at once."""
+"""Finds every contradiction between a configuration and the run that it would resume."""
 
 from __future__ import annotations
 
@@ -14,33 +14,31 @@ from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.data.plan.plan import Plan
-    from ray_ulysses.model_shape import ModelShape
+    from ray_ulysses.run.settings import ResolvedRun
 
 
 def changed_settings(config: Config, *, branch: bool) -> tuple[Problem, ...]:
-    """Return a problem for each setting that must stay as the run was started with; none where there is no run.
+    """Return a problem for each changed setting that is fixed for the life of a run; none where there is no run.
 
     Args:
-        config: The configuration to go on with, paths absolute.
+        config: The configuration to continue with, paths absolute.
         branch: Whether settings of the data plan may change.
 
     Raises:
         ConfigError: The stored configuration can't be read.
     """
     stored = config.run_dir / CONFIG_FILE
-    if not stored.is_file():
-        return ()
-    return resume_conflicts(load_config(stored), config, branch=branch)
+    return resume_conflicts(load_config(stored), config, branch=branch) if stored.is_file() else ()
 
 
-def misfit(config: Config, shape: ModelShape, stored: Plan | None) -> tuple[Problem, ...]:
-    """Return why a run's rows, whose lengths keep their multiple for life, can't be split as configured.
+def misfit(run: ResolvedRun, stored: Plan | None) -> tuple[Problem, ...]:
+    """Return why a run's stored rows, whose lengths keep their multiple for life, can't be split as configured.
 
     Args:
-        config: The configuration to go on with.
-        shape: The model.
+        run: The run as it is configured now.
         stored: The run's plan; None where there is no run.
     """
+    config, shape = run.config, run.shape
     if stored is None or fits_rows(config, shape, stored.settings.pad_multiple):
         return ()
     multiple = stored.settings.pad_multiple
@@ -60,10 +58,10 @@ def misfit(config: Config, shape: ModelShape, stored: Plan | None) -> tuple[Prob
 
 
 def other_plan(config: Config, stored: Plan | None, plan: Plan, *, is_branched: bool) -> tuple[Problem, ...]:
-    """Return why the plan that the settings make is not the one that the run has stored.
+    """Return why the plan that the settings make is not the stored plan of the run.
 
     Args:
-        config: The configuration to go on with.
+        config: The configuration to continue with.
         stored: The run's plan; None where there is no run.
         plan: The plan that the settings make.
         is_branched: Whether its newest segment is a new one, which need not be stored yet.
@@ -74,7 +72,7 @@ def other_plan(config: Config, stored: Plan | None, plan: Plan, *, is_branched: 
         return ()
     rule = f"{config.run_dir / PLAN_FOLDER} holds plan {stored.plan_id}, these settings make plan {plan.plan_id}"
     hint = (
-        "restore the settings, repeat with --branch the command whose change of the data was begun, or start a new "
-        "run under another run.name"
+        "restore the settings, repeat with --branch the command that began to change the data, or start a new run "
+        "under another run.name"
     )
     return (Problem(path="data", rule=rule, hint=hint),)

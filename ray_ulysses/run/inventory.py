@@ -1,4 +1,4 @@
-"""What the tracker is told of the checkpoints that a run has."""
+"""Opens a run's tracker, and describes the run's checkpoints for it."""
 
 from __future__ import annotations
 
@@ -10,32 +10,46 @@ from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.checkpoint.manifest import ManifestError, read_facts
 from ray_ulysses.storage.location import join_location
 from ray_ulysses.tracking.commits import CheckpointInventory, CommittedCheckpoint
+from ray_ulysses.tracking.mlflow_tracker import MlflowTracker
 
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint import CheckpointMeta, CheckpointRef
+    from ray_ulysses.config import Config
     from ray_ulysses.storage import Store
+
+
+def open_tracker(config: Config) -> MlflowTracker | None:
+    """Return the tracker of a run; None if tracking is disabled."""
+    if config.tracking_uri is None:
+        return None
+    return MlflowTracker(
+        uri=config.tracking_uri,
+        experiment=config.tracking.experiment,
+        run_name=config.run.name,
+        run_dir=config.run_dir,
+    )
 
 
 def take_inventory(store: Store, location: str, attempt: int) -> CheckpointInventory:
     """Return all checkpoints that are part of a run.
 
     Args:
-        store: The run's.
-        location: Where it lies.
-        attempt: The attempt that takes it; what it or a later one has committed since is not its business.
+        store: The run's store.
+        location: Its path or URI.
+        attempt: The attempt that takes the inventory; commits of it or of later attempts are left out by the tracker.
 
     Raises:
         OSError: The store can't be listed.
     """
 
-    def look(step: int) -> tuple[CheckpointRef, CheckpointMeta] | None:
+    def read(step: int) -> tuple[CheckpointRef, CheckpointMeta] | None:
         try:
             return read_facts(store, step)
         except ManifestError:
             return None
 
     steps = committed_steps(store)
-    found = for_each_step(steps, look)
+    found = for_each_step(steps, read)
     lineage = read_lineage(store)
     return CheckpointInventory(
         attempt=attempt,
@@ -50,12 +64,12 @@ def take_inventory(store: Store, location: str, attempt: int) -> CheckpointInven
 
 
 def committed_checkpoint(location: str, ref: CheckpointRef, meta: CheckpointMeta) -> CommittedCheckpoint:
-    """Return what the tracker is told of a checkpoint (pure).
+    """Return a checkpoint as the tracker records it (pure).
 
     Args:
         location: Root of its store.
         ref: Its name.
-        meta: What the loop added to it.
+        meta: What the training loop added to it.
     """
     names = ("loss", "eval_loss")
     return CommittedCheckpoint(

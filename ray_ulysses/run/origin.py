@@ -1,4 +1,4 @@
-"""The other run's checkpoint that a run starts from: found once by the driver and pinned in the run's directory."""
+"""Finds the other run's checkpoint from which a run starts, once, and pins it in the run's directory."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """The checkpoint that a run starts from.
+    """The other run's checkpoint from which a run starts.
 
     Attributes:
-        asked: ``model.resume_from`` as it was when it was found.
+        reference: ``model.resume_from`` as it was when the checkpoint was found.
         location: Root of its store, a path or a URI.
         step: Its step.
     """
 
-    asked: str
+    reference: str
     location: str
     step: int
 
@@ -53,58 +53,58 @@ def find_origin(config: Config) -> Origin | None:
         UserError: There is none of that name, or it is damaged.
         RunError: MLflow does not answer.
     """
-    asked = config.model.resume_from
-    if asked is None:
+    text = config.model.resume_from
+    if text is None:
         return None
-    reference = parse_reference(asked)
+    reference = parse_reference(text)
     if isinstance(reference, MlflowReference):
         uri = config.tracking_uri
         if uri is None:
-            raise UserError(f"{SETTING}={asked!r}: tracking.enabled is false, so no MLflow is named; set tracking.uri")
+            raise UserError(f"{SETTING}={text!r}: tracking.enabled is false, so no MLflow is named; set tracking.uri")
         tracked = find_checkpoint(reference.run, reference.which, uri=uri)
-        return Origin(asked=asked, location=tracked.store, step=tracked.step)
+        return Origin(reference=text, location=tracked.store, step=tracked.step)
     location = checkpoints_of(reference.location)
     with storage_answers(location):
-        return Origin(asked=asked, location=location, step=_step_of(open_store(location), reference, asked))
+        return Origin(reference=text, location=location, step=_step_of(open_store(location), reference, text))
 
 
 def check_origin(origin: Origin, config: Config, plan: Plan) -> Manifest:
-    """Return the manifest of a checkpoint that a run may start from; reads no weights.
+    """Return the manifest of an origin, if the run may start from it; reads no weights.
 
     Raises:
-        UserError: It is not there or not whole, or ``resume_state=all`` and it is of a run of other settings or data.
+        UserError: It is missing or not whole, or ``resume_state=all`` and its run has other settings or data.
     """
     with storage_answers(origin.location):
         store = open_store(origin.location)
         if not is_there(origin):
             there = _listed(tuple(nameable(store))) or "none"
             raise UserError(
-                f"{SETTING}={origin.asked!r}: the checkpoint of step {origin.step} should be in {origin.location}, and "
-                f"is not (there: {there}); mount or restore that place, or name where the run lies now, as in "
-                f"/path/of/the/run@{origin.step}"
+                f"{SETTING}={origin.reference!r}: the checkpoint of step {origin.step} is missing in "
+                f"{origin.location} (there: {there}); mount or restore that location, or name the run's present one, "
+                f"as in /path/of/the/run@{origin.step}"
             )
         found = examine(store, origin.step, "sizes")
     if isinstance(found, Damage):
-        raise UserError(f"{SETTING}={origin.asked!r}: {found}; name another step")
+        raise UserError(f"{SETTING}={origin.reference!r}: {found}; name another step")
     if config.model.resume_state != "all":
         return found
-    other = "set model.resume_state to weights or optimizer to begin a run of its own with it"
+    other = "set model.resume_state to weights or optimizer to start a separate run from it"
     if found.meta.config_fingerprint != resume_fingerprint(config):
         differences = settings_that_differ(found.meta.extra.get("settings", {}), config)
         raise UserError(
-            f"{SETTING}={origin.asked!r}: the checkpoint of step {found.step} of run {found.meta.run!r} was written "
-            f"under other settings ({differences or 'by a version that did not note them'}), so the run can't go on "
-            f"with it; restore them, or {other}"
+            f"{SETTING}={origin.reference!r}: the checkpoint of step {found.step} of run {found.meta.run!r} was "
+            f"written under other settings ({differences or 'by a version that did not record them'}), so the run "
+            f"can't continue from it; restore them, or {other}"
         )
     try:
         plan.check_cursor(Cursor.from_json(dict(found.meta.cursor)))
     except UserError as error:
-        raise UserError(f"{SETTING}={origin.asked!r}: {error}; or {other}") from error
+        raise UserError(f"{SETTING}={origin.reference!r}: {error}; or {other}") from error
     return found
 
 
 def is_there(origin: Origin) -> bool:
-    """Return whether the checkpoint of an origin is committed where it should be.
+    """Return whether an origin's checkpoint is committed at its location.
 
     Raises:
         OSError: The storage can't be listed.
@@ -113,46 +113,43 @@ def is_there(origin: Origin) -> bool:
 
 
 def pin_origin(config: Config, origin: Origin | None) -> None:
-    """Write down what a run starts from, so that every attempt starts from the same; the driver calls it."""
+    """Record a run's origin, so that every attempt starts from the same one; the driver calls it."""
     if origin is not None:
-        text = json.dumps({"asked": origin.asked, "location": origin.location, "step": origin.step})
+        text = json.dumps({"asked": origin.reference, "location": origin.location, "step": origin.step})
         LocalStore(config.run_dir).replace(ORIGIN_FILE, [text.encode()])
 
 
 def pinned_origin(config: Config) -> Origin | None:
-    """Return what was written down for the present ``model.resume_from``; ``None`` if nothing was."""
+    """Return the origin that was recorded for the present ``model.resume_from``; ``None`` if none was."""
     try:
-        found = Origin(**from_json(read_bytes(LocalStore(config.run_dir), ORIGIN_FILE)))
-    except (OSError, ValueError, TypeError):
+        fields = from_json(read_bytes(LocalStore(config.run_dir), ORIGIN_FILE))
+        found = Origin(reference=fields["asked"], location=fields["location"], step=fields["step"])
+    except (OSError, ValueError, TypeError, KeyError):
         return None
-    return found if found.asked == config.model.resume_from else None
+    return found if found.reference == config.model.resume_from else None
 
 
-def _step_of(store: Store, reference: RunReference, asked: str) -> int:
-    """Return the step that a reference means.
-
-    Raises:
-        UserError: The run has no such checkpoint.
-    """
+def _step_of(store: Store, reference: RunReference, text: str) -> int:
+    """Return the step that a reference means, or raise `UserError`."""
     committed = nameable(store)
     steps = tuple(committed)
     if not steps:
-        raise UserError(f"{SETTING}={asked!r}: {reference.location} holds no checkpoint; name a run that does")
+        raise UserError(f"{SETTING}={text!r}: {reference.location} holds no checkpoint; name a run that does")
     if reference.which == "latest":
         return steps[-1]
     if reference.which == "best":
         unknown = unreadable(committed)
         if unknown:
             raise UserError(
-                f"{SETTING}={asked!r}: the best checkpoint can't be told, since the numbers of step {_listed(unknown)} "
-                f"can't be read; repair it, or name a step: {_listed(steps)}"
+                f"{SETTING}={text!r}: the best checkpoint can't be determined, since the metrics of step "
+                f"{_listed(unknown)} can't be read; repair it, or name a step: {_listed(steps)}"
             )
         best = best_of(committed)
         if best is None:
-            raise UserError(f"{SETTING}={asked!r}: none of its checkpoints has a loss; name a step: {_listed(steps)}")
+            raise UserError(f"{SETTING}={text!r}: none of its checkpoints has a loss; name a step: {_listed(steps)}")
         return best
     if reference.which not in steps:
-        raise UserError(f"{SETTING}={asked!r}: there is no checkpoint of that step; there are {_listed(steps)}")
+        raise UserError(f"{SETTING}={text!r}: there is no checkpoint of that step; there are {_listed(steps)}")
     return reference.which
 
 

@@ -1,4 +1,4 @@
-"""Whose the checkpoints of a run are: one run directory's, where ``checkpoint.storage`` keeps them apart from it.
+"""Ties the checkpoints in ``checkpoint.storage`` to one run directory.
 
 Two directories of one name and one storage would otherwise continue each other in turn, and neither journal would hold
 the whole run. A directory that was moved or copied takes its identity along.
@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from ray_ulysses.checkpoint import newest_committed
 from ray_ulysses.errors import UserError
-from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_store, storage_answers
+from ray_ulysses.run.checkpoint_store import storage_answers
 from ray_ulysses.run_names import IDENTITY_FILE, OWNER_FILE
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
@@ -29,6 +29,7 @@ from ray_ulysses.validation import ContentError, read_json
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint import Manifest
     from ray_ulysses.config import Config
+    from ray_ulysses.run.settings import ResolvedRun
     from ray_ulysses.storage import Store
 
 
@@ -42,25 +43,26 @@ class _Owner:
 _OWNER = TypeAdapter(_Owner)
 
 
-def claim_checkpoints(config: Config) -> None:
-    """Make the checkpoints this run directory's for good, unless they are; the caller holds the run's lock.
+def claim_checkpoints(run: ResolvedRun) -> None:
+    """Make this run directory the owner of the checkpoints for good, unless it is; the caller holds the run's lock.
 
-    Of several directories that come at once exactly one gets them. Those of a version that noted no owner are the
-    directory's whose journal tells of the newest one.
+    Of several directories that claim them at once exactly one succeeds. Checkpoints of a version that recorded no owner
+    belong to the directory whose journal records the newest one.
 
     Raises:
-        UserError: They are another directory's; nothing was changed beside them.
+        UserError: They belong to another directory; nothing was changed beside them.
         RunError: The storage does not answer.
     """
+    config, store, location = run.config, run.store, run.location
     if config.checkpoint.storage is None:
         return
-    identity, store, location = _identity(config), checkpoint_store(config), checkpoint_location(config)
+    identity = _identity(config)
     with storage_answers(location):
         owner = _read_owner(store, location)
         if owner is None:
             newest = newest_committed(store, "sizes")
-            if newest.manifest is not None and not _tells_of(config, newest.manifest):
-                raise _refusal(config, location, "a run directory whose journal tells of them,")
+            if newest.manifest is not None and not _is_recorded(config, newest.manifest):
+                raise _refusal(config, location, "a run directory whose journal records them,")
             note = _Owner(identity=identity, run_dir=str(config.run_dir), host=socket.gethostname())
             with contextlib.suppress(AlreadyExistsError):
                 store.create(OWNER_FILE, [json.dumps(asdict(note)).encode()])
@@ -71,7 +73,7 @@ def claim_checkpoints(config: Config) -> None:
 
 
 def _identity(config: Config) -> str:
-    """Return the name that the run directory keeps wherever it is moved to; a directory without one is given one."""
+    """Return the identity that the run directory keeps wherever it is moved; create it if there is none."""
     store = LocalStore(config.run_dir, must_exist=True)
     with contextlib.suppress(AlreadyExistsError):
         store.create(IDENTITY_FILE, [uuid.uuid4().hex.encode()])
@@ -85,13 +87,13 @@ def _read_owner(store: Store, location: str) -> _Owner | None:
         return None
     except ContentError as error:
         raise UserError(
-            f"{location}/{OWNER_FILE} says which run directory the checkpoints there belong to, and is damaged "
-            f"({error}); delete it, and the directory whose journal tells of the newest one can go on"
+            f"{location}/{OWNER_FILE} names the run directory that owns the checkpoints there, and is damaged "
+            f"({error}); delete it, and the directory whose journal records the newest one can continue"
         ) from error
 
 
-def _tells_of(config: Config, manifest: Manifest) -> bool:
-    """Whether the directory's journal tells of a checkpoint; its attempt may have died before it noted the commit."""
+def _is_recorded(config: Config, manifest: Manifest) -> bool:
+    """Return whether the journal records a checkpoint, or its step if the attempt died before recording the commit."""
     step, trained, digests = manifest.step, False, set()
     for entry in read_entries(config.run_dir):
         if entry.attempt == manifest.attempt and isinstance(entry, StepRun):

@@ -1,4 +1,4 @@
-"""Everything that can be refused before a worker starts, and the run directory that is then claimed."""
+"""Refuses a run that can't start before a worker does, and claims the directory of one that can."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ray_ulysses.run.checkpoint_store import storage_answers
 from ray_ulysses.run.contradictions import changed_settings, misfit, other_plan
 from ray_ulysses.run.origin import Origin, check_origin, find_origin, is_there, pin_origin, pinned_origin
 from ray_ulysses.run.planning import committed_step, plan_run, store_plan
-from ray_ulysses.run.settings import last_step_of, local_model_config, model_shape
+from ray_ulysses.run.settings import ResolvedRun, last_step_of, local_model_config, model_shape, resolve_run
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.probe import check_storage
@@ -41,19 +41,19 @@ _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedRun:
-    """A run that nothing speaks against.
+    """A run that is ready to start, unless its report has problems.
 
     Attributes:
-        config: Its configuration, paths absolute.
-        corpora: What it trains on.
-        plan: Its rows; a segment that is not stored yet knows their weights alone.
+        run: Its configuration, and the values that follow from it.
+        corpora: Its corpora.
+        plan: Its rows; of a segment that is not stored yet only their stats are known.
         report: What ``plan`` prints of it.
         remainder: What the run had trained where its plan is branched; ``None`` where it is not.
-        branch: Whether the settings of its data may differ from those stored.
-        origin: The other run's checkpoint that it starts from; ``None`` if it starts from its own, or anew.
+        branch: Whether the settings of its data may differ from the stored ones.
+        origin: The other run's checkpoint that it starts from, if it does.
     """
 
-    config: Config
+    run: ResolvedRun
     corpora: CorpusSet
     plan: Plan
     report: PlanReport
@@ -62,15 +62,20 @@ class PreparedRun:
     origin: Origin | None = None
 
     @property
+    def config(self) -> Config:
+        """Its configuration, paths absolute."""
+        return self.run.config
+
+    @property
     def last_step(self) -> int:
         """Step after which it stops."""
         return last_step_of(self.config, self.plan)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is told before it starts: the report's notes, and whether its data change."""
+        """Notes that are printed before it starts: the report's, and whether its data change."""
         if self.remainder is None:
-            unchanged = "--branch: the data are those that the run has already; nothing is branched"
+            unchanged = "--branch: the data of the run are unchanged; nothing is branched"
             return (*self.report.notes, *([unchanged] if self.branch else []))
         point, segment = self.remainder.branch, self.plan.newest
         return (
@@ -82,17 +87,17 @@ class PreparedRun:
 
 
 def prepare_run(config: Config, base: Path, *, branch: bool = False) -> PreparedRun:
-    """Check a configuration against the run that it resumes, model and corpus, and plan its rows; writes nothing.
+    """Check a configuration against its model, its corpora and the run that it resumes, and plan its rows.
 
-    What speaks against starting it is in ``report.problems``, unless it leaves no report to be made.
+    Writes nothing. Problems that keep the run from starting are in ``report.problems``, unless no report can be made.
 
     Args:
-        config: As it was loaded.
+        config: The configuration as it was loaded.
         base: Directory that its relative paths start from.
-        branch: Whether the data of a run that exists may change, from its newest committed checkpoint on.
+        branch: Whether the data of an existing run may change, from its newest committed checkpoint on.
 
     Raises:
-        UserError: The model's configuration or the corpus can't be read, or no row can be made of it.
+        UserError: The model's configuration or the corpus can't be read, or yields no row.
     """
     relative = relative_path_problems(config, base, os.environ)
     config = config.with_absolute_paths(base)
@@ -106,14 +111,15 @@ def prepare_run(config: Config, base: Path, *, branch: bool = False) -> Prepared
 
 
 def _prepare(config: Config, problems: list[Problem], *, branch: bool) -> PreparedRun:
-    """Return the prepared run; what speaks against it is added to ``problems`` as it is found."""
+    """Return the prepared run; problems are added to ``problems`` as they are found."""
     _check_model_path(config)
-    shape = model_shape(config)
+    run = resolve_run(config)
+    shape = run.shape
     num_positions = check_architecture(config).num_positions
-    stored = _stored_plan(config)
-    problems += misfit(config, shape, stored)
+    stored = _stored_plan(config.run_dir)
+    problems += misfit(run, stored)
     settings = plan_settings(config, shape, stored.settings if stored else None)
-    corpora, plan, remainder = plan_run(config, settings, stored, branch=branch)
+    corpora, plan, remainder = plan_run(run, settings, stored, branch=branch)
     problems += () if problems else other_plan(config, stored, plan, is_branched=remainder is not None)
     if num_positions is not None:
         longest = _longest_planned(config, corpora, plan.settings.capacity)
@@ -121,33 +127,27 @@ def _prepare(config: Config, problems: list[Problem], *, branch: bool) -> Prepar
     report = build_report(config, shape, corpora, plan, tuple(problems))
     problems[:] = report.problems
     return PreparedRun(
-        config=config,
+        run=run,
         corpora=corpora,
         plan=plan,
         report=report,
         remainder=remainder,
         branch=branch,
-        origin=_origin(config, plan),
+        origin=_origin(run, plan),
     )
 
 
 def _longest_planned(config: Config, corpora: CorpusSet, row_tokens: int) -> int:
-    """Return the tokens of the longest document that may come into a row; 0 if there is none."""
+    """Return the tokens of the longest document that may be packed into a row; 0 if there is none."""
     overlong = get_args(Overlong).index(config.data.overlong)
     used = [corpus for corpus, (_, weight) in zip(corpora.corpora, config.data_sources, strict=True) if weight != 0]
     return max((int(longest_planned(corpus.lengths, row_tokens, overlong)) for corpus in used), default=0)
 
 
 def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanReport:
-    """Return what ``plan`` prints; where no corpus is prepared yet, documents of made-up lengths stand in for it.
+    """Return what ``plan`` prints; documents of assumed lengths stand in for a corpus that is not prepared yet.
 
-    Args:
-        config: As it was loaded.
-        base: Directory that its relative paths start from.
-        branch: As in `prepare_run`.
-
-    Raises:
-        UserError: As in `prepare_run`, but for a corpus that is missing.
+    Args and raises as `prepare_run`, except that a corpus may be missing.
     """
     absolute = config.with_absolute_paths(base)
     missing = [path for path, _ in absolute.data_sources if not Path(path).exists()]
@@ -162,27 +162,28 @@ def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanRepor
     return build_report(absolute, shape, documents, plan, changed_settings(absolute, branch=branch))
 
 
-def _stored_plan(config: Config) -> Plan | None:
-    folder = config.run_dir / PLAN_FOLDER
+def _stored_plan(run_dir: Path) -> Plan | None:
+    folder = run_dir / PLAN_FOLDER
     return load_plan(folder) if has_plan(folder) else None
 
 
-def _origin(config: Config, plan: Plan) -> Origin | None:
+def _origin(run: ResolvedRun, plan: Plan) -> Origin | None:
     """Return the other run's checkpoint that the run starts from, while it has none of its own.
 
     Raises:
-        UserError: There is no such checkpoint, or the run can't go on from it.
+        UserError: There is no such checkpoint, or the run can't start from it.
     """
+    config = run.config
     if config.model.resume_from is None:
         return None
     finished = finished_step(read_entries(config.run_dir))
-    if (finished is not None and finished >= last_step_of(config, plan)) or committed_step(config) > 0:
+    if (finished is not None and finished >= last_step_of(config, plan)) or committed_step(run) > 0:
         return None
     origin = pinned_origin(config)
     if origin is not None:
         with storage_answers(origin.location):
             if not is_there(origin):
-                _log.warning("%s is not there any more; model.resume_from is looked up again", origin)
+                _log.warning("%s no longer exists; model.resume_from is looked up again", origin)
                 origin = None
     if origin is None:
         origin = find_origin(config)
@@ -199,28 +200,20 @@ def check_resume(prepared: PreparedRun) -> None:
         UserError: The stored configuration or plan can't be read.
     """
     config, remainder = prepared.config, prepared.remainder
-    stored = _stored_plan(config)
+    stored = _stored_plan(config.run_dir)
     problems = changed_settings(config, branch=prepared.branch) or other_plan(
         config, stored, prepared.plan, is_branched=remainder is not None
     )
     if problems:
         raise ConfigError(problems, source=f"resume of run {config.run.name!r} in {config.run.storage}")
     if stored is not None and remainder is not None and len(stored.segments) < len(prepared.plan.segments):
-        _check_branch_point(config, remainder)
-
-
-def _check_branch_point(config: Config, remainder: Remainder) -> None:
-    """Refuse a branch from a checkpoint that is no longer the newest: its rows would be trained on again.
-
-    Raises:
-        UserError: The run went on while its branch was planned.
-    """
-    step = committed_step(config)
-    if step != remainder.branch.step:
-        raise UserError(
-            f"run {config.run.name!r} has gone on to step {step} while its branch from step {remainder.branch.step} "
-            "was planned; stop it and start the same command again"
-        )
+        step, branched = committed_step(prepared.run), remainder.branch.step
+        # Rows beyond the branch would be trained on again.
+        if step != branched:
+            raise UserError(
+                f"run {config.run.name!r} has continued to step {step} while its branch from step {branched} was "
+                "planned; stop it and start the same command again"
+            )
 
 
 def claim_directory(prepared: PreparedRun) -> None:
@@ -232,24 +225,20 @@ def claim_directory(prepared: PreparedRun) -> None:
 
 
 def refuse_vanished(config: Config) -> None:
-    """Refuse to call a run complete whose directory is not there any more; the caller has claimed it before.
+    """Refuse to report a run as complete whose directory is gone; the caller has claimed it before.
 
     Raises:
-        RunError: Somebody has deleted or moved it while the run was training.
+        RunError: The directory was deleted or moved while the run was training.
     """
     if not (config.run_dir / CONFIG_FILE).is_file():
         raise RunError(
-            f"the run's directory {config.run_dir} was deleted or moved away while the run was training: what it held "
-            "is lost unless you bring it back"
+            f"the run's directory {config.run_dir} was deleted or moved away while the run was training: its content "
+            "is lost unless you restore it"
         )
 
 
 def check_writable(config: Config) -> None:
-    """Refuse a storage that can't be written or has no atomic create; leaves nothing behind.
-
-    Raises:
-        UserError: Says what is missing.
-    """
+    """Refuse, with `UserError`, a storage that can't be written or has no atomic create; leaves nothing behind."""
     check_storage(config.run.storage)
     if config.checkpoint.storage is not None:
         check_storage(config.checkpoint.storage, setting="checkpoint.storage")
@@ -264,7 +253,7 @@ def _check_model_path(config: Config) -> None:
         if config.model.part == "text":
             raise UserError(
                 f"model.path={path!r}: no such directory; with model.part=text the decoder is exported into a copy of "
-                "the whole checkpoint, so download it first and give its directory"
+                "the whole checkpoint, so download that first and give its directory"
             )
         if not _HUB_ID.match(path):
             raise UserError(

@@ -1,19 +1,19 @@
-"""Requests to a run, left as files in its directory and seen by rank 0: to stop, to save now, to expect a node's end.
+"""Requests to a run: files in its directory that ask rank 0 to stop, to save, or to expect a node's end.
 
-Storage is shared by construction (every node is probed for it), so a file needs no other channel.
+The storage is shared by every node, which is checked at the start, so that a file needs no other channel.
 
 ======================  ====================  ==========================================================
-file                    left by               what happens
+file                    left by               effect
 ======================  ====================  ==========================================================
-``stop-request``        the driver            saves after the step it is in, and stops
-``save-request``        anybody, any content  saves after the step it is in, and goes on; the file is removed
-``preemption-notice``   anybody               saves after the step it is in, now and then while the file is there,
-                                              and just before the deadline: a number in the file, in seconds since
+``stop-request``        the driver            saves after the current step, and stops
+``save-request``        anybody, any content  saves after the current step, and continues; the file is removed
+``preemption-notice``   anybody               saves after the current step, repeatedly while the file exists, and
+                                              just before the deadline: a number in the file, in seconds since
                                               the epoch (``date +%s``); an empty file has none
 ======================  ====================  ==========================================================
 
-A request to stop carries the session that it is meant for: one left over from an earlier session stops nothing. The
-other two are for people and scripts, who know no session: ``touch RUN/save-request``.
+A request to stop carries the session that it is meant for: one left by an earlier session has no effect. The other two
+are for people and scripts, which know no session: ``touch RUN/save-request``.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ray_ulysses.storage.regular import open_regular
 _MOST_BYTES = 1024
 
 StopReason = Literal["stop", "resize"]
-"""Why a run is to stop: for good, or to go on at another size."""
+"""Why a run is to stop: for good, or to continue at another size."""
 
 
 def request_stop(run_dir: Path, session: str, reason: StopReason = "stop") -> None:
-    """Ask the running session to save and stop after the step it is in."""
+    """Ask the running session to save and stop after the current step."""
     (run_dir / STOP_FILE).write_text(f"{session} {reason}")
 
 
@@ -50,17 +50,17 @@ def stop_requested(run_dir: Path, session: str) -> StopReason | None:
 
 
 def clear_stop(run_dir: Path) -> None:
-    """Remove a request to stop, this session's or a left-over one."""
+    """Remove a request to stop, of any session."""
     (run_dir / STOP_FILE).unlink(missing_ok=True)
 
 
 def request_save(run_dir: Path) -> None:
-    """Ask for a checkpoint after the step that is being taken."""
+    """Ask for a checkpoint after the current step."""
     (run_dir / SAVE_FILE).touch()
 
 
 def take_save_request(run_dir: Path) -> bool:
-    """Whether a checkpoint was asked for; the request is taken away."""
+    """Remove a request for a checkpoint, and return whether there was one."""
     try:
         (run_dir / SAVE_FILE).unlink()
     except OSError:
@@ -69,7 +69,7 @@ def take_save_request(run_dir: Path) -> bool:
 
 
 def preemption_noticed(run_dir: Path) -> Notice | None:
-    """Return what somebody has announced of a node's end; ``None`` if nobody has."""
+    """Return the notice of a node's end that somebody has left in the directory; ``None`` if there is none."""
     path = run_dir / NOTICE_FILE
     try:
         text = _read(path)
@@ -83,6 +83,5 @@ def preemption_noticed(run_dir: Path) -> Notice | None:
 
 
 def _read(path: Path) -> str:
-    """Return the beginning of what a file says, whatever its bytes are; raises as `open_regular` does."""
     with open_regular(path) as stream:
         return stream.read(_MOST_BYTES).decode(errors="replace")

@@ -1,4 +1,4 @@
-"""The texts in a run's directory that say what the run is: its configuration, its plan and its README."""
+"""Texts in a run's directory that describe the run: its configuration, its plan and its README."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ _MOST_CHARACTERS = 1 << 20
 
 
 def describe_run(run_dir: Path, *, plan: str, readme: str) -> None:
-    """Write a run's plan and README beside its configuration; the caller holds the run's lock.
-
-    Args:
-        run_dir: The run's directory.
-        plan: What ``ray-ulysses plan`` says of it.
-        readme: What it is, and how to look at it.
+    """Write the text of a run's plan, and its README; the caller holds the run's lock.
 
     Raises:
         OSError: They can't be written.
@@ -29,7 +24,7 @@ def describe_run(run_dir: Path, *, plan: str, readme: str) -> None:
 
 
 def describing_files(run_dir: Path) -> dict[str, str]:
-    """Return those of a run's texts that are there, without the passwords that a URI in them may hold."""
+    """Return the texts that exist, by name, without the passwords that a URI in them may contain."""
     found = {}
     for name in (README_FILE, CONFIG_FILE, PLAN_TEXT_FILE):
         with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Secrets in a file that each process of a run reads on its own node, so that nothing has to pass them on."""
+"""Reads secrets from a file on each node, so that they need not be sent to the processes of a run."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def use_secrets(config: Config, *, is_needed: bool = True) -> None:
 
     Args:
         config: The run's configuration.
-        is_needed: Whether the file must be there; a command that only looks at a run does without.
+        is_needed: Whether the file must exist; a command that only inspects a run does without.
 
     Raises:
-        UserError: The file can't be used; the text holds none of its content.
+        UserError: The file can't be used; the text contains nothing of it.
     """
     path = config.cluster.secrets_file
     if path is None:
@@ -36,21 +36,21 @@ def use_secrets(config: Config, *, is_needed: bool = True) -> None:
         os.environ.update(read_secrets(path))
     except FileNotFoundError as error:
         if is_needed:
-            raise _refusal(path, "does not exist", "write it on every node, or leave the setting out") from error
+            raise _refusal(path, "does not exist", "write it on every node, or remove the setting") from error
 
 
 def read_secrets(path: str) -> dict[str, str]:
-    """Return the variables of a file: lines ``NAME=VALUE``, a value perhaps in quotes, and comments behind ``#``.
+    """Return the variables of a file: lines ``NAME=VALUE``, the value optionally quoted, and lines that begin with #.
 
     Raises:
-        UserError: Others than its owner can read it, or a line has another form; the text holds none of its content.
+        UserError: Others than its owner can read it, or a line has another form; the text contains nothing of it.
         FileNotFoundError: There is no such file.
     """
     try:
         with open_regular(os.path.expanduser(path)) as stream:
             mode = stat.S_IMODE(os.fstat(stream.fileno()).st_mode)
             if mode & 0o077:
-                rule = f"may be used by others than its owner (mode {mode:04o})"
+                rule = f"can be accessed by others than its owner (mode {mode:04o})"
                 raise _refusal(path, rule, f"run chmod 600 {path} on that node")
             content = stream.read(_MOST_BYTES + 1)
     except FileNotFoundError:

@@ -1,8 +1,9 @@
-"""What follows from the configuration for the loop: engine settings, the last step, the model's shape."""
+"""Resolves a configuration, once per process, into the values that follow from it: shape, layout and storage."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,21 +12,64 @@ from pydantic_core import from_json
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.planner.settings import run_layout
+from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_store
 from ray_ulysses.storage.regular import read_regular
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.data.plan.plan import Plan
     from ray_ulysses.engine.zero import ZeroSettings
+    from ray_ulysses.parallel.layout import ParallelLayout
+    from ray_ulysses.storage import Store
 
 _LIBRARIES = ("ray-ulysses", "torch", "deepspeed", "transformers", "ray")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedRun:
+    """A run's configuration and the values that follow from it.
+
+    Attributes:
+        config: The configuration, paths absolute.
+        shape: The model's shape.
+        layout: How the workers share rows.
+        location: Path or URI under which ``checkpoints/`` is stored.
+        store: The store there.
+    """
+
+    config: Config
+    shape: ModelShape
+    layout: ParallelLayout
+    location: str
+    store: Store
+
+
+def resolve_run(config: Config, world_size: int | None = None) -> ResolvedRun:
+    """Return the values that follow from a configuration; touches no storage but the model's configuration.
+
+    Args:
+        config: The configuration, paths absolute.
+        world_size: Number of workers; ``None`` takes the configured number.
+
+    Raises:
+        UserError: The model's configuration or the location of the checkpoints can't be used.
+    """
+    shape = model_shape(config)
+    return ResolvedRun(
+        config=config,
+        shape=shape,
+        layout=run_layout(config, shape, world_size),
+        location=checkpoint_location(config),
+        store=checkpoint_store(config),
+    )
 
 
 def model_shape(config: Config) -> ModelShape:
     """Return the shape of the configured model: inline, from a local directory, or from the hub.
 
     Raises:
-        UserError: No model configuration can be read, or it lacks what a decoder has.
+        UserError: No model configuration can be read, or it is not a decoder's.
     """
     if config.model.part == "text":
         from ray_ulysses.engine.model_config import planned_config
@@ -49,7 +93,7 @@ def local_model_config(directory: Path) -> dict[str, Any]:
     """Return the ``config.json`` of a model directory.
 
     Raises:
-        UserError: It is no JSON object.
+        UserError: It is not a JSON object.
     """
     path = directory / "config.json"
     try:
@@ -65,6 +109,7 @@ def zero_settings(config: Config, accumulation: int) -> ZeroSettings:
     """Return the settings of the ZeRO engine."""
     from ray_ulysses.engine.zero import ZeroSettings
 
+    swap_root = config.memory.nvme_path
     return ZeroSettings(
         stage=config.memory.zero_stage,
         dtype=config.model.dtype,
@@ -75,15 +120,9 @@ def zero_settings(config: Config, accumulation: int) -> ZeroSettings:
         eps=config.optimizer.eps,
         weight_decay=config.optimizer.weight_decay,
         offload_optimizer=config.memory.offload_optimizer,
-        nvme_path=_swap_root(config),
+        # Each run swaps to a directory of its own.
+        nvme_path=None if swap_root is None else str(Path(swap_root).expanduser() / config.run.name),
     )
-
-
-def _swap_root(config: Config) -> str | None:
-    """Return where the run swaps to on each node: a directory of its own under ``memory.nvme_path``."""
-    if config.memory.nvme_path is None:
-        return None
-    return str(Path(config.memory.nvme_path).expanduser() / config.run.name)
 
 
 def last_step_of(config: Config, plan: Plan) -> int:
@@ -92,7 +131,7 @@ def last_step_of(config: Config, plan: Plan) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the libraries that decide the numbers."""
+    """Return the versions of the libraries on which the numbers depend."""
     found = {}
     for name in _LIBRARIES:
         try:

@@ -1,4 +1,4 @@
-"""Decides where a run starts from what its storage gives: never anew where there was state."""
+"""Decides from which checkpoint a run starts; a run that has saved a state never restarts from step 0 by itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ray_ulysses.checkpoint.fence import read_lineage
-from ray_ulysses.run.checkpoint_store import checkpoint_location
 from ray_ulysses.run_names import CHECKPOINT_FOLDER
 from ray_ulysses.tracking.events import CheckpointCommitted, CheckpointSetAside
 from ray_ulysses.tracking.journal_reader import read_entries
@@ -15,19 +14,18 @@ from ray_ulysses.tracking.step_runs import Entry
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ray_ulysses.checkpoint import Damage, Manifest
+    from ray_ulysses.checkpoint import Damage
     from ray_ulysses.checkpoint.fence import Lineage
-    from ray_ulysses.config import Config
-    from ray_ulysses.storage import Store
+    from ray_ulysses.run.settings import ResolvedRun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """Where an attempt starts, as far as is known of the checkpoints.
+    """Where an attempt starts, as far as the checkpoints tell.
 
     Attributes:
-        resumes_from: Step of the checkpoint that it starts from; None for none.
-        unless: Newer steps that the storage does not give now: the newest that it gives by then is taken instead.
+        resumes_from: Step of the run's own state that it starts from; None for none.
+        unless: Newer steps that the storage can't read now: the newest that is readable by then is taken instead.
         refusal: Why it may not start; None if it may.
     """
 
@@ -36,15 +34,15 @@ class Start:
     refusal: str | None = None
 
 
-def decide_start(whole: int | None, passed: Sequence[Damage], committed: Sequence[int], location: str) -> Start:
-    """Decide from which checkpoint of its own a run starts (pure).
+def decide_start(whole: Sequence[int], passed: Sequence[Damage], committed: Sequence[int], location: str) -> Start:
+    """Decide from which state of its own a run starts (pure).
 
-    To begin anew would give up a run whose state is there, or can be brought back.
+    A start from step 0 would discard a run whose state exists or can be restored.
 
     Args:
-        whole: Step of the newest whole checkpoint; None if there is none.
-        passed: Newer ones that can't be used, newest first.
-        committed: Steps of which the journal says that they were committed, ascending; asked where none is whole.
+        whole: Steps of the whole states that the run's recovery sources offer.
+        passed: Newer checkpoints that can't be used, newest first.
+        committed: Steps that were committed according to the journal, ascending; needed where no state is whole.
         location: Root of the store.
     """
     foreign, unread, damaged = (
@@ -55,15 +53,15 @@ def decide_start(whole: int | None, passed: Sequence[Damage], committed: Sequenc
     refusal = None
     if foreign:
         return Start(refusal=f"{foreign[0]}; nothing was changed")
-    if whole is not None:
-        return Start(resumes_from=whole, unless=unless)
+    if whole:
+        return Start(resumes_from=max(whole), unless=unless)
     if unread:
         refusal = f"no checkpoint of the run can be read: {unread[0]}; repair the storage, then start again"
     elif damaged:
         refusal = (
-            f"no checkpoint of the run is whole, and it does not begin anew by itself: {'; '.join(map(str, damaged))}. "
-            f"Nothing was changed: restore the files in {folder}, or start a new run under another run.name "
-            "(model.resume_from starts it from another run's checkpoint)"
+            "no checkpoint of the run is whole, and it will not restart from step 0 by itself: "
+            f"{'; '.join(map(str, damaged))}. Nothing was changed: restore the files in {folder}, or start a new run "
+            "under another run.name (model.resume_from starts it from another run's checkpoint)"
         )
     elif committed:
         refusal = (
@@ -73,21 +71,14 @@ def decide_start(whole: int | None, passed: Sequence[Damage], committed: Sequenc
     return Start(unless=unless, refusal=refusal)
 
 
-def why_no_start(config: Config, store: Store, chosen: Manifest | None, passed: Sequence[Damage]) -> str | None:
-    """Return why a run may not start from a choice, or None.
-
-    Args:
-        config: The run's configuration.
-        store: The store of its checkpoints.
-        chosen: The newest whole checkpoint, if there is one.
-        passed: Newer ones that can't be used, newest first.
+def start_of(run: ResolvedRun, whole: Sequence[int], passed: Sequence[Damage]) -> Start:
+    """Decide as `decide_start` does, with the commits that the run's journal records.
 
     Raises:
         OSError: The store can't be listed.
     """
-    whole = None if chosen is None else chosen.step
-    committed = () if chosen is not None else commits_that_count(read_entries(config.run_dir), read_lineage(store))
-    return decide_start(whole, passed, committed, checkpoint_location(config)).refusal
+    committed = () if whole else commits_that_count(read_entries(run.config.run_dir), read_lineage(run.store))
+    return decide_start(whole, passed, committed, run.location)
 
 
 def commits_that_count(events: Iterable[Entry], lineage: Lineage) -> tuple[int, ...]:
@@ -95,7 +86,7 @@ def commits_that_count(events: Iterable[Entry], lineage: Lineage) -> tuple[int, 
 
     Args:
         events: The run's journal, in order.
-        lineage: The run's attempts, as far as the store knows of them: it may be the store that is lost.
+        lineage: The run's attempts as the store records them; it may be the store that was lost.
 
     Returns:
         The steps, ascending.

@@ -1,4 +1,4 @@
-"""Whether another command has taken a run over: told from the numbers of its attempts and from the journal."""
+"""Detects that another command has taken a run over, from the numbers of its attempts and from the journal."""
 
 from __future__ import annotations
 
@@ -12,41 +12,42 @@ from ray_ulysses.tracking.journal import attempt_numbers
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.step_runs import Entry
 
-Owner = Literal["own", "other", "unsaid", "elsewhere"]
-"""Whose an attempt is: this command's; another's, by its own word; of this directory, and it has not said whose; or of
-another directory, since an attempt leaves a journal here before it is announced beside the checkpoints."""
+Owner = Literal["own", "other", "unknown", "elsewhere"]
+"""Owner of an attempt: this command; another one, as the attempt recorded; unknown, since the attempt has a journal in
+this directory and has not recorded its command; or another directory, since an attempt creates its journal before it
+is announced beside the checkpoints."""
 
 
 def owner_of(attempt: int, events: Sequence[Entry], numbers: Collection[int], session: str) -> Owner:
-    """Return whose an attempt is (pure).
+    """Return who owns an attempt (pure).
 
     Args:
         attempt: Its number.
-        events: The journal's.
+        events: The journal's events.
         numbers: Attempts that have a journal.
         session: This command's name.
     """
     sessions = {event.attempt: event.session for event in events if isinstance(event, AttemptStarted)}
-    said = sessions.get(attempt)
-    if said is not None:
-        return "own" if said == session else "other"
-    return "unsaid" if attempt in numbers else "elsewhere"
+    found = sessions.get(attempt)
+    if found is not None:
+        return "own" if found == session else "other"
+    return "unknown" if attempt in numbers else "elsewhere"
 
 
 def is_taken_over(run_dir: Path, newest: int, session: str) -> bool:
-    """Whether the newest attempt says itself that it is another command's; asked by an attempt that was overtaken.
+    """Return whether the newest attempt has recorded that it is another command's; for an attempt that was overtaken.
 
-    That it has not said so yet is no proof: an attempt that was thought dead is overtaken by its own command. Nor is a
-    journal that is not there: another host's file may show up late.
+    A missing record is no proof: an attempt that was believed dead is overtaken by its own command. Nor is a missing
+    journal: another host's file may become visible late.
     """
     return owner_of(newest, read_entries(run_dir), attempt_numbers(run_dir), session) == "other"
 
 
 def refuse_taken_over(run_dir: Path, newest: int, session: str) -> None:
-    """Keep a command from taking a run back from who has taken it over; asked before an attempt is announced.
+    """Keep a command from taking a run back from the command that has it now; called before an attempt is announced.
 
     Args:
-        run_dir: The run's directory; what other hosts have written there is to be seen.
+        run_dir: The run's directory, in which the files of other hosts are visible.
         newest: The newest attempt that was announced beside the checkpoints.
         session: This command's name.
 
@@ -62,8 +63,8 @@ def refuse_taken_over(run_dir: Path, newest: int, session: str) -> None:
 
 
 def taken_over_text(newest: int) -> str:
-    """Return what is to be said of it."""
+    """Return the error for a command whose run was taken over by an attempt of another."""
     return (
-        f"another command has taken the run over: attempt {newest} is its own. This one ends; nothing that was "
-        "committed is lost, and the other goes on from it. Let one command at a time train a run"
+        f"another command has taken the run over: attempt {newest} belongs to it. This one ends; nothing that was "
+        "committed is lost, and the other continues from it. Let one command at a time train a run"
     )

@@ -24,7 +24,7 @@ def _ascending(rows: tuple[int, int]) -> tuple[int, int]:
     return rows
 
 
-STOP_REASONS = ("stopped", "finished")
+STOP_REASONS = ("stopped", "finished", "resized")
 """First words of the reasons of an attempt that ended because it was meant to."""
 
 RowRange = Annotated[tuple[Whole, Whole], AfterValidator(_ascending)]

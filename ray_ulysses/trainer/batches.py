@@ -1,4 +1,4 @@
-"""From a row slice of the data plane to a batch of the attention engine."""
+"""Turns row slices of the data plan into batches of the attention engine."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def batch_of(row: RowSlice, mesh: SequenceMesh, device: torch.device) -> Sharded
     """Return a row slice as a batch of one row on a device.
 
     Raises:
-        RunError: The slice is not the one that this rank holds: the data plane has gone wrong.
+        RunError: The slice is not this rank's: the data stream is out of order.
     """
     if (row.sp_rank, row.sp_size, row.ring_size) != (mesh.sp_rank, mesh.sp_size, mesh.ring_size):
         raise RunError(
-            f"row {row.row} came as slice {row.sp_rank} of {row.sp_size} (ring {row.ring_size}), but this rank holds "
-            f"slice {mesh.sp_rank} of {mesh.sp_size} (ring {mesh.ring_size}); the data stream is out of order. Resume "
-            "the run; if it comes back, use data.engine: local"
+            f"row {row.row} arrived as slice {row.sp_rank} of {row.sp_size} (ring {row.ring_size}), but this rank "
+            f"trains slice {mesh.sp_rank} of {mesh.sp_size} (ring {mesh.ring_size}); the data stream is out of order. "
+            "Resume the run; if it happens again, use data.engine: local"
         )
     documents = pack_documents(
         [row.document_lengths], row.row_tokens, device, ring_size=mesh.ring_size, ring_rank=mesh.ring_rank
@@ -43,7 +43,7 @@ def batch_of(row: RowSlice, mesh: SequenceMesh, device: torch.device) -> Sharded
 
 
 def batch_checksum(batch: ShardedBatch) -> int:
-    """Return the checksum of what the model is given: the batch's own tensors, read back from their device."""
+    """Return the checksum of the model's input: the batch's own tensors, read back from their device."""
     input_ids, labels, position_ids = (
         tensor[0].cpu().numpy() for tensor in (batch.input_ids_BL, batch.labels_BL, batch.position_ids_BL)
     )

@@ -1,4 +1,4 @@
-"""The data of a run as a worker opens it: the stored plan and its corpus."""
+"""Opens the data of a run in a worker: the stored plan and its corpora."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def open_data(config: Config) -> tuple[Plan, RowReader]:
 
 
 def moved_sources(config: Config, plan: Plan) -> tuple[PlannedSource, ...]:
-    """Return the plan's corpora where the configuration says that they lie now; the others where they were.
+    """Return the plan's corpora at their configured paths, and at the planned ones where none is configured.
 
     Raises:
         UserError: A corpus of the configuration can't be opened, or is not one of the plan's.

@@ -1,4 +1,4 @@
-"""One attempt of a run, from the first collective to the last checkpoint: read it from top to bottom."""
+"""Runs one attempt of a run, from the first collective to the last checkpoint; read it from top to bottom."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ray_ulysses.engine.model import build_model
 from ray_ulysses.engine.optimizer import learning_rate
 from ray_ulysses.engine.zero import build_engine, partition_config, prepare_process
 from ray_ulysses.parallel.mesh import SequenceMesh
-from ray_ulysses.planner.settings import run_layout
-from ray_ulysses.run.settings import last_step_of, model_shape, zero_settings
+from ray_ulysses.run.settings import last_step_of, resolve_run, zero_settings
+from ray_ulysses.trainer.agreement import Flags, with_requests
 from ray_ulysses.trainer.context import AttemptContext, open_attempt
 from ray_ulysses.trainer.data import open_data
 from ray_ulysses.trainer.record import Recorder
@@ -24,7 +24,8 @@ from ray_ulysses.trainer.resume import resume
 from ray_ulysses.trainer.saving import CheckpointKeeper, StepOutcome
 from ray_ulysses.trainer.self_test import check_start
 from ray_ulysses.trainer.step import evaluate, train_step
-from ray_ulysses.trainer.warnings import warnings_told
+from ray_ulysses.trainer.step_meter import StepMeter
+from ray_ulysses.trainer.warnings import warnings_forwarded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,8 +34,7 @@ if TYPE_CHECKING:
     from ray_ulysses.data.plan.plan import Plan
     from ray_ulysses.data.read.reader import RowReader, RowSlice
     from ray_ulysses.data.read.row_source import RowSource
-    from ray_ulysses.model_shape import ModelShape
-    from ray_ulysses.trainer.progress import Progress
+    from ray_ulysses.run.run_position import RunPosition
     from ray_ulysses.trainer.worker import Worker
 
 
@@ -43,17 +43,18 @@ class AttemptEnd:
     """How an attempt ended, when it ended well.
 
     Attributes:
-        status: ``finished`` when the last step is done, ``stopped`` on request.
+        status: ``finished`` when the last step is done, ``stopped`` on request, ``resized`` when it stopped so that
+            the run can continue with another number of workers.
         step: Completed steps.
     """
 
-    status: Literal["finished", "stopped"]
+    status: Literal["finished", "stopped", "resized"]
     step: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Attempt:
-    """What an attempt is made of once it has started."""
+    """The parts of an attempt that has started."""
 
     context: AttemptContext
     mesh: SequenceMesh
@@ -61,6 +62,7 @@ class _Attempt:
     reader: RowReader
     accumulation: int
     engine: Any
+    meter: StepMeter
     recorder: Recorder
     keeper: CheckpointKeeper
 
@@ -68,39 +70,39 @@ class _Attempt:
 def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
     """Train from the newest committed checkpoint to the last step or a request to stop; every rank must call.
 
-    The default process group exists; nothing else does. What is committed on disk when this returns or raises is all
-    that the next attempt needs.
+    The default process group exists; nothing else does. Everything that the next attempt needs is committed on storage
+    when this returns or raises.
 
     Args:
         config: The run's configuration, paths absolute.
         worker: This worker.
 
     Raises:
-        RunError: The run can't go on; the text says why.
+        RunError: The run can't continue; the text says why.
     """
     # The mesh: who shares rows with whom. The attempt: one number for all, on storage that all share.
     prepare_process(worker.local_rank, worker.device.type)
-    shape = model_shape(config)
-    layout = run_layout(config, shape, worker.world_size)
-    mesh = SequenceMesh.from_layout(layout, timeout=timedelta(seconds=config.elastic.collective_timeout_s))
-    context, journal = open_attempt(config, worker, layout)
+    run = resolve_run(config, worker.world_size)
+    mesh = SequenceMesh.from_layout(run.layout, timeout=timedelta(seconds=config.elastic.collective_timeout_s))
+    context, journal = open_attempt(run, worker)
     recorder = Recorder.open(context, journal)
-    # What it warns of reaches the person: what a worker logs stays on its node.
-    with warnings_told(recorder.warned if worker.rank == 0 else None):
-        return _run(context, mesh, shape, recorder)
+    # Warnings of rank 0 reach the person through the journal: a worker's log stays on its node.
+    with warnings_forwarded(recorder.warned if worker.rank == 0 else None):
+        return _run(context, mesh, recorder)
 
 
-def _run(context: AttemptContext, mesh: SequenceMesh, shape: ModelShape, recorder: Recorder) -> AttemptEnd:
+def _run(context: AttemptContext, mesh: SequenceMesh, recorder: Recorder) -> AttemptEnd:
     """Build everything, resume, and train to the end."""
-    config, worker, layout = context.config, context.worker, context.layout
+    run, worker = context.run, context.worker
+    config = run.config
     keeper = CheckpointKeeper(context, recorder)
     try:
         # The data: the plan that the driver has stored. The model: under ZeRO, with our attention.
         plan, reader = open_data(config)
-        settings = zero_settings(config, num_micro_batches(plan.most_rows_per_step(1), layout.dp_size))
+        settings = zero_settings(config, num_micro_batches(plan.most_rows_per_step(1), run.layout.dp_size))
         if config.run.self_test:
             recorder.phase("self-test")
-            check_start(config, worker, mesh, shape, settings)
+            check_start(run, worker, mesh, settings)
         recorder.phase("building the model")
         model = build_model(config, partition=partition_config(settings))
         apply_ulysses(model, mesh, attention=config.model.attention, chunks=config.memory.attention_chunks)
@@ -113,16 +115,17 @@ def _run(context: AttemptContext, mesh: SequenceMesh, shape: ModelShape, recorde
             reader=reader,
             accumulation=settings.accumulation,
             engine=engine,
+            meter=StepMeter(run.shape, worker.device, run.layout.world_size),
             recorder=recorder,
             keeper=keeper,
         )
-        # The state: from the newest committed checkpoint, at whatever world size it was written.
-        progress = resume(engine, plan, context, recorder)
-        keeper.resumed(progress.step)
-        recorder.attempt_started(progress, last_step_of(config, plan), plan)
-        source = worker.make_source(plan, reader, layout, worker.rank)
+        # The state: from the newest committed checkpoint, written at any world size.
+        position = resume(engine, plan, context, recorder)
+        keeper.resumed(position.step)
+        recorder.attempt_started(position, last_step_of(config, plan), plan)
+        source = worker.make_source(plan, reader, run.layout, worker.rank)
         try:
-            end = _train(attempt, source, progress)
+            end = _train(attempt, source, position)
         finally:
             source.close()
         keeper.finish()
@@ -134,27 +137,29 @@ def _run(context: AttemptContext, mesh: SequenceMesh, shape: ModelShape, recorde
     return end
 
 
-def _train(attempt: _Attempt, source: RowSource, progress: Progress) -> AttemptEnd:
+def _train(attempt: _Attempt, source: RowSource, position: RunPosition) -> AttemptEnd:
     """Step, evaluate and save until the last step or a request to stop."""
-    config, plan = attempt.context.config, attempt.plan
+    config, plan = attempt.context.run.config, attempt.plan
     last_step = last_step_of(config, plan)
-    stop = False
-    while progress.step < last_step and not stop:
-        outcome = _take_step(attempt, source, progress)
-        progress, stop = outcome.progress, outcome.flags.stop
-        step = progress.step
+    status: Literal["finished", "stopped", "resized"] = "finished"
+    while position.step < last_step and status == "finished":
+        outcome = _take_step(attempt, source, position)
+        position, flags = outcome.position, outcome.flags
+        step = position.step
+        if flags.stop and step < last_step:
+            status = "resized" if flags.resize else "stopped"
         if _due(config.run.eval_every_steps, step, is_last=step == last_step):
             outcome = _evaluate(attempt, outcome)
         with attempt.recorder.time.saving():
             attempt.keeper.after_step(attempt.engine, outcome, plan.cursor(step), last_step)
-    return AttemptEnd(status="finished" if progress.step >= last_step else "stopped", step=progress.step)
+    return AttemptEnd(status=status, step=position.step)
 
 
-def _take_step(attempt: _Attempt, source: RowSource, progress: Progress) -> StepOutcome:
+def _take_step(attempt: _Attempt, source: RowSource, position: RunPosition) -> StepOutcome:
     """Train the next step's rows."""
-    config, plan, engine = attempt.context.config, attempt.plan, attempt.engine
-    worker = attempt.context.worker
-    step = progress.step + 1
+    context, plan, engine = attempt.context, attempt.plan, attempt.engine
+    config, worker = context.run.config, context.worker
+    step = position.step + 1
     rows = plan.step_rows(step)
     stats = plan.stats(rows)
     started = worker.clock.monotonic()
@@ -176,44 +181,52 @@ def _take_step(attempt: _Attempt, source: RowSource, progress: Progress) -> Step
         device=worker.device,
         accumulation=attempt.accumulation,
         seed=config.run.seed,
-        flags=attempt.keeper.flags,
+        flags=lambda: _flags(attempt),
         before_update=attempt.keeper.staging.before_update,
     )
-    metrics = attempt.recorder.step_done(
-        step,
+    metrics = attempt.meter.numbers(
         result,
-        rows=rows,
         seconds=worker.clock.monotonic() - started,
         document_tokens=int(stats.document_tokens.sum(dtype=np.int64)),
         cost=int(stats.sum_squares.sum()),
         learning_rate=rate,
         grad_norm=float(engine.get_global_grad_norm()),
     )
+    attempt.recorder.step_done(step, result, rows, metrics)
     worker.on_event("step", step)
     done = replace(
-        progress,
+        position,
         step=step,
-        digest=add_digests(progress.digest, result.digest),
-        tokens=progress.tokens + result.tokens,
+        digest=add_digests(position.digest, result.digest),
+        tokens=position.tokens + result.tokens,
     )
-    return StepOutcome(progress=done, metrics=metrics, flags=result.flags)
+    return StepOutcome(position=done, metrics=metrics, flags=result.flags)
+
+
+def _flags(attempt: _Attempt) -> Flags:
+    """Return this rank's flags after a step."""
+    own, context = attempt.keeper.flags(), attempt.context
+    if context.rank != 0:
+        return own
+    own = replace(own, gone=attempt.recorder.is_gone())
+    return with_requests(own, context.run.config.run_dir, context.worker.session)
 
 
 def _evaluate(attempt: _Attempt, outcome: StepOutcome) -> StepOutcome:
-    """Evaluate; the loss joins the step's metrics, since checkpoints are chosen by it."""
+    """Evaluate, and add the loss to the step's metrics, since checkpoints are chosen by it."""
     clock = attempt.context.worker.clock
     started = clock.monotonic()
     loss, tokens = evaluate(attempt.engine, _evaluation_slices(attempt), attempt.mesh, attempt.context.worker.device)
-    attempt.recorder.evaluated(outcome.progress.step, loss, tokens, clock.monotonic() - started)
+    attempt.recorder.evaluated(outcome.position.step, loss, tokens, clock.monotonic() - started)
     return replace(outcome, metrics={**outcome.metrics, "eval_loss": loss})
 
 
 def _padded(attempt: _Attempt, slices: Iterator[RowSlice]) -> Iterator[RowSlice]:
-    """Fill a short last step up with rows of weight zero: the engine counts micro-batches."""
-    layout = attempt.context.layout
-    filler = attempt.reader.filler(layout.sp_rank(attempt.context.worker.rank), layout.sp_size, layout.ring_size)
+    """Fill a short last step up with rows of weight zero, since the engine counts micro-batches."""
+    layout = attempt.context.run.layout
+    filler = attempt.reader.filler(layout.sp_rank(attempt.context.rank), layout.sp_size, layout.ring_size)
     num_rows = 0
-    # To its very end: a source moves on to the next step only when it has been asked for more than its last slice.
+    # To its very end: a source enters the next step only once it was asked for more than its last slice.
     for row in slices:
         num_rows += 1
         yield row
@@ -222,7 +235,7 @@ def _padded(attempt: _Attempt, slices: Iterator[RowSlice]) -> Iterator[RowSlice]
 
 
 def _evaluation_slices(attempt: _Attempt) -> Iterator[RowSlice]:
-    layout, rank = attempt.context.layout, attempt.context.worker.rank
+    layout, rank = attempt.context.run.layout, attempt.context.rank
     sp_rank, dp_rank = layout.sp_rank(rank), layout.dp_rank(rank)
     for micro_batch in attempt.plan.evaluation_schedule(layout.dp_size):
         row = micro_batch[dp_rank]
@@ -233,5 +246,5 @@ def _evaluation_slices(attempt: _Attempt) -> Iterator[RowSlice]:
 
 
 def _due(every: int | None, step: int, is_last: bool = False) -> bool:
-    """Tell whether something that is done every so many steps is due, at the last step as well."""
+    """Return whether something that is done every so many steps, and at the last one, is due."""
     return every is not None and (step % every == 0 or is_last)

@@ -1,4 +1,4 @@
-"""One rank's view of announced ends of nodes: what it has heard, and whether its own clock asks for a checkpoint."""
+"""Watches one rank's notices that nodes will be taken away, and decides when they make a checkpoint due."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _RECENT_STEPS = 10
 
 
 class NoticeWatch:
-    """Remembers the saves that were made for notices; every rank makes one and tells it of the same saves.
+    """Remembers the saves that were made for notices; every rank creates one and reports the same saves to it.
 
     Attributes:
-        notice: What this rank heard at the last look.
+        notice: This rank's notice at the last look.
     """
 
     def __init__(self, worker: Worker, run_dir: Path) -> None:
@@ -33,10 +33,10 @@ class NoticeWatch:
         self._steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     def look(self, *, failed: bool) -> bool:
-        """Listen, and return whether a checkpoint is due for what was heard; called once per step.
+        """Look for notices, and return whether one makes a checkpoint due; called once per step.
 
         Args:
-            failed: The newest save has come to its end, and to nothing.
+            failed: The newest save has ended without a commit.
         """
         clock = self._worker.clock
         now = clock.monotonic()
@@ -49,25 +49,25 @@ class NoticeWatch:
                 self._last = replace(last, took_s=committed[1])
             elif failed:
                 self._last = None
-        self.notice = notice = self._heard()
+        self.notice = notice = self._present_notice()
         if notice is None:
             return False
         left_s = None if notice.deadline is None else notice.deadline - clock.now()
         return notice_asks(self._last, left_s=left_s, now=now, step_s=max(self._steps_s, default=0.0))
 
     def taken(self, step: int) -> None:
-        """Note that a state was taken while a notice stood, for whatever reason."""
+        """Note that a state was taken during a notice, for any reason."""
         self._last = NoticedSave(step=step, taken_at=self._worker.clock.monotonic())
 
     def committed(self, step: int, seconds: float) -> None:
         """Note a commit and the time from its request; any thread may call."""
         self._committed = (step, seconds)
 
-    def _heard(self) -> Notice | None:
-        """Return this worker's notice with the earliest deadline; rank 0 also hears what people announce."""
-        heard = [self._worker.notice()]
+    def _present_notice(self) -> Notice | None:
+        """Return this worker's notice with the earliest deadline; rank 0 also reads those that people leave."""
+        found = [self._worker.notice()]
         if self._worker.rank == 0:
-            heard.append(preemption_noticed(self._run_dir))
-        notices = [notice for notice in heard if notice is not None]
+            found.append(preemption_noticed(self._run_dir))
+        notices = [notice for notice in found if notice is not None]
         deadlines = [notice.deadline for notice in notices if notice.deadline is not None]
         return Notice(deadline=min(deadlines, default=None)) if notices else None

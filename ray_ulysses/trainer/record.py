@@ -1,49 +1,45 @@
-"""What an attempt leaves behind for people and for the next attempt: journal and tracker, both on rank 0."""
+"""Records an attempt in the journal and with the tracker, both on rank 0."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.run.checkpoint_store import checkpoint_location
-from ray_ulysses.run.inventory import committed_checkpoint, take_inventory
+from ray_ulysses.run.inventory import committed_checkpoint, open_tracker, take_inventory
 from ray_ulysses.run.run_files import describing_files
 from ray_ulysses.run.settings import flat_settings, versions
 from ray_ulysses.tracking.commits import GoneCheckpoint
 from ray_ulysses.tracking.journal_reader import read_entries
-from ray_ulysses.tracking.mlflow_tracker import MlflowTracker
 from ray_ulysses.tracking.tracker import NullTracker
-from ray_ulysses.trainer.step_meter import StepMeter
 from ray_ulysses.trainer.time_account import TimeAccount
 
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint import Damage
     from ray_ulysses.checkpoint.background import Saved
     from ray_ulysses.data.plan.plan import Plan
+    from ray_ulysses.run.run_position import RunPosition
     from ray_ulysses.tracking.journal import AttemptJournal
     from ray_ulysses.tracking.step_runs import Entry
-    from ray_ulysses.tracking.tracker import Tracker
+    from ray_ulysses.tracking.tracker import RunStatus, Tracker
     from ray_ulysses.trainer.context import AttemptContext
-    from ray_ulysses.trainer.progress import Progress
     from ray_ulysses.trainer.step import StepResult
 
 _log = get_logger(__name__)
 _MOST_PENDING = 10_000
 """Records that may wait for the disk, a few MB. Failed saves end a run long before (`checkpoint.max_failed_saves`),
-unless it saves nothing: then the journal is all that tells of it, and has to be there."""
+unless it saves nothing: then the journal is its only trace, and has to be written."""
 
 
 class Recorder:
     """The journal and the tracker of one attempt; on ranks other than 0 it records nothing.
 
-    A journal that can't be written now ends nothing at first: its records wait in memory, as a save that failed waits
-    for the next. Any thread may record.
+    Training continues at first when the journal can't be written: its records wait in memory. Any thread may record.
 
     Attributes:
-        time: Where the run's time goes.
+        time: The account of the run's time.
     """
 
     def __init__(
@@ -54,61 +50,51 @@ class Recorder:
         self._tracker = tracker
         self._is_warned = False
         self._last_step = 0
-        self._location = checkpoint_location(context.config)
-        self._meter = StepMeter(context.config, context.worker.device, context.layout.world_size)
         self.time = TimeAccount(context.worker.clock, events)
 
     @classmethod
     def open(cls, context: AttemptContext, journal: AttemptJournal | None) -> Recorder:
-        """Go on with what the run has told up to now.
+        """Return a recorder that continues the run's journal and tracker.
 
         Args:
             context: The attempt.
             journal: Its journal, on rank 0; None on the others.
         """
-        config = context.config
-        tracker: Tracker = NullTracker()
-        if journal is not None and config.tracking_uri is not None:
-            tracker = MlflowTracker(
-                uri=config.tracking_uri,
-                experiment=config.tracking.experiment,
-                run_name=config.run.name,
-                run_dir=config.run_dir,
-            )
-        recorder = cls(context, journal, tracker, read_entries(config.run_dir) if journal is not None else ())
+        config = context.run.config
+        tracker = open_tracker(config) if journal is not None else None
+        events = read_entries(config.run_dir) if journal is not None else ()
+        recorder = cls(context, journal, tracker or NullTracker(), events)
         recorder.phase("opening the data")
         return recorder
 
     def phase(self, name: str) -> None:
-        """Record what is done before the first step, so that whoever waits for it knows."""
+        """Record a phase of the start-up, so that a person sees it while waiting for the first step."""
         self._append("phase", phase=name, **self._context.worker.command())
 
-    def attempt_started(self, progress: Progress, last_step: int, plan: Plan) -> None:
-        """Record who trains what, and from where.
+    def attempt_started(self, position: RunPosition, last_step: int, plan: Plan) -> None:
+        """Record the attempt's layout, nodes and plan, and the position from which it starts.
 
         Raises:
             RunError: The journal can't be written.
         """
-        config, layout, nodes = self._context.config, self._context.layout, self._context.nodes
+        config, layout, nodes = self._context.run.config, self._context.run.layout, self._context.nodes
+        sizes = {name: getattr(layout, name) for name in ("world_size", "sp_size", "ring_size", "dp_size")}
         self._append(
             "attempt_started",
             **self._context.worker.command(),
-            world_size=layout.world_size,
-            sp_size=layout.sp_size,
-            ring_size=layout.ring_size,
-            dp_size=layout.dp_size,
+            **sizes,
             nodes=sorted(set(nodes)),
             rank_nodes=nodes,
-            resumed_step=progress.step,
-            resumed_from=progress.resumed_from,
+            resumed_step=position.step,
+            resumed_from=position.resumed_from,
             last_step=last_step,
-            **({} if progress.taken_over is None else {"taken_over": progress.taken_over.to_json()}),
+            **({} if position.inherited is None else {"taken_over": position.inherited.to_json()}),
             plan_ids=[segment.plan_id for segment in plan.segments],
             versions=versions(),
         )
-        # Without it nobody could tell what belongs to this attempt.
+        # Without this record nothing else could be attributed to the attempt.
         self._insist()
-        self._last_step = progress.step
+        self._last_step = position.step
         self._tracker.start(
             params=flat_settings(config.model_dump(mode="json", include={"model", "data", "optimizer", "schedule"})),
             tags={
@@ -117,47 +103,21 @@ class Recorder:
                 "attempt": self._context.attempt,
                 "plan_id": plan.plan_id,
                 "plan_segment": len(plan.segments) - 1,
-                "world_size": layout.world_size,
-                "sp_size": layout.sp_size,
-                "ring_size": layout.ring_size,
-                "dp_size": layout.dp_size,
+                **sizes,
                 **{f"version.{name}": number for name, number in versions().items()},
             },
             files=describing_files(config.run_dir),
         )
 
-    def step_done(
-        self,
-        step: int,
-        result: StepResult,
-        *,
-        rows: range,
-        seconds: float,
-        document_tokens: int,
-        cost: int,
-        learning_rate: float,
-        grad_norm: float,
-    ) -> dict[str, float]:
-        """Record a step; returns its metrics.
+    def step_done(self, step: int, result: StepResult, rows: range, metrics: Mapping[str, float]) -> None:
+        """Record a step.
 
         Args:
             step: Completed steps.
-            result: What the step did.
+            result: The step's result.
             rows: Its global rows.
-            seconds: Its duration.
-            document_tokens: Tokens of its documents, padding excluded.
-            cost: Sum of its documents' squared lengths.
-            learning_rate: Its rate.
-            grad_norm: Norm of its gradient before clipping.
+            metrics: Its metrics, as `StepMeter` computes them.
         """
-        metrics = self._meter.numbers(
-            result,
-            seconds=seconds,
-            document_tokens=document_tokens,
-            cost=cost,
-            learning_rate=learning_rate,
-            grad_norm=grad_norm,
-        )
         self._append(
             "step",
             **{"mfu": None, **metrics},
@@ -167,9 +127,8 @@ class Recorder:
             digest=f"{result.digest:016x}",
         )
         self._last_step = step
-        if step % self._context.config.run.log_every_steps == 0:
+        if step % self._context.run.config.run.log_every_steps == 0:
             self._tracker.log_step(step, {**metrics, **self.time.news()})
-        return metrics
 
     def evaluated(self, step: int, loss: float, tokens: int, seconds: float) -> None:
         """Record an evaluation."""
@@ -191,41 +150,41 @@ class Recorder:
             stall_seconds=round(saved.stall_s, 6),
             seconds=round(saved.save_s, 6),
         )
-        self._tracker.log_checkpoint(committed_checkpoint(self._location, ref, meta))
+        self._tracker.log_checkpoint(committed_checkpoint(self._context.run.location, ref, meta))
 
     def checkpoints_found(self) -> None:
-        """Tell the tracker which checkpoints there are as the attempt starts: a death may have kept it from hearing."""
-        if isinstance(self._tracker, NullTracker):
-            # Reading every manifest of a large world takes seconds.
-            return
-        self._tracker.log_checkpoint(take_inventory(self._context.store, self._location, self._context.attempt))
+        """Report all checkpoints to the tracker as the attempt starts: an earlier one may have died before it did."""
+        # Reading every manifest of a large world takes seconds.
+        if not isinstance(self._tracker, NullTracker):
+            run = self._context.run
+            self._tracker.log_checkpoint(take_inventory(run.store, run.location, self._context.attempt))
 
     def checkpoint_deleted(self, step: int) -> None:
         """Record that retention has deleted a checkpoint."""
         self._tracker.log_checkpoint(GoneCheckpoint(step=step, attempt=None, state="deleted"))
 
     def checkpoint_failed(self, step: int, reason: str) -> None:
-        """Record a save that came to nothing."""
+        """Record a save that failed."""
         self._append("checkpoint_failed", step=step, reason=reason)
 
     def warned(self, text: str) -> None:
-        """Record a warning that a person should see."""
+        """Record a warning for a person."""
         self._append("warning", text=text)
 
     def preemption_noticed(self, step: int, deadline: float | None = None) -> None:
-        """Record that a node is going to be taken away, and when, in seconds since the epoch, if that is known."""
+        """Record that a node is going to be taken away, and when, in seconds since the epoch, if known."""
         self._append("preemption_notice", step=step, deadline=deadline)
 
     def is_gone(self) -> bool:
-        """Whether the journal was deleted or moved away, with the run's directory."""
+        """Return whether the journal was deleted or moved, with the run's directory."""
         return self._journal is not None and self._journal.is_gone()
 
     def journal_position(self) -> dict[str, int]:
-        """Return how far the journal has come: the attempt, and bytes of its segment."""
+        """Return the end of the journal: the attempt, and the bytes of its file."""
         return {"attempt": self._context.attempt, "bytes": self._journal.num_bytes if self._journal is not None else 0}
 
     def sync(self) -> None:
-        """Make the steps so far outlive a power cut, since the checkpoint that counts on them will.
+        """Make the steps so far survive a power cut, as the checkpoint that relies on them will.
 
         Raises:
             OSError: They can't be written now, so that no checkpoint may be committed.
@@ -235,13 +194,13 @@ class Recorder:
             self._is_warned = False
 
     def checkpoint_set_aside(self, damage: Damage) -> None:
-        """Record a checkpoint that was passed over; from now on it is not part of the run, whatever was wrong."""
+        """Record a checkpoint that was passed over; from now on it is not part of the run."""
         self._append("checkpoint_set_aside", step=damage.step, reason=damage.reason)
         state: Literal["damaged", "superseded"] = "damaged" if damage.kind == "damaged" else "superseded"
         self._tracker.log_checkpoint(GoneCheckpoint(step=damage.step, attempt=None, state=state, reason=damage.reason))
 
-    def ended(self, status: Literal["finished", "stopped"], step: int) -> None:
-        """Record that the attempt ended as it was meant to.
+    def ended(self, status: Literal["finished", "stopped", "resized"], step: int) -> None:
+        """Record that the attempt ended as intended.
 
         Raises:
             RunError: The journal can't be written.
@@ -250,26 +209,26 @@ class Recorder:
         if status == "finished":
             self._append("run_finished", step=step)
         self._insist()
-        self._close(status)
+        self._close("finished" if status == "finished" else "stopped")
 
     def failed(self, error: BaseException) -> None:
-        """Record what ended the attempt; never raises, since the error itself is on its way."""
+        """Record the error that ended the attempt; never raises, since that error is being raised."""
         try:
             if self._context.worker.is_watched:
-                # The launcher says it, to the tracker as well, and must not wait for this rank to reach that.
+                # The launcher records it, also with the tracker, and must not wait for this rank to reach that.
                 if self._journal is not None:
                     self._journal.close()
                 return
-            # The disk that failed the attempt may well be the journal's.
+            # The disk that failed the attempt may be the journal's.
             with contextlib.suppress(OSError, RunError):
                 reason = f"failed: {type(error).__name__}: {error}"
                 self._append("attempt_ended", reason=reason, rank=self._context.rank, node=self._context.worker.node)
             self._close("failed")
         except OSError as again:
-            _log.warning("%s; what waits is lost with this process", self._unwritten(again))
+            _log.warning("%s; waiting records are lost with this process", self._unwritten(again))
 
     def _append(self, event: str, **fields: Any) -> None:
-        """Write a record, or keep it until the disk takes it.
+        """Write a record, or keep it until it can be written.
 
         Raises:
             RunError: Too many are kept.
@@ -286,13 +245,13 @@ class Recorder:
                 self._is_warned = True
                 _log.warning(
                     "the journal %s can't be written (%s): its records wait in memory, and no checkpoint is committed "
-                    "before they are written; make room or repair run.storage",
+                    "before they are written; free space or repair run.storage",
                     journal.path,
                     error.strerror or error,
                 )
 
     def _insist(self) -> None:
-        """Write what waits; raises `RunError` if that can't be done."""
+        """Write the records that wait, or raise `RunError`."""
         try:
             self.sync()
         except OSError as error:
@@ -302,11 +261,11 @@ class Recorder:
         assert self._journal is not None
         return RunError(
             f"the journal {self._journal.path} can't be written ({error.strerror or error}), and "
-            f"{self._journal.num_pending} records of it wait; make room or repair run.storage, then start the same "
+            f"{self._journal.num_pending} of its records wait; free space or repair run.storage, then start the same "
             "command again: it resumes from the newest checkpoint"
         )
 
-    def _close(self, status: Literal["finished", "stopped", "failed"]) -> None:
+    def _close(self, status: RunStatus) -> None:
         try:
             self._tracker.finish(status, self._last_step, self.time.news())
         finally:

@@ -1,4 +1,4 @@
-"""The self-test at the start of an attempt: what the run's attention is, and one line that says that it is exact."""
+"""Runs the self-test at the start of an attempt, on attention as the run's layers use it."""
 
 from __future__ import annotations
 
@@ -16,36 +16,35 @@ if TYPE_CHECKING:
     from ray_ulysses.engine.zero import ZeroSettings
     from ray_ulysses.model_shape import ModelShape
     from ray_ulysses.parallel.mesh import SequenceMesh
+    from ray_ulysses.run.settings import ResolvedRun
     from ray_ulysses.trainer.worker import Worker
 
 _log = get_logger(__name__)
 
 
-def check_start(
-    config: Config, worker: Worker, mesh: SequenceMesh, shape: ModelShape, zero: ZeroSettings
-) -> SelfTestReport:
-    """Hold the attempt's process groups and devices to one process before the model is built; every rank must call.
+def check_start(run: ResolvedRun, worker: Worker, mesh: SequenceMesh, zero: ZeroSettings) -> SelfTestReport:
+    """Compare the attempt's process groups and devices with one process; every rank must call.
 
     Args:
-        config: The run's configuration.
+        run: The run.
         worker: This worker; ``prepare_process`` has been called.
         mesh: The attempt's mesh.
-        shape: The model's shape.
         zero: The attempt's engine settings.
 
     Raises:
-        RunError: The numbers are wrong here; the same text on every rank, or a rank could not compute at all.
+        RunError: The numbers are wrong here, with the same text on every rank; or a rank could not compute at all.
         UserError: The kernel that ``model.attention`` names can't be used here.
     """
-    attention = attention_settings(config, shape, _text_config(config))
+    text_config = planned_config(run.config).get_text_config(decoder=True)
+    attention = attention_settings(run.config, run.shape, text_config)
     try:
         report = run_self_test(mesh, worker.device, attention, zero, node=worker.node, clock=worker.clock)
     except RunError:
         raise
     except RuntimeError as error:
         raise RunError(
-            f"the self-test could not run on rank {worker.rank} ({worker.node}): {error}. What failed is a kernel or a "
-            "collective that every step needs: run ray-ulysses doctor on this node, or take it out"
+            f"the self-test could not run on rank {worker.rank} ({worker.node}): {error}. Every step needs the kernel "
+            "or collective that failed: run ray-ulysses doctor on this node, or exclude it"
         ) from error
     if worker.rank == 0:
         _log.info("%s", report.in_words())
@@ -53,7 +52,7 @@ def check_start(
 
 
 def attention_settings(config: Config, shape: ModelShape, text_config: Any) -> AttentionSettings:
-    """Return the attention that the run's layers ask for.
+    """Return the attention of the run's layers.
 
     Args:
         config: The run's configuration.
@@ -93,7 +92,3 @@ def layer_windows(text_config: Any) -> tuple[int | None, ...]:
     return tuple(
         found for kind, found in (("full_attention", None), ("sliding_attention", int(window))) if kind in kinds
     ) or (None,)
-
-
-def _text_config(config: Config) -> Any:
-    return planned_config(config).get_text_config(decoder=True)

@@ -1,4 +1,4 @@
-"""Proof that every node sees the same storage, before anything is trained."""
+"""Checks that every node sees the same storage before anything is trained."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def announce_session(run_dir: Path, session: str) -> None:
-    """Leave the session's name where every worker will look for it; the driver calls it before it has workers."""
+    """Write the session's name where every worker looks for it; the driver calls it before it has workers."""
     store = LocalStore(run_dir)
     for left in run_dir.glob(f"{PROBE_FOLDER}*"):
         store.delete(left.name)
@@ -30,7 +30,7 @@ def announce_session(run_dir: Path, session: str) -> None:
 
 
 def probe_storage(run_dir: Path, worker: Worker, exchange: Exchange) -> None:
-    """Check that each node sees what the driver wrote and that rank 0 sees what each node writes.
+    """Check that each node sees the driver's file and that rank 0 sees each node's.
 
     Every rank must call.
 
@@ -53,14 +53,14 @@ def probe_storage(run_dir: Path, worker: Worker, exchange: Exchange) -> None:
     full = agree(exchange, full)
     if full is not None:
         raise StorageFailedError(
-            f"run.storage: the disk of {run_dir} is full: {full}. Make room, then start the same command again"
+            f"run.storage: the disk of {run_dir} is full: {full}. Free space, then start the same command again"
         )
     nodes = exchange.gather((worker.rank, worker.node, problem))
     if nodes is not None:
         seen = {Path(key).name for key in store.list(folder)}
-        unseen = [node for rank, node, said in nodes if said is None and f"rank-{rank:05d}" not in seen]
+        unseen = [node for rank, node, known in nodes if known is None and f"rank-{rank:05d}" not in seen]
         if unseen:
-            problem = f"what node {', '.join(sorted(set(unseen)))} writes is not seen on node {worker.node}"
+            problem = f"files of node {', '.join(sorted(set(unseen)))} are not visible on node {worker.node}"
         store.delete(folder)
     problem = agree(exchange, problem)
     if problem is not None:

@@ -1,4 +1,4 @@
-"""One optimizer step: micro-batches forward and backward, and what all ranks agree on afterwards."""
+"""Takes one optimizer step: micro-batches forward and backward, then one exchange of sums and flags."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ray_ulysses.checkpoint.triggers import NUM_FLAGS, Flags
 from ray_ulysses.data.plan.mixing import mix_int
 from ray_ulysses.data.read.digest import MODULUS, add_digests, from_int64, row_digest, to_int64
 from ray_ulysses.engine.loss import causal_lm_loss, loss_scale
 from ray_ulysses.errors import RunError
+from ray_ulysses.trainer.agreement import NUM_FLAGS, Flags
 from ray_ulysses.trainer.batches import batch_checksum, batch_of
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What a step did, equal on every rank.
+    """A step's result, equal on every rank.
 
     Attributes:
         loss: Mean loss over the step's supervised tokens, nats.
         tokens: Supervised tokens that the model received.
         digest: Sum of the digests of the rows that the model received, modulo 2**64.
-        flags: What at least one rank had to say.
+        flags: The flags that at least one rank has raised.
     """
 
     loss: float
@@ -62,15 +62,15 @@ def train_step(
 
     Args:
         engine: The ZeRO engine, of any stage; its accumulation steps are ``accumulation``.
-        slices: This rank's slices, one a micro-batch. A last step of fewer rows is filled up with fillers, so that
+        slices: This rank's slices, one per micro-batch. A last step of fewer rows is filled up with fillers, so that
             every step has ``accumulation`` of them.
         rows: Global rows of the step.
         tokens: Supervised tokens of the step as planned: the loss's denominator on every layout.
         mesh: The mesh.
         device: Where batches go.
-        accumulation: Micro-batchs.
-        seed: Base of the random state; each row has its own, whatever rank trains it.
-        flags: What this rank has to say; asked at the end of the step.
+        accumulation: Micro-batches per step.
+        seed: Base of the random state; each row has its own, regardless of the rank that trains it.
+        flags: Returns this rank's flags; called at the end of the step.
         before_update: Called before the weights are updated, on every rank.
 
     Raises:
@@ -91,7 +91,9 @@ def train_step(
         loss_sum += row_loss.detach().double()
         if not row.is_filler:
             if row.row not in rows:
-                raise RunError(f"row {row.row} came in a step of rows {rows.start} to {rows.stop - 1}; resume the run")
+                raise RunError(
+                    f"row {row.row} arrived in a step of rows {rows.start} to {rows.stop - 1}; resume the run"
+                )
             checksums[row.row - rows.start] += batch_checksum(batch)
             received += row.num_supervised
         steps += 1
@@ -100,7 +102,7 @@ def train_step(
 
 
 def evaluate(engine: Any, slices: Iterable[RowSlice], mesh: SequenceMesh, device: torch.device) -> tuple[float, int]:
-    """Return the mean loss over evaluation rows and their supervised tokens; every rank must call, equally often."""
+    """Return the mean loss over evaluation rows, and their supervised tokens; every rank must call, equally often."""
     engine.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     try:
@@ -127,7 +129,7 @@ def _agree(
     mesh: SequenceMesh,
 ) -> StepResult:
     dist.all_reduce(loss_sum, group=mesh.group("loss"))
-    # Checksums of a row's slices add up to the row's, modulo 2**64, which is what int64 does when it wraps.
+    # Checksums of a row's slices add up to the row's, modulo 2**64, as int64 does when it wraps.
     counts = torch.tensor(
         [received, *flags.to_counts(), *(to_int64(value % MODULUS) for value in checksums)],
         dtype=torch.int64,
@@ -135,17 +137,17 @@ def _agree(
     )
     dist.all_reduce(counts, group=mesh.group("loss"))
     total, *rest = counts.tolist()
-    said, sums = rest[:NUM_FLAGS], rest[NUM_FLAGS:]
+    raised, sums = rest[:NUM_FLAGS], rest[NUM_FLAGS:]
     if total != tokens:
         raise RunError(
-            f"rows {rows.start} to {rows.stop - 1} brought {total} supervised tokens, the plan says {tokens}; "
-            "the corpus was changed under the run. Restore data.path and resume"
+            f"rows {rows.start} to {rows.stop - 1} contained {total} supervised tokens, the plan has {tokens}; "
+            "the corpus was changed during the run. Restore data.path and resume"
         )
     loss = float(loss_sum) / tokens if tokens else math.nan
     if tokens and not math.isfinite(loss):
         raise RunError(
             f"the loss of rows {rows.start} to {rows.stop - 1} is {loss}; nothing after the last checkpoint is kept. "
-            "Lower optimizer.lr or raise schedule.warmup_steps in a new run, or look at those rows"
+            "Lower optimizer.lr or raise schedule.warmup_steps in a new run, or inspect those rows"
         )
     digest = add_digests(*(row_digest(row, from_int64(value)) for row, value in zip(rows, sums, strict=True)))
-    return StepResult(loss=loss, tokens=tokens, digest=digest, flags=Flags.from_counts(said))
+    return StepResult(loss=loss, tokens=tokens, digest=digest, flags=Flags.from_counts(raised))

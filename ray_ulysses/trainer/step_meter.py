@@ -1,4 +1,4 @@
-"""A step's numbers, as the journal and the tracker have them."""
+"""Computes the metrics of a step for the journal and the tracker."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from ray_ulysses.planner.flops import mfu, peak_bf16_flops, step_flops
-from ray_ulysses.run.settings import model_shape
 
 if TYPE_CHECKING:
-    from ray_ulysses.config import Config
+    from ray_ulysses.model_shape import ModelShape
     from ray_ulysses.trainer.step import StepResult
 
 
 class StepMeter:
-    """Turns what a step did and how long it took into numbers to compare."""
+    """Turns a step's result and duration into comparable metrics."""
 
-    def __init__(self, config: Config, device: torch.device, world_size: int) -> None:
-        self._shape, self._device, self._world_size = model_shape(config), device, world_size
+    def __init__(self, shape: ModelShape, device: torch.device, world_size: int) -> None:
+        self._shape, self._device, self._world_size = shape, device, world_size
         self._peak_flops = peak_bf16_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else None)
 
     def numbers(
@@ -33,14 +32,14 @@ class StepMeter:
         learning_rate: float,
         grad_norm: float,
     ) -> dict[str, float]:
-        """Return a step's numbers by name; ``mfu`` only where the device's peak is known.
+        """Return a step's metrics by name; ``mfu`` only where the device's peak is known.
 
         Args:
-            result: What the step did.
+            result: The step's result.
             seconds: Its duration.
             document_tokens: Tokens of its documents, padding excluded.
             cost: Sum of its documents' squared lengths.
-            learning_rate: Its rate.
+            learning_rate: Its learning rate.
             grad_norm: Norm of its gradient before clipping.
         """
         flops = step_flops(self._shape, tokens=document_tokens, sum_squared_lengths=cost)
@@ -58,7 +57,7 @@ class StepMeter:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the most memory this process has held, in GiB: allocated on a GPU, resident on CPU."""
+    """Return the peak memory of this process, in GiB: allocated on a GPU, resident on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""Where the time of an attempt goes, measured while it goes on: for the journal, and for the tracker's curves."""
+"""Accounts for the time of an attempt while it runs, for the journal and for the tracker's curves."""
 
 from __future__ import annotations
 
@@ -13,30 +13,25 @@ from ray_ulysses.tracking.step_runs import Entry
 from ray_ulysses.tracking.time_spent import TimeLedger
 
 _AFTER_A_PAUSE = ("step", "attempt_ended")
-"""Records that say how much of the time before them training stood still for checkpoints."""
+"""Records that report for how long training was paused for checkpoints before them."""
 
 
 class TimeAccount:
     """The account of a run's time up to now; records may come from any thread."""
 
     def __init__(self, clock: Clock, events: Iterable[Entry] = ()) -> None:
-        """Begin with what the journal already holds.
-
-        Args:
-            clock: Time.
-            events: The run's journal.
-        """
+        """Start from the events that the journal already holds."""
         self._clock = clock
         self._ledger = TimeLedger()
         for event in events:
             self._ledger.add(event)
         self._saving_s = 0.0
-        self._told: dict[str, float] = {}
+        self._reported: dict[str, float] = {}
         self._lock = threading.Lock()
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Measure a block in which training stands still for a checkpoint, if one is due."""
+        """Measure a block in which training is paused for a checkpoint, if one is due."""
         begin = self._clock.monotonic()
         try:
             yield
@@ -44,7 +39,7 @@ class TimeAccount:
             self._saving_s += self._clock.monotonic() - begin
 
     def complete(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a record with its time, and with the seconds that its kind reports; account for them."""
+        """Return a record with its time and the seconds that its kind reports, and account for them."""
         complete = {"time": self._clock.now(), **record}
         if record["event"] in _AFTER_A_PAUSE:
             complete["saving_seconds"] = round(self._saving_s, 6)
@@ -54,12 +49,12 @@ class TimeAccount:
         return complete
 
     def news(self) -> dict[str, float]:
-        """Return the parts of the time that have grown since the last call, and the goodput, by the tracker's names."""
+        """Return the parts of the time that have grown since the last call, and the goodput, by their metric names."""
         with self._lock:
             spent = self._ledger.spent()
         parts = {f"time_{name}": seconds for name, seconds in spent.to_json().items()}
         if spent.goodput is not None:
             parts["goodput"] = spent.goodput
-        news = {name: value for name, value in parts.items() if value != self._told.get(name, 0.0)}
-        self._told |= news
+        news = {name: value for name, value in parts.items() if value != self._reported.get(name, 0.0)}
+        self._reported |= news
         return news

@@ -1,4 +1,4 @@
-"""What rank 0 warns of reaches the person: each warning of this package goes into the journal as well."""
+"""Forwards this package's warnings on rank 0 to the journal, so that they reach the person."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ _MOST_WARNINGS = 1000
 
 
 class _Forwarder(logging.Handler):
-    """Hands each new warning on, up to a bound: what is said again and again is known by then."""
+    """Forwards each distinct warning once, up to a bound."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self, forward: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
-        self._tell = tell
-        self._told: set[str] = set()
+        self._forward = forward
+        self._forwarded: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Hand a warning on; one that can't be handed on has at least been logged."""
+        """Forward a warning; one that can't be forwarded has at least been logged."""
         text = record.getMessage()
-        if text in self._told or len(self._told) >= _MOST_WARNINGS:
+        if text in self._forwarded or len(self._forwarded) >= _MOST_WARNINGS:
             return
-        self._told.add(text)
+        self._forwarded.add(text)
         try:
-            self._tell(text)
+            self._forward(text)
         except Exception:
             self.handleError(record)
 
 
 @contextmanager
-def warnings_told(tell: Callable[[str], None] | None) -> Iterator[None]:
-    """Hand on what this package warns of, from any thread, for the time of a block.
+def warnings_forwarded(forward: Callable[[str], None] | None) -> Iterator[None]:
+    """Forward the warnings that this package logs within a block, from any thread.
 
     Args:
-        tell: Takes the text of a warning; None hands nothing on.
+        forward: Takes the text of a warning; None forwards nothing.
     """
-    if tell is None:
+    if forward is None:
         yield
         return
-    logger, handler = get_logger("ray_ulysses"), _Forwarder(tell)
+    logger, handler = get_logger("ray_ulysses"), _Forwarder(forward)
     logger.addHandler(handler)
     try:
         yield

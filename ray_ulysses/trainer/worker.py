@@ -1,4 +1,4 @@
-"""What a launcher hands to each worker: who it is, and the few effects that it may have."""
+"""A worker of an attempt, as its launcher describes it to the training loop."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Worker:
         node: Name of the node it runs on.
         device: Where it computes.
         session: Names the command that runs; attempts of one command share it.
-        command_started: When that command began, in seconds since the epoch; None where it is not known.
-        workers_asked: When it asked for its workers.
+        command_started: When that command began, in seconds since the epoch; None if unknown.
+        workers_asked: When it requested its workers.
         make_source: Makes its source of rows.
-        notice: What this worker has heard of a node's end, or ``None``; asked after every step.
-        is_watched: Whether the launcher sees every worker's end, and tells journal and tracker why an attempt failed;
-            rank 0 alone can't tell a cause from what it has done to the others.
+        notice: Returns the notice that a node will be taken away, or ``None``; called after every step.
+        is_watched: Whether the launcher sees every worker's end, and records why an attempt failed; rank 0 alone can't
+            tell a cause from its consequences.
         clock: Time.
-        on_event: Called with the name of each event of the loop, and its step; a seam for fault tests.
+        on_event: Called with the name and step of each event of the loop; a seam for fault tests.
     """
 
     rank: int
@@ -57,6 +57,6 @@ class Worker:
     on_event: Callable[[str, int], Any] = lambda name, step: None
 
     def command(self) -> dict[str, Any]:
-        """Return what a journal says of the command that runs; times that are not known are left out."""
+        """Return the journal's fields about the running command; unknown times are left out."""
         times = {"command_started": self.command_started, "workers_asked": self.workers_asked}
         return {"session": self.session, **{name: time for name, time in times.items() if time is not None}}

@@ -118,7 +118,7 @@ def test_nodes_and_workers_are_counted_and_what_can_not_fit_is_refused(
             with pytest.raises(RunError) as told:
                 _check_capacity(config_for(cluster, corpus, tmp_path, **overrides), console, embedded=False)
             assert words in str(told.value)
-            assert "nodes that join later are waited for with cluster.wait_for_nodes=true" in str(told.value)
+            assert "cluster.wait_for_nodes=true waits for nodes that join later" in str(told.value)
         waits = config_for(cluster, corpus, tmp_path, cluster__workers=8, cluster__wait_for_nodes=True)
         _check_capacity(waits, console, embedded=False)
         assert console.export_text() == ""
@@ -138,7 +138,7 @@ def test_gpus_that_no_node_has_are_refused_before_a_worker_starts(
     assert told[0].startswith(
         "error: cluster.workers=2 needs 0.9 CPUs and 1 GPU each (cluster.cpus_per_worker, cluster"
     )
-    assert "the 2 nodes that are there hold 0: 2 of 1 CPU and 0 GPUs (0); bring nodes with GPUs" in told[0]
+    assert "the 2 nodes of the cluster hold 0: 2 of 1 CPU and 0 GPUs (0); add nodes with GPUs" in told[0]
     assert "waiting for 2 workers" not in text
 
 
@@ -173,7 +173,7 @@ def test_a_stop_during_the_start_ends_what_was_started(
         process.kill()
         process.wait()
     text = log.read_text()
-    assert f"{number.name}: there is no step to save yet; ending what was started" in text
+    assert f"{number.name}: there is no step to save yet; stopping now" in text
     assert "interrupted; committed checkpoints are kept, and the same command resumes" in text
     assert "Traceback" not in text and "raylet" not in text
     assert current_owner(config.run_dir) is None
@@ -207,9 +207,9 @@ def test_a_lost_node_is_awaited_and_given_up_without_a_dump(cluster: Cluster, co
         process.kill()
         process.wait()
     text = log.read_text()
-    lack = "cluster.workers=2 needs 0.9 CPUs each (cluster.cpus_per_worker); the 1 node that is there holds 1"
+    lack = "cluster.workers=2 needs 0.9 CPUs each (cluster.cpus_per_worker); the 1 node of the cluster holds 1"
     assert f"s for nodes: {lack}" in text
-    assert f"of cluster.workers=2 workers are there after 60 s (elastic.worker_start_timeout_s): {lack}" in text
+    assert f"of cluster.workers=2 workers have started after 60 s (elastic.worker_start_timeout_s): {lack}" in text
     assert "set cluster.workers=1, which fits" in text
     assert "; logs of the workers: /tmp/ray/session_" in text
     assert "the same command resumes from " in text

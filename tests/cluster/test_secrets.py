@@ -119,14 +119,16 @@ def test_on_a_cluster_secrets_come_from_the_file_and_what_workers_lack_is_said(
         code, text = train(config, tmp_path / "refused", environment)
         assert code == 2
         where = f"cluster.secrets_file='{file}': on {socket.gethostname()}"
-        assert f"{where}: may be used by others than its owner (mode 0640); run chmod 600 {file} on that node" in text
+        assert (
+            f"{where}: can be accessed by others than its owner (mode 0640); run chmod 600 {file} on that node" in text
+        )
         file.chmod(0o600)
         code, text = train(config, tmp_path / "command", environment)
         assert code == 0, text
         assert read_history(config.run_dir).step == 2
         said = " ".join(text.split())
         assert "note: HF_TOKEN, MLFLOW_TRACKING_PASSWORD, MLFLOW_TRACKING_USERNAME are set for this command" in said
-        assert "and not on 127.0.1.1: workers there do without" in said
+        assert "and not on 127.0.1.1: workers there lack it" in said
         assert "name a file that holds them in cluster.secrets_file" in said
     finally:
         cluster.shutdown()

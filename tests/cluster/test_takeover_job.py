@@ -37,7 +37,8 @@ def test_a_command_whose_run_was_taken_over_ends_with_its_workers_and_says_by_wh
     assert not alive
     text = " ".join(command.text.split())
     assert (
-        "it was taken over by process 7 on host other since 2023-11-14 22:13:20 UTC; this command ends at once" in text
+        "it was taken over by process 7 on host other since 2023-11-14 22:13:20 UTC; this command ends immediately"
+        in text
     )
     assert "Nothing that was committed is lost" in text
     # Nobody tried again, and the other's note is untouched.

@@ -17,6 +17,7 @@ import pytest
 
 from ray_ulysses.config import Config
 from ray_ulysses.run.ownership import claim_checkpoints
+from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.tracking.events import CheckpointCommitted
 from ray_ulysses.tracking.history import RunHistory, read_history
 from tests.distributed.harness import run_ranks
@@ -118,7 +119,7 @@ def test_a_run_goes_on_over_completion_stop_kill_and_resize(corpus: Path, tmp_pa
     expected = [
         "loading libraries",
         "starting Ray",
-        "waiting for 2 workers (0 there)",
+        "waiting for 2 workers (0 started)",
         "loading libraries on 2 workers",
     ]
     assert [phase for phase in dict.fromkeys(phases) if phase in expected] == expected, text
@@ -231,7 +232,7 @@ def test_a_second_directory_of_the_same_checkpoints_is_refused_before_a_worker_s
         ), text
     else:
         prepare_attempt(first, "first")
-        claim_checkpoints(first)
+        claim_checkpoints(resolve_run(first))
         run_ranks(run_worker, 2, first, "first", timeout_s=TIMEOUT_S)
     code, text = train(second, tmp_path / "second")
     assert code == 2, text

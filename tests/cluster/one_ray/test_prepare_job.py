@@ -5,14 +5,15 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ray_ulysses.cluster.prepare_job import prepare
+from ray_ulysses.cluster.prepare_job import run_preparation
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.prepare.preparation import PrepareProgress, PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.preparation import PrepareProgress, PrepareRequest, prepare_local, preparing
 from ray_ulysses.data.prepare.unit_writer import write_unit
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
@@ -20,6 +21,11 @@ from ray_ulysses.errors import RunError, UserError
 from tests.unit.data.corpora import begin, varied_texts, write_texts
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+
+def prepare(request: PrepareRequest, **options: Any) -> Corpus:
+    with preparing(request) as preparation:
+        return run_preparation(preparation, **options)
 
 
 def mixed_sources(directory: Path) -> SourceSpec:

@@ -21,6 +21,7 @@ from ray_ulysses.data.plan.plan import Plan, PlanSettings
 from ray_ulysses.data.read.reader import RowReader, RowSlice
 from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.parallel.layout import ParallelLayout
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.data.plans import build_plan
 
@@ -76,8 +77,7 @@ def sources_of(
             sources or [source_of(corpus)],
             plan,
             rank=rank,
-            world_size=world_size,
-            sp_size=sp_size,
+            layout=ParallelLayout(world_size=world_size, sp_size=sp_size),
             share=shared.of_rank(rank),
             **{"timeout_s": WAIT_S, **options},
         )
@@ -184,8 +184,7 @@ class Rank:
             sources,
             plan,
             rank=rank,
-            world_size=world_size,
-            sp_size=sp_size,
+            layout=ParallelLayout(world_size=world_size, sp_size=sp_size),
             share=self._share,
             max_blocks=12,
             timeout_s=WAIT_S,
@@ -272,11 +271,12 @@ def test_the_streams_of_finished_windows_are_ended(cluster: None, corpus: Corpus
 def test_windows_are_whole_steps_and_bounded(corpus: Corpus) -> None:
     plan = plan_of(corpus, rows_per_step=5)
     # dp=2: 3 micro-batches of 4 ranks make 12 blocks a step.
-    assert window_steps(1, plan, 4, 2, 30) == range(1, 3)
-    assert window_steps(1, plan, 4, 2, 5) == range(1, 2)
-    assert window_steps(plan.num_steps, plan, 4, 2, 1000) == range(plan.num_steps, plan.num_steps + 1)
-    assert not window_steps(plan.num_steps + 1, plan, 4, 2, 1000)
-    slots = window_slots(plan, range(1, 3), 4, 2)
+    layout = ParallelLayout(world_size=4, sp_size=2)
+    assert window_steps(1, plan, layout, 30) == range(1, 3)
+    assert window_steps(1, plan, layout, 5) == range(1, 2)
+    assert window_steps(plan.num_steps, plan, layout, 1000) == range(plan.num_steps, plan.num_steps + 1)
+    assert not window_steps(plan.num_steps + 1, plan, layout, 1000)
+    slots = window_slots(plan, range(1, 3), layout)
     assert len(slots) == 24
     assert [slot.sp_rank for slot in slots[:4]] == [0, 1, 0, 1]
     assert sum(slot.row == -1 for slot in slots) == 2 * 2

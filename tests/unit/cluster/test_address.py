@@ -68,8 +68,8 @@ def test_a_port_of_something_else_is_refused() -> None:
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("http://head:8265", "is not the address of a Ray head; give its host:port (6379 by default)"),
-        ("head", "give the host:port of a Ray head"),
+        ("http://head:8265", "is not the address of a Ray head; use its host:port (6379 by default)"),
+        ("head", "use the host:port of a Ray head"),
     ],
 )
 def test_what_is_no_address_is_the_users_error(target: str, words: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ray_ulysses.cluster.capacity import Demand, Node, hint, places, shortfall
+from ray_ulysses.run.settings import resolve_run
 from tests.distributed.run_case import make_config
 
 ONE = Demand(workers=4, sp_size=2, cpus=1.0, gpus=0, data_cpus=0.25)
@@ -27,11 +28,11 @@ def test_the_demand_is_the_configurations(tmp_path: Path) -> None:
         cluster__data_cpus=0.75,
         data__engine="ray",
     )
-    demand = Demand.of(config)
+    demand = Demand.of(resolve_run(config))
     assert demand == Demand(workers=4, sp_size=2, cpus=0.5, gpus=0, data_cpus=0.75)
     assert demand.total_cpus == 4 * 0.5 + 2 * 0.75
     # The local engine reads in the workers themselves.
-    assert Demand.of(make_config(tmp_path, tmp_path, data__engine="local")).data_cpus == 0.0
+    assert Demand.of(resolve_run(make_config(tmp_path, tmp_path, data__engine="local"))).data_cpus == 0.0
 
 
 def test_a_cluster_that_holds_the_run_lacks_nothing() -> None:
@@ -53,21 +54,21 @@ def test_the_shortfall_counts_what_is_there_and_what_is_needed() -> None:
     there = nodes((1, 0), (1, 0), (0, 0))
     assert shortfall(ONE, there) == (
         "cluster.workers=4 needs 1 CPU each (cluster.cpus_per_worker); the 3 nodes "
-        "that are there hold 2: 2 of 1 CPU and 0 GPUs (2), 1 of 0 CPUs and 0 GPUs (0)"
+        "of the cluster hold 2: 2 of 1 CPU and 0 GPUs (2), 1 of 0 CPUs and 0 GPUs (0)"
     )
-    assert hint(ONE, there) == ("set cluster.workers=2, which fits (a run goes on at any number), or bring more nodes")
+    assert hint(ONE, there) == ("set cluster.workers=2, which fits (a run resumes at any number), or add nodes")
 
 
 def test_the_hint_keeps_to_multiples_of_sp_size() -> None:
     demand = replace(ONE, workers=16, sp_size=4)
     assert "set cluster.workers=4, which fits" in hint(demand, nodes((7, 0)))
-    assert hint(demand, nodes((3, 0))) == "bring nodes that hold workers, parallel.sp_size=4 of them at least"
+    assert hint(demand, nodes((3, 0))) == "add nodes that hold workers, at least parallel.sp_size=4 of them"
 
 
 def test_gpus_that_no_node_has_are_told() -> None:
     demand = replace(ONE, gpus=1)
     assert "needs 1 CPU and 1 GPU each" in str(shortfall(demand, nodes((64, 0))))
-    assert hint(demand, nodes((64, 0))) == "bring nodes with GPUs, or set cluster.gpus_per_worker=0 to train on CPUs"
+    assert hint(demand, nodes((64, 0))) == "add nodes with GPUs, or set cluster.gpus_per_worker=0 to train on CPUs"
 
 
 def test_the_data_stream_needs_cpus_that_no_worker_has() -> None:
@@ -76,7 +77,7 @@ def test_the_data_stream_needs_cpus_that_no_worker_has() -> None:
 
 
 def test_no_node_at_all_is_a_shortfall() -> None:
-    assert "the 0 nodes that are there hold 0" in str(shortfall(ONE, []))
+    assert "the 0 nodes of the cluster hold 0" in str(shortfall(ONE, []))
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from ray_ulysses.cluster.failures import (
     FailureBook,
     FailureJudge,
     TrainingFailed,
+    _has_ended,
     cause_of,
     failure_book,
     train_until_done,
@@ -35,6 +37,7 @@ from ray_ulysses.config import Config
 from ray_ulysses.elastic.causes import Cause
 from ray_ulysses.errors import UserError
 from ray_ulysses.run.completion import settle_failed
+from ray_ulysses.run.planning import known_step
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.events import AttemptEnded, StartFailed
 from ray_ulysses.tracking.failures import failure_fields, failure_in_words
@@ -68,6 +71,10 @@ def _config(folder: Path, **changes: Any) -> Config:
 
 def _book(config: Config, clock: _Clock, session: str = "now", first_attempt: int = 1) -> FailureBook:
     return FailureBook(config=config, session=session, first_attempt=first_attempt, writer=CONTROLLER, clock=clock)
+
+
+def _judge(book: FailureBook, cause: Cause) -> AttemptEnded | StartFailed:
+    return book.judge(cause, known_step(LocalStore(book.config.run_dir)))
 
 
 def _attempt(config: Config, clock: _Clock, *steps: int, session: str = "now", resumed: int = 0) -> None:
@@ -205,7 +212,7 @@ def test_a_failure_that_is_survived_says_where_and_what_it_cost(tmp_path: Path) 
     config, clock = _config(tmp_path), _Clock()
     _attempt(config, clock, *range(1, 20))
     save(LocalStore(config.run_dir), 10)
-    failure = _book(config, clock).judge(LOST)
+    failure = _judge(_book(config, clock), LOST)
     assert failure.restarts
     assert failure_in_words(failure) == (
         "lost worker 1 (killed by signal 9); restarting from step 10; 9 steps lost; failure 1 of 3"
@@ -223,13 +230,13 @@ def test_one_failure_too_many_ends_the_run_and_progress_begins_the_count_anew(tm
     _attempt(config, clock, 1, 2)
     numbers = []
     for _ in range(2):
-        failure = book.judge(LOST)
+        failure = _judge(book, LOST)
         numbers.append((failure.failure, failure.restarts))
         _attempt(config, clock, 1, 2)
     # A checkpoint is committed: what came before it is forgiven.
     save(LocalStore(config.run_dir), 2)
     for _ in range(3):
-        failure = book.judge(LOST)
+        failure = _judge(book, LOST)
         numbers.append((failure.failure, failure.restarts))
         _attempt(config, clock, 3, resumed=2)
     assert numbers == [(1, True), (2, True), (1, True), (2, True), (3, False)]
@@ -240,12 +247,12 @@ def test_one_failure_too_many_ends_the_run_and_progress_begins_the_count_anew(tm
 def test_failures_of_the_day_before_and_of_another_command_do_not_count(tmp_path: Path) -> None:
     config, clock = _config(tmp_path, elastic__max_failures=1, elastic__failure_window_s=100.0), _Clock()
     _attempt(config, clock, 1)
-    assert _book(config, clock, session="before").judge(LOST).failure == 1
+    assert _judge(_book(config, clock, session="before"), LOST).failure == 1
     _attempt(config, clock, 1)
-    assert _book(config, clock).judge(LOST).failure == 1
+    assert _judge(_book(config, clock), LOST).failure == 1
     clock.time += 101
     _attempt(config, clock, 1)
-    assert _book(config, clock).judge(LOST).restarts
+    assert _judge(_book(config, clock), LOST).restarts
 
 
 def test_a_preemption_is_not_counted_and_what_no_restart_mends_is_final(tmp_path: Path) -> None:
@@ -253,17 +260,17 @@ def test_a_preemption_is_not_counted_and_what_no_restart_mends_is_final(tmp_path
     _attempt(config, clock, 1)
     away = Cause(kind="preempted", reason="lost worker 0 (its node was taken away)", rank=0, hint="-")
     for _ in range(5):
-        failure = _book(config, clock).judge(away)
+        failure = _judge(_book(config, clock), away)
         assert failure.restarts and failure.failure is None
         assert "not counted as a failure" in failure_in_words(failure)
-    refused = _book(config, clock).judge(replace(LOST, is_final=True))
+    refused = _judge(_book(config, clock), replace(LOST, is_final=True))
     assert not refused.restarts and failure_in_words(refused).endswith("not started again")
 
 
 def test_a_failure_before_any_attempt_began_is_told_beside_it_and_not_as_its_end(tmp_path: Path) -> None:
     config, clock = _config(tmp_path), _Clock()
     start = Cause(kind="start", reason="2 workers did not start in time", rank=None, hint="add nodes")
-    failure = _book(config, clock).judge(start)
+    failure = _judge(_book(config, clock), start)
     assert failure_in_words(failure) == "2 workers did not start in time; restarting from step 0; failure 1 of 3"
     (told,) = read_events(config.run_dir)
     assert (told.event, told.attempt) == ("start_failed", 1)
@@ -273,19 +280,49 @@ def test_a_failure_before_any_attempt_began_is_told_beside_it_and_not_as_its_end
     journal.append({"event": "attempt_ended", "reason": "stopped"})
     journal.close()
     clock.time += 86400
-    _book(config, clock, first_attempt=3).judge(start)
+    _judge(_book(config, clock, first_attempt=3), start)
     assert [event.event for event in read_events(config.run_dir) if event.attempt == 2][-1] == "start_failed"
     history = read_history(config.run_dir)
     assert history.attempts[0].reason == "stopped" and history.status == "stopped"
     assert history.goodput == 1.0, "the day until the next command is not the attempt's"
 
 
+@pytest.mark.parametrize(("saved", "reason"), [(True, "preempted: lost worker 0 (-)"), (False, "lost worker 0 (-)")])
+def test_an_announced_end_of_a_node_is_a_preemption_where_a_state_was_saved(
+    tmp_path: Path, saved: bool, reason: str
+) -> None:
+    config, clock = _config(tmp_path), _Clock()
+    _attempt(config, clock, 1, 2)
+    if saved:
+        save(LocalStore(config.run_dir), 1)
+    failure = _judge(_book(config, clock), Cause(kind="preempted", reason="lost worker 0 (-)", rank=0, hint="-"))
+    assert failure.reason == reason and failure.restarts
+    assert read_history(config.run_dir).attempts[0].reason == reason
+    assert failure_in_words(failure).startswith(f"{reason}; restarting from step {1 if saved else 0};")
+
+
+def test_a_connection_that_the_client_of_ray_lost_is_a_connection_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray 2.60 raises the base class of all exceptions there; errors of other kinds pass as they are."""
+
+    def wait(*_: object, error: Exception, **__: object) -> object:
+        raise error
+
+    bare = Exception("Client Wait request failed. Reference invalid?")
+    monkeypatch.setattr("ray_ulysses.cluster.failures.ray.wait", functools.partial(wait, error=bare))
+    with pytest.raises(ConnectionError, match="Client Wait request failed") as lost:
+        _has_ended(None)
+    assert cause_of(lost.value).kind == "controller"
+    monkeypatch.setattr("ray_ulysses.cluster.failures.ray.wait", functools.partial(wait, error=KeyError("bug")))
+    with pytest.raises(KeyError, match="bug"):
+        _has_ended(None)
+
+
 def test_an_attempt_ends_once_whoever_tells_it(tmp_path: Path) -> None:
     config, clock = _config(tmp_path), _Clock()
     _attempt(config, clock, 1)
-    _book(config, clock).judge(LOST)
+    _judge(_book(config, clock), LOST)
     gone = Cause(kind="controller", reason="Ray could not run the workers: ActorDiedError", rank=None, hint="-")
-    replace(_book(config, clock), writer=COMMAND).judge(gone)
+    _judge(replace(_book(config, clock), writer=COMMAND), gone)
     events = [event.event for event in read_events(config.run_dir)]
     assert events.count("attempt_ended") == 1 and events.count("start_failed") == 1
 
@@ -293,7 +330,7 @@ def test_an_attempt_ends_once_whoever_tells_it(tmp_path: Path) -> None:
 def test_a_run_that_has_failed_says_so_until_it_goes_on(tmp_path: Path) -> None:
     config, clock = _config(tmp_path, elastic__max_failures=0), _Clock()
     _attempt(config, clock, *range(1, 8))
-    failure = _book(config, clock).judge(LOST)
+    failure = _judge(_book(config, clock), LOST)
     settle_failed(config, failure)
     history = read_history(config.run_dir)
     assert history.status == "failed" and history.failure is not None
@@ -319,5 +356,5 @@ def test_a_storage_that_is_away_keeps_no_failure_from_being_judged(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("ray_ulysses.cluster.failures.tell_failure", full)
-    assert _book(config, clock).judge(LOST).restarts
+    assert _judge(_book(config, clock), LOST).restarts
     assert "No space left on device" in caplog.text and LOST.reason in caplog.text

@@ -63,7 +63,7 @@ def test_before_the_workers_start_a_stop_ends_the_command_where_it_is(
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt), StopSignals(tmp_path, "one", console):
         received(number)
-    assert shown(console) == f"{number.name}: there is no step to save yet; ending what was started\n"
+    assert shown(console) == f"{number.name}: there is no step to save yet; stopping now\n"
     assert signal.getsignal(number) == before
 
 
@@ -89,7 +89,7 @@ def test_a_stop_ends_the_wait_for_a_first_step(
         received(number)
         with pytest.raises(KeyboardInterrupt):
             signals.check(workers_are_whole=True)
-    assert "there is no step to save yet; ending what was started" in shown(console)
+    assert "there is no step to save yet; stopping now" in shown(console)
 
 
 @pytest.mark.parametrize("number", STOP)
@@ -122,7 +122,10 @@ def test_a_step_is_saved_before_the_command_ends(number: signal.Signals, tmp_pat
         say(journal, {"event": "attempt_ended", "reason": "stopped"})
         signals.check(workers_are_whole=True)
         signals.check(workers_are_whole=False)
-    assert shown(console) == f"{number.name}: saving after this step, then stopping; once more to stop at once\n"
+    assert (
+        shown(console)
+        == f"{number.name}: saving after this step, then stopping; press Ctrl-C again to stop immediately\n"
+    )
 
 
 def test_a_stop_does_not_wait_for_workers_of_which_one_is_lost(tmp_path: Path, console: Console) -> None:

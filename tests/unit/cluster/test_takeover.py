@@ -52,8 +52,8 @@ def test_a_command_whose_run_was_taken_ends_while_its_workers_still_train(tmp_pa
         with pytest.raises(RunError) as ended:
             end_if_lost(watch, tmp_path, "one")
     text = str(ended.value)
-    assert "taken over by process 7 on host other since 2023-11-14 22:13:20 UTC; this command ends at once" in text
-    assert "Nothing that was committed is lost, and the other goes on from it" in text
+    assert "taken over by process 7 on host other since 2023-11-14 22:13:20 UTC; this command ends immediately" in text
+    assert "Nothing that was committed is lost, and the other continues from it" in text
     # Whatever Ray starts of this session after that says the same, and trains nothing.
     assert refusal(tmp_path, "one") == text
 
@@ -65,7 +65,7 @@ def test_workers_are_given_up_at_once_when_another_command_takes_the_run(
     config = make_config(tmp_path, tmp_path / "corpus")
     looks: list[str] = []
 
-    def trainer(config: Any, book: Any, look: Any, command: Any) -> Any:
+    def trainer(run: Any, book: Any, look: Any, command: Any) -> Any:
         def fit() -> None:
             deadline = time.monotonic() + 30
             while time.monotonic() < deadline:
@@ -79,12 +79,13 @@ def test_workers_are_given_up_at_once_when_another_command_takes_the_run(
 
     monkeypatch.setattr(train_job, "_trainer", trainer)
     monkeypatch.setattr(train_job, "session_logs", lambda: None)
-    monkeypatch.setattr(train_job, "WorkerWatch", lambda *a, **k: SimpleNamespace(check=int, is_whole=True, there=1))
+    monkeypatch.setattr(train_job, "WorkerWatch", lambda *a, **k: SimpleNamespace(check=int, is_whole=True, started=1))
     monkeypatch.setattr(train_job, "StartView", lambda *a: SimpleNamespace(look=lambda there: None))
     monkeypatch.setattr(train_job, "LockWatch", lambda holds: LockWatch(holds, every_s=0.01))
     signals: Any = SimpleNamespace(workers_start=int, check=lambda workers_are_whole: None)
     arguments: Any = (
         SimpleNamespace(config=config),
+        SimpleNamespace(workers=4),
         SimpleNamespace(session="one"),
         0.0,
         SimpleNamespace(console=None),
@@ -93,7 +94,7 @@ def test_workers_are_given_up_at_once_when_another_command_takes_the_run(
         train_job._run_workers(*arguments, signals, [lock])
     assert len(looks) >= 3
     said = refusal(config.run_dir, "one")
-    assert said is not None and "this command ends at once" in said
+    assert said is not None and "this command ends immediately" in said
 
 
 @pytest.mark.parametrize("error", [ConnectionError("the head is gone"), RuntimeError("no"), OSError(28, "full")])
@@ -110,6 +111,7 @@ def test_what_ends_ray_train_is_judged_and_what_is_of_this_machine_is_not(
     signals: Any = SimpleNamespace(workers_start=int)
     arguments: Any = (
         SimpleNamespace(config=config),
+        SimpleNamespace(workers=4),
         SimpleNamespace(session="one"),
         0.0,
         SimpleNamespace(console=None),
@@ -138,7 +140,7 @@ def test_an_overtaken_worker_ends_its_session_only_if_another_command_overtook_i
     assert refusal(tmp_path, "one") is None
     refuse_if_taken_over(tmp_path, store, "one")
     said = refusal(tmp_path, "one")
-    assert said is not None and said.startswith("another command has taken the run over: attempt 4 is its own")
+    assert said is not None and said.startswith("another command has taken the run over: attempt 4 belongs to it")
     assert refusal(tmp_path, "two") is None
 
 

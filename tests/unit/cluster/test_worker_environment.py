@@ -53,7 +53,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], environment:
 def test_what_nodes_lack_is_said_by_name_and_node(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"10.0.0.2": (["HF_TOKEN"], None), "10.0.0.1": (["HF_TOKEN"], None), "10.0.0.3": ([], None)}
     assert answers(monkeypatch, found, {"HF_TOKEN": "hunter2"}) == [
-        "note: HF_TOKEN is set for this command and not on 10.0.0.1, 10.0.0.2: workers there do without, since secrets "
+        "note: HF_TOKEN is set for this command and not on 10.0.0.1, 10.0.0.2: workers there lack it, since secrets "
         "are not sent through Ray. If the run needs it, set it on every node before Ray starts there, or name a file "
         "that holds it in cluster.secrets_file"
     ]

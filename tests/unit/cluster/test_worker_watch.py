@@ -49,14 +49,14 @@ def test_a_lost_node_is_awaited_told_once_and_given_up_with_its_count() -> None:
     for second in range(101, 160):
         cluster.at(second, 1, 0)
     lack = "cluster.workers=2 needs 1 CPU each (cluster.cpus_per_worker); the 1 node"
-    assert cluster.said == [f"waiting up to 58 s for nodes: {lack} that is there holds 1: 1 of 1 CPU and 0 GPUs (1)"]
+    assert cluster.said == [f"waiting up to 58 s for nodes: {lack} of the cluster holds 1: 1 of 1 CPU and 0 GPUs (1)"]
     with pytest.raises(RunError) as ended:
         cluster.at(160, 1, 0)
     text = str(ended.value)
     assert text.startswith(
-        f"0 of cluster.workers=2 workers are there after 60 s (elastic.worker_start_timeout_s): {lack}"
+        f"0 of cluster.workers=2 workers have started after 60 s (elastic.worker_start_timeout_s): {lack}"
     )
-    assert text.endswith("set cluster.workers=1, which fits (a run goes on at any number), or bring more nodes")
+    assert text.endswith("set cluster.workers=1, which fits (a run resumes at any number), or add nodes")
     assert "RAY_TRAIN" not in text
 
 
@@ -73,7 +73,7 @@ def test_a_node_that_comes_back_begins_the_wait_anew() -> None:
 
 def test_workers_that_never_start_on_nodes_that_hold_them_end_the_wait_too() -> None:
     cluster = Cluster()
-    with pytest.raises(RunError, match=r"0 of cluster\.workers=2 .* the nodes hold them all, so others use"):
+    with pytest.raises(RunError, match=r"0 of cluster\.workers=2 .* the nodes can hold them all, so other work"):
         cluster.at(60, 2, 0)
 
 

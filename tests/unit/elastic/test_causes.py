@@ -107,7 +107,7 @@ def test_consequences_alone_say_so() -> None:
         ),
         ("The actor died because its node has died. Node Id: 01", "its node died"),
         ("A worker health check has been hanging for 31.24 seconds.", "it did not answer for 31 s"),
-        ("The actor died unexpectedly before finishing this task.", "its process died, and Ray does not say why"),
+        ("The actor died unexpectedly before finishing this task.", "its process died, and Ray gives no reason"),
         (
             "The actor f1176da8 is unavailable: The actor is temporarily unavailable: RpcError: RPC error: failed to",
             "its process can't be reached",

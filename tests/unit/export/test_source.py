@@ -94,8 +94,8 @@ def test_a_storage_that_does_not_answer_is_named(run_dir: Path, monkeypatch: pyt
         with pytest.raises(RunError) as error:
             find_checkpoint(read_config(run_dir), run_dir, step)  # type: ignore[arg-type]
         assert str(error.value) == (
-            f"the checkpoints in {run_dir} can't be read (Permission denied); see that the storage is there and may be "
-            "read, then try again"
+            f"the checkpoints in {run_dir} can't be read (Permission denied); check that the storage is mounted and "
+            "readable, then try again"
         )
 
 

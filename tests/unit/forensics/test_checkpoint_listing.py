@@ -16,7 +16,8 @@ from ray_ulysses.forensics import checkpoint_listing
 from ray_ulysses.forensics.checkpoint_listing import list_checkpoints
 from ray_ulysses.forensics.checkpoint_place import find_checkpoints, read_run
 from ray_ulysses.forensics.checkpoint_report import CheckpointReport
-from ray_ulysses.run.start_point import why_no_start
+from ray_ulysses.run.settings import resolve_run
+from ray_ulysses.run.start_point import start_of
 from ray_ulysses.run_names import shard_file, step_folder
 from ray_ulysses.storage import LocalStore, RunLock, Store
 from ray_ulysses.tracking.journal import AttemptJournal
@@ -211,7 +212,7 @@ def test_where_train_refuses_no_start_is_promised(folder: Path) -> None:
     listing = list_checkpoints(folder)
     assert listing.resumes_from is None
     assert str(listing.refusal).startswith(
-        "no checkpoint of the run is whole, and it does not begin anew by itself: the"
+        "no checkpoint of the run is whole, and it will not restart from step 0 by itself: the"
     )
     save(store, 30)
     save(store, 40)
@@ -249,7 +250,8 @@ def test_the_listing_refuses_what_train_refuses(folder: Path, newest: str, older
         start_attempt(store, 2, 10)
     with denied(manifest(folder, 20)) if newest == "denied" else nullcontext():
         listing, choice = list_checkpoints(folder), newest_committed(store, "sizes")
-        refusal = why_no_start(load_config(folder / "config.yaml"), store, choice.manifest, choice.damaged)
+        run = replace(resolve_run(load_config(folder / "config.yaml")), store=store)
+        refusal = start_of(run, [choice.manifest.step] if choice.manifest else [], choice.damaged).refusal
     assert listing.refusal == refusal
     if refusal is None:
         assert listing.resumes_from == (choice.manifest.step if choice.manifest else None)

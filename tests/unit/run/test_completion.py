@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ray_ulysses.errors import RunError
-from ray_ulysses.run.completion import say_command_ended, settle_completed
+from ray_ulysses.run.completion import record_command_ended, settle_completed
 from ray_ulysses.run.preflight import PreparedRun, claim_directory, prepare_run
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.events import RunFinished
@@ -73,12 +73,12 @@ def test_an_attempt_that_died_after_its_last_save_is_finished_by_the_next_comman
 
 
 def test_a_command_says_when_it_ended_and_one_without_an_attempt_says_nothing(tmp_path: Path) -> None:
-    say_command_ended(tmp_path, "mine")
+    record_command_ended(tmp_path, "mine")
     assert not (tmp_path / "journal").exists()
     journal = AttemptJournal.claim(tmp_path)
     journal.append({"event": "phase", "phase": "self-test", "session": "mine"})
-    say_command_ended(tmp_path, "another")
-    say_command_ended(tmp_path, "mine")
+    record_command_ended(tmp_path, "another")
+    record_command_ended(tmp_path, "mine")
     assert [event.event for event in read_events(tmp_path)] == ["phase", "command_ended"]
 
 

@@ -47,7 +47,7 @@ def test_a_torn_manifest_is_told_and_no_older_checkpoint_is_taken_instead(tmp_pa
         with pytest.raises(UserError, match=r"step 6 is damaged and not used: .* torn .*; name another step"):
             _prepared(_config(tmp_path, f"{source.root}{asked}"))
     with pytest.raises(
-        UserError, match=r"the best checkpoint can't be told, since the numbers of step 6 can't be read"
+        UserError, match=r"the best checkpoint can't be determined, since the metrics of step 6 can't be read"
     ):
         _prepared(_config(tmp_path, f"{source.root}@best"))
     origin = find_origin(_config(tmp_path, f"{source.root}@4"))
@@ -64,12 +64,12 @@ def test_a_pin_whose_checkpoint_was_deleted_is_looked_up_again(
 ) -> None:
     """Begun from a run that was still being written: its retention went on before this run had saved anything."""
     config = _config(tmp_path, f"{source.root}@latest")
-    pin_origin(config, Origin(asked=f"{source.root}@latest", location=str(source.root), step=4))
+    pin_origin(config, Origin(reference=f"{source.root}@latest", location=str(source.root), step=4))
     source.delete("checkpoints/step-00000004")
     with caplog.at_level(logging.WARNING):
         prepared = _prepared(config)
     assert prepared.origin is not None and prepared.origin.step == 6
-    assert f"{source.root}@4 is not there any more; model.resume_from is looked up again" in caplog.text
+    assert f"{source.root}@4 no longer exists; model.resume_from is looked up again" in caplog.text
     # One that is there stays what it is, whatever has been committed since.
     pin_origin(config, prepared.origin)
     save(source, 8)
@@ -80,12 +80,12 @@ def test_a_pin_whose_checkpoint_was_deleted_is_looked_up_again(
 def test_a_place_that_holds_nothing_is_named_and_so_is_what_is_there(tmp_path: Path, source: LocalStore) -> None:
     config = _config(tmp_path, "mlflow:gone/6", tracking__enabled=True)
     # As MLflow has it, of a directory that was moved since.
-    origin = Origin(asked="mlflow:gone/6", location=str(tmp_path / "old"), step=6)
+    origin = Origin(reference="mlflow:gone/6", location=str(tmp_path / "old"), step=6)
     with pytest.raises(UserError) as refused:
         check_origin(origin, config, None)  # type: ignore[arg-type]
     assert str(refused.value) == (
-        f"model.resume_from='mlflow:gone/6': the checkpoint of step 6 should be in {tmp_path}/old, and is not (there: "
-        "none); mount or restore that place, or name where the run lies now, as in /path/of/the/run@6"
+        f"model.resume_from='mlflow:gone/6': the checkpoint of step 6 is missing in {tmp_path}/old (there: none); "
+        "mount or restore that location, or name the run's present one, as in /path/of/the/run@6"
     )
 
 

@@ -16,6 +16,7 @@ from ray_ulysses.config.loading import parse_config
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.run.ownership import claim_checkpoints
+from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.run_names import IDENTITY_FILE, OWNER_FILE
 from ray_ulysses.tracking.journal import AttemptJournal
 from tests.s3_server import serve_s3
@@ -62,11 +63,11 @@ def owned_by(config: Config) -> str:
 
 def test_a_second_directory_of_the_same_name_is_refused_with_the_hint(tmp_path: Path, place: str) -> None:
     first, second = run_in(tmp_path / "a", place), run_in(tmp_path / "b", place)
-    claim_checkpoints(first)
+    claim_checkpoints(resolve_run(first))
     for _ in range(2):
         with pytest.raises(UserError) as refused:
-            claim_checkpoints(second)
-        claim_checkpoints(first)
+            claim_checkpoints(resolve_run(second))
+        claim_checkpoints(resolve_run(first))
     text = str(refused.value)
     there = f"there belong to the run directory {first.run_dir} of host "
     assert text.startswith(f"checkpoint.storage={place!r}: the checkpoints of run 'first' {there}")
@@ -76,11 +77,11 @@ def test_a_second_directory_of_the_same_name_is_refused_with_the_hint(tmp_path: 
 
 def test_a_directory_that_was_moved_or_copied_is_still_the_owner(tmp_path: Path, place: str) -> None:
     first = run_in(tmp_path / "a", place)
-    claim_checkpoints(first)
+    claim_checkpoints(resolve_run(first))
     shutil.copytree(tmp_path / "a", tmp_path / "copy")
     (tmp_path / "a").rename(tmp_path / "moved")
     for storage in ("copy", "moved"):
-        claim_checkpoints(run_in(tmp_path / storage, place))
+        claim_checkpoints(resolve_run(run_in(tmp_path / storage, place)))
 
 
 def test_of_directories_that_come_at_once_exactly_one_gets_them(tmp_path: Path, place: str) -> None:
@@ -90,7 +91,7 @@ def test_of_directories_that_come_at_once_exactly_one_gets_them(tmp_path: Path, 
     def claim(config: Config) -> bool:
         barrier.wait(30)
         try:
-            claim_checkpoints(config)
+            claim_checkpoints(resolve_run(config))
         except UserError:
             return False
         return True
@@ -113,35 +114,35 @@ def test_checkpoints_without_an_owner_are_the_directory_s_whose_journal_tells_of
     elsewhere = run_in(tmp_path / "b", str(tmp_path / "elsewhere"))
     train(elsewhere, 10)
     for config in (second, run_in(tmp_path / "new", place)):
-        with pytest.raises(UserError, match="belong to a run directory whose journal tells of them, and not to"):
-            claim_checkpoints(config)
+        with pytest.raises(UserError, match="belong to a run directory whose journal records them, and not to"):
+            claim_checkpoints(resolve_run(config))
         assert not (tmp_path / "place" / "first" / OWNER_FILE).exists()
-    claim_checkpoints(first)
+    claim_checkpoints(resolve_run(first))
     assert owned_by(first) == str(first.run_dir)
 
 
 def test_a_journal_that_tells_of_another_checkpoint_of_that_step_claims_nothing(tmp_path: Path) -> None:
     config = run_in(tmp_path / "a", str(tmp_path / "place"))
     train(config, 10, digest=11)
-    with pytest.raises(UserError, match="whose journal tells of them"):
-        claim_checkpoints(config)
+    with pytest.raises(UserError, match="whose journal records them"):
+        claim_checkpoints(resolve_run(config))
 
 
 def test_checkpoints_in_the_run_s_own_directory_need_no_owner(tmp_path: Path) -> None:
     config = run_in(tmp_path / "a", None)
-    claim_checkpoints(config)
+    claim_checkpoints(resolve_run(config))
     assert list(config.run_dir.iterdir()) == []
 
 
 def test_a_damaged_owner_and_a_storage_that_is_away_are_told(tmp_path: Path) -> None:
     config = run_in(tmp_path / "a", str(tmp_path / "place"))
-    claim_checkpoints(config)
+    claim_checkpoints(resolve_run(config))
     owner = tmp_path / "place" / "first" / OWNER_FILE
     owner.write_text("{}")
-    with pytest.raises(UserError, match=r"owner.json says which run directory .* is damaged .*delete it"):
-        claim_checkpoints(config)
+    with pytest.raises(UserError, match=r"owner.json names the run directory .* is damaged .*delete it"):
+        claim_checkpoints(resolve_run(config))
     owner.unlink()
     owner.mkdir()
     with pytest.raises(RunError, match="can't be read"):
-        claim_checkpoints(config)
+        claim_checkpoints(resolve_run(config))
     assert (config.run_dir / IDENTITY_FILE).is_file()

@@ -159,7 +159,7 @@ def test_a_run_that_branches_says_so_before_it_starts(tmp_path: Path) -> None:
     claim_directory(first)
     assert not [note for note in first.notes if "--branch" in note]
     same = prepare_run(make_config(tmp_path / "runs", corpus), Path("/"), branch=True)
-    assert "--branch: the data are those that the run has already; nothing is branched" in same.notes
+    assert "--branch: the data of the run are unchanged; nothing is branched" in same.notes
     changed = prepare_run(make_config(tmp_path / "runs", corpus, data__context_tokens=96), Path("/"), branch=True)
     assert changed.notes[0] == (
         f"--branch: the run's data change after step 0, at row 0 in epoch 1; plan {changed.plan.plan_id} has "

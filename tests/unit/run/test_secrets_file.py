@@ -34,7 +34,7 @@ def test_a_file_that_others_can_use_is_refused_with_the_hint(tmp_path: Path, mod
     with pytest.raises(UserError) as refused:
         read_secrets(path)
     assert str(refused.value) == (
-        f"cluster.secrets_file={path!r}: on {socket.gethostname()}: may be used by others than its owner (mode "
+        f"cluster.secrets_file={path!r}: on {socket.gethostname()}: can be accessed by others than its owner (mode "
         f"{mode:04o}); run chmod 600 {path} on that node"
     )
 

@@ -40,7 +40,7 @@ def test_an_attempt_is_its_session_s_by_its_own_word() -> None:
         ]
     ).entries
     found = [owner_of(attempt, records, (1, 2, 3, 4), "one") for attempt in (1, 2, 3, 4, 5)]
-    assert found == ["own", "other", "unsaid", "unsaid", "elsewhere"]
+    assert found == ["own", "other", "unknown", "unknown", "elsewhere"]
 
 
 def test_a_worker_that_was_thought_dead_takes_its_own_command_s_newer_attempt_for_no_other_s(tmp_path: Path) -> None:
@@ -61,9 +61,9 @@ def test_only_a_command_that_has_begun_can_be_taken_over(tmp_path: Path) -> None
     for older in (0, newest, own):
         refuse_taken_over(tmp_path, older, "one")
     refuse_taken_over(tmp_path, _attempt(tmp_path, None), "one")
-    with pytest.raises(UserError, match="attempt 99 is its own"):
+    with pytest.raises(UserError, match="attempt 99 belongs to it"):
         refuse_taken_over(tmp_path, 99, "one")
     theirs = _attempt(tmp_path, "two")
-    with pytest.raises(UserError, match=f"attempt {theirs} is its own"):
+    with pytest.raises(UserError, match=f"attempt {theirs} belongs to it"):
         refuse_taken_over(tmp_path, theirs, "one")
     refuse_taken_over(tmp_path, theirs, "two")

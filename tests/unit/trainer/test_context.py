@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import ray_ulysses.trainer.context as module
 from ray_ulysses.checkpoint.fence import claim_attempt
 from ray_ulysses.errors import UserError
+from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.journal import AttemptJournal
 from tests.distributed.run_case import make_config
@@ -17,7 +19,7 @@ from tests.unit.trainer.test_record import _worker
 
 def _claim(folder: Path, session: str) -> AttemptJournal:
     config = make_config(folder, folder / "corpus")
-    return module._claim(config, LocalStore(folder / "shared"), _worker(session))
+    return module._claim(replace(resolve_run(config), store=LocalStore(folder / "shared")), _worker(session))
 
 
 def _say_started(journal: AttemptJournal, session: str) -> None:
@@ -38,7 +40,7 @@ def test_a_command_does_not_take_a_run_back_from_the_one_that_took_it_over(tmp_p
     other = _claim(theirs, "two")
     assert other.attempt == 3
     with pytest.raises(
-        UserError, match=r"another command has taken the run over: attempt 3 is its own\. This one ends"
+        UserError, match=r"another command has taken the run over: attempt 3 belongs to it\. This one ends"
     ):
         _claim(mine, "one")
     assert not claim_attempt(LocalStore(mine / "shared"), 3)

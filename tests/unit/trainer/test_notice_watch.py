@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ray_ulysses.checkpoint.notice import LEAST_PAUSE_S, Notice, NoticedSave, notice_asks
-from ray_ulysses.checkpoint.triggers import Flags, Triggers, due
 from ray_ulysses.run_names import NOTICE_FILE
+from ray_ulysses.trainer.agreement import Flags
 from ray_ulysses.trainer.notice_watch import NoticeWatch
+from ray_ulysses.trainer.triggers import Triggers, due
 from tests.breadth import examples
 
 NO_RULES = Triggers(every_steps=None, every_s=None, at_end=False)
@@ -109,7 +110,7 @@ def simulate(
             if newest is not None and not saving and not newest.fails:
                 watch.committed(taken_step, newest.took)
             asks = watch.look(failed=failed)
-            own = Flags(notice=watch.notice is not None, notice_asks=asks, failed=failed, saving=saving)
+            own = Flags(notice=watch.notice is not None, notice_due=asks, failed=failed, saving=saving)
             counts = [a + b for a, b in zip(counts, own.to_counts(), strict=True)]
         flags = Flags.from_counts(counts)
         reasons = {due(NO_RULES, flags, step=step, taken_step=taken_step, last_step=10**9) for _ in watches}

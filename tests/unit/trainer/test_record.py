@@ -13,16 +13,15 @@ import torch
 
 import ray_ulysses.trainer.record as module
 from ray_ulysses.checkpoint.exchange import SingleExchange
-from ray_ulysses.checkpoint.triggers import Flags
 from ray_ulysses.errors import RunError
-from ray_ulysses.parallel.layout import ParallelLayout
-from ray_ulysses.storage import LocalStore
+from ray_ulysses.run.run_position import RunPosition
+from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.tracking.history import build_history
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.tracking.journal_reader import read_journal
 from ray_ulysses.tracking.tracker import NullTracker
+from ray_ulysses.trainer.agreement import Flags
 from ray_ulysses.trainer.context import AttemptContext
-from ray_ulysses.trainer.progress import Progress
 from ray_ulysses.trainer.record import Recorder
 from ray_ulysses.trainer.step import StepResult
 from ray_ulysses.trainer.worker import Worker
@@ -86,12 +85,10 @@ def _worker(session: str = "one", **fields: Any) -> Worker:
 def _recorder(folder: Path, **fields: Any) -> Recorder:
     config = make_config(folder, folder / "corpus", cluster__workers=1, parallel__sp_size=1)
     context = AttemptContext(
-        config=config,
+        run=resolve_run(config),
         worker=_worker(**fields),
-        layout=ParallelLayout(world_size=1, sp_size=1, ring_size=1),
         attempt=1,
         nodes=("n",),
-        store=LocalStore(config.run_dir),
         exchange=SingleExchange(),
         save_exchange=SingleExchange(),
     )
@@ -100,21 +97,13 @@ def _recorder(folder: Path, **fields: Any) -> Recorder:
 
 def _begin(recorder: Recorder) -> None:
     plan: Any = SimpleNamespace(segments=[SimpleNamespace(plan_id="p")], plan_id="p")
-    recorder.attempt_started(Progress(), 10, plan)
+    recorder.attempt_started(RunPosition(), 10, plan)
 
 
 def _train(recorder: Recorder, *steps: int) -> None:
     for step in steps:
-        recorder.step_done(
-            step,
-            StepResult(loss=1.0, tokens=2, digest=3, flags=Flags()),
-            rows=range(step - 1, step),
-            seconds=1.0,
-            document_tokens=2,
-            cost=4,
-            learning_rate=0.1,
-            grad_norm=1.0,
-        )
+        result = StepResult(loss=1.0, tokens=2, digest=3, flags=Flags())
+        recorder.step_done(step, result, range(step - 1, step), {"loss": 1.0, "seconds": 1.0})
 
 
 def _told(folder: Path) -> list[Any]:
@@ -135,7 +124,7 @@ def test_training_goes_on_over_a_full_disk_and_no_record_is_missing_afterwards(
     warnings = [record.getMessage() for record in caplog.records if "the journal" in record.getMessage()]
     assert len(warnings) == 1
     assert "attempt-0001.jsonl can't be written (No space left on device)" in warnings[0]
-    assert "make room or repair run.storage" in warnings[0]
+    assert "free space or repair run.storage" in warnings[0]
     # A checkpoint that counts on these steps must not be committed.
     with pytest.raises(OSError, match="No space left on device"):
         recorder.sync()
@@ -187,6 +176,16 @@ def test_the_tracker_is_told_where_the_time_of_the_command_goes(tmp_path: Path) 
     assert history.goodput == 0.0404
 
 
+def test_an_attempt_that_ends_to_be_resized_is_a_stop_of_its_own_name(tmp_path: Path) -> None:
+    recorder = _recorder(tmp_path)
+    _begin(recorder)
+    _train(recorder, 1)
+    recorder.ended("resized", 1)
+    history = build_history(name="run", journal=read_journal(tmp_path / "run"))
+    assert history.status == "stopped" and history.attempts[0].reason == "resized"
+    assert recorder._tracker.said == ["stopped"]  # type: ignore[attr-defined]
+
+
 def test_too_many_waiting_records_end_the_run_and_say_what_to_do(
     tmp_path: Path, disk: _Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,7 +198,7 @@ def test_too_many_waiting_records_end_the_run_and_say_what_to_do(
         _train(recorder, 4)
     assert str(ended.value) == (
         f"the journal {tmp_path / 'run' / 'journal' / 'attempt-0001.jsonl'} can't be written (No space left on "
-        "device), and 4 records of it wait; make room or repair run.storage, then start the same command again: it "
+        "device), and 4 of its records wait; free space or repair run.storage, then start the same command again: it "
         "resumes from the newest checkpoint"
     )
 
@@ -226,6 +225,6 @@ def test_a_failure_writes_what_it_can_and_hides_nothing(
     assert recorder._tracker.said == ["failed"]  # type: ignore[attr-defined]
     if is_full:
         assert _told(tmp_path) == ["attempt_started"]
-        assert "what waits is lost with this process" in caplog.text
+        assert "waiting records are lost with this process" in caplog.text
     else:
         assert _told(tmp_path) == ["attempt_started", 1, "attempt_ended"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,9 +19,10 @@ from ray_ulysses.checkpoint.exchange import SingleExchange
 from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage, start_attempt
 from ray_ulysses.checkpoint.manifest import read_manifest
 from ray_ulysses.checkpoint.state import StateDescription
-from ray_ulysses.parallel.layout import ParallelLayout
+from ray_ulysses.run.recovery import OtherRun, OwnCheckpoints
 from ray_ulysses.run_names import CHECKPOINT_FOLDER
 from ray_ulysses.storage import LocalStore, Store
+from ray_ulysses.storage.patience import Patience
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.trainer.context import AttemptContext
 from tests.stores import FaultyStore, permission_lost
@@ -30,6 +31,7 @@ from tests.unit.checkpoint.fakes import TENSORS, save
 
 @dataclass
 class FakeRecorder:
+    clock: ClassVar[Any]
     store: Store
     attempt: int = 2
     passed_over: list[Damage] = field(default_factory=list)
@@ -45,10 +47,9 @@ class FakeRecorder:
         pass
 
 
-def _config(run_dir: Path = Path("/nowhere/run")) -> Any:
-    return SimpleNamespace(
-        run_dir=run_dir, checkpoint=SimpleNamespace(storage=None), model=SimpleNamespace(resume_from=None)
-    )
+def _run(store: Store, run_dir: Path) -> Any:
+    config = SimpleNamespace(run_dir=run_dir, model=SimpleNamespace(resume_from=None))
+    return SimpleNamespace(config=config, store=store, location=str(run_dir))
 
 
 def _journal(run_dir: Path, *steps: int) -> Path:
@@ -59,11 +60,27 @@ def _journal(run_dir: Path, *steps: int) -> Path:
     return run_dir
 
 
+class _Clock:
+    """Moves only by sleeping."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    def now(self) -> float:
+        return sum(self.waits)
+
+    def monotonic(self) -> float:
+        return sum(self.waits)
+
+    def sleep(self, seconds: float) -> None:
+        self.waits.append(seconds)
+
+
 @pytest.fixture(autouse=True)
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    waited: list[float] = []
-    monkeypatch.setattr(module.time, "sleep", waited.append)
-    return waited
+    clock = _Clock()
+    monkeypatch.setattr(FakeRecorder, "clock", clock, raising=False)
+    return clock.waits
 
 
 @pytest.fixture
@@ -78,26 +95,27 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
         fill([TensorPart(key=key, start=0, tensor=tensor) for key, tensor in taken.items()])
 
     monkeypatch.setattr(module, "import_state", import_state)
-    monkeypatch.setattr(module, "_check_origin", lambda *_: None)
+    monkeypatch.setattr(module, "_check_own", lambda *_: None)
     return taken
 
 
 def _context(recorder: FakeRecorder, run_dir: Path = Path("/nowhere/run")) -> AttemptContext:
-    worker: Any = SimpleNamespace(rank=0)
+    worker: Any = SimpleNamespace(rank=0, clock=recorder.clock)
     return AttemptContext(
-        config=_config(run_dir),
+        run=_run(recorder.store, run_dir),
         worker=worker,
-        layout=ParallelLayout(world_size=1, sp_size=1, ring_size=1),
         attempt=recorder.attempt,
         nodes=("node",),
-        store=recorder.store,
         exchange=SingleExchange(),
         save_exchange=SingleExchange(),
     )
 
 
 def choose(recorder: FakeRecorder, run_dir: Path = Path("/nowhere/run")) -> Any:
-    return module._choose(_context(recorder, run_dir), recorder.passed_over)
+    context = _context(recorder, run_dir)
+    own = OwnCheckpoints(run=context.run, patience=Patience(wait_s=5.0, first_pause_s=1.0, clock=recorder.clock))
+    other = OtherRun(run=context.run, plan=None)  # type: ignore[arg-type]
+    return module._choose([own], other, context, recorder.passed_over)
 
 
 def resume(recorder: FakeRecorder) -> Any:
@@ -118,6 +136,39 @@ def test_a_short_outage_is_waited_for(tmp_path: Path, waits: list[float]) -> Non
     assert waits == [1.0] and recorder.passed_over == []
 
 
+def test_the_newest_state_is_taken_from_whichever_source_offers_it(
+    tmp_path: Path, loaded: dict[str, torch.Tensor]
+) -> None:
+    """A nearer source, such as the memory of peers, needs no more than a store with the checkpoint's own keys."""
+    recorder = FakeRecorder(_saved(tmp_path / "storage"))
+    near = LocalStore(tmp_path / "near")
+    context = _context(recorder)
+    patience = Patience(wait_s=5.0, first_pause_s=1.0, clock=recorder.clock)
+    own = OwnCheckpoints(run=context.run, patience=patience)
+
+    @dataclass(frozen=True)
+    class Near:
+        name: str = "near"
+
+        def candidates(self, unless: Any) -> Any:
+            return [
+                self.open("near", step) for step in (read_manifest(near, number) for number in committed_steps(near))
+            ], []
+
+        def open(self, location: str, manifest: Any) -> Any:
+            return replace(own.open(location, manifest), source=self.name, store=near)
+
+    for step, source in ((20, "near"), (30, "near"), (40, "storage")):
+        if source == "near":
+            save(near, step)
+        else:
+            save(recorder.store, step)
+        chosen = module._choose([Near(), own], OtherRun(run=context.run, plan=None), context, [])  # type: ignore[arg-type]
+        assert chosen is not None and (chosen.step, chosen.source) == (step, source)
+        module._load(None, chosen, context, verify_all=True)
+        assert all(torch.equal(loaded[key], TENSORS[key]) for key in loaded)
+
+
 def test_what_stays_unreadable_is_passed_over_and_kept(tmp_path: Path, waits: list[float]) -> None:
     inner = _saved(tmp_path)
     away = FaultyStore(
@@ -130,7 +181,7 @@ def test_what_stays_unreadable_is_passed_over_and_kept(tmp_path: Path, waits: li
     )
     recorder = FakeRecorder(away)
     assert choose(recorder).step == 10
-    assert waits == [1.0, 4.0]
+    assert waits == [1.0, 2.0, 2.0]
     (damage,) = recorder.passed_over
     assert (damage.step, damage.kind) == (20, "unreadable")
     assert committed_steps(inner) == (10, 20)
@@ -204,7 +255,9 @@ def test_a_run_of_which_nothing_is_whole_does_not_begin_anew_and_nothing_goes(
     recorder = FakeRecorder(store)
     # However often it is tried.
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"does not begin anew by itself: .*step 20 .*step 10 .*Nothing was"):
+        with pytest.raises(
+            CheckpointError, match=r"will not restart from step 0 by itself: .*step 20 .*step 10 .*Nothing was"
+        ):
             resume(recorder)
     assert store.list(CHECKPOINT_FOLDER) == before
     assert recorder.passed_over == [] and read_lineage(store).started_from == {}

@@ -86,7 +86,7 @@ def test_a_full_disk_is_called_full(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert {type(error) for error in errors} == {StorageFailedError}
     text = str(errors[0])
     assert text.startswith(f"run.storage: the disk of {tmp_path} is full: ")
-    assert "node-1 (No space left on device)" in text and "Make room" in text
+    assert "node-1 (No space left on device)" in text and "Free space" in text
     assert "one shared directory" not in text
 
 
@@ -124,4 +124,4 @@ def test_a_copy_that_is_not_shared_is_found_by_rank_0(tmp_path: Path) -> None:
         directory.mkdir()
         announce_session(directory, "now")
     errors = probe([shared, copy, copy])
-    assert all("what node node-1, node-2 writes is not seen on node node-0" in str(error) for error in errors)
+    assert all("files of node node-1, node-2 are not visible on node node-0" in str(error) for error in errors)

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ray_ulysses.checkpoint.triggers import Flags
 from ray_ulysses.data.plan.plan import Plan, PlanSettings
 from ray_ulysses.data.read.digest import add_digests, row_digest, slice_checksum
 from ray_ulysses.data.read.reader import RowReader, RowSlice
@@ -21,6 +20,7 @@ from ray_ulysses.errors import RunError
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.run.preflight import claim_directory, prepare_run
+from ray_ulysses.trainer.agreement import Flags
 from ray_ulysses.trainer.batches import batch_checksum, batch_of
 from ray_ulysses.trainer.data import open_data
 from ray_ulysses.trainer.loop import _due, _padded
@@ -149,7 +149,7 @@ def test_rows_that_bring_other_tokens_than_planned_end_the_run(mesh: SequenceMes
     slices = slices_of(1)
     planned = PLAN.step_tokens(1)
     with pytest.raises(
-        RunError, match=rf"rows 0 to 2 brought {planned} supervised tokens, the plan says {planned + 1}"
+        RunError, match=rf"rows 0 to 2 contained {planned} supervised tokens, the plan has {planned + 1}"
     ):
         take(FakeEngine(3), mesh, slices, tokens=planned + 1)
 
@@ -159,7 +159,7 @@ def test_a_repeated_row_ends_the_run_or_changes_its_digest(mesh: SequenceMesh) -
     repeated = [slices[0], slices[0], slices[2]]
     received = sum(one.num_supervised for one in repeated)
     if received != PLAN.step_tokens(1):
-        with pytest.raises(RunError, match=r"the corpus was changed under the run\. Restore data\.path and resume"):
+        with pytest.raises(RunError, match=r"the corpus was changed during the run\. Restore data\.path and resume"):
             take(FakeEngine(3), mesh, repeated)
     right = take(FakeEngine(3), mesh, slices).digest
     assert take(FakeEngine(3), mesh, repeated, tokens=received).digest != right
@@ -210,7 +210,7 @@ def test_the_checksum_is_of_the_tensors_that_the_model_is_given(sp_size: int, ri
 
 def test_the_slice_for_another_ring_is_refused() -> None:
     one = READER.read("train", 0, 1, 4, 2)
-    with pytest.raises(RunError, match=r"slice 1 of 4 \(ring 2\), but this rank holds slice 1 of 4 \(ring 4\)"):
+    with pytest.raises(RunError, match=r"slice 1 of 4 \(ring 2\), but this rank trains slice 1 of 4 \(ring 4\)"):
         batch_of(one, place_on_ring(1, 4, 4), DEVICE)
 
 
@@ -222,7 +222,7 @@ def place_on_ring(sp_rank: int, sp_size: int, ring_size: int) -> SequenceMesh:
 def test_the_slice_of_another_rank_is_refused() -> None:
     one = READER.read("train", 0, 1, 2)
     with pytest.raises(
-        RunError, match=r"row 0 came as slice 1 of 2 \(ring 1\), but this rank holds slice 0 of 2 \(ring 1\); the"
+        RunError, match=r"row 0 arrived as slice 1 of 2 \(ring 1\), but this rank trains slice 0 of 2 \(ring 1\); the"
     ):
         batch_of(one, place(0, 2), DEVICE)
 
@@ -238,7 +238,8 @@ def test_a_source_is_read_to_the_end_of_a_step_so_that_it_goes_on_to_the_next(tm
     claim_directory(prepare_run(config, Path("/")))
     plan, reader = open_data(config)
     source = DirectSource(reader, plan, 0, 1, 0, 1)
-    context = SimpleNamespace(layout=ParallelLayout(world_size=1, sp_size=1), worker=SimpleNamespace(rank=0))
+    run = SimpleNamespace(layout=ParallelLayout(world_size=1, sp_size=1))
+    context = SimpleNamespace(run=run, rank=0)
     attempt: Any = SimpleNamespace(context=context, reader=reader, accumulation=6)
     aheads = set()
     for step in (1, 2, 3):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 
 from ray_ulysses.logging import get_logger
-from ray_ulysses.trainer.warnings import warnings_told
+from ray_ulysses.trainer.warnings import warnings_forwarded
 
 _log = get_logger(__name__)
 
 
 def test_each_warning_of_the_package_is_told_once_for_the_time_of_the_block() -> None:
     told: list[str] = []
-    with warnings_told(told.append):
+    with warnings_forwarded(told.append):
         _log.warning("the disk is %s", "slow")
         _log.warning("the disk is %s", "slow")
         _log.info("no news")
@@ -25,7 +25,7 @@ def test_each_warning_of_the_package_is_told_once_for_the_time_of_the_block() ->
 
 def test_a_flood_of_warnings_has_a_bound() -> None:
     told: list[str] = []
-    with warnings_told(told.append):
+    with warnings_forwarded(told.append):
         for number in range(1500):
             _log.warning("step %d is slow", number)
     assert len(told) == 1000
@@ -36,7 +36,7 @@ def test_a_warning_that_can_not_be_told_ends_nothing(capsys: object) -> None:
         _log.warning("and while it is told, another: %s", text)
         raise OSError("the disk is full")
 
-    with warnings_told(full):
+    with warnings_forwarded(full):
         _log.warning("something")
-    with warnings_told(None):
+    with warnings_forwarded(None):
         _log.warning("nobody listens")

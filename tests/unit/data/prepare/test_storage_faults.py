@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ray_ulysses.cluster import prepare_job
-from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local, preparing
 from ray_ulysses.data.sources.units import SourceSpec, list_units
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.storage.patience import StorageAwayError, transient_cause
@@ -115,8 +115,8 @@ def test_the_job_stops_at_the_first_unit_whose_storage_is_away(tmp_path: Path, m
             for unit in units
         ),
     )
-    with pytest.raises(RunError, match=r"^the storage did not answer$"):
-        prepare_job.prepare(request)
+    with pytest.raises(RunError, match=r"^the storage did not answer$"), preparing(request) as preparation:
+        prepare_job.run_preparation(preparation)
     assert len(begun) == 1
 
 

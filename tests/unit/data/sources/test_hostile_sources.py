@@ -17,7 +17,7 @@ import pytest
 
 from ray_ulysses.cluster import prepare_job
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local, preparing
 from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import RunError, UserError
@@ -219,8 +219,8 @@ def test_a_fault_of_ours_in_a_unit_is_one_line_that_names_its_files(
         answer["error"] == rf"unit 0 of {request.out} ({tmp_path}/0.txt and 1 more): KeyError: 'of ours\nin two lines'"
     )
     monkeypatch.setattr(prepare_job, "_run_units", lambda *_: iter([answer]))
-    with pytest.raises(RunError, match=r"0\.txt and 1 more\): KeyError"):
-        prepare_job.prepare(request)
+    with pytest.raises(RunError, match=r"0\.txt and 1 more\): KeyError"), preparing(request) as preparation:
+        prepare_job.run_preparation(preparation)
 
 
 def test_a_home_that_nobody_knows_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""How far a run has come."""
+"""Where in its training a run is."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from ray_ulysses.tracking.events import TakenOver
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """How far a run has come.
+class RunPosition:
+    """Where in its training a run is.
 
     Attributes:
         step: Completed steps.
         digest: Sum of the digests of every row trained on, modulo 2**64.
         tokens: Supervised tokens trained on.
-        resumed_from: The checkpoint's folder in the run directory, or another run's; ``None`` at the beginning.
-        taken_over: What was trained before this run's own steps, if it goes on with another's.
+        resumed_from: The checkpoint's folder in the run directory, or another run's; ``None`` at step 0.
+        inherited: What another run had trained before this run's own steps, if this run continues it.
     """
 
     step: int = 0
     digest: int = 0
     tokens: int = 0
     resumed_from: str | None = None
-    taken_over: TakenOver | None = None
+    inherited: TakenOver | None = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ray_ulysses.checkpoint.triggers import Flags, Reason, Triggers, due, retry_pause_s, time_is_up
+from ray_ulysses.trainer.agreement import Flags
+from ray_ulysses.trainer.triggers import Reason, Triggers, due, retry_pause_s, time_is_up
 
 RULES = Triggers(every_steps=10, every_s=60.0, at_end=True)
 SILENT = Triggers(every_steps=None, every_s=None, at_end=False)
@@ -19,16 +20,16 @@ SILENT = Triggers(every_steps=None, every_s=None, at_end=False)
         (Flags(save_requested=True), 11, "request"),
         (Flags(save_requested=True), 10, "request"),
         (Flags(notice=True), 11, None),
-        (Flags(notice=True, notice_asks=True), 11, "preemption"),
-        (Flags(notice=True, notice_asks=True, saving=True), 11, None),
-        (Flags(notice=True, notice_asks=True, saving=True), 20, "steps"),
+        (Flags(notice=True, notice_due=True), 11, "preemption"),
+        (Flags(notice=True, notice_due=True, saving=True), 11, None),
+        (Flags(notice=True, notice_due=True, saving=True), 20, "steps"),
         (Flags(stop=True), 11, "stop"),
         (Flags(stop=True, resize=True), 11, "resize"),
         (Flags(), 99, "end"),
         (Flags(failed=True), 11, None),
-        (Flags(failed=True, retry_asks=True), 11, "retry"),
+        (Flags(failed=True, retry_due=True), 11, "retry"),
         (Flags(failed=True), 20, "steps"),
-        (Flags(failed=True, retry_asks=True, saving=True), 11, None),
+        (Flags(failed=True, retry_due=True, saving=True), 11, None),
     ],
 )
 def test_what_is_due_has_a_reason(agreed: Flags, step: int, reason: Reason | None) -> None:
@@ -36,7 +37,7 @@ def test_what_is_due_has_a_reason(agreed: Flags, step: int, reason: Reason | Non
 
 
 @pytest.mark.parametrize(
-    "agreed", [Flags(), Flags(save_requested=True), Flags(stop=True), Flags(notice=True, notice_asks=True)]
+    "agreed", [Flags(), Flags(save_requested=True), Flags(stop=True), Flags(notice=True, notice_due=True)]
 )
 def test_a_state_that_was_taken_is_not_taken_again(agreed: Flags) -> None:
     assert due(RULES, agreed, step=20, taken_step=20, last_step=20) is None

@@ -1,0 +1,173 @@
+"""Sources of states from which an attempt may start: the run's own checkpoints, and another run's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from ray_ulysses.checkpoint import newest_committed
+from ray_ulysses.checkpoint.state import begun_anew
+from ray_ulysses.config.reference_to_checkpoint import SETTING
+from ray_ulysses.errors import UserError
+from ray_ulysses.logging import get_logger
+from ray_ulysses.run.origin import check_origin, pinned_origin
+from ray_ulysses.run.run_position import RunPosition
+from ray_ulysses.storage.opening import open_store
+from ray_ulysses.storage.patience import Patience
+from ray_ulysses.tracking.events import TakenOver
+
+if TYPE_CHECKING:
+    from ray_ulysses.checkpoint import Damage, Manifest
+    from ray_ulysses.checkpoint.state import StateDescription
+    from ray_ulysses.data.plan.plan import Plan
+    from ray_ulysses.run.settings import ResolvedRun
+    from ray_ulysses.storage import Store
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A whole state from which an attempt may start.
+
+    Attributes:
+        source: Name of the source that offers it.
+        location: Root of its store, a path or a URI.
+        store: The store that holds its shards.
+        manifest: Its manifest.
+        state: What is loaded of it.
+        position: Where in its training the run is once that is loaded.
+    """
+
+    source: str
+    location: str
+    store: Store
+    manifest: Manifest
+    state: StateDescription
+    position: RunPosition
+
+    @property
+    def step(self) -> int:
+        """Completed steps that it holds."""
+        return self.manifest.step
+
+    @property
+    def cursor(self) -> dict[str, Any]:
+        """Its place in the data plan."""
+        return dict(self.manifest.meta.cursor)
+
+
+class RecoverySource(Protocol):
+    """Offers states from which an attempt may start.
+
+    Rank 0 asks for candidates, of which `start_point.decide_start` chooses one; then every rank opens that one.
+
+    Attributes:
+        name: The name by which candidates refer to it.
+    """
+
+    name: ClassVar[str]
+
+    def candidates(self, unless: Collection[int]) -> tuple[Sequence[Candidate], Sequence[Damage]]:
+        """Return the whole states that it offers, and newer ones that can't be used, newest first.
+
+        Args:
+            unless: Steps that are known not to be whole.
+
+        Raises:
+            UserError: The state that the user named can't be used.
+            RunError: The storage of another run can't be read.
+            OSError: The run's own storage can't be read.
+        """
+        ...
+
+    def open(self, location: str, manifest: Manifest) -> Candidate:
+        """Return the candidate of a location and a manifest that rank 0 has read."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnCheckpoints:
+    """The run's own checkpoints on its storage.
+
+    Attributes:
+        run: The run.
+        patience: How long a checkpoint that can't be read is waited for before an older one is taken.
+    """
+
+    name: ClassVar[str] = "storage"
+    run: ResolvedRun
+    patience: Patience
+
+    def candidates(self, unless: Collection[int]) -> tuple[Sequence[Candidate], Sequence[Damage]]:
+        """Return the newest whole checkpoint, as far as sizes tell, and newer ones that can't be used."""
+        waiting = self.patience.begin()
+        while True:
+            choice = newest_committed(self.run.store, "sizes", unless=unless)
+            unread = [damage for damage in choice.damaged if damage.kind == "unreadable"]
+            if not unread or not waiting.goes_on:
+                break
+            _log.warning("%s; trying again", unread[0])
+            waiting.pause()
+        whole = [] if choice.manifest is None else [self.open(self.run.location, choice.manifest)]
+        return whole, choice.damaged
+
+    def open(self, location: str, manifest: Manifest) -> Candidate:
+        """Return the candidate of a checkpoint of the run."""
+        return Candidate(
+            source=self.name,
+            location=location,
+            store=self.run.store,
+            manifest=manifest,
+            state=manifest.state,
+            position=_position(manifest, manifest.ref.folder),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherRun:
+    """The checkpoint of another run that ``model.resume_from`` names, for a run without a state of its own.
+
+    Attributes:
+        run: The run.
+        plan: Its plan.
+    """
+
+    name: ClassVar[str] = "another run"
+    run: ResolvedRun
+    plan: Plan
+
+    def candidates(self, unless: Collection[int]) -> tuple[Sequence[Candidate], Sequence[Damage]]:
+        """Return the checkpoint that the driver has looked up, if the setting names one."""
+        config = self.run.config
+        if config.model.resume_from is None:
+            return [], []
+        origin = pinned_origin(config)
+        if origin is None:
+            raise UserError(f"{SETTING}={config.model.resume_from!r} was not looked up; start the run with `train`")
+        return [self.open(origin.location, check_origin(origin, config, self.plan))], []
+
+    def open(self, location: str, manifest: Manifest) -> Candidate:
+        """Return the candidate of a checkpoint of another run, and what ``model.resume_state`` takes of it."""
+        resume_state, state = self.run.config.model.resume_state, manifest.state
+        origin = f"{location}@{manifest.step}"
+        if resume_state == "all":
+            position = _position(manifest, origin)
+            rows = int(manifest.meta.cursor["next_row"])
+            done = TakenOver(
+                step=position.step, tokens=position.tokens, rows=rows, digest=position.digest, origin=origin
+            )
+            position = replace(position, inherited=done)
+        else:
+            state = begun_anew(state, with_optimizer=resume_state == "optimizer")
+            position = RunPosition(resumed_from=origin)
+        store = open_store(location)
+        return Candidate(
+            source=self.name, location=location, store=store, manifest=manifest, state=state, position=position
+        )
+
+
+def _position(manifest: Manifest, resumed_from: str) -> RunPosition:
+    meta = manifest.meta
+    return RunPosition(step=manifest.step, digest=int(meta.digest, 16), tokens=meta.tokens, resumed_from=resumed_from)
