@@ -1,7 +1,7 @@
-"""A run of a million steps and a thousand checkpoints: what looking at it and going on with it takes.
+"""Costs of inspecting and resuming a run of a million steps and a thousand checkpoints.
 
-The journal is made up, as long as that of a real run; the checkpoints lie on an S3 server of this machine. Everything
-is done in processes of its own, by this tree and, with ``--before``, by another one, on the same files.
+The journal is synthetic, as long as that of a real run; the checkpoints are on an S3 server of this machine. Each part
+runs in a process of its own, by this tree and, with ``--before``, by another one, on the same files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if _TREE not in sys.path:
 TIMEOUT_S = 1800.0
 NUM_TENSORS = 500
 PARTS = ("inspect", "json", "progress", "resume", "inventory", "checkpoints", "retention")
-"""What is measured, by its name on the page's table."""
+"""The parts that are measured, by their names in the page's table."""
 
 
 def write_journal(run_dir: Path, num_steps: int, num_checkpoints: int) -> dict[str, int]:
@@ -201,12 +201,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             found = {}
             for name in names:
                 arguments = [__file__, "--part", name, str(run_dir), place]
-                found[name] = run_fresh(arguments, TIMEOUT_S)["stretches"]
+                try:
+                    found[name] = run_fresh(arguments, TIMEOUT_S)["stretches"]
+                except RuntimeError as error:
+                    sys.exit(str(error))
                 say(f"{tree.name} {name}: {found[name]}")
             return found
 
         if options.before is not None:
-            record["before"] = parts(options.before, PARTS)
+            record["before"] = parts(options.before.resolve(), PARTS)
             git = ["git", "-C", str(options.before), "rev-parse", "--short", "HEAD"]
             record["before_commit"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
         record["after"] = parts(_REPOSITORY, ("index", *PARTS))
@@ -216,7 +219,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(
-        description="What a look at a long run takes, and a resume of it.",
+        description="Costs of inspecting a long run, and of resuming it.",
         epilog="Example: git worktree add ../before ac805de; python benchmarks/bench_long_run.py --before ../before",
     )
     parser.add_argument("--steps", type=int, default=1_000_000, help="of the journal (default: 1,000,000)")
@@ -238,7 +241,14 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     if options.part:
         name, run_dir, uri = options.part
-        sys.stdout.write(json.dumps({"stretches": do(name, Path(run_dir), uri)}) + "\n")
+        try:
+            stretches = do(name, Path(run_dir), uri)
+        except ImportError as error:
+            sys.exit(
+                f"--before {_TREE}: that tree can't do the part {name!r} ({error}), since its modules are called "
+                "otherwise; give a tree of a newer commit, or leave --before out"
+            )
+        sys.stdout.write(json.dumps({"stretches": stretches}) + "\n")
         return
     from benchmarks.long_run_report import markdown
     from benchmarks.stored_result import say, store

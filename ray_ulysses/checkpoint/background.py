@@ -1,4 +1,4 @@
-"""Writes checkpoints while training goes on: one thread a rank, which meets the others over a group of its own."""
+"""Writes checkpoints while training continues: one thread per rank, with a process group of its own."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class BackgroundSaver:
         attempt: The attempt's number.
         rank: This rank.
         world_size: All ranks.
-        exchange: Joins the ranks' threads: over a group that nothing else uses, since training's collectives go on.
+        exchange: Joins the ranks' threads: over a group that nothing else uses, since training's collectives continue.
         staging: Host buffers.
         clock: Time.
         on_saved: Called on this rank's thread after each commit, before the next save begins.
@@ -135,7 +135,7 @@ class BackgroundSaver:
         timeout_s: float,
         obstacle: str | None = None,
     ) -> float:
-        """Take a state and save it in the background; returns when training may go on.
+        """Take a state and save it in the background; returns when training may continue.
 
         If every buffer holds a state that is still being written, this waits for one.
 
@@ -206,7 +206,7 @@ class BackgroundSaver:
                 self._lock.notify_all()
 
     def _tell_of_failure(self, step: int, error: CheckpointError) -> None:
-        """Tell of a failed save; what is told of it may be on the very disk that is full."""
+        """Report a failed save; the report may go to the very disk that is full."""
         try:
             self._on_failed(step, error)
         except OSError as again:
@@ -235,7 +235,7 @@ class BackgroundSaver:
             # The group of the threads: a rank died, or took longer than its timeout.
             raise PeerError(
                 f"the checkpoint of step {job.step} was given up, since not every rank came to its end ({error}); the "
-                "checkpoint before it is untouched. Look at the other ranks' logs; if a storage is slow, raise "
+                "checkpoint before it is untouched. Check the other ranks' logs; if a storage is slow, raise "
                 "checkpoint.save_timeout_s"
             ) from error
         parts = job.staged.state.parts
@@ -250,6 +250,6 @@ class BackgroundSaver:
             self._on_saved(saved)
         except OSError as error:
             raise RunError(
-                f"the checkpoint of step {job.step} is committed, but the journal could not be told ({error}); make "
+                f"the checkpoint of step {job.step} is committed, but the journal could not be written ({error}); make "
                 "room or repair run.storage, then start the same command again"
             ) from error

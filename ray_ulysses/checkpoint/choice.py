@@ -17,10 +17,10 @@ from ray_ulysses.storage import AlreadyExistsError, Store
 from ray_ulysses.storage.store import read_bytes
 
 Depth = Literal["sizes", "content"]
-"""How closely a checkpoint is looked at: the files' sizes, or every byte's checksum."""
+"""How closely a checkpoint is examined: the files' sizes, or every byte's checksum."""
 
 _MOST_LOOKS = 10
-"""How often a list of checkpoints is made anew because one of them went meanwhile."""
+"""How often a list of checkpoints is made again because one of them was deleted meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class Damage:
         kind: ``damaged``: it is not what was written. ``unreadable``: the storage does not give it now, which may pass.
             ``superseded``: a dead attempt committed it after its successor had started before that step. ``foreign``:
             another version of ray-ulysses wrote it, and can load it.
-        attempt: The attempt that committed what was looked at; None if that can't be read.
+        attempt: The attempt that committed what was examined; None if that can't be read.
     """
 
     step: int
@@ -139,12 +139,12 @@ def read_committed(store: Store, step: int) -> Manifest | Damage:
 
 
 def set_aside(store: Store, damage: Damage, *, attempt: int) -> None:
-    """Take a checkpoint out of the way, so that its step can be committed anew.
+    """Take a checkpoint out of the way, so that its step can be committed again.
 
     What it said, and why it was set aside, stays in ``set-aside-<attempt>.json`` beside it; its shards stay
     until retention takes them after the next commit. One that can't be read now is left alone: it is passed over,
     and once this attempt has said where it starts, it is no longer part of the run. So is one that somebody has
-    committed anew since it was looked at. Only the holder of the run's lock may call.
+    committed again since it was examined. Only the holder of the run's lock may call.
 
     Args:
         store: The run's store.

@@ -1,4 +1,4 @@
-"""Looks at many checkpoints at once, since on an object store each waits for its answers."""
+"""Examines many checkpoints concurrently, since on an object store each waits for its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint, told apart by what is to be done about it."""
+"""Checkpoint errors, one class for each way in which the caller reacts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class UnreadableCheckpointError(CheckpointError):
 
 
 class StorageFailedError(CheckpointError):
-    """Saves have failed more often, and for longer, than the run puts up with; the next attempt's would as well."""
+    """Saves have failed more often, and for longer, than the run tolerates; the next attempt's would as well."""
 
 
 class FencedError(CheckpointError):

@@ -1,4 +1,4 @@
-"""How the ranks that save or load tell one another how it went."""
+"""Exchange of small values between the ranks that save or load a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ class TorchExchange:
     """An exchange over a process group of CPU tensors.
 
     Args:
-        group: A gloo group of all ranks; None is the default group. Not the group of the training's
-        collectives if
-            those may be in flight at the same time.
+        group: A gloo group of all ranks; None is the default group. It must not be the group of the training's
+            collectives if those may be in flight at the same time.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:

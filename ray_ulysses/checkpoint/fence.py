@@ -1,4 +1,4 @@
-"""Which attempt may commit: a dead one's late writes are never loaded, and it never deletes anything.
+"""Fencing of attempts: a dead attempt's late writes are never loaded, and it never deletes anything.
 
 An attempt claims ``attempts/0003.claimed`` before it looks for what to resume from, and creates
 ``attempts/0003.from-00000010`` once it has chosen. Both are created if absent, their content is nothing,

@@ -1,4 +1,4 @@
-"""Arithmetic on intervals of flat tensors: who holds what, is it all there, and who reads what from where.
+"""Arithmetic on intervals of flat tensors: sharding, coverage, and the reads for another world size.
 
 Everything here is pure. A tensor is seen as its exact flat form, without padding. A rank holds the half-open
 interval [start, stop) of it, and a checkpoint is a set of such intervals that covers every tensor once.
@@ -52,7 +52,7 @@ class CoverError(ValueError):
 
 
 def partition(num_elements: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Return the interval [start, stop) that ZeRO-3 gives a rank, with the padding cut off.
+    """Return the interval [start, stop) that ZeRO-3 assigns to a rank, without padding.
 
     Every rank holds ceil(num_elements / world_size) elements, the last ones fewer or none.
     """

@@ -1,4 +1,4 @@
-"""Loads parts at any world size: intersect what is wanted with what is stored, read those bytes, no more.
+"""Loads parts at any world size: intersects what is wanted with what is stored and reads only those bytes.
 
 Every byte is verified while it is read. Nothing is unpickled, and no tensor is ever whole on a rank that does not hold
 it whole.
@@ -34,7 +34,7 @@ NUM_THREADS = 8
 def load_parts(store: Store, manifest: Manifest, parts: Sequence[TensorPart], exchange: Exchange | None = None) -> int:
     """Fill parts in place from a committed checkpoint.
 
-    Only the blocks that hold wanted bytes are read, in parallel, and each is held against its checksum. With an
+    Only the blocks that hold wanted bytes are read, in parallel, and each is verified against its checksum. With an
     exchange every rank must call.
 
     Args:
@@ -220,7 +220,7 @@ class _Reader:
         return batch.num_bytes
 
     def _check(self, batch: Batch, content: memoryview) -> list[memoryview]:
-        """Hold a batch's bytes against their checksums, and return those of each range."""
+        """Verify a batch's bytes against their checksums, and return those of each range."""
         sums = self._sums[batch.shard.file]
         found = []
         for read_range in batch.ranges:

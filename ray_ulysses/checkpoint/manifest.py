@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint is made of. It is written last, and a checkpoint exists when it does."""
+"""The manifest of a checkpoint. It is written last: a checkpoint exists once its manifest does."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CheckpointMeta:
         sp_size: Ranks that shared a row; for people, since loading does not depend on it. So are the next two.
         ring_size: The ring's part of it.
         zero_stage: ZeRO stage.
-        cursor: Where the data stand, as `data.cursor` writes it.
+        cursor: Position in the data, as `data.cursor` writes it.
         digest: Sum of the data digests of all steps so far, 16 hexadecimal digits.
         tokens: Supervised tokens trained on so far.
         config_fingerprint: Hash of what may not change on resume.
@@ -55,7 +55,7 @@ class CheckpointMeta:
         reason: What made it be saved: ``steps``, ``minutes``, ``request`` and so on.
         written_at: When the state was taken, seconds since the Unix epoch.
         run: The run's name.
-        extra: Whatever else the loop needs to go on; JSON values.
+        extra: Further JSON values that the loop needs to resume.
     """
 
     sp_size: Positive
@@ -100,7 +100,7 @@ class Manifest:
         world_size: Ranks that wrote it.
         meta: What the training loop added.
         state: What the state is made of.
-        shards: Where its parts lie.
+        shards: The files that hold its parts.
     """
 
     step: int

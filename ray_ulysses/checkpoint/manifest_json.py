@@ -196,7 +196,7 @@ def _check_tensor(key: str, spec: TensorSpec) -> None:
 
 
 def _shard_to_json(shard: ShardEntry) -> dict[str, Any]:
-    # Rows instead of objects: a large world has hundreds of thousands of them. Where each lies follows from the sizes.
+    # Rows instead of objects: a large world has hundreds of thousands of them. Their offsets follow from the sizes.
     rows = [[stored.interval.key, stored.interval.start, stored.interval.stop] for stored in shard.intervals]
     return {
         "file": shard.file,
@@ -215,7 +215,7 @@ def _entry(shard: _Shard, place: str, folder: str, sizes: Mapping[str, tuple[int
     if where != folder or not _FILE_NAME.fullmatch(name):
         is_out = shard.file.startswith("/") or ".." in shard.file.split("/")
         why = (
-            "lies outside the checkpoint"
+            "is outside the checkpoint"
             if is_out
             else f"is no file in {folder}, where the manifest's own attempt writes"
         )

@@ -1,4 +1,4 @@
-"""When a node's announced end makes a checkpoint due: a pure function of time, deadline and the last such save."""
+"""Decides when the announced end of a node makes a checkpoint due, from time, deadline and the last such save."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class NoticedSave:
 
 
 def notice_asks(last: NoticedSave | None, *, left_s: float | None, now: float, step_s: float) -> bool:
-    """Return whether a notice that stands asks for a checkpoint after this step (pure).
+    """Return whether a pending notice asks for a checkpoint after this step (pure).
 
     The first one is due at once. The next is due when as many seconds have gone by since its commit as it took
     (`LEAST_PAUSE_S` at least), or after the last step whose state can still be committed before the deadline.

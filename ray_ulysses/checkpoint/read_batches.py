@@ -1,4 +1,4 @@
-"""Which bytes of which file are read for a list of reads: whole blocks, joined where they touch (pure)."""
+"""Plans the byte ranges to read from each file: whole blocks, joined where they touch (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint somebody means who names a run and no step."""
+"""Resolves a reference to a run without a step to one of its checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def nameable(store: Store) -> dict[int, Committed]:
     """Return the committed checkpoints that somebody can mean by a name, by step, ascending.
 
     What a dead attempt committed late is not among them. One whose manifest is damaged, of another version or not given
-    now is, with no attempt and no numbers: somebody who means it is told so, and is not handed an older one.
+    now is, with no attempt and no numbers: a reference to it fails with that reason and never resolves to an older one.
     """
     lineage, steps = read_lineage(store), committed_steps(store)
     facts = for_each_step(steps, lambda step: read_committed_facts(store, step))

@@ -1,4 +1,4 @@
-"""What may be deleted, decided apart from deleting it: old checkpoints, and what dead attempts left."""
+"""Decides which checkpoints and leftovers of dead attempts may be deleted, and deletes them."""
 
 from __future__ import annotations
 
@@ -136,11 +136,11 @@ class Retention:
         self._rules = rules
         # A manifest of a large world takes a while to read, and does not change.
         self._known: dict[int, Committed] = {}
-        # What lies under the checkpoints' folder; None where that is not known. Listing a thousand takes seconds.
+        # Keys under the checkpoints' folder; None where that is not known. Listing a thousand takes seconds.
         self._keys: frozenset[str] | None = None
 
     def forget(self) -> None:
-        """List everything anew at the next call: a save that failed may have left something behind."""
+        """List everything again at the next call: a save that failed may have left something behind."""
         self._keys = None
 
     def apply(self, newest: CheckpointRef) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ def save_checkpoint(
     Args:
         store: The run's store.
         step: Completed optimizer steps.
-        attempt: The attempt's number; its shards lie in a folder of their own.
+        attempt: The attempt's number; its shards are in a folder of their own.
         rank: This rank.
         world_size: All ranks.
         state: This rank's parts; the description of rank 0 is stored.
@@ -162,7 +162,7 @@ def _create_manifest(store: Store, manifest: Manifest, content: bytes) -> None:
     except AlreadyExistsError:
         if _stored_bytes(store, manifest.step) == content:
             return
-        # A dead attempt's late commit is in the way of the one that trained these steps anew.
+        # A dead attempt's late commit is in the way of the one that trained these steps again.
         _clear_dead(store, manifest)
         store.create(manifest_key(manifest.step), [content])
 
@@ -192,7 +192,7 @@ def _clear_dead(store: Store, manifest: Manifest) -> None:
     found = read_committed(store, manifest.step)
     if not isinstance(found, Manifest) or read_lineage(store).holds(manifest.step, found.attempt):
         raise AlreadyExistsError(f"step {manifest.step} has a manifest")
-    reason = f"attempt {manifest.attempt} trained this step anew, attempt {found.attempt} had ended before it"
+    reason = f"attempt {manifest.attempt} trained this step again, attempt {found.attempt} had ended before it"
     damage = Damage(step=manifest.step, reason=reason, kind="superseded", attempt=found.attempt)
     set_aside(store, damage, attempt=manifest.attempt)
 

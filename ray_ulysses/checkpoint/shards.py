@@ -33,7 +33,7 @@ class ShardDamage(ValueError):
 
 
 class StoredInterval(NamedTuple):
-    """Where an interval lies in its shard; a tuple as an `Interval` is.
+    """The place of an interval in its shard; a tuple as an `Interval` is.
 
     Attributes:
         interval: The elements.
@@ -75,7 +75,7 @@ class ShardEntry:
 
 
 def place_intervals(intervals: Sequence[tuple[Interval, int]], header_bytes: int) -> tuple[StoredInterval, ...]:
-    """Return where intervals of given sizes in bytes lie, one after the other behind the header (pure)."""
+    """Return the places of intervals of given sizes in bytes, one after the other behind the header (pure)."""
     sizes = [size for _, size in intervals]
     offsets = accumulate(sizes, initial=header_bytes)
     blocks = accumulate((num_blocks(size) for size in sizes), initial=0)
@@ -180,7 +180,7 @@ def verified_chunks(store: Store, folder: str, entry: ShardEntry) -> Iterator[in
 
 
 def check_header(stream: BinaryIO, entry: ShardEntry) -> int:
-    """Read the header from the beginning of a shard, hold it against its checksum, and return its size in bytes.
+    """Read the header from the beginning of a shard, verify its checksum, and return its size in bytes.
 
     Raises:
         ShardDamage: It is not what was written.
@@ -193,7 +193,7 @@ def check_header(stream: BinaryIO, entry: ShardEntry) -> int:
 
 
 def check_blocks(entry: ShardEntry, stored: StoredInterval, sums: BlockSums, content: Buffer, start: int) -> None:
-    """Hold bytes of an interval against their checksums.
+    """Verify bytes of an interval against their checksums.
 
     Args:
         entry: The shard.

@@ -1,7 +1,7 @@
-"""Takes state out of the way of training: copies of its parts in host memory, in buffers that are used in turn.
+"""Copies a rank's training state into host buffers, from which it is written while training continues.
 
 An optimizer step overwrites what a checkpoint has to hold. So the parts are copied at once, and written from the
-copies while training goes on. On a GPU the copies run on a stream of their own into pinned memory; nothing waits for
+copies while training continues. On a GPU the copies run on a stream of their own into pinned memory; nothing waits for
 them but the next update of the weights, and the thread that writes.
 """
 
@@ -132,7 +132,7 @@ class Staging:
             ) from error
 
     def _room_for(self, number: int, intervals: Sequence[HeldInterval]) -> tuple[TensorPart, ...]:
-        """Return parts for these intervals whose memory lies in a buffer, which is made when it is first needed."""
+        """Return parts for these intervals whose memory is in a buffer, which is allocated on first use."""
         offsets, size = [], 0
         for held in intervals:
             offsets.append(size)

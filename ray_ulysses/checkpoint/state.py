@@ -116,7 +116,7 @@ def begun_anew(description: StateDescription, *, with_optimizer: bool) -> StateD
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldInterval:
-    """What a rank holds of one tensor, known without looking at the elements.
+    """What a rank holds of one tensor, known without reading the elements.
 
     Attributes:
         key: As in `TensorPart`.
@@ -137,7 +137,7 @@ class HeldInterval:
 
 
 class StateSource(Protocol):
-    """One rank's part of the state, wherever it lies: in memory, or swapped out and fetched part by part."""
+    """One rank's part of the state, in memory, or swapped out and fetched part by part."""
 
     @property
     def description(self) -> StateDescription:

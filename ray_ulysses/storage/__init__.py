@@ -1,4 +1,4 @@
-"""Where a run keeps its files: atomic files behind one small protocol, one writer at a time."""
+"""Storage of a run's files: atomic files behind one small protocol, with one writer at a time."""
 
 from ray_ulysses.storage.file_lock import LockOwner
 from ray_ulysses.storage.lease import RunLease

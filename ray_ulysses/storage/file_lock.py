@@ -1,4 +1,4 @@
-"""The kernel's lock of a file, which ends with the process that holds it, however that ends; and who holds it.
+"""File locks that end with the process that holds them, and the note that names the holder.
 
 Everything that locks a file does it here. The lock is the kernel's `flock`: it is never taken from a slow or stopped
 process. On NFS the server keeps it.

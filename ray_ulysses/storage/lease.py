@@ -1,4 +1,4 @@
-"""One writer a checkpoint prefix on a store that has no locks: a lease that has to be renewed.
+"""One writer per checkpoint prefix on a store without locks: a lease that has to be renewed.
 
 The holder is whoever created the highest ``lock/holder-<generation>.json``; creating one is exclusive. Beside it the
 holder replaces ``lock/beat-<generation>`` all the time. Whoever comes watches that beat: if it moves, the holder
@@ -65,7 +65,7 @@ class RunLease:
         """Prepare a lease; nothing is asked of the store yet.
 
         Args:
-            store: The store; the lease's files lie in its folder ``lock``.
+            store: The store; the lease's files are in its folder ``lock``.
             run: Name of the run.
             clock: The time, and how to wait.
             lease_s: A holder that gives no sign for so long is taken for dead, in seconds. It must be the same for
@@ -170,7 +170,7 @@ class RunLease:
         """Replace the beat and see that nobody has a higher generation."""
         begun = self._clock.monotonic()
         if begun >= self._trusted_until:
-            # Somebody may be taking over at this moment, so the hold has to be won anew.
+            # Somebody may be taking over at this moment, so the hold has to be won again.
             successor = self._generation + 1
             if self._win(successor):
                 return

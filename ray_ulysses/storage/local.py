@@ -34,7 +34,7 @@ class LocalStore:
 
     Attributes:
         root: The directory; it need not exist before the first write.
-        must_exist: Whether it must: a directory that somebody deletes while a run writes there is not made anew.
+        must_exist: Whether it must: a directory that is deleted while a run writes there is not created again.
     """
 
     def __init__(self, root: Path | str, *, must_exist: bool = False) -> None:
@@ -42,7 +42,7 @@ class LocalStore:
         self.must_exist = must_exist
 
     def path(self, key: str) -> Path:
-        """Return where a key's file lies."""
+        """Return the path of a key's file."""
         return self.root / checked_key(key)
 
     def open(self, key: str) -> BinaryIO:
@@ -57,7 +57,7 @@ class LocalStore:
             # Without this a power cut can lose the name although the bytes are there.
             sync(path.parent)
         except OSError:
-            # Whoever is told that it failed must not find it there later.
+            # A caller that got an error must not find the file there later.
             path.unlink(missing_ok=True)
             raise
         return size
@@ -107,7 +107,7 @@ class LocalStore:
         """Delete a file, or a folder with all that is in it.
 
         Of a link to a folder outside the store, what is in that folder goes, too, and the folder where it can; what
-        lies around it stays. Of any other link, and of those inside a folder, only the link goes.
+        surrounds it stays. Of any other link, and of those inside a folder, only the link goes.
         """
         top = self.path(prefix)
         if top.is_symlink():

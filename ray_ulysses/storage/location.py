@@ -1,4 +1,4 @@
-"""Where a store is, as a person writes it: a path, or the URI of an object store in the words of `pyarrow.fs`.
+"""Locations of stores: a path, or the URI of an object store in the syntax of `pyarrow.fs`.
 
 A URI is written into ``config.yaml`` and shown in MLflow, so it may not hold a secret: credentials come from the
 environment, as the cloud's own tools read them.
@@ -83,7 +83,7 @@ class ObjectLocation:
         bucket: The bucket, or Azure's container.
         prefix: The folder in it, without slashes at its ends; empty for the whole bucket.
         account: Azure's storage account, if the URI names it.
-        options: What stands behind the question mark, in its order.
+        options: Query options, in their order.
     """
 
     provider: Provider
@@ -282,7 +282,7 @@ def without_secret(text: str) -> str:
     if found is None:
         return text
     head, mark, query = text[found.end() :].partition("?")
-    # Before an at sign may be a secret, which may hold slashes and at signs; Azure's container stands there too.
+    # Before an at sign may be a secret, which may hold slashes and at signs; Azure's container is there too.
     head = re.sub(r"^.*:.*@", "***@", head)
     if found[1].lower() not in ("abfs", "abfss", "az"):
         head = re.sub(r"^[^/@]*@", "***@", head)

@@ -1,4 +1,4 @@
-"""One writer a run: an advisory lock that dies with its process, and a note that says who holds it."""
+"""One writer per run: an advisory lock that ends with its process, and a note that names its owner."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from ray_ulysses.storage.mounts import local_lock_option, read_mount_table
 from ray_ulysses.storage.regular import read_regular
 
 LOCK_FILE = "run.lock"
-_RETRY_PAUSES_S = (0.05, 0.1, 0.2, 0.4)
 
 
 class RunLock:
@@ -28,7 +27,7 @@ class RunLock:
 
     Attributes:
         run_dir: The run's directory.
-        taken_over_from: The owner that died without releasing, if the note told of one.
+        taken_over_from: The owner that died without releasing, if the note names one.
     """
 
     def __init__(self, run_dir: Path | str, clock: Clock | None = None) -> None:
@@ -127,14 +126,17 @@ class RunLock:
                 f"run.storage: {self.run_dir.parent} is mounted with {option}, so two hosts could write the same run; "
                 "mount it without that option or set another run.storage"
             )
-        for pause_s in (*_RETRY_PAUSES_S, None):
+        # Imported here, since it imports pyarrow, which readers of a configuration don't need.
+        from ray_ulysses.storage.patience import Patience
+
+        # `current_owner` of a process that only inspects the run holds the lock for an instant.
+        waiting = Patience(wait_s=0.75, first_pause_s=0.05, longest_pause_s=0.4, clock=self._clock).begin()
+        while True:
             try:
                 return lock_file(path)
             except BlockingIOError as error:
-                # `current_owner` of somebody who is just looking holds it for an instant.
-                if pause_s is None:
+                if not waiting.pause():
                     raise self._held(path) from error
-                self._clock.sleep(pause_s)
             except NoLocksError as error:
                 raise UserError(
                     f"run.storage: the file system of {path.parent} gives no locks ({error.strerror}); mount it "
@@ -142,7 +144,6 @@ class RunLock:
                 ) from error
             except OSError as error:
                 raise self._unwritable(error) from error
-        raise AssertionError("the last try returns or raises")
 
     def _unwritable(self, error: OSError) -> UserError:
         return UserError(

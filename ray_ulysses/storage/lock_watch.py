@@ -1,4 +1,4 @@
-"""Whether a run is still this process's, asked all the time while others work for it."""
+"""Watches in a background thread whether this process still holds its run."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Hold(Protocol):
 
 
 class LockWatch:
-    """Looks at holds from a thread of its own, between ``with`` and the end of its block.
+    """Checks holds periodically in a thread of its own, for the duration of a ``with`` block.
 
-    A thread, because a file system that hangs must not take with it who waits for other things, too.
+    It is a thread so that a file system that hangs does not block the caller as well.
     """
 
     def __init__(self, holds: Sequence[Hold], *, every_s: float = LOOK_EVERY_S) -> None:
-        """Prepare.
+        """Store the holds; the thread starts with the ``with`` block.
 
         Args:
-            holds: What is to be held.
-            every_s: Time between two looks, in seconds.
+            holds: Holds to watch.
+            every_s: Time between two checks, in seconds.
         """
         self._holds, self._every_s = tuple(holds), every_s
         self._problem: RunError | None = None
@@ -46,11 +46,11 @@ class LockWatch:
 
     @property
     def problem(self) -> RunError | None:
-        """Return who has the run now, once another process has; asks nobody."""
+        """The error that names the new owner, once another process has taken the run; no I/O."""
         return self._problem
 
     def look(self) -> None:
-        """Look once; what only can't be asked at the moment is not lost."""
+        """Check once; a hold that can't be checked at the moment does not count as lost."""
         for hold in self._holds:
             if self._problem is None and hold.lost:
                 try:

@@ -1,4 +1,4 @@
-"""What a mount promises: whether locks that are taken through it hold between hosts."""
+"""Detects mounts whose locks do not hold between hosts."""
 
 from __future__ import annotations
 

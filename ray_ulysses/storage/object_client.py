@@ -44,7 +44,7 @@ def connect(location: ObjectLocation, *, retry_s: float = RETRY_S) -> Client:
         return makers[location.provider](location, retry_s)
     except (BaseError, OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        raise UserError(f"storage {str(location)!r} can't be set up ({reason}); look at the environment") from error
+        raise UserError(f"storage {str(location)!r} can't be set up ({reason}); check the environment") from error
 
 
 def _connect_s3(location: ObjectLocation, retry_s: float) -> S3Store:

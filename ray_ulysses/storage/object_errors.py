@@ -1,4 +1,4 @@
-"""What an object store's refusal means: one answer for a library's many errors, without hosts or addresses.
+"""Classifies the errors of `obstore`, and describes them without hosts or addresses.
 
 `obstore` says most things in the text of its errors: the status and the XML code that S3-compatible servers send
 (https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html), or how the connection failed.

@@ -1,6 +1,6 @@
 """A `Store` on S3 and what speaks its protocol, on Google Cloud Storage and on Azure.
 
-It stands on `obstore` (the Rust crate `object_store`) and not on `pyarrow.fs`, since the latter has no put that
+It uses `obstore` (the Rust crate `object_store`) and not on `pyarrow.fs`, since the latter has no put that
 fails where the key is taken, and without that a checkpoint can't be committed.
 
 What is atomic, and what is not:
@@ -8,7 +8,7 @@ What is atomic, and what is not:
 - A file that is given whole (a list of chunks) or fits into one part is one conditional put: it appears at once,
   and of several writers exactly one succeeds. Manifests, journal segments and locks are such files.
 - A longer stream goes up in parts, in bounded memory. It, too, appears at once and whole, when it is completed, and
-  if its chunks break off nothing appears and the upload is aborted. But exclusion is a look at the key before the
+  if its chunks break off nothing appears and the upload is aborted. But exclusion is a check of the key before the
   first part: two writers of the same name at the same time may both succeed, and the later one's bytes stay. Shards
   therefore carry names that no other attempt or rank uses.
 - A process that is killed in the middle of such an upload leaves parts that no listing shows but that are paid for.

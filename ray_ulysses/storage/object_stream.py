@@ -16,7 +16,7 @@ from ray_ulysses.storage.store import Buffer
 if TYPE_CHECKING:
     from obstore import GetOptions
 
-# Below this a request costs more than its bytes: a read that goes on where the last one ended fetches this many.
+# Below this a request costs more than its bytes: a read that continues where the last one ended fetches this many.
 READ_AHEAD_BYTES = 64 * 2**10
 _PIECE_BYTES = 4 * 2**20
 
@@ -29,7 +29,7 @@ class ObjectStream(io.BufferedIOBase):
     """
 
     def __init__(self, client: Client, key: str, *, name: str, patience: Patience) -> None:
-        """Look at the object.
+        """Request the size and version of the object.
 
         Args:
             client: The store.
@@ -39,7 +39,7 @@ class ObjectStream(io.BufferedIOBase):
 
         Raises:
             FileNotFoundError: There is no such object.
-            OSError: It can't be looked at.
+            OSError: The store does not give them.
         """
         self._client, self._key, self._object_name, self._patience = client, key, name, patience
         self._position, self._last_end = 0, -1
@@ -90,7 +90,7 @@ class ObjectStream(io.BufferedIOBase):
         return True
 
     def _fill(self, target: memoryview) -> None:
-        """Fill the target from the position and go on behind it."""
+        """Fill the target from the position and advance past it."""
         if self.closed:
             raise ValueError("I/O operation on closed file")
         goes_on, start = self._position == self._last_end, self._position

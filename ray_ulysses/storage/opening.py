@@ -1,4 +1,4 @@
-"""Opens the store at a location, whatever kind it is of."""
+"""Opens the store at a location, local or remote."""
 
 from __future__ import annotations
 

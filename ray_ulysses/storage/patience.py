@@ -1,4 +1,4 @@
-"""Waiting out a storage that stops answering for a while: bounded, with growing pauses, and never in silence."""
+"""Waits for a storage that is temporarily away, for a bounded time, with growing pauses, and logs it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Patience:
 
         Args:
             what: What is read, for the log and the error: a path.
-            attempt: Reads it; it must open the file anew each time, since a stale handle stays stale.
+            attempt: Reads it; it must open the file again each time, since a stale handle stays stale.
 
         Raises:
             StorageAwayError: It was still away after ``wait_s``.
@@ -130,7 +130,7 @@ class Patience:
         try:
             return self.call(what, attempt)
         except READ_ERRORS as error:
-            raise RunError(f"{what}: {error}; mend it and run the same command again, which goes on") from error
+            raise RunError(f"{what}: {error}; fix it and run the same command again, which continues") from error
 
 
 class Waiting:
@@ -167,4 +167,4 @@ class Waiting:
 
 
 PATIENCE = Patience()
-"""How long we wait for a storage unless told otherwise."""
+"""The default wait for a storage."""

@@ -1,4 +1,4 @@
-"""Says before a worker starts whether a location can hold a run's files, by trying what a run will do there."""
+"""Checks before a worker starts that a location can hold a run's files, by doing what a run will do there."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_storage(storage: Path | str, *, setting: str = "run.storage") -> None:
     except OSError as error:
         hint = "make the path writable for this user on every node"
         if isinstance(location, ObjectLocation):
-            hint = "look at the bucket, its region and endpoint, and at the credentials in the environment"
+            hint = "check the bucket, its region and endpoint, and at the credentials in the environment"
         raise UserError(
             f"{shown} can't be written: {error.strerror or error}; {hint}, or set another {setting}"
         ) from error
@@ -56,7 +56,7 @@ def check_storage(storage: Path | str, *, setting: str = "run.storage") -> None:
 
 
 def _probe(store: Store, folder: str) -> None:
-    """Create, read, replace, list and delete, and hold each answer against what a store promises."""
+    """Create, read, replace, list and delete, and check each answer against what a store promises."""
     key, contested = f"{folder}/file", f"{folder}/contested"
     store.create(key, [_FIRST])
     if _creates(store, key, _SECOND) or read_bytes(store, key) != _FIRST:

@@ -12,7 +12,7 @@ from ray_ulysses.errors import UserError
 
 
 class NotAPlainFileError(OSError, UserError):
-    """A pipe, a socket or a device stands where a file is expected."""
+    """A pipe, a socket or a device is where a file is expected."""
 
     def __str__(self) -> str:
         return f"{self.filename}: is {self.strerror}; put the file back, or remove what is there"

@@ -1,4 +1,4 @@
-"""What a run asks of its storage, whatever stands behind it.
+"""The protocol of a run's storage, the same for local files and object stores.
 
 Keys are relative POSIX paths such as ``checkpoints/step-00000200/manifest.json``. A file appears whole or
 not at all, and `Store.create` succeeds for exactly one of several writers: links and renames give that on

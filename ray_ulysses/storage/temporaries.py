@@ -44,7 +44,7 @@ def sweep_temporaries(folder: Path, *, settle_s: float = SETTLE_S) -> tuple[Path
         settle_s: Files changed within this time stay too, in seconds.
 
     Returns:
-        What was deleted, sorted. A file that can't be looked at or deleted is left.
+        What was deleted, sorted. A file that can't be inspected or deleted is left.
     """
     found = []
     for parent, _, names in os.walk(folder):

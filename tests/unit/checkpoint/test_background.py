@@ -159,7 +159,9 @@ def test_an_error_of_who_is_told_is_a_failure_and_ends_no_thread(tmp_path: Path)
     saver, _, _ = _saver(LocalStore(tmp_path), on_saved=refuse)
     saver.save(10, _live(), META, timeout_s=5)
     assert saver.wait(10)
-    assert "step 10 is committed, but the journal could not be told (the journal's disk is full)" in str(saver.failure)
+    assert "step 10 is committed, but the journal could not be written (the journal's disk is full)" in str(
+        saver.failure
+    )
     assert committed_steps(LocalStore(tmp_path)) == (10,)
     assert saver.close(5)
 
