@@ -188,8 +188,8 @@ MUTANTS = (
     Mutant(
         name="a sink that is not sliced by head",
         file="ray_ulysses/attention/ulysses.py",
-        old="        sinks_H = sinks_H[heads.first : heads.stop]\n",
-        new="        sinks_H = sinks_H[: heads.num_heads]\n",
+        old="        s_aux = s_aux[mine.first : mine.stop]\n",
+        new="        s_aux = s_aux[: mine.num_heads]\n",
         killer="tests/distributed/test_seam_parity.py::test_sinks_are_those_of_the_ranks_heads",
     ),
     Mutant(
@@ -291,9 +291,9 @@ MUTANTS = (
     ),
     Mutant(
         name="a sliding window one token too wide",
-        file="ray_ulysses/attention/kernels/sdpa.py",
-        old="    visible = key_at >= query_at - call.left\n",
-        new="    visible = key_at >= query_at - call.left - 1\n",
+        file="ray_ulysses/attention/kernels/call.py",
+        old="early = key_at < query_at - self.left\n",
+        new="early = key_at < query_at - self.left - 1\n",
         killer="tests/unit/attention/test_kernels.py::"
         "test_a_kernel_equals_the_definition_forward_and_backward[sdpa-packed-3-plain]",
     ),

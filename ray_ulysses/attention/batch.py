@@ -1,7 +1,7 @@
-"""A row of packed documents, cut into the part that this rank holds.
+"""Shards rows of packed documents over the ranks of ``sp``.
 
-Legend: B rows, S tokens of a whole row, L = S / sp_size tokens of this rank's slice (two ranges of
-the row with a ring).
+Legend: B rows, S tokens of a whole row, L = S / sp_size tokens of this rank's slice (two ranges of the row
+with a ring).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from ray_ulysses.parallel.mesh import SequenceMesh
 
 IGNORE_INDEX = -100
-"""The label of a position that is not trained on."""
+"""The label of a position without a loss."""
 
 MODEL_INPUT = "ulysses"
-"""The keyword under which a batch's tables travel through a model's forward."""
+"""The keyword of a batch's tables in a model's forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,9 +37,9 @@ class ShardedBatch:
             ``IGNORE_INDEX``.
         position_ids_BL: int64 global positions; they restart at 0 in each document and are 0 in padding.
         document_lengths_BL: int32 length in tokens of each token's whole document; 0 in padding.
-        documents: Tables of the rows, as this rank's part of the ring sees them.
-        mesh: The mesh that the rows were cut over.
-        token_ids: The smallest and the largest token id of the whole rows, or ``None`` where they are not on the host.
+        documents: Tables of the rows for this rank's part of the ring.
+        mesh: The mesh that the rows are sharded over.
+        token_ids: The smallest and the largest token id of the whole rows, or ``None`` if they are not on the host.
     """
 
     input_ids_BL: torch.Tensor
@@ -51,7 +51,7 @@ class ShardedBatch:
     token_ids: tuple[int, int] | None = None
 
     def model_inputs(self) -> dict[str, Any]:
-        """Return the keyword arguments of the model's forward. Labels stay out: the loss is ours."""
+        """Return the keyword arguments of the model's forward, without labels, since the loss is computed outside."""
         return {
             "input_ids": self.input_ids_BL,
             "position_ids": self.position_ids_BL,
@@ -66,7 +66,7 @@ def shard_batch(
     document_lengths: Sequence[int] | Sequence[Sequence[int]] | torch.Tensor | None,
     mesh: SequenceMesh,
 ) -> ShardedBatch:
-    """Cut whole rows into this rank's slice; no communication.
+    """Return this rank's slice of whole rows; no communication.
 
     Every rank of ``sp`` must pass the same rows.
 
@@ -75,8 +75,8 @@ def shard_batch(
         labels: int ``[B, S]`` or ``[S]`` in Hugging Face's convention, not shifted: the label of a token is the
             token itself or ``IGNORE_INDEX``. ``None`` trains on every token of every document.
         document_lengths: Lengths in tokens of the documents packed into each row, in order: one sequence for a
-            single row, else one a row. What they leave of a row is padding. ``None``: each row is one document.
-        mesh: The mesh to cut over. A row is padded up to a multiple of ``mesh.sp_size``, of twice that with a ring.
+            single row, otherwise one per row. The rest of a row is padding. ``None``: each row is one document.
+        mesh: The mesh to shard over. Rows are padded to a multiple of ``mesh.sp_size``, or of twice that with a ring.
 
     Returns:
         This rank's slice, with labels shifted inside documents: the last token of a document has no target.
@@ -123,7 +123,7 @@ def shard_batch(
 
 
 def _bounds(input_ids_BS: torch.Tensor) -> tuple[int, int] | None:
-    """Return the smallest and the largest id of whole rows; of a device's tensor, to read them would wait for it."""
+    """Return the smallest and the largest id; ``None`` for a device tensor, which would have to be waited for."""
     if input_ids_BS.device.type != "cpu":
         return None
     smallest, largest = torch.aminmax(input_ids_BS)
@@ -131,7 +131,7 @@ def _bounds(input_ids_BS: torch.Tensor) -> tuple[int, int] | None:
 
 
 def held_tokens(rows_BS: torch.Tensor, mesh: SequenceMesh) -> torch.Tensor:
-    """Return ``[B, L]``: the part of whole rows that this rank holds, contiguous; two ranges of a row with a ring."""
+    """Return ``[B, L]``, contiguous: this rank's part of whole rows, which is two ranges of a row with a ring."""
     ranges = held_ranges(rows_BS.shape[1], mesh.sp_rank, mesh.sp_size, mesh.ring_size)
     return torch.cat([rows_BS[:, start:stop] for start, stop in ranges], dim=1)
 
@@ -141,7 +141,7 @@ def held_document_lengths(documents: PackedDocuments, mesh: SequenceMesh) -> tor
 
     Args:
         documents: The documents of whole rows.
-        mesh: The mesh that the rows are cut over.
+        mesh: The mesh that the rows are sharded over.
     """
     lengths_BS = torch.zeros(documents.num_rows, documents.row_tokens, dtype=torch.int32)
     for row, lengths in enumerate(documents.lengths):
@@ -151,7 +151,7 @@ def held_document_lengths(documents: PackedDocuments, mesh: SequenceMesh) -> tor
 
 
 def unshard(local: torch.Tensor, batch: ShardedBatch) -> torch.Tensor:
-    """Put the ranks' slices together in the order of the row and cut the padding.
+    """Concatenate the ranks' slices in the order of the row, without padding.
 
     Every rank of ``sp`` must call; differentiable.
 
@@ -175,13 +175,13 @@ def unshard(local: torch.Tensor, batch: ShardedBatch) -> torch.Tensor:
 
 
 def _in_row_order(whole_BS: torch.Tensor, row_tokens: int, mesh: SequenceMesh) -> torch.Tensor:
-    """Put the ranges that the ranks hold, end to end, back into the order of the row."""
-    pieces, place = [], 0
+    """Reorder the concatenated ranges of all ranks into the order of the row."""
+    ranges, place = [], 0
     for rank in range(mesh.sp_size):
         for start, stop in held_ranges(row_tokens, rank, mesh.sp_size, mesh.ring_size):
-            pieces.append((start, whole_BS[:, place : place + stop - start]))
+            ranges.append((start, whole_BS[:, place : place + stop - start]))
             place += stop - start
-    return torch.cat([piece for _, piece in sorted(pieces, key=lambda item: item[0])], dim=1)
+    return torch.cat([part for _, part in sorted(ranges, key=lambda item: item[0])], dim=1)
 
 
 def _rows(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -205,14 +205,16 @@ def _lengths(
         values = [values]
     rows = tuple(tuple(int(length) for length in row) for row in values)
     if len(rows) > 1:
-        rows = tuple(_without_tail(list(row)) for row in rows)
+        # A rectangular table of lengths fills its rows with zeros.
+        rows = tuple(_without_trailing_zeros(row) for row in rows)
     if len(rows) != num_rows:
-        raise UserError(f"document_lengths is for {len(rows)} rows, input_ids has {num_rows}; give one sequence a row")
+        raise UserError(
+            f"document_lengths is for {len(rows)} rows, input_ids has {num_rows}; give one sequence per row"
+        )
     return rows
 
 
-def _without_tail(lengths: list[int]) -> tuple[int, ...]:
-    """Cut the zeros that fill a row of a rectangular table of lengths."""
+def _without_trailing_zeros(lengths: tuple[int, ...]) -> tuple[int, ...]:
     while lengths and lengths[-1] == 0:
-        lengths.pop()
-    return tuple(lengths)
+        lengths = lengths[:-1]
+    return lengths

@@ -1,12 +1,12 @@
-"""The exchange and attention a share of the KV heads at a time, where memory binds.
+"""Exchange and attention for a fraction of the KV heads at a time, to save memory.
 
-With ``n`` chunks the buffers of the exchange and the kernel's inputs are ``1 / n`` of their size. Nothing is kept in
-the kernel's layout: forward sends queries, keys and values, and returns the output; backward sends them again with the
-output and its gradient, and returns the gradients. That is two collectives a chunk each way and none for the
-recomputation under checkpointing, for (6 hq + 6 hkv) of bytes where the exchange at once takes (5 hq + 6 hkv).
+With ``n`` chunks, the buffers of the exchange and the kernel's inputs are ``1 / n`` of their size. Nothing is kept in
+the kernel's layout: the forward sends queries, keys and values, and returns the output; the backward sends them again
+with the output and its gradient, and returns the gradients. That takes two collectives per chunk in each direction and
+none for recomputation under checkpointing: (6 hq + 6 hkv) bytes, against (5 hq + 6 hkv) without chunks.
 
-Legend: B rows, L tokens of a slice, T tokens of this ring rank (rows end to end), H query heads and K KV heads, h query
-heads of this rank, D head size of Q and K, E head size of V.
+Legend: B rows, L tokens of a slice, T tokens of this ring rank (rows concatenated), H query heads and K KV heads, h
+query heads of this rank, D head size of Q and K, E head size of V.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from ray_ulysses.attention.documents import Tables
 from ray_ulysses.attention.exchange import (
     QKV,
     HeadKind,
-    kv_buffer,
+    gradient_buffers,
+    plan_of,
     ranks_first,
     return_heads,
     send_heads,
@@ -31,7 +31,6 @@ from ray_ulysses.attention.exchange import (
 from ray_ulysses.attention.operators import (
     NUM_SETTINGS,
     SETTINGS_SCHEMA,
-    LayerSettings,
     OperatorSettings,
     keep_inputs,
     kept_inputs,
@@ -39,7 +38,7 @@ from ray_ulysses.attention.operators import (
 )
 from ray_ulysses.attention.ring import attend, attend_backward
 from ray_ulysses.parallel.collectives import group_named
-from ray_ulysses.parallel.heads import HeadPlan, RankHeads, assign_heads, part_of
+from ray_ulysses.parallel.heads import HeadPlan, RankHeads, part_of
 
 _BACKWARD_KINDS: tuple[HeadKind, ...] = (*QKV, "query", "query")
 
@@ -48,34 +47,27 @@ def attend_in_chunks(
     query_BHLD: torch.Tensor,
     key_BKLD: torch.Tensor,
     value_BKLE: torch.Tensor,
-    sinks_h: torch.Tensor | None,
-    tables: Tables,
-    settings: LayerSettings,
+    settings: OperatorSettings,
     num_chunks: int,
 ) -> torch.Tensor:
-    """Exchange heads, attend and exchange back, in chunks; differentiable.
+    """Exchange heads, attend and exchange back, in chunks; differentiable. Returns ``[B, L, H, E]``, contiguous.
 
-    Every rank of ``sp`` must call. ``sinks_h`` are those of this rank's query heads.
-
-    Returns:
-        ``[B, L, H, E]``, contiguous.
+    Every rank of ``sp`` must call.
     """
-    out, _ = torch.ops.ray_ulysses.attend_in_chunks(
-        query_BHLD, key_BKLD, value_BKLE, *settings.arguments(sinks_h, tables), num_chunks
-    )
-    attended: torch.Tensor = out
-    return attended
+    out: torch.Tensor = torch.ops.ray_ulysses.attend_in_chunks(query_BHLD, key_BKLD, value_BKLE, *settings, num_chunks)[
+        0
+    ]
+    return out
 
 
 def _chunks(given: OperatorSettings, num_chunks: int) -> Iterator[tuple[HeadPlan, RankHeads, slice]]:
-    """Yield each chunk's heads of all ranks, those of this rank, and where these are among its query heads."""
-    group = group_named(given.ulysses)
-    plan = assign_heads(given.heads[0], given.heads[1], group.size())
-    first = plan.ranks[group.rank()].first
+    """Yield, per chunk, the heads of all ranks, those of this rank, and their positions among its query heads."""
+    plan, whole = plan_of(given.heads[0], given.heads[1], given.ulysses)
+    rank = group_named(given.ulysses).rank()
     for chunk in range(num_chunks):
         part = part_of(plan, chunk, num_chunks)
-        mine = part.ranks[group.rank()]
-        yield part, mine, slice(mine.first - first, mine.stop - first)
+        mine = part.ranks[rank]
+        yield part, mine, slice(mine.first - whole.first, mine.stop - whole.first)
 
 
 @torch.library.custom_op(
@@ -113,12 +105,11 @@ def _result_buffers(
     query_BHLD: torch.Tensor, value_BKLE: torch.Tensor, ulysses: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, num_heads, tokens, _ = query_BHLD.shape
-    group = group_named(ulysses)
-    own = assign_heads(num_heads, value_BKLE.shape[1], group.size()).ranks[group.rank()]
+    plan, mine = plan_of(num_heads, value_BKLE.shape[1], ulysses)
     precision = torch.promote_types(query_BHLD.dtype, torch.float32)
     return (
         query_BHLD.new_empty(num_rows, tokens, num_heads, value_BKLE.shape[3]),
-        query_BHLD.new_empty(own.num_heads, num_rows * tokens * group.size(), dtype=precision),
+        query_BHLD.new_empty(mine.num_heads, num_rows * tokens * len(plan.ranks), dtype=precision),
     )
 
 
@@ -141,7 +132,7 @@ def _backward(
     layer, group, sinks = given.layer(), group_named(given.ulysses), given.sinks
     tensors = (query_BHLD, key_BKLD, value_BKLE, grad_BLHE.transpose(1, 2), out_BLHE.transpose(1, 2))
     sizes = [tensor.shape[3] for tensor in tensors]
-    grads, grad_sinks = _gradient_buffers(tensors, given.ulysses), or_empty(sinks, grad_BLHE).clone()
+    grads, grad_sinks = _gradients_of(tensors, given.ulysses), or_empty(sinks, grad_BLHE).clone()
     written_kv: set[int] = set()
     for plan, mine, own in _chunks(given, settings[-1]):
         payload = send_heads(tensors, _BACKWARD_KINDS, plan, group)
@@ -168,17 +159,16 @@ def _backward_shape(
     grad_BLHE: torch.Tensor, query_BHLD: torch.Tensor, key_BKLD: torch.Tensor, value_BKLE: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, ...]:
     given = OperatorSettings(*rest[2:-1])
-    grads = _gradient_buffers((query_BHLD, key_BKLD, value_BKLE), given.ulysses)
+    grads = _gradients_of((query_BHLD, key_BKLD, value_BKLE), given.ulysses)
     dq, dk, dv = (grad.to(query_BHLD.dtype) for grad in grads)
     return dq, dk, dv, or_empty(given.sinks, grad_BLHE).clone()
 
 
-def _gradient_buffers(tensors: tuple[torch.Tensor, ...], ulysses: str) -> list[torch.Tensor]:
+def _gradients_of(tensors: tuple[torch.Tensor, ...], ulysses: str) -> tuple[torch.Tensor, ...]:
     query, key, value = tensors[:3]
     num_rows, num_heads, tokens, head_size = query.shape
-    plan = assign_heads(num_heads, key.shape[1], group_named(ulysses).size())
-    query_grad = query.new_empty(num_rows, tokens, num_heads, head_size).transpose(1, 2)
-    return [query_grad, *(kv_buffer(query, plan, num_rows, tokens, t.shape[3]) for t in (key, value))]
+    plan, _ = plan_of(num_heads, key.shape[1], ulysses)
+    return gradient_buffers(query, plan, num_rows, tokens, head_size, value.shape[3])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -1,9 +1,9 @@
-"""Which results of a forward depend on more than their own token, found by changing the others.
+"""Finds results of a forward that depend on more than their own token, by changing the other tokens.
 
-A decoder without its attention maps each pair of a token and its position to a result. Called twice, with the same
-pairs in other rows, places, numbers and company, it must give each pair the same result, in the whole and in every
-module. What does not was mixed along the sequence or the batch, counted from the row's start or its length, or drawn
-at random, by whatever operation.
+Without attention, a decoder maps each pair of a token and its position to a result. Called twice with the same pairs in
+different rows and places and among different other tokens, the model and every module must return the same result for
+each pair. Otherwise the result was mixed along the sequence or the batch, depends on the row's start or length, or is
+random, regardless of the operation.
 """
 
 from __future__ import annotations
@@ -16,21 +16,19 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from ray_ulysses.attention.stand_in import noise_like
+from ray_ulysses.attention.noise_model import noise_like
 
 _WIDTH = 6
-# Rounding is 1e-16, and 1e-7 in the single elements that a cast to fp32 happens to round the other way.
+# Rounding errors are 1e-16, and 1e-7 in single elements that a cast to fp32 rounds the other way.
 _TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrangement:
-    """Where the pairs of a token and its position are in a batch.
+    """The pairs of a token and its position in a batch.
 
     Attributes:
-        pairs_BT: Number of each pair in the row.
-        input_ids_BT: Its token.
-        position_ids_BT: Its position.
+        pairs_BT: Index of each pair.
     """
 
     pairs_BT: torch.Tensor
@@ -39,69 +37,62 @@ class Arrangement:
 
     @classmethod
     def of(cls, pairs_BT: torch.Tensor, ids_P: torch.Tensor, num_positions: int) -> Self:
-        """Lay out pairs; the position of a pair is its number modulo the number of positions."""
+        """Arrange pairs; the position of a pair is its index modulo the number of positions."""
         return cls(pairs_BT=pairs_BT, input_ids_BT=ids_P[pairs_BT], position_ids_BT=pairs_BT % num_positions)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Passage:
-    """What went into a module and came out of it, in short.
-
-    Attributes:
-        name: The module's name.
-        kind: Its class.
-        given_BTW: Its first input.
-        result_BTW: Its first output.
-    """
+class ModuleCall:
+    """The input and output of a module, projected to a few dims."""
 
     name: str
     kind: str
-    given_BTW: torch.Tensor | None
-    result_BTW: torch.Tensor | None
+    input_BTW: torch.Tensor | None
+    output_BTW: torch.Tensor | None
 
 
-class Passages:
-    """Takes down each call of each module, as a projection of its first input and output onto noise.
+class CallRecorder:
+    """Records every call of every module, projecting its first input and output onto noise.
 
     Attributes:
-        calls: Per arrangement, in the order in which calls ended: a module comes before the one that it is part of.
+        calls: Per arrangement, in the order in which calls ended, so that a module precedes its parent.
     """
 
     def __init__(self, model: nn.Module, noise: torch.Tensor) -> None:
-        """Watch every module of a model from now on."""
-        self.calls: list[list[Passage]] = []
+        """Register hooks on every module of a model."""
+        self.calls: list[list[ModuleCall]] = []
         self._shape: tuple[int, int] = (0, 0)
         self._noise = noise
-        self._given: list[torch.Tensor | None] = []
+        self._inputs: list[torch.Tensor | None] = []
         for name, module in model.named_modules():
             module.register_forward_pre_hook(self._before, with_kwargs=True)
             module.register_forward_hook(self._after(name))
 
     def begin(self, arrangement: Arrangement) -> None:
-        """Start a list of calls, before the model is called with an arrangement."""
+        """Start recording the calls of an arrangement."""
         self.calls.append([])
         self._shape = tuple(arrangement.pairs_BT.shape)  # type: ignore[assignment]
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._given.append(self._in_short((*args, *kwargs.values())))
+        self._inputs.append(self._projected((*args, *kwargs.values())))
 
     def _after(self, name: str) -> Any:
-        def take_down(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            # A model's output is a mapping; hidden states of others are the first of a tuple.
+        def record(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            # A model's output is a mapping; a layer's hidden states are the first of a tuple.
             values = tuple(output.values()) if isinstance(output, dict) else output
             self.calls[-1].append(
-                Passage(
+                ModuleCall(
                     name=name,
                     kind=type(module).__name__,
-                    given_BTW=self._given.pop(),
-                    result_BTW=self._in_short(tuple(values) if isinstance(values, list | tuple) else (values,)),
+                    input_BTW=self._inputs.pop(),
+                    output_BTW=self._projected(tuple(values) if isinstance(values, list | tuple) else (values,)),
                 )
             )
 
-        return take_down
+        return record
 
-    def _in_short(self, values: tuple[Any, ...]) -> torch.Tensor | None:
-        """Return ``[B, T, W]`` of the first tensor of a row's tokens, or ``None`` where there is none."""
+    def _projected(self, values: tuple[Any, ...]) -> torch.Tensor | None:
+        """Return ``[B, T, W]`` of the first tensor with one entry per token, or ``None``."""
         rows, tokens = self._shape
         for tensor in values:
             if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2 or not tensor.is_floating_point():
@@ -112,15 +103,15 @@ class Passages:
                 # [B * T, F] -> [B, T, F]
                 tensor = tensor.unflatten(0, (rows, tokens))
             flat_BTF = tensor.detach().flatten(2) if tensor.dim() > 2 else tensor.detach().unsqueeze(-1)
-            short_BTW: torch.Tensor = flat_BTF.double() @ noise_like((flat_BTF.shape[2], _WIDTH), 1, self._noise)
-            return short_BTW
+            projected_BTW: torch.Tensor = flat_BTF.double() @ noise_like((flat_BTF.shape[2], _WIDTH), 1, self._noise)
+            return projected_BTW
         return None
 
-    def where_mixed(self, places: Sequence[Arrangement]) -> Passage | None:
-        """Return the innermost module that was given the same for each pair and made something else of it.
+    def find_mixing(self, places: Sequence[Arrangement]) -> ModuleCall | None:
+        """Return the innermost module whose outputs differ for some pair although its inputs agree.
 
         Args:
-            places: Both arrangements; in the first every pair is once.
+            places: Both arrangements; the first holds every pair once.
 
         Returns:
             Its call with the second arrangement, or ``None`` if there is none.
@@ -129,18 +120,18 @@ class Passages:
         earlier = dict(_numbered(before))
         for place, call in _numbered(after):
             other = earlier.get(place)
-            # Tokens that are sorted among experts are in no rows, and judged where they are back in them.
-            if other is None or other.result_BTW is None or call.result_BTW is None:
+            # Tokens sorted by expert are not in rows; they are compared once they are back in rows.
+            if other is None or other.output_BTW is None or call.output_BTW is None:
                 continue
-            given = (other.given_BTW, call.given_BTW)
-            is_given_the_same = given[0] is None or given[1] is None or agree(given[0], given[1], places)
-            if is_given_the_same and not agree(other.result_BTW, call.result_BTW, places):
+            before_BTW, after_BTW = other.input_BTW, call.input_BTW
+            inputs_agree = before_BTW is None or after_BTW is None or agree(before_BTW, after_BTW, places)
+            if inputs_agree and not agree(other.output_BTW, call.output_BTW, places):
                 return call
         return None
 
 
-def _numbered(calls: list[Passage]) -> list[tuple[tuple[str, int], Passage]]:
-    """Return each call with the module's name and the number of its call."""
+def _numbered(calls: list[ModuleCall]) -> list[tuple[tuple[str, int], ModuleCall]]:
+    """Return each call, keyed by the module's name and the index of its call."""
     counts: Counter[str] = Counter()
     numbered = []
     for call in calls:
@@ -150,10 +141,10 @@ def _numbered(calls: list[Passage]) -> list[tuple[tuple[str, int], Passage]]:
 
 
 def agree(first_BTF: torch.Tensor, second_BTF: torch.Tensor, places: Sequence[Arrangement]) -> bool:
-    """Return whether each pair of both arrangements has the same result.
+    """Return whether each pair has the same result in both arrangements.
 
     Args:
-        first_BTF: Results of the first arrangement, in which every pair is once.
+        first_BTF: Results of the first arrangement, which holds every pair once.
         second_BTF: Results of the second.
         places: Both arrangements.
     """
@@ -164,5 +155,5 @@ def agree(first_BTF: torch.Tensor, second_BTF: torch.Tensor, places: Sequence[Ar
     by_pair_PF[first.pairs_BT.flatten()] = first_BTF.flatten(0, 1)
     known_BT = second.pairs_BT < len(by_pair_PF)
     wanted, found = by_pair_PF[second.pairs_BT[known_BT]], second_BTF[known_BT]
-    # Not a number where one is expected is no agreement.
+    # NaN does not agree with anything.
     return bool(((found - wanted).norm(dim=-1) <= _TOLERANCE * wanted.norm(dim=-1)).all())

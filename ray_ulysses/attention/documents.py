@@ -1,9 +1,9 @@
-"""Where documents begin and end in packed rows: tables made once a step on the host and handed down.
+"""Tables of the documents in packed rows, made on the host once per batch.
 
-A layer never derives them again, so attention needs no gather of positions and no host synchronisation.
+Layers share them, so attention needs no gather of positions and no host synchronization.
 
-Under a ring of R, a row is cut into 2 R chunks of which ring rank ``r`` holds chunk ``r`` and chunk ``2 R - 1 - r``
-(zigzag: every rank then has the same share of a causal row's work), laid end to end.
+With a ring of R, a row is divided into 2 R chunks, and ring rank ``r`` holds chunks ``r`` and ``2 R - 1 - r``
+concatenated (zigzag, which gives every rank the same share of a causal row's work).
 """
 
 from __future__ import annotations
@@ -26,16 +26,12 @@ Span = tuple[int, int, int]
 
 
 class Rectangle(NamedTuple):
-    """Queries of this ring rank against keys that all come before them in the same document.
+    """Queries of this ring rank against keys that all precede them in the same document.
 
-    Tokens are counted in the ring ranks' own tokens, rows end to end.
+    Tokens are indexed within each ring rank's tokens, rows concatenated.
 
     Attributes:
-        step: Ring step at which the keys are here: 0 for the own ones.
-        query_start: First query.
-        query_stop: The query after the last.
-        key_start: First key.
-        key_stop: The key after the last.
+        step: Ring step at which this rank holds the keys; 0 for its own.
         distance: Position of the first query minus that of the first key.
     """
 
@@ -49,11 +45,11 @@ class Rectangle(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tables:
-    """What attention over one ring rank's tokens is made of.
+    """The spans and rectangles that attention over one ring rank's tokens consists of.
 
     Attributes:
-        spans: Stretches that are causal inside themselves; they cover all tokens.
-        borders: int64 ``[num_spans + 1]`` on the host: ``spans.borders`` as custom operators take it.
+        spans: Ranges with causal attention; they cover all tokens.
+        borders: int64 ``[num_spans + 1]`` on the host: ``spans.borders`` in the form that custom operators take.
         rectangles: int64 ``[n, 6]`` on the host: the fields of each :class:`Rectangle`.
     """
 
@@ -64,15 +60,15 @@ class Tables:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedDocuments:
-    """The documents of ``B`` rows of ``row_tokens`` tokens each, as one ring rank sees them.
+    """The documents of ``B`` rows of ``row_tokens`` tokens each, for one ring rank.
 
     Attributes:
-        row_tokens: Length of every row in tokens, padding included.
+        row_tokens: Length of every row in tokens, including padding.
         lengths: Per row, the lengths of its documents in order, without padding.
-        full: Tables of a layer that sees its whole document. Two chunks of one document are one stretch there, since
-            every key of the earlier chunk comes before every query of the later one.
-        windowed: Tables of a layer with a sliding window, where distances count: stretches end at a chunk's end.
-        max_position: Largest position id of a document token; what length-dependent RoPE must see.
+        full: Tables for full attention, where two chunks of one document form one span, since every key of the earlier
+            chunk precedes every query of the later one.
+        windowed: Tables for sliding windows, where distances matter and spans end at the end of a chunk.
+        max_position: Largest position id of a document token, for length-dependent RoPE.
     """
 
     row_tokens: int
@@ -88,7 +84,7 @@ class PackedDocuments:
 
     @property
     def num_document_tokens(self) -> int:
-        """Tokens of the fullest row without its padding."""
+        """Largest number of tokens in a row, without padding."""
         return max(sum(row) for row in self.lengths)
 
 
@@ -103,12 +99,12 @@ def pack_documents(
     """Make the tables of a batch on the host.
 
     Args:
-        lengths: Per row, its documents' lengths in tokens, in order; what is left of the row is padding, which attends
-            to itself, so that no token is outside every stretch.
-        row_tokens: Length of every row in tokens; a multiple of ``2 * ring_size`` where there is a ring.
-        device: Where ``cu_seqlens`` goes.
+        lengths: Per row, its documents' lengths in tokens, in order; the rest of the row is padding, which attends to
+            itself, so that every token is in a span.
+        row_tokens: Length of every row in tokens; with a ring, a multiple of ``2 * ring_size``.
+        device: Device of ``cu_seqlens``.
         ring_size: Ring degree.
-        ring_rank: This process's place on the ring.
+        ring_rank: This process's rank on the ring.
 
     Raises:
         UserError: A length is not positive, or a row's documents are longer than the row.
@@ -157,7 +153,7 @@ def _tables(
             for place, low, high in chunks
             if max(start, low) < min(end, high)
         ]
-        # Both chunks hold a part, which are neighbours here: one stretch unless distances count and have a gap.
+        # The parts in both chunks are adjacent here: one span, unless distances matter and there is a gap.
         has_gap = len(parts) == 2 and parts[0][2] + row_tokens // (2 * ring_size) != parts[1][2]
         if len(parts) == 2 and not (windowed and has_gap):
             local.append((parts[0][0], parts[1][1]))
@@ -179,7 +175,7 @@ def _tables(
 
 
 def _chunks_of(rank: int, ring_size: int, row_tokens: int) -> list[tuple[int, int, int]]:
-    """Return ``(place, low, high)`` of each chunk of a ring rank: its place there and its tokens of the row."""
+    """Return ``(place, low, high)`` of each chunk of a ring rank: its start there and its tokens of the row."""
     if ring_size == 1:
         return [(0, 0, row_tokens)]
     assert row_tokens % (2 * ring_size) == 0
@@ -190,7 +186,7 @@ def _chunks_of(rank: int, ring_size: int, row_tokens: int) -> list[tuple[int, in
 
 
 def _rectangles(spans: Iterable[Span], row_tokens: int, ring_size: int, rank: int, *, own: bool) -> Iterable[Rectangle]:
-    """Yield what each ring step adds; two chunks that do not touch share one document at most."""
+    """Yield the rectangles of each ring step; two chunks that are not adjacent share at most one document."""
     ring_tokens = row_tokens // ring_size
     mine = _chunks_of(rank, ring_size, row_tokens)
     by_row: dict[int, list[Span]] = {}
@@ -200,7 +196,7 @@ def _rectangles(spans: Iterable[Span], row_tokens: int, ring_size: int, rank: in
         theirs = _chunks_of((rank - step) % ring_size, ring_size, row_tokens)
         for query_place, query_low, query_high in mine:
             for key_place, key_low, key_high in theirs:
-                # The own chunks, where they touch, are one stretch already.
+                # This rank's own chunks, if adjacent, are one span already.
                 if key_high > query_low or (step == 0 and key_high == query_low):
                     continue
                 for row, start, end in _crossing(by_row, key_high, query_low):
@@ -218,7 +214,7 @@ def _rectangles(spans: Iterable[Span], row_tokens: int, ring_size: int, rank: in
 
 
 def _crossing(by_row: dict[int, list[Span]], key_high: int, query_low: int) -> Iterable[Span]:
-    """Yield the document of each row that reaches from before ``key_high`` to beyond ``query_low``."""
+    """Yield the document of each row that starts before ``key_high`` and ends after ``query_low``."""
     for row_spans in by_row.values():
         for span in row_spans:
             if span[1] < key_high and span[2] > query_low:

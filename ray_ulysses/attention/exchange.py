@@ -1,10 +1,10 @@
-"""The Ulysses exchange: sequence slices of all heads become whole sequences of some heads, and back.
+"""The Ulysses exchange, which trades sequence slices of all heads for whole sequences of some heads, and back.
 
-One all-to-all carries Q, K and V as a flat payload, a second one the output (DeepSpeed-Ulysses,
-https://arxiv.org/abs/2309.14509, sends three and one). The backward of each is one all-to-all the other way. Heads need
-not divide: each rank is sent its query heads and the key-value heads that these need
-(:mod:`ray_ulysses.parallel.heads`).
-Both are operators of ``torch.library``, so that a checkpointing policy can save what they return.
+One all-to-all carries Q, K and V as a flat payload and a second one the output (DeepSpeed-Ulysses,
+https://arxiv.org/abs/2309.14509, sends three and one). The backward of each is one all-to-all in the other direction.
+The number of ranks need not divide the number of heads: each rank receives its query heads and the key-value heads that
+these need (:mod:`ray_ulysses.parallel.heads`). Both are operators of ``torch.library``, so that a checkpointing policy
+can save their results.
 
 Legend: B rows, L tokens of a slice, S = L * U tokens of a row (of this ring rank's part of it), H query heads, K KV
 heads, D head size of Q and K, E head size of V, U ranks of the group, h and k heads of this rank, F = h D + k (D + E)
@@ -24,36 +24,36 @@ from ray_ulysses.parallel.heads import HeadPlan, RankHeads, assign_heads
 
 HeadKind = Literal["query", "kv"]
 QKV: tuple[HeadKind, ...] = ("query", "kv", "kv")
-"""What queries, keys and values have."""
+"""The heads of queries, keys and values."""
 
 
 def gather_heads(
     query_BHLD: torch.Tensor, key_BKLD: torch.Tensor, value_BKLE: torch.Tensor, group: str
 ) -> torch.Tensor:
-    """Exchange slices of every head for whole sequences of this rank's heads, in one all-to-all; differentiable.
+    """Exchange slices of every head for whole sequences of this rank's heads in one all-to-all; differentiable.
 
     Every rank of the group must call.
 
     Args:
-        query_BHLD: Queries of this rank's slice; any strides.
+        query_BHLD: Queries of this rank's slice, with any strides.
         key_BKLD: Keys.
         value_BKLE: Values.
         group: Name of the process group.
 
     Returns:
-        The payload ``[U, B, L, F]``: features of a token are its queries, keys and values, each head by head.
+        The payload ``[U, B, L, F]``: the features of a token are its queries, keys and values, head by head.
     """
     payload: torch.Tensor = torch.ops.ray_ulysses.gather_heads(query_BHLD, key_BKLD, value_BKLE, group)
     return payload
 
 
 def scatter_heads(out_BShE: torch.Tensor, num_heads: int, num_kv_heads: int, group: str) -> torch.Tensor:
-    """Exchange whole sequences of this rank's heads for its slice of every head, in one all-to-all; differentiable.
+    """Exchange whole sequences of this rank's heads for its slice of every head in one all-to-all; differentiable.
 
     Every rank of the group must call.
 
     Args:
-        out_BShE: This rank's heads' output.
+        out_BShE: The output of this rank's heads.
         num_heads: Query heads of the layer.
         num_kv_heads: Key-value heads of the layer.
         group: Name of the process group.
@@ -68,18 +68,18 @@ def scatter_heads(out_BShE: torch.Tensor, num_heads: int, num_kv_heads: int, gro
 def send_heads(
     tensors_BHLD: Sequence[torch.Tensor], kinds: Sequence[HeadKind], plan: HeadPlan, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Send each rank its heads of this rank's slice, of several tensors in one all-to-all; not differentiable.
+    """Send each rank its heads of this rank's slice of several tensors in one all-to-all; not differentiable.
 
     Every rank of the group must call.
 
     Args:
-        tensors_BHLD: ``[B, H or K, L, any]``, any strides.
-        kinds: Whether a tensor has query heads or KV heads.
-        plan: Which heads go where.
+        tensors_BHLD: ``[B, H or K, L, any]``, with any strides.
+        kinds: Whether each tensor has query heads or KV heads.
+        plan: The heads of every rank.
         group: The Ulysses group.
 
     Returns:
-        The payload ``[U, B, L, F]``; :func:`split_heads` takes it apart.
+        The payload ``[U, B, L, F]``, for :func:`split_heads`.
     """
     rank, (num_rows, _, tokens, _) = dist.get_rank(group), tensors_BHLD[0].shape
     widths = [sum(_widths(heads, kinds, tensors_BHLD)) for heads in plan.ranks]
@@ -109,26 +109,25 @@ def return_heads(
     group: dist.ProcessGroup,
     written_kv: set[int] | None = None,
 ) -> None:
-    """Send each rank its slice of this rank's heads, the way back of :func:`send_heads`; not differentiable.
+    """Send each rank its slice of this rank's heads, the inverse of :func:`send_heads`; not differentiable.
 
     Every rank of the group must call.
 
     Args:
         payload_UBLF: Contiguous; block ``u`` is the slice of rank ``u``.
-        into_BHLD: Where this rank's slice of every head goes; need not be initialized. Several ranks may have the same
-            KV head: the first one's is written and the others' are added.
-        kinds: Whether a tensor has query heads or KV heads.
-        plan: Which heads are where.
+        into_BHLD: Outputs for this rank's slice of every head; need not be initialized. If several ranks have the same
+            KV head, the first one's is written and the others' are added.
+        kinds: Whether each tensor has query heads or KV heads.
+        plan: The heads of every rank.
         group: The Ulysses group.
-        written_kv: KV heads that earlier calls have written, for heads that are returned in several calls; those of
-            this one are put in.
+        written_kv: KV heads that earlier calls have written, if heads are returned in several calls; updated in place.
     """
     written_kv = set() if written_kv is None else written_kv
     rank, widths = dist.get_rank(group), [sum(_widths(heads, kinds, into_BHLD)) for heads in plan.ranks]
     blocks = _blocks(payload_UBLF, [0 if source == rank else width for source, width in enumerate(widths)])
     exchange = BlockExchange(payload_UBLF.unbind(), blocks, group)
     blocks[rank] = payload_UBLF[rank]
-    # The own block while the others are on their way; copies are added in the order of the ranks.
+    # This rank's own block first, while the others are in flight; copies are added in rank order.
     others = [source for source in range(len(blocks)) if source != rank]
     for source in [rank, *others] if plan.kv_copies == 1 else range(len(blocks)):
         if source != rank:
@@ -138,7 +137,7 @@ def return_heads(
 
 
 def _blocks(payload_UBLF: torch.Tensor, widths: Sequence[int]) -> list[torch.Tensor]:
-    """Return an uninitialized block ``[B, L, width]`` for each rank, end to end in one buffer."""
+    """Return an uninitialized block ``[B, L, width]`` per rank, all in one buffer."""
     num_rows, tokens = payload_UBLF.shape[1:3]
     sizes = [num_rows * tokens * width for width in widths]
     parts = payload_UBLF.new_empty(sum(sizes)).split(sizes)
@@ -152,7 +151,6 @@ def _put_back(
     kinds: Sequence[HeadKind],
     written_kv: set[int],
 ) -> None:
-    """Put a rank's heads of this rank's slice where they belong."""
     parts = split_heads(block_BLF, heads, kinds, _head_sizes(into_BHLD))
     added = [head in written_kv for head in range(heads.first_kv, heads.stop_kv)]
     for part_BLhD, kind, whole in zip(parts, kinds, into_BHLD, strict=True):
@@ -168,19 +166,19 @@ def _put_back(
 def split_heads(
     features_F: torch.Tensor, heads: RankHeads, kinds: Sequence[HeadKind], head_sizes: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Return views ``[..., heads, D]`` of features ``[..., F]``, one a tensor of :func:`send_heads`."""
+    """Return views ``[..., heads, D]`` of features ``[..., F]``, one per tensor of :func:`send_heads`."""
     counts = [heads.num_heads if kind == "query" else heads.num_kv_heads for kind in kinds]
     parts = features_F.split([count * size for count, size in zip(counts, head_sizes, strict=True)], dim=-1)
     return [part.unflatten(-1, (count, size)) for part, count, size in zip(parts, counts, head_sizes, strict=True)]
 
 
 def tokens_first(payload_UBLF: torch.Tensor) -> torch.Tensor:
-    """Return ``[T, F]``, rows end to end; a view for one row, where U and L are adjacent."""
+    """Return ``[T, F]``, with rows concatenated; a view for a single row, where U and L are adjacent."""
     return payload_UBLF.transpose(0, 1).flatten(0, 2)
 
 
 def ranks_first(features_TF: torch.Tensor, ranks: int, num_rows: int) -> torch.Tensor:
-    """Return the payload ``[U, B, L, F]``, contiguous, the way back of :func:`tokens_first`."""
+    """Return the payload ``[U, B, L, F]``, contiguous, the inverse of :func:`tokens_first`."""
     tokens = features_TF.shape[0] // (num_rows * ranks)
     return features_TF.view(num_rows, ranks, tokens, features_TF.shape[1]).transpose(0, 1).contiguous()
 
@@ -198,14 +196,28 @@ def _widths(heads: RankHeads, kinds: Sequence[HeadKind], tensors_BHLD: Sequence[
     return [count * size for count, size in zip(counts, _head_sizes(tensors_BHLD), strict=True)]
 
 
-def kv_buffer(like: torch.Tensor, plan: HeadPlan, num_rows: int, tokens: int, head_size: int) -> torch.Tensor:
-    """Return ``[B, K, L, D]`` for gradients of KV heads, uninitialized; in fp32 at least where copies are added up."""
+def gradient_buffers(
+    like: torch.Tensor, plan: HeadPlan, num_rows: int, tokens: int, head_size: int, value_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return uninitialized ``[B, H or K, L, D or E]`` for the gradients of Q, K and V.
+
+    Gradients of KV heads with several copies, which are summed, are in fp32 at least.
+    """
     dtype = like.dtype if plan.kv_copies == 1 else torch.promote_types(like.dtype, torch.float32)
-    # The model's own layout: [B, L, K, D] -> [B, K, L, D]
-    return like.new_empty(num_rows, tokens, plan.num_kv_heads, head_size, dtype=dtype).transpose(1, 2)
+    # The model's own layout: [B, L, H, D] -> [B, H, L, D]
+    query = like.new_empty(num_rows, tokens, plan.num_heads, head_size).transpose(1, 2)
+    key, value = (
+        like.new_empty(num_rows, tokens, plan.num_kv_heads, size, dtype=dtype).transpose(1, 2)
+        for size in (head_size, value_size)
+    )
+    return query, key, value
 
 
-def _plan(num_heads: int, num_kv_heads: int, group: str) -> tuple[HeadPlan, RankHeads]:
+def plan_of(num_heads: int, num_kv_heads: int, group: str) -> tuple[HeadPlan, RankHeads]:
+    """Return the heads of every rank of a named group and those of this rank; an empty name means a single rank."""
+    if not group:
+        plan = assign_heads(num_heads, num_kv_heads, 1)
+        return plan, plan.ranks[0]
     process_group = group_named(group)
     plan = assign_heads(num_heads, num_kv_heads, process_group.size())
     return plan, plan.ranks[process_group.rank()]
@@ -215,7 +227,7 @@ def _plan(num_heads: int, num_kv_heads: int, group: str) -> tuple[HeadPlan, Rank
     "ray_ulysses::gather_heads", mutates_args=(), schema="(Tensor query, Tensor key, Tensor value, str group) -> Tensor"
 )
 def _gather(query_BHLD: torch.Tensor, key_BKLD: torch.Tensor, value_BKLE: torch.Tensor, group: str) -> torch.Tensor:
-    plan, _ = _plan(query_BHLD.shape[1], key_BKLD.shape[1], group)
+    plan, _ = plan_of(query_BHLD.shape[1], key_BKLD.shape[1], group)
     return send_heads((query_BHLD, key_BKLD, value_BKLE), QKV, plan, group_named(group))
 
 
@@ -223,7 +235,7 @@ def _gather(query_BHLD: torch.Tensor, key_BKLD: torch.Tensor, value_BKLE: torch.
 def _gather_shape(
     query_BHLD: torch.Tensor, key_BKLD: torch.Tensor, value_BKLE: torch.Tensor, group: str
 ) -> torch.Tensor:
-    plan, mine = _plan(query_BHLD.shape[1], key_BKLD.shape[1], group)
+    plan, mine = plan_of(query_BHLD.shape[1], key_BKLD.shape[1], group)
     width = sum(_widths(mine, QKV, (query_BHLD, key_BKLD, value_BKLE)))
     return query_BHLD.new_empty(len(plan.ranks), query_BHLD.shape[0], query_BHLD.shape[2], width)
 
@@ -237,8 +249,8 @@ def _gather_shape(
 def _gather_backward(
     grad_UBLF: torch.Tensor, num_heads: int, num_kv_heads: int, head_size: int, value_size: int, group: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    plan, _ = _plan(num_heads, num_kv_heads, group)
-    grads = _gradient_buffers(grad_UBLF, plan, head_size, value_size)
+    plan, _ = plan_of(num_heads, num_kv_heads, group)
+    grads = gradient_buffers(grad_UBLF, plan, grad_UBLF.shape[1], grad_UBLF.shape[2], head_size, value_size)
     return_heads(grad_UBLF.contiguous(), grads, QKV, plan, group_named(group))
     grad_q, grad_k, grad_v = (grad.to(grad_UBLF.dtype) for grad in grads)
     return grad_q, grad_k, grad_v
@@ -248,20 +260,10 @@ def _gather_backward(
 def _gather_backward_shape(
     grad_UBLF: torch.Tensor, num_heads: int, num_kv_heads: int, head_size: int, value_size: int, group: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    plan, _ = _plan(num_heads, num_kv_heads, group)
-    grads = _gradient_buffers(grad_UBLF, plan, head_size, value_size)
+    plan, _ = plan_of(num_heads, num_kv_heads, group)
+    grads = gradient_buffers(grad_UBLF, plan, grad_UBLF.shape[1], grad_UBLF.shape[2], head_size, value_size)
     grad_q, grad_k, grad_v = (grad.to(grad_UBLF.dtype) for grad in grads)
     return grad_q, grad_k, grad_v
-
-
-def _gradient_buffers(
-    grad_UBLF: torch.Tensor, plan: HeadPlan, head_size: int, value_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    num_rows, tokens = grad_UBLF.shape[1:3]
-    # The model's own layout: [B, L, H, D] -> [B, H, L, D]
-    query = grad_UBLF.new_empty(num_rows, tokens, plan.num_heads, head_size).transpose(1, 2)
-    key, value = (kv_buffer(grad_UBLF, plan, num_rows, tokens, size) for size in (head_size, value_size))
-    return query, key, value
 
 
 @torch.library.custom_op(
@@ -270,7 +272,7 @@ def _gradient_buffers(
     schema="(Tensor out, int num_heads, int num_kv_heads, str group) -> Tensor",
 )
 def _scatter(out_BShE: torch.Tensor, num_heads: int, num_kv_heads: int, group: str) -> torch.Tensor:
-    plan, _ = _plan(num_heads, num_kv_heads, group)
+    plan, _ = plan_of(num_heads, num_kv_heads, group)
     payload_UBLF = ranks_first(out_BShE.flatten(0, 1).flatten(1, 2), len(plan.ranks), out_BShE.shape[0])
     out_BLHE = out_BShE.new_empty(out_BShE.shape[0], payload_UBLF.shape[2], num_heads, out_BShE.shape[3])
     return_heads(payload_UBLF, [out_BLHE.transpose(1, 2)], ["query"], plan, group_named(group))
@@ -290,7 +292,7 @@ def _scatter_shape(out_BShE: torch.Tensor, num_heads: int, num_kv_heads: int, gr
 )
 def _scatter_backward(grad_BLHE: torch.Tensor, num_kv_heads: int, group: str) -> torch.Tensor:
     num_rows, _, num_heads, value_size = grad_BLHE.shape
-    plan, mine = _plan(num_heads, num_kv_heads, group)
+    plan, mine = plan_of(num_heads, num_kv_heads, group)
     payload_UBLF = send_heads([grad_BLHE.transpose(1, 2)], ["query"], plan, group_named(group))
     # [T, h * E] -> [B, S, h, E]
     return tokens_first(payload_UBLF).view(num_rows, -1, mine.num_heads, value_size)
@@ -299,7 +301,7 @@ def _scatter_backward(grad_BLHE: torch.Tensor, num_kv_heads: int, group: str) ->
 @_scatter_backward.register_fake
 def _scatter_backward_shape(grad_BLHE: torch.Tensor, num_kv_heads: int, group: str) -> torch.Tensor:
     num_rows, tokens, num_heads, value_size = grad_BLHE.shape
-    plan, mine = _plan(num_heads, num_kv_heads, group)
+    plan, mine = plan_of(num_heads, num_kv_heads, group)
     return grad_BLHE.new_empty(num_rows, tokens * len(plan.ranks), mine.num_heads, value_size)
 
 

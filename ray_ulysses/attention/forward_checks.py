@@ -1,4 +1,4 @@
-"""What is checked of a model and a batch before each forward, on every rank of ``sp`` with the same verdict."""
+"""Checks a model and a batch before each forward, with the same result on every rank of ``sp``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def check_attached(model: nn.Module, attention: Mapping[str, nn.Module], implementation: str) -> None:
-    """Refuse a model whose attention is no longer ours: it would attend to this rank's slice alone.
+    """Raise if a model no longer uses Ulysses attention and would attend to this rank's slice alone.
 
     Args:
-        model: The model that the engine was applied to.
+        model: The model that ``apply_ulysses`` was given.
         attention: Its attention modules at that time, by name.
-        implementation: The name that our attention is registered under.
+        implementation: The registered name of Ulysses attention.
     """
     for module in attention.values():
         found = getattr(getattr(module, "config", None), "_attn_implementation", implementation)
@@ -39,16 +39,16 @@ def check_attached(model: nn.Module, attention: Mapping[str, nn.Module], impleme
         if id(module) not in present:
             raise UserError(
                 f"{type(module).__name__} at {name} was replaced after apply_ulysses; call it again, so that "
-                "what stands there now is looked through"
+                "the new module is inspected"
             )
 
 
 def check_inputs(batch: object, kwargs: dict[str, Any], mesh: SequenceMesh) -> None:
-    """Refuse a call without a batch of this mesh, and what may not be passed beside it."""
+    """Raise unless a batch of this mesh is passed, without arguments that contradict it."""
     if not isinstance(batch, ShardedBatch):
         raise UserError("a model prepared by apply_ulysses must be called with **batch.model_inputs() of shard_batch")
     if batch.mesh is not mesh and batch.mesh != mesh:
-        raise UserError("the batch was cut over another mesh than the one that apply_ulysses was given; use one mesh")
+        raise UserError("the batch was sharded over another mesh than the one of apply_ulysses; use one mesh")
     if kwargs.get("attention_mask") is not None:
         raise UserError(
             "attention_mask was passed; under Ulysses each rank sees a slice, so a mask would be wrong. Pack documents "
@@ -57,13 +57,13 @@ def check_inputs(batch: object, kwargs: dict[str, Any], mesh: SequenceMesh) -> N
     if kwargs.get("labels") is not None:
         raise UserError("labels were passed to the model; it would shift them again: use causal_lm_loss(model, batch)")
     if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
-        raise UserError("use_cache=True is for generation; under Ulysses a row is passed whole, without a cache")
+        raise UserError("use_cache=True is for generation; a training forward processes whole rows, without a cache")
 
 
 def check_tables(batch: ShardedBatch, num_tokens: int | None, num_positions: int | None) -> None:
-    """Refuse what a look-up would fail for on one rank, on every rank of ``sp``: else the others would wait.
+    """Raise on every rank of ``sp`` if an embedding lookup would fail on one, since the others would hang.
 
-    A compiled forward is not checked: each batch's numbers would be guards of their own.
+    Skipped in a compiled forward, where each batch's values would become guards.
     """
     if torch.compiler.is_compiling():
         return

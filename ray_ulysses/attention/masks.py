@@ -1,7 +1,7 @@
-"""The sliding window that Transformers' own mask gives a layer, whatever the layer says of it.
+"""Finds a layer's sliding window from the mask that Transformers builds for it.
 
-Transformers builds a layer's mask from a function of query and key places. That function, asked about a row longer than
-any window, tells the window exactly; eager attention applies nothing else.
+Transformers builds a layer's mask from a function of query and key positions, and eager attention applies nothing else.
+Evaluated on a row longer than any window, that function gives the exact window, regardless of the layer's settings.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""``(batch, head, query, key) -> bool``: whether a query sees a key; broadcasts, as in ``masking_utils``."""
+"""``(batch, head, query, key) -> bool``, true if a query sees a key; broadcasts, as in ``masking_utils``."""
 
 _LONGEST = 1 << 24
 _PAIRS = 1 << 14
@@ -23,19 +23,19 @@ class NotAWindow(Exception):
 
 
 def longer_than_any_window(settings: Mapping[str, Any]) -> int:
-    """Return a length that is more than twice every whole number of a configuration, up to 16M.
+    """Return a length of more than twice every integer in a configuration, ignoring those above 16M.
 
     Args:
         settings: A configuration as a mapping, nested or not.
     """
-    return 2 * max((one for one in _whole_numbers(settings) if one <= _LONGEST), default=0) + 257
+    return 2 * max((one for one in _integers(settings) if one <= _LONGEST), default=0) + 257
 
 
-def _whole_numbers(value: Any) -> list[int]:
+def _integers(value: Any) -> list[int]:
     if isinstance(value, Mapping):
-        return [one for inner in value.values() for one in _whole_numbers(inner)]
+        return [one for inner in value.values() for one in _integers(inner)]
     if isinstance(value, list | tuple):
-        return [one for inner in value for one in _whole_numbers(inner)]
+        return [one for inner in value for one in _integers(inner)]
     return [value] if isinstance(value, int) and not isinstance(value, bool) else []
 
 
@@ -43,14 +43,14 @@ def window_of(mask_function: MaskFunction, num_tokens: int) -> int | None:
     """Return the sliding window of a mask, as the attention function takes it.
 
     Args:
-        mask_function: Says which keys a query sees.
-        num_tokens: Length of the row that it is asked about; a window of that length or more is not told from none.
+        mask_function: The mask as a function.
+        num_tokens: Length of the row to evaluate; a window of at least that length counts as none.
 
     Returns:
-        How many last tokens a token sees, itself included; ``None`` if it sees all before it.
+        Number of tokens that a token sees, including itself; ``None`` if it sees all earlier tokens.
 
     Raises:
-        NotAWindow: The mask shows later tokens, or another set of earlier ones.
+        NotAWindow: The mask shows later tokens, or a set of earlier ones that is no window.
     """
     last = torch.tensor(num_tokens - 1)
     window = int(_visible(mask_function, last, torch.arange(num_tokens)).sum())
@@ -58,7 +58,7 @@ def window_of(mask_function: MaskFunction, num_tokens: int) -> int | None:
         raise NotAWindow
     generator = torch.Generator().manual_seed(3)
     queries = torch.randint(0, num_tokens, (_PAIRS,), generator=generator)
-    # Near the diagonal and near the window's edge, where masks differ, and anywhere.
+    # Sample near the diagonal, near the window's edge, where masks differ, and anywhere.
     near = torch.randint(-2, 3, (_PAIRS,), generator=generator)
     far = torch.randint(0, num_tokens, (_PAIRS,), generator=generator)
     first = torch.arange(min(num_tokens, 128))
@@ -75,5 +75,5 @@ def window_of(mask_function: MaskFunction, num_tokens: int) -> int | None:
 def _visible(mask_function: MaskFunction, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     queries, keys = torch.broadcast_tensors(queries, keys)
     nothing = torch.zeros_like(keys)
-    # A mask without conditions may answer with one value for all.
+    # An unconditional mask may return a single value.
     return torch.as_tensor(mask_function(nothing, nothing, queries, keys)).expand(keys.shape)

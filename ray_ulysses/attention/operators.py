@@ -1,7 +1,7 @@
-"""A layer's attention as operators of ``torch.library``: opaque to ``torch.compile``, and saved by name.
+"""A layer's attention as operators of ``torch.library``, which ``torch.compile`` does not trace into.
 
-The operator is one forward whatever the kernel, the ring or the number of calls inside; what it returns is all that its
-backward needs beside its inputs, so that a checkpointing policy that saves it never computes attention again.
+Each is one forward operator regardless of the kernel, the ring and the number of kernel calls. Its results are all that
+the backward needs besides the inputs, so that a checkpointing policy that saves them never recomputes attention.
 
 Legend: U ranks of the Ulysses group, B rows, L tokens of a slice, T tokens of this ring rank (rows end to end), h and k
 query and KV heads of this rank, D head size of Q and K, E head size of V, F = h D + k (D + E).
@@ -9,39 +9,33 @@ query and KV heads of this rank, D head size of Q and K, E head size of V, F = h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-from ray_ulysses.attention.documents import Rectangle, Tables
-from ray_ulysses.attention.exchange import QKV, ranks_first, split_heads, tokens_first
-from ray_ulysses.attention.kernels.call import Demand, Gradients, Spans, demand_of
+from ray_ulysses.attention.documents import Rectangle
+from ray_ulysses.attention.exchange import QKV, plan_of, ranks_first, split_heads, tokens_first
+from ray_ulysses.attention.kernels.call import Gradients, Spans
 from ray_ulysses.attention.ring import RingLayer, attend, attend_backward
 from ray_ulysses.parallel.collectives import group_named
-from ray_ulysses.parallel.heads import RankHeads, assign_heads
+from ray_ulysses.parallel.heads import RankHeads
 
 SETTINGS_SCHEMA = (
     "Tensor? sinks, Tensor cu_seqlens, Tensor borders, Tensor rectangles, int[] heads, float scale, int window, "
     "float softcap, str kernel, str ulysses, str ring"
 )
-"""What every operator takes after its tensors: the fields of :class:`OperatorSettings`."""
+"""The arguments of every operator after its tensors: the fields of :class:`OperatorSettings`."""
 
 
 class OperatorSettings(NamedTuple):
-    """A layer's tables and settings as operators take them: tensors, numbers and texts only.
+    """A layer's tables and settings in the types that operators take: tensors, numbers and strings.
 
     Attributes:
-        sinks: ``[h]``, or ``None``.
-        cu_seqlens: Of ``Tables.spans``.
-        borders: Of ``Tables``.
-        rectangles: Of ``Tables``.
+        sinks: ``[h]``: the attention sinks of this rank's query heads, or ``None``.
         heads: Query heads and KV heads of the layer, ``D`` and ``E``.
-        scale: Factor on the scores.
-        window: The sliding window; 0 for none.
+        window: Number of tokens of its document that a token sees, including itself; 0 for all.
         softcap: Cap of the scores; 0 for none.
-        kernel: Name of the kernel, or ``auto``.
         ulysses: Name of the Ulysses group; empty for a single rank.
         ring: Name of the ring; empty for a single rank.
     """
@@ -60,23 +54,20 @@ class OperatorSettings(NamedTuple):
 
     @property
     def rank_heads(self) -> RankHeads:
-        """Heads of this rank."""
-        if not self.ulysses:
-            return assign_heads(self.heads[0], self.heads[1], 1).ranks[0]
-        group = group_named(self.ulysses)
-        return assign_heads(self.heads[0], self.heads[1], group.size()).ranks[group.rank()]
+        """The heads of this rank."""
+        return plan_of(self.heads[0], self.heads[1], self.ulysses)[1]
 
     def layer(self) -> RingLayer:
-        """Return what the ring is told."""
-        # On the host; as an integer argument the longest stretch would make torch.compile compile every step anew.
-        places = tuple(self.borders.tolist())
-        longest = max(stop - start for start, stop in pairwise(places))
+        """Return the settings in the form that `attend` takes."""
+        # Derived on the host: as an integer argument, the longest span would recompile torch.compile's graph each step.
+        borders = tuple(self.borders.tolist())
+        longest = max(stop - start for start, stop in pairwise(borders))
         return RingLayer(
             kernel=self.kernel,
             scale=self.scale,
             window=self.window or None,
             softcap=self.softcap or None,
-            spans=Spans(cu_seqlens=self.cu_seqlens, borders=places, max_seqlen=longest),
+            spans=Spans(cu_seqlens=self.cu_seqlens, borders=borders, max_seqlen=longest),
             rectangles=tuple(Rectangle(*fields) for fields in self.rectangles.tolist()),
             calls=self.rank_heads.calls(),
             ring=group_named(self.ring) if self.ring else None,
@@ -86,76 +77,18 @@ class OperatorSettings(NamedTuple):
 NUM_SETTINGS = len(OperatorSettings._fields)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerSettings:
-    """What a layer asks for, apart from its tensors.
-
-    Attributes:
-        num_heads: Query heads of the layer.
-        num_kv_heads: Key-value heads of the layer.
-        head_size: ``D``.
-        value_size: ``E``.
-        scale: Factor on the scores.
-        window: A token sees this many last tokens of its document, itself included; ``None``: all.
-        softcap: Cap of the scores; ``None``: none.
-        kernel: Name of the kernel, or ``auto``.
-        ulysses: Name of the Ulysses group; empty for a single rank.
-        ring: Name of the ring; empty for a single rank.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    value_size: int
-    scale: float
-    window: int | None
-    softcap: float | None
-    kernel: str
-    ulysses: str
-    ring: str
-
-    def demand(self, like: torch.Tensor) -> Demand:
-        """Return what the layer asks of a kernel, on the device and in the dtype of a tensor."""
-        return demand_of(like, self.head_size, self.value_size, self.window, self.softcap)
-
-    def arguments(self, sinks_H: torch.Tensor | None, tables: Tables) -> OperatorSettings:
-        """Return what the operators take after their tensors."""
-        return OperatorSettings(
-            sinks=sinks_H,
-            cu_seqlens=tables.spans.cu_seqlens,
-            borders=tables.borders,
-            rectangles=tables.rectangles,
-            heads=[self.num_heads, self.num_kv_heads, self.head_size, self.value_size],
-            scale=self.scale,
-            window=self.window or 0,
-            softcap=self.softcap or 0.0,
-            kernel=self.kernel,
-            ulysses=self.ulysses,
-            ring=self.ring,
-        )
-
-
-def attend_payload(
-    payload_UBLF: torch.Tensor, sinks_h: torch.Tensor | None, tables: Tables, settings: LayerSettings
-) -> torch.Tensor:
-    """Attend over what :func:`gather_heads` has returned; differentiable. Returns ``[T, h, E]``."""
-    out, _ = torch.ops.ray_ulysses.attend_payload(payload_UBLF, *settings.arguments(sinks_h, tables))
-    attended: torch.Tensor = out
-    return attended
+def attend_payload(payload_UBLF: torch.Tensor, settings: OperatorSettings) -> torch.Tensor:
+    """Attend over the payload of :func:`gather_heads`; differentiable. Returns ``[T, h, E]``."""
+    out: torch.Tensor = torch.ops.ray_ulysses.attend_payload(payload_UBLF, *settings)[0]
+    return out
 
 
 def attend_heads(
-    query_THD: torch.Tensor,
-    key_TKD: torch.Tensor,
-    value_TKE: torch.Tensor,
-    sinks_H: torch.Tensor | None,
-    tables: Tables,
-    settings: LayerSettings,
+    query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKE: torch.Tensor, settings: OperatorSettings
 ) -> torch.Tensor:
     """Attend with all heads on this rank; differentiable. Returns ``[T, H, E]``."""
-    out, _ = torch.ops.ray_ulysses.attend_heads(query_THD, key_TKD, value_TKE, *settings.arguments(sinks_H, tables))
-    attended: torch.Tensor = out
-    return attended
+    out: torch.Tensor = torch.ops.ray_ulysses.attend_heads(query_THD, key_TKD, value_TKE, *settings)[0]
+    return out
 
 
 @torch.library.custom_op(
@@ -268,12 +201,12 @@ def _result_shapes(
 
 
 def or_empty(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of the sinks, or an empty tensor: operators return tensors only."""
+    """Return the gradient of the sinks, or an empty tensor, since an operator can't return ``None``."""
     return like.new_empty(0) if grad is None else grad
 
 
 def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Save an operator's tensors, its results and its settings for its backward."""
+    """Save an operator's tensors, results and settings for its backward."""
     tensors, given = inputs[:-NUM_SETTINGS], OperatorSettings(*inputs[-NUM_SETTINGS:])
     ctx.num_tensors = len(tensors)
     ctx.has_sinks = given.sinks is not None
@@ -284,7 +217,7 @@ def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, t
 
 
 def kept_inputs(ctx: Any) -> tuple[tuple[torch.Tensor, ...], OperatorSettings]:
-    """Return the inputs with the outputs behind them, and the settings."""
+    """Return the input tensors followed by the results, and the settings."""
     saved, count = ctx.saved_tensors, ctx.num_tensors + 2
     sinks = saved[-1] if ctx.has_sinks else None
     return saved[:count], OperatorSettings(sinks, *saved[count : count + 3], *ctx.rest)
@@ -300,7 +233,7 @@ def _payload_gradient(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tenso
     tensors, settings = kept_inputs(ctx)
     ranks, rows = tensors[0].shape[:2]
     grad_TF, sinks = torch.ops.ray_ulysses.attend_payload_backward(grad, *tensors, *settings)
-    # Payload and output go before their gradients are exchanged: this is where memory peaks.
+    # Free payload and output before their gradients are exchanged, where memory peaks.
     del tensors
     ctx.maybe_clear_saved_tensors()
     return (ranks_first(grad_TF, ranks, rows), sinks if ctx.has_sinks else None, *[None] * (NUM_SETTINGS - 1))

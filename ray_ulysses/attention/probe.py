@@ -1,8 +1,8 @@
-"""Looks through a decoder's forward: what its attention is given, and what depends on other tokens outside of it.
+"""Probes a decoder's forward for its attention calls, and for other operations that mix tokens.
 
-A copy of the model, whose matrices take no memory, is called twice in place of weights and attention. Attention must go
-through Transformers' interface with the batch's tables and a mask that the engine can apply; nothing else may put
-tokens together, so that each rank's slice is worked on as the whole row would be. No architecture is known by name.
+A copy of the model with noise for weights and a replaced attention function is called twice. Attention must go through
+Transformers' interface with the batch's tables and a mask that the engine can apply. Nothing else may mix tokens, so
+that each rank's slice is processed as in the whole row. No architecture is known by name.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 from torch import nn
 
 from ray_ulysses.attention.batch import MODEL_INPUT
-from ray_ulysses.attention.dependence import Arrangement, Passages, agree
+from ray_ulysses.attention.dependence import Arrangement, CallRecorder, agree
 from ray_ulysses.attention.masks import MaskFunction, NotAWindow, longer_than_any_window, window_of
+from ray_ulysses.attention.noise_model import DTYPE, noise_copy, noise_like
 from ray_ulysses.attention.rope import without_documents
-from ray_ulysses.attention.stand_in import DTYPE, noise_like, stand_in_for
 from ray_ulysses.attention.token_operations import TokenOperations
 
 TOKENS = 37
-"""Length of the row that operations are watched on: a prime that no model has as a size."""
+"""Length of the row in which operations are recorded: a prime that is not a size of any model."""
 
 PROBE_NAME = "ray_ulysses_probe"
-"""The name that the probe's attention and mask are registered under with Transformers."""
+"""The name of the probe's attention and mask in Transformers' registries."""
 
 HARMLESS_KEYWORDS = frozenset(
     {
@@ -35,24 +35,19 @@ HARMLESS_KEYWORDS = frozenset(
         "logits_to_keep",
     }
 )  # fmt: skip
-"""Keywords of an attention call that do not change what it computes."""
+"""Keywords of an attention call that do not change its result."""
 
-_JUDGED_KEYWORDS = HARMLESS_KEYWORDS | {"is_causal"}
+_KNOWN_KEYWORDS = HARMLESS_KEYWORDS | {"is_causal"}
 _OTHER_ROWS = (2, 23)
 _OTHER_ORDER = 29
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerAttention:
-    """What one attention module asks for.
+    """The attention of one module.
 
     Attributes:
-        num_heads: Query heads.
-        num_kv_heads: Key-value heads.
-        head_size: Of queries and keys.
-        value_size: Of values.
-        window: The sliding window of the mask that Transformers builds for it; ``None``: it sees all earlier tokens.
-        has_softcap: Whether its scores are capped.
+        window: Sliding window of the mask that Transformers builds for it; ``None`` for full attention.
     """
 
     num_heads: int
@@ -64,13 +59,13 @@ class LayerAttention:
 
 
 @dataclass(slots=True)
-class Sight:
-    """What was seen of a forward.
+class ProbeResult:
+    """The result of probing a forward.
 
     Attributes:
-        problems: Why the model can't be done exactly, in words.
-        layers: What each attention module asks for, by its name.
-        num_positions: Positions that its smallest table of positions holds; ``None`` if it has no such table.
+        problems: Reasons why the model can't be trained exactly.
+        layers: The attention of each attention module, by the module's name.
+        num_positions: Size of the model's smallest table of positions; ``None`` if it has none.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -78,7 +73,7 @@ class Sight:
     num_positions: int | None = None
 
     def add(self, problem: str) -> None:
-        """Take down a problem once."""
+        """Record a problem once."""
         if problem not in self.problems:
             self.problems.append(problem)
 
@@ -89,68 +84,65 @@ class _Lost(Exception):
 
 @dataclass(slots=True)
 class _Forward:
-    """What the probe's attention and mask share in one forward; it takes the place of the batch's tables.
+    """The state of one forward, passed to the probe's attention in place of the batch's tables.
 
     Attributes:
-        sight: Where problems go.
-        names: Names of the copy's modules by their ids.
-        noise: What stand-ins are made of.
-        window_tokens: Length of the row that masks are asked about.
+        window_tokens: Length of the row on which masks are evaluated.
     """
 
-    sight: Sight
+    result: ProbeResult
     names: dict[int, str]
     noise: torch.Tensor
     window_tokens: int
 
 
-def look_through(model: nn.Module) -> Sight:
-    """Look at every attention call, and at what else depends on other tokens, in a forward of a copy of the model.
+def probe_model(model: nn.Module) -> ProbeResult:
+    """Run a copy of a model and inspect every attention call and every other dependence between tokens.
 
     Args:
-        model: A ``PreTrainedModel`` on any device; it is left as it is.
+        model: A ``PreTrainedModel`` on any device; not changed.
 
     Returns:
-        What was seen. A forward that fails is a problem too.
+        The result, with a failing forward as a problem.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(PROBE_NAME, _probe_attention)
     AttentionMaskInterface.register(PROBE_NAME, _probe_mask)
-    sight, operations = Sight(), TokenOperations(TOKENS)
+    result, operations = ProbeResult(), TokenOperations(TOKENS)
     copy: Any = None
-    # What a model draws, such as noise, must not shift the random numbers of the run.
+    # Random numbers drawn by the model must not advance the run's generators.
     with torch.random.fork_rng(devices=[]), torch.no_grad(), _default_dtype(DTYPE):
         try:
-            copy, noise = stand_in_for(model)
+            copy, noise = noise_copy(model)
             _prepare(copy)
-            _call_twice(copy, noise, sight, operations)
+            _call_twice(copy, noise, result, operations)
         except _Lost as lost:
-            sight.add(str(lost))
+            result.add(str(lost))
         except Exception as error:
-            # Whatever a model of another author may raise.
-            said = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-            sight.add(f"its forward fails on a row without an attention mask ({said})")
-    found = [f"an operation outside its attention puts tokens together ({name})" for name in operations.found]
-    sight.problems = found + sight.problems
-    sight.num_positions = operations.num_positions
-    if not sight.problems:
-        _find_attention_of_its_own(copy, sight)
-    return sight
+            # A model may raise anything.
+            text = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+            result.add(f"its forward fails on a row without an attention mask ({text})")
+    found = [f"an operation outside its attention mixes tokens ({name})" for name in operations.found]
+    result.problems = found + result.problems
+    result.num_positions = operations.num_positions
+    if not result.problems:
+        _find_private_attention(copy, result)
+    return result
 
 
-def _find_attention_of_its_own(copy: nn.Module, sight: Sight) -> None:
+def _find_private_attention(copy: nn.Module, result: ProbeResult) -> None:
     for name, module in copy.named_modules():
         prefix = f"{name}." if name else ""
-        seen = any(layer == name or layer.startswith(prefix) for layer in sight.layers)
+        seen = any(layer == name or layer.startswith(prefix) for layer in result.layers)
         if type(module).__name__.endswith("Attention") and not seen:
-            sight.add(f"{type(module).__name__} at {name} attends without calling the attention interface")
+            result.add(f"{type(module).__name__} at {name} attends without calling the attention interface")
 
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Let what a forward makes, such as ``torch.ones(n)``, go with the copy's tensors."""
+    """Give tensors that a forward creates, such as ``torch.ones(n)``, the dtype of the copy."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -181,13 +173,13 @@ def _prepare(copy: Any) -> None:
 
 
 def use_attention(model: Any, name: str) -> None:
-    """Make every part of a model that is there call an attention function.
+    """Make every existing part of a model call an attention function.
 
-    Transformers warns of each part that its configuration speaks of and that was cut out of it.
+    Transformers would warn about each part that is in its configuration but was removed from the model.
 
     Args:
         model: A ``PreTrainedModel``, or PEFT's model around it.
-        name: What the function is registered under.
+        name: Name of the registered function.
     """
     own = {id(getattr(module, "config", None)) for module in model.modules()}
     parts = [part for part in model.config.sub_configs if id(getattr(model.config, part)) in own]
@@ -195,7 +187,7 @@ def use_attention(model: Any, name: str) -> None:
 
 
 class _Experts:
-    """The forward of a layer's experts; of layers alike, the first one's are run and the others pass tokens on.
+    """The forward of a layer's experts, which runs only in the first of several identical layers.
 
     There may be hundreds of experts in each of dozens of layers, with several calls each.
     """
@@ -213,25 +205,25 @@ class _Experts:
         return result
 
 
-def _call_twice(copy: Any, noise: torch.Tensor, sight: Sight, operations: TokenOperations) -> None:
-    """Call the copy with both arrangements, and again module by module where their results differ."""
+def _call_twice(copy: Any, noise: torch.Tensor, result: ProbeResult, operations: TokenOperations) -> None:
+    """Call the copy with both arrangements, and find the responsible module if their results differ."""
     names = {id(module): name for name, module in copy.named_modules()}
     longest = longer_than_any_window(copy.config.to_dict())
-    forward = _Forward(sight=sight, names=names, noise=noise, window_tokens=longest)
+    forward = _Forward(result=result, names=names, noise=noise, window_tokens=longest)
     first, second = arrangements = _arrangements(copy.config.get_text_config(decoder=True))
     with operations:
         before = _logits(copy, first, forward)
     after = _logits(copy, second, forward)
     if agree(before, after, arrangements):
         return
-    passages = Passages(copy, noise)
+    recorder = CallRecorder(copy, noise)
     for arrangement in arrangements:
-        passages.begin(arrangement)
+        recorder.begin(arrangement)
         _logits(copy, arrangement, forward)
-    mixing = passages.where_mixed(arrangements)
-    sight.add(
-        f"what {type(copy).__name__ if mixing is None else f'{mixing.kind} at {mixing.name}'} makes of a token depends "
-        "on other tokens, on its place in the row or on chance"
+    mixing = recorder.find_mixing(arrangements)
+    result.add(
+        f"the result of {type(copy).__name__ if mixing is None else f'{mixing.kind} at {mixing.name}'} for a token "
+        "depends on other tokens, on its place in the row or on chance"
     )
 
 
@@ -242,16 +234,16 @@ def _logits(copy: Any, arrangement: Arrangement, forward: _Forward) -> torch.Ten
 
 
 def _arrangements(config: Any) -> tuple[Arrangement, Arrangement]:
-    """Return a plain row, and the same tokens with the same positions in another order, with others among them."""
+    """Return a plain row, and the same tokens and positions in another order, mixed with other tokens."""
     generator = torch.Generator().manual_seed(_OTHER_ORDER)
     most = int(getattr(config, "vocab_size", None) or 2)
     ids = torch.randint(0, most, (2 * TOKENS,), generator=generator)
-    # Transformers looks into the ids for padding, and warns.
+    # Transformers warns about padding in the ids.
     pad = getattr(config, "pad_token_id", None)
     ids = torch.where(ids == (-1 if pad is None else pad), (ids + 1) % most, ids)
     rows, tokens = _OTHER_ROWS
-    strangers = TOKENS + torch.arange(rows * tokens - TOKENS)
-    order = torch.cat([torch.arange(TOKENS), strangers])[torch.randperm(rows * tokens, generator=generator)]
+    others = TOKENS + torch.arange(rows * tokens - TOKENS)
+    order = torch.cat([torch.arange(TOKENS), others])[torch.randperm(rows * tokens, generator=generator)]
     first = Arrangement.of(torch.arange(TOKENS)[None], ids, TOKENS)
     return first, Arrangement.of(order.view(rows, tokens), ids, TOKENS)
 
@@ -264,13 +256,13 @@ def _probe_mask(
     dtype: torch.dtype = DTYPE,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Return an additive mask as eager attention takes it, which knows the function that it was made by."""
+    """Return an additive mask as for eager attention, with the mask function as an attribute."""
     places = [torch.arange(size) for size in (batch_size, 1, q_length, kv_length)]
     visible = mask_function(*torch.meshgrid(*places, indexing="ij"))
     lowest = torch.finfo(dtype).min
     mask = torch.zeros(batch_size, 1, q_length, kv_length, dtype=dtype)
     mask = mask.masked_fill(~torch.as_tensor(visible).expand(mask.shape), lowest)
-    mask._made_by = mask_function  # type: ignore[attr-defined]
+    mask._mask_function = mask_function  # type: ignore[attr-defined]
     return mask
 
 
@@ -290,17 +282,17 @@ def _probe_attention(
     kind = type(module).__name__
     forward = kwargs.pop(MODEL_INPUT, None)
     if not isinstance(forward, _Forward):
-        raise _Lost(f"{kind} is not handed the model's keywords, so the batch's tables can't reach its attention")
-    sight, tokens = forward.sight, query_BHLD.shape[2]
+        raise _Lost(f"{kind} does not receive the model's keywords, so the batch's tables can't reach its attention")
+    result, tokens = forward.result, query_BHLD.shape[2]
     if key_BKLD.shape[2] != tokens or value_BKLE.shape[2] != tokens:
-        raise _Lost(f"{kind} attends to other keys than the row's tokens")
+        raise _Lost(f"{kind} attends to keys other than the row's tokens")
     if dropout:
-        sight.add(f"{kind} asks its attention for a dropout of {dropout}")
+        result.add(f"{kind} uses attention dropout of {dropout}")
     for problem in refused_keywords(kwargs):
-        sight.add(f"{kind} {problem}")
+        result.add(f"{kind} {problem}")
     if query_BHLD.shape[0] == 1:
-        _take_down(module, forward, (query_BHLD, key_BKLD, value_BKLE), attention_mask, softcap)
-    # [B, H, L, D] -> [B, L, H, E], from each token's own query, key and value.
+        _record_layer(module, forward, (query_BHLD, key_BKLD, value_BKLE), attention_mask, softcap)
+    # [B, H, L, D] -> [B, L, H, E], a function of each token's own query, key and value.
     query_BL, key_BL = (_to_number(tensor, forward.noise) for tensor in (query_BHLD, key_BKLD))
     score_BL = query_BL * (1.0 if scaling is None else scaling) + key_BL
     value_BLKE = value_BKLE.transpose(1, 2)
@@ -309,34 +301,33 @@ def _probe_attention(
 
 
 def refused_keywords(kwargs: Mapping[str, Any]) -> list[str]:
-    """Return why an attention call's keywords can't be done exactly, in words that follow the module's name."""
-    odd = sorted(key for key, value in kwargs.items() if key not in _JUDGED_KEYWORDS and value is not None)
-    problems = [f"asks its attention for {', '.join(odd)}, which no kernel here does exactly"] if odd else []
+    """Return why the keywords of an attention call can't be computed exactly, as text to follow the module's name."""
+    odd = sorted(key for key, value in kwargs.items() if key not in _KNOWN_KEYWORDS and value is not None)
+    problems = [f"passes its attention {', '.join(odd)}, which no kernel here computes exactly"] if odd else []
     if kwargs.get("is_causal") is False:
-        problems.append("asks its attention for is_causal=False; only causal attention is supported")
+        problems.append("passes its attention is_causal=False; only causal attention is supported")
     return problems
 
 
-def _take_down(
+def _record_layer(
     module: nn.Module,
     forward: _Forward,
     qkv_BHLD: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     mask: torch.Tensor | None,
     softcap: float | None,
 ) -> None:
-    """Take down what a module asks for on the plain row."""
-    kind, sight, (query, key, value) = type(module).__name__, forward.sight, qkv_BHLD
+    kind, result, (query, key, value) = type(module).__name__, forward.result, qkv_BHLD
     if mask is None:
-        sight.add(f"{kind} is handed no causal mask by its model")
+        result.add(f"{kind} receives no causal mask from its model")
         return
-    made_by = getattr(mask, "_made_by", None)
-    if made_by is None:
-        sight.add(f"{kind} makes an attention mask of its own")
+    mask_function = getattr(mask, "_mask_function", None)
+    if mask_function is None:
+        result.add(f"{kind} makes an attention mask of its own")
         return
     try:
-        window = window_of(made_by, forward.window_tokens)
+        window = window_of(mask_function, forward.window_tokens)
     except NotAWindow:
-        sight.add(f"the attention mask of {kind} is neither causal nor a causal sliding window")
+        result.add(f"the attention mask of {kind} is neither causal nor a causal sliding window")
         return
     layer = LayerAttention(
         num_heads=query.shape[1],
@@ -347,12 +338,12 @@ def _take_down(
         has_softcap=softcap is not None,
     )
     name = forward.names[id(module)]
-    if sight.layers.setdefault(name, layer) != layer:
-        sight.add(f"{kind} at {name} is called with different heads or windows in one forward")
+    if result.layers.setdefault(name, layer) != layer:
+        result.add(f"{kind} at {name} is called with different heads or windows in one forward")
 
 
 def _to_number(tensor_BHLD: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Return ``[B, L]``: one number of each token that all of its heads are in."""
+    """Return ``[B, L]``: one number per token that depends on all of its heads."""
     flat_BLF = tensor_BHLD.transpose(1, 2).flatten(2)
     width = flat_BLF.shape[2]
     return flat_BLF @ noise_like((width,), 3, noise).to(flat_BLF.dtype) / width

@@ -1,8 +1,8 @@
-"""What a checkpointed layer keeps of attention, so that attention is not computed again in the backward pass.
+"""Selective activation checkpointing that saves attention's results, so that attention is not recomputed.
 
-The policy saves what the attention operators return (output and log-sum-exp); projections, norms and rotary embeddings
-are computed again, and so is the exchange of queries, keys and values (one all-to-all). With the output kept in both
-layouts the one after attention is not sent again either: 5 collectives a layer instead of 6, for one more tensor of the
+The policy saves the results of the attention operators (output and log-sum-exp). Projections, norms, rotary embeddings
+and the exchange of queries, keys and values (one all-to-all) are recomputed. If the output is kept in both layouts, the
+exchange after attention is not repeated either: 5 collectives per layer instead of 6, for one more tensor of the
 output's size.
 """
 
@@ -17,14 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-import ray_ulysses.attention.chunked  # noqa: F401  (registers the operators that are named below)
+import ray_ulysses.attention.chunked  # noqa: F401  (registers the operators named below)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 KeptOutput = Literal["both", "kernel", "none"]
-"""What is kept of attention's output under checkpointing: in the kernel's and the model's layout, in the kernel's only,
-or not at all (attention is then computed again, for the least memory)."""
+"""The layouts of attention's output kept under checkpointing: the kernel's and the model's, only the kernel's, or none
+(attention is then recomputed, for the least memory)."""
 
 
 def checkpoint_contexts(keep: KeptOutput) -> Callable[[], tuple[Any, Any]] | None:
@@ -39,11 +39,11 @@ def checkpoint_contexts(keep: KeptOutput) -> Callable[[], tuple[Any, Any]] | Non
 
 
 def _contexts(kept: frozenset[Any]) -> tuple[Any, Any]:
-    """Return what forward and recomputation run under.
+    """Return the context managers of forward and recomputation.
 
-    Not torch's own pair outside of compilation: it holds every operator of a recomputation against those of forward,
-    and under ZeRO-3 the two differ, since a parameter that was at hand in forward is gathered again (torch 2.13,
-    DeepSpeed 0.19.8).
+    Torch's own pair is used only under compilation: it requires a recomputation to run the same operators as the
+    forward, and under ZeRO-3 the two differ, since a parameter that was already gathered in the forward is gathered
+    again (torch 2.13, DeepSpeed 0.19.8).
     """
     if torch.compiler.is_compiling():
         contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(partial(_policy, kept))
@@ -53,7 +53,7 @@ def _contexts(kept: frozenset[Any]) -> tuple[Any, Any]:
 
 
 class _Keep(TorchDispatchMode):
-    """Runs every operator, and keeps what those of the storage return."""
+    """Runs every operator, and keeps the results of those in the storage."""
 
     def __init__(self, storage: dict[Any, deque[Any]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -69,25 +69,25 @@ class _Keep(TorchDispatchMode):
 
 
 class _Replay(TorchDispatchMode):
-    """Returns what was kept, in the order in which it was, and runs every other operator."""
+    """Returns kept results in their original order, and runs every other operator."""
 
     def __init__(self, storage: dict[Any, deque[Any]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._storage = storage
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, or return what it returned in forward."""
+        """Run the operator, or return its kept result."""
         if operator not in self._storage:
             return operator(*args, **(kwargs or {}))
         if not self._storage[operator]:
             raise RuntimeError(
-                f"{operator} was kept once and is asked for again; a checkpointed layer can't go backward twice "
+                f"the result of {operator} was kept for one backward pass; a checkpointed layer can't run it twice "
                 "(retain_graph=True): set memory.attention_output=none for that"
             )
         kept, versions = self._storage[operator].popleft()
         if _versions(kept) != versions:
             raise RuntimeError(
-                f"what {operator} returned was changed in place after forward; backward needs it as it was"
+                f"the result of {operator} was changed in place after the forward; the backward pass needs it unchanged"
             )
         return kept
 

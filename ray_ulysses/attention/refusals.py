@@ -1,7 +1,7 @@
-"""What Ulysses attention can't do exactly, found before weights are read and refused by name.
+"""Refuses models that Ulysses attention can't train exactly, before weights are read.
 
-Law 1: what can't be done exactly is refused. ``refuse_config`` reads a configuration, ``refuse_inexact`` also looks
-at the modules, and at a forward of a copy whose matrices take no memory.
+``refuse_config`` reads a configuration; ``refuse_inexact`` also inspects the modules, and probes a forward of a copy
+that takes no memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ray_ulysses.attention.probe import Sight, look_through
+from ray_ulysses.attention.probe import ProbeResult, probe_model
 from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from ray_ulysses.parallel.mesh import SequenceMesh
 
-# "attention" is the older name of full attention; the others have no attention at all.
+# "attention" is the older name of full attention; "mlp" and "moe" layers have no attention.
 _EXACT_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention", "mlp", "moe"})
-# Parts of CamelCase class names: in lower case, "ssm" would be found in GptOssModel as well.
+# Parts of CamelCase class names; in lower case, "ssm" would match GptOssModel.
 _RECURRENT_MARKS = (
     "SSM",
     "Mamba",
@@ -33,12 +33,12 @@ _RECURRENT_MARKS = (
 )
 _MIXING_MODULES = (nn.Conv1d, nn.RNNBase)
 _RANDOM_WORDS = ("dropout", "pdrop", "layerdrop", "drop_path", "jitter")
-# Of heads that a causal language model does not have.
+# Prefixes of settings for heads that a causal language model does not have.
 _OTHER_HEADS = ("classifier_", "summary_")
 _UNSUPPORTED_SETTINGS = {
     "attention_chunk_size": "chunked local attention",
     "alibi": "ALiBi position biases",
-    "index_topk": "attention to the tokens that an indexer chooses",
+    "index_topk": "attention to tokens chosen by an indexer",
     "add_cross_attention": "cross attention",
     "cross_attention_layers": "cross attention",
 }
@@ -48,10 +48,10 @@ def refuse_config(config: Any) -> None:
     """Raise if a configuration alone shows that its decoder can't be trained exactly; builds nothing.
 
     Args:
-        config: A ``PreTrainedConfig``; of a model of several parts, that of its text decoder is looked at.
+        config: A ``PreTrainedConfig``; of a multimodal model, its text configuration is used.
 
     Raises:
-        UserError: Names the architecture or setting, why it can't be exact, and the way out.
+        UserError: Names the architecture or setting, the reason, and a solution.
     """
     config = config.get_text_config(decoder=True)
     kind = str(config.model_type)
@@ -65,23 +65,23 @@ def refuse_config(config: Any) -> None:
     _refuse_unsupported(kind, values)
 
 
-def refuse_inexact(model: nn.Module, config: Any, mesh: SequenceMesh | None) -> Sight:
-    """Raise if the model, on this mesh, would not train exactly as on one process.
+def refuse_inexact(model: nn.Module, config: Any, mesh: SequenceMesh | None) -> ProbeResult:
+    """Raise if the model would not train on this mesh exactly as in one process.
 
     Args:
-        model: A decoder on any device, its weights drawn or not; it is left as it is.
+        model: A decoder on any device, initialized or not; not changed.
         config: Its text configuration.
-        mesh: The mesh, or ``None`` where it is not known yet.
+        mesh: The mesh, or ``None`` if it is not known yet.
 
     Returns:
-        What each attention module asks for.
+        The attention of each attention module.
 
     Raises:
-        UserError: Names the architecture or setting, why it can't be exact, and the way out.
+        UserError: Names the architecture or setting, the reason, and a solution.
     """
     kind = str(getattr(config, "model_type", type(model).__name__))
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    # A model's own configuration says what the one of its text decoder does not, such as that there is an encoder.
+    # Some facts are only in the whole model's configuration, such as that there is an encoder.
     if getattr(base.config, "is_encoder_decoder", False):
         raise UserError(f"{kind} has an encoder; only decoders with causal self-attention can be trained exactly")
     if not getattr(base, "_supports_attention_backend", False):
@@ -92,17 +92,17 @@ def refuse_inexact(model: nn.Module, config: Any, mesh: SequenceMesh | None) -> 
     refuse_config(config)
     _refuse_empty(model, kind)
     _refuse_modules(model, kind)
-    sight = look_through(base)
-    if sight.problems:
-        raise UserError(f"{kind} can't be trained exactly over slices of a row: {'; '.join(sight.problems)}")
+    result = probe_model(base)
+    if result.problems:
+        raise UserError(f"{kind} can't be trained exactly over slices of a row: {'; '.join(result.problems)}")
     if mesh is not None:
-        _refuse_heads(kind, sight, mesh)
-    return sight
+        _refuse_heads(kind, result, mesh)
+    return result
 
 
 def _refuse_empty(model: nn.Module, kind: str) -> None:
-    """Refuse parameters without elements, which ZeRO's flat tensors have no place for."""
-    # ZeRO-3 leaves an empty placeholder behind, which knows its size.
+    """Refuse parameters without elements, which ZeRO can't partition."""
+    # ZeRO-3 leaves an empty placeholder that stores the size.
     empty = [name for name, one in model.named_parameters() if getattr(one, "ds_numel", one.numel()) == 0]
     if empty:
         raise UserError(
@@ -112,10 +112,10 @@ def _refuse_empty(model: nn.Module, kind: str) -> None:
 
 
 def refuse_mixed_devices(model: nn.Module) -> None:
-    """Raise if the model's parameters are on several devices: a row's slices would be too.
+    """Raise if the model's parameters are on several devices.
 
     Raises:
-        UserError: Names a parameter on each device.
+        UserError: Names one parameter per device.
     """
     first: dict[str, str] = {}
     for name, parameter in model.named_parameters():
@@ -131,9 +131,9 @@ def refuse_mixed_devices(model: nn.Module) -> None:
 def _refuse_layers(kind: str, found: list[str]) -> None:
     if found:
         raise UserError(
-            f"{kind} has layers that carry state along the sequence or attend otherwise ({', '.join(found)}); sharding "
-            "the sequence would give wrong gradients that the loss does not show. Use a decoder with full or "
-            "sliding-window attention only"
+            f"{kind} has layers that carry state along the sequence or use another kind of attention "
+            f"({', '.join(found)}); sharding the sequence would give wrong gradients that the loss does not show. "
+            "Use a decoder with full or sliding-window attention only"
         )
 
 
@@ -142,9 +142,9 @@ def _refuse_noise(values: Mapping[str, Any]) -> None:
         is_random = any(word in name for word in _RANDOM_WORDS) and not name.startswith(_OTHER_HEADS)
         if is_random and isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
             raise UserError(
-                f"model.config.{name}={value}: dropout above 0 draws other masks on other layouts, so a run would "
-                f"depend on its world size (and so does any other noise); set {name}: 0.0, for pretrained weights in "
-                "the config.json of model.path"
+                f"model.config.{name}={value}: dropout above 0 draws different masks on different layouts, so "
+                f"a run would depend on its world size (as with any other noise); set {name}: 0.0, for pretrained "
+                "weights in the config.json of model.path"
             )
 
 
@@ -152,7 +152,7 @@ def _refuse_unsupported(kind: str, values: Mapping[str, Any]) -> None:
     for name, what in _UNSUPPORTED_SETTINGS.items():
         if values.get(name):
             raise UserError(
-                f"{kind} sets {name}={values[name]!r}: {what} can't be done exactly over slices of a row; use a "
+                f"{kind} sets {name}={values[name]!r}: {what} can't be computed exactly over slices of a row; use a "
                 "decoder with full or sliding-window attention"
             )
     if values.get("output_router_logits"):
@@ -173,32 +173,32 @@ def _refuse_modules(model: nn.Module, kind: str) -> None:
     for name, module in model.named_modules():
         if getattr(module, "is_causal", True) is False:
             raise UserError(
-                f"{kind} attends in both directions at {name}; only causal attention is supported (train the text "
-                "decoder of a model of several parts alone; a BERT that is a decoder says is_decoder: true in its "
+                f"{kind} attends in both directions at {name}; only causal attention is supported (of a "
+                "multimodal model, train the text decoder alone; a BERT decoder needs is_decoder: true in its "
                 "config.json)"
             )
         if hasattr(module, "create_position_ids_from_input_ids"):
             raise UserError(
-                f"{kind} counts positions from its padding token on ({name}), so packed documents would be placed "
-                "otherwise than alone; use a decoder whose positions start at 0"
+                f"{kind} counts positions from its padding token ({name}), so packed documents would get other "
+                "positions than alone; use a decoder whose positions start at 0"
             )
-        # What the configuration does not show, such as the dropout of an adapter.
+        # Not all dropout is in the configuration: an adapter may have its own.
         rate = getattr(module, "p", 0.0) if "Dropout" in type(module).__name__ else 0.0
         if rate:
             raise UserError(
-                f"{kind} has a dropout of {rate} at {name}: dropout above 0 draws other masks on other layouts, so a "
-                "run would depend on its world size; build it with dropout 0.0"
+                f"{kind} has a dropout of {rate} at {name}: dropout above 0 draws different masks on different "
+                "layouts, so a run would depend on its world size; build it with dropout 0.0"
             )
 
 
-def _refuse_heads(kind: str, sight: Sight, mesh: SequenceMesh) -> None:
-    num_heads = min((layer.num_heads for layer in sight.layers.values()), default=mesh.ulysses_size)
+def _refuse_heads(kind: str, result: ProbeResult, mesh: SequenceMesh) -> None:
+    num_heads = min((layer.num_heads for layer in result.layers.values()), default=mesh.ulysses_size)
     if mesh.ulysses_size <= num_heads:
         return
     rings = (size for size in range(1, mesh.sp_size + 1) if mesh.sp_size % size == 0)
     ring = next(size for size in rings if mesh.sp_size // size <= num_heads)
     raise UserError(
         f"parallel.sp_size={mesh.sp_size} with ring_size={mesh.ring_size} spreads the {num_heads} attention heads of "
-        f"{kind} over {mesh.ulysses_size} ranks, and each needs one at least (sp_size / ring_size <= {num_heads}); set "
+        f"{kind} over {mesh.ulysses_size} ranks, and each needs at least one (sp_size / ring_size <= {num_heads}); set "
         f"parallel.ring_size: {ring}, or parallel.sp_size to at most {num_heads * mesh.ring_size}"
     )

@@ -1,10 +1,10 @@
-"""One layer's attention over a ring: keys and values go round, partial results are merged by their log-sum-exp.
+"""One layer's attention over a ring, which circulates keys and values and merges partial results by log-sum-exp.
 
-Ring Attention (https://arxiv.org/abs/2310.01889) with a zigzag split: see :mod:`.documents`. Without a ring it is a
-single step. Attention sinks are merged here as well, as one more term of the softmax.
+Ring Attention (https://arxiv.org/abs/2310.01889) with zigzag sharding: see :mod:`.documents`. Without a ring it is a
+single step. Attention sinks are merged here too, as one more term of the softmax.
 
-Legend: T tokens of this ring rank (rows end to end), H query heads and K KV heads of this rank, D head size of Q and K,
-E head size of V.
+Legend: T tokens of this ring rank (rows concatenated), H query heads and K KV heads of this rank, D head size of Q and
+K, E head size of V.
 """
 
 from __future__ import annotations
@@ -22,20 +22,17 @@ from ray_ulysses.attention.kernels.call import Gradients, demand_of
 from ray_ulysses.parallel.collectives import Circulation
 
 _KEYS, _GRADIENTS = 0, 1
-"""Tags of what goes round."""
+"""Tags of the two kinds of messages on the ring."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingLayer:
-    """What a layer asks for, and where its documents are.
+    """A layer's settings, and the documents and heads of this rank.
 
     Attributes:
-        kernel: Name of the kernel, or ``auto``.
-        scale: Factor on the scores.
-        window: A token sees this many last tokens of its document, itself included; ``None``: all.
-        softcap: Cap of the scores, or ``None``.
-        spans: The stretches of the own tokens.
-        rectangles: Blocks of queries against keys before them.
+        window: Number of tokens of its document that a token sees, including itself; ``None`` for all.
+        spans: Spans of this rank's tokens.
+        rectangles: Blocks of queries against earlier keys.
         calls: ``(query heads, key-value heads)`` of each kernel call.
         ring: The ring, or ``None`` for a single rank.
     """
@@ -50,8 +47,8 @@ class RingLayer:
     ring: dist.ProcessGroup | None
 
 
-class _Block(NamedTuple):
-    """A kernel call's tokens; ``spans`` are given where it is the causal one of all own tokens."""
+class _Tokens(NamedTuple):
+    """The tokens of a kernel call; ``spans`` is set for the causal call over all of this rank's tokens."""
 
     query: slice
     key: slice
@@ -66,7 +63,7 @@ def attend(
     sinks_H: torch.Tensor | None,
     layer: RingLayer,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output ``[T, H, E]`` and its log-sum-exp ``[H, T]``, contiguous; no gradients are recorded.
+    """Return the output ``[T, H, E]`` and its log-sum-exp ``[H, T]``, contiguous; not differentiable.
 
     Every rank of the ring must call.
     """
@@ -88,7 +85,7 @@ def attend(
                     else:
                         _merge(out_THE[block.query, heads], lse_HT[heads, block.query], *part)
     if sinks_H is not None:
-        # The sink takes its share of the softmax and brings no value.
+        # A sink takes part in the softmax and has no value.
         whole_HT = torch.logaddexp(lse_HT, sinks_H.to(lse_HT.dtype).unsqueeze(1))
         out_THE = out_THE * (lse_HT - whole_HT).exp().transpose(0, 1).unsqueeze(-1)
         lse_HT = whole_HT
@@ -106,7 +103,7 @@ def attend_backward(
     layer: RingLayer,
     into: Gradients,
 ) -> torch.Tensor | None:
-    """Write the gradients of queries, keys and values into the tensors of ``into``, and return that of the sinks.
+    """Write the gradients of queries, keys and values into ``into``, and return that of the sinks.
 
     Every rank of the ring must call. The tensors may be strided views whose last dim is contiguous.
     """
@@ -138,7 +135,7 @@ def attend_backward(
                 grad_key[block.key, kv_heads] += dk
                 grad_value[block.key, kv_heads] += dv
         if layer.ring is not None:
-            # The gradients of these keys go on with them, one step behind, and come home after the last step.
+            # The gradients of these keys travel with them, one step behind, and arrive home after the last step.
             if incoming is not None:
                 grad_kv += incoming.wait()
             incoming = Circulation(grad_kv, layer.ring, _GRADIENTS)
@@ -155,19 +152,20 @@ def _write(into: Gradients, grads: Gradients) -> None:
 
 
 def _kernel(query_THD: torch.Tensor, value_TKE: torch.Tensor, layer: RingLayer) -> Kernel:
-    demand = demand_of(query_THD, query_THD.shape[2], value_TKE.shape[2], layer.window, layer.softcap)
+    sizes, has_window = (query_THD.shape[2], value_TKE.shape[2]), layer.window is not None
+    demand = demand_of(query_THD, *sizes, has_window, layer.softcap is not None)
     return choose_kernel(layer.kernel, demand)[0].kernel
 
 
-def _own(layer: RingLayer) -> _Block:
-    # A window that reaches over the longest stretch hides nothing.
+def _own(layer: RingLayer) -> _Tokens:
+    # A window at least as long as the longest span hides nothing.
     hides = layer.window is not None and layer.window < layer.spans.max_seqlen
     left = layer.window - 1 if layer.window is not None and hides else None
-    return _Block(slice(None), slice(None), left, layer.spans)
+    return _Tokens(slice(None), slice(None), left, layer.spans)
 
 
-def _blocks(layer: RingLayer, step: int) -> Iterator[_Block]:
-    """Yield the kernel calls of a ring step; the first of step 0 covers every own token."""
+def _blocks(layer: RingLayer, step: int) -> Iterator[_Tokens]:
+    """Yield the kernel calls of a ring step; the first of step 0 covers all of this rank's tokens."""
     if step == 0:
         yield _own(layer)
     for rectangle in layer.rectangles:
@@ -177,11 +175,11 @@ def _blocks(layer: RingLayer, step: int) -> Iterator[_Block]:
                 yield block
 
 
-def _trimmed(rectangle: Rectangle, window: int | None) -> _Block | None:
-    """Cut a rectangle down to the queries that see a key in their window and the keys that are seen."""
+def _trimmed(rectangle: Rectangle, window: int | None) -> _Tokens | None:
+    """Trim a rectangle to the queries that see a key in their window and the keys that are seen."""
     _, query_start, query_stop, key_start, key_stop, distance = rectangle
     if window is None:
-        return _Block(slice(query_start, query_stop), slice(key_start, key_stop), None, None)
+        return _Tokens(slice(query_start, query_stop), slice(key_start, key_stop), None, None)
     # Query i sees key j where distance + i - j < window; all keys come before all queries.
     skipped = max(0, distance - window + 1)
     num_keys = key_stop - key_start - skipped
@@ -189,7 +187,7 @@ def _trimmed(rectangle: Rectangle, window: int | None) -> _Block | None:
     if num_keys <= 0 or num_queries <= 0:
         return None
     left = num_keys - num_queries - (distance - skipped) + window - 1
-    return _Block(
+    return _Tokens(
         slice(query_start, query_start + num_queries),
         slice(key_start + skipped, key_stop),
         left if left < num_keys - 1 else None,
@@ -197,7 +195,7 @@ def _trimmed(rectangle: Rectangle, window: int | None) -> _Block | None:
     )
 
 
-def _call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: RingLayer, block: _Block) -> KernelCall:
+def _call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: RingLayer, block: _Tokens) -> KernelCall:
     return KernelCall(
         query_THD=query[block.query],
         key_UKD=key[block.key],
@@ -211,7 +209,7 @@ def _call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: Ri
 
 
 def _merge(out_THE: torch.Tensor, lse_HT: torch.Tensor, part_THE: torch.Tensor, part_lse_HT: torch.Tensor) -> None:
-    """Merge a part of the softmax into what is there, in place."""
+    """Merge a part of the softmax into an accumulated result, in place."""
     whole_HT = torch.logaddexp(lse_HT, part_lse_HT.to(lse_HT.dtype))
     kept, added = (
         (lse - whole_HT).exp().transpose(0, 1).unsqueeze(-1) for lse in (lse_HT, part_lse_HT.to(lse_HT.dtype))
@@ -223,16 +221,16 @@ def _merge(out_THE: torch.Tensor, lse_HT: torch.Tensor, part_THE: torch.Tensor, 
 def _circulate(
     key_TKD: torch.Tensor, value_TKE: torch.Tensor, ring: dist.ProcessGroup | None
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Yield ``(step, keys, values)`` of each ring rank in turn, the own ones first, while the next come in."""
+    """Yield ``(step, keys, values)`` of each ring rank in turn, this rank's first, while the next are received."""
     if ring is None:
         yield 0, key_TKD, value_TKE
         return
     held = torch.cat([key_TKD.flatten(), value_TKE.flatten()])
     for step in range(ring.size()):
-        under_way = Circulation(held, ring, _KEYS) if step + 1 < ring.size() else None
+        incoming = Circulation(held, ring, _KEYS) if step + 1 < ring.size() else None
         yield (step, *_unpacked(held, key_TKD, value_TKE))
-        if under_way is not None:
-            held = under_way.wait()
+        if incoming is not None:
+            held = incoming.wait()
 
 
 def _unpacked(flat: torch.Tensor, key_TKD: torch.Tensor, value_TKE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

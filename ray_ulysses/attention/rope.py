@@ -1,10 +1,10 @@
-"""Rotary embeddings whose frequencies depend on the sequence length, for packed documents and slices of a row.
+"""Length-dependent rotary embeddings for packed documents and slices of a row.
 
-LongRoPE and dynamic NTK scaling choose their frequencies by sequence length, and Transformers takes for that length the
-largest position id of the whole call (``dynamic_rope_update``). With packed documents that is the longest neighbour's
-length, and under Ulysses it is that of this rank's slice. Here each document gets the frequencies of its own length,
-exactly as if it stood alone: the model's own rotary module is called once per distinct length that changes its
-frequencies, and every token takes the result that belongs to its document.
+LongRoPE and dynamic NTK scaling choose their frequencies by sequence length, which Transformers takes from the largest
+position id of the whole call (``dynamic_rope_update``). With packed documents that is the longest document's length,
+and under Ulysses it is limited to this rank's slice. Here each document gets the frequencies of its own length, as if
+it were alone: the model's rotary module is called once per distinct length that changes its frequencies, and every
+token takes the result for its document.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class CurrentBatch:
 
 
 def follow_documents(model: nn.Module, current: CurrentBatch) -> None:
-    """Make every length-dependent rotary module of a model take its frequencies from each document's own length.
+    """Make every length-dependent rotary module of a model use each document's own length.
 
     Args:
         model: A Hugging Face decoder.
-        current: Holds the batch while a forward runs.
+        current: Holds the batch during a forward.
     """
     for module in model.modules():
         if any(_is_length_dependent(kind) for kind in _rope_types(module)):
@@ -50,7 +50,7 @@ def _is_length_dependent(kind: str) -> bool:
 
 
 def _rope_types(module: nn.Module) -> list[str]:
-    """Return the kinds of RoPE of a rotary module: one, one per type of layer, or none for any other module."""
+    """Return the RoPE types of a rotary module: one, or one per layer type; empty for any other module."""
     kinds: Any = getattr(module, "rope_type", None)
     if isinstance(kinds, dict):
         return [str(kind) for kind in kinds.values()]
@@ -58,7 +58,7 @@ def _rope_types(module: nn.Module) -> list[str]:
 
 
 def _wrap(module: Any, current: CurrentBatch) -> None:
-    # Applied again, the batch is that of the new mesh; a wrapper around a wrapper would still show the old one.
+    # If applied again, replace the earlier wrapper, which would still use the old batch.
     plain: Callable[..., Any] = getattr(module, _PLAIN_FORWARD, module.forward)
     setattr(module, _PLAIN_FORWARD, plain)
 
@@ -86,7 +86,7 @@ def _longrope(
     batch: ShardedBatch,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Two sets of frequencies: one up to the original length, one for every longer document."""
+    """Use one set of frequencies up to the original length and another for longer documents."""
     parameters = module.config.rope_parameters
     if "layer_type" in kwargs:
         parameters = parameters[kwargs["layer_type"]]
@@ -99,7 +99,7 @@ def _longrope(
     return _choose(batch.document_lengths_BL > original, longer, rotary)
 
 
-# Transformers reads the length on the host for this kind, and each batch's lengths would be guards of their own.
+# Transformers reads the length on the host for this type, so each batch's lengths would become guards.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _dynamic_ntk(
     module: Any,
@@ -109,7 +109,7 @@ def _dynamic_ntk(
     batch: ShardedBatch,
     kwargs: dict[str, Any],
 ) -> Any:
-    """One set of frequencies up to the original length, and one for each length beyond it."""
+    """Use one set of frequencies up to the original length, and one for each longer length."""
     original = int(module.original_max_seq_len)
     lengths = sorted({length for row in batch.documents.lengths for length in row if length > original})
     rotary, shorter = None, 0
@@ -124,8 +124,8 @@ def _dynamic_ntk(
 def _of_length(
     length: int, plain: Callable[..., Any], x: torch.Tensor, position_ids_BL: torch.Tensor, kwargs: dict[str, Any]
 ) -> Any:
-    """Return the rotary embedding of every position as in a sequence of ``length`` tokens."""
-    # Tokens of longer documents take another result; here they must not make the sequence longer.
+    """Return the rotary embedding of every position in a sequence of ``length`` tokens."""
+    # Tokens of longer documents take another result and must not make this sequence longer.
     position_ids_BL = position_ids_BL.clamp(max=length - 1)
     last = position_ids_BL.new_full((*position_ids_BL.shape[:-1], 1), length - 1)
     rotary = plain(x, torch.cat([position_ids_BL, last], dim=-1), **kwargs)
@@ -140,10 +140,10 @@ def _choose(is_longer_BL: torch.Tensor, longer: Any, shorter: Any) -> Any:
 
 
 def _forget_longest_row(module: Any, device: torch.device) -> None:
-    """Put dynamic scaling back to its original frequencies.
+    """Reset dynamic scaling to its original frequencies.
 
-    It remembers the longest row it has seen (one length per type of layer in some models), so that frequencies would
-    depend on which rows came before, and on the world size.
+    It remembers the longest row so far (one length per layer type in some models), so that frequencies would depend on
+    earlier rows and on the world size.
     """
     fresh_length = module.original_max_seq_len
     for name in [name for name in vars(module) if name.endswith(_LONGEST_SEEN)]:
@@ -154,7 +154,7 @@ def _forget_longest_row(module: Any, device: torch.device) -> None:
 
 
 def without_documents(model: nn.Module) -> None:
-    """Give a copy of a model its plain rotary modules back: a wrapper calls those of the model that was copied."""
+    """Unwrap the rotary modules of a copied model, whose wrappers call those of the original."""
     for module in model.modules():
         plain = vars(module).pop(_PLAIN_FORWARD, None)
         if plain is not None:

@@ -1,7 +1,7 @@
-"""Operations that work along the dim of the tokens, and tables of positions, found as they are called.
+"""Records operations along the token dim, and tables of positions, as a forward calls them.
 
-Only floating-point tensors count: integers are token ids, positions and the sorting of tokens among experts, which the
-comparison of :mod:`ray_ulysses.attention.dependence` judges by their effect.
+Only floating-point tensors count. Integers are token ids, positions and the sorting of tokens by expert, whose effect
+:mod:`ray_ulysses.attention.dependence` compares.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _REDUCTIONS = frozenset(
         "nanmedian", "var", "var_mean", "std", "std_mean", "norm", "linalg_vector_norm", "logsumexp",
     }
 )  # fmt: skip
-"""Work along the dims that they are given, or along all dims if they are given none."""
+"""Operations along the given dims, or along all dims if none are given."""
 
-_LOOK_UPS = frozenset({"embedding", "index", "index_select"})
+_LOOKUPS = frozenset({"embedding", "index", "index_select"})
 _PARTS = frozenset({"select", "slice", "unbind", "split", "split_with_sizes"})
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "dot", "mv"})
 _CONVOLUTIONS = frozenset({"convolution", "_convolution", "mkldnn_convolution", "fft_fft", "_fft_r2c", "_fft_c2c"})
 
 
 class TokenOperations(TorchDispatchMode):
-    """Collects the names of operations that work along a dim of a given size.
+    """Collects the names of operations along a dim of a given size.
 
     Attributes:
         found: Their names, each once, in the order of their calls.
-        num_positions: Positions that the smallest table has which positions are looked up in; ``None`` without one.
+        num_positions: Size of the smallest table in which positions are looked up; ``None`` without one.
     """
 
     def __init__(self, num_tokens: int) -> None:
-        """Watch for a size that nothing but the tokens' dim has."""
+        """Record operations along dims of size ``num_tokens``, which only the token dim may have."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._num_tokens = num_tokens
         self.found: list[str] = []
@@ -50,33 +50,33 @@ class TokenOperations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation and take its name down if it works along the tokens."""
+        """Run the operation, and record its name if it is along the token dim."""
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if name not in self.found and self._works_along_tokens(func, name, args, kwargs or {}, result):
+        if name not in self.found and self._is_along_tokens(func, name, args, kwargs or {}, result):
             self.found.append(name)
-        if name in _LOOK_UPS:
-            self._look_for_positions(name, args)
+        if name in _LOOKUPS:
+            self._record_positions(name, args)
         return result
 
-    def _look_for_positions(self, name: str, args: tuple[Any, ...]) -> None:
-        """Take down the size of a table if it is asked for every position of the plain row, in order."""
-        table, asked = args[0], args[2] if name == "index_select" else args[1]
-        if isinstance(asked, list | tuple):
-            asked = asked[0] if len(asked) == 1 else None
+    def _record_positions(self, name: str, args: tuple[Any, ...]) -> None:
+        """Record the size of a table if all positions of the plain row are looked up in order."""
+        table, indices = args[0], args[2] if name == "index_select" else args[1]
+        if isinstance(indices, list | tuple):
+            indices = indices[0] if len(indices) == 1 else None
         is_first_dim = name != "index_select" or args[1] == 0
-        if not isinstance(asked, torch.Tensor) or asked.numel() != self._num_tokens or not is_first_dim:
+        if not isinstance(indices, torch.Tensor) or indices.numel() != self._num_tokens or not is_first_dim:
             return
-        places = asked.flatten()
-        # A row's own tokens are no table; some tables keep their first places for other uses.
-        if asked.is_floating_point() or asked.dtype == torch.bool or table.shape[0] == self._num_tokens:
+        places = indices.flatten()
+        # A row's own tokens are not a table; some tables reserve their first entries.
+        if indices.is_floating_point() or indices.dtype == torch.bool or table.shape[0] == self._num_tokens:
             return
         first = int(places[0])
         if torch.equal(places - first, torch.arange(self._num_tokens)):
             size = int(table.shape[0]) - first
             self.num_positions = min(size, self.num_positions or size)
 
-    def _works_along_tokens(
+    def _is_along_tokens(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> bool:
         first = args[0] if args else None
@@ -102,7 +102,7 @@ class TokenOperations(TorchDispatchMode):
 
 
 def _dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Return the dims that an operation works along, from its arguments ``dim`` or ``dims``."""
+    """Return the dims of an operation, from its arguments ``dim`` or ``dims``."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.name in ("dim", "dims"):
             default = argument.default_value if argument.has_default_value() else ()

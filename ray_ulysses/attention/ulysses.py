@@ -1,8 +1,8 @@
 """Ulysses attention inside a Hugging Face decoder.
 
-``apply_ulysses`` registers one attention function under a name of its own, so no other backend is touched, and lets a
-pre-forward hook hand each batch's tables down as a keyword, so that recomputation in the backward pass sees the same
-tables as the forward did.
+``apply_ulysses`` registers an attention function under its own name, so that no other backend is changed. A pre-forward
+hook passes each batch's tables down as a keyword, so that recomputation in the backward pass sees the same tables as
+the forward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ray_ulysses.attention.chunked import attend_in_chunks
 from ray_ulysses.attention.exchange import gather_heads, scatter_heads
 from ray_ulysses.attention.forward_checks import check_attached, check_inputs, check_tables
 from ray_ulysses.attention.kernels import Demand, KernelName, choose_kernel
-from ray_ulysses.attention.operators import LayerSettings, attend_heads, attend_payload
+from ray_ulysses.attention.kernels.call import demand_of
+from ray_ulysses.attention.operators import OperatorSettings, attend_heads, attend_payload
 from ray_ulysses.attention.probe import LayerAttention, refused_keywords, use_attention
 from ray_ulysses.attention.refusals import refuse_inexact, refuse_mixed_devices
 from ray_ulysses.attention.rope import CurrentBatch, follow_documents
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ray_ulysses.attention.documents import PackedDocuments
-    from ray_ulysses.parallel.mesh import Role, SequenceMesh
+    from ray_ulysses.parallel.mesh import SequenceMesh
 
 ATTENTION_NAME = "ray_ulysses"
-"""The name that the attention function is registered under with Transformers."""
+"""The name of the attention function in Transformers' registry."""
 
 _SETTLED_WINDOW = "_ray_ulysses_window"
 
@@ -43,18 +44,14 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionContext:
-    """What every attention layer of one forward is handed.
+    """The batch's tables and the settings of every attention layer in one forward.
 
     Attributes:
-        documents: The rows' tables.
-        kernel: Name of the kernel, or ``auto``.
         local_tokens: Tokens of a row that this rank holds.
-        ulysses: Name of the group that heads are exchanged over; empty where one rank has all heads.
-        ulysses_rank: This process's place in it.
-        ulysses_size: Its size.
+        ulysses: Name of the group that heads are exchanged over; empty if one rank has all heads.
         ring: Name of the ring's group; empty without a ring.
-        chunks: Shares of the KV heads that are exchanged and attended one after the other.
-        announce: Is told once of each kind of layer.
+        chunks: Number of parts in which the KV heads are exchanged and attended.
+        announce: Logs the kernel of each kind of layer once.
     """
 
     documents: PackedDocuments
@@ -71,7 +68,7 @@ class AttentionContext:
 def apply_ulysses(
     model: nn.Module, mesh: SequenceMesh, attention: KernelName = "auto", *, chunks: int = 1
 ) -> nn.Module:
-    """Make a Hugging Face decoder attend over whole rows while it holds a slice of each.
+    """Make a Hugging Face decoder attend over whole rows while each rank holds a slice of them.
 
     Call it after the model is built and before an engine wraps it; then call the model with
     ``**batch.model_inputs()`` of a :func:`shard_batch`. Applying it again replaces the mesh.
@@ -79,28 +76,32 @@ def apply_ulysses(
     Args:
         model: A ``PreTrainedModel`` with causal self-attention.
         mesh: The mesh whose ``sp`` ranks share a row.
-        attention: Kernel to use; ``auto`` takes the fastest that can do what a layer asks for on the batch's device.
-        chunks: Exchange and attend this many shares of the KV heads one after the other, for less memory.
+        attention: The kernel; ``auto`` chooses the fastest that supports a layer on the batch's device.
+        chunks: Number of parts in which the KV heads are exchanged and attended; more parts need less memory.
 
     Returns:
         The same model.
 
     Raises:
-        UserError: The architecture, one of its settings or the mesh can't be done exactly; the text says why.
+        UserError: The model can't be trained exactly on this mesh; the text gives the reason.
     """
+    from transformers import AttentionInterface
+
     config = _text_config(model)
     if chunks < 1:
-        raise UserError(f"chunks={chunks} must be at least 1: the number of shares that the KV heads are exchanged in")
+        raise UserError(f"chunks={chunks} must be at least 1: the number of parts that the KV heads are exchanged in")
     refuse_mixed_devices(model)
-    sight = refuse_inexact(model, config, mesh)
-    _refuse_kernels(model, sight.layers.values(), attention)
-    _register()
+    probed = refuse_inexact(model, config, mesh)
+    _refuse_kernels(model, probed.layers.values(), attention)
+    AttentionInterface.register(ATTENTION_NAME, ulysses_attention)
     use_attention(model, ATTENTION_NAME)
-    _remove_earlier(model)
+    earlier = getattr(model, "_ray_ulysses_hook", None)
+    if earlier is not None:
+        earlier.remove()
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    modules = {name: base.get_submodule(name) for name in sight.layers}
+    modules = {name: base.get_submodule(name) for name in probed.layers}
     for name, module in modules.items():
-        settle_window(module, sight.layers[name].window)
+        settle_window(module, probed.layers[name].window)
     current = CurrentBatch()
     follow_documents(model, current)
     num_tokens = getattr(base.get_input_embeddings(), "num_embeddings", None)
@@ -111,7 +112,7 @@ def apply_ulysses(
         check_inputs(batch, kwargs, mesh)
         assert isinstance(batch, ShardedBatch)
         check_attached(base, modules, ATTENTION_NAME)
-        check_tables(batch, num_tokens, sight.num_positions)
+        check_tables(batch, num_tokens, probed.num_positions)
         current.batch = batch
         return args, {**kwargs, MODEL_INPUT: make_context(batch)}
 
@@ -123,9 +124,10 @@ def apply_ulysses(
 def _context_maker(
     mesh: SequenceMesh, attention: KernelName, chunks: int
 ) -> Callable[[ShardedBatch], AttentionContext]:
-    """Return a function that makes of a batch what its attention layers are handed."""
+    """Return a function that makes the context of a batch."""
     announce = _announcer(attention)
-    ulysses, ring = (mesh.group(role).group_name if size > 1 else "" for role, size in _axes(mesh))
+    ulysses = mesh.group("ulysses").group_name if mesh.ulysses_size > 1 else ""
+    ring = mesh.group("ring").group_name if mesh.ring_size > 1 else ""
 
     def make_context(batch: ShardedBatch) -> AttentionContext:
         return AttentionContext(
@@ -144,40 +146,29 @@ def _context_maker(
 
 
 def settle_window(module: nn.Module, window: int | None) -> None:
-    """Say once which window an attention module has, before any forward, compiled or not.
+    """Set an attention module's window, before any forward, compiled or not.
 
     Args:
         module: The module that Transformers' interface passes to :func:`ulysses_attention`.
-        window: A token sees this many last tokens of its document, itself included; ``None``: all.
+        window: Number of tokens of its document that a token sees, including itself; ``None`` for all.
     """
     # A plain number: torch.compile guards it as it does the model's own settings.
     setattr(module, _SETTLED_WINDOW, window or 0)
 
 
 def _refuse_kernels(model: nn.Module, layers: Collection[LayerAttention], attention: KernelName) -> None:
-    """Refuse at once a kernel that is not here or can't do what a layer asks for."""
+    """Refuse a kernel that is not available or does not support a layer, before the first forward."""
     parameter = next(model.parameters())
     if parameter.device.type == "cpu" and torch.cuda.is_available():
-        # The engine moves the model later.
+        # The engine will move the model.
         return
     for layer in layers:
-        demand = Demand(
-            device_type=parameter.device.type,
-            dtype=parameter.dtype,
-            head_size=layer.head_size,
-            value_size=layer.value_size,
-            has_window=layer.window is not None,
-            has_softcap=layer.has_softcap,
-        )
-        choose_kernel(attention, demand)
-
-
-def _axes(mesh: SequenceMesh) -> tuple[tuple[Role, int], tuple[Role, int]]:
-    return ("ulysses", mesh.ulysses_size), ("ring", mesh.ring_size)
+        has_window = layer.window is not None
+        choose_kernel(attention, demand_of(parameter, layer.head_size, layer.value_size, has_window, layer.has_softcap))
 
 
 def _announcer(attention: KernelName) -> Callable[[Demand], None]:
-    """Return a function that logs each choice of a kernel once, with its reason."""
+    """Return a function that logs the kernel of each kind of layer once, with the reason."""
     seen: set[Demand] = set()
 
     def announce(demand: Demand) -> None:
@@ -211,14 +202,14 @@ def ulysses_attention(
         query_BHLD: Queries of this rank's slice, rotary embedding applied.
         key_BKLD: Keys of the slice.
         value_BKLE: Values of the slice.
-        attention_mask: Must be ``None``: documents are kept apart by their tables.
+        attention_mask: Must be ``None``: the batch's tables separate documents.
         scaling: Factor on the scores; ``D ** -0.5`` if ``None``.
         dropout: Must be 0.
-        sliding_window: Not used: the window is that of the mask which Transformers builds for the module, settled by
-            :func:`apply_ulysses`. Some models pass no window on, and others one that their mask does not have.
+        sliding_window: Ignored: :func:`apply_ulysses` takes the window from the mask that Transformers builds for the
+            module. Some models do not pass their window, and others pass one that their mask does not have.
         softcap: ``c`` of ``c * tanh(score / c)``.
-        s_aux: ``[H]``: attention sinks, a score a head that takes its share of the softmax and brings no value.
-        **kwargs: Must hold the :class:`AttentionContext`; anything that would change attention is refused.
+        s_aux: ``[H]``: attention sinks, one score per head that takes part in the softmax and has no value.
+        **kwargs: Must hold the :class:`AttentionContext`; any option that would change attention is refused.
 
     Returns:
         ``[B, L, H, E]`` and ``None`` for the weights.
@@ -228,58 +219,58 @@ def ulysses_attention(
     assert isinstance(context, AttentionContext)
     query_BHLD, key_BKLD, value_BKLE = _in_autocast_dtype(query_BHLD, key_BKLD, value_BKLE)
     _check_tensors(module, context, query_BHLD, key_BKLD, value_BKLE)
-    head_size = query_BHLD.shape[3]
-    settings = LayerSettings(
-        num_heads=query_BHLD.shape[1],
-        num_kv_heads=key_BKLD.shape[1],
-        head_size=head_size,
-        value_size=value_BKLE.shape[3],
+    num_heads, num_kv_heads, head_size, value_size = heads = [
+        query_BHLD.shape[1], key_BKLD.shape[1], query_BHLD.shape[3], value_BKLE.shape[3]
+    ]  # fmt: skip
+    window = getattr(module, _SETTLED_WINDOW)
+    if not torch.compiler.is_compiling():
+        context.announce(demand_of(query_BHLD, head_size, value_size, window != 0, softcap is not None))
+    if s_aux is not None and context.ulysses:
+        mine = assign_heads(num_heads, num_kv_heads, context.ulysses_size).ranks[context.ulysses_rank]
+        s_aux = s_aux[mine.first : mine.stop]
+    tables = context.documents.windowed if window else context.documents.full
+    settings = OperatorSettings(
+        sinks=s_aux,
+        cu_seqlens=tables.spans.cu_seqlens,
+        borders=tables.borders,
+        rectangles=tables.rectangles,
+        heads=heads,
         scale=head_size**-0.5 if scaling is None else float(scaling),
-        window=getattr(module, _SETTLED_WINDOW) or None,
-        softcap=softcap,
+        window=window,
+        softcap=softcap or 0.0,
         kernel=context.kernel,
         ulysses=context.ulysses,
         ring=context.ring,
     )
-    if not torch.compiler.is_compiling():
-        context.announce(settings.demand(query_BHLD))
-    return _attended((query_BHLD, key_BKLD, value_BKLE), s_aux, settings, context), None
+    return _attend((query_BHLD, key_BKLD, value_BKLE), settings, context.chunks), None
 
 
 def _in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cast as torch's own attention does under ``torch.autocast``, where fp32 rotary tables leave Q and K in fp32."""
+    """Cast as torch's own attention does under ``torch.autocast``, where fp32 rotary tables make Q and K fp32."""
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
-    # Autocast never lowers fp64.
+    # Autocast does not cast fp64.
     return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
 
 
-def _attended(
-    qkv_BHLD: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    sinks_H: torch.Tensor | None,
-    settings: LayerSettings,
-    context: AttentionContext,
+def _attend(
+    qkv_BHLD: tuple[torch.Tensor, torch.Tensor, torch.Tensor], settings: OperatorSettings, chunks: int
 ) -> torch.Tensor:
-    """Return ``[B, L, H, E]``, by the way that the mesh and the number of chunks ask for."""
-    num_rows, _, tokens, _ = qkv_BHLD[0].shape
-    tables = context.documents.full if settings.window is None else context.documents.windowed
-    if not context.ulysses:
+    """Return ``[B, L, H, E]``."""
+    num_rows, num_heads, tokens, _ = qkv_BHLD[0].shape
+    if not settings.ulysses:
         # [B, H, L, D] -> [B, L, H, D] -> [T, H, D]
         q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in qkv_BHLD)
-        out_BLHE: torch.Tensor = attend_heads(q, k, v, sinks_H, tables, settings).unflatten(0, (num_rows, tokens))
+        out_BLHE: torch.Tensor = attend_heads(q, k, v, settings).unflatten(0, (num_rows, tokens))
         return out_BLHE
-    if sinks_H is not None:
-        plan = assign_heads(settings.num_heads, settings.num_kv_heads, context.ulysses_size)
-        heads = plan.ranks[context.ulysses_rank]
-        sinks_H = sinks_H[heads.first : heads.stop]
-    if context.chunks > 1:
-        return attend_in_chunks(*qkv_BHLD, sinks_H, tables, settings, context.chunks)
-    payload = gather_heads(*qkv_BHLD, context.ulysses)
-    out_ThE = attend_payload(payload, sinks_H, tables, settings)
-    out_BShE: torch.Tensor = out_ThE.unflatten(0, (num_rows, context.ulysses_size * tokens))
-    return scatter_heads(out_BShE, settings.num_heads, settings.num_kv_heads, context.ulysses)
+    if chunks > 1:
+        return attend_in_chunks(*qkv_BHLD, settings, chunks)
+    payload_UBLF = gather_heads(*qkv_BHLD, settings.ulysses)
+    out_ThE = attend_payload(payload_UBLF, settings)
+    out_BShE: torch.Tensor = out_ThE.unflatten(0, (num_rows, payload_UBLF.shape[0] * tokens))
+    return scatter_heads(out_BShE, num_heads, qkv_BHLD[1].shape[1], settings.ulysses)
 
 
 def _check_call(
@@ -296,16 +287,16 @@ def _check_call(
             "**batch.model_inputs() of shard_batch, or this architecture does not pass keywords on to its attention"
         )
     if attention_mask is not None:
-        raise UserError(f"{name} got an attention mask; documents are kept apart by shard_batch's tables, pass no mask")
+        raise UserError(f"{name} got an attention mask; shard_batch's tables keep documents apart, so pass no mask")
     if dropout:
-        raise UserError(f"{name} asks for attention dropout {dropout}; set attention_dropout: 0.0")
+        raise UserError(f"{name} requests attention dropout {dropout}; set attention_dropout: 0.0")
     if getattr(module, "is_causal", True) is False:
         raise UserError(f"{name} attends in both directions; only causal attention is supported")
     for problem in refused_keywords(kwargs):
         raise UserError(f"{name} {problem}")
     if not hasattr(module, _SETTLED_WINDOW):
         raise UserError(
-            f"{name} was not in the model when apply_ulysses looked through it, so its window is not known; call "
+            f"{name} was not in the model when apply_ulysses inspected it, so its window is not known; call "
             "apply_ulysses after the model's modules are changed"
         )
 
@@ -316,8 +307,8 @@ def _check_tensors(
     name, tokens = type(module).__name__, query.shape[2]
     if not query.shape[2] == key.shape[2] == value.shape[2] == context.local_tokens:
         raise UserError(
-            f"{name} got {tokens} queries, {key.shape[2]} keys and {value.shape[2]} values a row; each rank of sp must "
-            f"hold the same {context.local_tokens} tokens of a row: pass **batch.model_inputs() as shard_batch made it"
+            f"{name} got {tokens} queries, {key.shape[2]} keys and {value.shape[2]} values per row; each rank of sp "
+            f"must hold {context.local_tokens} tokens of a row: pass **batch.model_inputs() unchanged"
         )
     if not query.dtype == key.dtype == value.dtype:
         raise UserError(
@@ -336,15 +327,3 @@ def _text_config(model: nn.Module) -> Any:
     if config is None or not hasattr(config, "get_text_config"):
         raise UserError(f"{type(model).__name__} is not a Hugging Face model; apply_ulysses needs a PreTrainedModel")
     return config.get_text_config(decoder=True)
-
-
-def _register() -> None:
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION_NAME, ulysses_attention)
-
-
-def _remove_earlier(model: nn.Module) -> None:
-    earlier = getattr(model, "_ray_ulysses_hook", None)
-    if earlier is not None:
-        earlier.remove()

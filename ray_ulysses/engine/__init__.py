@@ -1,1 +1,1 @@
-"""The model under ZeRO: building it, its loss, its optimizer and schedule, its state."""
+"""The model under ZeRO: building it, its loss, optimizer, learning rate and state."""

@@ -1,4 +1,4 @@
-"""The loss as a sum over tokens, and the scale that makes an engine's averaged gradient the exact one."""
+"""The loss as a sum over tokens, and the scale that makes an engine's averaged gradient exact."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 
 def causal_lm_loss(model: Callable[..., Any], batch: ShardedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's summed cross-entropy and its number of supervised tokens; runs the forward.
+    """Run the forward and return this rank's summed cross-entropy and number of supervised tokens.
 
-    Every rank of ``sp`` must call. A rank whose labels are all ignored gets a sum of 0 that still takes part in the
-    backward pass, as its exchange of keys and values must.
+    Every rank of ``sp`` must call. If all labels of a rank are ignored, its sum is 0 and still takes part in the
+    backward pass, so that its collectives run.
 
     Args:
-        model: The model, or the engine around it.
+        model: The model, or the engine that wraps it.
         batch: This rank's slice.
 
     Returns:
         ``loss_sum``: fp32 scalar in nats, differentiable. ``num_tokens``: int64 scalar.
 
     Raises:
-        UserError: The model adds an auxiliary loss, which is not a sum over tokens.
+        UserError: The model returns an auxiliary loss, which is not a sum over tokens.
     """
     outputs = model(**batch.model_inputs())
     if getattr(outputs, "aux_loss", None) is not None:
@@ -54,19 +54,19 @@ def loss_scale(
 
     The exact gradient is that of ``sum of loss_sum / global_tokens`` over ranks and micro-batches. An engine averages
     over its data-parallel world and divides by its accumulation steps, so the factor is
-    ``world_size * accumulation / global_tokens``. It is the same for every ZeRO stage as long as the engine averages
-    over all ranks, which DeepSpeed does when it is given no ``mpu`` and no ``sequence_parallel_size`` (its own
-    Ulysses path divides by ``world / sp`` in some stages and by ``world`` in others); DDP is stage 0.
+    ``world_size * accumulation / global_tokens``. It is the same for every ZeRO stage if the engine averages over all
+    ranks, as DeepSpeed does without ``mpu`` and ``sequence_parallel_size`` (its own Ulysses path divides by
+    ``world / sp`` in some stages and by ``world`` in others). DDP is stage 0.
 
     Args:
-        global_tokens: Supervised tokens of the whole optimizer step: over ``sp``, ``dp`` and accumulation.
-        mesh: The mesh; its ``world_size`` is what the engine averages over.
+        global_tokens: Supervised tokens of the whole optimizer step, over ``sp``, ``dp`` and accumulation.
+        mesh: The mesh; the engine averages over its ``world_size``.
         zero_stage: ZeRO stage of the engine, 0 to 3.
-        accumulation: What the engine divides by; 1 if it is told not to (``scale_wrt_gas=False``).
+        accumulation: The engine's divisor; 1 if it does not divide (``scale_wrt_gas=False``).
 
     Returns:
-        A float, or a tensor if ``global_tokens`` is one (no host synchronisation then). A step without a single
-        supervised token has scale 0.
+        A float, or a tensor if ``global_tokens`` is one (without host synchronization). A step without supervised
+        tokens has scale 0.
     """
     if zero_stage not in (0, 1, 2, 3):
         raise UserError(f"zero_stage={zero_stage!r} is not a ZeRO stage; use 0, 1, 2 or 3")

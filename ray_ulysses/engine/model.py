@@ -1,4 +1,4 @@
-"""The decoder: drawn from a seed, or loaded from a directory or a hub into parameters that are partitioned at once."""
+"""Builds the decoder, randomly initialized or pretrained, and partitions its parameters while loading."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from safetensors import SafetensorError
 from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
 from ray_ulysses.attention.refusals import refuse_config, refuse_inexact
 from ray_ulysses.engine.model_config import (
+    as_user_error,
     check_described,
     described_config,
     planned_config,
     refuse_no_decoder,
-    with_words,
 )
-from ray_ulysses.engine.text_part import Part, cut_to_text, model_class
+from ray_ulysses.engine.text_part import Part, keep_text_part, model_class
 from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ray_ulysses.attention.probe import Sight
+    from ray_ulysses.attention.probe import ProbeResult
     from ray_ulysses.config import Config
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -38,16 +38,16 @@ def torch_dtype(name: str) -> torch.dtype:
 def build_model(config: Config, partition: Mapping[str, Any] | None = None) -> PreTrainedModel:
     """Build the decoder of a run; with ``partition``, every rank of the world must call.
 
-    ``init: random`` draws the whole model on the host of every rank from ``run.seed`` in fp32, so that its weights do
-    not depend on the world. ``init: pretrained`` loads weights; with ``partition`` each parameter is partitioned as
-    it is loaded, so that no device ever holds the whole model (the host of each rank reads all weights once).
+    ``init: random`` initializes the whole model on the host of every rank from ``run.seed`` in fp32, so that weights do
+    not depend on the world size. ``init: pretrained`` loads weights; with ``partition``, each parameter is partitioned
+    when it is loaded, so that no device holds the whole model (each rank's host reads all weights once).
 
     Args:
         config: The run's configuration.
-        partition: DeepSpeed's configuration of ZeRO-3, or ``None`` to load whole.
+        partition: DeepSpeed's configuration of ZeRO-3, or ``None`` to keep parameters whole.
 
     Raises:
-        UserError: The model can't be found, lacks weights, or is not the one that ``model.config`` describes.
+        UserError: The model can't be found, lacks weights, or differs from ``model.config``.
     """
     dtype = torch_dtype(config.model.dtype)
     if config.model.init == "random":
@@ -55,8 +55,8 @@ def build_model(config: Config, partition: Mapping[str, Any] | None = None) -> P
     else:
         model = _pretrained_model(config, dtype, partition)
     if config.model.part == "text":
-        cut_to_text(model)
-    # The cache is for generation; under gradient checkpointing it would only warn.
+        keep_text_part(model)
+    # The cache is for generation, and warns under gradient checkpointing.
     model.config.use_cache = model.config.get_text_config(decoder=True).use_cache = False
     if config.memory.gradient_checkpointing:
         _checkpoint_layers(model, config.memory.attention_output)
@@ -71,46 +71,46 @@ def _checkpoint_layers(model: PreTrainedModel, kept: KeptOutput) -> None:
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:
-        # Transformers before 5.23 has the older name only.
+        # Transformers before 5.23 has only the older name.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
-def check_architecture(config: Config) -> Sight:
-    """Refuse a run whose decoder can't be trained exactly; reads no weights and needs no GPU.
+def check_architecture(config: Config) -> ProbeResult:
+    """Raise if the decoder of a run can't be trained exactly; reads no weights and needs no GPU.
 
     Returns:
-        What its attention asks for, and how many positions it has.
+        The attention of its layers, and its number of positions.
 
     Raises:
-        UserError: The configuration can't be read, or says which layer or setting can't be exact, and why.
+        UserError: The configuration can't be read, or a layer or setting can't be exact.
     """
     return refuse_architecture(planned_config(config), config.model.part)
 
 
-def refuse_architecture(hf_config: Any, part: Part = "whole") -> Sight:
-    """Build a decoder on the meta device, where it takes no memory, and refuse what can't be trained exactly.
+def refuse_architecture(hf_config: Any, part: Part = "whole") -> ProbeResult:
+    """Build a decoder on the meta device, without memory, and raise if it can't be trained exactly.
 
     Args:
-        hf_config: A ``PreTrainedConfig``; left as it is.
-        part: Which part of the model is trained.
+        hf_config: A ``PreTrainedConfig``; not changed.
+        part: The part of the model that is trained.
 
     Returns:
-        What its attention asks for, and how many positions it has.
+        The attention of its layers, and its number of positions.
 
     Raises:
-        UserError: Names the architecture or setting, why it can't be exact, and the way out.
+        UserError: Names the architecture or setting, the reason, and a solution.
     """
-    # The architectures that can't even be built as a decoder are named by what they are first.
+    # First, so that architectures that can't be built as a decoder get a specific error.
     refuse_config(hf_config)
     builder = model_class(hf_config, part)
     if part == "whole":
         refuse_no_decoder(hf_config)
     with torch.device("meta"):
-        model: Any = with_words(
+        model: Any = as_user_error(
             lambda: builder.from_config(deepcopy(hf_config), trust_remote_code=False), "model.config"
         )
     if part == "text":
-        cut_to_text(model)
+        keep_text_part(model)
     return refuse_inexact(model, model.config.get_text_config(decoder=True), None)
 
 
@@ -120,10 +120,10 @@ def _random_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:
     torch.manual_seed(config.run.seed)
     model: Any = model_class(hf_config, config.model.part).from_config(hf_config, dtype=torch.float32)
     for parameter in model.parameters():
-        # Parameters only: rotary frequencies are buffers, and rounded ones would turn far positions wrongly.
+        # Not buffers: rounded rotary frequencies would be wrong at large positions.
         parameter.data = parameter.data.to(dtype)
-    drawn: PreTrainedModel = model
-    return drawn
+    initialized: PreTrainedModel = model
+    return initialized
 
 
 def _pretrained_model(config: Config, dtype: torch.dtype, partition: Mapping[str, Any] | None) -> PreTrainedModel:
@@ -135,7 +135,7 @@ def _pretrained_model(config: Config, dtype: torch.dtype, partition: Mapping[str
     if partition is not None:
         from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-        # While this object lives, from_pretrained partitions each parameter as it is made.
+        # While this object exists, from_pretrained partitions each parameter when it is created.
         keep_alive = HfDeepSpeedConfig(dict(partition))
     try:
         loaded: Any = model_class(hf_config, config.model.part).from_pretrained(
@@ -154,7 +154,7 @@ def _pretrained_model(config: Config, dtype: torch.dtype, partition: Mapping[str
 
 
 def _refuse_missing(names: Collection[str], path: str) -> None:
-    """Refuse weights that are not whole: Transformers draws what is missing, and only warns."""
+    """Raise if weights are missing, which Transformers would randomly initialize with only a warning."""
     if names:
         shown = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         raise UserError(

@@ -1,4 +1,4 @@
-"""A model's configuration as Transformers reads it: written in line, or from a directory or a hub; never its code."""
+"""Reads a model's configuration, inline or from a directory or hub, and never runs its code."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _SOURCES = (
 
 
 def planned_config(config: Config) -> Any:
-    """Return the ``PreTrainedConfig`` that a run is planned by: what is written in line, which needs no hub, or stored.
+    """Return the ``PreTrainedConfig`` for planning: the inline one, which needs no hub, or that of ``model.path``.
 
-    That it is what the path holds is checked when that is loaded.
+    Loading the model checks that both agree.
 
     Raises:
         UserError: As `described_config`.
@@ -35,7 +35,7 @@ def described_config(config: Config) -> Any:
     """Return the ``PreTrainedConfig`` of a run's model: the inline one of a random model, or that of ``model.path``.
 
     Raises:
-        UserError: It can't be read, is of no known type, or needs code that the model's repository brings.
+        UserError: It can't be read, is of an unknown type, or needs code from the model's repository.
     """
     if config.model.config is not None and config.model.init == "random":
         return inline_config(config.model.config)
@@ -50,20 +50,20 @@ def inline_config(described: Mapping[str, Any]) -> Any:
     """Return the ``PreTrainedConfig`` that ``model.config`` describes; needs no network.
 
     Raises:
-        UserError: Its model type is unknown, or a field can't be used.
+        UserError: The model type is unknown, or a field can't be used.
     """
     from transformers import AutoConfig
 
     fields = dict(described)
     _refuse_unknown_type(fields.get("model_type"), "model.config.model_type")
-    return with_words(lambda: AutoConfig.for_model(fields.pop("model_type"), **fields), "model.config")
+    return as_user_error(lambda: AutoConfig.for_model(fields.pop("model_type"), **fields), "model.config")
 
 
 def hub_config(path: str) -> dict[str, Any]:
     """Return the ``config.json`` of a model on a hub, with the defaults of its type filled in.
 
     Raises:
-        UserError: It can't be reached or used.
+        UserError: The model can't be reached or used.
     """
     fields: dict[str, Any] = _stored_config(path).to_dict()
     return fields
@@ -73,7 +73,7 @@ def _stored_config(path: str) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
     setting = f"model.path={path!r}"
-    fields, _ = with_words(lambda: PreTrainedConfig.get_config_dict(path), setting)
+    fields, _ = as_user_error(lambda: PreTrainedConfig.get_config_dict(path), setting)
     kind = fields.get("model_type")
     if kind is None and "auto_map" not in fields:
         raise UserError(f"{setting}: there is no config.json with a model_type; {_SOURCES}")
@@ -84,7 +84,7 @@ def _stored_config(path: str) -> Any:
             "replaced exactly. There is no trust_remote_code; use a model whose architecture Transformers has"
         )
     _refuse_unknown_type(kind, f"{setting}: model_type")
-    return with_words(lambda: AutoConfig.from_pretrained(path, trust_remote_code=False), setting)
+    return as_user_error(lambda: AutoConfig.from_pretrained(path, trust_remote_code=False), setting)
 
 
 def _refuse_unknown_type(kind: object, setting: str) -> None:
@@ -101,7 +101,7 @@ def _refuse_unknown_type(kind: object, setting: str) -> None:
 
 
 def refuse_no_decoder(hf_config: Any) -> None:
-    """Refuse a model type of which Transformers has no causal language model.
+    """Raise if Transformers has no causal language model of a type.
 
     Args:
         hf_config: A ``PreTrainedConfig``.
@@ -118,33 +118,33 @@ def refuse_no_decoder(hf_config: Any) -> None:
         )
 
 
-def with_words(read: Callable[[], Any], setting: str) -> Any:
-    """Return what ``read`` returns; the errors of Transformers become the user's, with the setting's name.
+def as_user_error(read: Callable[[], Any], setting: str) -> Any:
+    """Call ``read`` and return its result, turning Transformers' errors into a ``UserError`` that names the setting.
 
     Raises:
-        UserError: Says what Transformers said.
+        UserError: With the text of Transformers' error.
     """
     try:
         return read()
     except Exception as error:
-        # Of any kind: Transformers checks little of what it is given, and its own errors are plain exceptions.
-        what = f"a value in it is unknown: {error}" if isinstance(error, KeyError) else str(error)
+        # Of any type: Transformers checks little of its input and raises plain exceptions.
+        reason = f"a value in it is unknown: {error}" if isinstance(error, KeyError) else str(error)
         hint = "correct it" if setting == "model.config" else _SOURCES
-        raise UserError(f"{setting}: no model can be made of this configuration ({what}); {hint}") from error
+        raise UserError(f"{setting}: no model can be made from this configuration ({reason}); {hint}") from error
 
 
 def _differing(described: Mapping[str, Any], loaded: Mapping[str, Any], section: str = "") -> Iterator[str]:
     for name, value in described.items():
         found = loaded.get(name)
         if isinstance(value, Mapping) and isinstance(found, Mapping):
-            # Of a model of several parts; what is not named is not compared.
+            # A multimodal model's section; only named fields are compared.
             yield from _differing(value, found, f"{section}{name}.")
         elif name in loaded and found != value:
             yield f"{section}{name} is {found!r} there and {value!r} in model.config"
 
 
 def check_described(described: Mapping[str, Any] | None, loaded: Mapping[str, Any], path: str) -> None:
-    """Refuse a loaded model that differs from what ``model.config`` says of it, and from what was planned.
+    """Raise if a loaded model differs from ``model.config``, which the run was planned with.
 
     Raises:
         UserError: Names every field that differs.

@@ -1,4 +1,4 @@
-"""Which parameters decay, and the learning rate of a step: pure functions of the model and the step."""
+"""AdamW's parameter groups and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -10,35 +10,32 @@ if TYPE_CHECKING:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return AdamW's groups: matrices decay, norms and biases (fewer than two dimensions) do not.
+    """Return AdamW's groups: weight decay on matrices, and none on norms and biases (fewer than two dims).
 
-    Shapes are read from ``ds_shape`` where ZeRO-3 has already partitioned a parameter. A group without a parameter is
-    left out.
+    If ZeRO-3 has partitioned a parameter, its shape is read from ``ds_shape``. Empty groups are omitted.
     """
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
+    parameters: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            (decayed if len(shape) > 1 else plain).append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": plain, "weight_decay": 0.0},
+            parameters[len(getattr(parameter, "ds_shape", parameter.shape)) > 1].append(parameter)
+    return [
+        {"params": group, "weight_decay": weight_decay if decays else 0.0}
+        for decays, group in parameters.items()
+        if group
     ]
-    return [group for group in groups if group["params"]]
 
 
 def learning_rate(step: int, *, base_rate: float, warmup_steps: int, horizon_steps: int, min_ratio: float) -> float:
-    """Return the learning rate that a step is taken with.
+    """Return the learning rate of a step.
 
     Linear warm-up to ``base_rate`` over ``warmup_steps``, then half a cosine down to ``min_ratio * base_rate`` at
-    ``horizon_steps``, and flat after it. A function of the step alone, so that nothing of it is saved.
+    ``horizon_steps``, constant afterwards. It depends on the step alone, so no state is saved.
 
     Args:
-        step: The step about to be taken, from 1.
+        step: The step, from 1.
         base_rate: Peak rate.
         warmup_steps: Steps of warm-up; 0 for none.
-        horizon_steps: Step at which the cosine ends; where a run stops is another setting.
+        horizon_steps: Step at which the cosine ends, which need not be the last one.
         min_ratio: Final rate over peak rate.
     """
     if step <= warmup_steps:

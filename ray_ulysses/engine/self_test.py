@@ -1,10 +1,9 @@
-"""A start-up self-test: attention and gradients of the live process groups, held against one process in seconds.
+"""A start-up self-test that compares attention and gradients on the live process groups with one process.
 
-What a broken link, driver, kernel or library does to the numbers shows here, and not after a week. Two checks:
-attention over a packed row of the run's head counts, sizes and dtype, through the exchange, the ring and the kernel of
-the run, against its definition in fp64; and one optimizer step of a tiny decoder in an engine of the run's ZeRO stage,
-its loss scale and gradients against one process. Ranks compare what they measured, so that all go on or all raise the
-same error.
+It takes seconds and detects wrong numbers due to a broken link, driver, kernel or library. There are two checks:
+attention over a packed row with the run's heads, dtype, exchange, ring and kernel, against its definition in fp64; and
+one optimizer step of a tiny decoder in an engine of the run's ZeRO stage, whose loss scale and gradients are compared
+with one process. Ranks share their measurements, so that all continue or all raise the same error.
 
 Legend: D head size of queries and keys, E head size of values.
 """
@@ -34,14 +33,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelfTestReport:
-    """What a self-test that passed has measured: the worst of all ranks, the same on each.
+    """The measurements of a passed self-test: the worst of all ranks, the same on each.
 
     Attributes:
         attention_error: Relative error of attention's output and gradients against their definition.
-        gradient_error: Relative error of a tiny decoder's gradients against one process, the worst tensor.
-        norm_ratio: Norm of the whole gradient as the engine has it, over one process's.
-        kernels: Names of the kernels that ran.
-        seconds: What it took.
+        gradient_error: Relative error of a tiny decoder's gradients against one process, for the worst tensor.
+        norm_ratio: The engine's global gradient norm over one process's.
     """
 
     attention_error: float
@@ -60,11 +57,9 @@ class SelfTestReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """One number of one rank, and what it may be.
+    """One rank's error of one quantity.
 
     Attributes:
-        what: What was compared with what.
-        error: Relative error.
         bound: Largest error that counts as exact.
     """
 
@@ -74,20 +69,14 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckResult:
-    """What all ranks together have found of one number.
+class CheckResult(Measured):
+    """The result of one quantity over all ranks; ``error`` is the worst.
 
     Attributes:
-        what: What was compared with what.
-        error: The worst error of all ranks.
-        bound: What it may be.
-        rank: The rank that measured it.
+        rank: The rank of the worst error.
         wrong_ranks: Ranks beyond the bound.
     """
 
-    what: str
-    error: float
-    bound: float
     rank: int
     wrong_ranks: tuple[int, ...]
 
@@ -101,22 +90,22 @@ def run_self_test(
     node: str = "",
     clock: Clock | None = None,
 ) -> SelfTestReport:
-    """Hold the live environment to one process; every rank of the world must call, with the same settings.
+    """Compare the live environment with one process; every rank of the world must call, with the same settings.
 
-    It leaves the process as it was: random state, hooks and memory. ``prepare_process`` has been called before, and
-    ``sp`` groups are contiguous ranks.
+    Random state, hooks and memory are restored. ``prepare_process`` must have been called, and ``sp`` groups must be
+    contiguous ranks.
 
     Args:
         mesh: The run's mesh.
-        device: Where the run computes.
+        device: The run's device.
         attention: The run's attention.
-        zero: The run's engine settings; stage, dtype and accumulation count.
-        node: Name of this rank's node, for the error.
-        clock: Time.
+        zero: The run's engine settings, of which stage, dtype and accumulation are used.
+        node: Name of this rank's node, for errors.
+        clock: The clock.
 
     Raises:
-        RunError: The environment is wrong, the same on every rank: what differs, by how much, where, what to do.
-        UserError: The kernel that is asked for can't be used here.
+        RunError: Results differ; the same error on every rank names the quantity, error, rank and remedy.
+        UserError: The requested kernel can't be used here.
     """
     clock = clock or SystemClock()
     started = clock.monotonic()
@@ -152,7 +141,7 @@ def run_self_test(
 
 @contextmanager
 def _unannounced() -> Iterator[None]:
-    """Keep the choice of kernels for the tiny decoder out of the log, where the run's own is to be found."""
+    """Keep the choice of kernels for the tiny decoder out of the run's log."""
     logger = get_logger(ulysses.__name__)
     before = logger.disabled
     logger.disabled = True
@@ -163,12 +152,12 @@ def _unannounced() -> Iterator[None]:
 
 
 def find_worst(parts: Sequence[str], errors: Sequence[Sequence[float]], bounds: Sequence[float]) -> list[CheckResult]:
-    """Return the worst of every number over all ranks; an error that is no number counts as infinite.
+    """Return the worst error of every quantity over all ranks; NaN counts as infinite.
 
     Args:
-        parts: Names of the numbers.
+        parts: Names of the quantities.
         errors: Per rank, its errors in that order.
-        bounds: Bound of each number.
+        bounds: Bound of each quantity.
     """
     results = []
     for place, (what, bound) in enumerate(zip(parts, bounds, strict=True)):
@@ -180,12 +169,12 @@ def find_worst(parts: Sequence[str], errors: Sequence[Sequence[float]], bounds: 
 
 
 def _agreed(measured: Sequence[Measured], device: torch.device) -> list[CheckResult]:
-    """Gather what every rank has measured, so that all come to the same verdict; every rank must call."""
+    """Gather the measurements of all ranks, so that all get the same results; every rank must call."""
     mine = torch.tensor([[m.error, m.bound] for m in measured], dtype=torch.float64, device=device)
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, mine)
     table = torch.stack(rows).cpu()
-    # Bounds follow from what one process does, which other GPUs may do a little differently.
+    # Bounds follow from one process's error, which may differ slightly between GPUs.
     bounds = table[:, :, 1].amin(dim=0).tolist()
     return find_worst([m.what for m in measured], table[:, :, 0].tolist(), bounds)
 
@@ -218,22 +207,22 @@ def _attention_error(
     kernels: tuple[str, ...],
     node: str,
 ) -> str:
-    """Say what is wrong, and find out whether the kernel or the exchange is; every rank must call."""
+    """Return the error text, after testing whether the kernel or the exchange is wrong; every rank must call."""
     alone = SequenceMesh(sp_size=1, sp_rank=0, ring_size=1, world_size=1)
     kernel = _agreed(_attention(alone, device, replace(settings, chunks=1)), device)
     names = ", ".join(kernels)
     if _wrong(kernel):
         worst = _worst(kernel)
         cause = (
-            f"the kernel is wrong on one process already ({worst.what}: {worst.error:.1e}): use another one "
+            f"the kernel is already wrong in one process ({worst.what}: {worst.error:.1e}): use another one "
             "(model.attention: sdpa on CPU, varlen or math on a GPU), or another build of torch or flash-attn"
         )
     else:
-        split = f"ulysses {mesh.ulysses_size} x ring {mesh.ring_size}"
+        layout = f"ulysses {mesh.ulysses_size} x ring {mesh.ring_size}"
         cause = (
-            f"the kernel alone is exact, so what the ranks exchange ({split}) arrives wrong: run ray-ulysses doctor on "
-            "these nodes, look at driver, NCCL and links there (NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 tells whether a "
-            "link is it), or take the node out"
+            f"the kernel alone is exact, so the exchange between ranks ({layout}) is wrong: run ray-ulysses doctor on "
+            "these nodes, check driver, NCCL and links there (NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 shows whether a "
+            "link is the cause), or remove the node"
         )
     return _text(found, f"its definition in fp64 (kernel {names}; {settings.in_words()})", cause, node)
 
@@ -241,11 +230,11 @@ def _attention_error(
 def _step_error(
     found: Sequence[CheckResult], norm_ratio: float, mesh: SequenceMesh, zero: ZeroSettings, node: str
 ) -> str:
-    """Say what is wrong with loss scale or gradients; every rank must call."""
+    """Return the error text for loss scale or gradients; every rank must call."""
     cause = (
-        f"the gradient's norm is {norm_ratio:.4f} of one process's (a scale that is off by sp_size={mesh.sp_size}, the "
-        f"world of {dist.get_world_size()} or the accumulation shows here), and attention is exact: install the "
-        "versions of constraints.txt (deepspeed, torch, transformers), and run ray-ulysses doctor on these nodes"
+        f"the gradient's norm is {norm_ratio:.4f} of one process's (compare with sp_size={mesh.sp_size}, the world "
+        f"size of {dist.get_world_size()} and the accumulation), and attention is exact: install the versions of "
+        "constraints.txt (deepspeed, torch, transformers), and run ray-ulysses doctor on these nodes"
     )
     return _text(found, f"one process's (a tiny decoder, ZeRO-{zero.stage}, {zero.dtype})", cause, node)
 
@@ -259,5 +248,5 @@ def _text(found: Sequence[CheckResult], against: str, cause: str, node: str) -> 
     return (
         f"the self-test failed on {len(wrong_ranks)} of {len(names)} ranks, most on {place}: {worst.what} differs from "
         f"{against} by {worst.error:.1e} of its norm, and {worst.bound:.0e} counts as exact. "
-        f"{cause[0].upper()}{cause[1:]}. run.self_test: false would train without this check, and wrongly"
+        f"{cause[0].upper()}{cause[1:]}. run.self_test: false would skip this check and train wrongly"
     )

@@ -1,4 +1,4 @@
-"""The self-test's attention: a packed row through exchange, kernel and ring, against its definition in fp64.
+"""The self-test of attention: a packed row through exchange, kernel and ring, against its definition in fp64.
 
 Legend: B rows, L tokens of a slice, S tokens of a row, H query heads, K KV heads, D head size of Q and K, E of V.
 """
@@ -27,11 +27,11 @@ _SEED = 20
 
 
 EXACT_FP32 = 1e-5
-"""Law 1's bound of a tensor's relative error, norm-wise."""
+"""Bound of a tensor's norm-wise relative error in fp32."""
 
 EXACT_BF16 = 2e-2
-"""The bf16 bound against fp64: a value has 8 significant bits, a kernel rounds its weights and its result (errors of
-2e-3 to 6e-3 norm-wise), and what this looks for, lost or misplaced tokens, heads or ranks, is above 1e-1."""
+"""Bound for bf16 against fp64: values have 8 significant bits, and a kernel rounds its weights and its result (errors
+of 2e-3 to 6e-3 norm-wise), whereas lost or misplaced tokens, heads or ranks cause errors above 1e-1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,16 +39,8 @@ class AttentionSettings:
     """The attention of a run.
 
     Attributes:
-        num_heads: Query heads of a layer.
-        num_kv_heads: Key-value heads, a divisor of ``num_heads``.
-        head_size: ``D``.
-        value_size: ``E``.
-        dtype: Of queries, keys and values.
-        kernel: Name of the kernel, or ``auto``.
-        windows: A kind of layer each: its sliding window in tokens, or ``None`` for full attention.
-        softcap: Cap of the scores, or ``None``.
-        has_sinks: Whether layers have attention sinks.
-        chunks: Shares of the KV heads that are exchanged one after the other.
+        windows: Per kind of layer, its sliding window in tokens, or ``None`` for full attention.
+        chunks: Number of parts in which the KV heads are exchanged.
     """
 
     num_heads: int
@@ -64,14 +56,14 @@ class AttentionSettings:
 
     @property
     def bound(self) -> float:
-        """Relative error that counts as exact."""
+        """Largest relative error that counts as exact."""
         return EXACT_BF16 if self.dtype in (torch.bfloat16, torch.float16) else EXACT_FP32
 
     def kernel_names(self, device: torch.device) -> tuple[str, ...]:
-        """Return the kernel that each kind of layer gets, once each.
+        """Return the names of the kernels of all kinds of layers, without duplicates.
 
         Raises:
-            UserError: The kernel of the settings is not here, or can't do what the model asks for.
+            UserError: The kernel is not available, or does not support the model.
         """
         names = []
         for window in self.windows:
@@ -87,15 +79,15 @@ class AttentionSettings:
         return tuple(dict.fromkeys(names))
 
     def in_words(self) -> str:
-        """Return what was tested, as an error names it."""
+        """Return the text for an error."""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.num_heads} heads on {self.num_kv_heads} KV heads of {self.head_size}, {dtype}"
 
 
 def document_lengths(num_tokens: int) -> tuple[int, ...]:
-    """Return documents of a row: a long one, one of a single token, others; at least a sixteenth is left as padding.
+    """Return the lengths of a row's documents, with at least a sixteenth of the row as padding.
 
-    Borders are off those of slices, and the long one spans several ranks.
+    There is a long one, which spans several ranks, and one of a single token; no border is a border of slices.
 
     Args:
         num_tokens: Tokens of the row, at least 64.
@@ -109,11 +101,10 @@ def measure_attention(
     """Return the relative errors of this rank's output and gradients; every rank of ``sp`` must call.
 
     Args:
-        mesh: Who shares the row.
-        device: Where to compute.
+        mesh: The mesh whose ranks share the row.
+        device: The device.
         settings: Heads, dtype and kernel.
-        window: Sliding window of the layer, or ``None``; a window longer than a quarter of the row is cut to that, so
-            that it hides something.
+        window: Sliding window of the layer, or ``None``; limited to a quarter of the row, so that it hides something.
     """
     multiple = row_multiple(mesh.sp_size, mesh.ring_size)
     num_tokens = -(-_LEAST_TOKENS // multiple) * multiple
@@ -124,7 +115,7 @@ def measure_attention(
     context = _context(mesh, settings, num_tokens, device)
     local = [held_tokens(tensor, mesh).requires_grad_() for tensor in whole]
     sinks_H = None if sinks is None else sinks.clone().requires_grad_()
-    # [B, L, H, D] -> [B, H, L, D], as a model hands them over.
+    # [B, L, H, D] -> [B, H, L, D], as a model passes them.
     query, key, value = (tensor.transpose(1, 2) for tensor in local)
     layer = nn.Identity()
     settle_window(layer, window)
@@ -149,16 +140,16 @@ def measure_attention(
         assert sinks_H.grad is not None
         grad_H = sinks_H.grad.double()
         if mesh.sp_size > 1:
-            # Each rank has the part of its own heads and tokens.
+            # Each rank has the part for its own heads and tokens.
             dist.all_reduce(grad_H, group=mesh.group("sp"))
         errors["the gradient of the sinks"] = slice_error(grad_H, wanted_grads[3], wanted_grads[3])
     return errors
 
 
 def slice_error(ours: torch.Tensor, truth: torch.Tensor, whole: torch.Tensor) -> float:
-    """Return the error of a slice, norm-wise, relative to the norm that the whole row has in so many tokens.
+    """Return the norm-wise error of a slice, relative to the whole row's norm for the same number of tokens.
 
-    A slice may hold one-token documents only, whose gradients of Q are 0 in truth.
+    The true gradient of Q is 0 in a slice of one-token documents.
     """
     share = math.sqrt(truth.numel() / whole.numel())
     scale = float(whole.double().norm()) * share
@@ -168,11 +159,11 @@ def slice_error(ours: torch.Tensor, truth: torch.Tensor, whole: torch.Tensor) ->
 def _inputs(
     settings: AttentionSettings, num_tokens: int, device: torch.device
 ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
-    """Return Q, K and V as ``[1, S, heads, size]``, the output's gradient and the sinks: the same on every rank."""
+    """Return Q, K and V as ``[1, S, heads, size]``, the output's gradient and the sinks, the same on every rank."""
     generator = torch.Generator().manual_seed(_SEED)
 
     def draw(*shape: int) -> torch.Tensor:
-        # On the host, so that every device gets the same numbers.
+        # On the host, so that every device gets the same values.
         return torch.randn(*shape, generator=generator).to(device=device, dtype=settings.dtype)
 
     kv = settings.num_kv_heads
@@ -189,7 +180,7 @@ def _by_definition(
     sinks_H: torch.Tensor | None,
     window: int | None,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return output and gradients in fp64, one KV head at a time, which bounds the scores in memory."""
+    """Return output and gradients in fp64, computed one KV head at a time to save memory."""
     num_tokens, group = upstream_BSHE.shape[1], settings.num_heads // settings.num_kv_heads
     visible = visible_tokens(document_lengths(num_tokens), num_tokens, window, upstream_BSHE.device)
     leaves = [tensor[0].double() for tensor in whole] + ([] if sinks_H is None else [sinks_H.double()])
@@ -216,7 +207,7 @@ def _by_definition(
 
 
 def _context(mesh: SequenceMesh, settings: AttentionSettings, num_tokens: int, device: torch.device) -> Any:
-    """Return what a layer is handed, as ``apply_ulysses`` hands it to a model of these heads."""
+    """Return the context that ``apply_ulysses`` passes to the layers of a model with these heads."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -228,7 +219,7 @@ def _context(mesh: SequenceMesh, settings: AttentionSettings, num_tokens: int, d
         num_key_value_heads=settings.num_kv_heads,
         head_dim=settings.head_size,
     )
-    # No weights are made: the model is here for what its hook hands down.
+    # The model has no weights; only its hook is used.
     with torch.device("meta"):
         model: Any = LlamaForCausalLM(config)
     apply_ulysses(model, mesh, settings.kernel, chunks=settings.chunks)

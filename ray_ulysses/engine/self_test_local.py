@@ -1,7 +1,7 @@
-"""The self-test over a few processes of this machine: what ``doctor`` runs, with no cluster and no configuration.
+"""Runs the self-test in a few local processes, without a cluster or configuration, for ``ray-ulysses doctor``.
 
 Each process is ``python -m ray_ulysses.engine.self_test_local RANK PROCESSES FOLDER SECONDS``, since a process that has
-touched a GPU can't be forked.
+initialized CUDA can't be forked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.parallel.mesh import SequenceMesh
 
 LIMIT_S = 90.0
-"""Processes that are not done by then are ended; they take 5 to 15 s on a quiet machine, mostly for imports."""
+"""Default time limit; the processes take 5 to 15 s on an idle machine, mostly for imports."""
 
 _GRACE_S = 5.0
 _MOST_PROCESSES = 2
@@ -38,12 +38,11 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSelfTest:
-    """What became of it.
+    """The outcome.
 
     Attributes:
-        ok: Whether it passed.
-        text: What it measured, or what is wrong.
-        hint: What to do about it; empty if it passed.
+        text: Its measurements, or the problem.
+        hint: The remedy; empty if it passed.
     """
 
     ok: bool
@@ -52,10 +51,10 @@ class LocalSelfTest:
 
 
 def run_local_self_test(limit_s: float = LIMIT_S) -> LocalSelfTest:
-    """Run the self-test over two processes, on NCCL where there are two GPUs, else on gloo; on one GPU alone.
+    """Run the self-test in two processes on NCCL, in one if there is one GPU, or in two on gloo without GPUs.
 
     Args:
-        limit_s: Longest that it may take, in seconds; processes that are not done by then are ended.
+        limit_s: Time limit in seconds, after which processes are killed.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     world_size = min(gpus or _MOST_PROCESSES, _MOST_PROCESSES)
@@ -69,12 +68,12 @@ def run_local_self_test(limit_s: float = LIMIT_S) -> LocalSelfTest:
 
 
 def watch_processes(command: Callable[[int, Path], Sequence[str]], world_size: int, limit_s: float) -> LocalSelfTest:
-    """Start a process a rank, wait for all within a bound, and say what the first that has something to say says.
+    """Start one process per rank, wait for all, and return the first failure or the result of rank 0.
 
     Args:
-        command: Returns what to run for a rank, which leaves ``result-RANK.json`` in the folder it is given.
-        world_size: Processes.
-        limit_s: Bound of it all, in seconds. After the first failure the others have a few seconds.
+        command: Returns the command of a rank, which writes ``result-RANK.json`` into the given folder.
+        world_size: Number of processes.
+        limit_s: Time limit in seconds. After the first failure, the others have a few seconds left.
     """
     with tempfile.TemporaryDirectory(prefix="self-test-") as name:
         folder = Path(name)
@@ -116,12 +115,12 @@ def _verdict(folder: Path, exit_codes: Sequence[int], in_time: bool, limit_s: fl
     dead = [rank for rank, code in enumerate(exit_codes) if code > 0 or (code < 0 and in_time)]
     if dead:
         text = f"process {dead[0]} ended with exit code {exit_codes[dead[0]]}: {_last_line(folder / f'log-{dead[0]}')}"
-        return LocalSelfTest(ok=False, text=text, hint="mend what the line says: every run starts like this")
+        return LocalSelfTest(ok=False, text=text, hint="fix the cause: every run starts like this")
     if not in_time or len(found) < len(exit_codes):
         return LocalSelfTest(
             ok=False,
-            text=f"not done in {limit_s:.0f} s: processes of this machine do not reach one another, or it is busy",
-            hint="look at what else runs here, and at firewall and NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME",
+            text=f"not done in {limit_s:.0f} s: processes on this machine can't reach each other, or it is busy",
+            hint="check the machine's load, its firewall, and NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME",
         )
     return LocalSelfTest(ok=True, text=found[0][1])
 
@@ -136,7 +135,7 @@ def _result(path: Path) -> tuple[bool, str, str] | None:
 
 def _last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "no output"
 
 
 def _environment() -> dict[str, str]:
@@ -144,13 +143,13 @@ def _environment() -> dict[str, str]:
     package = str(Path(__file__).parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     if sys.platform == "linux":
-        # Else gloo asks for the address of the host's name, which containers often can't tell.
+        # Otherwise gloo resolves the host's name, which often fails in containers.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment
 
 
 def _settings(device: torch.device) -> tuple[AttentionSettings, ZeroSettings]:
-    """Return an attention that is on both sides of a KV group's border, in the dtype that the device is for."""
+    """Return an attention whose KV groups are shared between ranks, in the device's usual dtype."""
     is_gpu = device.type == "cuda"
     attention = AttentionSettings(
         num_heads=8,
@@ -176,7 +175,7 @@ def _run(rank: int, world_size: int, folder: Path, limit_s: float) -> SelfTestRe
     if device.type == "cuda":
         torch.cuda.set_device(device)
     prepare_process(rank, device.type)
-    # What every run imports as well, so that it does not count as the test's own time.
+    # Imported by every run, and not counted as the test's time.
     importlib.import_module("torch._inductor.compile_fx")
     importlib.import_module("transformers.models.llama.modeling_llama")
     dist.init_process_group(
@@ -195,10 +194,10 @@ def _main(arguments: Sequence[str]) -> int:
     try:
         result = (True, _run(rank, world_size, folder, limit_s).in_words().removeprefix("self-test "), "")
     except UlyssesError as error:
-        result = (False, str(error), "a run would train wrongly here; the text says what to look at")
+        result = (False, str(error), "a run would train wrongly here; follow the text above")
     except RuntimeError as error:
         text = f"a kernel or a collective failed: {str(error).strip().splitlines()[0]}"
-        result = (False, text, "look at the driver, and at the builds of torch, NCCL and flash-attn")
+        result = (False, text, "check the driver and the builds of torch, NCCL and flash-attn")
     path = folder / f"result-{rank}.json"
     path.with_suffix(".part").write_text(json.dumps(result))
     path.with_suffix(".part").rename(path)
@@ -209,5 +208,5 @@ if __name__ == "__main__":
     _code = _main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    # The interpreter's shutdown would wait for threads of a group whose peers are gone.
+    # The interpreter's shutdown would wait for the threads of a group whose peers are gone.
     os._exit(_code)

@@ -1,4 +1,4 @@
-"""The self-test's step: a tiny decoder in a ZeRO engine of the run's stage, against one process."""
+"""The self-test of a training step: a tiny decoder in a ZeRO engine of the run's stage, against one process."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 _SEED = 21
 _VOCAB = 61
 _HEAD_SIZE = 64
-"""Head size of the tiny decoder: one that every kernel has."""
+"""Head size of the tiny decoder, which every kernel supports."""
 _ROWS: tuple[tuple[int, tuple[int, ...]], ...] = ((48, (29, 1, 12)), (40, (7, 33)))
-"""Tokens of a row, lengths of its documents; the rest is padding."""
+"""Length of each row and lengths of its documents; the rest is padding."""
 _MOST_ACCUMULATION = 2
 _NOTHING = 1e-7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMeasured:
-    """What a step on all ranks was, against one process.
+    """A step on all ranks compared with one process.
 
     Attributes:
-        gradient_error: Relative error of the worst tensor, norm-wise, against one process in fp64.
+        gradient_error: Norm-wise relative error of the worst tensor against one process in fp64.
         worst_tensor: Its name.
-        own_error: What one process in the run's dtype has against fp64 itself, its worst tensor.
-        norm_ratio: Norm of the whole gradient as the engine has it, over one process's.
+        own_error: The same error of one process in the run's dtype.
+        norm_ratio: The engine's global gradient norm over one process's.
     """
 
     gradient_error: float
@@ -51,20 +51,20 @@ class StepMeasured:
 def measure_step(
     mesh: SequenceMesh, device: torch.device, settings: ZeroSettings, kernel: KernelName, chunks: int = 1
 ) -> StepMeasured:
-    """Train one optimizer step of a tiny decoder and hold its gradients to one process's; every rank must call.
+    """Train one step of a tiny decoder and compare its gradients with one process's; every rank must call.
 
     Args:
-        mesh: The run's mesh, its ``sp`` groups contiguous ranks.
-        device: Where to compute.
+        mesh: The run's mesh, whose ``sp`` groups are contiguous ranks.
+        device: The run's device.
         settings: The run's engine settings.
         kernel: The run's kernel.
-        chunks: Shares of the KV heads that are exchanged one after the other.
+        chunks: Number of parts in which the KV heads are exchanged.
     """
     dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
     accumulation = min(settings.accumulation, _MOST_ACCUMULATION)
     sp_first = dist.get_global_rank(mesh.group("sp"), 0)
     dp_rank, dp_size = sp_first // mesh.sp_size, mesh.world_size // mesh.sp_size
-    # Two rows in turn: a world of any size has the reference of two rows, weighted.
+    # Two alternating rows, so that the reference for any world size is two weighted rows.
     weights = [0, 0]
     for index in range(dp_size * accumulation):
         weights[index % 2] += 1
@@ -94,9 +94,9 @@ def measure_step(
 
 
 def worst_error(ours: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> tuple[float, str]:
-    """Return the largest relative error of a tensor, norm-wise, and its name: law 1's metric.
+    """Return the largest norm-wise relative error of a tensor, and its name.
 
-    A tensor whose norm is below 1e-7 of the whole gradient's is held against the whole. What is no number counts as
+    The error of a tensor whose norm is below 1e-7 of the whole gradient's is relative to the whole. NaN counts as
     infinite.
     """
     assert ours.keys() == truth.keys()
@@ -113,7 +113,7 @@ def worst_error(ours: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tens
 def _engine_step(
     model: Any, settings: ZeroSettings, mesh: SequenceMesh, device: torch.device, mine: list[int]
 ) -> tuple[dict[str, torch.Tensor], float]:
-    """Return the whole gradients and their norm as the engine has them; the engine is gone afterwards."""
+    """Return the engine's whole gradients and their norm, and destroy the engine."""
     import deepspeed
 
     batches = [shard_batch(*_row(index, device), _ROWS[index][1], mesh) for index in mine]
@@ -126,7 +126,7 @@ def _engine_step(
         for place, batch in enumerate(batches):
             loss_sum, _ = losses.causal_lm_loss(engine, batch)
             engine.backward(loss_sum * scale)
-            # Gradients are there until the engine steps, which it does on the last micro-batch.
+            # Gradients exist until the engine steps, on the last micro-batch.
             if place + 1 < len(batches):
                 engine.step()
         gradients = {
@@ -142,7 +142,7 @@ def _engine_step(
 
 
 def _forget(model: Any) -> None:
-    """Take a model off the stack of DeepSpeed 0.19.8 where each ZeRO-3 engine leaves its own, alive, for good."""
+    """Remove a model from the global stack in which each ZeRO-3 engine of DeepSpeed 0.19.8 keeps its model alive."""
     from deepspeed.runtime.zero import parameter_offload
 
     stack = parameter_offload.FWD_MODULE_STACK
@@ -151,9 +151,9 @@ def _forget(model: Any) -> None:
 
 @contextmanager
 def _collected() -> Iterator[None]:
-    """Free what an engine leaves behind: its hooks and partitions are circles, which would stay until some later time.
+    """Free an engine's reference cycles (hooks and partitions) right away.
 
-    What was there before is set aside meanwhile: to look through all of it takes up to a second, more than the rest.
+    Older objects are frozen meanwhile, since scanning them takes up to a second, more than the rest.
     """
     is_first = gc.get_freeze_count() == 0
     if is_first:
@@ -167,7 +167,7 @@ def _collected() -> Iterator[None]:
 
 
 def _tiny_decoder(mesh: SequenceMesh, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return two layers, the same on every rank, with as many heads as the ranks need: two groups of query heads."""
+    """Return a two-layer model, the same on every rank, with two KV heads and at least one query head per rank."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(_SEED)
@@ -181,19 +181,19 @@ def _tiny_decoder(mesh: SequenceMesh, dtype: torch.dtype, device: torch.device) 
         num_key_value_heads=2,
         head_dim=_HEAD_SIZE,
         max_position_embeddings=64,
-        # Wide enough that attention is far from an average, and its gradients count.
+        # Large enough that attention is far from uniform and its gradients matter.
         initializer_range=0.15,
         use_cache=False,
     )
     model: Any = LlamaForCausalLM._from_config(config, attn_implementation="eager")
     for parameter in model.parameters():
-        # Parameters only: rounded rotary frequencies would turn positions otherwise than the run's do.
+        # Not buffers: rounded rotary frequencies would differ from the run's.
         parameter.data = parameter.data.to(dtype)
     return model.to(device)
 
 
 def _row(index: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and labels ``[1, S]`` of a row, some of which are ignored."""
+    """Return token ids and labels ``[1, S]`` of a row; some labels are ignored."""
     generator = torch.Generator().manual_seed(_SEED + index)
     input_ids = torch.randint(0, _VOCAB, (1, _ROWS[index][0]), generator=generator).to(device)
     labels = input_ids.clone()
@@ -202,7 +202,7 @@ def _row(index: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _one_process(model: Any, weights: list[int]) -> dict[str, torch.Tensor]:
-    """Return the gradients of one process: every document alone, the sum of losses over the count of tokens."""
+    """Return the gradients of one process, with every document processed alone."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     for index, weight in enumerate(weights):
         if not weight:

@@ -1,4 +1,4 @@
-"""The tensors of a model directory as they lie in its files, and the model that Transformers makes of them."""
+"""Reads the tensor layout of a model directory, and the model that Transformers builds from it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,16 @@ from ray_ulysses.engine.text_part import Part, model_class
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
-"""What reading a damaged model directory raises."""
+"""Exceptions raised for a damaged model directory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileTensor:
-    """Where a tensor lies in the files of a model directory.
+    """The location of a tensor in the files of a model directory.
 
     Attributes:
-        file: Name of the file.
-        dtype: Its type, as safetensors names it: ``BF16``.
-        shape: Its shape.
-        offset: Its first byte in the file.
+        dtype: Its dtype in safetensors' notation, such as ``BF16``.
+        offset: Offset of its first byte in the file.
     """
 
     file: str
@@ -38,14 +36,14 @@ class FileTensor:
 
 
 def file_tensors(directory: Path) -> dict[str, FileTensor]:
-    """Return the tensors that Transformers reads from a model directory, by their names there; reads no data.
+    """Return the tensors that Transformers reads from a model directory, by name; reads no data.
 
     Raises:
-        One of `UNREADABLE`: The directory holds no safetensors, or they are damaged.
+        One of `UNREADABLE`: The directory has no safetensors, or they are damaged.
     """
     found = {}
     for name in _weight_files(directory):
-        # Opened by the library first, which checks the header.
+        # The library checks the header.
         with safe_open(directory / name, framework="pt"), (directory / name).open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(length))
@@ -64,19 +62,19 @@ def _weight_files(directory: Path) -> list[str]:
     if (directory / SINGLE_FILE).is_file():
         return [SINGLE_FILE]
     index = json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))
-    # A name only: no file outside of the directory is read.
+    # Only the file name, so that no file outside the directory is read.
     return sorted({Path(name).name for name in index["weight_map"].values()})
 
 
 def model_without_data(hf_config: Any, part: Part, tensors: Mapping[str, FileTensor]) -> Any:
-    """Return what ``from_pretrained`` makes of the tensors of a directory, on the meta device and whole.
+    """Return the model that ``from_pretrained`` builds from a directory's tensors, whole and on the meta device.
 
-    It knows how the names in the files became its own, which ``save_pretrained`` would revert.
+    It records how the names in the files were converted, so that ``save_pretrained`` can revert it.
 
     Args:
-        hf_config: The model's ``PreTrainedConfig``; left as it is.
-        part: Which part of it is trained.
-        tensors: What the files hold.
+        hf_config: The model's ``PreTrainedConfig``; not changed.
+        part: The part of the model that is trained.
+        tensors: The tensors in the files.
     """
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
     kind = model_class(hf_config, part)._model_mapping[type(hf_config)]
@@ -85,15 +83,15 @@ def model_without_data(hf_config: Any, part: Part, tensors: Mapping[str, FileTen
 
 
 def settle_tie(hf_config: Any, part: Part, directory: Path) -> None:
-    """Untie the output head in a configuration whose stored weights have a head other than the embedding.
+    """Untie the output head in a configuration if the stored head differs from the embedding.
 
-    Transformers 5.23 does so while it loads. Under ZeRO-3 it compares empty placeholders there, which are equal, and
-    would drop the head in silence.
+    Transformers 5.23 does so while loading. Under ZeRO-3 it would compare empty placeholders, which are equal, and
+    silently drop the head.
 
     Args:
         hf_config: The model's ``PreTrainedConfig``.
-        part: Which part of it is trained.
-        directory: Where its weights lie; where they can't be read, loading them says so.
+        part: The part of the model that is trained.
+        directory: Directory of the weights; if they can't be read, loading them raises later.
     """
     if not getattr(hf_config, "tie_word_embeddings", False):
         return
@@ -104,7 +102,7 @@ def settle_tie(hf_config: Any, part: Part, directory: Path) -> None:
             return
         model = model_without_data(hf_config, part, tensors)
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        # Transformers ties no two tensors without data that are both stored.
+        # On the meta device, Transformers does not tie two tensors that are both stored.
         if head is embedding or torch.equal(*(_read(directory, model, tensors, one) for one in (embedding, head))):
             return
     except (*UNREADABLE, RuntimeError):
@@ -124,7 +122,7 @@ def _read(directory: Path, model: Any, tensors: Mapping[str, FileTensor], parame
 
 @contextmanager
 def without_progress_bar() -> Iterator[None]:
-    """Keep Transformers from drawing a bar for what takes no time."""
+    """Disable Transformers' progress bar."""
     from transformers.utils import logging
 
     was_shown = logging.is_progress_bar_enabled()

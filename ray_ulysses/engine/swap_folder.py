@@ -1,4 +1,4 @@
-"""A folder for what one process swaps out: nobody else's, and taken away when the process is gone."""
+"""A private swap folder per process, which is deleted after the process ends."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _PREFIX = "process-"
 class SwapFolder:
     """A new folder under a root on a local disk, locked until it is closed or the process ends.
 
-    Two attempts of a run may live on one node for a while, the older one unaware that it was given up: sharing files,
-    they would overwrite each other's state. What dead processes left behind is deleted first.
+    Two attempts of a run may be alive on one node for a while, the older one unaware that it was given up. If they
+    shared files, they would overwrite each other's state. Folders of dead processes are deleted first.
 
     Args:
-        root: The directory that the run swaps to; it is made where it is missing.
+        root: The run's swap directory, created if missing.
 
     Raises:
-        OSError: The root can't be written.
+        OSError: The root is not writable.
     """
 
     def __init__(self, root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
-        # One at a time: a folder that is being made is not locked yet.
+        # One process at a time, since a new folder is not locked yet.
         with open(root / LOCK_FILE, "w") as turn:
             lock(turn.fileno(), wait=True)
             for folder in root.glob(f"{_PREFIX}*"):
@@ -37,17 +37,17 @@ class SwapFolder:
             self._lock = lock_file(self.path / LOCK_FILE)
 
     def close(self) -> None:
-        """Delete the folder, once; nothing may be swapped in any more."""
+        """Delete the folder; call once, after the last swap."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
 def _delete_if_dead(folder: Path) -> None:
-    """Delete a folder unless the process that locked it still lives."""
+    """Delete a folder unless the process that locked it is alive."""
     try:
         descriptor = lock_file(folder / LOCK_FILE)
     except (BlockingIOError, FileNotFoundError):
-        # Its owner lives, or has just deleted it.
+        # Its owner is alive, or has just deleted it.
         return
     shutil.rmtree(folder, ignore_errors=True)
     os.close(descriptor)

@@ -20,9 +20,6 @@ class SwappedState:
     It is a view of the live state: copy it before the next step.
 
     Attributes:
-        engine: The engine.
-        view: Its partition view.
-        moments: Names of the optimizer's state tensors.
         resident: The parts that are always in memory: everything but master weights and moments.
         description: The part of the state that is the same on every rank.
     """

@@ -1,8 +1,8 @@
-"""The text decoder of a multimodal model, trained inside the model's own class without the rest of it.
+"""Trains the text decoder of a multimodal model inside the model's own class, without its other parts.
 
-The model's own forward, given text only, runs its decoder and its output head and nothing else. So the decoder that is
-trained is the model itself, from which every part beside those two was cut: what it computes for a text is what the
-whole model computes, whatever the architecture does around its decoder, and its weights keep the model's own names.
+Given only text, the model's forward runs only its decoder and output head. The trained decoder is therefore the model
+itself with all other parts removed: it computes the same for text as the whole model, regardless of what the
+architecture does around its decoder, and its weights keep their names.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Part = Literal["whole", "text"]
 
 
 def model_class(hf_config: Any, part: Part) -> Any:
-    """Return the class of Transformers that builds and loads the model of which a part is trained.
+    """Return the Transformers class that builds and loads a model.
 
     Args:
-        hf_config: A ``PreTrainedConfig``, of the whole model.
+        hf_config: The whole model's ``PreTrainedConfig``.
         part: ``whole`` for a causal language model, ``text`` for the decoder of a multimodal model.
 
     Raises:
@@ -30,19 +30,19 @@ def model_class(hf_config: Any, part: Part) -> Any:
     is_multimodal = _is_multimodal(hf_config)
     if part == "whole" and is_multimodal:
         raise UserError(
-            f"model_type={hf_config.model_type!r}: this is a multimodal model, of which the text decoder can be "
+            f"model_type={hf_config.model_type!r}: this is a multimodal model, whose text decoder can be "
             "trained; set model.part: text (it is then exported back into the whole checkpoint)"
         )
     if part == "text" and not is_multimodal:
         raise UserError(
-            f"model.part=text: a model with model_type={hf_config.model_type!r} has no text decoder beside other "
-            "parts; leave model.part out for a model of text only"
+            f"model.part=text: a model with model_type={hf_config.model_type!r} is not multimodal; leave "
+            "model.part out to train a text model"
         )
     return auto_class(part)
 
 
 def auto_class(part: Part) -> Any:
-    """Return the class of Transformers that chooses the model's own."""
+    """Return Transformers' auto class for a part."""
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
     return AutoModelForMultimodalLM if part == "text" else AutoModelForCausalLM
@@ -55,31 +55,31 @@ def _is_multimodal(hf_config: Any) -> bool:
 
 
 def text_fields(hf_config: Any) -> dict[str, Any]:
-    """Return the configuration of a multimodal model's decoder as a mapping, with the defaults of its type.
+    """Return the configuration of a multimodal model's decoder, with the defaults of its type.
 
     Args:
-        hf_config: A ``PreTrainedConfig``, of the whole model.
+        hf_config: The whole model's ``PreTrainedConfig``.
     """
     fields: dict[str, Any] = hf_config.get_text_config(decoder=True).to_dict()
-    # The output head belongs to the whole, and so does the setting that ties it.
+    # The output head, and the setting that ties it, belong to the whole model.
     return fields | {"tie_word_embeddings": bool(getattr(hf_config, "tie_word_embeddings", False))}
 
 
-def cut_to_text(model: Any) -> None:
-    """Take everything but the text decoder and the output head out of a multimodal model.
+def keep_text_part(model: Any) -> None:
+    """Remove everything but the text decoder and the output head from a multimodal model.
 
     Args:
-        model: A ``PreTrainedModel`` on any device; what is cut out of it is freed.
+        model: A ``PreTrainedModel`` on any device; removed parts are freed.
 
     Raises:
-        UserError: It has no decoder and head of its own.
+        UserError: The model does not name its decoder and head.
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     place = next((name for name, module in model.named_modules() if module is decoder), "")
     if not place or head is None:
         raise UserError(
-            f"model.part=text: {type(model).__name__} does not say which of its modules are its text decoder and its "
-            "output head, so they can't be trained alone; use another model"
+            f"model.part=text: {type(model).__name__} does not name its text decoder and output head, so they can't "
+            "be trained alone; use another model"
         )
     around: nn.Module = model
     for name in place.split("."):

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO engine, set up so that its arithmetic is exact for ours."""
+"""Configures DeepSpeed's ZeRO engine for exact gradients with sequence parallelism."""
 
 from __future__ import annotations
 
@@ -18,30 +18,24 @@ if TYPE_CHECKING:
 
 
 REDUCE_BUCKET_ELEMENTS = 50_000_000
-"""Gradients reduced at once, in elements: DeepSpeed allocates the buffer whole, 2 GiB in fp32 at its default of 5e8."""
+"""Elements per gradient reduction: DeepSpeed allocates the whole buffer, 2 GiB in fp32 at its default of 5e8."""
 
 NVME_SUB_GROUP_ELEMENTS = 100_000_000
-"""Elements of a rank that are swapped in at once: DeepSpeed holds four buffers of so many fp32 values, 1.5 GiB."""
+"""Elements swapped in at once per rank: DeepSpeed holds four fp32 buffers of this size, 1.5 GiB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroSettings:
-    """What the engine needs to know of a run.
+    """The engine's settings of a run.
 
     Attributes:
-        stage: ZeRO stage.
-        dtype: Precision of weights and activations; fp32 master weights are kept with bf16.
-        accumulation: Micro-batches of an optimizer step.
-        max_grad_norm: The global gradient norm is clipped to this; ``None`` clips nothing.
-        learning_rate: Base rate; the loop sets each step's own.
-        betas: AdamW's decay rates.
-        eps: AdamW's epsilon.
-        weight_decay: On matrices only, not on norms and biases.
-        offload_optimizer: Where optimizer state and its step live.
+        dtype: Precision of weights and activations; with bf16, fp32 master weights are kept.
+        max_grad_norm: Maximum global gradient norm; ``None`` for no clipping.
+        weight_decay: Applied to matrices, not to norms and biases.
         nvme_path: Directory for ``offload_optimizer="nvme"``.
-        sub_group_elements: Elements of a rank that are stepped on at once in ZeRO-3; ``None`` is DeepSpeed's own
-            choice, or with NVMe one that keeps its buffers small.
-        partition_everything: Keep nothing gathered between uses, whatever the size (tests of tiny models).
+        sub_group_elements: Elements updated at once per rank in ZeRO-3; ``None`` for DeepSpeed's default, or with NVMe
+            for one with small buffers.
+        partition_everything: Keep no parameter gathered between uses, regardless of its size (for tiny models).
     """
 
     stage: Literal[1, 2, 3] = 3
@@ -59,9 +53,9 @@ class ZeroSettings:
 
 
 def prepare_process(local_rank: int, device_type: str) -> None:
-    """Set what DeepSpeed 0.19.8 reads from the process before it is imported or initialised.
+    """Set the environment that DeepSpeed 0.19.8 reads when it is imported and initialized.
 
-    On CPU it would build a C++ communication op at start (30 s, a compiler needed) unless told that none fits.
+    On CPU it would compile a C++ communication op at start (30 s, and a compiler) unless all ops are incompatible.
     """
     os.environ["LOCAL_RANK"] = str(local_rank)
     if device_type == "cpu":
@@ -111,7 +105,7 @@ def zero_config(settings: ZeroSettings) -> dict[str, Any]:
 
 
 def partition_config(settings: ZeroSettings) -> dict[str, Any] | None:
-    """Return the configuration that partitions parameters while a model is loaded; None where they stay whole."""
+    """Return the configuration that partitions parameters while a model is loaded; None for stages 1 and 2."""
     return zero_config(settings) if settings.stage == 3 else None
 
 
@@ -119,7 +113,7 @@ def _offload_config(settings: ZeroSettings) -> dict[str, Any]:
     """Return DeepSpeed's section for the optimizer's offload.
 
     Raises:
-        UserError: State can't be swapped to NVMe with these settings.
+        UserError: These settings do not allow NVMe offload.
     """
     pin_memory = torch.cuda.is_available()
     if settings.offload_optimizer == "cpu":
@@ -129,7 +123,7 @@ def _offload_config(settings: ZeroSettings) -> dict[str, Any]:
             f"memory.offload_optimizer=nvme with memory.nvme_path={settings.nvme_path} and memory.zero_stage="
             f"{settings.stage}: it needs a directory on a local disk, and stage 3; give both, or use cpu"
         )
-    # One buffer each for weights, gradients and two moments of a sub-group.
+    # One buffer each for the weights, gradients and two moments of a sub-group.
     return {"device": "nvme", "nvme_path": settings.nvme_path, "pin_memory": pin_memory, "buffer_count": 4}
 
 
@@ -137,7 +131,7 @@ def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
     """Wrap a model in a ZeRO engine; every rank of the world must call, after ``init_process_group``.
 
     Args:
-        model: The decoder, ``apply_ulysses`` done.
+        model: The decoder, after ``apply_ulysses``.
         settings: Engine settings.
 
     Returns:
@@ -158,7 +152,7 @@ def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
         config=config,
         dist_init_required=False,
     )
-    # Whoever destroys the engine may close it; a process that ends gives it up anyway.
+    # Closed with the engine, or when the process ends.
     engine.swap_folder = swap_folder
     return engine
 

@@ -45,12 +45,7 @@ BF16_ATTRIBUTES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupPosition:
-    """The position of a parameter in the flat tensor of its whole group.
-
-    Attributes:
-        group: Index of the group.
-        offset: Position of the first element.
-    """
+    """The position of a parameter in the flat tensor of its whole group."""
 
     group: int
     offset: int
@@ -78,11 +73,7 @@ class GroupView:
     """The partition view of an optimizer that partitions each group's flat tensor evenly.
 
     Attributes:
-        inner: The optimizer that updates the partitions.
-        flats: This rank's fp32 partition of each group.
         positions: Every trained parameter's position, by ``id``.
-        rank: This rank among those that share a group.
-        world_size: Number of ranks that share a group.
         publish: Rounds each rank's master weights into the model's and gathers them on all ranks; a collective.
         unlink: Drops DeepSpeed's links to the moments that are about to be replaced.
     """

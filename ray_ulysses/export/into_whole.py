@@ -13,7 +13,7 @@ import torch
 
 from ray_ulysses.engine.model_config import described_config
 from ray_ulysses.engine.stored_weights import INDEX_FILE, UNREADABLE, FileTensor, file_tensors, model_without_data
-from ray_ulysses.engine.text_part import cut_to_text
+from ray_ulysses.engine.text_part import keep_text_part
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.record import RECORD_FILE
 from ray_ulysses.export.request import ExportRequest, WeightType
@@ -109,7 +109,7 @@ def into_whole(config: Config, state: StateDescription) -> IntoWhole:
             f"model.path={str(directory)!r}: the whole checkpoint that the decoder goes into can't be read ({error}); "
             "bring it back to where it was when the run was started"
         ) from error
-    cut_to_text(model)
+    keep_text_part(model)
     # Transformers 5.23 ties no two tensors without data that are both stored.
     model.tie_weights()
     stored, placed = _placed(model, state, config.model.dtype, tensors, directory)

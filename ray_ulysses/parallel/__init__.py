@@ -1,4 +1,4 @@
-"""Layout arithmetic, the sequence-parallel mesh and the collectives that run on it."""
+"""Layout arithmetic, the sequence-parallel mesh, and its collectives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ParallelLayout", "SequenceMesh"]
 
 
 def __getattr__(name: str) -> object:
-    """Load the mesh on first use: the arithmetic, which the data plane needs as well, costs no torch."""
+    """Import the mesh on first use, so that the data plane can use the layout arithmetic without torch."""
     if name == "SequenceMesh":
         from ray_ulysses.parallel.mesh import SequenceMesh
 

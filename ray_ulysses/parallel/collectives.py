@@ -1,4 +1,4 @@
-"""The collectives that the engine runs, with their gradients and their traps closed."""
+"""Collectives over the mesh: block exchange, ring circulation and a differentiable gather."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """Return the process group of a name; custom operators are handed names, as torch's own collectives are."""
-    # torch's own functional collectives resolve names by this private function; a canary test stands beside it.
+    """Return a process group by name; custom operators take names, as torch's functional collectives do."""
+    # The private function that torch's functional collectives use; a test checks that it exists.
     group: dist.ProcessGroup = _resolve_process_group(name)  # type: ignore[arg-type]
     return group
 
 
 class BlockExchange:
-    """An all-to-all that is under way: a block to each other rank of a group and one from each; not differentiable.
+    """An all-to-all in progress, with one block to and from each other rank of a group; not differentiable.
 
-    It is one batch of sends and receives, as NCCL's own all-to-all is, so that a rank's own block is not sent through
-    a buffer, and a caller has time for it while the others are on their way.
+    It is one batch of sends and receives, like NCCL's own all-to-all, so that a rank's own block is not copied through
+    a buffer, and the caller can process it while the others are in flight.
     """
 
     def __init__(
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: dist.ProcessGroup
     ) -> None:
-        """Start; every rank of the group must. What one sends another has as many elements as that one expects.
+        """Start the exchange; every rank of the group must call, with matching block sizes.
 
         Args:
-            sent: The block for each rank, contiguous; must not be changed before `wait`. The own one is not sent, nor
-                is one without elements.
-            received: Where the block from each rank goes, contiguous; the own one is left as it is.
+            sent: The block for each rank, contiguous; must not be changed before `wait`. A rank's own block and empty
+                blocks are not sent.
+            received: Output for the block from each rank, contiguous; this rank's own is not written.
             group: Process group to exchange over.
         """
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         assert len(sent) == len(received) == size
-        # gloo silently reads and writes elsewhere in a tensor that is not contiguous.
+        # gloo silently reads and writes wrong memory if a tensor is not contiguous.
         assert all(block.is_contiguous() for block in (*sent, *received))
         operations = []
         for shift in range(1, size):
@@ -46,30 +46,30 @@ class BlockExchange:
                 if block.numel():
                     peer = dist.get_global_rank(group, peer)
                     operations.append(dist.P2POp(function, block, peer, group))
-        self._sent = sent  # Alive until it has left.
+        self._sent = sent  # Kept alive until it is sent.
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> None:
-        """Return when all blocks have come and left; from the second call on at once."""
+        """Wait until all blocks are sent and received; later calls return immediately."""
         for work in self._works:
             work.wait()
         self._works, self._sent = [], ()
 
 
 class Circulation:
-    """A tensor on its way round a ring: sent to the next rank while the one from the rank before comes in."""
+    """A tensor in flight on a ring: sent to the next rank while the previous rank's is received."""
 
     def __init__(self, send: torch.Tensor, group: dist.ProcessGroup, tag: int) -> None:
-        """Start; every rank of the ring must, with tensors of the same shape.
+        """Start sending; every rank of the ring must call, with tensors of the same shape.
 
         Args:
             send: Contiguous.
             group: The ring.
-            tag: Keeps two circulations that are under way together apart.
+            tag: Distinguishes concurrent circulations.
         """
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         assert send.is_contiguous()
-        self._sent = send  # Alive until it has left.
+        self._sent = send  # Kept alive until it is sent.
         self._received = torch.empty(send.shape, dtype=send.dtype, device=send.device)
         to, source = (dist.get_global_rank(group, (rank + shift) % size) for shift in (1, -1))
         self._works = dist.batch_isend_irecv(
@@ -80,14 +80,14 @@ class Circulation:
         )
 
     def wait(self) -> torch.Tensor:
-        """Return what the rank before has sent."""
+        """Return the previous rank's tensor."""
         for work in self._works:
             work.wait()
         return self._received
 
 
 class _GatherSequence(torch.autograd.Function):
-    """Concatenate the ranks' slices along dim 1; the gradient is summed over ranks and sliced back."""
+    """Concatenates the ranks' slices along dim 1; the gradient is summed over ranks and sliced."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -102,7 +102,7 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         grad = grads[0].contiguous().clone()
-        # Every rank holds the whole gathered tensor, so the true gradient of a slice is the sum over ranks.
+        # Every rank holds the whole gathered tensor, so the gradient of a slice is the sum over ranks.
         dist.all_reduce(grad, group=ctx.group)
         start = dist.get_rank(ctx.group) * ctx.local_length
         return grad[:, start : start + ctx.local_length].contiguous(), None
@@ -111,7 +111,7 @@ class _GatherSequence(torch.autograd.Function):
 def gather_sequence(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the whole sequence from every rank's equal slice along dim 1; differentiable.
 
-    Every rank of the group must call. A loss computed from the result on every rank counts once a rank.
+    Every rank of the group must call. A loss computed from the result on every rank counts once per rank.
     """
     gathered: torch.Tensor = _GatherSequence.apply(local, group)  # type: ignore[no-untyped-call]
     return gathered

@@ -1,7 +1,8 @@
-"""Which attention heads a rank of the Ulysses group works on: pure arithmetic, for every number of heads.
+"""Assigns attention heads to the ranks of a Ulysses group, for any number of heads.
 
-Query heads are cut into one contiguous run a rank, as level as can be; a key-value head goes to every rank that has one
-of its query heads, and to no other. So nothing is sent that is not used, and heads need not divide.
+Each rank gets a contiguous range of query heads, with sizes as equal as possible. A key-value head goes to every rank
+that has one of its query heads, and to no other, so that nothing unused is sent and the number of ranks need not divide
+the number of heads.
 """
 
 from __future__ import annotations
@@ -18,10 +19,8 @@ class RankHeads:
     """The heads of one rank.
 
     Attributes:
-        first: First query head.
-        stop: The query head after the last.
-        groups: ``(kv_head, num_query_heads)`` in order: the key-value heads it needs and how many of its query heads
-            each serves.
+        groups: ``(kv_head, num_query_heads)`` in order: the key-value heads that it needs, and the number of its query
+            heads that use each.
     """
 
     first: int
@@ -30,12 +29,12 @@ class RankHeads:
 
     @property
     def num_heads(self) -> int:
-        """Query heads."""
+        """Number of query heads."""
         return self.stop - self.first
 
     @property
     def num_kv_heads(self) -> int:
-        """Key-value heads."""
+        """Number of key-value heads."""
         return len(self.groups)
 
     @property
@@ -45,13 +44,13 @@ class RankHeads:
 
     @property
     def stop_kv(self) -> int:
-        """The key-value head after the last."""
+        """End of the key-value heads, exclusive."""
         return self.first_kv + len(self.groups)
 
     def calls(self) -> tuple[tuple[slice, slice], ...]:
-        """Return the (query heads, key-value heads) of each kernel call, counted within the rank.
+        """Return the (query heads, key-value heads) of each kernel call, indexed within the rank.
 
-        A kernel takes equal groups: neighbouring groups of the same size share a call.
+        A kernel needs groups of equal size, so neighboring groups of the same size share a call.
         """
         calls, head, kv = [], 0, 0
         for count, run in groupby(self.groups, key=lambda group: group[1]):
@@ -64,13 +63,7 @@ class RankHeads:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadPlan:
-    """The heads of every rank of a Ulysses group.
-
-    Attributes:
-        num_heads: Query heads of the model.
-        num_kv_heads: Key-value heads of the model.
-        ranks: What each rank has.
-    """
+    """The heads of every rank of a Ulysses group."""
 
     num_heads: int
     num_kv_heads: int
@@ -78,36 +71,36 @@ class HeadPlan:
 
     @property
     def max_heads(self) -> int:
-        """Query heads of the fullest rank."""
+        """Largest number of query heads on a rank."""
         return max(rank.num_heads for rank in self.ranks)
 
     @property
     def max_kv_heads(self) -> int:
-        """Most key-value heads of a rank."""
+        """Largest number of key-value heads on a rank."""
         return max(rank.num_kv_heads for rank in self.ranks)
 
     @property
     def imbalance(self) -> float:
-        """Query heads of the fullest rank over the mean: how much longer attention takes than on level ranks."""
+        """Largest number of query heads on a rank over the mean, and so attention's time relative to equal shares."""
         return self.max_heads * len(self.ranks) / self.num_heads
 
     @property
     def kernel_calls(self) -> int:
-        """Most kernel calls of a rank in a layer: 1 where its heads are whole equal groups."""
+        """Largest number of kernel calls per layer on a rank; 1 if its heads form groups of equal size."""
         return max(len(rank.calls()) for rank in self.ranks)
 
     @property
     def kv_copies(self) -> float:
-        """Key-value heads that are sent, over those that there are."""
+        """Number of key-value heads sent over the number of key-value heads."""
         return sum(rank.num_kv_heads for rank in self.ranks) / self.num_kv_heads
 
 
 @cache
 def assign_heads(num_heads: int, num_kv_heads: int, ulysses_size: int) -> HeadPlan:
-    """Return which heads each rank of a Ulysses group has.
+    """Return the heads of each rank of a Ulysses group.
 
-    Rank ``r`` has the query heads from ``r * H // U`` on: sizes differ by one at most, and the cuts fall on borders of
-    key-value groups wherever level cuts can.
+    Rank ``r`` has the query heads from ``r * H // U``: sizes differ by at most one, and borders coincide with those of
+    key-value groups where equal sizes allow it.
 
     Args:
         num_heads: Query heads ``H``.
@@ -115,30 +108,30 @@ def assign_heads(num_heads: int, num_kv_heads: int, ulysses_size: int) -> HeadPl
         ulysses_size: Ranks ``U`` that heads are exchanged over, at most ``H``.
 
     Raises:
-        UserError: There are more ranks than query heads, or the groups are not whole.
+        UserError: There are more ranks than query heads, or key-value heads do not divide query heads.
     """
     if ulysses_size > num_heads:
         raise UserError(
-            f"{ulysses_size} ranks can't share {num_heads} attention heads: each needs one at least; set "
+            f"{ulysses_size} ranks can't share {num_heads} attention heads: each needs at least one; set "
             f"parallel.ring_size so that parallel.sp_size / ring_size is at most {num_heads}"
         )
     if num_heads % num_kv_heads:
         raise UserError(
             f"{num_kv_heads} key-value heads do not divide {num_heads} query heads; each must serve a whole group"
         )
-    cuts = [rank * num_heads // ulysses_size for rank in range(ulysses_size + 1)]
-    ranks = tuple(_rank_heads(first, stop, num_heads // num_kv_heads) for first, stop in pairwise(cuts))
+    borders = [rank * num_heads // ulysses_size for rank in range(ulysses_size + 1)]
+    ranks = tuple(_rank_heads(first, stop, num_heads // num_kv_heads) for first, stop in pairwise(borders))
     return HeadPlan(num_heads=num_heads, num_kv_heads=num_kv_heads, ranks=ranks)
 
 
 @cache
 def part_of(plan: HeadPlan, part: int, num_parts: int) -> HeadPlan:
-    """Return one part of a plan that is worked off in several: the same share of every rank's key-value heads.
+    """Return one part of a plan: a fraction of every rank's key-value heads.
 
     Args:
         plan: The whole plan.
-        part: Which part, from 0.
-        num_parts: How many; a rank with fewer key-value heads has nothing in some parts.
+        part: Index of the part.
+        num_parts: Number of parts; a rank with fewer key-value heads has none in some parts.
     """
     ranks = []
     for rank in plan.ranks:

@@ -1,8 +1,8 @@
-"""Which rank holds which data-parallel row and which part of the sequence: pure arithmetic.
+"""Arithmetic of the parallel layout: the data-parallel row and the part of the sequence that each rank holds.
 
-Ranks of one sequence-parallel (``sp``) group are contiguous, so that a group lies within a node where the node
-is large enough: ``rank = dp_rank * sp_size + sp_rank``, and inside it ``sp_rank = ring_rank * ulysses_size +
-ulysses_rank``: the exchange of heads, which sends most, is among neighbours.
+Ranks of one sequence-parallel (``sp``) group are contiguous, so that a group is within a node if the node is large
+enough: ``rank = dp_rank * sp_size + sp_rank``. Within it, ``sp_rank = ring_rank * ulysses_size + ulysses_rank``, so
+that the exchange of heads, which sends the most, is among neighbors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ParallelLayout:
     Attributes:
         world_size: Number of ranks.
         sp_size: Ranks that share one row of tokens: ``ulysses_size * ring_size``.
-        ring_size: Ranks that keys and values go round; 1 for none.
+        ring_size: Ranks that keys and values circulate over; 1 for none.
     """
 
     world_size: int
@@ -27,7 +27,7 @@ class ParallelLayout:
     ring_size: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse a world that is not a whole number of ``sp`` groups, and one of these not of rings."""
+        """Raise unless ``sp`` groups divide the world, and rings divide an ``sp`` group."""
         if self.sp_size < 1:
             raise UserError(f"parallel.sp_size={self.sp_size} must be at least 1")
         if self.world_size < 1 or self.world_size % self.sp_size:
@@ -41,7 +41,7 @@ class ParallelLayout:
 
     @property
     def ulysses_size(self) -> int:
-        """Ranks that attention heads are exchanged over."""
+        """Ranks that exchange attention heads."""
         return self.sp_size // self.ring_size
 
     @property
@@ -66,7 +66,7 @@ class ParallelLayout:
         return self.sp_rank(rank) // self.ulysses_size
 
     def rank_of(self, dp_rank: int, sp_rank: int) -> int:
-        """Return the rank at a place of the mesh."""
+        """Return the rank at a position of the mesh."""
         assert 0 <= dp_rank < self.dp_size and 0 <= sp_rank < self.sp_size
         return dp_rank * self.sp_size + sp_rank
 
@@ -95,10 +95,10 @@ class ParallelLayout:
 
 
 def check_ring_size(sp_size: int, ring_size: int) -> None:
-    """Raise unless a ring is a whole part of an ``sp`` group.
+    """Raise unless the ring size divides the ``sp`` size.
 
     Raises:
-        UserError: Names both sizes and the ring sizes that there can be.
+        UserError: Names both sizes and the possible ring sizes.
     """
     if ring_size < 1 or sp_size % ring_size:
         choices = ", ".join(str(size) for size in range(1, sp_size + 1) if sp_size % size == 0)
@@ -109,9 +109,9 @@ def check_ring_size(sp_size: int, ring_size: int) -> None:
 
 
 def automatic_ring_size(sp_size: int, num_heads: int) -> int:
-    """Return the ring that a split takes where none is set.
+    """Return the default ring size.
 
-    1 as long as each rank can have a query head; beyond that the smallest that leaves a Ulysses size which divides the
+    It is 1 as long as each rank can have a query head; beyond that the smallest for which the Ulysses size divides the
     heads, so that ranks have equal numbers of them.
     """
     if sp_size <= num_heads:
@@ -120,28 +120,28 @@ def automatic_ring_size(sp_size: int, num_heads: int) -> int:
 
 
 def row_multiple(sp_size: int, ring_size: int) -> int:
-    """Return what a row's length must be a multiple of: equal slices, and on a ring two equal chunks a ring rank."""
+    """Return the divisor of a row's length: for equal slices, and on a ring two equal chunks per ring rank."""
     return sp_size if ring_size == 1 else 2 * sp_size
 
 
 def zigzag_chunks(ring_rank: int, ring_size: int) -> tuple[int, int]:
-    """Return which two of a row's ``2 * ring_size`` chunks a ring rank has, in the order in which it holds them.
+    """Return the two of a row's ``2 * ring_size`` chunks that a ring rank holds, in order.
 
-    An early and a late one, so that all ring ranks have the same work under a causal mask.
+    One is early and one late, so that all ring ranks have equal work under a causal mask.
     """
     return ring_rank, 2 * ring_size - 1 - ring_rank
 
 
 def held_ranges(row_tokens: int, sp_rank: int, sp_size: int, ring_size: int = 1) -> tuple[tuple[int, int], ...]:
-    """Return the tokens ``(start, stop)`` of a row that a rank of ``sp`` holds, in the order in which it holds them.
+    """Return the tokens ``(start, stop)`` of a row that a rank of ``sp`` holds, in order.
 
-    Without a ring that is one slice. On a ring of R a row is cut into 2 R chunks, and ring rank ``r`` has chunk ``r``
-    and chunk ``2 R - 1 - r``, so that all have the same work under a causal mask; its Ulysses ranks share these tokens,
-    laid end to end, in equal parts.
+    Without a ring that is one slice. On a ring of R, a row is divided into 2 R chunks, and ring rank ``r`` has chunks
+    ``r`` and ``2 R - 1 - r``, so that all have equal work under a causal mask; its Ulysses ranks share the concatenated
+    chunks in equal parts.
 
     Args:
         row_tokens: Length of the row, a multiple of :func:`row_multiple`.
-        sp_rank: Which rank.
+        sp_rank: The rank.
         sp_size: Ranks that share the row.
         ring_size: Ring degree.
     """
@@ -154,7 +154,7 @@ def held_ranges(row_tokens: int, sp_rank: int, sp_size: int, ring_size: int = 1)
     chunk_tokens = row_tokens // (2 * ring_size)
     ranges: list[tuple[int, int]] = []
     for place, chunk in enumerate(zigzag_chunks(ring_rank, ring_size)):
-        # From the ring rank's own tokens to those of the row.
+        # Offset from the ring rank's own tokens to the row's.
         shift = (chunk - place) * chunk_tokens
         start = max(low, place * chunk_tokens) + shift
         stop = min(high, (place + 1) * chunk_tokens) + shift

@@ -1,4 +1,4 @@
-"""The mesh of one process: its place on the axes and the process groups, asked for by role."""
+"""The sequence-parallel mesh of one process: its position on the axes, and its process groups by role."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ _Parts = tuple[Role, tuple[tuple[int, ...], ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceMesh:
-    """This process's place in the mesh and the groups that it belongs to.
+    """This process's position in the mesh and its process groups.
 
-    Build one with :meth:`from_group` (any training loop that has its own sequence-parallel groups) or
-    :meth:`from_layout` (groups are made for a whole :class:`ParallelLayout`).
+    Build one with :meth:`from_group` (a training loop that has its own sequence-parallel groups) or
+    :meth:`from_layout` (which makes the groups of a whole :class:`ParallelLayout`).
 
     Attributes:
         sp_size: Ranks that share one row: ``ulysses_size * ring_size``.
-        sp_rank: This process's part of the row.
-        ring_size: Ranks of ``sp`` that keys and values go round; 1 for none.
-        world_size: Ranks that the loss is averaged over by an engine (the default process group).
+        sp_rank: This process's rank in its ``sp`` group.
+        ring_size: Ranks of ``sp`` that keys and values circulate over; 1 for none.
+        world_size: Ranks over which an engine averages gradients (the default process group).
+        groups: The process groups by role.
     """
 
     sp_size: int
@@ -42,17 +43,17 @@ class SequenceMesh:
 
     @property
     def ulysses_size(self) -> int:
-        """Ranks that the attention heads are exchanged over."""
+        """Ranks that exchange attention heads."""
         return self.sp_size // self.ring_size
 
     @property
     def ulysses_rank(self) -> int:
-        """This process's place in its Ulysses group."""
+        """This process's rank in its Ulysses group."""
         return self.sp_rank % self.ulysses_size
 
     @property
     def ring_rank(self) -> int:
-        """This process's place on its ring."""
+        """This process's rank on its ring."""
         return self.sp_rank // self.ulysses_size
 
     @classmethod
@@ -60,12 +61,12 @@ class SequenceMesh:
         """Wrap an existing sequence-parallel process group; with a ring, every rank of the group must call.
 
         Args:
-            sp_group: The group whose ranks share a row, this process among them. ``None`` stands for a
-                process that trains alone and is refused in a world of several ranks.
+            sp_group: The group whose ranks share a row, including this process. ``None`` is for a process that trains
+                alone, and is refused in a world of several ranks.
             ring_size: Ring degree within the group, a divisor of its size.
 
         Raises:
-            UserError: The group is not this process's, or the ring degree can't be had.
+            UserError: This process is not in the group, or the ring degree does not divide its size.
         """
         if not dist.is_initialized():
             if sp_group is not None:
@@ -97,7 +98,7 @@ class SequenceMesh:
         elif ring_size == sp_size:
             groups["ring"] = sp_group
         else:
-            # Only the members meet, so that sp groups can do this each at its own time; Ulysses first, on every rank.
+            # Only the members take part, so that sp groups need not do this together; Ulysses first, on every rank.
             _refuse_unequal_names(sp_group)
             members = dist.get_process_group_ranks(sp_group)
             for role, parts in _parts_of_sp(layout):
@@ -117,7 +118,7 @@ class SequenceMesh:
 
         Args:
             layout: Layout of the default process group.
-            timeout: Bound of a collective on the new groups; None takes torch's default.
+            timeout: Timeout of collectives on the new groups; None for torch's default.
         """
         rank = dist.get_rank()
         if layout.world_size != dist.get_world_size():
@@ -145,9 +146,9 @@ class SequenceMesh:
     def group(self, role: Role) -> dist.ProcessGroup:
         """Return the process group of a role.
 
-        ``sp`` shares a row, ``dp`` holds the same part of different rows, ``loss`` is what token counts are
-        summed over, ``shard`` is what ZeRO partitions over. Within ``sp``, ``ulysses`` exchanges heads and ``ring``
-        passes keys and values round; a mesh without a ring has no ``ring``, one that is all ring no ``ulysses``.
+        ``sp`` shares a row, ``dp`` holds the same part of different rows, ``loss`` sums token counts, and ZeRO
+        partitions over ``shard``. Within ``sp``, ``ulysses`` exchanges heads and ``ring`` circulates keys and values; a
+        mesh without a ring has no ``ring``, and one that is only a ring has no ``ulysses``.
         """
         found = self.groups.get(role)
         if found is None:
@@ -156,9 +157,9 @@ class SequenceMesh:
 
 
 def _parts(layout: ParallelLayout) -> tuple[_Parts, ...]:
-    """Return the groups to make, in the order in which every rank makes them."""
+    """Return the groups to make, in the same order on every rank."""
     parts: tuple[_Parts, ...] = (("sp", layout.sp_groups()), ("dp", layout.dp_groups()))
-    # Of one kind only, the group of that kind is the one of sp.
+    # With only one kind, its group is that of sp.
     return (*parts, *_parts_of_sp(layout)) if layout.ring_size > 1 and layout.ulysses_size > 1 else parts
 
 
@@ -167,15 +168,15 @@ def _parts_of_sp(layout: ParallelLayout) -> tuple[_Parts, ...]:
 
 
 def _refuse_unequal_names(sp_group: dist.ProcessGroup) -> None:
-    """Refuse to make groups where ranks would give them different names and wait for each other without end.
+    """Raise if ranks would give the new groups different names and hang.
 
-    torch 2.11 to 2.13 name a group that only its members make by its ranks and by how many groups a rank is in.
+    torch 2.11 to 2.13 name a group that only its members make by its ranks and by the number of groups of a rank.
     """
     counts: list[int] = [0] * dist.get_world_size(sp_group)
     dist.all_gather_object(counts, len(_world.pg_names), group=sp_group)
     if len(set(counts)) > 1:
         raise UserError(
             f"the ranks of sp_group are in {min(counts)} to {max(counts)} process groups, and a ring needs groups that "
-            "all name alike: make the mesh before groups that only some of its ranks are in, or use "
+            "all ranks name alike: make the mesh before groups that only some of its ranks are in, or use "
             "SequenceMesh.from_layout"
         )

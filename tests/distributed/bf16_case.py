@@ -15,7 +15,7 @@ from ray_ulysses.attention.batch import held_tokens
 from ray_ulysses.attention.documents import pack_documents
 from ray_ulysses.attention.exchange import gather_heads, scatter_heads
 from ray_ulysses.attention.kernels.reference import attention_by_definition, visible_tokens
-from ray_ulysses.attention.operators import LayerSettings, attend_heads, attend_payload
+from ray_ulysses.attention.operators import OperatorSettings, attend_heads, attend_payload
 from ray_ulysses.parallel.collectives import gather_sequence
 
 NUM_HEADS, HEAD_SIZE = 4, 32
@@ -72,23 +72,24 @@ def _ours(inputs: Results, mesh: SequenceMesh) -> Results:
 def _attended(qkv_BLHD: Sequence[torch.Tensor], mesh: SequenceMesh) -> torch.Tensor:
     documents = pack_documents([LENGTHS], TOKENS, ring_size=mesh.ring_size, ring_rank=mesh.ring_rank)
     num_kv_heads, tokens = qkv_BLHD[1].shape[2], qkv_BLHD[0].shape[1]
-    settings = LayerSettings(
-        num_heads=NUM_HEADS,
-        num_kv_heads=num_kv_heads,
-        head_size=HEAD_SIZE,
-        value_size=HEAD_SIZE,
+    settings = OperatorSettings(
+        sinks=None,
+        cu_seqlens=documents.full.spans.cu_seqlens,
+        borders=documents.full.borders,
+        rectangles=documents.full.rectangles,
+        heads=[NUM_HEADS, num_kv_heads, HEAD_SIZE, HEAD_SIZE],
         scale=SCALE,
-        window=None,
-        softcap=None,
+        window=0,
+        softcap=0.0,
         kernel="auto",
         ulysses=mesh.group("ulysses").group_name if mesh.ulysses_size > 1 else "",
         ring=mesh.group("ring").group_name if mesh.ring_size > 1 else "",
     )
     if mesh.ulysses_size == 1:
         q, k, v = (tensor.flatten(0, 1) for tensor in qkv_BLHD)
-        return attend_heads(q, k, v, None, documents.full, settings).unsqueeze(0)
+        return attend_heads(q, k, v, settings).unsqueeze(0)
     q, k, v = (tensor.transpose(1, 2) for tensor in qkv_BLHD)
-    out_ThD = attend_payload(gather_heads(q, k, v, settings.ulysses), None, documents.full, settings)
+    out_ThD = attend_payload(gather_heads(q, k, v, settings.ulysses), settings)
     out_BShD = out_ThD.view(1, mesh.ulysses_size * tokens, -1, HEAD_SIZE)
     return scatter_heads(out_BShD, NUM_HEADS, num_kv_heads, settings.ulysses)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, loss_scale, shard_batch, unshard
 from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch
-from ray_ulysses.engine.text_part import cut_to_text
+from ray_ulysses.engine.text_part import keep_text_part
 from ray_ulysses.engine.zero import ZeroSettings, build_engine
 from ray_ulysses.parallel.layout import ParallelLayout
 from tests.unit.attention.models import VOCAB, zoo_model
@@ -129,7 +129,7 @@ def _whole_model(architecture: str, dtype: torch.dtype = torch.float32) -> Any:
 def _trained_model(architecture: str) -> Any:
     model = _whole_model(architecture)
     if architecture in MULTIMODAL:
-        cut_to_text(model)
+        keep_text_part(model)
     return model
 
 

@@ -151,9 +151,9 @@ def ignore_documents() -> None:
 
 
 FAULTS = {
-    "swap_blocks": (swap_blocks, "what the ranks exchange (ulysses 2 x ring 1) arrives wrong", "attention differs"),
+    "swap_blocks": (swap_blocks, "the exchange between ranks (ulysses 2 x ring 1) is wrong", "attention differs"),
     "scale_by_sp": (scale_by_sp, "gradient's norm is 2.0000 of one process's", "sp_size=2"),
-    "ignore_documents": (ignore_documents, "kernel is wrong on one process already", "model.attention"),
+    "ignore_documents": (ignore_documents, "kernel is already wrong in one process", "model.attention"),
 }
 
 

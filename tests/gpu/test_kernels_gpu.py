@@ -112,7 +112,7 @@ def make_call(inputs: Sequence[torch.Tensor], **options: Any) -> KernelCall:
 
 def visible_of(call: KernelCall) -> torch.Tensor:
     visible = torch.zeros(call.query_THD.shape[0], call.key_UKD.shape[0], dtype=torch.bool, device="cuda")
-    for query, key in call.stretches():
+    for query, key in call.each_span():
         t, u = query.stop - query.start, key.stop - key.start
         inside = torch.ones(t, u, dtype=torch.bool, device="cuda")
         inside = inside.tril(u - t) if call.causal else inside

@@ -1,4 +1,4 @@
-"""The attention kernels as a table: what each needs, what it can do, and which one a layer gets."""
+"""The attention kernels, and the choice of one for a layer."""
 
 from ray_ulysses.attention.kernels.call import Demand, Kernel, KernelCall, KernelEntry, Spans
 from ray_ulysses.attention.kernels.table import KERNELS, KernelName, choose_kernel

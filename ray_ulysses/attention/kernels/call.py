@@ -1,30 +1,34 @@
-"""What a kernel is asked for, and the two functions that every kernel has.
+"""The interface of an attention kernel: its inputs, its two functions, and its entry in the kernel table.
 
-A kernel returns its log-sum-exp, and its backward takes the log-sum-exp of the *whole* softmax. So the parts of a ring
-are merged outside (Ring Attention, https://arxiv.org/abs/2310.01889), an attention sink is one more term of the sum,
-and neither needs anything of a kernel.
+A kernel returns its log-sum-exp, and its backward takes the log-sum-exp of the *whole* softmax. The parts of a ring are
+therefore merged outside (Ring Attention, https://arxiv.org/abs/2310.01889) and an attention sink is one more term of
+the sum; neither needs support from a kernel.
 
-Legend: T query tokens and U key tokens, the rows of a batch laid end to end, H query heads, K KV heads (H a multiple
+Legend: T query tokens and U key tokens, with the rows of a batch concatenated, H query heads, K KV heads (H a multiple
 of K), D head size of Q and K, E head size of V.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""The gradients of queries, keys and values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spans:
-    """Stretches of consecutive tokens, each of which attends inside itself only; together they cover all tokens.
+    """Ranges of consecutive tokens, each of which attends only within itself; together they cover all tokens.
 
     Attributes:
-        cu_seqlens: int32 ``[num_spans + 1]`` on the device: where each stretch begins, and the end of the last.
+        cu_seqlens: int32 ``[num_spans + 1]`` on the device: the start of each span, and the end of the last.
         borders: The same on the host.
-        max_seqlen: Longest stretch in tokens.
+        max_seqlen: Longest span in tokens.
     """
 
     cu_seqlens: torch.Tensor
@@ -32,12 +36,20 @@ class Spans:
     max_seqlen: int
 
 
+class Block(NamedTuple):
+    """Queries and keys that are processed together; ``hidden_tu`` is true where a query must not see a key."""
+
+    query: slice
+    key: slice
+    hidden_tu: torch.Tensor | None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelCall:
     """One call of a kernel. Inputs may be strided views; their last dim is contiguous.
 
-    Within a stretch of ``t`` queries and ``u`` keys, query ``i`` sees key ``j`` where both hold, the convention of
-    flash-attn (aligned to the bottom right corner)::
+    Within a span of ``t`` queries and ``u`` keys, query ``i`` sees key ``j`` if both conditions hold, which is
+    flash-attn's convention (aligned to the bottom right corner)::
 
         j <= i + (u - t)               if causal
         j >= i + (u - t) - left        if left is not None
@@ -48,11 +60,11 @@ class KernelCall:
         query_THD: Queries.
         key_UKD: Keys.
         value_UKE: Values.
-        spans: Where queries and keys are cut alike (``T == U``); ``None``: all queries against all keys, one stretch.
+        spans: Spans of queries and keys alike (``T == U``); ``None``: all queries against all keys, as one span.
         scale: Factor on the scores.
-        causal: Whether a query sees no later key.
-        left: How far back a query sees, in tokens; ``None``: to the beginning.
-        softcap: ``c`` of ``c * tanh(score / c)``, applied after the scale; ``None``: none.
+        causal: Whether later keys are hidden from a query.
+        left: Number of earlier tokens that a query sees; ``None`` for no limit.
+        softcap: ``c`` of ``c * tanh(score / c)``, applied after the scale; ``None`` for no cap.
     """
 
     query_THD: torch.Tensor
@@ -64,26 +76,48 @@ class KernelCall:
     left: int | None = None
     softcap: float | None = None
 
-    def stretches(self) -> list[tuple[slice, slice]]:
-        """Return the query and key tokens of each stretch, for kernels that take one at a time."""
+    @property
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values."""
+        return self.query_THD, self.key_UKD, self.value_UKE
+
+    def each_span(self) -> list[tuple[slice, slice]]:
+        """Return the query and key tokens of each span, for kernels that process one at a time."""
         if self.spans is None:
             return [(slice(0, self.query_THD.shape[0]), slice(0, self.key_UKD.shape[0]))]
-        borders = self.spans.borders
-        cuts = [slice(start, stop) for start, stop in pairwise(borders)]
-        return [(cut, cut) for cut in cuts]
+        return [(slice(start, stop), slice(start, stop)) for start, stop in pairwise(self.spans.borders)]
 
+    def blocks(self, query: slice, key: slice, num_queries: int) -> Iterator[Block]:
+        """Divide a span into blocks of ``num_queries`` queries, without keys that all queries of a block ignore."""
+        device, length, num_keys = self.query_THD.device, query.stop - query.start, key.stop - key.start
+        shift = num_keys - length
+        for begin in range(0, length, num_queries):
+            end = min(begin + num_queries, length)
+            low = 0 if self.left is None else max(0, begin + shift - self.left)
+            high = min(num_keys, end + shift) if self.causal else num_keys
+            query_at = torch.arange(begin, end, device=device).unsqueeze(1) + shift
+            key_at = torch.arange(low, high, device=device).unsqueeze(0)
+            hidden_tu = key_at > query_at if self.causal else None
+            if self.left is not None:
+                early = key_at < query_at - self.left
+                hidden_tu = early if hidden_tu is None else hidden_tu | early
+            yield Block(
+                slice(query.start + begin, query.start + end), slice(key.start + low, key.start + high), hidden_tu
+            )
 
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Of queries, keys and values."""
+    def trimmed(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Gradients:
+        """Return gradients without the padding of their head sizes."""
+        head_size = self.query_THD.shape[2]
+        return dq[..., :head_size], dk[..., :head_size], dv[..., : self.value_UKE.shape[2]]
 
 
 class Kernel(Protocol):
-    """Attention without dropout over one call, and its gradients."""
+    """Attention without dropout, and its gradients."""
 
     def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output ``[T, H, E]`` in the inputs' dtype and the log-sum-exp ``[H, T]`` in fp32 (fp64 for fp64).
 
-        The log-sum-exp is natural, of the scaled and capped scores.
+        The log-sum-exp is the natural one of the scaled and capped scores.
         """
         ...
 
@@ -95,12 +129,12 @@ class Kernel(Protocol):
         lse_HT: torch.Tensor,
         into: Gradients | None = None,
     ) -> Gradients:
-        """Return the gradients of query, key and value, in their shapes, and in their dtypes or in fp32.
+        """Return the gradients of query, key and value, in their shapes and in their dtypes or fp32.
 
-        A kernel that can write its results in place writes them into the tensors of ``into`` and returns these; they
-        may be strided views whose last dim is contiguous. Any other kernel ignores them.
+        A kernel that can write in place fills the tensors of ``into`` and returns them; they may be strided views whose
+        last dim is contiguous. Any other kernel ignores them.
 
-        ``out_THE`` and ``lse_HT`` belong to the whole softmax, of which this call may be a part only: the weights are
+        ``out_THE`` and ``lse_HT`` are those of the whole softmax, of which this call may be a part: the weights are
         ``exp(score - lse)`` and the softmax's own term is ``sum_E(grad_out * out)``. Both are contiguous.
         """
         ...
@@ -108,16 +142,7 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """What a layer asks of a kernel; a kernel that can't do all of it exactly is not offered.
-
-    Attributes:
-        device_type: ``cuda`` or ``cpu``.
-        dtype: Of queries, keys and values.
-        head_size: ``D``.
-        value_size: ``E``.
-        has_window: Whether a sliding window limits what a query sees.
-        has_softcap: Whether scores are capped.
-    """
+    """The requirements of a layer; a kernel that can't meet all of them exactly is not used."""
 
     device_type: str
     dtype: torch.dtype
@@ -127,22 +152,22 @@ class Demand:
     has_softcap: bool = False
 
     def in_words(self) -> str:
-        """Return the demand as a log line names it."""
+        """Return the text for a log line."""
         kind = "window layers" if self.has_window else "full layers"
         sizes = f"{self.head_size}" if self.head_size == self.value_size else f"{self.head_size}/{self.value_size}"
         capped = ", soft-capped" if self.has_softcap else ""
         return f"{kind}{capped} ({self.device_type}, {str(self.dtype).removeprefix('torch.')}, heads of {sizes})"
 
 
-def demand_of(like: torch.Tensor, head_size: int, value_size: int, window: int | None, softcap: float | None) -> Demand:
-    """Return the demand of a layer on the device and in the dtype of a tensor."""
+def demand_of(like: torch.Tensor, head_size: int, value_size: int, has_window: bool, has_softcap: bool) -> Demand:
+    """Return the requirements of a layer on the device and in the dtype of a tensor."""
     return Demand(
         device_type=like.device.type,
         dtype=like.dtype,
         head_size=head_size,
         value_size=value_size,
-        has_window=window is not None,
-        has_softcap=softcap is not None,
+        has_window=has_window,
+        has_softcap=has_softcap,
     )
 
 
@@ -151,31 +176,13 @@ class KernelEntry:
     """A row of the kernel table.
 
     Attributes:
-        name: What ``model.attention`` calls it.
-        needs: What it needs of the machine, in words.
-        runs_on: Whether this machine and a device type have it.
-        refuses: Why it can't do a demand exactly, or ``None``.
-        kernel: The kernel.
+        needs: The device and libraries that it needs, as shown in an error.
+        runs_on: Whether this machine has the kernel for a device type.
+        refuses: Returns why the kernel can't meet a demand exactly, or ``None``.
     """
 
     name: str
     needs: str
-    runs_on: RunsOn
-    refuses: Refuses
+    runs_on: Callable[[str], bool]
+    refuses: Callable[[Demand], str | None]
     kernel: Kernel
-
-
-class RunsOn(Protocol):
-    """Whether a kernel is there at all."""
-
-    def __call__(self, device_type: str) -> bool:
-        """Return whether the kernel can run on a device type here."""
-        ...
-
-
-class Refuses(Protocol):
-    """What a kernel can't do."""
-
-    def __call__(self, demand: Demand) -> str | None:
-        """Return why the kernel can't do the demand exactly, or ``None`` where it can."""
-        ...

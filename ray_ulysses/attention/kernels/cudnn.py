@@ -1,9 +1,10 @@
-"""cuDNN's attention, once per long document and never with a mask; short documents go to torch's flash kernel together.
+"""cuDNN's attention, one call per long document; short documents share calls of torch's flash kernel.
 
-With a mask its dQ is NaN where S % 128 == 64 (pytorch#196678), so windows are refused, and a stretch is either a causal
-square or a full rectangle. Read in torch 2.11.0 and 2.13.0 (``native_functions.yaml``, ``derivatives.yaml``,
-``_meta_registrations.py``) and in pytorch's ``MHA.cpp``, ``sdp_utils.cpp`` and ``attention_backward.cu`` of about then.
-Legend: see ``call.py``; t and u queries and keys of a stretch, n their number with padding, W the padded head size.
+No mask is used, since it makes dQ NaN if S % 128 == 64 (pytorch#196678); so windows are refused, and a span is either
+a causal square or a full rectangle. Written from torch 2.11.0 and 2.13.0 (``native_functions.yaml``,
+``derivatives.yaml``, ``_meta_registrations.py``) and from ``MHA.cpp``, ``sdp_utils.cpp`` and
+``attention_backward.cu`` of that time.
+Legend: see ``call.py``; t and u queries and keys of a span, n their number with padding, W the padded head size.
 """
 
 from __future__ import annotations
@@ -17,38 +18,38 @@ from itertools import pairwise
 import torch
 
 from ray_ulysses.attention.kernels.call import Demand, Gradients, KernelCall, KernelEntry, Spans
-from ray_ulysses.attention.kernels.flash import compute_capability, fitted, half_precision_refusal
+from ray_ulysses.attention.kernels.flash import ampere_refusal, fitted
 from ray_ulysses.attention.kernels.math import MATH
 from ray_ulysses.attention.kernels.varlen import VARLEN
 
 _LEAST_WORK = 4e8
-"""A document of fewer ``tokens ** 2 * query heads`` goes to torch's flash kernel, in one call with its neighbours.
+"""Documents of fewer ``tokens ** 2 * query heads`` go to torch's flash kernel, in one call with their neighbours.
 
-A document of its own costs cuDNN 0.55 ms forward and backward whatever its size, and then it computes at 550 TFLOP/s
-where the flash kernel does 320 (H100, heads of 128: benchmarks/results/kernels_gpu.md). The two are level here."""
+Each document costs cuDNN a fixed 0.55 ms forward and backward, and it then computes at 550 TFLOP/s against the flash
+kernel's 320 (H100, heads of 128: benchmarks/results/kernels_gpu.md). This is the break-even point."""
 _MAX_HEAD_SIZE = 128
 _LENGTH_STEP = 128
 _RECOMPILE_SWITCH = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 
 
 def padded_length(num_tokens: int) -> int:
-    """Return the length that a stretch is padded to: one of at most 16 for every doubling, and a multiple of 128.
+    """Return the length that a span is padded to: a multiple of 128, with at most 16 lengths per power of two.
 
-    cuDNN builds a graph for every new shape (55 to 70 ms, flashinfer#5245; torch keeps them for ever), so that lengths
-    of documents as they come would build without end. Powers of two and sixteenths of them are not padded.
+    cuDNN builds a graph for every new shape (55 to 70 ms, flashinfer#5245; torch never frees them), so that unpadded
+    document lengths would never stop building. Powers of two and their sixteenths are not padded.
     """
     step = max(_LENGTH_STEP, (1 << (num_tokens.bit_length() - 1)) // 16)
     return -(-num_tokens // step) * step
 
 
 class _Cudnn:
-    """``aten::_scaled_dot_product_cudnn_attention`` and its backward for each long stretch."""
+    """``aten::_scaled_dot_product_cudnn_attention`` and its backward for each long span."""
 
     def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, heads, value_size = *call.query_THD.shape[:2], call.value_UKE.shape[2]
         out_THE = call.query_THD.new_empty(tokens, heads, value_size)
         lse_HT = torch.empty(heads, tokens, dtype=torch.float32, device=out_THE.device)
-        for query, key, spans in _shares(call):
+        for query, key, spans in _subcalls(call):
             part = _part(call, query, key, spans)
             out_THE[query], lse_HT[:, query] = _forward(part) if spans is None else VARLEN.kernel.forward(part)
         return out_THE, lse_HT
@@ -62,10 +63,9 @@ class _Cudnn:
         into: Gradients | None = None,
     ) -> Gradients:
         if into is None:
-            inputs = (call.query_THD, call.key_UKD, call.value_UKE)
-            grad_q, grad_k, grad_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs)
+            grad_q, grad_k, grad_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in call.inputs)
             into = (grad_q, grad_k, grad_v)
-        for query, key, spans in _shares(call):
+        for query, key, spans in _subcalls(call):
             part = _part(call, query, key, spans)
             backward = _backward if spans is None else VARLEN.kernel.backward
             grads = backward(part, grad_out_THE[query], out_THE[query], lse_HT[:, query].contiguous())
@@ -74,10 +74,10 @@ class _Cudnn:
         return into
 
 
-def _shares(call: KernelCall) -> Iterator[tuple[slice, slice, Spans | None]]:
-    """Yield the query and key tokens of each call: a long stretch by itself, without spans, or a run of short ones."""
+def _subcalls(call: KernelCall) -> Iterator[tuple[slice, slice, Spans | None]]:
+    """Yield the query and key tokens of each call: one long span, or consecutive short spans with their ``Spans``."""
     if call.spans is None:
-        yield *call.stretches()[0], None
+        yield *call.each_span()[0], None
         return
     borders = call.spans.borders
     lengths = [stop - start for start, stop in pairwise(borders)]
@@ -93,7 +93,7 @@ def _shares(call: KernelCall) -> Iterator[tuple[slice, slice, Spans | None]]:
 
 
 def _run_of(spans: Spans, first: int, last: int) -> Spans:
-    """Return some consecutive stretches as spans of their own; nothing waits for the device."""
+    """Return consecutive spans as a ``Spans`` of their own, without synchronizing with the device."""
     borders = spans.borders[first : last + 1]
     if len(borders) == len(spans.borders):
         return spans
@@ -114,8 +114,8 @@ def _part(call: KernelCall, query: slice, key: slice, spans: Spans | None) -> Ke
 def _lengths(part: KernelCall) -> tuple[int, int]:
     """Return the numbers of queries and keys with padding.
 
-    Keys behind the end of a causal square are hidden from its queries; a rectangle shows its queries all keys, so only
-    queries can be added there.
+    Keys after the end of a causal square are hidden from its queries; in a rectangle, queries see all keys, so only
+    queries can be padded.
     """
     num_queries, num_keys = part.query_THD.shape[0], part.key_UKD.shape[0]
     # torch aligns cuDNN's causal mask to the top left (MHA.cpp: TOP_LEFT): as the protocol's for a square only.
@@ -143,37 +143,30 @@ def _forward(part: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
     return out_nHW[:num_queries, :, : part.value_UKE.shape[2]], lse_Hn[:, :num_queries]
 
 
-def _backward(
-    part: KernelCall, grad_out_tHE: torch.Tensor, out_tHE: torch.Tensor, lse_Ht: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward(part: KernelCall, grad_out_tHE: torch.Tensor, out_tHE: torch.Tensor, lse_Ht: torch.Tensor) -> Gradients:
     if _too_few_keys(part):
         return MATH.kernel.backward(part, grad_out_tHE, out_tHE, lse_Ht)
     q, k, v = _inputs(part)
     (num_queries, num_keys), length = (part.query_THD.shape[0], part.key_UKD.shape[0]), q.shape[2]
     upstream, out = (_heads_first(t, length, q.shape[3]) for t in (grad_out_tHE, out_tHE))
-    # Added queries are zeros with an upstream gradient of zeros, so with this log-sum-exp they have weights of 1 and
+    # Padded queries are zeros with upstream gradients of zeros, so with this log-sum-exp they have weights of 1 and
     # gradients of 0.
     lse = torch.nn.functional.pad(lse_Ht, (0, length - num_queries)).unsqueeze(0)
     if _keeps_last_dim(q.device):
         lse = lse.unsqueeze(-1)
     no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
-    # No bias and no tables are undefined tensors in the operator, which Python writes as None.
+    # Without a bias and cu_seqlens the operator takes undefined tensors, which Python writes as None.
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         upstream, q, k, v, out, lse.contiguous(), no_seed, no_seed, None, None, None, length, k.shape[2], 0.0,
         part.causal, scale=part.scale,
     )  # fmt: skip
     # [1, H, n, W] -> [n, H, W]
     dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
-    head_size = part.query_THD.shape[2]
-    return (
-        dq[:num_queries, :, :head_size],
-        dk[:num_keys, :, :head_size],
-        dv[:num_keys, :, : part.value_UKE.shape[2]],
-    )
+    return part.trimmed(dq[:num_queries], dk[:num_keys], dv[:num_keys])
 
 
 def _inputs(part: KernelCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries ``[1, H, n, W]``, keys and values; the KV heads stay as many as they are, cuDNN has GQA."""
+    """Return queries ``[1, H, n, W]``, keys and values; KV heads are not repeated, since cuDNN supports GQA."""
     num_queries, num_keys = _lengths(part)
     width = -(-max(part.query_THD.shape[2], part.value_UKE.shape[2]) // 8) * 8
     return (
@@ -184,7 +177,7 @@ def _inputs(part: KernelCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _heads_first(heads_THD: torch.Tensor, length: int, width: int) -> torch.Tensor:
-    """Return ``[1, H, length, width]`` with zeros for what was not there; tokens stay outermost in memory."""
+    """Return ``[1, H, length, width]``, padded with zeros; tokens stay outermost in memory."""
     missing = length - heads_THD.shape[0]
     if missing:
         heads_THD = torch.nn.functional.pad(heads_THD, (0, width - heads_THD.shape[2], 0, 0, 0, missing))
@@ -193,9 +186,9 @@ def _heads_first(heads_THD: torch.Tensor, length: int, width: int) -> torch.Tens
 
 @cache
 def _keeps_last_dim(device: torch.device) -> bool:
-    """Return whether the log-sum-exp of this build is ``[B, H, S, 1]``, and not ``[B, H, S]``.
+    """Return whether the log-sum-exp of this build is ``[B, H, S, 1]`` rather than ``[B, H, S]``.
 
-    The backward wants it as the forward gives it, and pytorch has changed that between releases: a small forward tells.
+    The backward needs it as the forward returns it, which differs between pytorch releases, so a small forward is run.
     """
     tiny = torch.zeros(1, _LENGTH_STEP, 1, 64, dtype=torch.bfloat16, device=device).transpose(1, 2)
     _, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -219,10 +212,7 @@ def _refuses(demand: Demand) -> str | None:
         return f"{_RECOMPILE_SWITCH} is set, which changes the layout of its log-sum-exp; unset it"
     if torch.are_deterministic_algorithms_enabled():
         return "its backward is not deterministic, and torch.use_deterministic_algorithms is set"
-    capability = compute_capability()
-    if capability is not None and capability[0] < 8:
-        return f"it needs compute capability 8.0, and the GPU has {capability[0]}.{capability[1]}"
-    return half_precision_refusal(demand)
+    return ampere_refusal(demand)
 
 
 CUDNN = KernelEntry(
@@ -234,4 +224,3 @@ CUDNN = KernelEntry(
     refuses=_refuses,
     kernel=_Cudnn(),
 )
-"""The fastest of torch's own for long documents without a window."""

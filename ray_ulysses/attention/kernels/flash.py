@@ -1,9 +1,9 @@
-"""The kernels of the flash-attn project: version 3 for Hopper and version 2, through their functions below autograd.
+"""The kernels of the flash-attn project, version 3 for Hopper and version 2, by their functions below autograd.
 
-These hand out the log-sum-exp and take any in their backward (``exp(score - lse)``), as a ring needs. Their arguments
-were read in flash-attn 2.8.3 (``flash_attn/flash_attn_interface.py``, ``csrc/flash_attn/flash_api.cpp``) and in two
+These return the log-sum-exp and take any in their backward (``exp(score - lse)``), as a ring needs. Their arguments
+follow flash-attn 2.8.3 (``flash_attn/flash_attn_interface.py``, ``csrc/flash_attn/flash_api.cpp``) and in two
 states of version 3 (``hopper/flash_attn_interface.py``, before and after its functions became custom operators).
-Legend: see ``call.py``; W the head size that the kernel is given.
+Legend: see ``call.py``; W the padded head size.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import torch
 from ray_ulysses.attention.kernels.call import Demand, Gradients, KernelCall, KernelEntry
 
 MAX_FLASH_HEAD_SIZE = 256
-"""What every flash kernel, torch's own included, has as its largest head size."""
+"""The largest head size of every flash kernel, including torch's own."""
 
 _ALIGNED_ELEMENTS = 8
-"""Values of 2 bytes in the 16 bytes that one load takes."""
+"""Number of 2-byte values in a 16-byte load."""
 
-# Required arguments of version 3 before it had defaults, none of which is needed here: each is given None.
+# Arguments that version 3 required before it had defaults; all are passed None.
 _UNUSED_ARGUMENTS = frozenset(
     {
         "k_new", "v_new", "qv", "out", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "seqused_k",
@@ -38,7 +38,7 @@ _UNUSED_ARGUMENTS = frozenset(
 
 
 def padded_head_size(head_size: int, value_size: int) -> int:
-    """Return the one head size that a flash kernel is given: a multiple of 8, and 256 beyond 192.
+    """Return the head size to pad to for a flash kernel: a multiple of 8, or 256 above 192.
 
     Between 192 and 256 the kernels differ by GPU (torch 2.13's ``sdp_utils.cpp`` refuses 224 on sm86, sm89 and sm120).
     """
@@ -47,15 +47,15 @@ def padded_head_size(head_size: int, value_size: int) -> int:
 
 
 def fitted(heads_THD: torch.Tensor, width: int) -> torch.Tensor:
-    """Return ``[T, H, width]`` with zeros beyond the own head size, which change no sum, and aligned for wide loads.
+    """Return ``[T, H, width]``, padded with zeros, which change no sum, and aligned for 16-byte loads.
 
-    flash-attn 2.8.3 checks of the strides only that the last is 1: a row that does not begin at a multiple of 16 bytes
-    ends in a misaligned address, and version 3's copies by TMA need the same.
+    flash-attn 2.8.3 only checks that the last stride is 1, and fails with a misaligned address if a row does not start
+    at a multiple of 16 bytes; version 3's TMA copies need the same.
     """
     missing = width - heads_THD.shape[-1]
     if missing:
         return torch.nn.functional.pad(heads_THD, (0, missing))
-    # A copy also of what begins off the grid: contiguous() alone would keep a contiguous tensor where it is.
+    # Not contiguous(), which would return a contiguous tensor at a misaligned offset unchanged.
     return heads_THD if _is_aligned(heads_THD) else heads_THD.clone(memory_format=torch.contiguous_format)
 
 
@@ -65,14 +65,14 @@ def _is_aligned(heads_THD: torch.Tensor) -> bool:
 
 
 def window_of(call: KernelCall) -> tuple[int, int]:
-    """Return the window as flash-attn takes it, to the left and to the right of the diagonal, -1 for no limit."""
+    """Return flash-attn's window: keys to the left and to the right of the diagonal, -1 for no limit."""
     longest = call.key_UKD.shape[0] if call.spans is None else call.spans.max_seqlen
     left = -1 if call.left is None or call.left >= longest - 1 else call.left
     return left, 0 if call.causal else -1
 
 
 def half_precision_refusal(demand: Demand) -> str | None:
-    """Return why a kernel that has half precision and head sizes up to 256 only can't do a demand."""
+    """Return why a kernel with only half precision and head sizes up to 256 can't meet a demand."""
     if demand.dtype not in (torch.bfloat16, torch.float16):
         return f"it has bf16 and fp16 only, and the layer is in {str(demand.dtype).removeprefix('torch.')}"
     size = max(demand.head_size, demand.value_size)
@@ -81,8 +81,16 @@ def half_precision_refusal(demand: Demand) -> str | None:
     return None
 
 
+def ampere_refusal(demand: Demand) -> str | None:
+    """Return why a kernel for Ampere and later GPUs, otherwise as `half_precision_refusal`, can't meet a demand."""
+    capability = compute_capability()
+    if capability is not None and capability[0] < 8:
+        return f"it needs compute capability 8.0, and the GPU has {capability[0]}.{capability[1]}"
+    return half_precision_refusal(demand)
+
+
 def compute_capability() -> tuple[int, int] | None:
-    """Return the GPU's compute capability; ``None`` before CUDA is in use, which asking must not change."""
+    """Return the GPU's compute capability, or ``None`` if CUDA is not initialized yet, without initializing it."""
     return torch.cuda.get_device_capability() if torch.cuda.is_initialized() else None
 
 
@@ -101,7 +109,7 @@ class FlashKernel:
     """A flash-attn library as a kernel.
 
     Attributes:
-        functions: Returns the library's functions; the library is imported at its first call.
+        functions: Imports the library at the first call and returns its functions.
     """
 
     functions: Callable[[], FlashFunctions]
@@ -132,21 +140,20 @@ class FlashKernel:
         width = inputs["q"].shape[-1]
         inputs["dout"], inputs["out"] = (_batched(fitted(t, width), batch) for t in (grad_out_THE, out_THE))
         inputs["softmax_lse"] = _batched(lse_HT, batch)
-        # Both versions write into what they are given, and return differing tuples.
+        # Both versions write into the given tensors; their return values differ.
         if into is not None and all(grad.shape[-1] == width and _is_aligned(grad) for grad in into):
             grads = [_batched(grad, batch) for grad in into]
         else:
             into = None
             grads = [torch.empty_like(inputs[name], memory_format=torch.contiguous_format) for name in ("q", "k", "v")]
         inputs["dq"], inputs["dk"], inputs["dv"] = grads
-        # Version 2 sums dQ by atomics unless told not to; torch's switch is the one that users know.
+        # By default, version 2 sums dQ by atomics; follow torch's setting.
         inputs["deterministic"] = torch.are_deterministic_algorithms_enabled()
         function(**_bound(function, inputs))
         if into is not None:
             return into
         dq, dk, dv = (grad[0] for grad in grads) if batch else grads
-        head_size = call.query_THD.shape[2]
-        return dq[..., :head_size], dk[..., :head_size], dv[..., : call.value_UKE.shape[2]]
+        return call.trimmed(dq, dk, dv)
 
 
 def _batched(tensor: torch.Tensor, batch: bool) -> torch.Tensor:
@@ -154,10 +161,10 @@ def _batched(tensor: torch.Tensor, batch: bool) -> torch.Tensor:
 
 
 def _inputs(call: KernelCall) -> dict[str, Any]:
-    """Return a call under the names of all versions; each function takes those that it knows."""
+    """Return the arguments of a call under the names of all versions; `_bound` selects those of a function."""
     width = padded_head_size(call.query_THD.shape[2], call.value_UKE.shape[2])
     left, right = window_of(call)
-    q, k, v = (_batched(fitted(t, width), call.spans is None) for t in _tensors(call))
+    q, k, v = (_batched(fitted(t, width), call.spans is None) for t in call.inputs)
     inputs: dict[str, Any] = {
         "q": q, "k": k, "v": v, "softmax_scale": call.scale, "softcap": call.softcap or 0.0,
         "causal": call.causal, "is_causal": call.causal,
@@ -170,14 +177,10 @@ def _inputs(call: KernelCall) -> dict[str, Any]:
     return inputs
 
 
-def _tensors(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return call.query_THD, call.key_UKD, call.value_UKE
-
-
 @cache
 def _parameters(function: Callable[..., Any]) -> dict[str, bool]:
-    """Return the names of a function's arguments, and whether each must be given."""
-    # A custom operator's Python signature is (*args, **kwargs): its schema has the names.
+    """Return whether each argument of a function is required, by name."""
+    # The Python signature of a custom operator is (*args, **kwargs), so its schema is read.
     overload = getattr(function, "_opoverload", None)
     if overload is not None:
         return {argument.name: not argument.has_default_value() for argument in overload._schema.arguments}
@@ -192,7 +195,7 @@ def _bound(function: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str,
 
 
 def unknown_signature(functions: FlashFunctions) -> str | None:
-    """Return what a library's functions lack or ask for beyond what is known here, or ``None``."""
+    """Return the arguments that a library's functions lack or unexpectedly require, or ``None``."""
     inputs = {"q", "k", "v", "softmax_scale", "softcap"}
     spans = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
     grads = {"dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic"}
@@ -218,7 +221,7 @@ def unknown_signature(functions: FlashFunctions) -> str | None:
 
 @cache
 def flash_attn_3() -> FlashFunctions:
-    """Import version 3 and return its functions; one pair does both layouts."""
+    """Import version 3 and return its functions; one pair handles both layouts."""
     library = importlib.import_module("flash_attn_interface")
     forward, backward = library._flash_attn_forward, library._flash_attn_backward
     return FlashFunctions(
@@ -239,7 +242,7 @@ def flash_attn_2() -> FlashFunctions:
 
 
 def _build_refusal(demand: Demand) -> str | None:
-    """Return what version 3 was built without; its ``flash_attn_config`` holds that since it has custom operators."""
+    """Return the needed features that version 3 was built without; recent builds list them in ``flash_attn_config``."""
     if importlib.util.find_spec("flash_attn_config") is None:
         return None
     flags = importlib.import_module("flash_attn_config").CONFIG["build_flags"]
@@ -293,14 +296,12 @@ FLASH_3 = KernelEntry(
     refuses=_refuses_3,
     kernel=FlashKernel(functions=flash_attn_3),
 )
-"""The fastest on Hopper."""
 
 FLASH_2 = KernelEntry(
     name="flash_attn",
     needs="a CUDA device and flash-attn 2.8 or later",
-    # flash-attn 4 fills the same `flash_attn` package without version 2's extension.
+    # flash-attn 4 also installs a `flash_attn` package, without version 2's extension.
     runs_on=lambda device_type: _has(device_type, "flash_attn", "flash_attn_2_cuda"),
     refuses=_refuses_2,
     kernel=FlashKernel(functions=flash_attn_2),
 )
-"""Windows and soft-capping on Ampere and later."""

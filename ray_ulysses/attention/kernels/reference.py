@@ -1,4 +1,4 @@
-"""Attention by its definition, softmax(QKᵀ·scale + mask)V, in S x S memory: what every kernel is held to."""
+"""Attention by its definition, softmax(QKᵀ·scale + mask)V, in S x S memory: the reference for every kernel."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def attention_by_definition(
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return ``[T, H, E]``; gradients are autograd's own.
+    """Return ``[T, H, E]``; autograd computes the gradients.
 
     Args:
         query_THD: Queries.
         key_UKD: Keys; each KV head serves ``H / K`` neighbouring query heads.
         value_UKE: Values.
-        visible_TU: bool: which keys a query sees.
+        visible_TU: bool, true if a query sees a key.
         scale: Factor on the scores.
         softcap: ``c`` of ``c * tanh(score / c)``.
-        sinks_H: Attention sinks: a score a head that takes its share of the softmax and brings no value.
+        sinks_H: Attention sinks: one score per head that takes part in the softmax and has no value.
     """
     copies = query_THD.shape[1] // key_UKD.shape[1]
     key_UHD, value_UHE = (t.repeat_interleave(copies, dim=1) for t in (key_UKD, value_UKE))
@@ -43,13 +43,13 @@ def attention_by_definition(
 def visible_tokens(
     lengths: Sequence[int], num_tokens: int, window: int | None = None, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Return the bool mask ``[S, S]`` of a row: causal inside each document, the tail of padding a document of its own.
+    """Return the bool mask ``[S, S]`` of a row: causal within each document, with the padding as a document of its own.
 
     Args:
-        lengths: The documents of the row.
-        num_tokens: Tokens of the row.
-        window: A token sees this many last tokens of its document, itself included.
-        device: Where the mask goes.
+        lengths: Lengths of the row's documents in tokens.
+        num_tokens: Length of the row in tokens.
+        window: Number of tokens that a token sees, including itself.
+        device: Device of the mask.
     """
     visible = torch.zeros(num_tokens, num_tokens, dtype=torch.bool, device=device)
     start = 0

@@ -1,4 +1,4 @@
-"""The kernels from the fastest to the one that always runs, and which one a layer gets."""
+"""Chooses the fastest available kernel that can compute a layer exactly."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ray_ulysses.errors import UserError
 KernelName = Literal["auto", "flash_attn_3", "flash_attn", "cudnn", "varlen", "sdpa", "math"]
 
 KERNELS: tuple[KernelEntry, ...] = (FLASH_3, FLASH_2, CUDNN, VARLEN, SDPA, MATH)
-"""From the fastest to the one that always runs, but for Hopper: see `by_speed`."""
+"""All kernels, from the fastest to the slowest on GPUs other than Hopper."""
 _ON_HOPPER = (FLASH_3, CUDNN, FLASH_2, VARLEN, SDPA, MATH)
 
 
 def by_speed() -> tuple[KernelEntry, ...]:
-    """Return the kernels from the fastest on this machine's GPU.
+    """Return the kernels, fastest first on this machine's GPU.
 
-    On an H100 cuDNN is 1.7 times as fast as flash-attn 2's kernel, which torch has as well (heads of 128, forward and
-    backward: benchmarks/results/kernels_gpu.md). No other generation has been measured.
+    On an H100, cuDNN is 1.7 times as fast as flash-attn 2's kernel, which is also torch's own (heads of 128, forward
+    and backward: benchmarks/results/kernels_gpu.md). No other generation has been measured.
     """
     capability = compute_capability()
     return _ON_HOPPER if capability is not None and capability[0] == 9 else KERNELS
@@ -32,18 +32,18 @@ def by_speed() -> tuple[KernelEntry, ...]:
 
 @cache
 def choose_kernel(name: str, demand: Demand) -> tuple[KernelEntry, str]:
-    """Return the kernel of a name and why; ``auto`` takes the first of the table that is here and can do the demand.
+    """Return a kernel by name, and the reason for it; ``auto`` chooses the fastest that meets the demand.
 
     Raises:
-        UserError: The kernel that was asked for is not here, or can't do exactly what a layer asks for.
+        UserError: The named kernel is not available, or can't meet the demand exactly.
     """
-    passed_over: list[str] = []
+    skipped: list[str] = []
     for entry in by_speed():
         obstacle = _obstacle(entry, demand)
         if name == "auto":
             if obstacle is None:
-                return entry, "; ".join(["the fastest that can", *passed_over])
-            passed_over.append(f"{entry.name}: {obstacle}")
+                return entry, "; ".join(["the fastest that can", *skipped])
+            skipped.append(f"{entry.name}: {obstacle}")
         elif name == entry.name:
             if obstacle is None:
                 return entry, "as set"

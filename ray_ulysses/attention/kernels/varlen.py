@@ -1,7 +1,7 @@
-"""Torch's own flash kernel, all documents at once: the operators below ``torch.nn.attention.varlen``.
+"""Torch's own flash kernel over all documents in one call, by the operators below ``torch.nn.attention.varlen``.
 
-``varlen_attn`` hands out a log-sum-exp but takes none in its backward, and in torch 2.11 it has no fewer KV heads than
-query heads; the operators have both. Read in torch 2.11.0 and 2.13.0 (``native_functions.yaml``,
+``varlen_attn`` returns a log-sum-exp but takes none in its backward, and in torch 2.11 it does not support grouped
+queries; the operators do both. Written from torch 2.11.0 and 2.13.0 (``native_functions.yaml``,
 ``_meta_registrations.py``, ``nn/attention/varlen.py``). Legend: see ``call.py``.
 """
 
@@ -12,17 +12,11 @@ from typing import Any
 import torch
 
 from ray_ulysses.attention.kernels.call import Demand, Gradients, KernelCall, KernelEntry
-from ray_ulysses.attention.kernels.flash import (
-    compute_capability,
-    fitted,
-    half_precision_refusal,
-    padded_head_size,
-    window_of,
-)
+from ray_ulysses.attention.kernels.flash import ampere_refusal, fitted, padded_head_size, window_of
 
 
 class _Varlen:
-    """``aten::_flash_attention_forward`` and its backward, over all stretches in one call."""
+    """``aten::_flash_attention_forward`` and its backward, over all spans in one call."""
 
     def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = _inputs(call)
@@ -46,21 +40,20 @@ class _Varlen:
         upstream, out = (fitted(t, q.shape[-1]) for t in (grad_out_THE, out_THE))
         if call.spans is None:
             upstream, out, lse_HT = upstream.unsqueeze(0), out.unsqueeze(0), lse_HT.unsqueeze(0)
-        # The state of a dropout that is not there, shaped as varlen_attn's own backward shapes it.
+        # The random state of dropout, which is off, shaped as varlen_attn's own backward shapes it.
         rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         unused = torch.empty(0, device=q.device)
         grads = torch.ops.aten._flash_attention_backward(
             upstream, q, k, v, out, lse_HT, *_extents(call), 0.0, causal, rng_state, unused, **options
         )
         dq, dk, dv = (grad[0] for grad in grads) if call.spans is None else grads
-        head_size = call.query_THD.shape[2]
-        return dq[..., :head_size], dk[..., :head_size], dv[..., : call.value_UKE.shape[2]]
+        return call.trimmed(dq, dk, dv)
 
 
 def _inputs(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     width = padded_head_size(call.query_THD.shape[2], call.value_UKE.shape[2])
-    q, k, v = (fitted(t, width) for t in (call.query_THD, call.key_UKD, call.value_UKE))
-    # Without tables the operator takes the dense path, which wants a batch: [T, H, W] -> [1, T, H, W]
+    q, k, v = (fitted(t, width) for t in call.inputs)
+    # Without cu_seqlens the operator takes the dense path, which needs a batch dim: [T, H, W] -> [1, T, H, W]
     return (q, k, v) if call.spans is not None else (q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0))
 
 
@@ -80,18 +73,14 @@ def _refuses(demand: Demand) -> str | None:
     if demand.has_softcap:
         # The kernel has it, but both operators set it to 0 (aten/src/ATen/native/transformers/cuda).
         return "it has no soft-capping"
-    capability = compute_capability()
-    if capability is not None and capability[0] < 8:
-        return f"it needs compute capability 8.0, and the GPU has {capability[0]}.{capability[1]}"
-    return half_precision_refusal(demand)
+    return ampere_refusal(demand)
 
 
 VARLEN = KernelEntry(
     name="varlen",
     needs="a CUDA device",
-    # ROCm's build has other kernels behind the same operators, which nobody here has tried.
+    # ROCm builds have other kernels behind the same operators, which are untested.
     runs_on=lambda device_type: device_type == "cuda" and torch.version.cuda is not None,
     refuses=_refuses,
     kernel=_Varlen(),
 )
-"""In every CUDA build of torch 2.11 and later."""

@@ -354,7 +354,7 @@ def spans_of(lengths: Sequence[int]) -> Spans:
 
 def visible_of(call: KernelCall) -> Tensor:
     visible = torch.zeros(call.query_THD.shape[0], call.key_UKD.shape[0], dtype=torch.bool)
-    for query, key in call.stretches():
+    for query, key in call.each_span():
         t, u = query.stop - query.start, key.stop - key.start
         inside = torch.ones(t, u, dtype=torch.bool)
         inside = inside.tril(u - t) if call.causal else inside

@@ -73,8 +73,8 @@ def can(entry: KernelEntry, **asked: Any) -> bool:
 @pytest.fixture(params=ON_CPU, ids=lambda entry: entry.name)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> KernelEntry:
     """A kernel whose chunks are so small that every row takes several."""
-    monkeypatch.setattr(math_kernel, "_CHUNK_SCORES", 200)
-    monkeypatch.setattr(sdpa_kernel, "_WINDOW_CHUNK_TOKENS", 4)
+    monkeypatch.setattr(math_kernel, "_BLOCK_SCORES", 200)
+    monkeypatch.setattr(sdpa_kernel, "_WINDOW_BLOCK_TOKENS", 4)
     entry: KernelEntry = request.param
     return entry
 

@@ -1,4 +1,4 @@
-"""The probe sees every operation that puts tokens together outside attention, however it got into the model."""
+"""The probe finds every operation that mixes tokens outside attention, however it got into the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from ray_ulysses import apply_ulysses
-from ray_ulysses.attention.probe import LayerAttention, look_through
+from ray_ulysses.attention.probe import LayerAttention, probe_model
 from ray_ulysses.attention.refusals import refuse_inexact
 from ray_ulysses.engine.model import refuse_architecture
 from ray_ulysses.errors import UserError
@@ -171,7 +171,7 @@ def test_an_operation_between_tokens_is_refused_however_it_got_into_the_model(op
 def test_the_module_that_puts_tokens_together_is_named() -> None:
     model = tiny_model(meta=True)
     model.model.layers[1].mlp = Mixing("index-add")
-    assert "what Mixing at model.layers.1.mlp makes of a token depends on other tokens, on its place" in refusal_of(
+    assert "the result of Mixing at model.layers.1.mlp for a token depends on other tokens, on its place" in refusal_of(
         model
     )
 
@@ -191,17 +191,17 @@ def test_the_module_that_puts_tokens_together_is_named() -> None:
 def test_an_operation_along_the_tokens_is_named(operation: str, name: str) -> None:
     model = tiny_model(meta=True)
     model.model.layers[1].mlp = Mixing(operation)
-    assert f"an operation outside its attention puts tokens together ({name})" in refusal_of(model)
+    assert f"an operation outside its attention mixes tokens ({name})" in refusal_of(model)
 
 
 def test_experts_of_one_kind_are_told_from_others() -> None:
     """Experts alike are looked at once; one whose forward was replaced is not alike."""
     model = tiny_model("mixtral", num_local_experts=2, num_experts_per_tok=1, num_hidden_layers=3)
-    assert look_through(model).problems == []
+    assert probe_model(model).problems == []
     experts = model.model.layers[2].mlp.experts
     plain = experts.forward
     experts.forward = MethodType(lambda _, hidden, *rest: plain(hidden, *rest).roll(1, 0), experts)
-    assert look_through(model).problems
+    assert probe_model(model).problems
 
 
 @pytest.mark.parametrize("module_or_keyword", ["is_causal", "bias"])
@@ -211,7 +211,7 @@ def test_a_keyword_that_changes_attention_is_refused(module_or_keyword: str) -> 
     plain = attention.forward
     given = {"is_causal": False} if module_or_keyword == "is_causal" else {"bias": torch.zeros(1)}
     attention.forward = MethodType(lambda _, *args, **kwargs: plain(*args, **kwargs, **given), attention)
-    assert f"LlamaAttention asks its attention for {module_or_keyword}" in refusal_of(model)
+    assert f"LlamaAttention passes its attention {module_or_keyword}" in refusal_of(model)
 
 
 def test_a_layer_that_makes_its_mask_itself_is_refused() -> None:
@@ -223,7 +223,7 @@ def test_a_layer_that_makes_its_mask_itself_is_refused() -> None:
         return plain(*args, attention_mask=None, **kwargs)
 
     attention.forward = MethodType(without_mask, attention)
-    assert "LlamaAttention is handed no causal mask by its model" in refusal_of(model)
+    assert "LlamaAttention receives no causal mask from its model" in refusal_of(model)
 
     def with_other_mask(_: Any, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
         return plain(*args, attention_mask=attention_mask * 2, **kwargs)
@@ -236,7 +236,7 @@ def test_the_model_and_the_run_are_left_as_they_are() -> None:
     model: Any = tiny_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     implementation, state, dtype = model.config._attn_implementation, torch.get_rng_state(), torch.get_default_dtype()
-    look_through(model)
+    probe_model(model)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert model.config._attn_implementation == implementation
     assert torch.equal(torch.get_rng_state(), state)
@@ -247,9 +247,9 @@ def test_the_model_and_the_run_are_left_as_they_are() -> None:
 def test_an_applied_model_is_looked_through_again_as_it_was() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     model = tiny_model(rope_parameters=rope)
-    first = look_through(model)
+    first = probe_model(model)
     apply_ulysses(model, ALONE)
-    assert look_through(model) == first
+    assert probe_model(model) == first
     assert first.layers["model.layers.0.self_attn"] == LayerAttention(
         num_heads=4, num_kv_heads=2, head_size=8, value_size=8, window=None, has_softcap=False
     )
@@ -264,7 +264,7 @@ def test_a_model_of_seventy_billion_parameters_is_looked_through_in_seconds(num_
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     began = time.process_time()
-    assert look_through(model).problems == []
+    assert probe_model(model).problems == []
     # Five seconds on a quiet machine; neighbours slow the processor's caches too.
     assert time.process_time() - began < 30
     assert "ray_ulysses_probe" in AttentionInterface().valid_keys()

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from ray_ulysses import apply_ulysses, causal_lm_loss, shard_batch
-from ray_ulysses.attention.probe import look_through
+from ray_ulysses.attention.probe import probe_model
 from ray_ulysses.attention.refusals import refuse_config, refuse_inexact, refuse_mixed_devices
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import build_model, refuse_architecture
@@ -29,7 +29,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "llama4_text": {"num_hidden_layers": 4, "head_dim": 8, "num_local_experts": 2},
 }
-STATEFUL = "has layers that carry state along the sequence or attend otherwise"
+STATEFUL = "has layers that carry state along the sequence or use another kind of attention"
 
 
 @pytest.mark.parametrize("kind", RECURRENT)
@@ -88,14 +88,14 @@ def test_a_bidirectional_model_is_refused_and_says_how_a_bert_becomes_a_decoder(
 
 def test_positions_that_start_behind_a_padding_token_are_refused() -> None:
     config = AutoConfig.for_model("roberta", is_decoder=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    with pytest.raises(UserError, match=r"^roberta counts positions from its padding token on"):
+    with pytest.raises(UserError, match=r"^roberta counts positions from its padding token"):
         refuse_architecture(config)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "lfm2", "recurrent_gemma"])
 def test_an_operation_between_tokens_is_seen_in_a_model_that_nobody_named(kind: str) -> None:
-    problems = look_through(tiny_model(kind, meta=True, **RECURRENT[kind])).problems
-    assert "an operation outside its attention puts tokens together (convolution)" in problems
+    problems = probe_model(tiny_model(kind, meta=True, **RECURRENT[kind])).problems
+    assert "an operation outside its attention mixes tokens (convolution)" in problems
 
 
 class _Shifted(nn.Module):
@@ -136,7 +136,11 @@ def test_a_pure_state_space_model_is_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "text"),
     [
-        ("llama", {"attention_dropout": 0.1}, r"attention_dropout=0\.1: dropout above 0 draws other masks .* set att"),
+        (
+            "llama",
+            {"attention_dropout": 0.1},
+            r"attention_dropout=0\.1: dropout above 0 draws different masks .* set a",
+        ),
         ("gpt2", {"resid_pdrop": 0.2, "attn_pdrop": 0, "embd_pdrop": 0}, r"model\.config\.resid_pdrop=0\.2: dropout"),
         (
             "mixtral",
@@ -199,7 +203,7 @@ def test_more_ranks_than_heads_are_refused_with_the_ring_that_would_fit(sp_size:
         refuse_inexact(model, model.config, place(0, sp_size))
     assert str(e.value) == (
         f"parallel.sp_size={sp_size} with ring_size=1 spreads the 4 attention heads of llama over {sp_size} ranks, and "
-        f"each needs one at least (sp_size / ring_size <= 4); set parallel.ring_size: {ring}, or parallel.sp_size to "
+        f"each needs at least one (sp_size / ring_size <= 4); set parallel.ring_size: {ring}, or parallel.sp_size to "
         "at most 4"
     )
 
@@ -233,7 +237,7 @@ def test_a_kernel_that_cannot_run_is_refused_when_it_is_asked_for() -> None:
             {"labels": torch.zeros(1, 8).long()},
             r"labels were passed to the model; it would shift them again: use causal",
         ),
-        ({"use_cache": True}, r"use_cache=True is for generation; under Ulysses a row is passed whole"),
+        ({"use_cache": True}, r"use_cache=True is for generation; a training forward processes whole rows"),
     ],
 )
 def test_what_would_change_attention_or_the_loss_may_not_be_passed_by_hand(by_hand: dict[str, Any], text: str) -> None:
@@ -253,9 +257,7 @@ def test_a_model_called_without_a_batch_says_what_is_missing(inputs: dict[str, A
 def test_a_batch_of_another_mesh_is_refused() -> None:
     model = apply_ulysses(tiny_model(), ALONE)
     batch = shard_batch(torch.zeros(1, 8).long(), None, None, place(1, 2))
-    with pytest.raises(
-        UserError, match=r"the batch was cut over another mesh than the one that apply_ulysses was given"
-    ):
+    with pytest.raises(UserError, match=r"the batch was sharded over another mesh than the one of apply_ulysses"):
         causal_lm_loss(model, batch)
 
 
@@ -300,7 +302,7 @@ NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_
 def test_the_positions_that_a_table_holds_are_counted(
     kind: str, changes: dict[str, Any], num_positions: int | None
 ) -> None:
-    assert look_through(tiny_model(kind, meta=True, **changes)).num_positions == num_positions
+    assert probe_model(tiny_model(kind, meta=True, **changes)).num_positions == num_positions
 
 
 def test_what_a_look_up_would_fail_for_is_refused_on_every_rank_alike() -> None:

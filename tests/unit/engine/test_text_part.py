@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import build_model, check_architecture
-from ray_ulysses.engine.text_part import cut_to_text
+from ray_ulysses.engine.text_part import keep_text_part
 from ray_ulysses.errors import ConfigError, UserError
 from ray_ulysses.run.preflight import report_run
 from ray_ulysses.run.settings import model_shape
@@ -122,6 +122,6 @@ def test_what_the_decoder_does_not_need_is_freed() -> None:
         fields = MULTIMODAL["mistral3"]().to_dict()
         model: Any = AutoModelForMultimodalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
     before = sum(parameter.numel() for parameter in model.parameters())
-    cut_to_text(model)
+    keep_text_part(model)
     assert sum(parameter.numel() for parameter in model.parameters()) < 0.6 * before
     assert model.model.vision_tower is None and model.model.multi_modal_projector is None

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMultimodalLM
 
 from ray_ulysses.config.loading import parse_config
-from ray_ulysses.engine.text_part import cut_to_text
+from ray_ulysses.engine.text_part import keep_text_part
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.export_run import export_run
 from ray_ulysses.export.into_whole import IntoWhole, into_whole
@@ -39,7 +39,7 @@ def make_whole(base: Path, name: str, dtype: torch.dtype = torch.float32, **chan
 def trained_decoder(whole: Any) -> Any:
     """Return the decoder of a whole model with other weights."""
     decoder = deepcopy(whole).float()
-    cut_to_text(decoder)
+    keep_text_part(decoder)
     with torch.no_grad():
         for parameter in decoder.parameters():
             parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))

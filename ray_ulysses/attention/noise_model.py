@@ -1,8 +1,8 @@
-"""A copy of a model that runs in milliseconds at any size: its matrices are stand-ins without memory.
+"""Copies a model with noise for weights, so that its forward takes milliseconds and no memory at any size.
 
-The copy has every module of the model, those swapped in after it was built included, and real activations in fp64. A
-product with a stand-in is the product with two thin matrices of noise instead, and a look-up takes a stretch of noise.
-So results mean nothing, but which tokens each result depends on is exactly as in the model.
+The copy has every module of the model, including those replaced after it was built, and real activations in fp64. A
+product with a noise matrix multiplies by two thin matrices of noise instead, and a lookup returns slices of noise. The
+values are meaningless, but each result depends on exactly the same tokens as in the model.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 DTYPE = torch.float64
-"""Of every floating-point tensor of the copy: rounding must not look like a dependence."""
+"""Dtype of every floating-point tensor of the copy, so that rounding does not look like a dependence."""
 
 _LEAST_NOISE = 1 << 16
 _RANK = 8
@@ -26,14 +26,14 @@ _MOST_ELEMENTS = 1 << 24
 _SMALL = 1 << 12
 
 
-def stand_in_for(model: nn.Module) -> tuple[Any, torch.Tensor]:
-    """Return a copy of a model on the host, with stand-ins for its matrices, and the noise that they are made of.
+def noise_copy(model: nn.Module) -> tuple[Any, torch.Tensor]:
+    """Return a copy of a model on the host, with noise for its weights, and the source of noise.
 
     Args:
-        model: A module on any device, its parameters partitioned by ZeRO-3 or not; it is left as it is.
+        model: A module on any device, partitioned by ZeRO-3 or not; not changed.
     """
     longest = max((dim for one in model.parameters() for dim in getattr(one, "ds_shape", one.shape)), default=1)
-    # The thin matrices that stand for the largest parameter are in either half of it.
+    # Each half must hold a thin matrix of the largest parameter.
     size = max(_LEAST_NOISE, 2 * _RANK * longest)
     noise = torch.randn(size, generator=torch.Generator().manual_seed(5), dtype=DTYPE)
     memo: dict[int, Any] = {}
@@ -55,9 +55,9 @@ def stand_in_for(model: nn.Module) -> tuple[Any, torch.Tensor]:
 
 
 def _rebound(call: Any, memo: Mapping[int, Any]) -> Any:
-    """Return a call that was put into a module by hand, for the copies of the modules that it holds on to.
+    """Return a patched function with the modules that it refers to replaced by their copies.
 
-    ``deepcopy`` takes a function as it is, so a forward that wraps the module's own would run the one of the model.
+    ``deepcopy`` does not copy functions, so a forward that wraps the original module's would run that one.
     """
     if isinstance(call, MethodType):
         return MethodType(_rebound(call.__func__, memo), memo.get(id(call.__self__), call.__self__))
@@ -75,7 +75,7 @@ def _rebound(call: Any, memo: Mapping[int, Any]) -> Any:
 
 
 def noise_like(shape: Sequence[int], seed: int, noise: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of noise that must not be written to, the same for the same seed."""
+    """Return a read-only tensor of noise, the same for the same seed."""
     numel = torch.Size(shape).numel()
     start = seed * 7919 % (noise.numel() // 2)
     if start + numel > noise.numel():
@@ -84,7 +84,7 @@ def noise_like(shape: Sequence[int], seed: int, noise: torch.Tensor) -> torch.Te
 
 
 def _copied(tensor: torch.Tensor, seed: int, noise: torch.Tensor) -> torch.Tensor:
-    # ZeRO-3 leaves an empty placeholder behind, which knows its shape.
+    # ZeRO-3 leaves an empty placeholder that stores the shape.
     shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
     numel, is_parameter = torch.Size(shape).numel(), isinstance(tensor, nn.Parameter)
     copy: torch.Tensor
@@ -92,25 +92,24 @@ def _copied(tensor: torch.Tensor, seed: int, noise: torch.Tensor) -> torch.Tenso
         has_values = tensor.device.type != "meta" and shape == tuple(tensor.shape) and numel <= _MOST_ELEMENTS
         copy = tensor.detach().cpu().clone() if has_values else torch.zeros(shape, dtype=tensor.dtype)
     elif (is_parameter and len(shape) > 1) or numel > _SMALL:
-        copy = StandIn(torch.empty(shape, dtype=DTYPE, device="meta"), seed, noise)
+        copy = NoiseMatrix(torch.empty(shape, dtype=DTYPE, device="meta"), seed, noise)
     elif is_parameter or tensor.device.type == "meta":
-        # Of parameters only the shape counts: one that is still zero would hide what it scales.
+        # Values of parameters are not used: one that is still zero would hide its input.
         copy = noise_like(shape, seed, noise).clone()
     else:
         copy = tensor.detach().cpu().to(DTYPE, copy=True)
     if is_parameter:
-        copy = copy if isinstance(copy, StandIn) else nn.Parameter(copy, requires_grad=False)
+        copy = copy if isinstance(copy, NoiseMatrix) else nn.Parameter(copy, requires_grad=False)
         copy._is_param = True
     return copy
 
 
-class StandIn(torch.Tensor):
-    """A matrix on the host with a shape and no values.
+class NoiseMatrix(torch.Tensor):
+    """A matrix on the host without storage.
 
     Attributes:
         shadow: The same tensor on the meta device.
-        seed: What its values would follow from, beside its place in the parameter.
-        noise: Where noise is taken from.
+        seed: Seed of its values, together with its place in the parameter.
     """
 
     shadow: torch.Tensor
@@ -118,9 +117,9 @@ class StandIn(torch.Tensor):
     noise: torch.Tensor
 
     @staticmethod
-    def __new__(cls, shadow: torch.Tensor, seed: int, noise: torch.Tensor) -> StandIn:
+    def __new__(cls, shadow: torch.Tensor, seed: int, noise: torch.Tensor) -> NoiseMatrix:
         """Wrap a tensor on the meta device."""
-        made: StandIn = torch.Tensor._make_wrapper_subclass(
+        made: NoiseMatrix = torch.Tensor._make_wrapper_subclass(
             cls,
             shadow.shape,
             strides=shadow.stride(),
@@ -132,21 +131,21 @@ class StandIn(torch.Tensor):
         return made
 
     def __init__(self, *args: Any) -> None:
-        """Do nothing: ``__new__`` has made all."""
+        """Do nothing: ``__new__`` has set all attributes."""
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Return shape and dtype; there are no values to print."""
-        return f"StandIn({tuple(self.shape)}, {self.dtype})"
+        return f"NoiseMatrix({tuple(self.shape)}, {self.dtype})"
 
     @property
     def place(self) -> int:
-        """A number that tells one matrix of a parameter from another, however often it is repeated for a batch."""
+        """A number that identifies a matrix of a parameter, the same for its repetitions in a batch."""
         shadow = self.shadow
         matrix = (tuple(shadow.shape[-2:]), shadow.stride()[-2:])
         return hash((self.seed, shadow.storage_offset(), matrix)) & 0xFFFFFFF
 
     def values(self) -> torch.Tensor:
-        """Return values for an operation that has no stand-in of its own."""
+        """Return noise as values, for operations without a noise version."""
         if self.shadow.numel() > _MOST_ELEMENTS:
             raise ValueError(f"an operation needs all {self.shadow.numel()} values of a parameter at once")
         return noise_like(self.shadow.shape, self.place, self.noise).to(self.dtype, copy=True)
@@ -155,21 +154,21 @@ class StandIn(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation on stand-ins alone without values, and the others row by row."""
+        """Run operations on noise matrices only on the meta device, and others with noise."""
         flat, spec = tree_flatten((args, dict(kwargs or {})))
         tensors = [one for one in flat if isinstance(one, torch.Tensor)]
-        first = next(one for one in tensors if isinstance(one, StandIn))
-        if all(isinstance(one, StandIn) for one in tensors) and not _needs_values(func):
-            flat = [one.shadow if isinstance(one, StandIn) else one for one in flat]
+        first = next(one for one in tensors if isinstance(one, NoiseMatrix))
+        if all(isinstance(one, NoiseMatrix) for one in tensors) and not _needs_values(func):
+            flat = [one.shadow if isinstance(one, NoiseMatrix) else one for one in flat]
             shadow_args, shadow_kwargs = tree_unflatten(flat, spec)
             shadow_kwargs.pop("device", None)
             return _wrapped(func(*shadow_args, **shadow_kwargs), first)
-        known = _ROW_BY_ROW.get(func.overloadpacket.__name__)
+        known = _NOISE_VERSIONS.get(func.overloadpacket.__name__)
         if known is not None:
             result = known(*args, **(kwargs or {}))
             if result is not None:
                 return result
-        flat = [one.values() if isinstance(one, StandIn) else one for one in flat]
+        flat = [one.values() if isinstance(one, NoiseMatrix) else one for one in flat]
         real_args, real_kwargs = tree_unflatten(flat, spec)
         return func(*real_args, **real_kwargs)
 
@@ -178,14 +177,14 @@ def _needs_values(func: Any) -> bool:
     return func.overloadpacket.__name__ in ("_local_scalar_dense", "is_nonzero", "equal", "nonzero")
 
 
-def _wrapped(result: Any, like: StandIn) -> Any:
-    return tree_map(lambda one: StandIn(one, like.seed, like.noise) if isinstance(one, torch.Tensor) else one, result)
+def _wrapped(result: Any, like: NoiseMatrix) -> Any:
+    return tree_map_only(torch.Tensor, lambda one: NoiseMatrix(one, like.seed, like.noise), result)
 
 
 def _product(left: Any, right: Any) -> torch.Tensor | None:
-    """Return ``left @ right`` of at most three dims, one of which is a stand-in."""
-    if isinstance(left, StandIn):
-        if isinstance(right, StandIn) or right.dim() < 2 or left.dim() < 2:
+    """Return ``left @ right`` of at most three dims, one of which is a noise matrix."""
+    if isinstance(left, NoiseMatrix):
+        if isinstance(right, NoiseMatrix) or right.dim() < 2 or left.dim() < 2:
             return None
         swapped = _product(right.transpose(-1, -2), left.transpose(-1, -2))
         return None if swapped is None else swapped.transpose(-1, -2)
@@ -199,23 +198,23 @@ def _product(left: Any, right: Any) -> torch.Tensor | None:
 
 
 def _sum_with_product(bias: Any, left: Any, right: Any, **_: Any) -> torch.Tensor | None:
-    if not isinstance(left, StandIn) and not isinstance(right, StandIn):
+    if not isinstance(left, NoiseMatrix) and not isinstance(right, NoiseMatrix):
         return None
     product = _product(left, right)
     if product is None:
         return None
-    return product + (bias.values() if isinstance(bias, StandIn) else bias)
+    return product + (bias.values() if isinstance(bias, NoiseMatrix) else bias)
 
 
 def _linear(left: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
-    if not isinstance(weight, StandIn) or isinstance(left, StandIn):
+    if not isinstance(weight, NoiseMatrix) or isinstance(left, NoiseMatrix):
         return None
     product = _product(left, weight.t())
     return product if product is None or bias is None else product + bias
 
 
-def _look_up(table: Any, ids: Any, *_: Any, **__: Any) -> torch.Tensor | None:
-    if not isinstance(table, StandIn) or isinstance(ids, StandIn):
+def _lookup(table: Any, ids: Any, *_: Any, **__: Any) -> torch.Tensor | None:
+    if not isinstance(table, NoiseMatrix) or isinstance(ids, NoiseMatrix):
         return None
     width = table.shape[1:].numel()
     if width > table.noise.numel() // 2:
@@ -228,17 +227,17 @@ def _look_up(table: Any, ids: Any, *_: Any, **__: Any) -> torch.Tensor | None:
 
 def _index(table: Any, indices: Sequence[Any]) -> torch.Tensor | None:
     if len(indices) == 1 and isinstance(indices[0], torch.Tensor) and indices[0].dtype in (torch.int64, torch.int32):
-        return _look_up(table, indices[0])
+        return _lookup(table, indices[0])
     return None
 
 
-_ROW_BY_ROW: dict[str, Callable[..., torch.Tensor | None]] = {
+_NOISE_VERSIONS: dict[str, Callable[..., torch.Tensor | None]] = {
     "mm": _product,
     "bmm": _product,
     "matmul": _product,
     "addmm": _sum_with_product,
     "baddbmm": _sum_with_product,
     "linear": _linear,
-    "embedding": _look_up,
+    "embedding": _lookup,
     "index": _index,
 }
