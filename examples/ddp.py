@@ -1,4 +1,7 @@
-"""DDP: groups of ranks share each row. Run it with `torchrun --nproc-per-node 4 examples/ddp.py --sp-size 2`."""
+"""Trains with DDP; groups of ranks share each row.
+
+Run it with `torchrun --nproc-per-node 4 examples/ddp.py --sp-size 2`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def main(sp_size: int) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group()
     dp_rank, dp_size = dist.get_rank() // sp_size, dist.get_world_size() // sp_size
-    # Neighbouring ranks share a row.
+    # Neighboring ranks share a row.
     sp_group, _ = dist.new_subgroups(sp_size)
     mesh = SequenceMesh.from_group(sp_group)
 
@@ -30,7 +33,7 @@ def main(sp_size: int) -> None:
     for step in range(STEPS):
         rows = [make_row(step, number).to(device) for number in range(dp_rank, ROWS_PER_STEP, dp_size)]
         batches = [shard_batch(row, None, DOCUMENT_LENGTHS, mesh) for row in rows]
-        # Supervised tokens of the step, over all ranks and micro-batches: the denominator of its loss.
+        # The loss is divided by the step's supervised tokens, over all ranks and micro-batches.
         tokens = sum((batch.labels_BL != -100).sum() for batch in batches)
         dist.all_reduce(tokens)
         # DDP averages over ranks, and does not divide by the number of micro-batches.
@@ -47,12 +50,12 @@ def main(sp_size: int) -> None:
         dist.all_reduce(loss)
         if dist.get_rank() == 0:
             print(f"step={step + 1} loss={loss / tokens:.8f} grad_norm={grad_norm:.8f}")
-    # Nobody leaves while another rank is still in a collective.
+    # Wait for all ranks, which may still be in a collective.
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sp-size", type=int, default=2, help="ranks that share a row")
+    parser.add_argument("--sp-size", type=int, default=2, help="number of ranks that share a row")
     main(parser.parse_args().sp_size)

@@ -1,4 +1,4 @@
-"""The model and the rows of the three loops beside this file; put your own in their place."""
+"""The model and data of the three example loops; replace them with your own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ STEPS = 3
 ROWS_PER_STEP = 4
 VOCABULARY = 64
 DOCUMENT_LENGTHS = (40, 1, 23)
-"""Tokens of the documents that are packed into a row; they never see each other."""
+"""Lengths of the documents packed into each row, which do not attend to each other."""
 
 
 def make_model() -> PreTrainedModel:
@@ -21,6 +21,6 @@ def make_model() -> PreTrainedModel:
 
 
 def make_row(step: int, number: int) -> torch.Tensor:
-    """Return the token ids of a whole row; ranks that share a row all make it."""
+    """Return the token ids of a whole row, the same on all ranks that share it."""
     generator = torch.Generator().manual_seed(step * ROWS_PER_STEP + number)
     return torch.randint(0, VOCABULARY, (sum(DOCUMENT_LENGTHS),), generator=generator)

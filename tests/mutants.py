@@ -529,7 +529,7 @@ MUTANTS = (
     Mutant(
         name="a ZeRO-1 partition stored from the parameter's beginning",
         file="ray_ulysses/engine/zero12_view.py",
-        old="start=begin - position.offset, length=end - begin",
+        old="start=begin - position, length=end - begin",
         new="start=0, length=end - begin",
         killer="tests/distributed/test_checkpoint_layouts.py::test_every_stage_and_world_loads_every_other_and_goes_on",
     ),

@@ -95,10 +95,8 @@ def _attend(
 
 
 @_attend.register_fake
-def _attend_shape(
-    query_BHLD: torch.Tensor, key_BKLD: torch.Tensor, value_BKLE: torch.Tensor, *settings: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _result_buffers(query_BHLD, value_BKLE, OperatorSettings(*settings[:-1]).ulysses)
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _result_buffers(query, value, OperatorSettings(*rest[:-1]).ulysses)
 
 
 def _result_buffers(
@@ -155,13 +153,10 @@ def _backward(
 
 
 @_backward.register_fake
-def _backward_shape(
-    grad_BLHE: torch.Tensor, query_BHLD: torch.Tensor, key_BKLD: torch.Tensor, value_BKLE: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, ...]:
-    given = OperatorSettings(*rest[2:-1])
-    grads = _gradients_of((query_BHLD, key_BKLD, value_BKLE), given.ulysses)
-    dq, dk, dv = (grad.to(query_BHLD.dtype) for grad in grads)
-    return dq, dk, dv, or_empty(given.sinks, grad_BLHE).clone()
+def _(grad: torch.Tensor, *tensors_and_settings: Any) -> tuple[torch.Tensor, ...]:
+    tensors, given = tensors_and_settings[:3], OperatorSettings(*tensors_and_settings[5:-1])
+    dq, dk, dv = (one.to(tensors[0].dtype) for one in _gradients_of(tensors, given.ulysses))
+    return dq, dk, dv, or_empty(given.sinks, grad).clone()
 
 
 def _gradients_of(tensors: tuple[torch.Tensor, ...], ulysses: str) -> tuple[torch.Tensor, ...]:

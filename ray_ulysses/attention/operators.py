@@ -143,9 +143,7 @@ def _attend_heads_backward_shape(
 
 
 @torch.library.custom_op(
-    "ray_ulysses::attend_payload",
-    mutates_args=(),
-    schema=f"(Tensor payload, {SETTINGS_SCHEMA}) -> (Tensor, Tensor)",
+    "ray_ulysses::attend_payload", mutates_args=(), schema=f"(Tensor payload, {SETTINGS_SCHEMA}) -> (Tensor, Tensor)"
 )
 def _attend_payload(payload_UBLF: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
     given = OperatorSettings(*settings)

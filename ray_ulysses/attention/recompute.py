@@ -52,12 +52,14 @@ def _contexts(kept: frozenset[Any]) -> tuple[Any, Any]:
     return _Keep(storage), _Replay(storage)
 
 
-class _Keep(TorchDispatchMode):
-    """Runs every operator, and keeps the results of those in the storage."""
-
+class _Mode(TorchDispatchMode):
     def __init__(self, storage: dict[Any, deque[Any]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._storage = storage
+
+
+class _Keep(_Mode):
+    """Runs every operator, and keeps the results of those in the storage."""
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator."""
@@ -68,12 +70,8 @@ class _Keep(TorchDispatchMode):
         return out
 
 
-class _Replay(TorchDispatchMode):
+class _Replay(_Mode):
     """Returns kept results in their original order, and runs every other operator."""
-
-    def __init__(self, storage: dict[Any, deque[Any]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._storage = storage
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, or return its kept result."""

@@ -105,7 +105,7 @@ def apply_ulysses(
     current = CurrentBatch()
     follow_documents(model, current)
     num_tokens = getattr(base.get_input_embeddings(), "num_embeddings", None)
-    make_context = _context_maker(mesh, attention, chunks)
+    make_context = context_maker(mesh, attention, chunks)
 
     def hand_down(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         batch = kwargs.get(MODEL_INPUT)
@@ -121,13 +121,17 @@ def apply_ulysses(
     return model
 
 
-def _context_maker(
-    mesh: SequenceMesh, attention: KernelName, chunks: int
-) -> Callable[[ShardedBatch], AttentionContext]:
-    """Return a function that makes the context of a batch."""
-    announce = _announcer(attention)
+def context_maker(mesh: SequenceMesh, attention: KernelName, chunks: int) -> Callable[[ShardedBatch], AttentionContext]:
+    """Return a function that makes the context of a batch; the kernel of each kind of layer is logged once."""
     ulysses = mesh.group("ulysses").group_name if mesh.ulysses_size > 1 else ""
     ring = mesh.group("ring").group_name if mesh.ring_size > 1 else ""
+    announced: set[Demand] = set()
+
+    def announce(demand: Demand) -> None:
+        if demand not in announced:
+            announced.add(demand)
+            entry, reason = choose_kernel(attention, demand)
+            _log.info("attention kernel of %s: %s (%s)", demand.in_words(), entry.name, reason)
 
     def make_context(batch: ShardedBatch) -> AttentionContext:
         return AttentionContext(
@@ -165,19 +169,6 @@ def _refuse_kernels(model: nn.Module, layers: Collection[LayerAttention], attent
     for layer in layers:
         has_window = layer.window is not None
         choose_kernel(attention, demand_of(parameter, layer.head_size, layer.value_size, has_window, layer.has_softcap))
-
-
-def _announcer(attention: KernelName) -> Callable[[Demand], None]:
-    """Return a function that logs the kernel of each kind of layer once, with the reason."""
-    seen: set[Demand] = set()
-
-    def announce(demand: Demand) -> None:
-        if demand not in seen:
-            seen.add(demand)
-            entry, reason = choose_kernel(attention, demand)
-            _log.info("attention kernel of %s: %s (%s)", demand.in_words(), entry.name, reason)
-
-    return announce
 
 
 def ulysses_attention(
@@ -274,11 +265,7 @@ def _attend(
 
 
 def _check_call(
-    module: nn.Module,
-    context: object,
-    attention_mask: torch.Tensor | None,
-    dropout: float,
-    kwargs: dict[str, Any],
+    module: nn.Module, context: object, attention_mask: torch.Tensor | None, dropout: float, kwargs: dict[str, Any]
 ) -> None:
     name = type(module).__name__
     if not isinstance(context, AttentionContext):

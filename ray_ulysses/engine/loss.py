@@ -39,10 +39,7 @@ def causal_lm_loss(model: Callable[..., Any], batch: ShardedBatch) -> tuple[torc
         )
     logits_BLV = outputs.logits
     loss_sum = torch.nn.functional.cross_entropy(
-        logits_BLV.flatten(0, 1).float(),
-        batch.labels_BL.flatten(),
-        ignore_index=IGNORE_INDEX,
-        reduction="sum",
+        logits_BLV.flatten(0, 1).float(), batch.labels_BL.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
     return loss_sum, (batch.labels_BL != IGNORE_INDEX).sum()
 

@@ -1,16 +1,15 @@
-"""A common interface to the private partition tables of DeepSpeed's ZeRO optimizers.
+"""The part of a parameter that a rank holds under ZeRO, in exact intervals without padding.
 
 Each ZeRO stage packs the trained parameters into flat fp32 tensors, in an order and with padding that depend on the
-world size. A `PartitionView` maps each parameter to the elements of its exact flat tensor that this rank holds, so that
-everything above it deals in names and exact intervals only.
+world size. `zero3_view` and `zero12_view` map each parameter to the elements that this rank holds, so that everything
+above them deals in names and exact intervals only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -34,51 +33,6 @@ class Partition:
     offset: int
     start: int
     length: int
-
-
-class PartitionView(Protocol):
-    """This rank's partition of the training state, for one kind of ZeRO optimizer."""
-
-    @property
-    def inner(self) -> torch.optim.Optimizer:
-        """The optimizer that updates the flat tensors."""
-        ...
-
-    @property
-    def flats(self) -> Sequence[torch.Tensor]:
-        """This rank's fp32 master weights; a tensor that is swapped out has no elements in the meantime."""
-        ...
-
-    @property
-    def resident_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Indices of the flat tensors that are in memory at the same time; the same on every rank."""
-        ...
-
-    def partition_of(self, parameter: Any) -> Partition:
-        """Return the location of this rank's elements of a trained parameter."""
-        ...
-
-    def weights(self, parameter: Any, *, is_writing: bool) -> tuple[int, torch.Tensor]:
-        """Return this rank's part of a parameter in the model's precision: the first element's position, and a view.
-
-        Args:
-            parameter: Trained or frozen.
-            is_writing: Whether the view will be filled. It then covers everything that this rank must know of the
-                parameter; otherwise the parts of all ranks hold every element once.
-        """
-        ...
-
-    def begin(self) -> None:
-        """Discard the old state before a new one is loaded."""
-        ...
-
-    def swapped_in(self, group: Sequence[int], *, is_writing: bool) -> AbstractContextManager[None]:
-        """Keep one resident group and its moments in memory; what was written is kept and rounded into the model."""
-        ...
-
-    def finish(self) -> None:
-        """Update every rank's model weights from the new master weights; every rank must call."""
-        ...
 
 
 def require_attributes(optimizer: Any, names: Sequence[str]) -> None:

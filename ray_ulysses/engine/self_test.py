@@ -55,28 +55,17 @@ class SelfTestReport:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """One rank's error of one quantity.
+_Measured = tuple[str, float, float]
+"""A quantity, its relative error on this rank, and the bound of what counts as exact."""
 
-    Attributes:
-        bound: Largest error that counts as exact.
-    """
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckResult:
+    """The worst relative error of a quantity over all ranks, and the ranks beyond the bound of what counts as exact."""
 
     what: str
     error: float
     bound: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckResult(Measured):
-    """The result of one quantity over all ranks; ``error`` is the worst.
-
-    Attributes:
-        rank: The rank of the worst error.
-        wrong_ranks: Ranks beyond the bound.
-    """
-
     rank: int
     wrong_ranks: tuple[int, ...]
 
@@ -120,8 +109,8 @@ def run_self_test(
             step = measure_step(mesh, device, zero, attention.kernel, attention.chunks)
             bound = max(attention.bound, 2 * step.own_error)
             measured = [
-                Measured(what=f"the gradient of {step.worst_tensor}", error=step.gradient_error, bound=bound),
-                Measured(what="the norm of the whole gradient", error=abs(step.norm_ratio - 1), bound=bound),
+                (f"the gradient of {step.worst_tensor}", step.gradient_error, bound),
+                ("the norm of the whole gradient", abs(step.norm_ratio - 1), bound),
             ]
             found = _agreed(measured, device)
             if _wrong(found):
@@ -168,15 +157,15 @@ def find_worst(parts: Sequence[str], errors: Sequence[Sequence[float]], bounds: 
     return results
 
 
-def _agreed(measured: Sequence[Measured], device: torch.device) -> list[CheckResult]:
-    """Gather the measurements of all ranks, so that all get the same results; every rank must call."""
-    mine = torch.tensor([[m.error, m.bound] for m in measured], dtype=torch.float64, device=device)
+def _agreed(measured: Sequence[_Measured], device: torch.device) -> list[CheckResult]:
+    """Gather the errors and bounds of all ranks, so that all get the same results; every rank must call."""
+    mine = torch.tensor([numbers for _, *numbers in measured], dtype=torch.float64, device=device)
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, mine)
     table = torch.stack(rows).cpu()
     # Bounds follow from one process's error, which may differ slightly between GPUs.
     bounds = table[:, :, 1].amin(dim=0).tolist()
-    return find_worst([m.what for m in measured], table[:, :, 0].tolist(), bounds)
+    return find_worst([what for what, *_ in measured], table[:, :, 0].tolist(), bounds)
 
 
 def _wrong(found: Sequence[CheckResult]) -> bool:
@@ -187,13 +176,9 @@ def _worst(found: Sequence[CheckResult]) -> CheckResult:
     return max(found, key=lambda result: result.error / result.bound)
 
 
-def _attention(mesh: SequenceMesh, device: torch.device, settings: AttentionSettings) -> list[Measured]:
+def _attention(mesh: SequenceMesh, device: torch.device, settings: AttentionSettings) -> list[_Measured]:
     return [
-        Measured(
-            what=f"{name} of {'full' if window is None else 'sliding-window'} attention",
-            error=error,
-            bound=settings.bound,
-        )
+        (f"{name} of {'full' if window is None else 'sliding-window'} attention", error, settings.bound)
         for window in settings.windows
         for name, error in measure_attention(mesh, device, settings, window).items()
     ]

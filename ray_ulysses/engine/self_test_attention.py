@@ -16,7 +16,7 @@ from torch import nn
 from ray_ulysses.attention.batch import MODEL_INPUT, held_tokens, shard_batch
 from ray_ulysses.attention.kernels import Demand, KernelName, choose_kernel
 from ray_ulysses.attention.kernels.reference import attention_by_definition, visible_tokens
-from ray_ulysses.attention.ulysses import apply_ulysses, settle_window, ulysses_attention
+from ray_ulysses.attention.ulysses import context_maker, settle_window, ulysses_attention
 from ray_ulysses.parallel.layout import row_multiple
 
 if TYPE_CHECKING:
@@ -112,23 +112,16 @@ def measure_attention(
     whole, upstream_BSHE, sinks = _inputs(settings, num_tokens, device)
     wanted_out, wanted_grads = _by_definition(settings, whole, upstream_BSHE, sinks, window)
 
-    context = _context(mesh, settings, num_tokens, device)
+    row = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
+    batch = shard_batch(row, None, document_lengths(num_tokens), mesh)
+    inputs: dict[str, Any] = {MODEL_INPUT: context_maker(mesh, settings.kernel, settings.chunks)(batch)}
     local = [held_tokens(tensor, mesh).requires_grad_() for tensor in whole]
     sinks_H = None if sinks is None else sinks.clone().requires_grad_()
     # [B, L, H, D] -> [B, H, L, D], as a model passes them.
     query, key, value = (tensor.transpose(1, 2) for tensor in local)
     layer = nn.Identity()
     settle_window(layer, window)
-    out_BLHE, _ = ulysses_attention(
-        layer,
-        query,
-        key,
-        value,
-        None,
-        softcap=settings.softcap,
-        s_aux=sinks_H,
-        **{MODEL_INPUT: context},
-    )
+    out_BLHE, _ = ulysses_attention(layer, query, key, value, None, softcap=settings.softcap, s_aux=sinks_H, **inputs)
     out_BLHE.backward(held_tokens(upstream_BSHE, mesh))
     pairs = {"the output": (out_BLHE.detach(), wanted_out)}
     names = ("the gradient of Q", "the gradient of K", "the gradient of V")
@@ -204,25 +197,3 @@ def _by_definition(
     joined = [torch.cat(parts, dim=1).unsqueeze(0) for parts in list(zip(*grads, strict=True))[:3]]
     joined += [torch.cat(parts) for parts in list(zip(*grads, strict=True))[3:]]
     return torch.cat(outs, dim=1).unsqueeze(0), joined
-
-
-def _context(mesh: SequenceMesh, settings: AttentionSettings, num_tokens: int, device: torch.device) -> Any:
-    """Return the context that ``apply_ulysses`` passes to the layers of a model with these heads."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=8,
-        hidden_size=settings.num_heads,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=settings.num_heads,
-        num_key_value_heads=settings.num_kv_heads,
-        head_dim=settings.head_size,
-    )
-    # The model has no weights; only its hook is used.
-    with torch.device("meta"):
-        model: Any = LlamaForCausalLM(config)
-    apply_ulysses(model, mesh, settings.kernel, chunks=settings.chunks)
-    model.forward = lambda **inputs: inputs[MODEL_INPUT]
-    row = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
-    return model(**shard_batch(row, None, document_lengths(num_tokens), mesh).model_inputs())

@@ -71,11 +71,7 @@ def measure_step(
     mine = [(dp_rank * accumulation + micro) % 2 for micro in range(accumulation)]
 
     tiny = replace(
-        settings,
-        accumulation=accumulation,
-        offload_optimizer="none",
-        partition_everything=True,
-        max_grad_norm=1.0,
+        settings, accumulation=accumulation, offload_optimizer="none", partition_everything=True, max_grad_norm=1.0
     )
     with _collected():
         model = apply_ulysses(_tiny_decoder(mesh, dtype, device), mesh, kernel, chunks=chunks)
@@ -86,10 +82,7 @@ def measure_step(
     error, worst = worst_error(gradients, wanted)
     whole = float(torch.stack([gradient.norm() for gradient in wanted.values()]).norm())
     return StepMeasured(
-        gradient_error=error,
-        worst_tensor=worst,
-        own_error=worst_error(own, wanted)[0],
-        norm_ratio=norm / whole,
+        gradient_error=error, worst_tensor=worst, own_error=worst_error(own, wanted)[0], norm_ratio=norm / whole
     )
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ray_ulysses.checkpoint.state import StateDescription, TensorSpec, dtype_name
-from ray_ulysses.engine.partition_view import PartitionView, shape_of
-from ray_ulysses.engine.state_parts import BUFFER, FP32, FROZEN, MODEL, buffers, frozen, trainable
+from ray_ulysses.engine.partition_view import shape_of
+from ray_ulysses.engine.state_parts import BUFFER, FP32, FROZEN, MODEL, PartitionView, buffers, frozen, trainable
 from ray_ulysses.errors import UserError
 
 # These select an implementation and do not change the step.

@@ -8,13 +8,19 @@ optimizer's, ``model/<parameter>`` for a trained parameter in the model's own pr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ray_ulysses.checkpoint.state import HeldInterval, TensorPart
-from ray_ulysses.engine.partition_view import PartitionView, flat_view
+from ray_ulysses.checkpoint.state import HeldInterval, StateDescription, TensorPart
+from ray_ulysses.engine.partition_view import flat_view
+from ray_ulysses.engine.zero3_view import Zero3View
+from ray_ulysses.engine.zero12_view import GroupView
+
+PartitionView = Zero3View | GroupView
+"""This rank's partition of the training state, for one kind of ZeRO optimizer."""
 
 FP32 = "fp32"
 MODEL = "model"
@@ -106,3 +112,44 @@ def untrained_parts(engine: Any, view: PartitionView, *, is_writing: bool) -> It
 def _unless_empty(key: str, start: int, tensor: torch.Tensor) -> Iterator[TensorPart]:
     if tensor.numel():
         yield TensorPart(key=key, start=start, tensor=tensor)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SwappedState:
+    """One rank's part of the state, with only one sub-group in memory at a time; a `StateSource`.
+
+    It is a view of the live state: copy it before the next step.
+
+    Attributes:
+        resident: The parts that are always in memory: everything but master weights and moments.
+        description: The part of the state that is the same on every rank.
+    """
+
+    engine: Any
+    view: PartitionView
+    moments: tuple[str, ...]
+    resident: tuple[TensorPart, ...]
+    description: StateDescription
+
+    @property
+    def intervals(self) -> tuple[HeldInterval, ...]:
+        """The intervals that this rank holds; reading them swaps nothing in."""
+        resident = (
+            HeldInterval(key=part.key, start=part.start, num_elements=part.tensor.numel(), dtype=part.tensor.dtype)
+            for part in self.resident
+        )
+        return (*stepped_intervals(self.engine, self.view, self.moments), *resident)
+
+    def copy_to(self, destinations: Sequence[torch.Tensor]) -> None:
+        """Copy every interval's elements; apart from the destinations, one sub-group is in memory at a time.
+
+        Copies from a device into pinned memory may still be in progress, on the current stream, on return.
+        """
+        wanted = {interval.key: destination for interval, destination in zip(self.intervals, destinations, strict=True)}
+        for part in self.resident:
+            wanted.pop(part.key).copy_(part.tensor.detach(), non_blocking=True)
+        for group in self.view.resident_groups:
+            with self.view.swapped_in(group, is_writing=False):
+                for part in stepped_parts(self.engine, self.view, group, self.moments):
+                    wanted.pop(part.key).copy_(part.tensor)
+        assert not wanted, f"never swapped in: {sorted(wanted)}"

@@ -69,7 +69,7 @@ def zero_config(settings: ZeroSettings) -> dict[str, Any]:
     """Return DeepSpeed's configuration.
 
     No ``mesh_param`` and no ``sequence_parallel_size``: with either, DeepSpeed 0.19.8 saves half of the shards and
-    scales gradients differently by stage. Gradients are reduced and accumulated in fp32 whatever the model's dtype.
+    scales gradients differently by stage. Gradients are reduced and accumulated in fp32 regardless of dtype.
     """
     zero: dict[str, Any] = {
         "stage": settings.stage,
@@ -146,12 +146,7 @@ def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
     if settings.offload_optimizer == "nvme":
         swap_folder = SwapFolder(Path(str(settings.nvme_path)))
         config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(swap_folder.path)
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        config=config,
-        dist_init_required=False,
-    )
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
     # Closed with the engine, or when the process ends.
     engine.swap_folder = swap_folder
     return engine

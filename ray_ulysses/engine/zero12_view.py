@@ -8,9 +8,8 @@ share of them. DeepSpeed 0.19.8 runs ZeRO-1 with bf16 weights and fp32 gradients
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,71 +42,68 @@ BF16_ATTRIBUTES = (
 """Attributes read from ``BF16_Optimizer`` in runtime/bf16_optimizer.py."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupPosition:
-    """The position of a parameter in the flat tensor of its whole group."""
-
-    group: int
-    offset: int
-
-
-def intersect(position: GroupPosition, num_elements: int, *, partition_size: int, rank: int) -> Partition:
+def intersect(group: int, position: int, num_elements: int, *, partition_size: int, rank: int) -> Partition:
     """Return the part of a parameter that is in a rank's partition of the group.
 
     Args:
-        position: The parameter's position in the group.
+        group: Index of the parameter's group.
+        position: Position of the parameter's first element in the flat tensor of the whole group.
         num_elements: Its exact size.
         partition_size: Elements per partition, including padding.
         rank: The partition's rank.
     """
-    group, first = position.group, rank * partition_size
-    begin = max(position.offset, first)
-    end = min(position.offset + num_elements, first + partition_size)
+    first = rank * partition_size
+    begin = max(position, first)
+    end = min(position + num_elements, first + partition_size)
     if end <= begin:
         return Partition(group=group, flat=group, offset=0, start=0, length=0)
-    return Partition(group=group, flat=group, offset=begin - first, start=begin - position.offset, length=end - begin)
+    return Partition(group=group, flat=group, offset=begin - first, start=begin - position, length=end - begin)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class GroupView:
     """The partition view of an optimizer that partitions each group's flat tensor evenly.
 
-    Attributes:
-        positions: Every trained parameter's position, by ``id``.
-        publish: Rounds each rank's master weights into the model's and gathers them on all ranks; a collective.
-        unlink: Drops DeepSpeed's links to the moments that are about to be replaced.
+    Args:
+        optimizer: The engine's optimizer.
+        flats: This rank's fp32 partition of each group.
+        wholes: The model's weights of each group, whole, flat and padded.
+        positions: Every trained parameter's group and position, by ``id``.
     """
 
-    inner: torch.optim.Optimizer
-    flats: Sequence[torch.Tensor]
-    positions: Mapping[int, GroupPosition]
-    rank: int
-    world_size: int
-    publish: Callable[[], None]
-    unlink: Callable[[], None]
-
-    @property
-    def resident_groups(self) -> tuple[tuple[int, ...], ...]:
-        """All partitions, which are in memory at the same time."""
-        return (tuple(range(len(self.flats))),)
+    def __init__(
+        self,
+        optimizer: Any,
+        flats: Sequence[torch.Tensor],
+        wholes: Sequence[torch.Tensor],
+        positions: Mapping[int, tuple[int, int]],
+    ) -> None:
+        group = optimizer.real_dp_process_group[0]
+        self._optimizer, self._positions = optimizer, positions
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        assert all(other is group for other in optimizer.real_dp_process_group)
+        assert [flat.numel() * self._world_size for flat in flats] == [whole.numel() for whole in wholes]
+        self.flats = flats
+        self.inner: torch.optim.Optimizer = optimizer.optimizer
+        # All partitions are in memory at the same time.
+        self.resident_groups = (tuple(range(len(flats))),)
 
     def partition_of(self, parameter: Any) -> Partition:
         """Return the location of this rank's elements of a trained parameter."""
-        position = self.positions[id(parameter)]
-        size = self.flats[position.group].numel()
-        return intersect(position, parameter.numel(), partition_size=size, rank=self.rank)
+        group, position = self._positions[id(parameter)]
+        size = self.flats[group].numel()
+        return intersect(group, position, parameter.numel(), partition_size=size, rank=self._rank)
 
     def weights(self, parameter: Any, *, is_writing: bool) -> tuple[int, torch.Tensor]:
-        """Return an even share of a parameter to store, or all of it to fill."""
+        """Return a position and a view of the elements from it: an even share to store, or all elements to fill."""
         flat = flat_view(parameter, is_writing=is_writing)
         if is_writing:
             return 0, flat
-        start, stop = partition(flat.numel(), self.world_size, self.rank)
+        start, stop = partition(flat.numel(), self._world_size, self._rank)
         return start, flat.narrow(0, start, stop - start)
 
     def begin(self) -> None:
-        """Drop the links to the old moments."""
-        self.unlink()
+        """Drop DeepSpeed's links to the old moments; it links the new ones after the next step."""
+        self._optimizer._hp_optimizer_states_linked = False
 
     @contextmanager
     def swapped_in(self, group: Sequence[int], *, is_writing: bool) -> Iterator[None]:
@@ -116,7 +112,7 @@ class GroupView:
 
     def finish(self) -> None:
         """Round this rank's master weights into the model's and gather all ranks'; every rank must call."""
-        self.publish()
+        self._optimizer.update_lp_params()
 
 
 def zero12_view(optimizer: Any) -> GroupView:
@@ -127,7 +123,7 @@ def zero12_view(optimizer: Any) -> GroupView:
     """
     require_attributes(optimizer, ZERO12_ATTRIBUTES)
     positions = {
-        id(parameter): GroupPosition(group=number, offset=offset)
+        id(parameter): (number, offset)
         for number, (parameters, offsets) in enumerate(
             zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
         )
@@ -137,7 +133,7 @@ def zero12_view(optimizer: Any) -> GroupView:
     sizes = [int(size) for size in optimizer.partition_size]
     assert sizes == [flat.numel() for flat in flats], "DeepSpeed partitions groups differently"
     assert positions.keys() == {id(parameter) for group in optimizer.bit16_groups for parameter in group}
-    return _group_view(optimizer, flats, optimizer.bit16_groups_flat, positions)
+    return GroupView(optimizer, flats, optimizer.bit16_groups_flat, positions)
 
 
 def bf16_view(optimizer: Any) -> GroupView:
@@ -151,33 +147,6 @@ def bf16_view(optimizer: Any) -> GroupView:
     for number, parameters in enumerate(optimizer.bf16_groups):
         offset = 0
         for parameter in parameters:
-            positions[id(parameter)] = GroupPosition(group=number, offset=offset)
+            positions[id(parameter)] = (number, offset)
             offset += parameter.numel()
-    return _group_view(optimizer, optimizer.fp32_groups_flat_partition, optimizer.bf16_groups_flat, positions)
-
-
-def _group_view(
-    optimizer: Any,
-    flats: Sequence[torch.Tensor],
-    wholes: Sequence[torch.Tensor],
-    positions: Mapping[int, GroupPosition],
-) -> GroupView:
-    """Return the view of an optimizer with this rank's fp32 partitions and the model's whole padded weights."""
-    group = optimizer.real_dp_process_group[0]
-    world_size = dist.get_world_size(group)
-    assert all(other is group for other in optimizer.real_dp_process_group)
-    assert [flat.numel() * world_size for flat in flats] == [whole.numel() for whole in wholes]
-
-    def unlink() -> None:
-        # DeepSpeed links the new moments after the next step.
-        optimizer._hp_optimizer_states_linked = False
-
-    return GroupView(
-        inner=optimizer.optimizer,
-        flats=flats,
-        positions=positions,
-        rank=dist.get_rank(group),
-        world_size=world_size,
-        publish=optimizer.update_lp_params,
-        unlink=unlink,
-    )
+    return GroupView(optimizer, optimizer.fp32_groups_flat_partition, optimizer.bf16_groups_flat, positions)

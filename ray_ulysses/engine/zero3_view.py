@@ -40,8 +40,8 @@ ZERO3_ATTRIBUTES = (
 class Zero3View:
     """The partition view of a ``DeepSpeedZeroOptimizer_Stage3``.
 
-    Args:
-        optimizer: The engine's optimizer.
+    Attributes:
+        resident_groups: Indices of the sub-groups that are in memory at the same time; the same on every rank.
 
     Raises:
         RunError: The DeepSpeed version is not supported.
@@ -69,7 +69,7 @@ class Zero3View:
 
     @property
     def flats(self) -> Sequence[torch.Tensor]:
-        """The fp32 master weights of each sub-group."""
+        """The fp32 master weights of each sub-group; one that is swapped out has no elements in the meantime."""
         flats: Sequence[torch.Tensor] = self._optimizer.fp32_partitioned_groups_flat
         return flats
 
@@ -81,7 +81,7 @@ class Zero3View:
         return Partition(group=group, flat=number, offset=offset, start=start, length=stop - start)
 
     def weights(self, parameter: Any, *, is_writing: bool) -> tuple[int, torch.Tensor]:
-        """Return this rank's partition of a parameter without its padding, to read or to write."""
+        """Return a position and a view of the elements from it: this rank's partition, without its padding."""
         start, stop = _held(parameter)
         return start, parameter.ds_tensor.data.narrow(0, 0, stop - start)
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ray_ulysses.checkpoint.state import ShardedState, StateDescription, StateSource, TensorPart
-from ray_ulysses.engine.partition_view import PartitionView
 from ray_ulysses.engine.state_description import (
     check_same_model,
     describe,
@@ -21,8 +20,13 @@ from ray_ulysses.engine.state_description import (
     restore_groups,
     stored_moments,
 )
-from ray_ulysses.engine.state_parts import rounded_parts, stepped_parts, untrained_parts
-from ray_ulysses.engine.swapped_state import SwappedState
+from ray_ulysses.engine.state_parts import (
+    PartitionView,
+    SwappedState,
+    rounded_parts,
+    stepped_parts,
+    untrained_parts,
+)
 from ray_ulysses.engine.zero3_view import Zero3View
 from ray_ulysses.engine.zero12_view import bf16_view, zero12_view
 from ray_ulysses.errors import RunError, UserError

@@ -73,10 +73,7 @@ class Circulation:
         self._received = torch.empty(send.shape, dtype=send.dtype, device=send.device)
         to, source = (dist.get_global_rank(group, (rank + shift) % size) for shift in (1, -1))
         self._works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, send, to, group, tag),
-                dist.P2POp(dist.irecv, self._received, source, group, tag),
-            ]
+            [dist.P2POp(dist.isend, send, to, group, tag), dist.P2POp(dist.irecv, self._received, source, group, tag)]
         )
 
     def wait(self) -> torch.Tensor:

@@ -65,18 +65,14 @@ class ParallelLayout:
         """Return the index of a rank on its ring."""
         return self.sp_rank(rank) // self.ulysses_size
 
-    def rank_of(self, dp_rank: int, sp_rank: int) -> int:
-        """Return the rank at a position of the mesh."""
-        assert 0 <= dp_rank < self.dp_size and 0 <= sp_rank < self.sp_size
-        return dp_rank * self.sp_size + sp_rank
-
     def sp_groups(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of every ``sp`` group, in the order of ``dp``."""
-        return tuple(tuple(self.rank_of(d, s) for s in range(self.sp_size)) for d in range(self.dp_size))
+        size = self.sp_size
+        return tuple(tuple(range(first, first + size)) for first in range(0, self.world_size, size))
 
     def dp_groups(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of every ``dp`` group, in the order of ``sp``."""
-        return tuple(tuple(self.rank_of(d, s) for d in range(self.dp_size)) for s in range(self.sp_size))
+        return tuple(tuple(range(place, self.world_size, self.sp_size)) for place in range(self.sp_size))
 
     def ulysses_groups(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of every Ulysses group."""

@@ -96,9 +96,5 @@ def _scores(call: KernelCall, block: Block) -> tuple[torch.Tensor, torch.Tensor 
 
 
 MATH = KernelEntry(
-    name="math",
-    needs="nothing",
-    runs_on=lambda device_type: True,
-    refuses=lambda demand: None,
-    kernel=_Math(),
+    name="math", needs="nothing", runs_on=lambda device_type: True, refuses=lambda demand: None, kernel=_Math()
 )

@@ -136,9 +136,5 @@ def _refuses(demand: Demand) -> str | None:
 
 
 SDPA = KernelEntry(
-    name="sdpa",
-    needs="a CPU",
-    runs_on=lambda device_type: device_type == "cpu",
-    refuses=_refuses,
-    kernel=_Sdpa(),
+    name="sdpa", needs="a CPU", runs_on=lambda device_type: device_type == "cpu", refuses=_refuses, kernel=_Sdpa()
 )

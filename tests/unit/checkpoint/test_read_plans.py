@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_ulysses.checkpoint.intervals import Interval, check_cover, partition, plan_reads
-from ray_ulysses.engine.zero12_view import GroupPosition, intersect
+from ray_ulysses.engine.zero12_view import intersect
 from tests.breadth import examples
 
 Sizes = tuple[tuple[int, ...], ...]
@@ -65,8 +65,7 @@ def held(layout: Cut, rank: int, groups: Sizes) -> list[Interval]:
         partition_size = -(-sum(sizes) // alignment) * alignment // layout.world_size
         offset = 0
         for index, size in enumerate(sizes):
-            position = GroupPosition(group=number, offset=offset)
-            part = intersect(position, size, partition_size=partition_size, rank=rank)
+            part = intersect(number, offset, size, partition_size=partition_size, rank=rank)
             assert part.offset + part.length <= partition_size
             intervals.append(Interval(key=f"{number}.{index}", start=part.start, stop=part.start + part.length))
             offset += size

@@ -16,7 +16,8 @@ def test_every_rank_has_one_place_and_every_place_one_rank(sp_size: int, dp_size
     assert layout.dp_size == dp_size
     places = {(layout.dp_rank(rank), layout.sp_rank(rank)) for rank in range(layout.world_size)}
     assert len(places) == layout.world_size
-    assert all(layout.rank_of(layout.dp_rank(rank), layout.sp_rank(rank)) == rank for rank in range(layout.world_size))
+    ranks = range(layout.world_size)
+    assert all(layout.dp_rank(rank) * layout.sp_size + layout.sp_rank(rank) == rank for rank in ranks)
 
 
 @settings(max_examples=examples(50))
