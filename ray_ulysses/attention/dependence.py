@@ -141,13 +141,7 @@ def _numbered(calls: list[ModuleCall]) -> list[tuple[tuple[str, int], ModuleCall
 
 
 def agree(first_BTF: torch.Tensor, second_BTF: torch.Tensor, places: Sequence[Arrangement]) -> bool:
-    """Return whether each pair has the same result in both arrangements.
-
-    Args:
-        first_BTF: Results of the first arrangement, which holds every pair once.
-        second_BTF: Results of the second.
-        places: Both arrangements.
-    """
+    """Return whether each pair has the same result in both arrangements."""
     first, second = places
     if first_BTF.shape[:2] != first.pairs_BT.shape or second_BTF.shape[:2] != second.pairs_BT.shape:
         return False

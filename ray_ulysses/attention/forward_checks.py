@@ -18,13 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_attached(model: nn.Module, attention: Mapping[str, nn.Module], implementation: str) -> None:
-    """Raise if a model no longer uses Ulysses attention and would attend to this rank's slice alone.
-
-    Args:
-        model: The model that ``apply_ulysses`` was given.
-        attention: Its attention modules at that time, by name.
-        implementation: The registered name of Ulysses attention.
-    """
+    """Raise if a model no longer uses Ulysses attention and would attend to this rank's slice alone."""
     for module in attention.values():
         found = getattr(getattr(module, "config", None), "_attn_implementation", implementation)
         if found != implementation:

@@ -23,11 +23,7 @@ class NotAWindow(Exception):
 
 
 def longer_than_any_window(settings: Mapping[str, Any]) -> int:
-    """Return a length of more than twice every integer in a configuration, ignoring those above 16M.
-
-    Args:
-        settings: A configuration as a mapping, nested or not.
-    """
+    """Return a length of more than twice every integer in a configuration, ignoring those above 16M."""
     return 2 * max((one for one in _integers(settings) if one <= _LONGEST), default=0) + 257
 
 

@@ -176,10 +176,6 @@ def use_attention(model: Any, name: str) -> None:
     """Make every existing part of a model call an attention function.
 
     Transformers would warn about each part that is in its configuration but was removed from the model.
-
-    Args:
-        model: A ``PreTrainedModel``, or PEFT's model around it.
-        name: Name of the registered function.
     """
     own = {id(getattr(module, "config", None)) for module in model.modules()}
     parts = [part for part in model.config.sub_configs if id(getattr(model.config, part)) in own]

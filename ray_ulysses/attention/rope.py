@@ -33,12 +33,7 @@ class CurrentBatch:
 
 
 def follow_documents(model: nn.Module, current: CurrentBatch) -> None:
-    """Make every length-dependent rotary module of a model use each document's own length.
-
-    Args:
-        model: A Hugging Face decoder.
-        current: Holds the batch during a forward.
-    """
+    """Make every length-dependent rotary module of a model use each document's own length."""
     for module in model.modules():
         if any(_is_length_dependent(kind) for kind in _rope_types(module)):
             _wrap(module, current)

@@ -103,9 +103,6 @@ def _refuse_unknown_type(kind: object, setting: str) -> None:
 def refuse_no_decoder(hf_config: Any) -> None:
     """Raise if Transformers has no causal language model of a type.
 
-    Args:
-        hf_config: A ``PreTrainedConfig``.
-
     Raises:
         UserError: Names the type.
     """

@@ -141,13 +141,7 @@ def _unannounced() -> Iterator[None]:
 
 
 def find_worst(parts: Sequence[str], errors: Sequence[Sequence[float]], bounds: Sequence[float]) -> list[CheckResult]:
-    """Return the worst error of every quantity over all ranks; NaN counts as infinite.
-
-    Args:
-        parts: Names of the quantities.
-        errors: Per rank, its errors in that order.
-        bounds: Bound of each quantity.
-    """
+    """Return the worst error of every quantity over all ranks; NaN counts as infinite."""
     results = []
     for place, (what, bound) in enumerate(zip(parts, bounds, strict=True)):
         column = [float("inf") if row[place] != row[place] else row[place] for row in errors]

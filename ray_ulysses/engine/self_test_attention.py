@@ -85,12 +85,9 @@ class AttentionSettings:
 
 
 def document_lengths(num_tokens: int) -> tuple[int, ...]:
-    """Return the lengths of a row's documents, with at least a sixteenth of the row as padding.
+    """Return the lengths of the documents of a row of at least 64 tokens, a sixteenth or more of it padding.
 
     There is a long one, which spans several ranks, and one of a single token; no border is a border of slices.
-
-    Args:
-        num_tokens: Tokens of the row, at least 64.
     """
     return (num_tokens // 2 + 1, 1, num_tokens // 8 - 1, num_tokens // 4 + 1)
 

@@ -51,15 +51,7 @@ class StepMeasured:
 def measure_step(
     mesh: SequenceMesh, device: torch.device, settings: ZeroSettings, kernel: KernelName, chunks: int = 1
 ) -> StepMeasured:
-    """Train one step of a tiny decoder and compare its gradients with one process's; every rank must call.
-
-    Args:
-        mesh: The run's mesh, whose ``sp`` groups are contiguous ranks.
-        device: The run's device.
-        settings: The run's engine settings.
-        kernel: The run's kernel.
-        chunks: Number of parts in which the KV heads are exchanged.
-    """
+    """Train one step of a tiny decoder and compare its gradients with one process's; every rank must call."""
     dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
     accumulation = min(settings.accumulation, _MOST_ACCUMULATION)
     sp_first = dist.get_global_rank(mesh.group("sp"), 0)

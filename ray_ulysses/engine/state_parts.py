@@ -55,14 +55,7 @@ def buffers(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def stepped_parts(
     engine: Any, view: PartitionView, group: Sequence[int], moments: Sequence[str]
 ) -> Iterator[TensorPart]:
-    """Yield the master weights and moments that this rank's optimizer updates, of one resident group.
-
-    Args:
-        engine: The engine.
-        view: Its partition view.
-        group: Indices of the flat tensors, which are in memory.
-        moments: Names of the optimizer's state tensors.
-    """
+    """Yield the master weights and moments that this rank's optimizer updates, of one resident group."""
     for name, parameter in trainable(engine):
         part = view.partition_of(parameter)
         if part.length and part.flat in group:

@@ -70,11 +70,6 @@ def model_without_data(hf_config: Any, part: Part, tensors: Mapping[str, FileTen
     """Return the model that ``from_pretrained`` builds from a directory's tensors, whole and on the meta device.
 
     It records how the names in the files were converted, so that ``save_pretrained`` can revert it.
-
-    Args:
-        hf_config: The model's ``PreTrainedConfig``; not changed.
-        part: The part of the model that is trained.
-        tensors: The tensors in the files.
     """
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
     kind = model_class(hf_config, part)._model_mapping[type(hf_config)]

@@ -55,11 +55,7 @@ def _is_multimodal(hf_config: Any) -> bool:
 
 
 def text_fields(hf_config: Any) -> dict[str, Any]:
-    """Return the configuration of a multimodal model's decoder, with the defaults of its type.
-
-    Args:
-        hf_config: The whole model's ``PreTrainedConfig``.
-    """
+    """Return the configuration of a multimodal model's decoder, with the defaults of its type."""
     fields: dict[str, Any] = hf_config.get_text_config(decoder=True).to_dict()
     # The output head, and the setting that ties it, belong to the whole model.
     return fields | {"tie_word_embeddings": bool(getattr(hf_config, "tie_word_embeddings", False))}
@@ -67,9 +63,6 @@ def text_fields(hf_config: Any) -> dict[str, Any]:
 
 def keep_text_part(model: Any) -> None:
     """Remove everything but the text decoder and the output head from a multimodal model.
-
-    Args:
-        model: A ``PreTrainedModel`` on any device; removed parts are freed.
 
     Raises:
         UserError: The model does not name its decoder and head.

@@ -104,7 +104,7 @@ def test_a_configuration_of_older_files_with_its_sizes_at_the_top_is_told_of_mod
 def test_a_model_of_text_only_has_no_text_part(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
     for refused in (check_architecture, model_shape, build_model):
-        with pytest.raises(UserError, match=r"model\.part=text: .*'llama' has no text .*; leave model\.part out"):
+        with pytest.raises(UserError, match=r"model\.part=text: .*'llama' is not multimodal; leave model\.part out"):
             refused(config_of(tmp_path))
 
 
