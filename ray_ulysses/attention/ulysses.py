@@ -152,6 +152,9 @@ def context_maker(mesh: SequenceMesh, attention: KernelName, chunks: int) -> Cal
 def settle_window(module: nn.Module, window: int | None) -> None:
     """Set an attention module's window, before any forward, compiled or not.
 
+    :func:`apply_ulysses` takes it from the mask that Transformers builds for the module. Some models do not pass their
+    window to attention, and others pass one that their mask does not have.
+
     Args:
         module: The module that Transformers' interface passes to :func:`ulysses_attention`.
         window: Number of tokens of its document that a token sees, including itself; ``None`` for all.
@@ -191,13 +194,11 @@ def ulysses_attention(
     Args:
         module: The attention module.
         query_BHLD: Queries of this rank's slice, rotary embedding applied.
-        key_BKLD: Keys of the slice.
-        value_BKLE: Values of the slice.
+        key_BKLD, value_BKLE: Keys and values of the slice.
         attention_mask: Must be ``None``: the batch's tables separate documents.
         scaling: Factor on the scores; ``D ** -0.5`` if ``None``.
         dropout: Must be 0.
-        sliding_window: Ignored: :func:`apply_ulysses` takes the window from the mask that Transformers builds for the
-            module. Some models do not pass their window, and others pass one that their mask does not have.
+        sliding_window: Ignored, since not all models pass that of their mask; see :func:`settle_window`.
         softcap: ``c`` of ``c * tanh(score / c)``.
         s_aux: ``[H]``: attention sinks, one score per head that takes part in the softmax and has no value.
         **kwargs: Must hold the :class:`AttentionContext`; any option that would change attention is refused.
@@ -210,9 +211,8 @@ def ulysses_attention(
     assert isinstance(context, AttentionContext)
     query_BHLD, key_BKLD, value_BKLE = _in_autocast_dtype(query_BHLD, key_BKLD, value_BKLE)
     _check_tensors(module, context, query_BHLD, key_BKLD, value_BKLE)
-    num_heads, num_kv_heads, head_size, value_size = heads = [
-        query_BHLD.shape[1], key_BKLD.shape[1], query_BHLD.shape[3], value_BKLE.shape[3]
-    ]  # fmt: skip
+    num_heads, num_kv_heads = query_BHLD.shape[1], key_BKLD.shape[1]
+    head_size, value_size = query_BHLD.shape[3], value_BKLE.shape[3]
     window = getattr(module, _SETTLED_WINDOW)
     if not torch.compiler.is_compiling():
         context.announce(demand_of(query_BHLD, head_size, value_size, window != 0, softcap is not None))
@@ -225,7 +225,7 @@ def ulysses_attention(
         cu_seqlens=tables.spans.cu_seqlens,
         borders=tables.borders,
         rectangles=tables.rectangles,
-        heads=heads,
+        heads=[num_heads, num_kv_heads, head_size, value_size],
         scale=head_size**-0.5 if scaling is None else float(scaling),
         window=window,
         softcap=softcap or 0.0,
