@@ -194,7 +194,8 @@ def ulysses_attention(
     Args:
         module: The attention module.
         query_BHLD: Queries of this rank's slice, rotary embedding applied.
-        key_BKLD, value_BKLE: Keys and values of the slice.
+        key_BKLD: Keys of the slice.
+        value_BKLE: Values of the slice.
         attention_mask: Must be ``None``: the batch's tables separate documents.
         scaling: Factor on the scores; ``D ** -0.5`` if ``None``.
         dropout: Must be 0.
@@ -206,9 +207,7 @@ def ulysses_attention(
     Returns:
         ``[B, L, H, E]`` and ``None`` for the weights.
     """
-    context = kwargs.pop(MODEL_INPUT, None)
-    _check_call(module, context, attention_mask, dropout, kwargs)
-    assert isinstance(context, AttentionContext)
+    context = _checked(module, kwargs.pop(MODEL_INPUT, None), attention_mask, dropout, kwargs)
     query_BHLD, key_BKLD, value_BKLE = _in_autocast_dtype(query_BHLD, key_BKLD, value_BKLE)
     _check_tensors(module, context, query_BHLD, key_BKLD, value_BKLE)
     num_heads, num_kv_heads = query_BHLD.shape[1], key_BKLD.shape[1]
@@ -264,9 +263,10 @@ def _attend(
     return scatter_heads(out_BShE, num_heads, qkv_BHLD[1].shape[1], settings.ulysses)
 
 
-def _check_call(
+def _checked(
     module: nn.Module, context: object, attention_mask: torch.Tensor | None, dropout: float, kwargs: dict[str, Any]
-) -> None:
+) -> AttentionContext:
+    """Return the context of a call, which must hold nothing else that would change attention."""
     name = type(module).__name__
     if not isinstance(context, AttentionContext):
         raise UserError(
@@ -286,6 +286,7 @@ def _check_call(
             f"{name} was not in the model when apply_ulysses inspected it, so its window is not known; call "
             "apply_ulysses after the model's modules are changed"
         )
+    return context
 
 
 def _check_tensors(
