@@ -1,1 +1,1 @@
-"""What a run will take and do, said before a worker starts: pure arithmetic on the configuration and the data plan."""
+"""Predicts the memory, cost and problems of a run before any worker starts, from its configuration and data plan."""

@@ -45,7 +45,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _AttentionSplit:
-    """How attention is divided among ranks, and what of it is kept."""
+    """The sharding of attention, and what of it is kept."""
 
     ulysses_size: int
     ring_size: int

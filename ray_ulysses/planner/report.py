@@ -34,7 +34,7 @@ _MOST_DP_SIZES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutFacts:
-    """How workers share rows.
+    """The layout of the workers.
 
     Attributes:
         world_size: Workers.

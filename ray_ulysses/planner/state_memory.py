@@ -23,7 +23,7 @@ _MOMENTS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSharing:
-    """How a run divides its state among ranks.
+    """The sharding of a run's state.
 
     Attributes:
         stage: ZeRO stage.
@@ -41,7 +41,7 @@ class StateSharing:
 
     @property
     def is_fp32(self) -> bool:
-        """Whether the model computes in fp32."""
+        """True if the model computes in fp32."""
         return self.value_bytes == FP32_BYTES
 
     def shard(self, shape: ModelShape) -> int:

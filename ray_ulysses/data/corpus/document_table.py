@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,8 +40,7 @@ class DocumentSource(NamedTuple):
     id: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DocumentPlace:
+class DocumentPlace(NamedTuple):
     """The place of a document's tokens: its shard, its first chunk row there, and the number of tokens."""
 
     shard: int
@@ -72,8 +70,7 @@ class DocumentTable:
         """Return the place of a document's tokens."""
         group, row = self._places.group_of(document)
         table = self._places.group(group)
-        shard, first_row, length = (table.column(name)[row].as_py() for name in _PLACE_COLUMNS)
-        return DocumentPlace(shard=shard, first_row=first_row, length=length)
+        return DocumentPlace(*(table.column(name)[row].as_py() for name in _PLACE_COLUMNS))
 
     def source(self, document: int) -> DocumentSource:
         """Return the origin of a document."""

@@ -18,7 +18,7 @@ _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
 
 SPLIT, TRUNCATE, DROP, ERROR = range(4)
-"""How overlong documents are handled, in the order of `Overlong`."""
+"""Handling of overlong documents, in the order of `Overlong`."""
 
 SPLITS, TRUNCATED, DROPPED, LOST, REFUSED = range(5)
 """Indexes of the counters."""

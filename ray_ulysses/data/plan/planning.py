@@ -48,7 +48,7 @@ class PlanInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Remainder:
-    """What is left of an epoch when a plan is branched.
+    """The untrained remainder of an epoch when a plan is branched.
 
     Attributes:
         branch: Where the new segment begins.
