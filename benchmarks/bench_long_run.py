@@ -34,7 +34,7 @@ PARTS = ("inspect", "json", "progress", "resume", "inventory", "checkpoints", "r
 
 def write_journal(run_dir: Path, num_steps: int, num_checkpoints: int) -> dict[str, int]:
     """Write the journal of one attempt."""
-    from ray_ulysses.tracking.line_checksum import with_checksum
+    from ray_ulysses.tracking.journal_lines import with_checksum
 
     drawn = random.Random(0)
     path = run_dir / "journal/attempt-0001.jsonl"

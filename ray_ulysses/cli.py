@@ -240,20 +240,20 @@ def inspect(
     elif to_verify is not None:
         _verify_checkpoint(run, to_verify, as_json)
     else:
-        from ray_ulysses.forensics.checkpoint_place import read_run
-        from ray_ulysses.forensics.lineage import read_lineage
+        from ray_ulysses.forensics.plan_history import read_plan_history
+        from ray_ulysses.forensics.run_storage import read_run
         from ray_ulysses.views.inspect import history_json, render_history
 
-        history, lineage = read_run(run), read_lineage(run)
-        for text in history_json(history, lineage) if as_json else (render_history(history, lineage), "\n"):
+        history, plan_history = read_run(run), read_plan_history(run)
+        for text in history_json(history, plan_history) if as_json else (render_history(history, plan_history), "\n"):
             typer.echo(text, nl=False)
 
 
 def _inspect_row(run: Path, row: int, corpora: tuple[Path, ...], text: TextMode, as_json: bool) -> None:
-    from ray_ulysses.forensics.row import look_at_row
+    from ray_ulysses.forensics.row import report_row
     from ray_ulysses.views.inspect_row import render_row
 
-    report = look_at_row(run, row, corpora=corpora, text=text)
+    report = report_row(run, row, corpora=corpora, text=text)
     typer.echo(json.dumps(report.to_json(), indent=2) if as_json else render_row(report))
 
 

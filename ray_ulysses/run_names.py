@@ -60,7 +60,7 @@ MANIFEST_FILE = "manifest.json"
 _STEP = rf"{CHECKPOINT_FOLDER}/step-(?P<step>\d{{8,}})"
 _ATTEMPT = r"attempt-(?P<attempt>\d{4,})"
 
-SEGMENT_NAME = re.compile(rf"^{_ATTEMPT}(?:\.(?P<writer>[A-Za-z0-9_-]+))?\.jsonl$")
+JOURNAL_FILE_NAME = re.compile(rf"^{_ATTEMPT}(?:\.(?P<writer>[A-Za-z0-9_-]+))?\.jsonl$")
 """A file in the journal's folder."""
 ATTEMPT_KEY = re.compile(rf"^{ATTEMPT_FOLDER}/(?P<attempt>\d{{4,}})\.(?:claimed|from-(?P<step>\d{{8,}}))$")
 """A key that records an attempt in the store of the checkpoints."""
@@ -76,10 +76,10 @@ STEP_LOCATION = re.compile(rf"^(?P<run>.+)/{_STEP}/?(?P<options>\?.*)?$")
 """The path or URI of a checkpoint, as MLflow shows it."""
 
 
-def segment_name(attempt: int, writer: str | None = None) -> str:
-    """Return the name of an attempt's journal; of the first writer's, or of another writer's beside it."""
+def journal_file_name(attempt: int, writer: str | None = None) -> str:
+    """Return the name of an attempt's main journal file, or of another writer's file beside it."""
     name = f"attempt-{attempt:04d}{'' if writer is None else f'.{writer}'}.jsonl"
-    assert SEGMENT_NAME.match(name), f"{writer!r} is no name for a journal segment"
+    assert JOURNAL_FILE_NAME.match(name), f"{writer!r} is not a name for a journal file"
     return name
 
 

@@ -92,17 +92,17 @@ MUTANTS = (
     ),
     Mutant(
         name="the whole's second copy of a tied head left as it was",
-        file="ray_ulysses/export/into_whole.py",
+        file="ray_ulysses/export/decoder_merge.py",
         old="        if there in tensors:\n",
         new="        if there not in tensors:\n",
-        killer="tests/unit/export/test_into_whole.py::test_a_tied_head_that_is_stored_as_well_is_new_in_both_places",
+        killer="tests/unit/export/test_decoder_merge.py::test_a_tied_head_that_is_stored_as_well_is_new_in_both_places",
     ),
     Mutant(
         name="a decoder's tensors written from the front of the whole's file",
-        file="ray_ulysses/export/into_whole.py",
+        file="ray_ulysses/export/decoder_merge.py",
         old="stream.seek(offset)",
         new="stream.seek(0)",
-        killer="tests/unit/export/test_into_whole.py::test_the_decoder_is_new_and_all_else_is_as_it_was[qwen2_vl]",
+        killer="tests/unit/export/test_decoder_merge.py::test_the_decoder_is_new_and_all_else_is_as_it_was[qwen2_vl]",
     ),
     Mutant(
         name="gradient x sp, pure",

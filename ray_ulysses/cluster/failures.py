@@ -46,9 +46,9 @@ from ray_ulysses.run.completion import settle_failed
 from ray_ulysses.run.planning import known_step
 from ray_ulysses.run.takeover import is_taken_over
 from ray_ulysses.tracking.events import AttemptEnded, StartFailed
-from ray_ulysses.tracking.failures import failure_in_words, failures_of, newest_attempt, tell_failure
+from ray_ulysses.tracking.failures import command_failures, describe_failure, newest_attempt, record_failure
 from ray_ulysses.tracking.journal import attempt_numbers
-from ray_ulysses.tracking.journal_reader import read_beside
+from ray_ulysses.tracking.journal_reader import read_side_files
 
 if TYPE_CHECKING:
     from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus
@@ -179,17 +179,17 @@ class FailureBook:
             restarts=not cause.is_final and (number is None or number <= elastic.max_failures),
         )
         try:
-            tell_failure(run_dir, failure, writer=self.writer)
+            record_failure(run_dir, failure, writer=self.writer)
         except OSError as error:
-            _log.warning("a failure could not be recorded in the journal (%s): %s", error, failure_in_words(failure))
+            _log.warning("a failure could not be recorded in the journal (%s): %s", error, describe_failure(failure))
         return failure
 
     def failures(self) -> list[AttemptEnded | StartFailed]:
         """Return the command's failures so far."""
-        return failures_of(read_beside(self.config.run_dir), self.session)
+        return command_failures(read_side_files(self.config.run_dir), self.session)
 
     def _is_recorded(self, attempt: int) -> bool:
-        events = read_beside(self.config.run_dir)
+        events = read_side_files(self.config.run_dir)
         return any(isinstance(event, AttemptEnded) and event.attempt == attempt for event in events)
 
 
@@ -350,7 +350,7 @@ def settle_failure(book: FailureBook) -> None:
 def failure_text(config: Config, failure: EndEvent, logs: str | None) -> str:
     """Return the final message of a failed run: what happened, what to do, and how to continue."""
     where = f"; node {failure.node}" if failure.node else ""
-    lines = [f"run {config.run.name!r} failed: {failure_in_words(failure)}{where}"]
+    lines = [f"run {config.run.name!r} failed: {describe_failure(failure)}{where}"]
     lines.append(f"{failure.hint}; logs of the workers: {logs}" if logs else failure.hint)
     step = "its newest one" if failure.committed_step is None else f"step {failure.committed_step:,}"
     lines.append(f"everything committed in {config.run_dir} is kept; the same command resumes from {step}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ray_ulysses.errors import INTERRUPTED
 from ray_ulysses.run.requests import request_save, request_stop
 from ray_ulysses.tracking.events import STOP_REASONS, AttemptEnded, AttemptStarted
-from ray_ulysses.tracking.step_runs import StepRun
+from ray_ulysses.tracking.step_groups import StepGroup
 from ray_ulysses.views.journal_tail import JournalTail
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class UnsavedSteps:
         for event in self._tail.poll():
             if isinstance(event, AttemptStarted):
                 self._state = "none"
-            elif isinstance(event, StepRun):
+            elif isinstance(event, StepGroup):
                 self._state = "trained"
             elif isinstance(event, AttemptEnded):
                 # An attempt that ended well has saved, and its workers end by themselves.

@@ -1,4 +1,4 @@
-"""What the exported directory says of the model beside its weights: config.json and generation_config.json."""
+"""Builds config.json and generation_config.json of an exported model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ray_ulysses.export.request import WeightType
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
 
-# What a class of Transformers gives where a configuration leaves it out belongs to another tokenizer.
+# The defaults of a Transformers class belong to another tokenizer.
 _TOKEN_SETTINGS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -25,8 +25,8 @@ class Architecture:
     """A run's model without its weights.
 
     Attributes:
-        model: The model on the meta device, where it takes no memory; its configuration is what config.json gets.
-        generation: What generation_config.json gets; None where the model can't generate.
+        model: The model on the meta device; its configuration becomes config.json.
+        generation: Content of generation_config.json; None if the model can't generate.
     """
 
     model: Any
@@ -34,22 +34,22 @@ class Architecture:
 
     @property
     def class_name(self) -> str:
-        """Return the class of Transformers that it is."""
+        """Return the name of its Transformers class."""
         return type(self.model).__name__
 
     @property
     def vocab_size(self) -> int:
-        """Return how many tokens it knows."""
+        """Return the size of its vocabulary."""
         return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
     @property
     def max_positions(self) -> int | None:
-        """Return ``max_position_embeddings``, where it has one."""
+        """Return ``max_position_embeddings``, or None."""
         return getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
     @property
     def rope(self) -> str:
-        """Return its rotary embedding in words; empty where it has none, or each kind of layer has its own."""
+        """Return its rotary embedding in words; empty if it has none, or several for different layers."""
         settings = getattr(self.model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
         kind = settings.get("rope_type", "default")
         if "rope_theta" not in settings:
@@ -69,13 +69,12 @@ class Architecture:
 def describe(config: Config, weights: WeightType, end_tokens: Sequence[int] = ()) -> Architecture:
     """Return a run's model without its weights.
 
-    Rotary scaling and ``max_position_embeddings`` stay as the run trained with them.
+    Rotary scaling and ``max_position_embeddings`` are those of the training.
 
     Args:
         config: The run's configuration.
         weights: Precision of the exported weights.
-        end_tokens: The tokens that end a text, as the run's corpora and the exported tokenizer say; empty where neither
-            is known.
+        end_tokens: The tokens that end a text in the run's corpora or the exported tokenizer; empty if unknown.
 
     Raises:
         UserError: The model's configuration can't be read.
@@ -98,13 +97,13 @@ def describe(config: Config, weights: WeightType, end_tokens: Sequence[int] = ()
 
 
 def with_older_names(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json that tools of before Transformers 5 read rightly as well (pure).
+    """Return a config.json that tools older than Transformers 5 also read correctly (pure).
 
-    They look for ``torch_dtype``, ``rope_theta`` and ``rope_scaling``, and take their defaults in silence where those
-    are missing: another model. Transformers 5 gives its own names precedence.
+    They read ``torch_dtype``, ``rope_theta`` and ``rope_scaling``, and silently use defaults if those are missing.
+    Transformers 5 gives its own names precedence.
 
     Args:
-        fields: As Transformers 5 writes it.
+        fields: The configuration as written by Transformers 5.
     """
     older: dict[str, Any] = {"torch_dtype": fields["dtype"]}
     rope = fields.get("rope_parameters")
@@ -118,7 +117,7 @@ def with_older_names(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _generation(config: Config, model: Any, end_tokens: Sequence[int]) -> dict[str, Any]:
-    """Return how to generate: as the base model says, and until a token that ends a text."""
+    """Return the generation settings of the base model, extended by the tokens that end a text."""
     from transformers import GenerationConfig
 
     found = None
@@ -126,7 +125,7 @@ def _generation(config: Config, model: Any, end_tokens: Sequence[int]) -> dict[s
         try:
             found = GenerationConfig.from_pretrained(str(config.model.path))
         except (OSError, ValueError):
-            # Many models have none; it is then made from their configuration, as Transformers does.
+            # Many models have none; it is then derived from their configuration, as in Transformers.
             found = None
     found = GenerationConfig.from_model_config(model.config) if found is None else found
     fields: dict[str, Any] = json.loads(found.to_json_string(use_diff=True))
@@ -135,7 +134,7 @@ def _generation(config: Config, model: Any, end_tokens: Sequence[int]) -> dict[s
 
 
 def merged_ends(known: int | list[int] | None, trained: Sequence[int]) -> int | list[int] | None:
-    """Return the tokens that end a text: those of the base model, and before them those trained with (pure)."""
+    """Return the tokens that end a text: those of the training, then those of the base model (pure)."""
     ends = [known] if isinstance(known, int) else list(known or ())
     ends = [*(token for token in trained if token not in ends), *ends]
     return ends[0] if len(ends) == 1 else (ends or None)

@@ -1,4 +1,4 @@
-"""The model card of an exported directory: which run, which step, which data, and how to load it; pure."""
+"""Renders the model card of an exported directory (pure)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _FRONT = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\
 
 def model_card(report: ExportReport) -> bytes:
     """Return README.md."""
-    checked = "It was not held against the live model (`--no-check`)."
+    checked = "It was not compared with the live model (`--no-check`)."
     if report.check is not None:
-        checked = f"It was loaded and held against the live model: {report.check.words}."
+        checked = f"It was loaded and compared with the live model: {report.check.words}."
     rows = [
         ("run", f"`{report.run}`, attempt {report.attempt}"),
         ("step", f"{report.step:,}"),
@@ -51,7 +51,7 @@ def model_card(report: ExportReport) -> bytes:
 
 
 def context_words(report: ExportReport) -> str:
-    """Return what the model was trained on and what its configuration allows."""
+    """Return the context of the training and that of the configuration in words."""
     words = f"rows of up to {report.context_tokens:,} tokens"
     if report.max_positions is not None:
         words += f"; max_position_embeddings {report.max_positions:,}"
@@ -61,7 +61,7 @@ def context_words(report: ExportReport) -> str:
 
 
 def python_lines(report: ExportReport, path: str) -> list[str]:
-    """Return the lines of Python that load a directory."""
+    """Return the Python lines that load a directory."""
     classes, quoted = report.loaded_with, json.dumps(path, ensure_ascii=False)
     lines = [f'model = {report.loaded_with}.from_pretrained({quoted}, dtype="auto")']
     if report.has_tokenizer:

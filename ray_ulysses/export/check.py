@@ -1,10 +1,9 @@
-"""Holds an exported directory against the live model: the same tokens must give the same logits.
+"""Compares an exported directory with the live model: the same tokens must give the same logits.
 
-The live model is built as the run builds it, filled from the checkpoint by the names that its parameters have there,
-and attends through Ulysses over both documents in one row. The exported one is what `from_pretrained` makes of the
-directory, with Transformers' own attention, one document at a time. Both compute in fp32 on the host, from weights that
-were rounded as they are published: what is left between them is the order of additions, and the bound is that of fp32
-whatever the weights' type. One of them is in memory at a time.
+The live model is built as in training, filled from the checkpoint by parameter names, and attends through Ulysses over
+both documents in one row. The exported model is loaded by `from_pretrained`, with Transformers' own attention, one
+document at a time. Both compute in fp32 on the host from the published (rounded) weights, so that only the order of
+additions differs, and the bound is that of fp32 for any type of weights. Only one of them is in memory at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ray_ulysses.engine.text_part import Part, auto_class
 from ray_ulysses.errors import RunError
 from ray_ulysses.export.report import CheckResult
 from ray_ulysses.export.sample import Sample
-from ray_ulysses.export.stream import Stretch, Weights
+from ray_ulysses.export.stream import ElementRange, WeightReader
 from ray_ulysses.export.tensors import Stored
 from ray_ulysses.parallel.mesh import SequenceMesh
 
@@ -39,10 +38,10 @@ _MEMORY_FILE = Path("/proc/meminfo")
 
 
 def refuse_small_memory(num_parameters: int) -> None:
-    """Refuse the check where the machine can't hold the model in fp32; does nothing where that can't be known.
+    """Refuse the check if the model does not fit into memory in fp32; does nothing if the free memory is unknown.
 
     Raises:
-        RunError: It can't.
+        RunError: It does not fit.
     """
     try:
         lines = dict(line.split(":", 1) for line in _MEMORY_FILE.read_text().splitlines())
@@ -62,7 +61,7 @@ def check_export(
     config: Config,
     model_config: Mapping[str, Any],
     stored: Mapping[str, Stored],
-    weights: Weights,
+    weights: WeightReader,
     sample: Sample,
 ) -> CheckResult:
     """Compare the logits of an exported directory with those of the live model.
@@ -70,16 +69,16 @@ def check_export(
     Args:
         folder: The exported directory.
         config: The run's configuration.
-        model_config: The model's, as a mapping with ``model_type``.
-        stored: Where each tensor of the model lies, by its name in it.
+        model_config: The model's configuration, a mapping with ``model_type``.
+        stored: The place of each tensor in the checkpoint, by its name in the model.
         weights: Reads them.
-        sample: What both are given.
+        sample: The tokens that both models receive.
 
     Raises:
-        RunError: The directory can't be loaded whole, or the live model has diverged.
+        RunError: The directory can't be loaded completely, or the live model has diverged.
     """
     live = _live_logits(config, model_config, stored, weights, sample)
-    # Hooks and modules hold one another: without this the live model would stay beside the exported one.
+    # Hooks and modules refer to one another: without this the live model would stay in memory.
     gc.collect()
     exported = _exported_logits(folder, config.model.part, sample)
     if live.shape != exported.shape:
@@ -98,15 +97,15 @@ def check_export(
 
 @torch.no_grad()
 def _live_logits(
-    config: Config, model_config: Mapping[str, Any], stored: Mapping[str, Stored], weights: Weights, sample: Sample
+    config: Config, model_config: Mapping[str, Any], stored: Mapping[str, Stored], weights: WeightReader, sample: Sample
 ) -> torch.Tensor:
-    """Return ``[T, V]``: the logits of all documents, one after the other."""
+    """Return the logits of all documents, concatenated, of shape ``[T, V]``."""
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
-        # Every weight is filled from the checkpoint: nothing is drawn, and the base model is not read.
+        # Every weight is filled from the checkpoint: nothing is initialized, and the base model is not read.
         model: Any = build_model(_filled_config(config, model_config))
-    # Transformers 5.23 ties in the same function that draws.
+    # Transformers 5.23 ties weights in the function that initializes them.
     model.tie_weights()
     not_finite = _fill(model, stored, weights)
     mesh = SequenceMesh.from_group(None)
@@ -121,7 +120,7 @@ def _live_logits(
 
 
 def _diverged(not_finite: Sequence[str]) -> RunError:
-    """Return the error for a model whose logits are no numbers: nothing equals them, not even they themselves."""
+    """Return the error for a model whose logits are not finite, and so can't be compared."""
     where = f"nor {len(not_finite)} of its weights ({not_finite[0]})" if not_finite else "though its weights are"
     return RunError(
         f"the export failed its check: the live model's logits are not finite, {where}: the run had diverged by that "
@@ -135,22 +134,22 @@ def _filled_config(config: Config, model_config: Mapping[str, Any]) -> Config:
     return config.model_copy(update={"model": model, "memory": memory})
 
 
-def _fill(model: Any, stored: Mapping[str, Stored], weights: Weights) -> list[str]:
-    """Fill a model's tensors; those that share memory with another were stored once.
+def _fill(model: Any, stored: Mapping[str, Stored], weights: WeightReader) -> list[str]:
+    """Fill a model's tensors; tied tensors are stored once.
 
     Returns:
-        The names of those weights that are not finite.
+        The names of the weights that are not finite.
     """
     targets: dict[str, torch.Tensor] = model.state_dict()
     by_key = {place.key: targets[name] for name, place in stored.items()}
     not_finite: dict[str, None] = {}
-    stretches = [Stretch(stored=place, start=0, stop=targets[name].numel()) for name, place in stored.items()]
-    for stretch, values in weights.read_ahead(stretches):
-        target = by_key[stretch.stored.key]
-        assert target.is_contiguous(), f"{stretch.stored.key} is not contiguous in the model"
-        target.view(-1)[stretch.start : stretch.stop].copy_(values)
-        # A buffer may hold infinities: a mask does.
-        kind, name = stretch.stored.key.split("/", 1)
+    ranges = [ElementRange(stored=place, start=0, stop=targets[name].numel()) for name, place in stored.items()]
+    for part, values in weights.read_ahead(ranges):
+        target = by_key[part.stored.key]
+        assert target.is_contiguous(), f"{part.stored.key} is not contiguous in the model"
+        target.view(-1)[part.start : part.stop].copy_(values)
+        # A buffer may hold infinities, as a mask does.
+        kind, name = part.stored.key.split("/", 1)
         if kind != "buffer" and not bool(values.isfinite().all()):
             not_finite[name] = None
     return list(not_finite)
@@ -158,7 +157,7 @@ def _fill(model: Any, stored: Mapping[str, Stored], weights: Weights) -> list[st
 
 @torch.no_grad()
 def _exported_logits(folder: Path, part: Part, sample: Sample) -> torch.Tensor:
-    """Return ``[T, V]``: the logits of all documents, one after the other."""
+    """Return the logits of all documents, concatenated, of shape ``[T, V]``."""
     try:
         with without_progress_bar():
             loaded: Any = auto_class(part).from_pretrained(

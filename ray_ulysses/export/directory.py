@@ -1,4 +1,4 @@
-"""The exported directory appears whole or not at all: it is written beside its place and renamed last."""
+"""Publishes an exported directory atomically: it is written beside its final path and renamed at the end."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from ray_ulysses.storage.file_lock import lock_file
 
 _LOCK_FILE = ".exporting"
 _MOST_NAMED = 3
-# The model card, the record, and what a file system needs beside the bytes of a file.
+# For the model card, the record, and the overhead of the file system.
 _LEAST_SPARE_BYTES = 2**20
 _SPARE_SHARE = 128
 
 
 def refuse_place(out: Path, own: Sequence[Path], exports: Path) -> None:
-    """Refuse to publish among a run's own files, which the run deletes when it needs them no more.
+    """Refuse to publish among a run's own files, some of which the run deletes.
 
     Args:
         out: The directory to publish.
-        own: Directories whose content is the run's.
-        exports: The one in which exports may lie nevertheless.
+        own: Directories of the run.
+        exports: The folder in which exports are allowed nevertheless.
 
     Raises:
-        UserError: It lies in one of them.
+        UserError: ``out`` is in one of the run's directories.
     """
     place = _real(out)
     if _real(exports) in place.parents:
@@ -40,31 +40,31 @@ def refuse_place(out: Path, own: Sequence[Path], exports: Path) -> None:
     for directory in own:
         if _real(directory) in (place, *place.parents):
             raise UserError(
-                f"--out={str(out)!r}: lies in {directory}, where the run keeps, and deletes, files of its own; give a "
+                f"--out={str(out)!r}: is in {directory}, where the run keeps and deletes its own files; give a "
                 f"directory below {exports}, or elsewhere"
             )
 
 
 def already_exported(out: Path, identity: Identity, *, overwrite: bool) -> Record | None:
-    """Return the record of an export that is there already, so that nothing is left to do.
+    """Return the record of an identical export in a directory.
 
     Args:
         out: The directory to publish.
-        identity: What is to be exported.
+        identity: Identity of the new export.
         overwrite: Whether another export may be replaced.
 
     Returns:
-        None where ``out`` is free, or may be replaced.
+        None if ``out`` is free, or may be replaced.
 
     Raises:
-        UserError: Something else is there.
-        RunError: It can't be looked into.
+        UserError: ``out`` holds something else.
+        RunError: It can't be read.
     """
     try:
         return _already_exported(out, identity, overwrite)
     except OSError as error:
         raise RunError(
-            f"--out={str(out)!r}: can't be looked into ({error.strerror or error}); give another directory"
+            f"--out={str(out)!r}: can't be read ({error.strerror or error}); give another directory"
         ) from error
 
 
@@ -78,8 +78,8 @@ def _already_exported(out: Path, identity: Identity, overwrite: bool) -> Record 
     there = read_existing(out)
     if there is None:
         raise UserError(
-            f"--out={str(out)!r}: holds something that is no export of ray-ulysses, which is never overwritten; give "
-            "another directory, or empty it"
+            f"--out={str(out)!r}: holds something that is not an export of ray-ulysses, which is never overwritten; "
+            "give another directory, or empty it"
         )
     if overwrite:
         others = _not_exported(out, there)
@@ -104,28 +104,28 @@ def _missing(out: Path, files: Mapping[str, int]) -> list[str]:
 
 
 def _not_exported(out: Path, there: Existing) -> str:
-    """Return in words what lies in an exported directory and was not exported; empty where nothing does."""
+    """Return in words which files of an exported directory were not exported; empty if all were."""
     own = {*there.files, RECORD_FILE, _LOCK_FILE}
     others = sorted(path.name for path in out.iterdir() if path.name not in own)
     if not others:
         return ""
     more = f" and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
-    return f"holds what no export wrote ({', '.join(others[:_MOST_NAMED])}{more}), which is never overwritten"
+    return f"holds files that were not exported ({', '.join(others[:_MOST_NAMED])}{more}), which are never overwritten"
 
 
 @contextlib.contextmanager
 def unpublished(out: Path, num_bytes: int) -> Iterator[Path]:
-    """Give a directory to write to that is published as ``out`` when the block ends well, and else is gone.
+    """Yield a temporary directory, which becomes ``out`` if the block succeeds and is deleted otherwise.
 
-    What an export that was killed has left is cleaned first. One that is still going on is not disturbed.
+    Leftovers of killed exports are deleted first; a running export is not disturbed.
 
     Args:
         out: The directory to publish; empty, absent, or an export to replace.
-        num_bytes: What will be written, so that too small a disk is refused before.
+        num_bytes: Bytes that will be written, for a check of the free space.
 
     Raises:
-        RunError: The disk is too small, or can't be written, another process exports to the same place, or what is
-            there by now is not only an export.
+        RunError: The disk is too small or can't be written, another process exports to ``out``, or ``out`` now holds
+            other files.
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +158,7 @@ def unpublished(out: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def _real(path: Path) -> Path:
-    # Not `Path.resolve`, which raises for a circle of links.
+    # Not `Path.resolve`, which raises for circular links.
     return Path(os.path.realpath(path))
 
 
@@ -167,7 +167,7 @@ def _prefix(out: Path) -> str:
 
 
 def _sweep(out: Path) -> None:
-    """Delete what dead exports to the same place have left."""
+    """Delete the leftovers of dead exports to the same directory."""
     for leftover in out.parent.glob(f"{glob.escape(_prefix(out))}*"):
         try:
             descriptor = lock_file(leftover / _LOCK_FILE)
@@ -180,18 +180,18 @@ def _sweep(out: Path) -> None:
 
 
 def _publish(folder: Path, out: Path) -> None:
-    """Give a finished directory its name; an export of that name goes away in the same moment, or nearly so."""
+    """Rename a finished directory to its final path, replacing an export that is there."""
     for path in folder.iterdir():
         sync(path)
     sync(folder)
     old = None
     if out.is_dir() and any(out.iterdir()):
         there = read_existing(out)
-        # An export takes long enough for somebody to put something there meanwhile.
-        others = "holds something that is no export by now" if there is None else _not_exported(out, there)
+        # An export takes long enough for other files to appear there in the meantime.
+        others = "now holds something that is not an export" if there is None else _not_exported(out, there)
         if others:
             raise RunError(f"--out={str(out)!r}: {others}; nothing was published. Give another directory")
-        # Under a name that the next export sweeps, should this process die between the two renames.
+        # Under a name that the next export deletes, in case this process dies between the two renames.
         old = out.parent / f"{_prefix(out)}{uuid.uuid4().hex[:8]}"
         out.rename(old)
     folder.rename(out)

@@ -1,4 +1,4 @@
-"""An export from the first question to the published directory: read it from top to bottom."""
+"""Runs an export, from the choice of the checkpoint to the published directory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ray_ulysses.errors import RunError
 from ray_ulysses.export.architecture import Architecture, describe
 from ray_ulysses.export.card import model_card
 from ray_ulysses.export.check import check_export, refuse_small_memory
+from ray_ulysses.export.decoder_merge import CopiedFile, DecoderMerge, plan_merge, refuse_options, write_merged
 from ray_ulysses.export.directory import already_exported, refuse_place, unpublished
 from ray_ulysses.export.files import INDEX_FILE, WeightFile, index_json, lay_out
-from ray_ulysses.export.into_whole import CopiedFile, IntoWhole, into_whole, refuse_options, write_copies
 from ray_ulysses.export.record import RECORD_FILE, Identity, Record
 from ray_ulysses.export.report import CheckResult, ExportReport, decimal_size
 from ray_ulysses.export.request import ExportRequest
 from ray_ulysses.export.sample import take_sample
 from ray_ulysses.export.source import find_checkpoint, read_config
-from ray_ulysses.export.stream import Weights, write_files
+from ray_ulysses.export.stream import WeightReader, write_files
 from ray_ulysses.export.tensors import Stored, published_tensors, stored_tensors
 from ray_ulysses.export.tokenizer_files import TokenizerFiles, find_tokenizer
 from ray_ulysses.run.checkpoint_store import checkpoint_location, storage_answers
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from ray_ulysses.storage import Store
 
 CARD_FILE = "README.md"
-_WHOLES_OWN = "the whole checkpoint's own"
-_Say = Callable[[str], None]
+_UNCHANGED = "that of the multimodal checkpoint"
+_Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Export:
-    """All that is known before anything is written."""
+    """Everything that is known before the first byte is written."""
 
     request: ExportRequest
     config: Config
@@ -55,68 +55,68 @@ class _Export:
     stored: dict[str, Stored]
     files: tuple[WeightFile, ...]
     identity: Identity
-    whole: IntoWhole | None
+    merge: DecoderMerge | None
 
     @property
     def all_files(self) -> Sequence[WeightFile | CopiedFile]:
-        """Return the files of weights, or all of a whole checkpoint."""
-        return self.files if self.whole is None else self.whole.files
+        """Return the weight files, or all files of a multimodal checkpoint."""
+        return self.files if self.merge is None else self.merge.files
 
 
-def export_run(request: ExportRequest, say: _Say, clock: Clock | None = None) -> ExportReport:
+def export_run(request: ExportRequest, log: _Log, clock: Clock | None = None) -> ExportReport:
     """Export a committed checkpoint of a run as a Hugging Face model directory.
 
     Args:
-        request: What is asked for.
-        say: Is told in a line what is going on.
-        clock: Time.
+        request: The options of the export.
+        log: Called with one line per stage.
+        clock: Measures the duration.
 
     Returns:
-        What was done; the directory is there, whole and, unless that was left out, checked.
+        The report on the published directory.
 
     Raises:
-        UserError: Something asked for can't be had.
-        RunError: The checkpoint is damaged or its storage does not answer, the disk is full, or the check fails; then
-            nothing was published.
+        UserError: An option can't be satisfied.
+        RunError: The checkpoint is damaged or its storage does not answer, the disk is full, or the check fails;
+            then nothing is published.
     """
     refuse_relative_in_job("--out", request.out or request.run_dir)
     config = read_config(request.run_dir)
     store, manifest = find_checkpoint(config, request.run_dir, request.step)
-    return export_checkpoint(store, manifest, config, request, say, clock or SystemClock())
+    return export_checkpoint(store, manifest, config, request, log, clock or SystemClock())
 
 
 def export_checkpoint(
-    store: Store, manifest: Manifest, config: Config, request: ExportRequest, say: _Say, clock: Clock
+    store: Store, manifest: Manifest, config: Config, request: ExportRequest, log: _Log, clock: Clock
 ) -> ExportReport:
-    """Export a checkpoint wherever it lies; see `export_run`.
+    """Export a checkpoint of any store; see `export_run`.
 
     Args:
-        store: Where it lies.
-        manifest: Its manifest.
+        store: The checkpoint store.
+        manifest: The checkpoint's manifest.
         config: The configuration of the run that wrote it.
-        request: What is asked for; its ``step`` is not looked at.
-        say: Is told in a line what is going on.
-        clock: Time.
+        request: The options of the export; ``step`` is ignored.
+        log: Called with one line per stage.
+        clock: Measures the duration.
     """
     started = clock.monotonic()
     export = _prepare(store, manifest, config, request)
     record = already_exported(export.out, export.identity, overwrite=request.overwrite)
     if record is not None:
-        # What the directory does not say: wherever it lies now, and where its tokenizer is from.
+        # The record holds neither the directory's path nor that of the tokenizer.
         return replace(record.report, out=str(export.out), tokenizer=export.tokenizer.words, was_there=True)
     if request.check:
         trained = sum(tensor.num_elements for file in export.all_files for tensor in file.tensors)
-        refuse_small_memory(export.whole.num_elements if export.whole else trained)
-    weights = Weights(store, manifest)
+        refuse_small_memory(export.merge.num_elements if export.merge else trained)
+    weights = WeightReader(store, manifest)
     small = _small_files(export)
     num_bytes = sum(file.num_bytes for file in export.all_files) + sum(map(len, small.values()))
     with unpublished(export.out, num_bytes) as folder:
         for name, content in small.items():
             (folder / name).write_bytes(content)
-        _write(export, folder, weights, say)
-        check = _check(export, folder, weights, say) if request.check else None
+        _write(export, folder, weights, log)
+        check = _check(export, folder, weights, log) if request.check else None
         report = _report(export, check, {name: len(content) for name, content in small.items()})
-        if export.whole is None:
+        if export.merge is None:
             card = model_card(report.published())
             (folder / CARD_FILE).write_bytes(card)
             report = replace(report, files=report.files | {CARD_FILE: len(card)})
@@ -126,18 +126,18 @@ def export_checkpoint(
 
 
 def _prepare(store: Store, manifest: Manifest, config: Config, request: ExportRequest) -> _Export:
-    """Find out everything that can be refused before a byte is written."""
+    """Do all checks that need no byte to be written."""
     exports = request.run_dir / EXPORT_FOLDER
     out = request.out or exports / Path(step_folder(manifest.step)).name
     refuse_place(out, (request.run_dir, *([store.root] if isinstance(store, LocalStore) else [])), exports)
-    whole: IntoWhole | None = None
+    merge: DecoderMerge | None = None
     files: tuple[WeightFile, ...] = ()
     if config.model.part == "text":
         refuse_options(request)
-        whole = into_whole(config, manifest.state)
-        tokenizer = TokenizerFiles(words=_WHOLES_OWN, published=_WHOLES_OWN)
-        architecture = Architecture(model=whole.model, generation=None)
-        stored = whole.stored
+        merge = plan_merge(config, manifest.state)
+        tokenizer = TokenizerFiles(words=_UNCHANGED, published=_UNCHANGED)
+        architecture = Architecture(model=merge.model, generation=None)
+        stored = merge.stored
     else:
         tokenizer = find_tokenizer(request.run_dir, request.tokenizer)
         architecture = describe(config, request.weights, tokenizer.end_tokens)
@@ -165,13 +165,13 @@ def _prepare(store: Store, manifest: Manifest, config: Config, request: ExportRe
         stored=stored,
         files=files,
         identity=identity,
-        whole=whole,
+        merge=merge,
     )
 
 
 def _small_files(export: _Export) -> dict[str, bytes]:
-    """Return what is written beside the weights; of a whole checkpoint everything is copied."""
-    if export.whole is not None:
+    """Return the files beside the weights; those of a multimodal checkpoint are copied instead."""
+    if export.merge is not None:
         return {}
     small = export.architecture.files() | export.tokenizer.files
     if len(export.files) > 1:
@@ -179,27 +179,27 @@ def _small_files(export: _Export) -> dict[str, bytes]:
     return small
 
 
-def _write(export: _Export, folder: Path, weights: Weights, say: _Say) -> None:
+def _write(export: _Export, folder: Path, weights: WeightReader, log: _Log) -> None:
     def wrote(file: WeightFile | CopiedFile) -> None:
-        say(f"{file.name}: {decimal_size(file.num_bytes)}")
+        log(f"{file.name}: {decimal_size(file.num_bytes)}")
 
-    if export.whole is None:
+    if export.merge is None:
         write_files(folder, export.files, weights, wrote)
         return
-    if export.whole.left_out:
-        say(f"left out of {export.whole.directory}: {', '.join(export.whole.left_out)}")
-    write_copies(folder, export.whole.directory, export.whole.files, weights, wrote)
+    if export.merge.left_out:
+        log(f"not copied from {export.merge.directory}: {', '.join(export.merge.left_out)}")
+    write_merged(folder, export.merge.directory, export.merge.files, weights, wrote)
 
 
-def _check(export: _Export, folder: Path, weights: Weights, say: _Say) -> CheckResult:
-    """Hold the written directory against the live model.
+def _check(export: _Export, folder: Path, weights: WeightReader, log: _Log) -> CheckResult:
+    """Compare the written directory with the live model.
 
     Raises:
-        RunError: They are not the same model.
+        RunError: They are different models.
     """
     architecture = export.architecture
     sample = take_sample(export.request.run_dir, architecture.vocab_size, architecture.max_positions)
-    say(f"checking: {sum(map(len, sample.documents))} tokens through the live model and the exported one")
+    log(f"checking: {sum(map(len, sample.documents))} tokens through the live model and the exported one")
     model_config: dict[str, Any] = architecture.model.config.to_dict()
     result = check_export(folder, export.config, model_config, export.stored, weights, sample)
     if not result.holds:
@@ -229,7 +229,7 @@ def _report(export: _Export, check: CheckResult | None, small: dict[str, int]) -
         rope=export.architecture.rope,
         tokenizer=export.tokenizer.words,
         published_tokenizer=export.tokenizer.published,
-        has_tokenizer=export.whole.has_tokenizer if export.whole else bool(export.tokenizer.files),
+        has_tokenizer=export.merge.has_tokenizer if export.merge else bool(export.tokenizer.files),
         loaded_with=auto_class(export.config.model.part).__name__,
         versions=dict(manifest.meta.versions),
         check=check,
@@ -239,12 +239,12 @@ def _report(export: _Export, check: CheckResult | None, small: dict[str, int]) -
 
 
 def _weights_words(export: _Export) -> str:
-    """Return the precision of the weights, and whether they are those that the model computed with."""
-    if export.whole is not None:
-        return "the text decoder, in the types of the whole checkpoint; all else as it was there"
+    """Return the precision of the weights in words."""
+    if export.merge is not None:
+        return "the text decoder, in the types of the multimodal checkpoint; everything else unchanged"
     name = export.config.model.dtype if export.request.weights == "model" else export.request.weights
     if name == export.config.model.dtype:
-        return f"{name}, as the run computed with"
+        return f"{name}, as used in training"
     if name == "fp32":
         return "fp32, the optimizer's master weights"
     return f"{name}, rounded from the fp32 master weights"

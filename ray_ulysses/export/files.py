@@ -1,4 +1,4 @@
-"""How tensors are laid out in safetensors files; pure.
+"""Lays out tensors in safetensors files (pure).
 
 Format: https://huggingface.co/docs/safetensors (8 bytes header length, JSON header, data without gaps).
 """
@@ -17,7 +17,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightFile:
-    """One file of weights.
+    """One weight file.
 
     Attributes:
         name: Its name.
@@ -29,7 +29,7 @@ class WeightFile:
 
     @property
     def header(self) -> bytes:
-        """Return the length field and the JSON header, padded with spaces so that the data are aligned."""
+        """Return the length field and the JSON header, padded with spaces to align the data."""
         fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for tensor in self.tensors:
@@ -50,7 +50,7 @@ class WeightFile:
 
 
 def lay_out(tensors: Sequence[PublishedTensor], max_bytes: int) -> tuple[WeightFile, ...]:
-    """Return the files of a model, none of which holds more than ``max_bytes`` of tensors unless one tensor does."""
+    """Return the files of a model, each with at most ``max_bytes`` of tensors unless a single tensor is larger."""
     groups: list[list[PublishedTensor]] = []
     room = 0
     for tensor in tensors:
@@ -81,5 +81,5 @@ def _file_name(number: int, count: int) -> str:
 
 
 def _aligned(tensors: Sequence[PublishedTensor]) -> tuple[PublishedTensor, ...]:
-    """Return the widest types first, else in the order given: then every tensor begins at a multiple of its type."""
+    """Return the widest types first, so that every tensor begins at a multiple of its element size."""
     return tuple(sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize))

@@ -1,4 +1,4 @@
-"""The data that a run was trained on, as far as they are there: an export's weights do not need them."""
+"""Opens the data that a run was trained on, if they still exist; the export of weights does not need them."""
 
 from __future__ import annotations
 
@@ -14,27 +14,22 @@ from ray_ulysses.run_names import PLAN_FOLDER
 from ray_ulysses.storage.patience import StorageAwayError
 
 DATA_ERRORS = (UserError, OSError, StorageAwayError)
-"""What reading a plan or a corpus raises where it is not there, or is not what was written."""
+"""Raised for a plan or a corpus that is missing or damaged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedData:
-    """A run's data.
-
-    Attributes:
-        plan: Its plan.
-        sources: Its corpora, where they lie now.
-    """
+    """A run's plan, and its corpora at their current paths."""
 
     plan: Plan
     sources: tuple[PlannedSource, ...]
 
 
 def planned_data(run_dir: Path) -> PlannedData | None:
-    """Return what a run was trained on; None where it has no plan.
+    """Return the data of a run; None if it has no plan.
 
     Raises:
-        UserError: The plan can't be read; the text is the reason alone.
+        UserError: The plan can't be read; the text is only the reason.
     """
     try:
         if not has_plan(run_dir / PLAN_FOLDER):
@@ -46,7 +41,7 @@ def planned_data(run_dir: Path) -> PlannedData | None:
 
 
 def unreadable_plan(error: Exception) -> UserError:
-    """Return the error for a plan that can't be read, without a way out that is meant for a run that goes on."""
+    """Return the error for a plan that can't be read, without the hint, which is for training."""
     if isinstance(error, OSError):
         reason = f"{error.filename or PLAN_FOLDER}: {error.strerror or error}"
     else:

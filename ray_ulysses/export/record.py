@@ -1,4 +1,4 @@
-"""What an exported directory says of how it was made: by it a repeated export knows that it is done."""
+"""The record of an export in its directory, by which a repeated export recognizes it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ RECORD_FILE = "ray_ulysses_export.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """What decides whether two exports are the same.
+    """The identity of an export.
 
     Attributes:
         manifest: Hash of the checkpoint's manifest.
         weights: Precision of the weights.
-        max_shard_bytes: Most bytes of tensors in a file.
+        max_shard_bytes: Maximum bytes of tensors in a file.
         tokenizer: Hash of the tokenizer's files.
-        checked: Whether it was held against the live model.
+        checked: Whether it was compared with the live model.
     """
 
-    # Fields that this version does not know may decide as well whether two exports are the same.
+    # A field that this version does not know may distinguish two exports, too.
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     manifest: str
@@ -39,7 +39,7 @@ class Identity:
     checked: bool
 
     def differences(self, other: Identity) -> list[str]:
-        """Return what another one, which is there already, lacks of this one, in words."""
+        """Return in words how an existing export differs from this one."""
         found = ["it is of another checkpoint"] if self.manifest != other.manifest else []
         if self.weights != other.weights:
             found.append(f"its weights are --dtype {other.weights}")
@@ -57,8 +57,8 @@ class Record:
     """The file ``ray_ulysses_export.json``.
 
     Attributes:
-        identity: What it is an export of.
-        report: What was reported.
+        identity: Identity of the export.
+        report: Report on the export.
     """
 
     identity: Identity
@@ -71,11 +71,11 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Existing:
-    """An export that is there.
+    """An existing export.
 
     Attributes:
-        files: Size in bytes of each file that it wrote, by name.
-        record: All that it says; None if a version of ray-ulysses wrote it that says other things.
+        files: Size in bytes of each exported file, by name.
+        record: Its record; None if another version of ray-ulysses wrote it.
     """
 
     files: Mapping[str, int]
@@ -89,7 +89,7 @@ class _Files:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _AnyRecord:
-    """What the record of every version says."""
+    """The part of the record that all versions share."""
 
     report: _Files
 
@@ -100,7 +100,7 @@ def _adapters() -> tuple[TypeAdapter[_AnyRecord], TypeAdapter[Record]]:
 
 
 def read_existing(directory: Path) -> Existing | None:
-    """Return what a directory says of itself; None where it is no export, or does not say which files are its own."""
+    """Return the export in a directory; None if it has no valid record."""
     any_record, own_record = _adapters()
     try:
         content = read_regular(directory / RECORD_FILE)

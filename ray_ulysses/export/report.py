@@ -1,4 +1,4 @@
-"""What an export has done, for a person and for the model card."""
+"""The report on an export, from which the printed summary and the model card are rendered."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckResult:
-    """How the exported directory compares with the live model.
+    """The comparison of an exported directory with the live model.
 
     Attributes:
         tokens: Tokens whose logits were compared.
-        documents: Documents that they are of.
-        origin: Where they came from, in words.
+        documents: Number of their documents.
+        origin: Their source, in words.
         difference: Largest difference of a logit.
         scale: Largest logit of the live model.
-        bound: Most that ``difference / scale`` may be.
+        bound: Largest allowed ``difference / scale``.
     """
 
     tokens: int
@@ -37,13 +37,13 @@ class CheckResult:
         if self.difference == 0:
             return f"its logits {where} are bitwise those of the live model"
         return (
-            f"its logits {where} differ from the live model's by {self.relative:.1e} of the largest, where "
+            f"its logits {where} differ from the live model's by {self.relative:.1e} of the largest; "
             f"{self.bound:.0e} is allowed"
         )
 
     @property
     def holds(self) -> bool:
-        """Return whether the two are the same model; not a number is not the same."""
+        """Return whether the two are the same model; NaN is not."""
         return self.relative <= self.bound
 
 
@@ -98,7 +98,7 @@ class ExportReport:
     loaded_with: str = "AutoModelForCausalLM"
 
     def published(self) -> ExportReport:
-        """Return what the directory may say of it: no path of the machine that exported it."""
+        """Return the report for the directory, without paths of the machine that exported it."""
         check = self.check and replace(self.check, origin=self.check.origin.partition(", since ")[0])
         return replace(self, out="", tokenizer=self.published_tokenizer, check=check)
 
@@ -109,17 +109,17 @@ class ExportReport:
 
     @property
     def weight_files(self) -> int:
-        """Return how many files hold weights."""
+        """Return the number of weight files."""
         return sum(name.endswith(".safetensors") for name in self.files)
 
     @property
     def serving_tokens(self) -> int:
-        """Return the longest context that it was trained on and that its configuration allows."""
+        """Return the longest context that both the training and the configuration cover."""
         return min(self.context_tokens, self.max_positions or self.context_tokens)
 
 
 def decimal_size(num_bytes: int) -> str:
-    """Return a size as ``--max-shard-size`` counts: ``16.1 GB``, ``740 MB``."""
+    """Return a size in decimal units, as ``--max-shard-size`` counts: ``16.1 GB``, ``740 MB``."""
     for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if num_bytes >= unit:
             return f"{num_bytes / unit:.3g} {name}"

@@ -1,4 +1,4 @@
-"""What an export is asked for, read from the words of the command line; pure."""
+"""The options of an export, parsed from the command line (pure)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Literal, get_args
 from ray_ulysses.errors import UserError
 
 WeightType = Literal["model", "fp32", "bf16", "fp16"]
-"""Precision of the exported weights; ``model`` is the one that the run trained in."""
+"""Precision of the exported weights; ``model`` is that of the training."""
 
 StepChoice = int | Literal["latest", "best"]
 
-# Python converts no number of any length, and nothing is as large as these.
+# Bounded, since Python refuses to convert numbers of any length.
 _SIZE = re.compile(r"^(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?i?b)$", re.IGNORECASE | re.ASCII)
 _STEP = re.compile(r"^[0-9]{1,15}$")
 _MOST_SHOWN = 40
@@ -24,16 +24,16 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportRequest:
-    """One export.
+    """The options of an export.
 
     Attributes:
         run_dir: The run's directory.
-        step: Which checkpoint.
+        step: The checkpoint.
         out: Directory to publish; None for ``export/step-XXXXXXXX`` in the run's directory.
         weights: Precision of the weights.
-        max_shard_bytes: Most bytes of tensors in one file; a larger tensor has a file of its own.
+        max_shard_bytes: Maximum bytes of tensors in one file; a larger tensor has a file of its own.
         tokenizer: Directory whose tokenizer is added; None for the one that prepared the run's corpus.
-        check: Whether the directory is loaded and held against the live model before it is published.
+        check: Whether to load the directory and compare it with the live model before it is published.
         overwrite: Whether another export at ``out`` is replaced.
     """
 
@@ -59,14 +59,14 @@ class ExportRequest:
         check: bool,
         overwrite: bool,
     ) -> ExportRequest:
-        """Read the options as they were typed.
+        """Parse the options as typed.
 
         Raises:
-            UserError: Names the option that can't be understood, and what it takes.
+            UserError: Names the invalid option and its valid values.
         """
         for name, path in (("RUN", run_dir), ("--out", out)):
             if path is not None and re.match(r"^[a-z0-9+]+:/", str(path)):
-                raise UserError(f"{name}={str(path)!r}: is a URI; give a directory of this machine")
+                raise UserError(f"{name}={str(path)!r}: is a URI; give a local directory")
         return cls(
             run_dir=run_dir,
             step=parse_step(step),
@@ -80,10 +80,10 @@ class ExportRequest:
 
 
 def parse_step(text: str) -> StepChoice:
-    """Return which checkpoint ``--step`` names.
+    """Return the checkpoint of ``--step``.
 
     Raises:
-        UserError: It is no step and none of the words.
+        UserError: It is neither a step, nor ``latest``, nor ``best``.
     """
     if text in ("latest", "best"):
         return "latest" if text == "latest" else "best"
@@ -96,7 +96,7 @@ def parse_size(text: str) -> int:
     """Return a size in bytes: ``5GB`` is 5e9, as Hugging Face counts, ``5GiB`` is 5 x 2^30.
 
     Raises:
-        UserError: It is no size, or less than a byte.
+        UserError: It is not a size, or less than a byte.
     """
     match = _SIZE.match(text.strip())
     size = int(float(match[1]) * _UNITS[match[2].lower()]) if match else 0

@@ -1,4 +1,4 @@
-"""The tokens that an exported model is tried with: real text of the run where its corpus is there."""
+"""Takes the tokens for the check of an export: text of the run's corpus if it exists, else random tokens."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _MOST_ROWS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """Beginnings of two documents.
+    """The beginnings of two documents.
 
     Attributes:
         documents: Token ids of each.
-        origin: Where they come from, in words.
+        origin: Their source, in words.
     """
 
     documents: tuple[tuple[int, ...], ...]
@@ -31,12 +31,12 @@ class Sample:
 
 
 def take_sample(run_dir: Path, vocab_size: int, max_positions: int | None) -> Sample:
-    """Return two documents of the run's first training rows, or seeded tokens where they can't be read.
+    """Return two documents of the run's first training rows, or seeded tokens if they can't be read.
 
     Args:
         run_dir: The run's directory.
-        vocab_size: Tokens that the model knows.
-        max_positions: Longest document that it can take; None where there is no limit.
+        vocab_size: Size of the model's vocabulary.
+        max_positions: The model's longest document; None without a limit.
     """
     most = min(_MOST_TOKENS, max_positions or _MOST_TOKENS)
     try:
@@ -56,7 +56,7 @@ def take_sample(run_dir: Path, vocab_size: int, max_positions: int | None) -> Sa
 
 
 def _first_pieces(data: PlannedData) -> tuple[Piece, ...]:
-    """Return the first pieces that are long enough; none where there are too few.
+    """Return the first pieces that are long enough; none if there are too few.
 
     Raises:
         UserError: The plan can't be read.

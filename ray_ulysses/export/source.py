@@ -1,4 +1,4 @@
-"""Which checkpoint of a run is exported, where it lies, and why another one can't be."""
+"""Chooses the checkpoint of a run to export, and explains why one can't be exported."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def read_config(run_dir: Path) -> Config:
     """Return a run's configuration.
 
     Raises:
-        UserError: The directory is no run's, or its configuration can't be read.
+        UserError: It is not a run directory, or its configuration can't be read.
     """
     path = run_dir / CONFIG_FILE
     if not path.is_file():
         raise UserError(
-            f"RUN={str(run_dir)!r}: is no run directory; give <run.storage>/<run.name>, which holds {CONFIG_FILE}"
+            f"RUN={str(run_dir)!r}: is not a run directory; give <run.storage>/<run.name>, with {CONFIG_FILE}"
         )
     config = load_config(path)
     use_secrets(config, is_needed=False)
@@ -37,16 +37,16 @@ def read_config(run_dir: Path) -> Config:
 
 
 def find_checkpoint(config: Config, run_dir: Path, step: StepChoice) -> tuple[Store, Manifest]:
-    """Return where a run's checkpoints lie, and the manifest of the one that is asked for.
+    """Return the checkpoint store of a run, and the manifest of the requested checkpoint.
 
     Args:
         config: The run's configuration.
         run_dir: Its directory.
-        step: As `choose_checkpoint` takes it.
+        step: As in `choose_checkpoint`.
 
     Raises:
         UserError: There is no such checkpoint.
-        RunError: There is one, and it can't be used; or the storage does not answer, or has lost them all.
+        RunError: It can't be used, the storage does not answer, or the storage has lost all checkpoints.
     """
     location = checkpoint_location(config, run_dir)
     store = open_store(location)
@@ -58,20 +58,20 @@ def find_checkpoint(config: Config, run_dir: Path, step: StepChoice) -> tuple[St
 
 
 def _none_committed(run_dir: Path, location: str, lineage: Lineage) -> UserError | RunError:
-    """Return why a storage without a checkpoint is refused: the run has saved none, or they are not there now."""
+    """Return the error for a storage without checkpoints: the run has saved none, or they are missing."""
     try:
         journal = read_journal(run_dir)
     except OSError as error:
         return RunError(
-            f"{location} holds no committed checkpoint of the run, and its journal, which says whether it should, "
+            f"{location} holds no committed checkpoint of the run, and its journal, which would record one, "
             f"can't be read ({error.strerror or error})"
         )
     steps = commits_that_count(journal.entries, lineage)
     lost = [record for record in journal.damaged if record.outcome == "lost"]
     if lost and not steps:
         return RunError(
-            f"{location} holds no committed checkpoint of the run, and its journal, which says whether it should, is "
-            f"damaged ({lost[0]}); see that the storage is there, then try again"
+            f"{location} holds no committed checkpoint of the run, and its journal, which would record one, is "
+            f"damaged ({lost[0]}); check that the storage is mounted, then try again"
         )
     if not steps:
         return UserError(
@@ -79,24 +79,24 @@ def _none_committed(run_dir: Path, location: str, lineage: Lineage) -> UserError
             "checkpoint.every_steps"
         )
     return RunError(
-        f"{location} holds no committed checkpoint of the run, and its journal tells of {len(steps)}, the newest of "
-        f"step {steps[-1]}; see that the storage is there (mounted, and checkpoint.storage as it was), then try again"
+        f"{location} holds no committed checkpoint of the run, and its journal records {len(steps)}, the newest of "
+        f"step {steps[-1]}; check that the storage is mounted and checkpoint.storage is unchanged, then try again"
     )
 
 
 def choose_checkpoint(store: Store, step: StepChoice) -> Manifest:
-    """Return the manifest of the checkpoint that is asked for; no tensor is read, only sizes are compared.
+    """Return the manifest of the requested checkpoint; only sizes are compared, no tensor is read.
 
-    A damaged one, or one that can't be read now, is not passed over in silence: whoever asks for the newest is told
-    which one is whole, and whoever asks for the best, which one may have been it.
+    A damaged or unreadable checkpoint is never skipped silently: the error for ``latest`` names the newest intact one,
+    that for ``best`` the one that may have been the best.
 
     Args:
-        store: The run's checkpoints, of which there is one at least.
-        step: A step, ``latest``, or ``best``: the lowest evaluation loss, or training loss where none was evaluated.
+        store: The run's checkpoint store, with at least one checkpoint.
+        step: A step, ``latest``, or ``best``: the lowest evaluation loss, or training loss if none was evaluated.
 
     Raises:
         UserError: There is no such checkpoint.
-        RunError: There is one, and it can't be used.
+        RunError: It can't be used.
         OSError: The storage does not answer.
     """
     if step == "latest":
@@ -120,7 +120,7 @@ def _best(store: Store, steps: tuple[int, ...]) -> int:
         found = read_committed(store, step)
         why = str(found) if isinstance(found, Damage) else f"the checkpoint of step {step} could not be read just now"
         raise RunError(
-            f"--step=best: {why}. It may be the best one: make it readable and try again, or name another step: "
+            f"--step=best: {why}. It may be the best one: make it readable and try again, or give another step: "
             f"{_others(steps, step)}"
         )
     best = best_of(committed)
@@ -131,13 +131,13 @@ def _best(store: Store, steps: tuple[int, ...]) -> int:
 
 def _latest(store: Store) -> Manifest:
     choice = newest_committed(store, "sizes")
-    # A late commit of a dead attempt never was the run's newest; anything else that is passed over is said.
+    # A late commit of a dead attempt never was the run's newest; any other skipped checkpoint is reported.
     passed = [damage for damage in choice.damaged if damage.kind != "superseded"]
     if passed:
-        hint = f"export --step {choice.manifest.step}, which is whole" if choice.manifest else "no other one is whole"
+        hint = f"export --step {choice.manifest.step}, which is intact" if choice.manifest else "no other one is intact"
         raise RunError(f"{passed[0]}; {hint}")
     if choice.manifest is None:
-        raise UserError("RUN: has no committed checkpoint that is part of the run; `ray-ulysses train` goes on with it")
+        raise UserError("RUN: has no committed checkpoint that is part of the run; continue it with ray-ulysses train")
     return choice.manifest
 
 
@@ -146,4 +146,4 @@ def _listed(steps: tuple[int, ...]) -> str:
 
 
 def _others(steps: tuple[int, ...], step: int) -> str:
-    return _listed(tuple(other for other in steps if other != step)) or "there is none"
+    return _listed(tuple(other for other in steps if other != step)) or "none"

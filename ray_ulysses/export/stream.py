@@ -1,4 +1,4 @@
-"""Weights from a checkpoint to files in bounded memory: a few chunks at a time, whatever the size of a tensor."""
+"""Streams weights from a checkpoint to files in bounded memory, regardless of the size of a tensor."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from ray_ulysses.checkpoint.manifest import Manifest
 from ray_ulysses.checkpoint.state import TensorPart
 from ray_ulysses.errors import RunError
 from ray_ulysses.export.files import WeightFile
-from ray_ulysses.export.tensors import Stored
+from ray_ulysses.export.tensors import PublishedTensor, Stored
 from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import Store
 from ray_ulysses.storage.atomic import write_all
 
 PART_BYTES = 8 * 2**20
-"""Most bytes of a tensor that are read in one go, as they are stored."""
+"""Maximum bytes of a tensor, as stored, that are read at a time."""
 
 BATCH_BYTES = 24 * 2**20
-"""Size of a buffer, of which there are two: one is filled while the other is written."""
+"""Size of each of two buffers: one is filled while the other is written."""
 
 _ALIGNMENT_BYTES = 64
 _CONVERTED_ELEMENTS = 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stretch:
+class ElementRange:
     """Consecutive elements of a stored tensor.
 
     Attributes:
@@ -48,37 +48,37 @@ class Stretch:
 
     @property
     def stored_bytes(self) -> int:
-        """Return how many bytes it takes in the checkpoint."""
+        """Return its size in the checkpoint."""
         return (self.stop - self.start) * self.stored.dtype.itemsize
 
 
-def cut(stretch: Stretch, borders: Sequence[int], most_bytes: int) -> Iterator[Stretch]:
-    """Yield a stretch in parts that lie in one stored interval each and begin where whole blocks of it do (pure).
+def divide(wanted: ElementRange, borders: Sequence[int], max_bytes: int) -> Iterator[ElementRange]:
+    """Divide a range into parts that each lie in one stored interval and begin at a block of it (pure).
 
-    Such a part is read straight to where it is wanted, without a copy of the blocks around it.
+    Such a part is read directly to its target, without copying the blocks around it.
 
     Args:
-        stretch: What is wanted.
+        wanted: The range.
         borders: First elements of the tensor's stored intervals, ascending; the first is 0.
-        most_bytes: Most bytes of a part, as it is stored: a multiple of the checkpoint's block.
+        max_bytes: Maximum size of a part, as stored; a multiple of the checkpoint's block.
     """
-    most = most_bytes // stretch.stored.dtype.itemsize
-    start = stretch.start
-    while start < stretch.stop:
+    most = max_bytes // wanted.stored.dtype.itemsize
+    start = wanted.start
+    while start < wanted.stop:
         place = bisect_right(borders, start) - 1
         begin = borders[place]
-        end = borders[place + 1] if place + 1 < len(borders) else stretch.stop
-        stop = min(stretch.stop, end, begin + ((start - begin) // most + 1) * most)
-        yield Stretch(stored=stretch.stored, start=start, stop=stop)
+        end = borders[place + 1] if place + 1 < len(borders) else wanted.stop
+        stop = min(wanted.stop, end, begin + ((start - begin) // most + 1) * most)
+        yield ElementRange(stored=wanted.stored, start=start, stop=stop)
         start = stop
 
 
-def batches(parts: Iterable[Stretch], most_bytes: int) -> Iterator[list[Stretch]]:
-    """Yield parts in order, in batches of at most so many bytes as they are stored (pure)."""
-    batch: list[Stretch] = []
+def batches(parts: Iterable[ElementRange], max_bytes: int) -> Iterator[list[ElementRange]]:
+    """Yield parts in order, in batches of at most ``max_bytes`` as stored (pure)."""
+    batch: list[ElementRange] = []
     num_bytes = 0
     for part in parts:
-        if batch and num_bytes + _padded(part.stored_bytes) > most_bytes:
+        if batch and num_bytes + _padded(part.stored_bytes) > max_bytes:
             yield batch
             batch, num_bytes = [], 0
         batch.append(part)
@@ -87,12 +87,12 @@ def batches(parts: Iterable[Stretch], most_bytes: int) -> Iterator[list[Stretch]
         yield batch
 
 
-class Weights:
-    """The tensors of one checkpoint, read by stretches and verified while they are read.
+class WeightReader:
+    """Reads ranges of the tensors of one checkpoint, and verifies them while reading.
 
     Args:
-        store: Where the checkpoint lies.
-        manifest: Its manifest.
+        store: The checkpoint store.
+        manifest: The checkpoint's manifest.
     """
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
@@ -106,23 +106,20 @@ class Weights:
         for borders in self._borders.values():
             borders.sort()
 
-    def read_ahead(self, stretches: Sequence[Stretch]) -> Iterator[tuple[Stretch, torch.Tensor]]:
-        """Yield the stretches in order, cut as needed, with their elements; the next batch is read meanwhile.
+    def read_ahead(self, ranges: Sequence[ElementRange]) -> Iterator[tuple[ElementRange, torch.Tensor]]:
+        """Yield the ranges in order, divided as needed, with their elements; the next batch is read meanwhile.
 
-        Elements are 1-D, in the type that they are published in, and good until the next ones are asked for: two
-        buffers are all the memory that this takes.
+        Elements are 1-D, in the published type, and valid until the next iteration: only two buffers are allocated.
 
         Raises:
             RunError: A file is missing or damaged, or a value does not fit the type.
         """
         parts = (
-            part
-            for stretch in stretches
-            for part in cut(stretch, self._borders.get(stretch.stored.key, [0]), PART_BYTES)
+            part for wanted in ranges for part in divide(wanted, self._borders.get(wanted.stored.key, [0]), PART_BYTES)
         )
         with ThreadPoolExecutor(1, thread_name_prefix="export-read") as reader:
             following: Future[list[TensorPart]] | None = None
-            held: list[Stretch] = []
+            held: list[ElementRange] = []
             for number, batch in enumerate(batches(parts, BATCH_BYTES)):
                 ready, job = following, reader.submit(self._read, batch, self._buffers[number % 2])
                 if ready is not None:
@@ -131,13 +128,13 @@ class Weights:
             if following is not None:
                 yield from _converted(held, following.result())
 
-    def _read(self, batch: Sequence[Stretch], buffer: torch.Tensor) -> list[TensorPart]:
-        """Fill views of a buffer with the elements of each stretch, as they are stored."""
+    def _read(self, batch: Sequence[ElementRange], buffer: torch.Tensor) -> list[TensorPart]:
+        """Fill views of a buffer with the elements of each range, as stored."""
         parts, offset = [], 0
-        for stretch in batch:
-            view = buffer[offset : offset + stretch.stored_bytes].view(stretch.stored.dtype)
-            parts.append(TensorPart(key=stretch.stored.key, start=stretch.start, tensor=view))
-            offset += _padded(stretch.stored_bytes)
+        for part in batch:
+            view = buffer[offset : offset + part.stored_bytes].view(part.stored.dtype)
+            parts.append(TensorPart(key=part.stored.key, start=part.start, tensor=view))
+            offset += _padded(part.stored_bytes)
         try:
             load_parts(self._store, self._manifest, parts)
         except CheckpointError as error:
@@ -156,8 +153,8 @@ class Weights:
                 )
             if is_gone:
                 return RunError(
-                    f"the checkpoint of step {step} was deleted while it was exported: the run went on and keeps only "
-                    "its newest; export again, or raise checkpoint.keep_last"
+                    f"the checkpoint of step {step} was deleted while it was exported: the run has continued and keeps "
+                    "only its newest; export again, or raise checkpoint.keep_last"
                 )
             return RunError(
                 f"the checkpoint of step {step} is damaged: {error}; nothing was exported. Export another step, or "
@@ -166,29 +163,31 @@ class Weights:
         return RunError(f"{error}; nothing was exported")
 
 
+def element_range(tensor: PublishedTensor) -> ElementRange:
+    """Return the elements of a published tensor."""
+    return ElementRange(stored=tensor.stored, start=tensor.start, stop=tensor.start + tensor.num_elements)
+
+
 def write_files(
-    folder: Path, files: Sequence[WeightFile], weights: Weights, progress: Callable[[WeightFile], None]
+    folder: Path, files: Sequence[WeightFile], weights: WeightReader, progress: Callable[[WeightFile], None]
 ) -> None:
-    """Write the files of a model durably, each from front to back.
+    """Write the files of a model durably and sequentially.
 
     Args:
-        folder: Where to; the files must be new.
-        files: What they hold.
-        weights: Where the elements come from.
-        progress: Is told of each file when it is there.
+        folder: Target folder; the files must not exist.
+        files: The files.
+        weights: Source of the elements.
+        progress: Called after each file.
 
     Raises:
         RunError: The checkpoint can't be read.
         OSError: A file can't be written.
     """
     for file in files:
-        stretches = [
-            Stretch(stored=tensor.stored, start=tensor.start, stop=tensor.start + tensor.num_elements)
-            for tensor in file.tensors
-        ]
+        ranges = [element_range(tensor) for tensor in file.tensors]
         with (folder / file.name).open("xb", buffering=0) as stream:
             write_all(stream, memoryview(file.header))
-            for _, values in weights.read_ahead(stretches):
+            for _, values in weights.read_ahead(ranges):
                 write_all(stream, memoryview(values.view(torch.uint8).numpy()))  # type: ignore[arg-type]
             os.fsync(stream.fileno())
             assert stream.tell() == file.num_bytes, f"{file.name}: {stream.tell()} bytes, {file.num_bytes} expected"
@@ -196,24 +195,26 @@ def write_files(
 
 
 def _padded(num_bytes: int) -> int:
-    """Return a size rounded up, so that whatever comes behind it in a buffer is aligned."""
+    """Return a size rounded up to the alignment of a buffer."""
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def _converted(stretches: Sequence[Stretch], parts: Sequence[TensorPart]) -> Iterator[tuple[Stretch, torch.Tensor]]:
-    """Yield what was read in the type that it is published in, a little at a time."""
-    for stretch, part in zip(stretches, parts, strict=True):
+def _converted(
+    ranges: Sequence[ElementRange], parts: Sequence[TensorPart]
+) -> Iterator[tuple[ElementRange, torch.Tensor]]:
+    """Yield the elements that were read in the published type, a bounded number at a time."""
+    for wanted, part in zip(ranges, parts, strict=True):
         for first in range(0, part.tensor.numel(), _CONVERTED_ELEMENTS):
             read = part.tensor[first : first + _CONVERTED_ELEMENTS]
-            values = read.to(stretch.stored.published)
+            values = read.to(wanted.stored.published)
             if values.dtype == torch.float16 and bool(values.isinf().any()):
-                _refuse_overflow(stretch.stored.key, read)
-            start = stretch.start + first
-            yield Stretch(stored=stretch.stored, start=start, stop=start + values.numel()), values
+                _refuse_overflow(wanted.stored.key, read)
+            start = wanted.start + first
+            yield ElementRange(stored=wanted.stored, start=start, stop=start + values.numel()), values
 
 
 def _refuse_overflow(key: str, read: torch.Tensor) -> None:
-    """Refuse finite values that fp16 can't hold."""
+    """Refuse finite values that exceed the range of fp16."""
     finite = read[read.isfinite()].abs()
     largest = float(finite.max()) if finite.numel() else 0.0
     if largest > torch.finfo(torch.float16).max:

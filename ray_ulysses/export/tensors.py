@@ -1,10 +1,10 @@
-"""Every tensor of the published model: its name and shape, and which elements of the checkpoint it is made of.
+"""Finds the name and shape of every published tensor, and its elements in the checkpoint.
 
-A model's tensors in memory are not always those of its published files: Transformers 5 holds the experts of a layer in
-one tensor and publishes each alone, under the names that every other tool knows. `revert_weight_conversion`, which
-``save_pretrained`` calls, makes the one from the other. Here it is run on the meta device, where nothing is computed,
-and asked of each result which elements of which tensor it shows. For nearly all architectures those are consecutive, so
-that a published tensor is nothing but an interval of a stored one and can be streamed; the others are refused.
+A model's tensors in memory differ from those of its published files: Transformers 5 holds the experts of a layer in one
+tensor and publishes each separately, under the names that other tools expect. `revert_weight_conversion`, which
+``save_pretrained`` calls, converts between the two. Here it runs on the meta device, where nothing is computed, and a
+result reveals of which tensor it is a view. For nearly all architectures its elements are consecutive, so that a
+published tensor is an interval of a stored one and can be streamed; the others are refused.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """Where a tensor of the model lies in a checkpoint.
+    """The place of a tensor of the model in a checkpoint.
 
     Attributes:
-        key: Its key there.
+        key: Its key.
         shape: Its shape.
-        dtype: Type that it is stored in.
-        published: Type that it is published in.
+        dtype: Its type in the checkpoint.
+        published: Its type in the published files.
     """
 
     key: str
@@ -51,8 +51,8 @@ class PublishedTensor:
         name: Its name in the files.
         shape: Its shape.
         dtype: Its type.
-        stored: The tensor that holds its elements.
-        start: The first of them, counted in the flat stored tensor.
+        stored: The stored tensor that holds its elements.
+        start: Its first element in the flat stored tensor.
     """
 
     name: str
@@ -63,7 +63,7 @@ class PublishedTensor:
 
     @property
     def num_elements(self) -> int:
-        """Return how many elements it has."""
+        """Return the number of its elements."""
         return int(torch.Size(self.shape).numel())
 
     @property
@@ -73,17 +73,17 @@ class PublishedTensor:
 
 
 def stored_tensors(model: Any, state: StateDescription, weights: WeightType, model_dtype: str) -> dict[str, Stored]:
-    """Return where each tensor of a model lies in a checkpoint, a tied one once, by its name in the model.
+    """Return the place of each tensor of a model in a checkpoint, by its name in the model; tied tensors appear once.
 
     Args:
         model: The model on the meta device.
-        state: What the checkpoint holds.
-        weights: Precision to publish trained and frozen weights in; buffers keep their own.
-        model_dtype: Precision that the run trained in, ``bf16`` or ``fp32``.
+        state: The state in the checkpoint.
+        weights: Precision of the published trained and frozen weights; buffers keep their own.
+        model_dtype: Precision of the training, ``bf16`` or ``fp32``.
 
     Raises:
-        UserError: The checkpoint is of adapters.
-        RunError: It is not of this model.
+        UserError: The checkpoint holds adapters.
+        RunError: The checkpoint does not fit the model.
     """
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -106,9 +106,9 @@ def stored_tensors(model: Any, state: StateDescription, weights: WeightType, mod
     if problems:
         more = f", and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
         raise RunError(
-            "the checkpoint is not of the model that config.yaml describes: "
-            f"{'; '.join(problems[:_MOST_NAMED])}{more}; restore model.path or model.config as the run was started "
-            "with"
+            "the checkpoint does not fit the model in config.yaml: "
+            f"{'; '.join(problems[:_MOST_NAMED])}{more}; restore model.path or model.config of the start of "
+            "the run"
         )
     return found
 
@@ -118,10 +118,10 @@ def published_tensors(model: Any, stored: Mapping[str, Stored]) -> tuple[Publish
 
     Args:
         model: The model on the meta device.
-        stored: Where each of its tensors lies.
+        stored: The place of each of its tensors.
 
     Raises:
-        RunError: The architecture rearranges elements, so that it can't be streamed.
+        RunError: The architecture rearranges elements, and so can't be streamed.
     """
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     on_meta = {name: torch.empty(place.shape, device="meta") for name, place in stored.items() if name not in ignored}
@@ -151,7 +151,7 @@ def published_tensors(model: Any, stored: Mapping[str, Stored]) -> tuple[Publish
 
 
 class _Views(TorchDispatchMode):
-    """Lets a copy be a view of what it copies, so that a result still shows where its elements come from."""
+    """Makes each copy a view of its source, so that a result reveals the source of its elements."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.clone.default:
@@ -160,9 +160,9 @@ class _Views(TorchDispatchMode):
 
 
 def _revert(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors as ``save_pretrained`` would publish them, views of those given where that can be."""
-    # Transformers 5.20 to 5.23: not in its documentation, but what save_pretrained itself calls; a test holds every
-    # architecture of the zoo against save_pretrained.
+    """Return the tensors as ``save_pretrained`` would publish them, as views of the given ones where possible."""
+    # Transformers 5.20 to 5.23: undocumented, but called by save_pretrained itself; a test compares every architecture
+    # of the zoo with save_pretrained.
     from transformers.core_model_loading import revert_weight_conversion
 
     try:
@@ -174,10 +174,10 @@ def _revert(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 
 
 def reverted_name(model: Any, name: str, shape: tuple[int, ...]) -> str:
-    """Return the name in the published files of a tensor that is published as it is.
+    """Return the name in the published files of a tensor that is published unchanged.
 
     Raises:
-        RunError: It is not.
+        RunError: It is published as several tensors.
     """
     names = list(_revert(model, {name: torch.empty(shape, device="meta")}))
     if len(names) != 1:
@@ -191,8 +191,8 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _cannot_stream(model: Any, why: str) -> RunError:
     return RunError(
-        f"{type(model).__name__} can't be exported: its published tensors rearrange those that are trained, which is "
-        f"not done in bounded memory ({why}); load the checkpoint into the model and call its save_pretrained"
+        f"{type(model).__name__} can't be exported: its published tensors rearrange the trained ones, which is "
+        f"impossible in bounded memory ({why}); load the checkpoint into the model and call its save_pretrained"
     )
 
 
@@ -221,7 +221,7 @@ def _find(name: str, state: StateDescription, weights: WeightType, model_dtype: 
     elif master is not None:
         own = dtype_of(model.dtype) if model is not None else DTYPES[model_dtype]
         wanted = own if weights == "model" else DTYPES[weights]
-        # What the model computed with, where that is what is wanted; else rounded once, from the master.
+        # The weights used in training if their type is wanted; else rounded once, from the master weights.
         use_model = model is not None and dtype_name(wanted) == model.dtype
         spec, key = (model, f"model/{name}") if use_model else (master, f"fp32/{name}")
     if spec is None:

@@ -1,4 +1,4 @@
-"""The tokenizer of an exported directory: the one that prepared the run's corpus, or the one that is given."""
+"""Finds the tokenizer files of an export: those that prepared the run's corpus, or those given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.export.planned_data import DATA_ERRORS, planned_data
 from ray_ulysses.storage.location import expand_home
 
-# What Hugging Face's tokenizers read; weights and the model's own files must not come along.
+# Files read by Hugging Face's tokenizers; weights and the model's own files must not be copied.
 _PATTERNS = (
     "tokenizer*.json",
     "tokenizer.model*",
@@ -36,12 +36,12 @@ class TokenizerFiles:
     """A tokenizer as files.
 
     Attributes:
-        words: What it is, or why there is none.
-        published: The same without a path of this machine, for the directory itself.
-        files: Its files by name; empty where there is none.
-        end_tokens: The tokens that end a text: the one that ended every document of the corpora, those that ended what
-            was supervised of them (the turns of a chat), and its own; empty where none is known.
-        vocab_size: One more than its largest token id; 0 where there is none.
+        words: Its description, or why there is none.
+        published: The description for the directory itself, without local paths.
+        files: Its files by name; empty if there is none.
+        end_tokens: The tokens that end a text: the end token of the corpora's documents, those of supervised turns of
+            chats, and its own; empty if unknown.
+        vocab_size: One more than its largest token id; 0 if there is none.
     """
 
     words: str
@@ -51,10 +51,10 @@ class TokenizerFiles:
     vocab_size: int = 0
 
     def refuse_unknown_tokens(self, model_size: int) -> None:
-        """Refuse a tokenizer that has tokens which the model does not know.
+        """Refuse a tokenizer with tokens beyond the model's vocabulary.
 
         Raises:
-            UserError: It has.
+            UserError: It has such tokens.
         """
         if self.vocab_size > model_size:
             raise UserError(
@@ -67,11 +67,11 @@ def find_tokenizer(run_dir: Path, given: Path | None) -> TokenizerFiles:
     """Return the tokenizer to export.
 
     Args:
-        run_dir: The run's directory, whose plan says what prepared its corpus.
-        given: A directory whose tokenizer is taken instead, or ``bytes``.
+        run_dir: The run's directory, whose plan names the tokenizer of its corpora.
+        given: A directory whose tokenizer is used instead, or ``bytes``.
 
     Raises:
-        UserError: The one that is given can't be read.
+        UserError: ``given`` can't be read.
     """
     prepared = _prepared_with(run_dir)
     if given is not None:
@@ -105,13 +105,13 @@ def find_tokenizer(run_dir: Path, given: Path | None) -> TokenizerFiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Prepared:
-    """What prepared a run's corpora.
+    """The tokenizer that prepared a run's corpora.
 
     Attributes:
-        fingerprint: Its fingerprint; None where it is not known.
-        end_tokens: The tokens that the model learned to end a text with, from all corpora.
-        info: All about it, where one of the corpora is there.
-        problem: Why no more is known.
+        fingerprint: Its fingerprint; None if unknown.
+        end_tokens: The tokens that end a text in the corpora.
+        info: Its description, if one of the corpora exists.
+        problem: Why nothing more is known.
     """
 
     fingerprint: str | None = None
@@ -152,10 +152,10 @@ def _given(directory: Path, prepared: _Prepared) -> TokenizerFiles:
     same = "the one" if info.fingerprint == prepared.fingerprint else "NOT the one"
     said = f", {same} that prepared the corpus" if prepared.fingerprint is not None else ""
     return TokenizerFiles(
-        words=f"from {directory}, as --tokenizer asks{said}",
-        published=f"given when it was exported{said}",
+        words=f"from {directory}, as requested by --tokenizer{said}",
+        published=f"given to the export{said}",
         files=files,
-        # The model learned to end a text with the corpus's, whatever else this one can write.
+        # The model learned to end a text with the corpus's end tokens, regardless of this tokenizer.
         end_tokens=tuple(dict.fromkeys((*prepared.end_tokens, info.eos_token_id))),
         vocab_size=info.vocab_size,
     )
@@ -171,9 +171,9 @@ def _copy(directory: Path) -> dict[str, bytes]:
 
 
 def byte_tokenizer_files() -> dict[str, bytes]:
-    """Return the byte tokenizer as Hugging Face files: the same tokens for every text, without the end token.
+    """Return the byte tokenizer as Hugging Face files, with the same tokens for every text.
 
-    Every byte is a token of its own and nothing is merged, so no text gives the end token, even if it spells it.
+    Every byte is a token and nothing is merged, so no text produces the end token, even if it spells it.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -186,7 +186,7 @@ def byte_tokenizer_files() -> dict[str, bytes]:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": _END,
         "clean_up_tokenization_spaces": False,
-        # Text that spells the end token stays text, as it was in training.
+        # Text that spells the end token stays text, as in training.
         "split_special_tokens": True,
     }
     return {
@@ -196,7 +196,7 @@ def byte_tokenizer_files() -> dict[str, bytes]:
 
 
 def _byte_characters() -> dict[int, str]:
-    """Return the printable character that byte-level tokenizers write each byte as, as GPT-2's encoder.py has it."""
+    """Return the printable character of each byte in byte-level tokenizers, as in GPT-2's encoder.py."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}

@@ -1,1 +1,1 @@
-"""What a run trained on, looked at afterwards: any row of it, the lineage of its plan, and the proof of law 3."""
+"""Inspects what a run trained on: single rows, the history of its plan, its checkpoints, and the proof of law 3."""

@@ -1,34 +1,39 @@
-"""Checkpoints held against journal and plan: where each says that the data stand, and the digest that it carries."""
+"""Compares checkpoints with journal and plan: the data cursor and the sums that each one claims."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from ray_ulysses.checkpoint.choice import committed_steps
+from ray_ulysses.checkpoint.each_step import for_each_step
+from ray_ulysses.checkpoint.manifest import ManifestError, read_facts
 from ray_ulysses.data.plan.cursor import Cursor
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.read.digest import MODULUS
 from ray_ulysses.errors import UserError
-from ray_ulysses.forensics.trained import Trained
-from ray_ulysses.forensics.verdict import Finding
+from ray_ulysses.forensics.run_storage import open_run_storage
+from ray_ulysses.forensics.trained_steps import TrainedSteps
+from ray_ulysses.forensics.verification_report import Finding
+from ray_ulysses.run_names import manifest_key
+from ray_ulysses.storage import Store
 from ray_ulysses.tracking.events import CheckpointCommitted
-from ray_ulysses.tracking.step_runs import Entry
-
-_RESUMED = "a run resumed from it"
+from ray_ulysses.tracking.step_groups import Entry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """What a checkpoint, or the note of its commit in the journal, says of the data.
+    """The claims of a manifest, or of a commit in the journal, about the data of a checkpoint; None is no claim.
 
     Attributes:
         step: Completed steps.
-        origin: Where it says so, for a person.
-        digest: Sum of the digests of all steps so far, 16 hexadecimal digits; None where it says nothing.
-        tokens: Supervised tokens so far; None where it says nothing.
-        cursor: Where the data stand; None where it says nothing.
-        problem: Why it can't be read; None where it can.
+        origin: The source of the claim, in words.
+        digest: Sum of the digests of all steps so far, 16 hexadecimal digits.
+        tokens: Supervised tokens so far.
+        cursor: Position in the data.
+        problem: Why it can't be read.
     """
 
     step: int
@@ -39,11 +44,25 @@ class Claim:
     problem: str | None = None
 
 
-def commits(events: Sequence[Entry], trained: Trained) -> list[Claim]:
-    """Return what the journal noted of the checkpoints whose steps count (pure).
+def manifest_claims(run_dir: Path) -> list[Claim]:
+    """Return the claim of each committed checkpoint of a run; one that is deleted meanwhile is left out."""
+    store = open_run_storage(run_dir).store
+    claims = for_each_step(committed_steps(store), lambda step: _manifest_claim(store, step))
+    return [claim for claim in claims if claim is not None]
 
-    A checkpoint of an attempt whose step was thrown away is not among them.
-    """
+
+def _manifest_claim(store: Store, step: int) -> Claim | None:
+    origin = manifest_key(step)
+    try:
+        _, meta = read_facts(store, step)
+    except ManifestError as error:
+        is_gone = isinstance(error.__cause__, FileNotFoundError)
+        return None if is_gone else Claim(step=step, origin=origin, problem=str(error))
+    return Claim(step=step, origin=origin, digest=meta.digest, tokens=meta.tokens, cursor=dict(meta.cursor))
+
+
+def journal_claims(events: Sequence[Entry], trained: TrainedSteps) -> list[Claim]:
+    """Return the claims of the commits in the journal whose steps count, not those of steps thrown away (pure)."""
     attempts = {step.step: step.attempt for step in trained.steps}
     return [
         Claim(
@@ -59,14 +78,8 @@ def commits(events: Sequence[Entry], trained: Trained) -> list[Claim]:
     ]
 
 
-def check_claims(plan: Plan, trained: Trained, claims: Sequence[Claim]) -> list[Finding]:
-    """Hold what checkpoints say against the plan and the steps that count (pure).
-
-    Args:
-        plan: The run's plan.
-        trained: The steps, by what became of them.
-        claims: What the checkpoints say.
-    """
+def check_claims(plan: Plan, trained: TrainedSteps, claims: Sequence[Claim]) -> list[Finding]:
+    """Compare the claims of checkpoints with the plan and the steps that count (pure)."""
     findings: list[Finding] = []
     readable = []
     for claim in claims:
@@ -79,7 +92,7 @@ def check_claims(plan: Plan, trained: Trained, claims: Sequence[Claim]) -> list[
                 step=claim.step,
                 where=claim.origin,
                 what=claim.problem,
-                meaning="it is never loaded: a resume goes back to the checkpoint before it",
+                meaning="it is never loaded: a resume uses the checkpoint before it",
             )
         )
     for claim in readable:
@@ -98,20 +111,20 @@ def _check_cursor(plan: Plan, claim: Claim) -> Iterator[Finding]:
     except UserError as error:
         problem = str(error)
     if problem is not None:
-        stands = f"the plan stands at {expected}" if expected else f"the plan ends after step {plan.num_steps}"
+        position = f"the plan is at {expected}" if expected else f"the plan ends after step {plan.num_steps}"
         yield Finding(
             kind="checkpoint_cursor",
             step=claim.step,
             where=f"{claim.origin}, data cursor {dict(claim.cursor)}",
-            what=f"after step {claim.step} {stands} ({problem})",
-            meaning=f"{_RESUMED} would train rows twice, leave some out, or be refused",
+            what=f"after step {claim.step} {position} ({problem})",
+            meaning="a run resumed from it would train rows twice, leave some out, or be refused",
         )
 
 
-def _check_sums(trained: Trained, claims: Sequence[Claim]) -> Iterator[Finding]:
-    """Compare running sums; a difference that stays the same from one checkpoint to the next is told once."""
+def _check_sums(trained: TrainedSteps, claims: Sequence[Claim]) -> Iterator[Finding]:
+    """Compare running sums; a difference that persists from one checkpoint to the next is reported once."""
     claims = sorted(claims, key=lambda claim: claim.step)
-    before = trained.before
+    before = trained.inherited
     digest, tokens, count, place = before.digest, before.tokens, before.step, 0
     shifts = {"digest": 0, "tokens": 0}
     for claim in claims:
@@ -124,11 +137,11 @@ def _check_sums(trained: Trained, claims: Sequence[Claim]) -> Iterator[Finding]:
                 step=claim.step,
                 where=claim.origin,
                 what=f"holds {claim.step} steps, but no record of step {claim.step} counts in the journal",
-                meaning="what its state was trained on can't be proved",
+                meaning="the data that its state was trained on can't be proved",
             )
             continue
         if before.step + place != claim.step:
-            # Steps are missing before it, which is a finding of its own.
+            # Steps are missing before it, which is a separate finding.
             continue
         yield from _check_tokens(claim, tokens, shifts)
         yield from _check_digest(claim, digest, shifts)
@@ -143,7 +156,7 @@ def _check_tokens(claim: Claim, tokens: int, shifts: dict[str, int]) -> Iterator
         step=claim.step,
         where=claim.origin,
         what=f"counts {claim.tokens:,} supervised tokens, the steps of the journal sum to {tokens:,}",
-        meaning="its state was trained on more or fewer tokens than the journal knows of",
+        meaning="its state was trained on more or fewer tokens than the journal records",
     )
 
 
@@ -163,5 +176,5 @@ def _check_digest(claim: Claim, digest: int, shifts: dict[str, int]) -> Iterator
         step=claim.step,
         where=claim.origin,
         what=f"has data digest {claim.digest}, the steps of the journal up to it sum to {digest:016x}",
-        meaning="its state was trained on other rows or tokens than the journal says, or one of the two was changed",
+        meaning="its state was trained on other rows or tokens than the journal records, or one of the two was changed",
     )

@@ -1,4 +1,4 @@
-"""Every checkpoint directory of a run: what is in it, what state it is in, and why it is kept."""
+"""Lists every checkpoint folder of a run with its content, its condition, and the retention rules that keep it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.manifest import Manifest, ManifestError, read_manifest
 from ray_ulysses.checkpoint.retention import Committed, keep_reasons
 from ray_ulysses.checkpoint.state import StateDescription
-from ray_ulysses.forensics.checkpoint_place import CheckpointPlace, find_checkpoints
 from ray_ulysses.forensics.checkpoint_report import (
     CheckpointCondition,
     CheckpointListing,
     CheckpointReport,
     SetAside,
 )
+from ray_ulysses.forensics.run_storage import RunStorage, open_run_storage
 from ray_ulysses.run.checkpoint_store import keep_rules, storage_answers
 from ray_ulysses.run.start_point import Start, commits_that_count, decide_start
 from ray_ulysses.run_names import (
@@ -37,20 +37,20 @@ from ray_ulysses.storage import Store, current_owner
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.events import CheckpointCommitted, CheckpointSetAside
 from ray_ulysses.tracking.journal_reader import read_entries
-from ray_ulysses.tracking.step_runs import Entry
+from ray_ulysses.tracking.step_groups import Entry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Folder:
-    """What lies in a checkpoint directory.
+    """The content of a checkpoint folder.
 
     Attributes:
         step: Its step.
-        files: Size of each file in bytes, by its key relative to the directory; None if the storage does not tell.
-        notes: What each note of a set-aside says, by the attempt that wrote it.
-        found: The manifest if the checkpoint is whole by size and part of the run, else what is wrong with it; None if
-            it was never committed.
-        manifest: The manifest, without what is stored, if it can be read, whatever the state of the rest.
+        files: Size of each file in bytes, by its key relative to the folder; None if the storage does not report it.
+        notes: The notes about checkpoints that were set aside, by the attempt that wrote them.
+        found: The manifest if the checkpoint is part of the run and its sizes are right, else the damage; None if it
+            was never committed.
+        manifest: The manifest without tensors and shards, if it can be read.
         named: The shards that it names.
     """
 
@@ -63,27 +63,27 @@ class _Folder:
 
 
 def list_checkpoints(run_dir: Path) -> CheckpointListing:
-    """Return every checkpoint directory of a run; changes nothing, and reads no shard.
+    """Return every checkpoint folder of a run; changes nothing, and reads no shard.
 
     Args:
-        run_dir: The run's directory; the checkpoints may lie on another store, which its configuration names.
+        run_dir: The run's directory; its configuration may name another store.
 
     Raises:
         UserError: The configuration names a store that can't be opened.
         RunError: The store can't be listed.
     """
-    place = find_checkpoints(run_dir)
-    with storage_answers(place.location):
-        lineage = read_lineage(place.store)
-        folders = _look_into_all(place.store, lineage)
+    storage = open_run_storage(run_dir)
+    with storage_answers(storage.location):
+        lineage = read_lineage(storage.store)
+        folders = _read_folders(storage.store, lineage)
     events = read_entries(run_dir)
     writing = lineage.newest_attempt if current_owner(run_dir) is not None else None
     reports = [_report(folder, events, writing) for folder in folders]
-    start = _start(reports, commits_that_count(events, lineage), place.location)
+    start = _start(reports, commits_that_count(events, lineage), storage.location)
     return CheckpointListing(
         name=run_dir.absolute().name,
-        location=place.location,
-        checkpoints=tuple(_with_reasons(reports, place, lineage)),
+        location=storage.location,
+        checkpoints=tuple(_with_reasons(reports, storage, lineage)),
         resumes_from=start.resumes_from,
         unless=start.unless,
         refusal=start.refusal,
@@ -91,7 +91,7 @@ def list_checkpoints(run_dir: Path) -> CheckpointListing:
 
 
 def _start(reports: Sequence[CheckpointReport], committed: Sequence[int], location: str) -> Start:
-    """Return where the next attempt starts, as far as sizes tell."""
+    """Return where the next attempt starts, judged by the files' sizes."""
     whole = max((report.step for report in reports if report.condition == "whole"), default=None)
     passed = [
         Damage(step=report.step, reason=report.why or "", kind=report.condition)
@@ -101,18 +101,18 @@ def _start(reports: Sequence[CheckpointReport], committed: Sequence[int], locati
     return decide_start([] if whole is None else [whole], passed, committed, location)
 
 
-def _look_into_all(store: Store, lineage: Lineage) -> list[_Folder]:
-    """Return what lies in each directory, by step; a few are looked into at once."""
+def _read_folders(store: Store, lineage: Lineage) -> list[_Folder]:
+    """Return the content of each folder, by step; a few are read at a time."""
     files: dict[int, dict[str, int | None]] = {}
     for key, size in store.sizes(CHECKPOINT_FOLDER).items():
         match = CHECKPOINT_KEY.match(key)
         if match:
             files.setdefault(int(match[1]), {})[match[2]] = size
-    return for_each_step(sorted(files), lambda step: _look(store, step, files[step], lineage))
+    return for_each_step(sorted(files), lambda step: _read_folder(store, step, files[step], lineage))
 
 
-def _look(store: Store, step: int, files: dict[str, int | None], lineage: Lineage) -> _Folder:
-    """Return what lies in a directory, where these files are."""
+def _read_folder(store: Store, step: int, files: dict[str, int | None], lineage: Lineage) -> _Folder:
+    """Return the content of a folder that has these files."""
     matches = ((name, NOTE_NAME.match(name)) for name in files)
     notes = {int(match[1]): _read_note(store, f"{step_folder(step)}/{name}") for name, match in matches if match}
     if MANIFEST_FILE not in files:
@@ -121,14 +121,14 @@ def _look(store: Store, step: int, files: dict[str, int | None], lineage: Lineag
     if isinstance(found, Manifest) and not _is_sound(found, files, lineage):
         found = examine(store, step, "sizes")
     if isinstance(found, Damage) and _is_gone(store, manifest_key(step)):
-        # Retention deletes the manifest first: what is missing from then on is no damage.
+        # Retention deletes the manifest first: files that are missing from then on are no damage.
         del files[MANIFEST_FILE]
         return _Folder(step=step, files=files, notes=notes)
     manifest = found if isinstance(found, Manifest) else _readable(store, step)
     if manifest is None:
         return _Folder(step=step, files=files, notes=notes, found=found)
     named = frozenset(shard.file for shard in manifest.shards)
-    # A manifest of a large world takes tens of megabytes: what is told of it does not.
+    # A manifest of a large world takes tens of megabytes, most of which the report does not need.
     facts = replace(manifest, state=StateDescription(tensors={}), shards=())
     found = found if isinstance(found, Damage) else facts
     return _Folder(step=step, files=files, notes=notes, found=found, manifest=facts, named=named)
@@ -167,13 +167,7 @@ def _readable(store: Store, step: int) -> Manifest | None:
 
 
 def _report(folder: _Folder, events: Sequence[Entry], writing: int | None) -> CheckpointReport:
-    """Return what is told of a directory (pure).
-
-    Args:
-        folder: What lies in it.
-        events: The run's journal.
-        writing: The attempt that a live process trains at the moment; None if there is none.
-    """
+    """Return the report on a folder (pure); ``writing`` is the attempt of a live process, if any."""
     condition, why = _condition(folder, writing)
     manifest = folder.manifest
     named = {MANIFEST_FILE, *folder.named} if manifest is not None else set(folder.files)
@@ -219,7 +213,7 @@ def _condition(folder: _Folder, writing: int | None) -> tuple[CheckpointConditio
     if folder.notes:
         return "set_aside", str(folder.notes[max(folder.notes)].get("reason", "its note can't be read"))
     if not attempts:
-        return "not_committed", "nothing in it was written by an attempt; move it out of the run's checkpoints"
+        return "not_committed", "no attempt wrote anything in it; move it out of the run's checkpoints"
     who = ", ".join(str(attempt) for attempt in sorted(attempts))
     return "not_committed", f"left by attempt {who}, which ended before the commit; a later commit deletes it"
 
@@ -230,7 +224,7 @@ def _attempts(names: Iterable[str]) -> set[int]:
 
 
 def _manifest_of(folder: _Folder) -> Manifest | None:
-    """Return the manifest of a checkpoint that was set aside, which its newest note has kept."""
+    """Return the manifest of a checkpoint that was set aside, from its newest note."""
     if not folder.notes:
         return None
     text = folder.notes[max(folder.notes)].get("manifest")
@@ -241,7 +235,7 @@ def _manifest_of(folder: _Folder) -> Manifest | None:
 
 
 def _with_names(report: CheckpointReport, names: Iterable[str]) -> CheckpointReport:
-    """Add what the names of the shards say of who wrote them, where there is no manifest."""
+    """Add attempt and world size from the names of the shards, if there is no manifest."""
     attempts = sorted(_attempts(names))
     if not attempts:
         return report
@@ -258,20 +252,18 @@ def _set_aside(step: int, attempt: int, note: Mapping[str, Any], events: Sequenc
 def _time(
     events: Sequence[Entry], kind: type[CheckpointCommitted | CheckpointSetAside], step: int, attempt: int
 ) -> float | None:
-    """Return when the journal noted an event of a step; None if it did not."""
+    """Return the time of an event of a step in the journal; None without one."""
     times = (
         event.time for event in events if isinstance(event, kind) and event.step == step and event.attempt == attempt
     )
     return max(times, default=None)
 
 
-def _with_reasons(
-    reports: Sequence[CheckpointReport], place: CheckpointPlace, lineage: Lineage
-) -> list[CheckpointReport]:
-    """Add why each is kept, by the rules of the run's configuration; without one that is not known."""
-    if place.config is None:
+def _with_reasons(reports: Sequence[CheckpointReport], storage: RunStorage, lineage: Lineage) -> list[CheckpointReport]:
+    """Add the retention rules that keep each checkpoint, if there is a configuration."""
+    if storage.config is None:
         return list(reports)
-    rules = keep_rules(place.config)
+    rules = keep_rules(storage.config)
     committed = {
         report.step: Committed(attempt=report.attempt, metrics=report.metrics)
         for report in reports
@@ -280,7 +272,7 @@ def _with_reasons(
     if not committed:
         return list(reports)
     reasons = keep_reasons(committed, newest=max(committed), rules=rules)
-    # Retention leaves what it can't read: it may be what a rule wants. Without a manifest no layout is known.
+    # Retention keeps what it can't read, since a rule may need it. Without a manifest the layout is unknown.
     unread = {report.step for report in reports if report.committed and report.dp_size is None}
     return [
         replace(report, kept=reasons.get(report.step, ("unread manifest",) if report.step in unread else ()))

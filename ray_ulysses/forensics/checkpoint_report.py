@@ -1,4 +1,4 @@
-"""What is told of a run's checkpoints, as values."""
+"""The results of listing a run's checkpoints and of verifying one, as plain values."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any, Literal
 CheckpointCondition = Literal[
     "whole", "damaged", "unreadable", "superseded", "foreign", "set_aside", "being_written", "not_committed"
 ]
-"""``whole`` and ``damaged`` go by the files' sizes; ``unreadable`` is what the storage does not give now;
-``superseded`` is what a dead attempt committed after its successor had started before that step; ``set_aside`` was
-found damaged and taken out of the way; the last two have no manifest."""
+"""``whole`` and ``damaged`` are judged by the files' sizes; ``unreadable`` can't be read now; ``superseded`` was
+committed by a dead attempt after its successor had resumed before that step; ``foreign`` was written by another
+version; ``set_aside`` was found damaged and moved out of the way; the last two have no manifest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetAside:
-    """A checkpoint of a step that was found damaged and taken out of the way.
+    """A checkpoint of a step that was found damaged and moved out of the way.
 
     Attributes:
-        attempt: The attempt that did.
-        reason: Why.
-        at: When, in seconds since the epoch; None where the journal does not say.
+        attempt: The attempt that found it.
+        reason: The damage, in words.
+        at: When, in seconds since the epoch; None if it is not in the journal.
     """
 
     attempt: int
@@ -32,13 +32,13 @@ class SetAside:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointReport:
-    """One checkpoint directory; what is not known is None or empty.
+    """One checkpoint folder; unknown values are None or empty.
 
     Attributes:
         step: Completed steps.
-        path: The directory's key in its store.
-        committed: Whether its manifest is there.
-        condition: What state it is in.
+        path: Its key in the store.
+        committed: Whether it has a manifest.
+        condition: Its condition.
         why: Why it can't be used.
         attempt: The attempt that wrote it.
         world_size: Ranks that wrote it.
@@ -46,15 +46,14 @@ class CheckpointReport:
         ring_size: Ring part of `sp_size`.
         dp_size: Rows in flight at once.
         zero_stage: ZeRO stage.
-        num_bytes: Size of what the manifest names, and of the manifest; without one, of all files.
-        leftover_bytes: Size of the files beside those: what dead attempts have left, and notes.
-        written_at: When its state was taken, in seconds since the epoch.
-        reason: What made it be saved.
-        metrics: Its numbers.
-        kept: The rules that keep it.
-        set_aside: What was there before and was taken out of the way, oldest first.
-        is_swept: Whether it has shards that no manifest names, which a later commit deletes; only said of a directory
-            that is not committed.
+        num_bytes: Size of the manifest and the files that it names; without a manifest, of all files.
+        leftover_bytes: Size of the other files: leftovers of dead attempts, and notes.
+        written_at: When its state was captured, in seconds since the epoch.
+        reason: What triggered the save.
+        metrics: Its metrics.
+        kept: The retention rules that keep it.
+        set_aside: Earlier checkpoints of this step that were set aside, oldest first.
+        is_swept: Whether a later commit deletes its shards, which no manifest names; only for an uncommitted folder.
     """
 
     step: int
@@ -80,14 +79,14 @@ class CheckpointReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointListing:
-    """All checkpoint directories of a run.
+    """All checkpoint folders of a run.
 
     Attributes:
         name: The run's name.
-        location: Root of the store that they lie in, a path or a URI.
-        checkpoints: One a directory, by step.
-        resumes_from: Step of the one that the next attempt starts from, as far as sizes tell; None for none.
-        unless: Newer steps that the storage does not give now: the newest that it gives by then is taken instead.
+        location: Root of the checkpoint store, a path or a URI.
+        checkpoints: One per folder, by step.
+        resumes_from: Step that the next attempt resumes from, judged by the files' sizes; None for none.
+        unless: Newer steps that can't be read now; the next attempt uses the newest that is readable by then.
         refusal: Why the next attempt would refuse to start; None if it would not.
     """
 
@@ -105,14 +104,14 @@ class CheckpointListing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileVerdict:
-    """One file of a checkpoint, read from front to back.
+    """The verification of one file of a checkpoint.
 
     Attributes:
-        file: Its key, relative to the checkpoint's directory.
-        num_bytes: Its size, as the manifest says.
-        num_tensors: How many tensors it holds a part of.
-        problem: What is wrong with it, with the tensor and the bytes; None if it is what was written.
-        is_unread: Whether that is only that the storage does not give it now.
+        file: Its key, relative to the checkpoint's folder.
+        num_bytes: Its size according to the manifest.
+        num_tensors: Number of tensors of which it holds a part.
+        problem: The damage, with the tensor and the bytes; None if it is intact.
+        is_unread: Whether the only problem is that it can't be read now.
     """
 
     file: str
@@ -124,22 +123,22 @@ class FileVerdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointVerdict:
-    """A checkpoint of which every byte was read.
+    """The verification of a checkpoint, of which every byte was read.
 
     Attributes:
         name: The run's name.
-        location: Root of its store, a path or a URI.
+        location: Root of the checkpoint store, a path or a URI.
         step: Its step.
-        path: Its directory's key in the store.
-        problem: What is wrong with it as a whole: its manifest, the cover of its tensors, or that it is not part of the
-            run; None for nothing.
-        kind: What kind of problem that is.
-        attempt: The attempt that wrote it; None if the manifest can't be read, as the rest.
+        path: Its key in the store.
+        problem: The problem of the whole checkpoint (its manifest, the coverage of its tensors, or that it is not part
+            of the run); None for none.
+        kind: The kind of that problem.
+        attempt: The attempt that wrote it; None, like the following, if the manifest can't be read.
         world_size: Ranks that wrote it.
         num_tensors: Tensors of its state.
         num_elements: Elements of its state, each of which is stored exactly once.
         files: Its files, in the order of the ranks.
-        seconds: How long the reading took.
+        seconds: Duration of the verification.
     """
 
     name: str
@@ -162,7 +161,7 @@ class CheckpointVerdict:
 
     @property
     def condition(self) -> CheckpointCondition:
-        """What state it is in; only what was read and is not what was written is ``damaged``."""
+        """Its condition; only bytes that were read and differ from what was written make it ``damaged``."""
         bad = [file for file in self.files if file.problem is not None]
         if any(not file.is_unread for file in bad):
             return "damaged"
@@ -178,7 +177,7 @@ class CheckpointVerdict:
 
 
 def _to_json(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a JSON object; JSON has no number for what is not finite, so it becomes its name."""
+    """Return a JSON object, in which numbers that are not finite become their names."""
     text = json.dumps(fields)
     constants: dict[str, Any] = json.loads(text, parse_constant=str)
     return constants

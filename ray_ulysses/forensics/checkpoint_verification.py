@@ -1,4 +1,4 @@
-"""Verifying a checkpoint: its manifest, the cover of its tensors, and every byte of every file."""
+"""Verifies a checkpoint: its manifest, the coverage of its tensors, and every byte of every file."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ray_ulysses.checkpoint.resolve_reference import nameable
 from ray_ulysses.checkpoint.shards import ShardDamage, ShardEntry, verified_chunks
 from ray_ulysses.clock import Clock
 from ray_ulysses.errors import UserError
-from ray_ulysses.forensics.checkpoint_place import find_checkpoints
 from ray_ulysses.forensics.checkpoint_report import CheckpointVerdict, FileVerdict
+from ray_ulysses.forensics.run_storage import open_run_storage
 from ray_ulysses.run.checkpoint_store import storage_answers
 from ray_ulysses.run_names import step_folder
 from ray_ulysses.storage import Store
@@ -26,51 +26,49 @@ _NUM_THREADS = 4
 
 
 Watch = Callable[[int, int], None]
-"""Is told of the bytes read so far and of all to read, by one thread at a time."""
+"""Called with the bytes read so far and the bytes to read, by one thread at a time."""
 
 
 def verify_checkpoint(
     run_dir: Path, which: int | Literal["latest"], *, clock: Clock, watch: Watch = lambda done, total: None
 ) -> CheckpointVerdict:
-    """Read every byte of a committed checkpoint and hold it against its checksums; changes nothing.
+    """Read every byte of a committed checkpoint and compare it with its checksums; changes nothing.
 
     Args:
-        run_dir: The run's directory; the checkpoints may lie on another store, which its configuration names.
+        run_dir: The run's directory; its configuration may name another store.
         which: The checkpoint's step, or the newest that is part of the run, damaged or not.
-        clock: How long it takes.
-        watch: Is told of what was read.
+        clock: Measures the duration.
+        watch: Called as bytes are read.
 
     Raises:
-        UserError: That step is not committed or was deleted meanwhile, or the configuration names a store that can't be
-            opened.
+        UserError: The step is not committed or was deleted meanwhile, or the store can't be opened.
         RunError: The store can't be listed.
     """
     started = clock.monotonic()
-    place = find_checkpoints(run_dir)
-    with storage_answers(place.location):
-        steps, lineage = committed_steps(place.store), read_lineage(place.store)
-        step = which if which != "latest" else max(nameable(place.store), default=None)
+    storage = open_run_storage(run_dir)
+    with storage_answers(storage.location):
+        steps, lineage = committed_steps(storage.store), read_lineage(storage.store)
+        step = which if which != "latest" else max(nameable(storage.store), default=None)
     if step is None or step not in steps:
-        raise _not_committed(which, steps, place.location)
+        raise _not_committed(which, steps, storage.location)
     verdict = CheckpointVerdict(
-        name=run_dir.absolute().name, location=place.location, step=step, path=step_folder(step), problem=None
+        name=run_dir.absolute().name, location=storage.location, step=step, path=step_folder(step), problem=None
     )
-    verdict = _read(place.store, verdict, lineage, watch)
-    if not verdict.is_whole and _is_gone(place.store, step):
-        raise UserError(f"--verify-checkpoint={step}: retention has deleted it while it was read; name another step")
+    verdict = _read(storage.store, verdict, lineage, watch)
+    if not verdict.is_whole and _is_gone(storage.store, step):
+        raise UserError(f"--verify-checkpoint={step}: retention deleted it while it was read; give another step")
     return replace(verdict, seconds=clock.monotonic() - started)
 
 
 def _not_committed(which: int | Literal["latest"], steps: tuple[int, ...], location: str) -> UserError:
-    what = "no checkpoint" if which == "latest" else f"no checkpoint of step {which}"
+    subject = "no checkpoint" if which == "latest" else f"no checkpoint of step {which}"
     return UserError(
-        f"--verify-checkpoint={which}: {what} is committed in {location}; committed: "
-        f"{', '.join(map(str, steps)) or 'none'} (`inspect RUN --checkpoints` lists what else is there)"
+        f"--verify-checkpoint={which}: {subject} is committed in {location}; committed: "
+        f"{', '.join(map(str, steps)) or 'none'} (`inspect RUN --checkpoints` lists all folders)"
     )
 
 
 def _read(store: Store, verdict: CheckpointVerdict, lineage: Lineage, watch: Watch) -> CheckpointVerdict:
-    """Return the verdict on a checkpoint, whatever state it is in."""
     manifest = read_committed(store, verdict.step)
     if isinstance(manifest, Damage):
         return replace(verdict, problem=manifest.reason, kind=manifest.kind)
@@ -90,7 +88,7 @@ def _is_gone(store: Store, step: int) -> bool:
     try:
         return step not in committed_steps(store)
     except OSError:
-        # Then the verdict says what could not be read.
+        # The verdict then names the files that could not be read.
         return False
 
 
@@ -102,7 +100,7 @@ def _not_of_the_run(manifest: Manifest) -> str:
 
 
 def _read_files(store: Store, manifest: Manifest, watch: Watch) -> tuple[FileVerdict, ...]:
-    """Read all files, a few at a time; those of a large world are read while others are waited for."""
+    """Read all files, a few at a time to hide the latency of the storage."""
     total = sum(shard.num_bytes for shard in manifest.shards)
     lock, done = threading.Lock(), 0
 
@@ -125,7 +123,7 @@ def _read_file(store: Store, folder: str, shard: ShardEntry, tell: Callable[[int
     except FileNotFoundError:
         problem = f"{shard.file} is missing"
     except OSError as error:
-        problem, is_unread = f"{shard.file} can't be read ({error.strerror or error}), which may pass", True
+        problem, is_unread = f"{shard.file} can't be read ({error.strerror or error}), perhaps only for now", True
     except ShardDamage as damage:
         problem = str(damage)
     return FileVerdict(

@@ -1,4 +1,4 @@
-"""Two runs' data compared step by step: the same rows, the same supervised tokens, the same digests?"""
+"""Compares the data of two runs step by step: their rows, supervised tokens and digests."""
 
 from __future__ import annotations
 
@@ -7,30 +7,31 @@ from itertools import takewhile
 
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.forensics.journal_checks import rows_text
-from ray_ulysses.forensics.trained import TrainedStep
-from ray_ulysses.forensics.verdict import Answer, Comparison, Finding
+from ray_ulysses.forensics.trained_steps import step_name
+from ray_ulysses.forensics.verification_report import Answer, Comparison, Finding
+from ray_ulysses.tracking.events import StepDone
 
 
 def compare_runs(
     *,
     plan: Plan,
-    steps: Sequence[TrainedStep],
+    steps: Sequence[StepDone],
     other: str,
     other_plan: Plan,
-    other_steps: Sequence[TrainedStep],
+    other_steps: Sequence[StepDone],
 ) -> tuple[Comparison, list[Finding]]:
     """Compare the steps of two runs that count (pure).
 
     Args:
         plan: The run's plan.
         steps: Its steps, ascending.
-        other: What to call the other run.
-        other_plan: Its plan.
-        other_steps: Its steps, ascending.
+        other: Name of the other run, for texts.
+        other_plan: The other run's plan.
+        other_steps: The other run's steps, ascending.
     """
-    parting = _parting_step(plan, other_plan)
+    diverged = _first_step_of_other_plan(plan, other_plan)
     theirs = {step.step: step for step in other_steps}
-    common = [step for step in steps if step.step in theirs and (parting is None or step.step < parting)]
+    common = [step for step in steps if step.step in theirs and (diverged is None or step.step < diverged)]
     first = next((step for step in common if not _is_same(step, theirs[step.step])), None)
     last, other_last = (found[-1].step if found else 0 for found in (steps, other_steps))
     findings = []
@@ -39,9 +40,9 @@ def compare_runs(
     if first is not None:
         answer, first_different = "different", first.step
         findings.append(_different(first, theirs[first.step], other))
-    elif parting is not None and (parting == 1 or min(last, other_last) >= parting):
-        answer, first_different = "other_plan", parting
-        findings.append(_other_plan(plan, other_plan, parting, other))
+    elif diverged is not None and (diverged == 1 or min(last, other_last) >= diverged):
+        answer, first_different = "other_plan", diverged
+        findings.append(_other_plan(plan, other_plan, diverged, other))
     else:
         answer = "same" if len(steps) == len(other_steps) == len(common) else "same_so_far"
     comparison = Comparison(
@@ -55,8 +56,8 @@ def compare_runs(
     return comparison, findings
 
 
-def _parting_step(plan: Plan, other: Plan) -> int | None:
-    """Return the first step that the two plans rule differently by their ids; None where they are the same."""
+def _first_step_of_other_plan(plan: Plan, other: Plan) -> int | None:
+    """Return the first step for which the ids of the two plans differ; None if they are the same."""
     pairs = zip(plan.segments, other.segments, strict=False)
     same = sum(1 for _ in takewhile(lambda pair: pair[0].plan_id == pair[1].plan_id, pairs))
     if same == len(plan.segments) == len(other.segments):
@@ -64,11 +65,11 @@ def _parting_step(plan: Plan, other: Plan) -> int | None:
     return 1 + min(one.segments[same].base_step for one in (plan, other) if len(one.segments) > same)
 
 
-def _is_same(step: TrainedStep, other: TrainedStep) -> bool:
+def _is_same(step: StepDone, other: StepDone) -> bool:
     return (step.rows, step.tokens, step.digest) == (other.rows, other.tokens, other.digest)
 
 
-def _different(step: TrainedStep, other_step: TrainedStep, other: str) -> Finding:
+def _different(step: StepDone, other_step: StepDone, other: str) -> Finding:
     if step.rows != other_step.rows:
         what = f"trained {rows_text(*step.rows)}, {other} trained {rows_text(*other_step.rows)}"
     elif step.digest != other_step.digest:
@@ -78,19 +79,19 @@ def _different(step: TrainedStep, other_step: TrainedStep, other: str) -> Findin
     return Finding(
         kind="comparison",
         step=step.step,
-        where=f"{step.place}, the first that differs",
+        where=f"{step_name(step)}, the first that differs",
         what=what,
         meaning="from this step on the two runs were not trained on the same data",
     )
 
 
-def _other_plan(plan: Plan, other_plan: Plan, parting: int, other: str) -> Finding:
+def _other_plan(plan: Plan, other_plan: Plan, diverged: int, other: str) -> Finding:
     ours, theirs = (" > ".join(segment.plan_id for segment in one.segments) for one in (plan, other_plan))
     return Finding(
         kind="comparison",
-        step=parting,
-        where=f"step {parting}",
+        step=diverged,
+        where=f"step {diverged}",
         what=f"the plan is {ours}, that of {other} is {theirs}",
-        meaning="from this step on rows are others, and digests can't be compared: corpora, seed, context or "
-        "another setting of the data differ",
+        meaning="from this step on the rows differ, and digests can't be compared: corpora, seed, context or "
+        "another data setting differs",
     )

@@ -1,41 +1,37 @@
-"""Law 3 from journal and plan alone: every planned row of the trained range once, and the step's own tokens."""
+"""Checks law 3 from journal and plan alone: every planned row was trained once, with the tokens of its step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
 from ray_ulysses.data.plan.plan import Plan
-from ray_ulysses.forensics.trained import Trained, TrainedStep
-from ray_ulysses.forensics.verdict import Finding
+from ray_ulysses.forensics.trained_steps import TrainedSteps, step_name
+from ray_ulysses.forensics.verification_report import Finding
+from ray_ulysses.tracking.events import StepDone
 
-_UNKNOWN = "what they trained on is not known, so that the steps after them can't be proved either"
+_UNKNOWN = "the data that they trained on are unknown, so that later steps can't be proved either"
 
 
-def check_journal(plan: Plan, trained: Trained) -> list[Finding]:
-    """Hold the steps of a journal against the plan (pure).
-
-    Args:
-        plan: The run's plan.
-        trained: The steps, by what became of them.
-    """
+def check_journal(plan: Plan, trained: TrainedSteps) -> list[Finding]:
+    """Compare the steps of a journal with the plan (pure)."""
     wrong = list(_wrong_rows(plan, trained.steps))
     return [
         *_other_plans(plan, trained),
         *_missing_steps(plan, trained),
         *_repeated_steps(trained),
         *wrong,
-        # Steps with the rows that the plan gives them can't meet.
+        # Steps with their planned rows can't overlap.
         *(_coverage(trained) if wrong else ()),
         *_wrong_tokens(plan, trained.steps),
     ]
 
 
 def rows_text(first: int, stop: int) -> str:
-    """Return a stretch of rows as a person is told of it."""
+    """Return a range of rows in words."""
     return f"row {first}" if stop - first == 1 else f"rows {first} to {stop - 1}"
 
 
-def _other_plans(plan: Plan, trained: Trained) -> Iterator[Finding]:
+def _other_plans(plan: Plan, trained: TrainedSteps) -> Iterator[Finding]:
     ids = [segment.plan_id for segment in plan.segments]
     for attempt, plan_ids in sorted(trained.other_plans.items()):
         first = next(step.step for step in trained.steps if step.attempt == attempt)
@@ -44,12 +40,12 @@ def _other_plans(plan: Plan, trained: Trained) -> Iterator[Finding]:
             step=first,
             where=f"attempt {attempt}, from step {first} on",
             what=f"trained by plan {' > '.join(plan_ids)}, the run's plan is {' > '.join(ids)}",
-            meaning="its rows are not those of the plan that is stored, which was put in its place",
+            meaning="its rows are not those of the stored plan, which has replaced its own",
         )
 
 
-def _missing_steps(plan: Plan, trained: Trained) -> Iterator[Finding]:
-    before = trained.before.step
+def _missing_steps(plan: Plan, trained: TrainedSteps) -> Iterator[Finding]:
+    before = trained.inherited.step
     for step in trained.steps:
         if step.step > before + 1:
             first, last = before + 1, step.step - 1
@@ -69,7 +65,7 @@ def _planned_rows(plan: Plan, first: int, last: int) -> str:
     return rows_text(plan.step_rows(first).start, plan.step_rows(min(last, plan.num_steps)).stop)
 
 
-def _repeated_steps(trained: Trained) -> Iterator[Finding]:
+def _repeated_steps(trained: TrainedSteps) -> Iterator[Finding]:
     last = {step.step: step for step in trained.steps}
     for step in trained.repeated:
         again = last.get(step.step)
@@ -77,22 +73,22 @@ def _repeated_steps(trained: Trained) -> Iterator[Finding]:
         yield Finding(
             kind="repeated_step",
             step=step.step,
-            where=step.place,
-            what=f"was trained, and then {by}, which had not resumed from before it",
+            where=step_name(step),
+            what=f"was trained, and then {by}, which had not resumed before it",
             meaning=f"{rows_text(*step.rows)} went into the model's state twice",
         )
 
 
-def _wrong_rows(plan: Plan, steps: Iterable[TrainedStep]) -> Iterator[Finding]:
+def _wrong_rows(plan: Plan, steps: Iterable[StepDone]) -> Iterator[Finding]:
     for step in steps:
         found = rows_text(*step.rows) if step.rows[1] > step.rows[0] else "no row"
         if step.step > plan.num_steps:
             yield Finding(
                 kind="wrong_rows",
                 step=step.step,
-                where=step.place,
+                where=step_name(step),
                 what=f"trained {found}, but the plan ends after step {plan.num_steps} and {plan.num_rows} rows",
-                meaning="it trained on something that was not planned",
+                meaning="it trained on data that were not planned",
             )
             continue
         planned = plan.step_rows(step.step)
@@ -100,15 +96,15 @@ def _wrong_rows(plan: Plan, steps: Iterable[TrainedStep]) -> Iterator[Finding]:
             yield Finding(
                 kind="wrong_rows",
                 step=step.step,
-                where=step.place,
-                what=f"trained {found}, the plan gives it {rows_text(planned.start, planned.stop)}",
-                meaning="the batch of the step is not the one that was planned",
+                where=step_name(step),
+                what=f"trained {found}, the plan assigns it {rows_text(planned.start, planned.stop)}",
+                meaning="the batch of the step is not the planned one",
             )
 
 
-def _coverage(trained: Trained) -> Iterator[Finding]:
-    """Find rows that several steps trained, and rows between them that none did."""
-    reached, last = trained.before.rows, None
+def _coverage(trained: TrainedSteps) -> Iterator[Finding]:
+    """Find rows that several steps trained, and rows between them that no step trained."""
+    reached, last = trained.inherited.rows, None
     for step in sorted(trained.steps, key=lambda step: step.rows):
         first, stop = step.rows
         if first < reached and last is not None and stop > first:
@@ -117,22 +113,22 @@ def _coverage(trained: Trained) -> Iterator[Finding]:
                 kind="repeated_rows",
                 step=step.step,
                 where=overlap,
-                what=f"trained by {last.place} and by {step.place}",
-                meaning="they weigh twice in the model, where every row may be trained on once an epoch",
+                what=f"trained by {step_name(last)} and by {step_name(step)}",
+                meaning="they count twice, although every row may be trained on only once per epoch",
             )
         elif first > reached:
             yield Finding(
                 kind="untrained_rows",
                 step=step.step,
                 where=rows_text(reached, first),
-                what=f"trained by no step, though {step.place} trained beyond them",
-                meaning="their tokens are lost to the model",
+                what=f"trained by no step, though {step_name(step)} trained beyond them",
+                meaning="the model has not been trained on their tokens",
             )
         if stop > reached:
             reached, last = stop, step
 
 
-def _wrong_tokens(plan: Plan, steps: Iterable[TrainedStep]) -> Iterator[Finding]:
+def _wrong_tokens(plan: Plan, steps: Iterable[StepDone]) -> Iterator[Finding]:
     for step in steps:
         if step.step > plan.num_steps:
             continue
@@ -141,7 +137,7 @@ def _wrong_tokens(plan: Plan, steps: Iterable[TrainedStep]) -> Iterator[Finding]
             yield Finding(
                 kind="tokens",
                 step=step.step,
-                where=step.place,
+                where=step_name(step),
                 what=f"counted {step.tokens:,} supervised tokens, the plan has {planned:,}",
-                meaning="its loss was divided by another number than planned, or some of its labels were others",
+                meaning="its loss was divided by another number than planned, or some of its labels were different",
             )

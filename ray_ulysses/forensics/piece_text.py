@@ -1,6 +1,6 @@
-"""The text of a piece of a document: its tokens, decoded with the tokenizer that made them.
+"""Decodes the text of a piece of a document with the tokenizer that produced its tokens.
 
-Where only part of a document is supervised, what is lies between ``⟦`` and ``⟧``.
+If only parts of a document are supervised, they are enclosed in ``⟦`` and ``⟧``.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _OPEN, _CLOSE = "⟦", "⟧"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PieceText:
-    """What a piece says, its middle left out where it is long.
+    """The text of a piece, shortened in the middle if it is long.
 
     Attributes:
         head: Its beginning, or all of it.
-        tail: Its end; empty where nothing was left out.
-        left_out: Characters between the two.
+        tail: Its end; empty if nothing was left out.
+        left_out: Number of characters between the two.
     """
 
     head: str
@@ -35,8 +35,8 @@ class PieceText:
     left_out: int
 
 
-class Texts:
-    """Decodes pieces; each tokenizer is loaded once, or fails once."""
+class PieceTexts:
+    """Decodes pieces; each tokenizer is loaded, or fails to load, only once."""
 
     def __init__(self, mode: TextMode) -> None:
         self._mode = mode
@@ -45,18 +45,18 @@ class Texts:
     def of(
         self, corpus: Corpus, document: int, start: int, length: int, labels: Sequence[tuple[int, int]]
     ) -> PieceText | None:
-        """Return the text of a stretch of a document; None where none is asked for.
+        """Return the text of a range of tokens of a document; None if no text is wanted.
 
         Args:
             corpus: The corpus.
             document: Number of the document in it.
-            start: First token of the stretch.
-            length: Its tokens.
-            labels: First token, and one past the last, of what is supervised.
+            start: First token.
+            length: Number of tokens.
+            labels: The supervised ranges, each as first token and the token after the last.
 
         Raises:
-            UserError: The tokenizer can't be loaded, is not the one that the corpus was made with, or the tokens can't
-                be read.
+            UserError: The tokenizer can't be loaded, is not the one that prepared the corpus, or the tokens can't be
+                read.
         """
         if self._mode == "none":
             return None
@@ -65,7 +65,7 @@ class Texts:
             text = tokenizer.decode(tokens)
         else:
             text = _marked(tokens, [(first - start, last - start) for first, last in labels], tokenizer)
-        return PieceText(head=text, tail="", left_out=0) if self._mode == "full" else cut_text(text)
+        return PieceText(head=text, tail="", left_out=0) if self._mode == "full" else shortened(text)
 
     def _tokenizer(self, info: TokenizerInfo) -> Tokenizer:
         if info.fingerprint not in self._tokenizers:
@@ -79,8 +79,8 @@ class Texts:
         return found
 
 
-def cut_text(text: str) -> PieceText:
-    """Return head and tail of a text, or all of it where hardly anything would be left out (pure)."""
+def shortened(text: str) -> PieceText:
+    """Return head and tail of a text, or all of it if hardly anything would be left out (pure)."""
     left_out = len(text) - _HEAD_CHARACTERS - _TAIL_CHARACTERS
     if left_out <= _TAIL_CHARACTERS:
         return PieceText(head=text, tail="", left_out=0)
@@ -88,9 +88,9 @@ def cut_text(text: str) -> PieceText:
 
 
 def _marked(tokens: NDArray[np.int64], labels: Sequence[tuple[int, int]], tokenizer: Tokenizer) -> str:
-    """Return the text of tokens, with marks around what is supervised (pure)."""
+    """Return the text of tokens, with marks around the supervised ranges (pure)."""
     parts, at = [], 0
-    # A document that goes on beyond the piece has one more label, whose token is in the next piece.
+    # A document that continues beyond the piece has one more label, whose token is in the next piece.
     for first, last in ((first, last) for first, last in labels if first < tokens.size):
         parts += [tokenizer.decode(tokens[at:first]), _OPEN, tokenizer.decode(tokens[first:last]), _CLOSE]
         at = last
@@ -101,7 +101,7 @@ def _load(info: TokenizerInfo) -> Tokenizer:
     tokenizer = load_tokenizer(info.name)
     if tokenizer.info.fingerprint != info.fingerprint:
         raise UserError(
-            f"tokenizer={info.name}: its files are not those that the corpus was made with (fingerprint "
+            f"tokenizer={info.name}: its files are not those that prepared the corpus (fingerprint "
             f"{tokenizer.info.fingerprint}, the corpus has {info.fingerprint}); restore them to see the text"
         )
     return tokenizer

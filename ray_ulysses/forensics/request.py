@@ -1,4 +1,4 @@
-"""What can be asked of a run's data, and which questions do not go together; imports nothing that takes time."""
+"""Checks the options of ``inspect``; imports nothing that takes time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.run_names import CONFIG_FILE, JOURNAL_FOLDER
 
 TextMode = Literal["cut", "full", "none"]
-"""How much of a row's text is told."""
+"""How much of a row's text is shown."""
 
 _STEP = re.compile(r"^[0-9]{1,15}$")
 
@@ -27,39 +27,38 @@ def check_request(
     checkpoints: bool = False,
     checkpoint: int | Literal["latest"] | None = None,
 ) -> TextMode:
-    """Refuse questions that do not go together, and return how much text is asked for (pure).
+    """Refuse options that exclude each other, and return how much text to show (pure).
 
     Args:
-        row: The row to look at, if one is asked for.
+        row: The row to show, if any.
         verify: Whether to verify the run.
         other: The run to compare with.
-        no_read: Whether to leave out reading the corpus.
-        corpora: Where corpora lie now.
-        text: How much text to tell; None for the default.
+        no_read: Whether to skip reading the corpus.
+        corpora: Current directories of corpora.
+        text: How much text to show; None for the default.
         checkpoints: Whether to list the checkpoints.
-        checkpoint: The checkpoint to verify, if one is to be.
+        checkpoint: The checkpoint to verify, if any.
 
     Raises:
-        UserError: Says what goes with what.
+        UserError: Names the options and the allowed combinations.
     """
-    asked = {
+    reports = {
         "--row": row is not None,
         "--verify": verify,
         "--checkpoints": checkpoints,
         "--verify-checkpoint": checkpoint is not None,
     }
-    questions = [name for name, is_asked in asked.items() if is_asked]
-    if len(questions) > 1:
-        number = {2: "two", 3: "three", 4: "four"}[len(questions)]
-        raise UserError(f"{' and '.join(questions)} are {number} questions; ask one at a time")
+    given = [name for name, is_given in reports.items() if is_given]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)}: give only one of them at a time")
     if other is not None and not verify:
-        raise UserError(f"OTHER={str(other)!r}: a second run goes with --verify, which compares the two; add --verify")
+        raise UserError(f"OTHER={str(other)!r}: a second run needs --verify, which compares the two; add --verify")
     if no_read and not verify:
-        raise UserError("--no-read: goes with --verify, which reads every trained row anew; add --verify, or leave it")
+        raise UserError("--no-read: needs --verify, which reads every trained row again; add --verify, or omit it")
     if corpora and row is None and not verify:
-        raise UserError(f"--corpus={corpora[0]}: goes with --row or --verify, which read it; add one, or leave it")
+        raise UserError(f"--corpus={corpora[0]}: needs --row or --verify, which read it; add one, or omit it")
     if text is not None and row is None:
-        raise UserError(f"--text={text}: goes with --row; add --row N, or leave it")
+        raise UserError(f"--text={text}: needs --row; add --row N, or omit it")
     modes: tuple[TextMode, ...] = get_args(TextMode)
     mode = next((mode for mode in modes if mode == (text or "cut")), None)
     if mode is None:
@@ -68,7 +67,7 @@ def check_request(
 
 
 def parse_checkpoint(text: str) -> int | Literal["latest"]:
-    """Return which checkpoint ``--verify-checkpoint`` names.
+    """Return the checkpoint of ``--verify-checkpoint``.
 
     Raises:
         UserError: It is neither a step nor ``latest``.
@@ -81,16 +80,16 @@ def parse_checkpoint(text: str) -> int | Literal["latest"]:
 
 
 def check_run(run_dir: Path, argument: str = "RUN") -> None:
-    """Refuse a directory that is no run's.
+    """Refuse a directory that is not a run directory.
 
     Args:
         run_dir: The directory.
-        argument: What the command line calls it, for the text of an error.
+        argument: Its name on the command line, for the text of an error.
 
     Raises:
         UserError: It holds neither a configuration nor a journal.
     """
     if not (run_dir / CONFIG_FILE).is_file() and not (run_dir / JOURNAL_FOLDER).is_dir():
         raise UserError(
-            f"{argument}={str(run_dir)!r}: is no run directory; give <run.storage>/<run.name>, which holds config.yaml"
+            f"{argument}={str(run_dir)!r}: is not a run directory; give <run.storage>/<run.name>, with config.yaml"
         )

@@ -1,4 +1,4 @@
-"""One row of a run: what it holds, where that came from, and which step trained it."""
+"""Reports on one row of a run: its content, its sources, and the steps that trained it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.rows import Piece
 from ray_ulysses.data.tokenize.spans import mask_spans
 from ray_ulysses.errors import UserError
-from ray_ulysses.forensics.piece_text import PieceText, Texts
+from ray_ulysses.forensics.piece_text import PieceText, PieceTexts
 from ray_ulysses.forensics.request import TextMode, check_run
 from ray_ulysses.forensics.run_data import find_sources, open_plan
-from ray_ulysses.forensics.trained import TrainedStep, trained_steps
+from ray_ulysses.forensics.trained_steps import trained_steps
+from ray_ulysses.tracking.events import StepDone
 from ray_ulysses.tracking.journal_reader import read_entries
-from ray_ulysses.tracking.step_runs import Entry
+from ray_ulysses.tracking.step_groups import Entry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowCorpus:
-    """One corpus that a row holds documents of.
+    """One corpus of a row's documents.
 
     Attributes:
-        path: Where it is looked for.
+        path: The path where it is searched.
         fingerprint: Identity of its content.
-        problem: Why nothing can be read of it; None where all can.
+        problem: Why it can't be read; None otherwise.
     """
 
     path: str
@@ -41,22 +42,21 @@ class RowCorpus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowPiece:
-    """One piece of a row: a stretch of a document, and where the document came from.
+    """One piece of a row: a range of a document's tokens, and the document's source. None if the corpus can't be read.
 
     Attributes:
-        document: Number of the document in the plan, which numbers all corpora one after another.
+        document: Number of the document in the plan, which numbers the documents of all corpora.
         corpus_document: Its number in its own corpus.
         start: First token of the piece in the document.
         length: Tokens of the piece.
-        goes_on: Whether the document goes on beyond it, so that its last token has a label.
+        goes_on: Whether the document continues beyond it, so that its last token has a label.
         corpus: Path of its corpus.
-        labels: First token, and one past the last, of each stretch of the document that is supervised here; None where
-            the corpus can't be read.
-        source: File or data set that the document came from; None where the corpus can't be read.
-        offset: Line or row in it, from 1, 0 for a whole file; None where the corpus can't be read.
-        id: The row's own id; None where it has none, or the corpus can't be read.
-        text: What the piece says; None where it can't be told, or was not asked for.
-        text_problem: Why it can't be told; None where it can, or was not asked for.
+        labels: Supervised ranges of the document in this piece, each as first token and the token after the last.
+        source: File or data set of the document.
+        offset: Line or row in it, from 1; 0 for a whole file.
+        id: Id of the document in its source; None without one.
+        text: Its text; None if it was not requested or can't be decoded.
+        text_problem: Why it can't be decoded; None otherwise.
     """
 
     document: int
@@ -88,23 +88,23 @@ class TimesTrained:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowReport:
-    """All that is known of a row.
+    """The report on a row.
 
     Attributes:
         run: The run's name.
         row: Its number over the whole run, from 0.
-        planned_step: The step that the plan gives it to.
-        trained: The steps that trained it and count: one, once the run has come that far.
+        planned_step: The step that the plan assigns it to.
+        trained: The steps that trained it and count: one, once the run has reached it.
         thrown_away: Steps that trained it and were thrown away, because an attempt resumed before them.
-        segment: Segment of the plan.
+        segment: Number of its segment of the plan.
         plan_id: Id of the segment.
         epoch: Epoch, from 0.
-        row_tokens: Its length, padding included.
+        row_tokens: Its length, including padding.
         tokens: Tokens of its pieces.
-        padding: Tokens that only fill it up.
+        padding: Padding tokens.
         supervised: Tokens with a label.
         cost: Sum of ``length * (length + token_cost)`` over its pieces.
-        corpora: The corpora that its documents are of.
+        corpora: The corpora of its documents.
         pieces: Its pieces, in order.
     """
 
@@ -129,17 +129,17 @@ class RowReport:
         return asdict(self)
 
 
-def look_at_row(run_dir: Path, row: int, *, corpora: Sequence[Path] = (), text: TextMode = "cut") -> RowReport:
-    """Return what a row of a run holds; a corpus or a tokenizer that is missing leaves out only what it gives.
+def report_row(run_dir: Path, row: int, *, corpora: Sequence[Path] = (), text: TextMode = "cut") -> RowReport:
+    """Return the report on a row; a missing corpus or tokenizer leaves out only what it would provide.
 
     Args:
         run_dir: The run's directory.
         row: Its number over the whole run, from 0.
-        corpora: Where corpora lie now, if not where they were planned.
-        text: How much of the text to tell.
+        corpora: Current directories of corpora that are no longer at their planned paths.
+        text: How much of the text to show.
 
     Raises:
-        UserError: The directory is no run's, there is no plan, the plan has no such row, or ``corpora`` are wrong.
+        UserError: This is not a run directory, there is no plan, the plan has no such row, or ``corpora`` are wrong.
     """
     check_run(run_dir)
     plan = open_plan(run_dir)
@@ -150,7 +150,7 @@ def look_at_row(run_dir: Path, row: int, *, corpora: Sequence[Path] = (), text: 
     segment = plan.segments[number]
     stats = plan.stats(range(row, row + 1))
     tokens, row_tokens = int(stats.document_tokens[0]), plan.row_tokens(row)
-    found, pieces = _pieces(CorpusSet(find_sources(run_dir, plan, corpora)), plan.pieces(row), Texts(text))
+    found, pieces = _pieces(CorpusSet(find_sources(run_dir, plan, corpora)), plan.pieces(row), PieceTexts(text))
     return RowReport(
         run=run_dir.absolute().name,
         row=row,
@@ -181,14 +181,14 @@ def _check_row(plan: Plan, entries: Sequence[Entry], row: int) -> None:
     )
 
 
-def _times(steps: Sequence[TrainedStep]) -> tuple[TimesTrained, ...]:
+def _times(steps: Sequence[StepDone]) -> tuple[TimesTrained, ...]:
     return tuple(TimesTrained(step=step.step, attempt=step.attempt) for step in steps)
 
 
 def _pieces(
-    store: CorpusSet, pieces: Sequence[Piece], texts: Texts
+    store: CorpusSet, pieces: Sequence[Piece], texts: PieceTexts
 ) -> tuple[tuple[RowCorpus, ...], tuple[RowPiece, ...]]:
-    """Return the corpora of some pieces, and the pieces with all that their corpora tell of them."""
+    """Return the corpora of some pieces, and the pieces with their sources and texts."""
     bases = first_documents(store.sources)
     corpora: dict[int, RowCorpus] = {}
     found = []
@@ -198,7 +198,7 @@ def _pieces(
             corpora[number] = _corpus(store, number, piece.document)
         known: dict[str, Any] = {}
         if corpora[number].problem is None:
-            known = _known(store, piece, texts)
+            known = _source_fields(store, piece, texts)
         found.append(
             RowPiece(
                 document=piece.document,
@@ -223,8 +223,8 @@ def _corpus(store: CorpusSet, number: int, document: int) -> RowCorpus:
     return RowCorpus(path=source.path, fingerprint=source.fingerprint, problem=problem)
 
 
-def _known(store: CorpusSet, piece: Piece, texts: Texts) -> dict[str, Any]:
-    """Return what a corpus tells of a piece."""
+def _source_fields(store: CorpusSet, piece: Piece, texts: PieceTexts) -> dict[str, Any]:
+    """Return the fields of a piece that are read from its corpus."""
     corpus, local = store.locate(piece.document)
     try:
         source = corpus.source(local)
@@ -240,7 +240,7 @@ def _known(store: CorpusSet, piece: Piece, texts: Texts) -> dict[str, Any]:
 
 
 def _labels(corpus: Corpus, document: int, piece: Piece) -> tuple[tuple[int, int], ...]:
-    """Return the stretches of a document that are labels in a piece; its first token is none."""
+    """Return the ranges of a document that are labels in a piece; a document's first token is not a label."""
     first = piece.start + 1
     mask = corpus.label_mask(document, first, first + piece.num_labels)
     if mask is None:

@@ -1,4 +1,4 @@
-"""The data of a run, opened for looking at it: its plan, and its corpora wherever they lie now."""
+"""Opens the data of a run: its plan, and its corpora at their current paths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def open_plan(run_dir: Path, argument: str = "RUN") -> Plan:
 
     Args:
         run_dir: The run's directory.
-        argument: What the command line calls it, for the text of an error.
+        argument: Its name on the command line, for the text of an error.
 
     Raises:
         UserError: There is none yet, or it can't be read.
@@ -35,18 +35,18 @@ def open_plan(run_dir: Path, argument: str = "RUN") -> Plan:
 
 
 def find_sources(run_dir: Path, plan: Plan, given: Sequence[Path] = ()) -> tuple[PlannedSource, ...]:
-    """Return the plan's corpora where they lie now.
+    """Return the plan's corpora at their current paths.
 
-    A corpus is looked for where ``given`` says, else where it was planned, else where the run's configuration, which a
-    resume brings up to date, has it.
+    A corpus is searched in ``given``, then at its planned path, then at the paths in the run's configuration, which a
+    resume keeps up to date.
 
     Args:
         run_dir: The run's directory.
         plan: Its plan.
-        given: Directories of corpora, told apart by their content.
+        given: Directories of corpora, identified by their content.
 
     Raises:
-        UserError: One that was given can't be opened, or is none of the plan's.
+        UserError: One of ``given`` can't be opened, or is not in the plan.
     """
     sources = {source.fingerprint: source for source in plan.newest.sources}
     found = {}
@@ -55,8 +55,8 @@ def find_sources(run_dir: Path, plan: Plan, given: Sequence[Path] = ()) -> tuple
         if fingerprint not in sources:
             known = "; ".join(f"{source.path} ({source.fingerprint})" for source in plan.newest.sources)
             raise UserError(
-                f"--corpus {path}: holds corpus {fingerprint}, which is none of the plan's: {known}; give one of "
-                "those, wherever it lies now"
+                f"--corpus {path}: holds corpus {fingerprint}, which is not in the plan: {known}; give the "
+                "current directory of one of those"
             )
         found[fingerprint] = str(path)
     missing = {name for name, source in sources.items() if name not in found and not Path(source.path).is_dir()}
@@ -78,12 +78,12 @@ def _fingerprint_or_none(path: Path) -> str | None:
     try:
         return Corpus.open(path).fingerprint
     except UserError:
-        # Not the corpus that is looked for; that one is then reported as missing, by its own path.
+        # Not a missing corpus; those are reported by their own paths.
         return None
 
 
 def _configured(run_dir: Path) -> tuple[Path, ...]:
-    """Return the corpora that the run's configuration names; none where it can't be read."""
+    """Return the corpora in the run's configuration; none if it can't be read."""
     try:
         return tuple(Path(path) for path, _ in load_config(run_dir / CONFIG_FILE).data_sources)
     except ConfigError:

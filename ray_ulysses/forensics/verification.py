@@ -1,4 +1,4 @@
-"""Verifying a run: its journal, its checkpoints and, read anew, its rows, against the plan."""
+"""Verifies a run: compares its journal, checkpoints and rows with its plan."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.read.reader import RowReader
 from ray_ulysses.errors import UserError
-from ray_ulysses.forensics.checkpoint_checks import check_claims, commits
-from ray_ulysses.forensics.checkpoints import read_claims
+from ray_ulysses.forensics.checkpoint_checks import check_claims, journal_claims, manifest_claims
 from ray_ulysses.forensics.comparison import compare_runs
 from ray_ulysses.forensics.journal_checks import check_journal
-from ray_ulysses.forensics.reading import Watch, read_again
 from ray_ulysses.forensics.request import check_run
+from ray_ulysses.forensics.row_checks import Watch, check_rows
 from ray_ulysses.forensics.run_data import find_sources, open_plan
-from ray_ulysses.forensics.trained import Trained, trained_steps
-from ray_ulysses.forensics.verdict import Comparison, Finding, Reading, Verification
+from ray_ulysses.forensics.trained_steps import TrainedSteps, trained_steps
+from ray_ulysses.forensics.verification_report import Comparison, Finding, Reading, Verification
 from ray_ulysses.storage import current_owner
 from ray_ulysses.tracking.history import build_history
 from ray_ulysses.tracking.journal_reader import read_entries, read_journal
@@ -31,28 +30,28 @@ def verify_run(
     corpora: Sequence[Path] = (),
     watch: Watch = lambda progress: None,
 ) -> Verification:
-    """Return whether a run trained every planned row once, with the tokens that it should have had; changes nothing.
+    """Verify that a run trained every planned row once, with its planned tokens; changes nothing.
 
-    A run in progress is looked at as far as it has come.
+    A run in progress is verified up to its latest step.
 
     Args:
         run_dir: The run's directory.
         other: Another run, whose data are compared step by step.
-        read: Whether to read every trained row anew from the corpus.
-        corpora: Where corpora lie now, if not where they were planned.
-        watch: Is told of each row that was read.
+        read: Whether to read every trained row again from the corpus.
+        corpora: Current directories of corpora that are no longer at their planned paths.
+        watch: Called after each row that was read.
 
     Raises:
-        UserError: A directory is no run's, there is no plan, or a corpus can't be opened.
-        StorageAwayError: The storage did not answer for as long as we wait.
+        UserError: A directory is not a run directory, there is no plan, or a corpus can't be opened.
+        StorageAwayError: The storage did not answer within the retry time.
     """
     check_run(run_dir)
     plan = open_plan(run_dir)
-    # Manifests before the journal: a step is in the journal before the checkpoint that counts on it is committed.
-    claims = read_claims(run_dir)
+    # Manifests before the journal: a step is in the journal before a checkpoint that contains it is committed.
+    claims = manifest_claims(run_dir)
     journal = read_journal(run_dir)
     trained = trained_steps(journal.entries, plan)
-    noted = commits(journal.entries, trained)
+    noted = journal_claims(journal.entries, trained)
     history = build_history(name=run_dir.absolute().name, journal=journal, is_held=current_owner(run_dir) is not None)
     findings = [*check_journal(plan, trained), *check_claims(plan, trained, [*claims, *noted])]
     comparison, reading = None, None
@@ -80,7 +79,7 @@ def verify_run(
     )
 
 
-def _compare(plan: Plan, trained: Trained, other: Path) -> tuple[Comparison, list[Finding]]:
+def _compare(plan: Plan, trained: TrainedSteps, other: Path) -> tuple[Comparison, list[Finding]]:
     check_run(other, "OTHER")
     other_plan = open_plan(other, "OTHER")
     return compare_runs(
@@ -93,36 +92,36 @@ def _compare(plan: Plan, trained: Trained, other: Path) -> tuple[Comparison, lis
 
 
 def _read(
-    run_dir: Path, plan: Plan, trained: Trained, corpora: Sequence[Path], watch: Watch
+    run_dir: Path, plan: Plan, trained: TrainedSteps, corpora: Sequence[Path], watch: Watch
 ) -> tuple[Reading, list[Finding]]:
     store = CorpusSet(find_sources(run_dir, plan, corpora))
     try:
-        # Opened before the first row, so that what is missing is said at once.
+        # Opened before the first row, so that a missing corpus is reported immediately.
         _ = store.corpora
         reader = RowReader(store, plan)
     except UserError as error:
         raise UserError(
-            f"{error}\nName where it lies now with --corpus PATH, or leave out reading it with --no-read"
+            f"{error}\nGive its current directory with --corpus PATH, or skip reading it with --no-read"
         ) from error
-    return read_again(plan, reader, trained.steps, watch)
+    return check_rows(plan, reader, trained.steps, watch)
 
 
-def _notes(plan: Plan, trained: Trained) -> list[str]:
+def _notes(plan: Plan, trained: TrainedSteps) -> list[str]:
     notes = []
     if not trained.steps:
-        notes.append("nothing is trained yet that counts, so nothing can be wrong with it")
-    if trained.before.step:
+        notes.append("no step that counts has been trained yet, so there is nothing to verify")
+    if trained.inherited.step:
         notes.append(
-            f"steps 1 to {trained.before.step} were taken over from {trained.before.origin}, and are proved by that "
-            "run's journal"
+            f"steps 1 to {trained.inherited.step} were inherited from {trained.inherited.origin}, and are proved by "
+            "that run's journal"
         )
     if trained.superseded:
         first, last = trained.superseded[0].step, trained.superseded[-1].step
         notes.append(
-            f"the plan was branched after step {first - 1}, and no attempt has gone on from there yet: it will throw "
+            f"the plan was branched after step {first - 1}, and no attempt has continued from there yet: it will throw "
             f"away steps {first} to {last}, which were left out"
         )
     beyond = [step.step for step in trained.steps if step.step > plan.num_steps]
     if beyond:
-        notes.append(f"steps from {beyond[0]} on lie beyond the plan and were not read anew")
+        notes.append(f"steps from {beyond[0]} on are beyond the plan and were not read again")
     return notes

@@ -13,8 +13,8 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_store
 from ray_ulysses.run.inventory import open_tracker, take_inventory
 from ray_ulysses.run.planning import committed_step
-from ray_ulysses.tracking.events import AttemptStarted, OfCommand, RunFailed
-from ray_ulysses.tracking.failures import failure_fields, failure_tags, tell_failure
+from ray_ulysses.tracking.events import AttemptStarted, CommandEvent, RunFailed
+from ray_ulysses.tracking.failures import failure_fields, failure_tags, record_failure
 from ray_ulysses.tracking.history import finished_step, read_history
 from ray_ulysses.tracking.journal import AttemptJournal, attempt_numbers
 from ray_ulysses.tracking.journal_reader import index_journal, read_entries, read_journal
@@ -75,7 +75,7 @@ def settle_failed(config: Config, failure: EndEvent) -> None:
     try:
         attempt = max(attempt_numbers(config.run_dir), default=1)
         ended = RunFailed(time=SystemClock().now(), attempt=attempt, **failure_fields(failure))
-        tell_failure(config.run_dir, ended, writer=_WRITER)
+        record_failure(config.run_dir, ended, writer=_WRITER)
     except OSError as error:
         _log.warning("the end of run %s could not be recorded in the journal (%s)", config.run.name, error)
     _catch_up_tracking(config, status="failed", tags=failure_tags(failure))
@@ -95,7 +95,7 @@ def record_command_ended(run_dir: Path, session: str) -> None:
     A failure to write it is ignored: the command has ended all the same.
     """
     with contextlib.suppress(OSError):
-        own = [one for one in read_entries(run_dir) if isinstance(one, OfCommand) and one.session == session]
+        own = [one for one in read_entries(run_dir) if isinstance(one, CommandEvent) and one.session == session]
         if own:
             with closing(AttemptJournal.open(run_dir, own[-1].attempt, writer=_WRITER)) as journal:
                 journal.append({"event": "command_ended", "session": session})

@@ -9,7 +9,7 @@ from ray_ulysses.checkpoint.each_step import for_each_step
 from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.checkpoint.manifest import ManifestError, read_facts
 from ray_ulysses.storage.location import join_location
-from ray_ulysses.tracking.commits import CheckpointInventory, CommittedCheckpoint
+from ray_ulysses.tracking.checkpoint_updates import CheckpointInventory, CommittedCheckpoint
 from ray_ulysses.tracking.mlflow_tracker import MlflowTracker
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
 from ray_ulysses.tracking.events import CheckpointCommitted
 from ray_ulysses.tracking.journal_reader import read_entries
-from ray_ulysses.tracking.step_runs import StepRun
+from ray_ulysses.tracking.step_groups import StepGroup
 from ray_ulysses.validation import ContentError, read_json
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _is_recorded(config: Config, manifest: Manifest) -> bool:
     """Return whether the journal records a checkpoint, or its step if the attempt died before recording the commit."""
     step, trained, digests = manifest.step, False, set()
     for entry in read_entries(config.run_dir):
-        if entry.attempt == manifest.attempt and isinstance(entry, StepRun):
+        if entry.attempt == manifest.attempt and isinstance(entry, StepGroup):
             trained |= bool((entry.rows["step"] == step).any())
         elif entry.attempt == manifest.attempt and isinstance(entry, CheckpointCommitted) and entry.step == step:
             digests |= {entry.digest} if entry.digest is not None else set()

@@ -15,7 +15,7 @@ from ray_ulysses.run.origin import check_origin, pinned_origin
 from ray_ulysses.run.run_position import RunPosition
 from ray_ulysses.storage.opening import open_store
 from ray_ulysses.storage.patience import Patience
-from ray_ulysses.tracking.events import TakenOver
+from ray_ulysses.tracking.events import InheritedSteps
 
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint import Damage, Manifest
@@ -155,7 +155,7 @@ class OtherRun:
         if resume_state == "all":
             position = _position(manifest, origin)
             rows = int(manifest.meta.cursor["next_row"])
-            done = TakenOver(
+            done = InheritedSteps(
                 step=position.step, tokens=position.tokens, rows=rows, digest=position.digest, origin=origin
             )
             position = replace(position, inherited=done)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ray_ulysses.tracking.events import TakenOver
+from ray_ulysses.tracking.events import InheritedSteps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,4 +23,4 @@ class RunPosition:
     digest: int = 0
     tokens: int = 0
     resumed_from: str | None = None
-    inherited: TakenOver | None = None
+    inherited: InheritedSteps | None = None

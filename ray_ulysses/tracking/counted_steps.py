@@ -1,4 +1,4 @@
-"""The steps of a run that count, and what became of the others."""
+"""The steps of a run that count, separated from those that were lost or repeated."""
 
 from __future__ import annotations
 
@@ -11,70 +11,40 @@ from operator import eq
 from typing import Any, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ray_ulysses.tracking.events import AttemptStarted
-from ray_ulysses.tracking.step_runs import Entry, Rows, StepRun, StepStack, grouped, total
+from ray_ulysses.tracking.events import AttemptStarted, InheritedSteps, StepDone
+from ray_ulysses.tracking.step_groups import Entry, Rows, StepGroup, group_steps, step_of
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepRecord:
-    """One optimizer step as it counts.
-
-    Attributes:
-        step: Completed optimizer steps, from 1.
-        loss: Mean loss over the step's supervised tokens, nats.
-        tokens: Supervised tokens.
-        rows: First row and the row after the last.
-        attempt: The attempt whose step is the one that counts.
-        seconds: How long it took.
-        learning_rate: Its rate; None in the journal of a version that did not note it.
-        grad_norm: Norm of its gradient before clipping; None as above.
-    """
-
-    step: int
-    loss: float
-    tokens: int
-    rows: tuple[int, int]
-    attempt: int
-    seconds: float
-    learning_rate: float | None = None
-    grad_norm: float | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what ``inspect --json`` prints of it; "nan" and "inf" where JSON has no number."""
-        fields: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
-        for name in ("loss", "grad_norm"):
-            if fields[name] is not None and not math.isfinite(fields[name]):
-                fields[name] = str(fields[name])
-        return fields
+_FEW_STEPS = 256
 
 
-class Steps(Sequence[StepRecord]):
-    """Steps of a run, each a `StepRecord` when it is asked for."""
+class Steps(Sequence[StepDone]):
+    """Steps of a run, stored as rows of a table; each becomes an object when it is accessed."""
 
     def __init__(self, parts: Iterable[Rows] = ()) -> None:
         """Take rows of `STEP_ROW`."""
-        self.parts = tuple(parts)
+        self.parts = tuple(part for part in parts if len(part))
         self._starts = [0, *accumulate(map(len, self.parts))]
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     @overload
-    def __getitem__(self, place: int) -> StepRecord: ...
+    def __getitem__(self, index: int) -> StepDone: ...
 
     @overload
-    def __getitem__(self, place: slice) -> list[StepRecord]: ...
+    def __getitem__(self, index: slice) -> list[StepDone]: ...
 
-    def __getitem__(self, place: int | slice) -> StepRecord | list[StepRecord]:
-        if isinstance(place, slice):
-            return [self[number] for number in range(*place.indices(len(self)))]
-        number = range(len(self))[place]
+    def __getitem__(self, index: int | slice) -> StepDone | list[StepDone]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        number = range(len(self))[index]
         part = bisect_right(self._starts, number) - 1
-        return _step_record(self.parts[part][number - self._starts[part]])
+        return step_of(self.parts[part][number - self._starts[part]])
 
-    def __iter__(self) -> Iterator[StepRecord]:
-        return (_step_record(row) for part in self.parts for row in part)
+    def __iter__(self) -> Iterator[StepDone]:
+        return (step_of(row) for part in self.parts for row in part)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
@@ -84,12 +54,12 @@ class Steps(Sequence[StepRecord]):
     @property
     def tokens(self) -> int:
         """Their supervised tokens."""
-        return total(part["tokens"] for part in self.parts)
+        return _total(part["tokens"] for part in self.parts)
 
     @property
     def num_rows(self) -> int:
         """Rows of data that they trained on."""
-        return total(part["end_row"] - part["first_row"] for part in self.parts)
+        return _total(part["end_row"] - part["first_row"] for part in self.parts)
 
     @property
     def digest(self) -> int:
@@ -97,7 +67,7 @@ class Steps(Sequence[StepRecord]):
         return sum(int(part["digest"].sum()) for part in self.parts) % 2**64
 
     def missing_after(self, step: int) -> tuple[tuple[int, int], ...]:
-        """Return the first and the last of each stretch of steps beyond one that is not among them; they ascend."""
+        """Return the first and last of each range of steps beyond ``step`` that is missing here; the steps ascend."""
         missing: list[tuple[int, int]] = []
         for part in self.parts:
             reached = np.append(step, part["step"][part["step"] > step])
@@ -106,16 +76,67 @@ class Steps(Sequence[StepRecord]):
             step = int(reached[-1])
         return tuple(missing)
 
+    def to_json(self) -> Iterator[dict[str, Any]]:
+        """Yield the object of each step in ``inspect --json``; "nan" and "inf" where JSON has no number."""
+        for part in self.parts:
+            for row in part:
+                attempt, _, step, loss, tokens, first, end, _, seconds, _, rate, norm, _, _, has = row.item()
+                yield {
+                    "step": step,
+                    "loss": _number(loss),
+                    "tokens": tokens,
+                    "rows": [first, end],
+                    "attempt": attempt,
+                    "seconds": seconds,
+                    "learning_rate": rate if has & 1 else None,
+                    "grad_norm": _number(norm) if has & 2 else None,
+                }
+
+
+class StepStack:
+    """Rows with a field ``step``, each step once and ascending: those that count so far."""
+
+    def __init__(self) -> None:
+        self.parts: list[Rows] = []
+
+    def truncate(self, step: int) -> list[Rows]:
+        """Remove the steps beyond ``step``, and return them in order."""
+        removed: list[Rows] = []
+        while self.parts and self.parts[-1]["step"][-1] > step:
+            part = self.parts.pop()
+            place = int(part["step"].searchsorted(step, side="right"))
+            removed.append(part[place:])
+            if place:
+                self.parts.append(part[:place])
+        return removed[::-1]
+
+    def push(self, rows: Rows) -> list[Rows]:
+        """Add steps, and return the earlier rows of the same steps, which they replace."""
+        steps = rows["step"]
+        is_ascending = len(rows) == 1 or bool((steps[1:] > steps[:-1]).all())
+        if is_ascending and (not self.parts or steps[0] > self.parts[-1]["step"][-1]):
+            if self.parts and len(self.parts[-1]) + len(rows) <= _FEW_STEPS:
+                rows = np.concatenate((self.parts.pop(), rows))
+            self.parts.append(rows)
+            return []
+        mixed = np.concatenate((*self.truncate(int(steps.min()) - 1), rows))
+        # The last of several rows of a step is kept.
+        _, places = np.unique(mixed["step"][::-1], return_index=True)
+        places = len(mixed) - 1 - places
+        self.parts.append(mixed[places])
+        replaced = np.delete(mixed, places)
+        return [replaced] if len(replaced) else []
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountedSteps:
-    """The step records of a journal, by what became of them.
+    """The steps of a journal.
 
     Attributes:
         kept: Those that count, ascending.
         lost: Those that were thrown away because an attempt resumed before them, in the order of the journal.
-        repeated: Those that came again without a resume before them; the last record of a step is the one kept.
-            Empty in a sound run.
+        repeated: Those that were recorded again without a resume before them; the last record of a step is kept. Empty
+            in a sound run.
     """
 
     kept: Steps
@@ -124,10 +145,9 @@ class CountedSteps:
 
 
 def steps_that_count(entries: Iterable[Entry]) -> CountedSteps:
-    """Sort a run's steps by what became of them (pure).
+    """Separate the steps of a run that count from the others (pure).
 
-    An attempt that resumed at step r starts from the state after r steps: whatever was recorded beyond is
-    not in it.
+    An attempt that resumed at step r starts from the state after r steps, which contains no step beyond r.
 
     Args:
         entries: The run's journal.
@@ -136,27 +156,39 @@ def steps_that_count(entries: Iterable[Entry]) -> CountedSteps:
     lost: list[Rows] = []
     repeated: list[Rows] = []
     attempt = 0
-    for entry in grouped(entries):
-        if not isinstance(entry, AttemptStarted | StepRun):
+    for entry in group_steps(entries):
+        if not isinstance(entry, AttemptStarted | StepGroup):
             continue
         if entry.attempt != attempt:
-            # Where the record of an attempt's start is damaged, its first step tells where it resumed.
-            lost += kept.cut(entry.resumed_step if isinstance(entry, AttemptStarted) else entry.first.step - 1)
+            # Where the record of an attempt's start is damaged, its first step shows where it resumed.
+            resumed = entry.resumed_step if isinstance(entry, AttemptStarted) else entry.first.step - 1
+            lost += kept.truncate(resumed)
             attempt = entry.attempt
-        if isinstance(entry, StepRun):
+        if isinstance(entry, StepGroup):
             repeated += kept.push(entry.rows)
     return CountedSteps(kept=Steps(kept.parts), lost=Steps(lost), repeated=Steps(repeated))
 
 
-def _step_record(row: Any) -> StepRecord:
-    attempt, _, step, loss, tokens, first_row, end_row, _, seconds, _, learning_rate, grad_norm, _, _, has = row.item()
-    return StepRecord(
-        step=step,
-        loss=loss,
-        tokens=tokens,
-        rows=(first_row, end_row),
-        attempt=attempt,
-        seconds=seconds,
-        learning_rate=learning_rate if has & 1 else None,
-        grad_norm=grad_norm if has & 2 else None,
-    )
+def inherited_steps(entries: Iterable[Entry]) -> InheritedSteps:
+    """Return the steps of another run that the newest attempts build on (pure).
+
+    Args:
+        entries: The run's journal.
+    """
+    found = InheritedSteps()
+    for event in entries:
+        if isinstance(event, AttemptStarted):
+            if event.taken_over is not None:
+                found = event.taken_over
+            elif event.resumed_step == 0:
+                found = InheritedSteps()
+    return found
+
+
+def _total(columns: Iterable[NDArray[Any]]) -> int:
+    """Return the exact sum of non-negative integers, however large it is."""
+    return sum((int((column >> 32).sum()) << 32) + int((column & 0xFFFFFFFF).sum()) for column in columns)
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)

@@ -1,4 +1,4 @@
-"""A tracker whose calls return at once: events go to a spool on disk, and a thread of its own delivers them."""
+"""A tracker whose calls return immediately: events go to a spool on disk, and a thread delivers them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.errors import without_secret
 from ray_ulysses.logging import get_logger
-from ray_ulysses.tracking.commits import CheckpointNews
-from ray_ulysses.tracking.spool import Entry, Spool
+from ray_ulysses.tracking.checkpoint_updates import CheckpointUpdate, to_event
+from ray_ulysses.tracking.spool import Spool, SpooledEvent
 from ray_ulysses.tracking.tracker import RunStatus
 
 _logger = get_logger(__name__)
@@ -20,11 +20,11 @@ Event = Mapping[str, Any]
 
 
 class RefusedEvent(Exception):
-    """The receiver will never take this event, however often it is sent."""
+    """The receiver will never accept this event, no matter how often it is sent."""
 
 
 class Sink(Protocol):
-    """Where events end up, such as a tracking server; used by one thread."""
+    """The receiver of events, such as a tracking server; used by one thread."""
 
     def connect(self) -> None:
         """Open or continue the run; raises when the receiver can't be reached."""
@@ -38,16 +38,16 @@ class Sink(Protocol):
         ...
 
     def deliver(self, events: Sequence[Event]) -> None:
-        """Send events in order; raises ``RefusedEvent`` for what is never taken, anything else is tried again.
+        """Send events in order; ``RefusedEvent`` drops an event, any other exception is retried.
 
-        Steps come once. What is told of a checkpoint may come again after a lost answer, before anything else does, and
+        Steps are sent once. An update of a checkpoint may be repeated after a lost answer, before any other event, and
         must then change nothing.
         """
         ...
 
 
 class SpooledTracker:
-    """Implements ``Tracker`` on a ``Sink``: spooled before sent, sent once, tried for ever, waited for briefly."""
+    """Implements `Tracker` on a `Sink`: events are spooled, sent once, retried forever, and waited for briefly."""
 
     def __init__(
         self,
@@ -60,16 +60,16 @@ class SpooledTracker:
         batch_events: int = 200,
         max_bytes: int = 64 << 20,
     ) -> None:
-        """Prepare; nothing is opened before ``start``.
+        """Open nothing before ``start``.
 
         Args:
             sink: The receiver.
             spool_dir: Directory of the spool, in the run directory.
-            clock: Time of the events.
+            clock: Source of the events' times.
             retry_s: First and longest pause after a failed delivery; each pause doubles the one before.
             drain_s: Longest time that ``finish`` waits for the receiver.
             batch_events: Most events sent together.
-            max_bytes: Bound of the spool.
+            max_bytes: Maximum size of the spool.
         """
         self._sink, self._spool_dir, self._clock = sink, spool_dir, clock or SystemClock()
         self._retry_s, self._drain_s, self._batch = retry_s, drain_s, batch_events
@@ -84,7 +84,7 @@ class SpooledTracker:
     def start(
         self, params: Mapping[str, object], tags: Mapping[str, object], files: Mapping[str, str] | None = None
     ) -> None:
-        """Open the spool and begin to deliver, an earlier process's undelivered events first."""
+        """Open the spool and start to deliver, beginning with the undelivered events of earlier processes."""
         try:
             self._spool = Spool(self._spool_dir, max_bytes=self._max_bytes)
         except OSError as error:
@@ -100,22 +100,23 @@ class SpooledTracker:
 
     def catch_up(
         self,
-        news: CheckpointNews | None = None,
+        update: CheckpointUpdate | None = None,
         *,
         status: RunStatus | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> int:
-        """Deliver what earlier processes left, in place of an attempt; takes at most ``drain_s``.
+        """Deliver the events that earlier processes left, without an attempt; takes at most ``drain_s``.
 
-        Only the holder of the run's lock may call: the spool has one reader.
+        Only the holder of the run's lock may call this: the spool has one reader. Does nothing for a run that was never
+        tracked.
 
         Args:
-            news: Delivered after that; nothing is of a run that was never tracked.
-            status: How the run ended, if no attempt lived to say it.
-            tags: What is said of that end.
+            update: Delivered after that.
+            status: How the run ended, if no attempt recorded it.
+            tags: Tags about that end.
 
         Returns:
-            How many events are left.
+            The number of undelivered events.
 
         Raises:
             OSError: The spool can't be read or written.
@@ -123,8 +124,8 @@ class SpooledTracker:
         if not self._spool_dir.is_dir():
             return 0
         self._spool = Spool(self._spool_dir, max_bytes=self._max_bytes)
-        if news is not None:
-            self.log_checkpoint(news)
+        if update is not None:
+            self.log_checkpoint(update)
         if status is not None:
             self._put({"kind": "finish", "status": status, "tags": dict(tags or {})})
         if self._spool.is_empty:
@@ -135,12 +136,12 @@ class SpooledTracker:
         return self._spool.num_waiting()
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Spool the numbers of a step."""
+        """Spool the metrics of a step."""
         self._put({"kind": "step", "step": step, "metrics": {key: float(value) for key, value in metrics.items()}})
 
-    def log_checkpoint(self, news: CheckpointNews) -> None:
-        """Spool what is new of the run's checkpoints."""
-        self._put(news.to_event())
+    def log_checkpoint(self, update: CheckpointUpdate) -> None:
+        """Spool an update of the run's checkpoints."""
+        self._put(to_event(update))
 
     def finish(self, status: RunStatus, step: int = 0, metrics: Mapping[str, float] | None = None) -> None:
         """Spool the end, and wait at most ``drain_s`` until everything has been delivered."""
@@ -161,32 +162,32 @@ class SpooledTracker:
             self._wake.set()
             self._warn_once(
                 "drain",
-                f"the tracker could not be reached within {self._drain_s:g} s; what is missing waits in "
-                f"{self._spool_dir} and is sent when the run is started again, complete or not",
+                f"the tracker could not be reached within {self._drain_s:g} s; undelivered events stay in "
+                f"{self._spool_dir} and are sent when the run is started again, even a finished one",
             )
 
     def _put(self, event: dict[str, Any]) -> None:
         if self._spool is None:
-            # Steps come after the start; a checkpoint that is set aside while the run resumes does not.
+            # Steps come after `start`, but a checkpoint may be set aside while the run resumes.
             if event["kind"].startswith("checkpoint"):
                 self._early.append(event)
             return
         event["time_ms"] = int(self._clock.now() * 1000)
         try:
             if not self._spool.append(event):
-                self._warn_once("full", f"{self._spool_dir} is full: later events are left out of the tracker")
+                self._warn_once("full", f"{self._spool_dir} is full: the tracker misses later events")
         except (OSError, ValueError) as error:
             self._warn_once("append", f"{self._spool_dir} can't be written ({error}): the tracker misses events")
         self._wake.set()
 
     def _run(self) -> None:
-        """Deliver until told to stop and nothing is left; the pause after a failure doubles up to a bound."""
+        """Deliver until stopped and nothing is left; the pause after a failure doubles up to a limit."""
         assert self._spool is not None
         pause, connected = self._retry_s[0], False
         while True:
             self._wake.clear()
             if self._given_up.is_set():
-                # Whoever opens the spool next delivers what is left; two that do would double it.
+                # The next process delivers the rest; two at a time would duplicate it.
                 self._spool.close()
                 return
             stopping = self._stop.is_set()
@@ -197,10 +198,10 @@ class SpooledTracker:
                     connected = True
                 while self._deliver_batch(self._spool):
                     pause = self._retry_s[0]
-            except Exception as error:  # whatever it is, an outage of the tracker never stops training
+            except Exception as error:  # an outage of the tracker never stops training
                 self._warn_once("away", f"the tracker does not answer, events wait on disk ({_short(error)})")
                 connected = False
-                # Not `_wake`, which would turn every step of a busy run into an attempt.
+                # Not `_wake`, which would retry after every step.
                 if not stopping:
                     self._stop.wait(pause)
                 else:
@@ -214,7 +215,7 @@ class SpooledTracker:
             self._wake.wait()
 
     def _forget_delivered(self, spool: Spool) -> None:
-        """Ask the receiver what it has: an earlier process may have died between a delivery and its acknowledgement."""
+        """Read the receiver's marks: an earlier process may have died between a delivery and its acknowledgement."""
         waiting = [entry.event for entry in spool.peek(self._batch) if entry.event.get("kind") == "step"]
         if waiting:
             for mark, step in self._sink.existing_marks(waiting).items():
@@ -236,7 +237,7 @@ class SpooledTracker:
         spool.acknowledge(entries[-1].end, marks)
         return True
 
-    def _deliver_singly(self, spool: Spool, entries: Sequence[Entry]) -> None:
+    def _deliver_singly(self, spool: Spool, entries: Sequence[SpooledEvent]) -> None:
         for entry in entries:
             events, marks = unsent([entry.event], spool.marks)
             try:
@@ -252,11 +253,10 @@ class SpooledTracker:
             _logger.warning("%s", text)
 
 
-def batch_of(entries: Sequence[Entry]) -> Sequence[Entry]:
-    """Return the entries that are sent and acknowledged together: up to the first that tells of a checkpoint.
+def batch_of(entries: Sequence[SpooledEvent]) -> Sequence[SpooledEvent]:
+    """Return the entries that are sent and acknowledged together: up to the first update of a checkpoint.
 
-    After a lost answer such an event comes again, and must find what it left: another one behind it could have changed
-    that already.
+    After a lost answer an update is sent again, and must not find changes of a later event.
     """
     for number, entry in enumerate(entries, start=1):
         if str(entry.event.get("kind")).startswith("checkpoint"):
@@ -265,14 +265,14 @@ def batch_of(entries: Sequence[Entry]) -> Sequence[Entry]:
 
 
 def unsent(events: Sequence[Event], marks: Mapping[str, int]) -> tuple[list[Event], dict[str, int]]:
-    """Leave out what the receiver already has, so that a replayed step does not double its points.
+    """Leave out metrics that the receiver already has, so that a replayed step is not recorded twice.
 
     Args:
-        events: In the order in which they happened; several attempts may have recorded the same steps.
-        marks: The largest step delivered for each mark.
+        events: The events in order; several attempts may have recorded the same steps.
+        marks: The largest delivered step of each mark.
 
     Returns:
-        The events that are left, their metrics thinned to new points, and the marks after their delivery.
+        The remaining events, with new metrics only, and the marks after their delivery.
     """
     after = dict(marks)
     left: list[Event] = []

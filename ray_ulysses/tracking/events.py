@@ -1,7 +1,7 @@
-"""The events of a journal: a frozen class for each kind, which is the schema of its line.
+"""The events of a journal: one frozen class per kind, which is the schema of its line.
 
-Fields that a class does not know are passed over, and so is a whole event of an unknown kind: a later version may have
-written it. A field or kind that is added must therefore be one that an older version can do without.
+Readers ignore unknown fields and events of an unknown kind, since a later version may have written them. So a new field
+or kind must be one that an older version can do without. docs/journal.md lists all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter
 
-from ray_ulysses.validation import Digest, Number, Positive, Seconds, Whole, read_json
+from ray_ulysses.validation import Digest, Number, Positive, Seconds, Whole
 
 
 def _ascending(rows: tuple[int, int]) -> tuple[int, int]:
@@ -32,15 +32,15 @@ RowRange = Annotated[tuple[Whole, Whole], AfterValidator(_ascending)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TakenOver:
-    """The steps before a run's own, trained by the run whose checkpoint it went on from; nothing by default.
+class InheritedSteps:
+    """The steps before a run's own, trained by the run whose checkpoint it continues; none by default.
 
     Attributes:
         step: The last of them.
         tokens: Supervised tokens that they trained on.
         rows: Rows that they trained on.
         digest: Sum of their data digests, modulo 2**64.
-        origin: The checkpoint that vouches for them.
+        origin: The checkpoint that contains them.
     """
 
     step: Whole = 0
@@ -50,17 +50,17 @@ class TakenOver:
     origin: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the journal's ``attempt_started`` holds."""
+        """Return the object in the journal's ``attempt_started``."""
         return {**asdict(self), "digest": f"{self.digest:016x}"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Event:
-    """What every event has.
+    """The fields of every event.
 
     Attributes:
         time: When it happened, seconds since the epoch.
-        attempt: The attempt that tells it.
+        attempt: The attempt that recorded it.
     """
 
     time: Seconds
@@ -68,13 +68,13 @@ class _Event:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OfCommand(_Event):
-    """What an event has that says which command it is of.
+class CommandEvent(_Event):
+    """An event that names the command it belongs to.
 
     Attributes:
-        session: The command's name.
-        command_started: When it began, in seconds since the epoch; None where that is not known.
-        workers_asked: When it asked for its workers.
+        session: The command's id.
+        command_started: When the command started, in seconds since the epoch; None if unknown.
+        workers_asked: When it requested its workers, in seconds since the epoch; None if unknown.
     """
 
     session: str | None = None
@@ -83,11 +83,11 @@ class OfCommand(_Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PhaseBegun(OfCommand):
-    """An attempt does something before its first step.
+class PhaseStarted(CommandEvent):
+    """An attempt has started a phase before its first step.
 
     Attributes:
-        phase: What it does.
+        phase: The phase, in words.
     """
 
     event: Literal["phase"] = "phase"
@@ -95,21 +95,21 @@ class PhaseBegun(OfCommand):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AttemptStarted(OfCommand):
-    """An attempt has its ranks and its state.
+class AttemptStarted(CommandEvent):
+    """An attempt has its ranks and its state, and is ready to train.
 
     Attributes:
         world_size: Ranks.
         sp_size: Ranks that share a row.
         dp_size: Rows in flight at once.
         ring_size: Ring part of ``sp_size``.
-        nodes: Their nodes.
-        rank_nodes: Each rank's node, by rank; empty in the journal of a version that did not note them.
+        nodes: Names of their nodes, each once.
+        rank_nodes: The node of each rank, by rank; empty in journals of earlier versions.
         resumed_step: Completed steps of the state that it started from.
-        resumed_from: Where that state came from; None where the run began.
-        last_step: Step at which it will end.
-        taken_over: What the run has taken over from another one, if anything.
-        plan_ids: The segments of its data plan; None in the journal of a version that did not note them.
+        resumed_from: Where that state came from; None at the start of a run.
+        last_step: Step at which it will end; None in journals of earlier versions.
+        taken_over: The steps that the run inherited from another one, if any.
+        plan_ids: Ids of the segments of its data plan; None in journals of earlier versions.
     """
 
     event: Literal["attempt_started"] = "attempt_started"
@@ -122,7 +122,7 @@ class AttemptStarted(OfCommand):
     resumed_step: Whole
     resumed_from: str | None
     last_step: Whole | None = None
-    taken_over: TakenOver | None = None
+    taken_over: InheritedSteps | None = None
     plan_ids: tuple[str, ...] | None = None
 
 
@@ -134,14 +134,14 @@ class StepDone(_Event):
         step: Completed steps, from 1.
         loss: Mean loss over its supervised tokens, in nats; may be infinite or not a number.
         tokens: Supervised tokens.
-        rows: Global rows.
+        rows: The global rows that it trained on.
         digest: Sum of the digests of the rows that the model received.
         seconds: Its duration.
-        saving_seconds: How long training stood still for checkpoints since the step before.
-        learning_rate: Its rate; None in the journal of a version that did not note it.
-        grad_norm: Norm of its gradient before clipping; None as above; may be infinite or not a number.
-        peak_memory_gib: Largest peak over the ranks, in GiB.
-        mfu: Share of the peak FLOP/s; None where that is not known.
+        saving_seconds: How long training was blocked by checkpoints since the previous step.
+        learning_rate: Its learning rate; None in journals of earlier versions.
+        grad_norm: Norm of its gradient before clipping; may be infinite or not a number; None as above.
+        peak_memory_gib: Peak memory of rank 0 so far, in GiB: allocated on a GPU, resident on CPU.
+        mfu: Share of the peak FLOP/s that was reached; None if the device's peak is unknown.
     """
 
     event: Literal["step"] = "step"
@@ -165,7 +165,7 @@ class Evaluated(_Event):
     Attributes:
         step: Completed steps.
         loss: Mean loss over the evaluation's tokens, in nats.
-        tokens: Its tokens.
+        tokens: Supervised tokens of the evaluation.
         seconds: Its duration.
     """
 
@@ -180,19 +180,18 @@ class Evaluated(_Event):
 class CheckpointCommitted(_Event):
     """A checkpoint was committed.
 
-    The sums let a reader make good a step whose record is damaged.
+    The sums let a reader recover a step whose record is damaged.
 
     Attributes:
         step: Completed steps that it holds.
-        path: Its folder.
+        path: Its folder, relative to the root of the checkpoint store.
         world_size: Ranks that wrote it.
-        digest: Sum of the data digests of all steps so far; None in the journal of a version that did not note it, as
-            are the next two.
-        tokens: Supervised tokens of all steps so far.
-        next_row: The row after the last one that was trained.
+        digest: Sum of the data digests of all steps so far; None in journals of earlier versions.
+        tokens: Supervised tokens of all steps so far; None as above.
+        next_row: The row after the last trained one; None as above.
         reason: What triggered it.
         seconds: From the request to the commit.
-        stall_seconds: How long training stood still for it.
+        stall_seconds: How long training was blocked by it.
     """
 
     event: Literal["checkpoint_committed"] = "checkpoint_committed"
@@ -209,7 +208,7 @@ class CheckpointCommitted(_Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSetAside(_Event):
-    """A checkpoint was passed over, and is not part of the run from now on.
+    """A checkpoint was skipped on resume, and is no longer part of the run.
 
     Attributes:
         step: Its step.
@@ -223,7 +222,7 @@ class CheckpointSetAside(_Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointFailed(_Event):
-    """A save came to nothing.
+    """A checkpoint could not be saved.
 
     Attributes:
         step: Its step.
@@ -237,11 +236,11 @@ class CheckpointFailed(_Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreemptionNoticed(_Event):
-    """A node will be taken away.
+    """A node will be preempted.
 
     Attributes:
-        step: Completed steps when it was noticed; None where that is not known.
-        deadline: When, in seconds since the epoch; None where that is not known.
+        step: Completed steps when the notice was read; None if unknown.
+        deadline: When the node goes away, in seconds since the epoch; None if unknown.
     """
 
     event: Literal["preemption_notice"] = "preemption_notice"
@@ -250,20 +249,20 @@ class PreemptionNoticed(_Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EndEvent(OfCommand):
-    """What an event has that tells of an end; all but the reason where that was a failure which somebody judged.
+class EndEvent(CommandEvent):
+    """The end of an attempt, a start or a command; the supervisor of a failed attempt fills in all fields.
 
     Attributes:
-        kind: Which kind of failure it was; see `elastic.causes`.
-        reason: Why, in one line.
-        rank: The rank that it began on; None where it was none's, or is not known.
+        kind: Kind of failure; see `elastic.causes`.
+        reason: The reason, in one line.
+        rank: The rank on which the failure started; None if no rank did, or if unknown.
         node: That rank's node.
         committed_step: The newest committed step.
         lost_steps: Steps that were trained beyond it.
-        hint: What a person can do.
-        failure: How many failures count, with this one; None for one that is not counted.
-        max_failures: How many the run survives.
-        restarts: Whether the workers are started again; None where nobody judged.
+        hint: The way out.
+        failure: Number of failures counted so far, including this one; None for one that is not counted.
+        max_failures: Number of failures that the run survives.
+        restarts: Whether the workers are started again; None if no supervisor decided.
     """
 
     kind: str = ""
@@ -280,21 +279,21 @@ class EndEvent(OfCommand):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartFailed(EndEvent):
-    """A command could not start its workers; told beside the newest attempt, which may be of an earlier command."""
+    """A command could not start its workers; recorded beside the newest attempt, perhaps of an earlier command."""
 
     event: Literal["start_failed"] = "start_failed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFailed(EndEvent):
-    """A failure has ended a command; told beside the newest attempt."""
+    """A failure has ended a command; recorded beside the newest attempt."""
 
     event: Literal["run_failed"] = "run_failed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerWarned(_Event):
-    """A worker has warned of something that a person should know.
+    """A worker has warned of something that the user should know.
 
     Attributes:
         text: The warning.
@@ -306,10 +305,10 @@ class WorkerWarned(_Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEnded(EndEvent):
-    """An attempt has ended; the first word of the reason is one of `STOP_REASONS` if that was meant.
+    """An attempt has ended; the first word of the reason is one of `STOP_REASONS` if that was intended.
 
     Attributes:
-        saving_seconds: How long training stood still for checkpoints since the last step.
+        saving_seconds: How long training was blocked by checkpoints since the last step.
     """
 
     event: Literal["attempt_ended"] = "attempt_ended"
@@ -329,14 +328,14 @@ class RunFinished(_Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CommandEnded(OfCommand):
-    """A command is at its end."""
+class CommandEnded(CommandEvent):
+    """A command has ended."""
 
     event: Literal["command_ended"] = "command_ended"
 
 
 Event = (
-    PhaseBegun
+    PhaseStarted
     | AttemptStarted
     | StepDone
     | Evaluated
@@ -355,30 +354,20 @@ Event = (
 
 @functools.cache
 def event_adapter() -> TypeAdapter[Event]:
-    """Return what validates an event; made when it is first needed, which takes milliseconds."""
+    """Return the validator of events, which takes milliseconds to build."""
     return TypeAdapter(Annotated[Event, Field(discriminator="event")])
 
 
 def encode_event(fields: Mapping[str, Any]) -> bytes:
-    """Return an event as a JSON object; numbers that JSON has none for become their names ("nan", "inf")."""
+    """Return an event as a JSON object; numbers that JSON does not have become their names ("nan", "inf")."""
     return json.dumps(_writable(fields), allow_nan=False).encode()
 
 
-def event_of(fields: Mapping[str, Any]) -> Event:
-    """Return the event that some fields are once they are written.
-
-    Raises:
-        ContentError: A field is missing or wrong.
-    """
-    return read_json(event_adapter(), encode_event(fields))
-
-
 def _writable(value: Any) -> Any:
-    """Return a value as JSON can hold it."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, str):
-        # Halves of characters, as undecodable file names in the texts of errors have, are no text to a reader.
+        # Lone surrogates, as in undecodable file names in the texts of errors, are rejected by readers.
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, Mapping):
         return {key: _writable(item) for key, item in value.items()}

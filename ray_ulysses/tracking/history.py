@@ -1,4 +1,4 @@
-"""What happened in a run, read from its journal and its checkpoint folders, wherever those lie."""
+"""The history of a run, read from its journal and the folders of its checkpoints."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from pydantic_core import from_json
 from ray_ulysses.run_names import CHECKPOINT_FOLDER, CHECKPOINT_KEY, MANIFEST_FILE, manifest_key, step_folder
 from ray_ulysses.storage import LocalStore, Store, current_owner
 from ray_ulysses.storage.store import read_bytes
-from ray_ulysses.tracking.counted_steps import StepRecord, steps_that_count
+from ray_ulysses.tracking.counted_steps import Steps, inherited_steps, steps_that_count
 from ray_ulysses.tracking.events import (
     STOP_REASONS,
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
-    OfCommand,
+    CommandEvent,
     RunFailed,
     RunFinished,
     StartFailed,
 )
 from ray_ulysses.tracking.failures import failure_fields
 from ray_ulysses.tracking.journal_reader import Journal, read_journal
-from ray_ulysses.tracking.step_runs import Entry, StepRun, grouped
-from ray_ulysses.tracking.taken_over import taken_over
+from ray_ulysses.tracking.step_groups import Entry, StepGroup, group_steps
 from ray_ulysses.tracking.time_spent import TimeSpent, time_spent
 
 Status = Literal["not_started", "running", "interrupted", "stopped", "failed", "finished"]
@@ -36,20 +35,20 @@ _Kind = TypeVar("_Kind")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptRecord:
-    """One attempt, from its start to its end or death.
+    """One attempt of a run.
 
     Attributes:
         world_size: Ranks.
         sp_size: Ranks that share a row.
         dp_size: Rows in flight at once.
-        ring_size: Ring part of ``sp_size``; 1 in the journal of a version that had no ring.
+        ring_size: Ring part of ``sp_size``.
         first_step: First step it completed; None if none.
         last_step: Last step it completed; None if none.
-        reason: Why it ended; None while it runs, and if its end was not recorded.
-        rank: Where it was ended by a failure, the rank that it began on; else None.
-        node: That rank's node, where it is known.
-        seconds_to_first_step: To the end of its first step, from the start of its command, or from the last record of
-            the attempt before it in the same command; None if there was none.
+        reason: Why it ended; None while it runs, or if its end was not recorded.
+        rank: The rank on which the failure that ended it started; None if unknown.
+        node: That rank's node; None if unknown.
+        seconds_to_first_step: Seconds to the end of its first step, from the start of its command or from the last
+            record of the previous attempt of the same command; None without a step.
     """
 
     world_size: int
@@ -66,12 +65,12 @@ class AttemptRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointRecord:
-    """One checkpoint folder that is there.
+    """One checkpoint folder.
 
     Attributes:
         step: Completed steps that it holds.
-        path: Its folder, relative to the run's directory, or to the store that its checkpoints lie in.
-        committed: Whether its manifest is there; a folder without one is never loaded.
+        path: Its folder, relative to the root of the checkpoint store.
+        committed: Whether it has a manifest; a folder without one is never loaded.
         world_size: Ranks that wrote it; None if it was not committed.
     """
 
@@ -83,31 +82,31 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHistory:
-    """A run from its first attempt to now; `to_json` is the object of ``inspect --json``.
+    """The history of a run up to now; docs/journal.md describes its JSON object.
 
     Attributes:
         name: The run's name.
-        status: Where it stands.
+        status: Its state.
         step: Completed steps that count.
         tokens: Supervised tokens of those steps.
-        steps: Those steps, ascending; a step that was replayed is there once, as it was done last.
+        steps: Those steps, ascending; a replayed step appears once, as it was last trained.
         attempts: Every attempt, in order.
         checkpoints: Every checkpoint folder, ascending.
         rows_consumed: Rows that those steps trained on.
         data_digest: Sum of the steps' data digests modulo 2**64, 16 hexadecimal digits.
         lost_steps: Steps that were trained and thrown away because an attempt resumed before them.
         goodput: Share of `time_spent` that went into steps that count; None before the first of them.
-        time_spent: Seconds of the run's commands, from their start, by what they went into.
-        failure: What has ended the run, if that was a failure which its command lived to tell.
-        missing_steps: First and last of each stretch of steps that the journal has no record of; empty in a sound run.
-        damaged_records: The journal's damaged lines, each in words; empty in a sound run.
+        time_spent: Where the time of the run's commands went.
+        failure: The failure that has ended the run, if its command recorded one.
+        missing_steps: First and last of each range of steps without a record in the journal; empty in a sound run.
+        damaged_records: A description of each damaged line of the journal; empty in a sound run.
     """
 
     name: str
     status: Status
     step: int
     tokens: int
-    steps: Sequence[StepRecord]
+    steps: Steps
     attempts: tuple[AttemptRecord, ...]
     checkpoints: tuple[CheckpointRecord, ...]
     rows_consumed: int
@@ -121,15 +120,14 @@ class RunHistory:
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that ``ray-ulysses inspect RUN --json`` prints."""
-        values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
-        for name in ("attempts", "checkpoints"):
-            values[name] = [asdict(one) for one in values[name]]
         return {
-            **values,
-            "steps": [one.to_json() for one in self.steps],
+            **{one.name: getattr(self, one.name) for one in fields(self)},
+            "steps": list(self.steps.to_json()),
+            "attempts": [asdict(attempt) for attempt in self.attempts],
+            "checkpoints": [asdict(checkpoint) for checkpoint in self.checkpoints],
             "time_spent": self.time_spent.to_json(),
             "failure": None if self.failure is None else failure_fields(self.failure),
-            "missing_steps": [list(stretch) for stretch in self.missing_steps],
+            "missing_steps": [list(steps) for steps in self.missing_steps],
             "damaged_records": list(self.damaged_records),
         }
 
@@ -137,13 +135,13 @@ class RunHistory:
 def read_history(
     run_dir: Path | str, *, is_held: bool | None = None, store: Store | None = None, journal: Journal | None = None
 ) -> RunHistory:
-    """Read what happened in a run; also of one that is running or was torn off.
+    """Read the history of a run, which may be running or interrupted.
 
     Args:
         run_dir: ``<storage>/<name>``.
-        is_held: Whether a live process trains it; ``None`` asks the run's lock.
-        store: Where its checkpoints lie; ``None`` is in its directory.
-        journal: Its journal, if it has been read.
+        is_held: Whether a live process trains it; None reads the run's lock.
+        store: The store of its checkpoints; None for the run's directory.
+        journal: Its journal, if it has been read already.
 
     Raises:
         OSError: The store can't be listed.
@@ -165,20 +163,20 @@ def build_history(
     checkpoints: Sequence[CheckpointRecord] = (),
     is_held: bool = False,
 ) -> RunHistory:
-    """Fold a run's events, in order, into its history (pure).
+    """Return the history of a run (pure).
 
     Args:
         name: The run's name.
         journal: Its journal.
-        checkpoints: The checkpoint folders that are there.
-        is_held: Whether a live process holds the run.
+        checkpoints: Its checkpoint folders.
+        is_held: Whether a live process trains it.
     """
     counted = steps_that_count(journal.entries)
     kept = counted.kept
     last = kept[-1].step if kept else 0
     attempts = _by_attempt(journal.entries)
     failure = None if is_held else _last_failure(journal.entries)
-    before, spent = taken_over(journal.entries), time_spent(journal.entries)
+    before, spent = inherited_steps(journal.entries), time_spent(journal.entries)
     return RunHistory(
         name=name,
         status="failed" if failure is not None else _status(attempts, is_held),
@@ -201,25 +199,24 @@ def build_history(
 def _by_attempt(entries: Iterable[Entry]) -> list[list[Entry]]:
     """Return the entries of each attempt that started, in order."""
     attempts: dict[int, list[Entry]] = {}
-    for event in grouped(entries):
-        # These are no attempt's own: they lie beside the newest one, which may be days old.
+    for event in group_steps(entries):
+        # These belong to no attempt: they are recorded beside the newest one, which may be days old.
         if not isinstance(event, StartFailed | RunFailed):
             attempts.setdefault(event.attempt, []).append(event)
     return [attempt for attempt in attempts.values() if _first(attempt, AttemptStarted) is not None]
 
 
 def _first(attempt: Iterable[Entry], kind: type[_Kind]) -> _Kind | None:
-    """Return an attempt's first event of a kind."""
     return next((event for event in attempt if isinstance(event, kind)), None)
 
 
 def _end(attempt: Sequence[Entry]) -> AttemptEnded | None:
-    """Return how an attempt ended: what supervises all of its workers knows better than one of them, and comes last."""
+    """Return the last end recorded: the supervisor, which writes last, knows more than a single worker."""
     return _first(reversed(attempt), AttemptEnded)
 
 
 def _last_failure(events: Iterable[Entry]) -> RunFailed | None:
-    """Return the failure that has ended the run, unless something came after it."""
+    """Return the failure that has ended the run, unless another attempt started after it."""
     last = max(
         (event for event in events if isinstance(event, AttemptStarted | RunFinished | RunFailed)),
         key=lambda event: (event.attempt, event.time),
@@ -231,40 +228,38 @@ def _last_failure(events: Iterable[Entry]) -> RunFailed | None:
 def _attempt_record(attempt: Sequence[Entry], before: Sequence[Entry] | None) -> AttemptRecord:
     started = _first(attempt, AttemptStarted)
     assert started is not None
-    runs = [entry for entry in attempt if isinstance(entry, StepRun)]
+    groups = [entry for entry in attempt if isinstance(entry, StepGroup)]
     ended = _end(attempt)
     return AttemptRecord(
         world_size=started.world_size,
         sp_size=started.sp_size,
         dp_size=started.dp_size,
         ring_size=started.ring_size,
-        first_step=runs[0].first.step if runs else None,
-        last_step=runs[-1].last.step if runs else None,
+        first_step=groups[0].first.step if groups else None,
+        last_step=groups[-1].last.step if groups else None,
         reason=ended.reason if ended is not None else None,
         rank=ended.rank if ended is not None else None,
         node=ended.node if ended is not None else None,
-        seconds_to_first_step=round(runs[0].time - _began(attempt, before), 3) if runs else None,
+        seconds_to_first_step=round(groups[0].time - _start_time(attempt, before), 3) if groups else None,
     )
 
 
-def _began(attempt: Sequence[Entry], before: Sequence[Entry] | None) -> float:
-    """Return when an attempt began to be waited for: at the end of the one before, or with its command."""
+def _start_time(attempt: Sequence[Entry], before: Sequence[Entry] | None) -> float:
+    """Return when the wait for an attempt began: at the end of the previous one, or with its command."""
     session = _session(attempt)
     if before is not None and session is not None and _session(before) == session:
-        return max(entry.end_time if isinstance(entry, StepRun) else entry.time for entry in before)
+        return max(entry.end_time if isinstance(entry, StepGroup) else entry.time for entry in before)
     first = attempt[0]
-    started = first.command_started if isinstance(first, OfCommand) else None
+    started = first.command_started if isinstance(first, CommandEvent) else None
     return first.time if started is None else started
 
 
 def _session(attempt: Iterable[Entry]) -> str | None:
-    """Return which command an attempt belongs to."""
-    sessions = (event.session for event in attempt if isinstance(event, OfCommand))
+    sessions = (event.session for event in attempt if isinstance(event, CommandEvent))
     return next((session for session in sessions if session is not None), None)
 
 
 def _status(attempts: Sequence[Sequence[Entry]], is_held: bool) -> Status:
-    """Return where the run stands after its last attempt."""
     if not attempts:
         return "running" if is_held else "not_started"
     if _first(attempts[-1], RunFinished) is not None:
@@ -278,7 +273,7 @@ def _status(attempts: Sequence[Sequence[Entry]], is_held: bool) -> Status:
 
 
 def finished_step(entries: Iterable[Entry]) -> int | None:
-    """Return the step at which a run was finished (pure); None if its last attempt did not say that it was.
+    """Return the step at which a run finished (pure); None if its last attempt did not finish it.
 
     Args:
         entries: The run's journal.
@@ -289,13 +284,13 @@ def finished_step(entries: Iterable[Entry]) -> int | None:
 
 
 def _world_sizes(journal: Journal) -> dict[int, int]:
-    """Return how many ranks wrote the checkpoint of each step of which the journal has the commit."""
+    """Return the world size of each checkpoint whose commit is in the journal, by step."""
     commits = (entry for entry in journal.entries if isinstance(entry, CheckpointCommitted))
     return {commit.step: commit.world_size for commit in commits}
 
 
 def _read_checkpoints(store: Store, world_sizes: Mapping[int, int]) -> list[CheckpointRecord]:
-    """Return what lies under ``checkpoints/``; whole or not is `checkpoint.choice`'s to say."""
+    """Return the folders under ``checkpoints/``; `checkpoint.choice` decides whether they are intact."""
     steps, committed = set(), set()
     for key in store.list(CHECKPOINT_FOLDER):
         match = CHECKPOINT_KEY.match(key)
@@ -308,7 +303,7 @@ def _read_checkpoints(store: Store, world_sizes: Mapping[int, int]) -> list[Chec
             step=step,
             path=step_folder(step),
             committed=step in committed,
-            # A manifest takes a while to read.
+            # Reading a manifest takes a while.
             world_size=(world_sizes.get(step) or _world_size(store, step)) if step in committed else None,
         )
         for step in sorted(steps)
@@ -316,7 +311,7 @@ def _read_checkpoints(store: Store, world_sizes: Mapping[int, int]) -> list[Chec
 
 
 def _world_size(store: Store, step: int) -> int | None:
-    """Return how many ranks wrote a checkpoint, if its manifest can be read."""
+    """Return the world size in a checkpoint's manifest, if it can be read."""
     try:
         world_size = from_json(read_bytes(store, manifest_key(step)))["world_size"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,9 +1,9 @@
-"""Writing of a run's journal: one JSON object per event and line, one file per attempt, written as it happens.
+"""Writes a run's journal: one JSON object per line and event, one file per attempt and writer.
 
-``journal/attempt-0003.jsonl`` belongs to the third attempt; its number is claimed by creating the file, so
-that two attempts never share one. A process beside the first writer (the controller beside rank 0) appends
-to a segment of its own, ``attempt-0003.controller.jsonl``, because appending from two hosts to one file is
-not safe on NFS. Beside a segment that has grown stands its index; see `tracking.journal_index`.
+``journal/attempt-0003.jsonl`` belongs to the third attempt, which claims its number by creating the file. A second
+writer (the controller beside rank 0) appends to a file of its own, ``attempt-0003.controller.jsonl``, because two hosts
+can't safely append to one file on NFS. A file that has grown gets an index; see `tracking.journal_index`. The schema is
+documented in docs/journal.md.
 """
 
 from __future__ import annotations
@@ -11,49 +11,48 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.errors import UserError
-from ray_ulysses.run_names import JOURNAL_FOLDER, SEGMENT_NAME, segment_name
-from ray_ulysses.tracking.events import encode_event, event_adapter
-from ray_ulysses.tracking.journal_index import LEAST_BYTES, PIECE_BYTES, SegmentIndex
-from ray_ulysses.tracking.line_checksum import with_checksum
+from ray_ulysses.run_names import JOURNAL_FILE_NAME, JOURNAL_FOLDER, journal_file_name
+from ray_ulysses.tracking.events import Event, encode_event, event_adapter
+from ray_ulysses.tracking.journal_index import BLOCK_BYTES, MIN_BYTES, JournalFileIndex
+from ray_ulysses.tracking.journal_lines import with_checksum
 from ray_ulysses.validation import ContentError, read_json
 
-# After these the record must outlive a power cut: recovery reads them.
+# Recovery reads these, so they must survive a power failure.
 _DURABLE = {"attempt_started", "checkpoint_committed", "attempt_ended", "start_failed", "run_finished", "run_failed"}
-# Until a sync they are kept in memory, too: a few thousand steps, in case that nothing else asks for one.
-_MOST_UNSYNCED_BYTES = 2**20
+# Unsynced records are also kept in memory: a few thousand steps at most.
+_MAX_UNSYNCED_BYTES = 2**20
 
 
 class AttemptJournal:
-    """Appends events to one segment of an attempt; each is on its way to the disk when `append` returns.
+    """Appends events to one journal file of an attempt; each is handed to the kernel before `append` returns.
 
-    A record that the disk does not take is kept, and goes there before the next. Each byte has its place in the file
-    from the beginning: what was written in part is completed there, and what may have got lost between the kernel and
-    the disk (a sync that failed) is written there once more, so that no record is torn, doubled or out of order. A
-    segment has one writer, which may append from several threads.
+    A record that the disk does not accept is kept in memory and written before the next one. Every byte has a fixed
+    offset: partial writes are completed in place, and bytes that a failed sync may have dropped are written again at
+    the same offset. No record is torn, duplicated or reordered. A file has one writer, which may use several threads.
 
     Attributes:
         attempt: The attempt's number, from 1.
-        path: The segment.
+        path: The journal file.
     """
 
     def __init__(self, path: Path, attempt: int, clock: Clock | None = None) -> None:
         self.attempt = attempt
         self.path = path
         self._clock = clock if clock is not None else SystemClock()
-        # Not opened for appending: Linux then takes no notice of the place that `os.pwrite` names.
+        # Not opened with O_APPEND: Linux would then ignore the offset passed to `os.pwrite`.
         self._stream = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
-        # The file up to `_num_durable`, then `_tail`, of which the kernel has taken the first `_num_taken` bytes.
+        # The file is `_num_durable` bytes, then `_tail`, of which the kernel has accepted the first `_num_taken` bytes.
         self._num_durable = self._stream.seek(0, os.SEEK_END)
-        # A writer may have died in the middle of a line; its rest must not swallow the next record.
+        # A writer may have died in the middle of a line; the rest of it must not swallow the next record.
         self._tail = bytearray(b"\n" if _is_torn(self._stream.fileno(), self._num_durable) else b"")
         self._num_taken = 0
-        self._index = SegmentIndex(path, attempt)
+        self._index = JournalFileIndex(path, attempt)
         self._index_lock = threading.Lock()
         self._lock = threading.Lock()
         self._sync_lock = threading.Lock()
@@ -64,8 +63,8 @@ class AttemptJournal:
 
         Args:
             run_dir: The run's directory.
-            clock: Where the records' times come from.
-            after: The number is larger than this: others may know of attempts that this journal does not.
+            clock: Source of the records' times.
+            after: The number is larger than this, since attempts may be known that left no journal here.
 
         Raises:
             UserError: The journal's folder can't be written.
@@ -76,7 +75,7 @@ class AttemptJournal:
             attempt = max(after, *attempt_numbers(run_dir), 0)
             while True:
                 attempt += 1
-                path = folder / segment_name(attempt)
+                path = folder / journal_file_name(attempt)
                 try:
                     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
                 except FileExistsError:
@@ -92,49 +91,50 @@ class AttemptJournal:
     def open(
         cls, run_dir: Path | str, attempt: int, *, writer: str | None = None, clock: Clock | None = None
     ) -> AttemptJournal:
-        """Go on with the journal of an attempt that has been claimed, perhaps by another process.
+        """Continue the journal of an attempt that has been claimed, perhaps by another process.
 
         Args:
             run_dir: The run's directory.
             attempt: The claimed number.
-            writer: A name for a segment of this writer's own; None is the attempt's first segment.
-            clock: Where the records' times come from.
+            writer: Name of this writer, which gets a file of its own; None for the attempt's main file.
+            clock: Source of the records' times.
         """
-        return cls(Path(run_dir) / JOURNAL_FOLDER / segment_name(attempt, writer), attempt, clock)
+        return cls(Path(run_dir) / JOURNAL_FOLDER / journal_file_name(attempt, writer), attempt, clock)
 
-    def append(self, event: Mapping[str, Any]) -> None:
+    def append(self, event: Mapping[str, Any], watch: Callable[[Event], None] = lambda event: None) -> None:
         """Write one event; ``time`` (seconds since the epoch) and ``attempt`` are added.
 
         Args:
-            event: ``event`` is its kind, the other fields are those of its class in `tracking.events` and more. A loss
-                that is not finite is stored as a string ("nan", "inf"), which JSON has no number for.
+            event: ``event`` is its kind; the other fields are those of its class in `tracking.events`, and more. A loss
+                that is not finite is stored as a string ("nan", "inf"), since JSON has no such number.
+            watch: Called with the validated event before it is written.
 
         Raises:
-            OSError: The disk does not take it now. It is kept, and written first by the next call of any kind.
+            OSError: The disk does not accept it now. It is kept, and written first by the next call of any method.
         """
-        record = {"time": self._clock.now(), "attempt": self.attempt, **event}
-        line = encode_event(record)
+        line = encode_event({"time": self._clock.now(), "attempt": self.attempt, **event})
         try:
-            kind = read_json(event_adapter(), line).event
+            found = read_json(event_adapter(), line)
         except ContentError as error:
             raise AssertionError(f"journal event {event!r} can't be read back: {error}") from error
+        watch(found)
         with self._lock:
-            self._refuse_closed()
+            self._check_open()
             self._tail += with_checksum(line) + b"\n"
             self._write()
-        if kind in _DURABLE or len(self._tail) > _MOST_UNSYNCED_BYTES:
+        if found.event in _DURABLE or len(self._tail) > _MAX_UNSYNCED_BYTES:
             self.sync()
-        if self.num_bytes - self._index.reached > PIECE_BYTES:
-            self._extend_index(PIECE_BYTES)
+        if self.num_bytes - self._index.reached > BLOCK_BYTES:
+            self._extend_index(BLOCK_BYTES)
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the segment up to now, with what is still to be written."""
+        """Return the size of the file, including what is still to be written."""
         with self._lock:
             return self._num_durable + len(self._tail)
 
     def is_gone(self) -> bool:
-        """Whether the segment was deleted or moved away; a disk that does not say it proves nothing."""
+        """Return whether the file was deleted or moved away; False if the disk does not answer."""
         try:
             return not os.path.samestat(os.stat(self.path), os.fstat(self._stream.fileno()))
         except FileNotFoundError:
@@ -144,28 +144,28 @@ class AttemptJournal:
 
     @property
     def num_pending(self) -> int:
-        """Return how many records the disk has not taken yet."""
+        """Return the number of records that the disk has not accepted yet."""
         with self._lock:
             return self._tail.count(b"\n", self._num_taken)
 
     def sync(self) -> None:
-        """Make everything so far outlive a power cut; call it before a checkpoint is committed.
+        """Make all records survive a power failure; call this before committing a checkpoint.
 
         Raises:
-            OSError: Something is not on the disk, and is written again by the next call.
+            OSError: Some records are not on the disk; the next call writes them again.
         """
-        # One at a time: the kernel tells of a failure once, and it must not be another thread that hears of it.
+        # One thread at a time: the kernel reports a failed sync once, and it must reach the thread that waits for it.
         with self._sync_lock:
             with self._lock:
-                self._refuse_closed()
+                self._check_open()
                 self._write()
                 num_taken = self._num_taken
             try:
-                # Outside the lock: a slow disk must not hold up who appends a step.
+                # Outside the lock: a slow disk must not block `append`.
                 os.fsync(self._stream.fileno())
             except OSError:
                 with self._lock:
-                    # What the kernel had taken it may have dropped.
+                    # The kernel may have dropped what it had accepted.
                     self._num_taken = 0
                 raise
             with self._lock:
@@ -174,58 +174,63 @@ class AttemptJournal:
                 self._num_taken -= num_taken
 
     def close(self) -> None:
-        """Close the segment; closing twice does nothing.
+        """Close the file; closing twice does nothing.
 
         Raises:
-            OSError: The records that `num_pending` counts could not be written, and are lost now.
+            OSError: The records counted by `num_pending` could not be written, and are lost.
         """
         if self._stream.closed:
             return
         try:
             self.sync()
-            self._extend_index(LEAST_BYTES)
+            self._extend_index(MIN_BYTES)
         finally:
             with self._sync_lock, self._lock:
                 self._stream.close()
 
-    def _extend_index(self, least_bytes: int) -> None:
-        """Index what has been written, unless another thread is at it."""
+    def _extend_index(self, min_bytes: int) -> None:
+        # Another thread that holds the lock is already doing this.
         if self._index_lock.acquire(blocking=False):
             try:
-                self._index.extend(least_bytes)
+                self._index.extend(min_bytes)
             finally:
                 self._index_lock.release()
 
-    def _refuse_closed(self) -> None:
-        """Raise `OSError` where the stream would raise a `ValueError`: what comes too late is lost, and no bug."""
+    def _check_open(self) -> None:
+        """Raise `OSError` where the stream would raise `ValueError`: a late record is lost, which is not a bug."""
         if self._stream.closed:
-            raise OSError(errno.EBADF, "the journal is closed already", str(self.path))
+            raise OSError(errno.EBADF, "the journal is already closed", str(self.path))
 
     def _write(self) -> None:
-        """Hand everything to the kernel; whoever calls holds the lock."""
+        """Hand everything to the kernel; the caller holds the lock."""
         while self._num_taken < len(self._tail):
-            place = self._num_durable + self._num_taken
-            # A disk that is nearly full takes a part and says nothing of the rest before it is asked again.
-            self._num_taken += os.pwrite(self._stream.fileno(), self._tail[self._num_taken :], place)
+            offset = self._num_durable + self._num_taken
+            # A disk that is nearly full accepts a part, and reports an error only for the next write.
+            self._num_taken += os.pwrite(self._stream.fileno(), self._tail[self._num_taken :], offset)
 
 
 def attempt_numbers(run_dir: Path | str) -> tuple[int, ...]:
     """Return the numbers of all attempts of a run that have a journal, ascending."""
-    return tuple(sorted({attempt for attempt, _ in segments(run_dir)}))
+    return tuple(sorted({attempt for attempt, _ in journal_files(run_dir)}))
 
 
-def segments(run_dir: Path | str) -> Iterator[tuple[int, Path]]:
-    """Yield (attempt, path) of each segment in the order in which they are read."""
+def journal_files(run_dir: Path | str) -> Iterator[tuple[int, Path]]:
+    """Yield (attempt, path) of each journal file in reading order: by attempt, its main file first."""
     folder = Path(run_dir) / JOURNAL_FOLDER
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
-        match = SEGMENT_NAME.match(path.name)
+        match = JOURNAL_FILE_NAME.match(path.name)
         if match:
             found.append((int(match["attempt"]), match["writer"] or "", path))
-    for attempt, _, path in sorted(found, key=lambda segment: segment[:2]):
+    for attempt, _, path in sorted(found, key=lambda file: file[:2]):
         yield attempt, path
 
 
+def is_main_file(path: Path) -> bool:
+    """Return whether a journal file is the attempt's main one, not that of another writer beside it."""
+    return path.name.count(".") == 1
+
+
 def _is_torn(descriptor: int, size: int) -> bool:
-    """Return whether a file of so many bytes ends in the middle of a line."""
+    """Return whether a file of this size ends in the middle of a line."""
     return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"

@@ -1,10 +1,9 @@
-"""Checkpoints in MLflow: each is a logged model of type ``checkpoint`` of the run that wrote it.
+"""Records checkpoints in MLflow, each as a logged model of type ``checkpoint`` of the run that wrote it.
 
-Its tags say where it lies and what became of it (``state``), which its page does not show: so does its description. In
-a list one that can be used is ``Ready``, one that was damaged ``Failed``, and one that is gone because it is not needed
-any more has no status. Its parameters say how it came about, as columns that MLflow can
-sort and compare; its metrics are named ``checkpoint_<name>``, since MLflow adds a model's metrics to its run's curves
-too. Every call may be repeated: what is there already is not made twice.
+Its tags hold its location and its ``state``; its description repeats them, since a model's page does not show tags. In
+lists a usable checkpoint is ``Ready``, a damaged one ``Failed``, and one that was deleted or superseded has no status.
+Its parameters are columns that MLflow can sort and compare. Its metrics are named ``checkpoint_<name>``, since MLflow
+adds a model's metrics to its run's curves too. Every call may be repeated without creating anything twice.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json
 
-from ray_ulysses.tracking.commits import (
+from ray_ulysses.tracking.checkpoint_updates import (
     CheckpointInventory,
     CheckpointState,
+    CheckpointUpdate,
     CommittedCheckpoint,
     GoneCheckpoint,
     TrackedCheckpoint,
@@ -41,44 +41,48 @@ _STATUS: Mapping[CheckpointState, str] = {
     "deleted": "UNSPECIFIED",
     "damaged": "FAILED",
 }
-"""What MLflow's lists show: a green check, nothing, or a red cross. A model that is begun is ``PENDING``."""
-_MODELS_A_PAGE = 1000
+"""Shown in MLflow's lists as a green check, nothing, or a red cross. A model being recorded is ``PENDING``."""
+_MODELS_PER_PAGE = 1000
 _TAG_CHARACTERS = 8000
 _PARAM_CHARACTERS = 500
 
 
 class CheckpointModels:
-    """Keeps the checkpoints of one MLflow run."""
+    """Records the checkpoints of one MLflow run."""
 
-    def __init__(self, client: MlflowClient, *, experiment_id: str, run_id: str, lineage: Mapping[str, str]) -> None:
-        """Prepare; nothing is asked of MLflow yet.
+    def __init__(self, client: MlflowClient, *, experiment_id: str, run_id: str, run_tags: Mapping[str, str]) -> None:
+        """Send nothing to MLflow yet.
 
         Args:
             client: The connection.
             experiment_id: Experiment of the run.
             run_id: The run.
-            lineage: Tags of every checkpoint that say which run it is of.
+            run_tags: Tags that name the run, added to every checkpoint.
         """
         self._client, self._experiment_id, self._run_id = client, experiment_id, run_id
-        self._lineage = dict(lineage)
+        self._run_tags = dict(run_tags)
+
+    def update(self, update: CheckpointUpdate, time_ms: int) -> None:
+        """Record an update, at a time in milliseconds since the epoch."""
+        if isinstance(update, CommittedCheckpoint):
+            self.commit(update, time_ms)
+        elif isinstance(update, GoneCheckpoint):
+            self.take_away(update)
+        else:
+            self.reconcile(update, time_ms)
 
     def commit(self, checkpoint: CommittedCheckpoint, time_ms: int) -> None:
-        """Record a committed checkpoint; one of the same step by an earlier attempt is superseded by it.
-
-        Args:
-            checkpoint: What was committed.
-            time_ms: Time of its metrics, in milliseconds since the epoch.
-        """
+        """Record a committed checkpoint; it supersedes one of the same step by an earlier attempt."""
         of_step = self._tracked(f" AND name='{_name(checkpoint.step)}'")
         matching = [one for one in of_step if one.is_of(checkpoint.step, checkpoint.attempt)]
-        # One whose attempt is not known is taken for this one only where there is none that says so.
+        # A model whose attempt is unknown is taken for this checkpoint only if no model names the attempt.
         own = min(matching, key=lambda one: one.attempt is None, default=None)
         others = [one for one in of_step if own is None or one.model_id != own.model_id]
         later = [one for one in others if (one.attempt or 0) > (checkpoint.attempt or 0)]
         if own is None or not own.is_complete:
             self._record(checkpoint, own, "superseded" if later else "committed", time_ms)
         elif own.attempt is None and checkpoint.attempt is not None:
-            self._client.set_logged_model_tags(own.model_id, {**_tags(checkpoint), **self._lineage})
+            self._client.set_logged_model_tags(own.model_id, {**_tags(checkpoint), **self._run_tags})
         for one in others:
             if one not in later and one.state == "committed":
                 reason = f"attempt {checkpoint.attempt} committed step {checkpoint.step} again"
@@ -87,13 +91,13 @@ class CheckpointModels:
             self._point_run_at(checkpoint)
 
     def take_away(self, gone: GoneCheckpoint) -> None:
-        """Record that a checkpoint is not to be used any more; one that MLflow does not have needs no word."""
+        """Record that a checkpoint must not be used any more, if MLflow has it."""
         for one in self._tracked(f" AND name='{_name(gone.step)}'"):
             if one.is_of(gone.step, gone.attempt) and (gone.attempt is not None or one.state == "committed"):
                 self._set_state(one.model_id, gone.state, gone.reason)
 
     def reconcile(self, inventory: CheckpointInventory, time_ms: int) -> None:
-        """Record what is committed and missing here, and take away what is shown here and gone."""
+        """Record the committed checkpoints that are missing here, and mark those that are gone."""
         found = reconcile(inventory, self._tracked(""))
         for checkpoint in sorted(found.missing, key=lambda one: one.step):
             self.commit(checkpoint, int(checkpoint.written_at * 1000) or time_ms)
@@ -104,11 +108,11 @@ class CheckpointModels:
     def _record(
         self, checkpoint: CommittedCheckpoint, own: TrackedCheckpoint | None, state: CheckpointState, time_ms: int
     ) -> None:
-        """Make a checkpoint's model, or complete the one that an earlier process began."""
+        """Create a checkpoint's model, or complete the one that an earlier process began."""
         from mlflow.entities import LoggedModelOutput
 
-        description = _description(checkpoint, self._lineage.get("run_name", ""), self._run_id)
-        tags = {**_tags(checkpoint), **self._lineage, "state": state, DESCRIPTION: description}
+        description = _description(checkpoint, self._run_tags.get("run_name", ""), self._run_id)
+        tags = {**_tags(checkpoint), **self._run_tags, "state": state, DESCRIPTION: description}
         if own is None:
             model_id = self._client.create_logged_model(
                 self._experiment_id,
@@ -131,23 +135,23 @@ class CheckpointModels:
                 synchronous=True,
                 model_id=model_id,
             )
-        # MLflow refuses an output that it has, as after a delivery whose answer was lost.
+        # MLflow rejects an output that it has already, as after a delivery whose answer was lost.
         outputs = self._client.get_run(self._run_id).outputs
         if outputs is None or model_id not in {output.model_id for output in outputs.model_outputs}:
             self._client.log_outputs(self._run_id, [LoggedModelOutput(model_id=model_id, step=checkpoint.step)])
-        # Last: until then the model counts as begun.
+        # Last: until then the model counts as incomplete.
         self._finalize(model_id, state)
 
     def _set_state(self, model_id: str, state: CheckpointState, reason: str) -> None:
-        """Say what became of a checkpoint, before what its description said, which a person may have edited."""
-        said = str(self._client.get_logged_model(model_id).tags.get(DESCRIPTION, ""))
-        if said.startswith(_STATE_MARK):
-            said = said.partition("\n\n")[2]
+        """Set a checkpoint's state, also in front of its description, which the user may have edited."""
+        text = str(self._client.get_logged_model(model_id).tags.get(DESCRIPTION, ""))
+        if text.startswith(_STATE_MARK):
+            text = text.partition("\n\n")[2]
         why = f": {reason}" if reason else ""
         tags = {
             "state": state,
             "state_reason": reason,
-            DESCRIPTION: f"{_STATE_MARK}**{state.capitalize()}, not to be loaded**{why}\n\n{said}",
+            DESCRIPTION: f"{_STATE_MARK}**{state.capitalize()}, not to be loaded**{why}\n\n{text}",
         }
         tags = {name: value[:_TAG_CHARACTERS] for name, value in tags.items()}
         self._client.set_logged_model_tags(model_id, tags)
@@ -159,7 +163,7 @@ class CheckpointModels:
         self._client.finalize_logged_model(model_id, LoggedModelStatus(_STATUS[state]))
 
     def _point_run_at(self, checkpoint: CommittedCheckpoint) -> None:
-        """Let the run's tags name its newest checkpoint; an older one that is recorded late does not."""
+        """Let the run's tags name its newest checkpoint, unless this one is older and was recorded late."""
         from mlflow.entities import RunTag
 
         tags = self._client.get_run(self._run_id).data.tags
@@ -182,13 +186,13 @@ class CheckpointModels:
 def tracked_checkpoints(
     client: MlflowClient, experiment_id: str, run_id: str, condition: str = ""
 ) -> list[TrackedCheckpoint]:
-    """Return the checkpoints that MLflow has of a run, whatever became of them.
+    """Return all checkpoints of a run in MLflow, in any state.
 
     Args:
         client: The connection.
         experiment_id: Experiment of the run.
         run_id: The run.
-        condition: More of MLflow's filter, such as `` AND name='step-00000010'``.
+        condition: Further condition of MLflow's filter, such as `` AND name='step-00000010'``.
     """
     models = _search(client, experiment_id, f"source_run_id='{run_id}'{condition}")
     found = (_tracked_checkpoint(model, run_id) for model in models)
@@ -199,7 +203,7 @@ def _search(client: MlflowClient, experiment_id: str, query: str) -> Iterator[Lo
     token = None
     while True:
         page = client.search_logged_models(
-            [experiment_id], filter_string=query, max_results=_MODELS_A_PAGE, page_token=token
+            [experiment_id], filter_string=query, max_results=_MODELS_PER_PAGE, page_token=token
         )
         yield from page
         token = page.token
@@ -208,7 +212,7 @@ def _search(client: MlflowClient, experiment_id: str, query: str) -> Iterator[Lo
 
 
 def _tracked_checkpoint(model: LoggedModel, run_id: str) -> TrackedCheckpoint | None:
-    """Return a model's checkpoint; None for a model that somebody else logged to the run."""
+    """Return a model's checkpoint; None for a model that the user logged to the run."""
     tags = model.tags
     step = _number(tags.get("step"))
     if step is None:
@@ -297,7 +301,7 @@ def _number(text: str | None) -> int | None:
 
 
 def _state(text: str | None) -> CheckpointState:
-    """Return a state; a version that tracked none tracked committed ones."""
+    """Return a state; earlier versions recorded only committed checkpoints, without a state."""
     states: dict[str | None, CheckpointState] = {
         "superseded": "superseded",
         "deleted": "deleted",
@@ -307,7 +311,7 @@ def _state(text: str | None) -> CheckpointState:
 
 
 def _json(text: str | None) -> dict[str, Any]:
-    """Return a tag's JSON object; a tag that was cut or edited is no reason to fail."""
+    """Return a tag's JSON object; empty if it was truncated or edited."""
     try:
         value = from_json(text or "{}")
     except ValueError:

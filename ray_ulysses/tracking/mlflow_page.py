@@ -1,4 +1,4 @@
-"""Where a person sees a run in MLflow: the page of its curves."""
+"""Locates the page of a run's metrics in MLflow."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ray_ulysses.errors import without_secret
 from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
 
 _UI_ADDRESS = "http://127.0.0.1:5000"
-"""Where ``mlflow ui`` listens unless it is told otherwise."""
+"""The default address of ``mlflow ui``."""
 _TRAINING = "?workflowType=machine_learning"
-"""Or MLflow 3 shows the page among those of an application of language models, with runs as "evaluation runs"."""
+"""Otherwise MLflow 3 shows the page as that of an application of language models, with runs as "evaluation runs"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MlflowPage:
-    """How to get to a run's curves.
+    """The way to a run's metrics.
 
     Attributes:
-        command: Shows a database in a browser; None where a server does.
-        url: The page of the run's metrics; before the run is made, the server's, if there is one.
-        is_run: Whether the page is the run's.
+        command: The command that shows a database in a browser; None if a server does.
+        url: The page of the run's metrics; before the run is created, that of the server, if any.
+        is_run: Whether the page is that of the run.
     """
 
     command: str | None
@@ -30,16 +30,16 @@ class MlflowPage:
     is_run: bool
 
     def in_words(self) -> str:
-        """Return it on one line."""
+        """Return command and URL on one line."""
         return ", then ".join(part for part in (self.command, self.url) if part is not None)
 
 
 def mlflow_page(uri: str, run_dir: Path) -> MlflowPage:
-    """Return how to get to the curves of a run.
+    """Return the way to the metrics of a run.
 
     Args:
         uri: Its tracking URI; a password in it is not shown.
-        run_dir: Its directory, which knows its MLflow run once there is one.
+        run_dir: Its directory, which names its MLflow run once there is one.
     """
     shown = without_secret(uri)
     is_server = uri.startswith(("http://", "https://"))
@@ -47,18 +47,15 @@ def mlflow_page(uri: str, run_dir: Path) -> MlflowPage:
     try:
         identity = TrackingIdentity.load(run_dir)
     except OSError:
-        # A storage that does not answer now must not end who only wants to show the page.
+        # Showing the page must not fail because the storage does not answer now.
         identity = None
     path = None
     if identity is not None and identity.uri == uri and None not in (identity.run_id, identity.experiment_id):
         path = f"/#/experiments/{identity.experiment_id}/runs/{identity.run_id}/model-metrics{_TRAINING}"
     if is_server:
-        server = shown.rstrip("/")
-        return MlflowPage(command=None, url=server + (path or ""), is_run=path is not None)
+        return MlflowPage(command=None, url=shown.rstrip("/") + (path or ""), is_run=path is not None)
     if is_database:
-        command, url = (
-            f"mlflow ui --backend-store-uri {shlex.quote(shown)}",
-            None if path is None else _UI_ADDRESS + path,
-        )
+        url = None if path is None else _UI_ADDRESS + path
+        command = f"mlflow ui --backend-store-uri {shlex.quote(shown)}"
         return MlflowPage(command=command, url=url, is_run=path is not None)
     return MlflowPage(command=None, url=shown, is_run=False)

@@ -1,4 +1,4 @@
-"""The runs that an MLflow server or database knows, looked up by id or name."""
+"""Looks up the runs of an MLflow server or database by id or name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ray_ulysses.tracking.commits import TrackedCheckpoint
+from ray_ulysses.tracking.checkpoint_updates import TrackedCheckpoint
 from ray_ulysses.tracking.mlflow_client import open_client
 from ray_ulysses.tracking.mlflow_models import tracked_checkpoints
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 KEY_TAG = "ray_ulysses.key"
-"""A tag that every run of ours has, and no other."""
+"""A tag that every run of ray-ulysses has, and no other run."""
 
 _RUN_ID = re.compile(r"^[0-9a-f]{32}$")
 _MOST = 1000
@@ -24,15 +24,15 @@ _MOST = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MlflowRun:
-    """One run.
+    """One MLflow run.
 
     Attributes:
         run_id: MLflow's id.
-        name: The name that MLflow shows.
-        experiment_id: Its experiment's id.
-        experiment: Its experiment's name.
-        started: When it was made, in seconds since the epoch.
-        step: Step of its newest checkpoint; None if it has none.
+        name: Its name in MLflow.
+        experiment_id: Id of its experiment.
+        experiment: Name of its experiment.
+        started: When it was created, in seconds since the epoch.
+        step: Step of its newest checkpoint; None without one.
     """
 
     run_id: str
@@ -49,14 +49,10 @@ class MlflowRun:
 
 
 class MlflowRuns:
-    """The runs of all experiments; every method asks MLflow and raises what it raises."""
+    """The runs of all experiments; every method queries MLflow and raises its errors."""
 
     def __init__(self, uri: str) -> None:
-        """Ask for the experiments.
-
-        Args:
-            uri: Tracking URI.
-        """
+        """Read the experiments at a tracking URI."""
         self._client = open_client(uri)
         self._experiments: dict[str, str] = {}
         token = None
@@ -68,10 +64,7 @@ class MlflowRuns:
                 return
 
     def find(self, run: str) -> list[MlflowRun]:
-        """Return the runs of an id or a name, newest first.
-
-        Where runs of ours and of others have the name, ours are meant.
-        """
+        """Return the runs with an id or a name, newest first; those of ray-ulysses take precedence."""
         if _RUN_ID.match(run):
             by_id = self._search(f"attributes.run_id = '{run}'", 1)
             if by_id:
@@ -83,11 +76,11 @@ class MlflowRuns:
         return self._runs([one for one in found if KEY_TAG in one.data.tags] or found)
 
     def newest(self, number: int) -> list[MlflowRun]:
-        """Return the newest runs of ours."""
+        """Return the newest runs of ray-ulysses."""
         return self._runs(self._search(f"tags.`{KEY_TAG}` LIKE '%'", number))
 
     def checkpoints(self, run: MlflowRun) -> list[TrackedCheckpoint]:
-        """Return the checkpoints of a run, whatever became of them."""
+        """Return all checkpoints of a run, in any state."""
         return tracked_checkpoints(self._client, run.experiment_id, run.run_id)
 
     def _search(self, query: str, number: int) -> list[Run]:

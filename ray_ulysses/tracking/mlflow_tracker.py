@@ -1,7 +1,7 @@
-"""A run in MLflow: one MLflow run for its life, whatever its attempts.
+"""Tracks a run in MLflow, as one MLflow run across all of its attempts.
 
-MLflow is at home in the files ``mlflow_*`` alone. Nothing of it is imported before the tracker's own thread starts, so
-that neither the package nor the loop waits for it.
+MLflow is used only in the files ``mlflow_*``, and imported only by the tracker's own thread, so that neither importing
+the package nor training waits for it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
@@ -21,7 +21,7 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.run_names import SPOOL_FOLDER, TRACKING_FILE
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.regular import read_regular
-from ray_ulysses.tracking.commits import CheckpointInventory, CommittedCheckpoint, GoneCheckpoint
+from ray_ulysses.tracking.checkpoint_updates import CheckpointUpdate, from_event
 from ray_ulysses.tracking.delivery import Event, RefusedEvent, SpooledTracker
 from ray_ulysses.tracking.failures import TAG_PREFIX
 from ray_ulysses.tracking.mlflow_client import open_client
@@ -34,11 +34,10 @@ if TYPE_CHECKING:
     from mlflow.entities import Metric
 
 _logger = get_logger(__name__)
-_News = TypeVar("_News", CommittedCheckpoint, GoneCheckpoint, CheckpointInventory)
 
 
-_METRICS_A_BATCH = 1000
-_ENTITIES_A_BATCH = 100
+_METRICS_PER_BATCH = 1000
+_ENTITIES_PER_BATCH = 100
 _TAG_CHARACTERS = 8000
 _PARAM_CHARACTERS = 6000
 
@@ -47,19 +46,19 @@ _DESCRIPTION_TAG, _DESCRIPTION_FILE = "mlflow.note.content", "README.md"
 
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_ALREADY_EXISTS")
 _MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "failed": "FAILED"}
-"""A run that was stopped on request ended as it was meant to: ``KILLED`` would show it as a failure."""
+"""A run that was stopped on request ended as intended; ``KILLED`` would show it as a failure."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackingIdentity:
-    """Which MLflow run belongs to a run directory.
+    """The MLflow run of a run directory, stored in ``tracking.json``.
 
     Attributes:
-        uri: Tracking URI at which the run lives.
-        experiment: Experiment's name.
-        key: A tag of the run, written before the run is made: a death in between leaves no second run.
-        run_id: MLflow's id, None before the run is made.
-        experiment_id: MLflow's id of the experiment, None before the run is made.
+        uri: Tracking URI of the run.
+        experiment: Name of the experiment.
+        key: A tag of the run, stored before the run is created, so that a death in between creates no second run.
+        run_id: MLflow's id of the run; None before it is created.
+        experiment_id: MLflow's id of the experiment; None before the run is created.
     """
 
     uri: str
@@ -70,22 +69,22 @@ class TrackingIdentity:
 
     @classmethod
     def load(cls, run_dir: Path) -> TrackingIdentity | None:
-        """Read it from a run directory; None if the run was never tracked."""
+        """Load it from a run directory; None if the run was never tracked."""
         try:
             return read_json(TypeAdapter(cls), read_regular(run_dir / TRACKING_FILE))
         except FileNotFoundError:
             return None
         except ContentError as error:
-            _logger.warning("%s is damaged (%s): a new MLflow run is made", run_dir / TRACKING_FILE, error)
+            _logger.warning("%s is damaged (%s): a new MLflow run is created", run_dir / TRACKING_FILE, error)
             return None
 
     def save(self, run_dir: Path) -> None:
-        """Write it into a run directory, whole or not at all, also at a power failure."""
+        """Store it in a run directory, atomically even at a power failure."""
         LocalStore(run_dir, must_exist=True).replace(TRACKING_FILE, [json.dumps(asdict(self)).encode()])
 
 
 def is_tracked(run_dir: Path) -> bool:
-    """Return whether MLflow has a run of this directory: it has been reached once at least."""
+    """Return whether MLflow has a run for this directory."""
     try:
         identity = TrackingIdentity.load(run_dir)
     except OSError:
@@ -94,10 +93,7 @@ def is_tracked(run_dir: Path) -> bool:
 
 
 class MlflowTracker(SpooledTracker):
-    """Shows a run in MLflow: parameters once, a curve without repeated steps, and each committed checkpoint.
-
-    Checkpoints appear as models of type ``checkpoint``; see `mlflow_models`.
-    """
+    """Records parameters once, metrics without repeated steps, and every checkpoint; see `mlflow_models`."""
 
     def __init__(
         self,
@@ -110,14 +106,14 @@ class MlflowTracker(SpooledTracker):
         retry_s: tuple[float, float] = (1.0, 30.0),
         drain_s: float = 20.0,
     ) -> None:
-        """Prepare; nothing is imported or opened before ``start``.
+        """Import and open nothing before ``start``.
 
         Args:
             uri: Tracking URI: ``sqlite:///...`` or the address of a server.
-            experiment: Made when absent.
-            run_name: How MLflow shows the run.
-            run_dir: The run's directory, which keeps the MLflow run's id and what has not been sent yet.
-            clock: Time of the points.
+            experiment: Name of the experiment, created if absent.
+            run_name: Name of the run in MLflow.
+            run_dir: The run's directory, which stores the MLflow run's id and the events to be sent.
+            clock: Source of the events' times.
             retry_s: First and longest pause after a failure.
             drain_s: Longest time that ``finish`` waits.
         """
@@ -127,7 +123,7 @@ class MlflowTracker(SpooledTracker):
 
 
 class MlflowSink:
-    """Delivers events to one MLflow run; used by the tracker's thread alone."""
+    """Delivers events to one MLflow run; only the tracker's thread may use it."""
 
     def __init__(self, *, uri: str, experiment: str, run_name: str, run_dir: Path) -> None:
         self._uri, self._experiment, self._run_name, self._run_dir = uri, experiment, run_name, run_dir
@@ -137,17 +133,17 @@ class MlflowSink:
         self._experiment_id = ""
 
     def connect(self) -> None:
-        """Continue the run that the run directory names, or make one.
+        """Continue the run that the run directory names, or create one.
 
         Raises:
-            Exception: Whatever MLflow raises when it can't be reached.
+            Exception: Any error of MLflow if it can't be reached.
         """
         self._client = open_client(self._uri)
         self._experiment_id = self._find_experiment()
         identity = TrackingIdentity.load(self._run_dir)
         if identity is not None and (identity.uri, identity.experiment) != (self._uri, self._experiment):
             _logger.warning(
-                "the run was tracked at %s, experiment %r; it goes on in a new MLflow run at %s, experiment %r",
+                "the run was tracked at %s, experiment %r; it continues in a new MLflow run at %s, experiment %r",
                 *(without_secret(identity.uri), identity.experiment, without_secret(self._uri), self._experiment),
             )
             identity = None
@@ -162,7 +158,7 @@ class MlflowSink:
             self._client,
             experiment_id=self._experiment_id,
             run_id=self._run_id,
-            lineage={"run_name": self._run_name, "run_dir": str(self._run_dir)},
+            run_tags={"run_name": self._run_name, "run_dir": str(self._run_dir)},
         )
 
     def existing_marks(self, events: Sequence[Event]) -> dict[str, int]:
@@ -175,10 +171,10 @@ class MlflowSink:
         return marks
 
     def deliver(self, events: Sequence[Event]) -> None:
-        """Send events in their order, the points of consecutive steps together.
+        """Send events in order, the metrics of consecutive steps together.
 
         Raises:
-            RefusedEvent: If MLflow calls what it was sent invalid.
+            RefusedEvent: MLflow rejects an event as invalid.
         """
         from mlflow.exceptions import MlflowException
 
@@ -191,12 +187,8 @@ class MlflowSink:
                     self._log_start(group[0])
                 elif kind == "files":
                     self._log_files(group[0])
-                elif kind == "checkpoint":
-                    self._models.commit(_read(CommittedCheckpoint, group[0]), group[0]["time_ms"])
-                elif kind == "checkpoint_gone":
-                    self._models.take_away(_read(GoneCheckpoint, group[0]))
-                elif kind == "checkpoint_inventory":
-                    self._models.reconcile(_read(CheckpointInventory, group[0]), group[0]["time_ms"])
+                elif kind.startswith("checkpoint"):
+                    self._models.update(_update_of(group[0]), group[0]["time_ms"])
                 elif kind == "finish":
                     self._log_end(group[0])
         except MlflowException as error:
@@ -212,7 +204,7 @@ class MlflowSink:
             try:
                 location = _artifact_root(self._uri)
                 return str(self._client.create_experiment(self._experiment, artifact_location=location))
-            except MlflowException:  # another run made it in between
+            except MlflowException:  # another run has created it in the meantime
                 found = self._client.get_experiment_by_name(self._experiment)
                 if found is None:
                     raise
@@ -227,11 +219,11 @@ class MlflowSink:
             except MlflowException as error:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
-                _logger.warning("MLflow no longer has the run %s: a new one is made", identity.run_id)
+                _logger.warning("MLflow no longer has the run %s: a new one is created", identity.run_id)
                 return None
             if run.info.lifecycle_stage == "active":
                 return identity.run_id
-            _logger.warning("the MLflow run %s was deleted: a new one is made", identity.run_id)
+            _logger.warning("the MLflow run %s was deleted: a new one is created", identity.run_id)
             return None
         query = f"tags.`{KEY_TAG}` = '{identity.key}'"
         runs = self._client.search_runs([self._experiment_id], filter_string=query, max_results=1)
@@ -246,7 +238,7 @@ class MlflowSink:
         return str(run.info.run_id)
 
     def _log_start(self, event: Event) -> None:
-        """Set tags anew, log parameters once; one that changed becomes a tag, since MLflow refuses to change it."""
+        """Set the tags and log new parameters; a changed one becomes a tag, since MLflow allows no changes."""
         from mlflow.entities import Param, RunTag
 
         known = self._client.get_run(self._run_id).data.params
@@ -255,9 +247,9 @@ class MlflowSink:
         tags = {**event["tags"], **changed, _STATE_TAG: "running"}
         tags = {key: str(value)[:_TAG_CHARACTERS] for key, value in tags.items()}
         new = [Param(key, value) for key, value in params.items() if key not in known]
-        for part in _slices(new, _ENTITIES_A_BATCH):
+        for part in _slices(new, _ENTITIES_PER_BATCH):
             self._client.log_batch(self._run_id, params=part, synchronous=True)
-        for part in _slices([RunTag(key, value) for key, value in tags.items()], _ENTITIES_A_BATCH):
+        for part in _slices([RunTag(key, value) for key, value in tags.items()], _ENTITIES_PER_BATCH):
             self._client.log_batch(self._run_id, tags=part, synchronous=True)
         for tag in self._client.get_run(self._run_id).data.tags:
             if tag.startswith(TAG_PREFIX):
@@ -265,8 +257,8 @@ class MlflowSink:
         self._client.update_run(self._run_id, status="RUNNING")
 
     def _log_end(self, event: Event) -> None:
-        """Say how the run ended; that it was stopped its status does not say."""
-        # One that a version before, or a later command, has spooled has no numbers.
+        """Record how the run ended; a tag says whether it was stopped, which MLflow's status does not show."""
+        # Events spooled by an earlier version or a later command have no metrics.
         if event.get("metrics"):
             self._log_steps([event])
         step = f" at step {event['step']}" if event.get("step") else ""
@@ -276,10 +268,10 @@ class MlflowSink:
         self._client.set_terminated(self._run_id, status=_MLFLOW_STATUS[event["status"]])
 
     def _log_files(self, event: Event) -> None:
-        """Store texts as artifacts of the run, and its README as the description, which a person may edit.
+        """Store texts as artifacts of the run, and its README as the description unless there is one.
 
         Raises:
-            RefusedEvent: Their store does not take them, while MLflow answers: the curves must not wait for it.
+            RefusedEvent: The artifact store fails while MLflow answers: the metrics must not wait for it.
         """
         description = event["files"].get(_DESCRIPTION_FILE)
         if description is not None and _DESCRIPTION_TAG not in self._client.get_run(self._run_id).data.tags:
@@ -288,7 +280,7 @@ class MlflowSink:
             for name, text in event["files"].items():
                 self._client.log_text(self._run_id, text, name)
         except Exception as error:
-            # If it is MLflow that is away, this raises, too, and both are tried again.
+            # If MLflow itself is unavailable, this raises too, and both are tried again.
             self._client.get_run(self._run_id)
             raise RefusedEvent(f"the run's files can't be stored as artifacts ({error})") from error
 
@@ -296,25 +288,25 @@ class MlflowSink:
         from mlflow.entities import Metric
 
         points: list[Metric] = [
-            # The time of the event, not of the delivery: MLflow's SQL store takes the very same point only once.
+            # The time of the event, not of its delivery: MLflow's SQL store ignores an identical point.
             Metric(key=key, value=value, timestamp=event["time_ms"], step=event["step"])
             for event in events
             for key, value in event["metrics"].items()
         ]
-        for part in _slices(points, _METRICS_A_BATCH):
+        for part in _slices(points, _METRICS_PER_BATCH):
             self._client.log_batch(self._run_id, metrics=part, synchronous=True)
 
 
-def _read(kind: type[_News], event: Event) -> _News:
-    """Return what an event says of a checkpoint; one that an editor has spoilt must not be tried for ever."""
+def _update_of(event: Event) -> CheckpointUpdate:
+    """Return the update of an event; a damaged event must not be tried forever."""
     try:
-        return kind.from_event(event)
-    except (KeyError, TypeError, ValueError) as error:
-        raise RefusedEvent(f"a checkpoint's event lacks something ({type(error).__name__}: {error})") from error
+        return from_event(event)
+    except (KeyError, ContentError) as error:
+        raise RefusedEvent(f"an event about a checkpoint is damaged ({error})") from error
 
 
 def _grouped(events: Sequence[Event]) -> Iterator[list[Event]]:
-    """Yield runs of consecutive steps together, and every other event on its own."""
+    """Yield consecutive steps together, and every other event on its own."""
     steps: list[Event] = []
     for event in events:
         if event["kind"] == "step":
@@ -329,7 +321,7 @@ def _grouped(events: Sequence[Event]) -> Iterator[list[Event]]:
 
 
 def _artifact_root(uri: str) -> str | None:
-    """Return where an experiment of an SQLite file keeps artifacts; MLflow's own choice is the working directory."""
+    """Return the artifact folder for an SQLite file: beside it, where MLflow would use the working directory."""
     prefix = "sqlite:///"
     if not uri.startswith(prefix):
         return None

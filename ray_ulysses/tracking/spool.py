@@ -1,7 +1,7 @@
-"""A queue on disk: events survive the process that wrote them, until their delivery has been acknowledged.
+"""A queue on disk whose events survive the process until their delivery is acknowledged.
 
-Layout of the directory: ``00000001.jsonl``, one file for each opening (a late write of a dead process touches no other
-file), and ``state.json`` with the place up to which everything was delivered and the marks of the receiver.
+The directory holds ``00000001.jsonl`` and so on, one file per opening (so that a late write of a dying process touches
+no other file), and ``state.json`` with the position up to which everything was delivered and the receiver's marks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _State:
-    """What ``state.json`` holds: the position up to which everything was delivered, and the receiver's marks."""
+    """The content of ``state.json``."""
 
     file: Whole
     offset: Whole
@@ -44,8 +44,8 @@ class _State:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """One event, and the position behind it, which acknowledges it and all before it."""
+class SpooledEvent:
+    """One event, and the position behind it, which acknowledges it and all events before it."""
 
     event: Mapping[str, Any]
     end: Position
@@ -55,15 +55,15 @@ class Spool:
     """A bounded first-in, first-out queue of JSON objects in a directory, for one writer and one reader thread."""
 
     def __init__(self, directory: Path, *, max_bytes: int = 64 << 20, file_bytes: int = 4 << 20) -> None:
-        """Open the directory; earlier files that were not delivered in full come first.
+        """Open the directory; undelivered events of earlier files come first.
 
         Args:
-            directory: Made when absent.
-            max_bytes: Bound of what may wait; later events are refused.
-            file_bytes: A new file is begun when the present one has reached this size.
+            directory: Created if absent.
+            max_bytes: Maximum size of undelivered events; later events are rejected.
+            file_bytes: Size at which a new file is started.
 
         Raises:
-            OSError: If the directory can't be written.
+            OSError: The directory can't be written.
         """
         self._directory = directory
         self._max_bytes = max_bytes
@@ -77,13 +77,13 @@ class Spool:
         self._waiting = self._waiting_bytes()
 
     def append(self, event: Mapping[str, Any]) -> bool:
-        """Write an event; it outlives this process as soon as this returns.
+        """Write an event, which survives this process once this returns.
 
         Returns:
-            False if the spool is full, in which case nothing was written.
+            False if the spool is full and nothing was written.
 
         Raises:
-            OSError: If the disk refuses.
+            OSError: The disk does not accept it.
         """
         line = json.dumps(event, separators=(",", ":"), default=str).encode() + b"\n"
         with self._lock:
@@ -97,14 +97,14 @@ class Spool:
             self._waiting += len(line)
         return True
 
-    def peek(self, limit: int) -> tuple[Entry, ...]:
-        """Return up to ``limit`` of the oldest events that wait, and leave them there.
+    def peek(self, limit: int) -> tuple[SpooledEvent, ...]:
+        """Return up to ``limit`` of the oldest undelivered events, without removing them.
 
-        A line that is no JSON object, torn by a power cut, is passed over with a warning.
+        A line that is not a JSON object, torn by a power failure, is skipped with a warning.
         """
         with self._lock:
             done, last = self._done, self._out_file
-        entries: list[Entry] = []
+        entries: list[SpooledEvent] = []
         for number in self._numbers():
             if number < done.file:
                 continue
@@ -132,16 +132,16 @@ class Spool:
 
     @property
     def is_empty(self) -> bool:
-        """Whether everything that was written has been acknowledged."""
+        """Whether every event has been acknowledged."""
         with self._lock:
             return self._waiting == 0
 
     def num_waiting(self) -> int:
-        """Return how many events wait; reads all of them."""
+        """Return the number of undelivered events, by reading all of them."""
         return len(self.peek(sys.maxsize))
 
     def close(self) -> None:
-        """Close the file that is written; what waits stays on disk."""
+        """Close the open file; undelivered events stay on disk."""
         with self._lock:
             is_empty = self._out.tell() == 0
             self._out.close()
@@ -152,7 +152,7 @@ class Spool:
         total = 0
         for number in self._numbers():
             if number >= self._done.file:
-                # A process before this one may still be ending: its empty file goes when it is closed.
+                # An earlier process may still be closing, and delete its empty file.
                 with suppress(FileNotFoundError):
                     size = self._path(number).stat().st_size
                     total += size - (self._done.offset if number == self._done.file else 0)
@@ -160,7 +160,7 @@ class Spool:
 
     def _open_next(self) -> None:
         number = max((*self._numbers(), self._out_file, self._done.file)) + 1
-        self._out = open(self._path(number), "xb")  # noqa: SIM115  (held open for the life of the spool)
+        self._out = open(self._path(number), "xb")  # noqa: SIM115  (stays open for the life of the spool)
         self._out_file = number
 
     def _numbers(self) -> list[int]:
@@ -179,10 +179,10 @@ class Spool:
             _logger.warning("%s is damaged (%s): its events are delivered again", self._directory / "state.json", error)
         return Position(file=0, offset=0), {}
 
-    def _read_file(self, number: int, start: int, limit: int, *, is_last: bool) -> list[Entry]:
-        entries: list[Entry] = []
+    def _read_file(self, number: int, start: int, limit: int, *, is_last: bool) -> list[SpooledEvent]:
+        entries: list[SpooledEvent] = []
         try:
-            stream = open(self._path(number), "rb")  # noqa: SIM115  (closed below; what fails there is no absence)
+            stream = open(self._path(number), "rb")  # noqa: SIM115  (closed below; errors there do not mean that it is absent)
         except FileNotFoundError:
             # Empty when it was closed, or delivered, since the files were listed.
             return entries
@@ -197,7 +197,7 @@ class Spool:
                 try:
                     event = read_json(_EVENT, line)
                 except ContentError:
-                    _logger.warning("%s: a torn line was passed over", self._path(number))
+                    _logger.warning("%s: a torn line was skipped", self._path(number))
                     event = {}
-                entries.append(Entry(event=event, end=Position(file=number, offset=start)))
+                entries.append(SpooledEvent(event=event, end=Position(file=number, offset=start)))
         return entries

@@ -1,4 +1,4 @@
-"""Recovery of steps whose record in the journal is damaged, from the sums that the next checkpoint's record carries."""
+"""Recovers steps whose journal record is damaged from the sums in the next checkpoint's record."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, Event, StepDone, TakenOver
+from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, Event, InheritedSteps, StepDone
 
 _MODULUS = 2**64
 
 
 def recovered_steps(events: Sequence[Event], lost: Sequence[tuple[int, int]]) -> list[StepDone | None]:
-    """Return the step that each lost record told of (pure).
+    """Return the step of each lost record (pure).
 
-    What a checkpoint sums up, less all other steps up to it, is what the one step without a record trained on: its
-    tokens, rows and digest. Its loss and its duration are not known.
+    The sums of a checkpoint, less all other steps up to it, are the tokens, rows and digest of the one step without a
+    record. Its loss and its duration stay unknown.
 
     Args:
         events: The events of a journal without the lost ones.
-        lost: For each of them its place (the number of events before it) and its attempt, in order.
+        lost: For each lost record the number of events before it and its attempt, in order.
 
     Returns:
-        For each lost record its step; None where the record was of something else, where two steps are missing before
-        the next checkpoint, or where no checkpoint tells.
+        For each lost record its step; None where the record was not of a step, where two steps are missing before the
+        next checkpoint, or where no checkpoint follows.
     """
     found: list[StepDone | None] = []
-    place, totals = 0, {0: TakenOver()}
+    place, totals = 0, {0: InheritedSteps()}
     for next_place, attempt in lost:
         for event in events[place:next_place]:
             _count(event, totals)
@@ -38,8 +38,8 @@ def recovered_steps(events: Sequence[Event], lost: Sequence[tuple[int, int]]) ->
     return found
 
 
-def _count(event: Event, totals: dict[int, TakenOver]) -> None:
-    """Bring the sums after each step up to date; ``rows`` is the row after the step's last."""
+def _count(event: Event, totals: dict[int, InheritedSteps]) -> None:
+    """Update the sums up to each step; their ``rows`` is the row after the step's last."""
     if isinstance(event, AttemptStarted):
         if event.taken_over is not None:
             totals[event.taken_over.step] = event.taken_over
@@ -47,7 +47,7 @@ def _count(event: Event, totals: dict[int, TakenOver]) -> None:
             del totals[step]
     elif isinstance(event, StepDone) and event.step - 1 in totals:
         before = totals[event.step - 1]
-        totals[event.step] = TakenOver(
+        totals[event.step] = InheritedSteps(
             step=event.step,
             tokens=before.tokens + event.tokens,
             rows=event.rows[1],
@@ -55,7 +55,9 @@ def _count(event: Event, totals: dict[int, TakenOver]) -> None:
         )
 
 
-def _step_at(events: Sequence[Event], place: int, attempt: int, totals: Mapping[int, TakenOver]) -> StepDone | None:
+def _step_at(
+    events: Sequence[Event], place: int, attempt: int, totals: Mapping[int, InheritedSteps]
+) -> StepDone | None:
     """Return the step that is missing at a place, if the next checkpoint's sums leave exactly one."""
     last = _last_event(events, place, attempt)
     before = None if last is None else totals.get(last[1])
@@ -68,6 +70,7 @@ def _step_at(events: Sequence[Event], place: int, attempt: int, totals: Mapping[
         elif isinstance(event, CheckpointCommitted) and event.step > before.step:
             others = [step for step in later if step.step <= event.step]
             expected = range(before.step + 2, event.step + 1)
+            # A damaged step number may be huge: the lengths are compared first.
             if len(others) != len(expected) or [step.step for step in others] != list(expected):
                 return None
             return _difference(event, before, others, time=last[0])
@@ -75,7 +78,7 @@ def _step_at(events: Sequence[Event], place: int, attempt: int, totals: Mapping[
 
 
 def _last_event(events: Sequence[Event], place: int, attempt: int) -> tuple[float, int] | None:
-    """Return the time of an attempt's last step (or start) before a place, and the step at which it stood then."""
+    """Return the time of an attempt's last step (or start) before a place, and the completed steps by then."""
     for event in reversed(events[:place]):
         if event.attempt != attempt:
             return None
@@ -87,12 +90,12 @@ def _last_event(events: Sequence[Event], place: int, attempt: int) -> tuple[floa
 
 
 def _difference(
-    commit: CheckpointCommitted, before: TakenOver, others: Sequence[StepDone], *, time: float
+    commit: CheckpointCommitted, before: InheritedSteps, others: Sequence[StepDone], *, time: float
 ) -> StepDone | None:
-    """Return the step that makes the sums of a checkpoint right."""
+    """Return the step that completes the sums of a checkpoint."""
     end = others[0].rows[0] if others else commit.next_row
     if commit.digest is None or commit.tokens is None or end is None:
-        # Written by a version that did not note them.
+        # Written by a version that did not record them.
         return None
     tokens = commit.tokens - before.tokens - sum(step.tokens for step in others)
     if tokens < 0 or end < before.rows:

@@ -1,49 +1,49 @@
-"""The seam between a training loop and whatever shows its curves: no method of a tracker may stop or slow a run."""
+"""The interface between training and an experiment tracker, whose methods must never stop or slow a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Literal, Protocol
 
-from ray_ulysses.tracking.commits import CheckpointNews
+from ray_ulysses.tracking.checkpoint_updates import CheckpointUpdate
 
 RunStatus = Literal["finished", "stopped", "failed"]
 """How an attempt ended: every planned step done, stopped on request or at a stop step, or ended by an error."""
 
 
 class Tracker(Protocol):
-    """Receives what one attempt of a run does; called by rank 0 alone, and never raises into training."""
+    """Records one attempt of a run; used by rank 0 only, and never raises into training."""
 
     def start(
         self, params: Mapping[str, object], tags: Mapping[str, object], files: Mapping[str, str] | None = None
     ) -> None:
-        """Open the run, or continue it where an earlier attempt left it.
+        """Open the run, or continue that of an earlier attempt.
 
         Args:
-            params: Settings that hold for the life of the run, by dotted path.
-            tags: What may differ between attempts, such as the world size and the versions of libraries.
-            files: Texts that describe the run, by the names under which it shows them.
+            params: Settings of the whole run, by dotted path.
+            tags: Facts that may differ between attempts, such as the world size and the versions of libraries.
+            files: Texts that describe the run, by file name.
         """
         ...
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record numbers of a completed optimizer step; a step that the run already has is not recorded again."""
+        """Record metrics of a completed optimizer step; a step that the run already has is not recorded again."""
         ...
 
-    def log_checkpoint(self, news: CheckpointNews) -> None:
-        """Record that a checkpoint was committed, or is gone, or which ones there are when an attempt starts.
+    def log_checkpoint(self, update: CheckpointUpdate) -> None:
+        """Record that a checkpoint was committed or is gone, or the inventory at the start of an attempt.
 
-        What is said twice is recorded once. What is said before `start` is kept until then.
+        A repeated update changes nothing. Updates before `start` are kept until then.
         """
         ...
 
     def finish(self, status: RunStatus, step: int = 0, metrics: Mapping[str, float] | None = None) -> None:
-        """Say how the attempt ended, and wait a bounded time for what is still under way.
+        """Record how the attempt ended, and wait a bounded time for pending deliveries.
 
         Args:
-            status: How.
+            status: How it ended.
             step: Completed steps.
-            metrics: Numbers as of now; they are recorded although the step has some already.
+            metrics: Current metrics; recorded even though the step has some already.
         """
         ...
 
@@ -59,7 +59,7 @@ class NullTracker:
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record nothing."""
 
-    def log_checkpoint(self, news: CheckpointNews) -> None:
+    def log_checkpoint(self, update: CheckpointUpdate) -> None:
         """Record nothing."""
 
     def finish(self, status: RunStatus, step: int = 0, metrics: Mapping[str, float] | None = None) -> None:

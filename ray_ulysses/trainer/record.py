@@ -11,7 +11,7 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.run.inventory import committed_checkpoint, open_tracker, take_inventory
 from ray_ulysses.run.run_files import describing_files
 from ray_ulysses.run.settings import flat_settings, versions
-from ray_ulysses.tracking.commits import GoneCheckpoint
+from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.tracker import NullTracker
 from ray_ulysses.trainer.time_account import TimeAccount
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ray_ulysses.data.plan.plan import Plan
     from ray_ulysses.run.run_position import RunPosition
     from ray_ulysses.tracking.journal import AttemptJournal
-    from ray_ulysses.tracking.step_runs import Entry
+    from ray_ulysses.tracking.step_groups import Entry
     from ray_ulysses.tracking.tracker import RunStatus, Tracker
     from ray_ulysses.trainer.context import AttemptContext
     from ray_ulysses.trainer.step import StepResult
@@ -237,7 +237,8 @@ class Recorder:
         if journal is None:
             return
         try:
-            journal.append(self.time.complete({"event": event, "attempt": self._context.attempt, **fields}))
+            record = self.time.complete({"event": event, "attempt": self._context.attempt, **fields})
+            journal.append(record, watch=self.time.add)
         except OSError as error:
             if journal.num_pending > _MOST_PENDING:
                 raise self._unwritten(error) from error

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from ray_ulysses.clock import Clock
-from ray_ulysses.tracking.events import event_of
-from ray_ulysses.tracking.step_runs import Entry
+from ray_ulysses.tracking.events import Event
+from ray_ulysses.tracking.step_groups import Entry
 from ray_ulysses.tracking.time_spent import TimeLedger
 
 _AFTER_A_PAUSE = ("step", "attempt_ended")
@@ -39,14 +39,17 @@ class TimeAccount:
             self._saving_s += self._clock.monotonic() - begin
 
     def complete(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a record with its time and the seconds that its kind reports, and account for them."""
+        """Return a record with its time and the seconds that its kind reports."""
         complete = {"time": self._clock.now(), **record}
         if record["event"] in _AFTER_A_PAUSE:
             complete["saving_seconds"] = round(self._saving_s, 6)
             self._saving_s = 0.0
-        with self._lock:
-            self._ledger.add(event_of(complete))
         return complete
+
+    def add(self, event: Event) -> None:
+        """Account for the time up to an event."""
+        with self._lock:
+            self._ledger.add(event)
 
     def news(self) -> dict[str, float]:
         """Return the parts of the time that have grown since the last call, and the goodput, by their metric names."""

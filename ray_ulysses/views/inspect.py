@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
-from ray_ulysses.forensics.lineage import Lineage, SegmentRecord
+from ray_ulysses.forensics.plan_history import PlanHistory, SegmentRecord
+from ray_ulysses.tracking.counted_steps import Steps
 from ray_ulysses.tracking.events import RunFailed
-from ray_ulysses.tracking.failures import failure_in_words
+from ray_ulysses.tracking.failures import describe_failure
 from ray_ulysses.tracking.history import AttemptRecord, RunHistory
 from ray_ulysses.tracking.time_spent import TimeSpent
 from ray_ulysses.views.time_spent import pause_in_words, time_rows
@@ -21,7 +22,7 @@ _MOST_DAMAGED = 5
 _STEPS_PER_CHUNK = 1000
 
 
-def render_history(history: RunHistory, lineage: Lineage | None = None) -> str:
+def render_history(history: RunHistory, plan_history: PlanHistory | None = None) -> str:
     """Return a run's state, its data plan, attempts, checkpoints and last steps."""
     lines = [f"run {history.name!r}: {history.status} at step {history.step:,}", *facts(_totals(history))]
     if history.failure is not None:
@@ -32,8 +33,8 @@ def render_history(history: RunHistory, lineage: Lineage | None = None) -> str:
         lines += ["", *(f"  DAMAGED: {record}" for record in history.damaged_records[:_MOST_DAMAGED])]
         more = len(history.damaged_records) - _MOST_DAMAGED
         lines += [f"  DAMAGED: and {more:,} more records; --json lists all"] if more > 0 else []
-    if lineage is not None:
-        lines += _lineage(lineage)
+    if plan_history is not None:
+        lines += _plan_lines(plan_history)
     lines += _time(history.time_spent)
     if history.attempts:
         header = ("attempt", "workers", "sp", "dp", "steps", "to first step", "ended")
@@ -57,12 +58,12 @@ def render_history(history: RunHistory, lineage: Lineage | None = None) -> str:
     return "\n".join(lines)
 
 
-def history_json(history: RunHistory, lineage: Lineage) -> Iterator[str]:
+def history_json(history: RunHistory, plan_history: PlanHistory) -> Iterator[str]:
     """Yield the text of ``inspect --json`` in chunks, with one line per step: a run may have a million."""
-    fields = {**replace(history, steps=()).to_json(), **lineage.to_json()}
+    fields = {**replace(history, steps=Steps()).to_json(), **plan_history.to_json()}
     before, begin, after = json.dumps(fields, indent=2).partition('"steps": [')
     yield before + begin
-    texts = (json.dumps(step.to_json()) for step in history.steps)
+    texts = map(json.dumps, history.steps.to_json())
     separator = "\n    "
     while chunk := list(islice(texts, _STEPS_PER_CHUNK)):
         yield separator + ",\n    ".join(chunk)
@@ -90,17 +91,17 @@ def _time(spent: TimeSpent) -> list[str]:
 
 
 def _failure(failure: RunFailed) -> list[tuple[str, str]]:
-    rows = [("failed", failure_in_words(failure)), ("what to do", f"{failure.hint}; the same command resumes")]
+    rows = [("failed", describe_failure(failure)), ("what to do", f"{failure.hint}; the same command resumes")]
     return rows if failure.node is None else [*rows, ("node", failure.node)]
 
 
-def _lineage(lineage: Lineage) -> list[str]:
-    if lineage.problem is not None:
-        return ["", f"  PLAN: {lineage.problem}"]
-    if not lineage.segments:
+def _plan_lines(plan_history: PlanHistory) -> list[str]:
+    if plan_history.problem is not None:
+        return ["", f"  PLAN: {plan_history.problem}"]
+    if not plan_history.segments:
         return []
     header = ("segment", "plan", "after step", "from row", "context", "rows per step", "packing", "sources")
-    return ["", "plan", *table(header, [_segment(segment) for segment in lineage.segments])]
+    return ["", "plan", *table(header, [_segment(segment) for segment in plan_history.segments])]
 
 
 def _segment(segment: SegmentRecord) -> tuple[str, ...]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from ray_ulysses.tracking.journal import segments
+from ray_ulysses.tracking.journal import is_main_file, journal_files
 from ray_ulysses.tracking.journal_lines import DamagedRecord
-from ray_ulysses.tracking.journal_reader import SegmentReader
-from ray_ulysses.tracking.step_runs import Entry, grouped
+from ray_ulysses.tracking.journal_reader import JournalFileReader
+from ray_ulysses.tracking.step_groups import Entry, group_steps
 
 
 class JournalTail:
@@ -17,7 +17,7 @@ class JournalTail:
     def __init__(self, run_dir: Path | str) -> None:
         """Start before the first record; the directory need not exist yet."""
         self._run_dir = Path(run_dir)
-        self._readers: dict[Path, SegmentReader] = {}
+        self._readers: dict[Path, JournalFileReader] = {}
 
     def poll(self) -> list[Entry]:
         """Return the entries that have been completed since the last call, attempt after attempt.
@@ -28,19 +28,14 @@ class JournalTail:
         """
         added_by: list[tuple[tuple[int, bool], list[Entry]]] = []
         try:
-            present = sorted(segments(self._run_dir), key=_is_beside, reverse=True)
+            present = sorted(journal_files(self._run_dir), key=lambda file: is_main_file(file[1]))
         except OSError:
             return []
         for attempt, path in present:
             added: list[Entry] = []
             with contextlib.suppress(OSError):
-                found = grouped(self._readers.setdefault(path, SegmentReader(path, attempt)).read())
+                found = group_steps(self._readers.setdefault(path, JournalFileReader(path, attempt)).read())
                 added += (entry for entry in found if not isinstance(entry, DamagedRecord))
-            added_by.append(((attempt, _is_beside((attempt, path))), added))
+            added_by.append(((attempt, not is_main_file(path)), added))
         added_by.sort(key=lambda added: added[0])
         return [entry for _, added in added_by for entry in added]
-
-
-def _is_beside(segment: tuple[int, Path]) -> bool:
-    """Return whether a journal file belongs to a named writer beside the attempt's workers."""
-    return segment[1].name.count(".") > 1

@@ -28,8 +28,8 @@ from ray_ulysses.tracking.events import (
     StepDone,
     WorkerWarned,
 )
-from ray_ulysses.tracking.failures import failure_in_words
-from ray_ulysses.tracking.step_runs import StepRun, single
+from ray_ulysses.tracking.failures import describe_failure
+from ray_ulysses.tracking.step_groups import StepGroup, ungroup_steps
 from ray_ulysses.views.journal_tail import JournalTail
 from ray_ulysses.views.progress_state import ProgressState
 from ray_ulysses.views.words import count, duration
@@ -107,7 +107,7 @@ class ProgressView:
         planned = self._state.total_steps
         for entry in self._tail.poll():
             # Of earlier steps only the last one is shown.
-            self._state = self._state.after(entry.last if isinstance(entry, StepRun) else entry)
+            self._state = self._state.after(entry.last if isinstance(entry, StepGroup) else entry)
         # With the stop step of an earlier command the bar would start full.
         self._state = replace(self._state.before_attempt(), total_steps=planned, phase="starting")
         if self._is_live:
@@ -133,7 +133,7 @@ class ProgressView:
     def look(self) -> None:
         """Read the new entries of the journal and show them."""
         with self._lock:
-            for event in single(self._tail.poll()):
+            for event in ungroup_steps(self._tail.poll()):
                 self._state = self._state.after(event)
                 line = render_line(event, self._state)
                 if line is not None and self._is_due(event):
@@ -222,7 +222,7 @@ def render_line(event: Event, state: ProgressState) -> str | None:
         case AttemptEnded(restarts=None):
             return f"attempt={state.attempt} ended step={state.step} reason: {_first_line(event.reason)}"
         case AttemptEnded() | StartFailed():
-            return failure_in_words(event)
+            return describe_failure(event)
         case RunFinished():
             return f"run finished step={event.step}"
     return None

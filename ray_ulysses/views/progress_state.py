@@ -12,12 +12,12 @@ from ray_ulysses.tracking.events import (
     CheckpointCommitted,
     Evaluated,
     Event,
-    PhaseBegun,
+    PhaseStarted,
     RunFinished,
     StartFailed,
     StepDone,
 )
-from ray_ulysses.tracking.failures import failure_in_words
+from ray_ulysses.tracking.failures import describe_failure
 
 _WINDOW = 20
 
@@ -103,7 +103,7 @@ class ProgressState:
     def after(self, event: Event) -> ProgressState:
         """Return the state after an event of the journal; unchanged for events that are not shown."""
         match event:
-            case PhaseBegun():
+            case PhaseStarted():
                 return replace(self, phase=event.phase, awaits_workers=False)
             case AttemptStarted():
                 return replace(
@@ -125,7 +125,7 @@ class ProgressState:
             case CheckpointCommitted():
                 return replace(self, checkpoint_step=event.step)
             case AttemptEnded() | StartFailed():
-                words = event.reason if event.restarts is None else failure_in_words(event)
+                words = event.reason if event.restarts is None else describe_failure(event)
                 awaits = event.restarts is not False and not event.reason.startswith(STOP_REASONS)
                 ended = replace(self, ended=words, phase=None, awaits_workers=awaits)
                 # Without training there is no pace and no ETA.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ray_ulysses.clock import Clock
-from ray_ulysses.forensics.reading import Progress
+from ray_ulysses.forensics.row_checks import Progress
 from ray_ulysses.views.words import count, duration, percent, size
 
 _REPORT_EVERY_S = 5.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ray_ulysses.forensics.verdict import Comparison, Finding, Verification
+from ray_ulysses.forensics.verification_report import Comparison, Finding, Verification
 from ray_ulysses.views.words import count, facts
 
 _MOST_OF_A_KIND = 10

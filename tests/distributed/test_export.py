@@ -63,7 +63,7 @@ def test_a_finished_run_is_exported_checked_on_its_own_rows_and_loads_everywhere
     out = finished.run_dir / "export/step-00000004"
     assert "run 'run', step 4 (attempt 1, 6.14k trained tokens): exported in" in said
     assert "model      LlamaForCausalLM, 17.8k parameters" in said
-    assert "weights    bf16, as the run computed with" in said
+    assert "weights    bf16, as used in training" in said
     assert "rows of up to 256 tokens; max_position_embeddings 2,048, rope default, theta 10000, as trained" in said
     assert "logits over 512 tokens of 2 documents (the run's first training rows) " in said
     assert f'model = AutoModelForCausalLM.from_pretrained("{out}", dtype="auto")' in said
@@ -117,7 +117,7 @@ def test_what_can_not_be_done_is_said_and_the_exit_code_says_whose_fault_it_is(
 def test_a_directory_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, error = call(capsys, tmp_path)
     assert code == 2
-    assert "is no run directory; give <run.storage>/<run.name>, which holds config.yaml" in error
+    assert "is not a run directory; give <run.storage>/<run.name>, with config.yaml" in error
 
 
 def test_the_checkpoints_of_a_run_whose_corpus_is_gone_are_tried_with_seeded_tokens(

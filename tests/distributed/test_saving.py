@@ -222,7 +222,7 @@ def test_a_run_goes_on_from_another_directory_with_nothing_but_its_checkpoint(
     assert history.data_digest == wanted.data_digest and history.missing_steps == ()
     verification = verify_run(config.run_dir, other=source.run_dir)
     assert verification.holds, verification.findings
-    assert f"steps 1 to 8 were taken over from {source.run_dir}@8" in verification.notes[0]
+    assert f"steps 1 to 8 were inherited from {source.run_dir}@8" in verification.notes[0]
     last = read_manifest(LocalStore(config.run_dir), 12)
     assert last.meta.digest == read_manifest(LocalStore(source.run_dir), 12).meta.digest
     assert last.meta.tokens == read_manifest(LocalStore(source.run_dir), 12).meta.tokens

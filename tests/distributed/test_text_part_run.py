@@ -39,7 +39,7 @@ def test_a_decoder_is_trained_resumed_and_exported_into_its_whole(
     assert run_cli(app, ["export", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out
     out = tmp_path / "run/export/step-00000004"
-    assert "weights    the text decoder, in the types of the whole checkpoint; all else as it was there" in said
+    assert "weights    the text decoder, in the types of the multimodal checkpoint; everything else unchanged" in said
     assert "of 2 documents (the run's first training rows) " in said
     assert f'model = AutoModelForMultimodalLM.from_pretrained("{out}", dtype="auto")' in said
     before = dict(whole.named_parameters())

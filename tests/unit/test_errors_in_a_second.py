@@ -75,10 +75,10 @@ def test_a_file_that_is_no_text_is_called_what_it_is(tmp_path: Path, content: by
     ("arguments", "said"),
     [
         (("plan", "absent.yaml"), "CONFIG='absent.yaml': the file does not exist"),
-        (("inspect", "absent"), "RUN='absent': is no run directory"),
-        (("inspect", "absent", "--row", "3", "--verify"), "are two questions"),
+        (("inspect", "absent"), "RUN='absent': is not a run directory"),
+        (("inspect", "absent", "--row", "3", "--verify"), "give only one of them at a time"),
         (("inspect", "absent", "--verify-checkpoint", "newest"), "--verify-checkpoint=newest: must be the number of"),
-        (("export", "absent"), "RUN='absent': is no run directory"),
+        (("export", "absent"), "RUN='absent': is not a run directory"),
         (("export", "absent", "--step", "newest"), "--step=newest: must be the number"),
     ],
     ids=["file", "run", "questions", "checkpoint", "export", "step"],

@@ -11,16 +11,16 @@ from ray_ulysses import run_names
 from ray_ulysses.run_names import (
     ATTEMPT_KEY,
     CHECKPOINT_KEY,
+    JOURNAL_FILE_NAME,
     MANIFEST_FILE,
     NOTE_NAME,
-    SEGMENT_NAME,
     SHARD_KEY,
     SHARD_NAME,
     STEP_LOCATION,
     claim_key,
+    journal_file_name,
     manifest_key,
     note_key,
-    segment_name,
     shard_file,
     start_key,
     step_folder,
@@ -52,7 +52,7 @@ def test_what_is_written_under_a_name_is_found_by_it(number: int) -> None:
         found = ATTEMPT_KEY.match(key)
         assert found and (int(found["attempt"]), found["step"]) == (number, step)
     for writer in (None, "controller"):
-        found = SEGMENT_NAME.match(segment_name(number, writer))
+        found = JOURNAL_FILE_NAME.match(journal_file_name(number, writer))
         assert found and (int(found["attempt"]), found["writer"]) == (number, writer)
     found = STEP_LOCATION.match(f"s3://bucket/run/{step_folder(number)}?region=x")
     assert found and (found["run"], int(found["step"]), found["options"]) == ("s3://bucket/run", number, "?region=x")

@@ -40,7 +40,7 @@ from ray_ulysses.run.completion import settle_failed
 from ray_ulysses.run.planning import known_step
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.events import AttemptEnded, StartFailed
-from ray_ulysses.tracking.failures import failure_fields, failure_in_words
+from ray_ulysses.tracking.failures import describe_failure, failure_fields
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.journal import AttemptJournal
 from tests.distributed.run_case import make_config
@@ -214,7 +214,7 @@ def test_a_failure_that_is_survived_says_where_and_what_it_cost(tmp_path: Path) 
     save(LocalStore(config.run_dir), 10)
     failure = _judge(_book(config, clock), LOST)
     assert failure.restarts
-    assert failure_in_words(failure) == (
+    assert describe_failure(failure) == (
         "lost worker 1 (killed by signal 9); restarting from step 10; 9 steps lost; failure 1 of 3"
     )
     ended = read_events(config.run_dir)[-1]
@@ -240,8 +240,8 @@ def test_one_failure_too_many_ends_the_run_and_progress_begins_the_count_anew(tm
         numbers.append((failure.failure, failure.restarts))
         _attempt(config, clock, 3, resumed=2)
     assert numbers == [(1, True), (2, True), (1, True), (2, True), (3, False)]
-    assert "failure 3, more than elastic.max_failures=2 allows" in failure_in_words(failure)
-    assert "restarting" not in failure_in_words(failure)
+    assert "failure 3, more than elastic.max_failures=2 allows" in describe_failure(failure)
+    assert "restarting" not in describe_failure(failure)
 
 
 def test_failures_of_the_day_before_and_of_another_command_do_not_count(tmp_path: Path) -> None:
@@ -262,16 +262,16 @@ def test_a_preemption_is_not_counted_and_what_no_restart_mends_is_final(tmp_path
     for _ in range(5):
         failure = _judge(_book(config, clock), away)
         assert failure.restarts and failure.failure is None
-        assert "not counted as a failure" in failure_in_words(failure)
+        assert "not counted as a failure" in describe_failure(failure)
     refused = _judge(_book(config, clock), replace(LOST, is_final=True))
-    assert not refused.restarts and failure_in_words(refused).endswith("not started again")
+    assert not refused.restarts and describe_failure(refused).endswith("not restarted")
 
 
 def test_a_failure_before_any_attempt_began_is_told_beside_it_and_not_as_its_end(tmp_path: Path) -> None:
     config, clock = _config(tmp_path), _Clock()
     start = Cause(kind="start", reason="2 workers did not start in time", rank=None, hint="add nodes")
     failure = _judge(_book(config, clock), start)
-    assert failure_in_words(failure) == "2 workers did not start in time; restarting from step 0; failure 1 of 3"
+    assert describe_failure(failure) == "2 workers did not start in time; restarting from step 0; failure 1 of 3"
     (told,) = read_events(config.run_dir)
     assert (told.event, told.attempt) == ("start_failed", 1)
     # An earlier command's attempt is not ended by it.
@@ -298,7 +298,7 @@ def test_an_announced_end_of_a_node_is_a_preemption_where_a_state_was_saved(
     failure = _judge(_book(config, clock), Cause(kind="preempted", reason="lost worker 0 (-)", rank=0, hint="-"))
     assert failure.reason == reason and failure.restarts
     assert read_history(config.run_dir).attempts[0].reason == reason
-    assert failure_in_words(failure).startswith(f"{reason}; restarting from step {1 if saved else 0};")
+    assert describe_failure(failure).startswith(f"{reason}; restarting from step {1 if saved else 0};")
 
 
 def test_a_connection_that_the_client_of_ray_lost_is_a_connection_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,7 +343,7 @@ def test_a_run_that_has_failed_says_so_until_it_goes_on(tmp_path: Path) -> None:
 
 def test_a_record_of_another_version_is_read_as_far_as_it_goes() -> None:
     failure = AttemptEnded(time=1.0, attempt=1, reason="fire")
-    assert failure_in_words(failure) == "fire; not started again"
+    assert describe_failure(failure) == "fire; not restarted"
 
 
 def test_a_storage_that_is_away_keeps_no_failure_from_being_judged(
@@ -355,6 +355,6 @@ def test_a_storage_that_is_away_keeps_no_failure_from_being_judged(
     def full(*arguments: object, **options: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ray_ulysses.cluster.failures.tell_failure", full)
+    monkeypatch.setattr("ray_ulysses.cluster.failures.record_failure", full)
     assert _judge(_book(config, clock), LOST).restarts
     assert "No space left on device" in caplog.text and LOST.reason in caplog.text

@@ -165,8 +165,8 @@ def test_what_is_no_export_is_never_overwritten(tmp_path: Path, overwrite: bool)
     with pytest.raises(UserError) as error:
         already_exported(out, SAME, overwrite=overwrite)
     assert str(error.value) == (
-        f"--out='{out}': holds something that is no export of ray-ulysses, which is never overwritten; give another "
-        "directory, or empty it"
+        f"--out='{out}': holds something that is not an export of ray-ulysses, which is never overwritten; give "
+        "another directory, or empty it"
     )
     with pytest.raises(UserError, match="is a file; give a directory"):
         already_exported(out / "thesis.tex", SAME, overwrite=overwrite)
@@ -183,8 +183,8 @@ def test_overwriting_an_export_spares_what_others_put_there(tmp_path: Path) -> N
     with pytest.raises(UserError) as error:
         already_exported(out, SAME, overwrite=True)
     assert str(error.value) == (
-        f"--out='{out}': holds what no export wrote (my_eval_results.txt, nested), which is never overwritten; move "
-        "that elsewhere, or give another directory"
+        f"--out='{out}': holds files that were not exported (my_eval_results.txt, nested), which are never "
+        "overwritten; move that elsewhere, or give another directory"
     )
     for number in range(3):
         (out / f"a{number}").write_text("x")
@@ -198,13 +198,13 @@ def test_what_others_put_there_while_an_export_is_written_is_spared_too(tmp_path
     with pytest.raises(RunError) as error, unpublished(out, 10):
         (out / "notes.txt").write_text("x")
     assert str(error.value) == (
-        f"--out='{out}': holds what no export wrote (notes.txt), which is never overwritten; nothing was published. "
-        "Give another directory"
+        f"--out='{out}': holds files that were not exported (notes.txt), which are never overwritten; nothing was "
+        "published. Give another directory"
     )
     assert names(out) == ["file", "notes.txt", RECORD_FILE]
     new = tmp_path / "new"
     new.mkdir()
-    with pytest.raises(RunError, match="something that is no export by now"), unpublished(new, 10):
+    with pytest.raises(RunError, match="now holds something that is not an export"), unpublished(new, 10):
         (new / "thesis.tex").write_text("x")
     assert names(new) == ["thesis.tex"]
     assert names(tmp_path) == ["new", "out"]
@@ -231,7 +231,7 @@ def test_nothing_is_published_among_a_runs_own_files(tmp_path: Path, place: str)
         with pytest.raises(UserError) as error:
             refuse_place(given / place, [run], run / "export")
         assert str(error.value) == (
-            f"--out='{given / place}': lies in {run}, where the run keeps, and deletes, files of its own; give a "
+            f"--out='{given / place}': is in {run}, where the run keeps and deletes its own files; give a "
             f"directory below {run}/export, or elsewhere"
         )
 
@@ -245,7 +245,7 @@ def test_an_export_may_lie_below_the_runs_folder_of_exports_or_elsewhere(tmp_pat
     (run / "export").symlink_to(tmp_path / "big")
     refuse_place(run / "export/step-00000008", [run], run / "export")
     (run / "circle").symlink_to(run / "circle")
-    with pytest.raises(UserError, match="lies in"):
+    with pytest.raises(UserError, match="is in "):
         refuse_place(run / "circle", [run], run / "export")
 
 
@@ -283,4 +283,4 @@ def test_a_place_that_can_not_be_looked_into_is_named(tmp_path: Path) -> None:
     out = tmp_path / ("x" * 300)
     with pytest.raises(RunError) as error:
         already_exported(out, SAME, overwrite=False)
-    assert str(error.value) == f"--out='{out}': can't be looked into (File name too long); give another directory"
+    assert str(error.value) == f"--out='{out}': can't be read (File name too long); give another directory"

@@ -185,9 +185,8 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_written(tmp
     write_config(tmp_path / "run", fields_of(ARCHITECTURES["llama"](num_hidden_layers=3, hidden_size=64)))
     with pytest.raises(RunError) as error:
         export(tmp_path / "run")
-    assert (
-        "is not of the model that config.yaml describes: model.embed_tokens.weight is [61, 64] in the model and"
-        in str(error.value)
+    assert "does not fit the model in config.yaml: model.embed_tokens.weight is [61, 64] in the model and" in str(
+        error.value
     )
     assert not (tmp_path / "run/export").exists()
 
@@ -292,7 +291,7 @@ def test_a_damaged_file_is_named_and_nothing_is_published(tmp_path: Path, cut: b
     text = str(error.value)
     assert "attempt-0001/rank-00001-of-00002.safetensors" in text
     if cut:
-        assert "export --step 2, which is whole" in text
+        assert "export --step 2, which is intact" in text
     else:
         assert "fp32/model.norm.weight" in text
         assert "nothing was exported" in text
@@ -316,7 +315,7 @@ def test_a_checkpoint_that_retention_deletes_meanwhile_is_told_apart_from_damage
 
     monkeypatch.setattr(module, "write_files", delete_and_write)
     with pytest.raises(
-        RunError, match="of step 4 was deleted while it was exported: the run went on and keeps only its"
+        RunError, match="of step 4 was deleted while it was exported: the run has continued and keeps only its"
     ):
         export(tmp_path / "run")
 
@@ -327,9 +326,7 @@ def test_an_export_among_the_runs_own_files_is_refused_before_anything_is_writte
     write_checkpoint(tmp_path / "far/a", model)
     for own in (tmp_path / "runs/a", tmp_path / "far/a"):
         out = own / "checkpoints/step-00000008"
-        with pytest.raises(
-            UserError, match=f"--out='{out}': lies in {own}, where the run keeps, and deletes, files of"
-        ):
+        with pytest.raises(UserError, match=f"--out='{out}': is in {own}, where the run keeps and deletes its own"):
             export(tmp_path / "runs/a", check=False, out=out)
         assert not out.exists()
     assert export(tmp_path / "runs/a", check=False, out=tmp_path / "runs/a/export/x").step == 4
@@ -345,7 +342,7 @@ def test_an_export_of_a_version_that_reported_more_is_done_already(tmp_path: Pat
     assert export(tmp_path / "run", check=False) == replace(done, was_there=True)
     del record["report"]["files"]
     path.write_text(json.dumps(record))
-    with pytest.raises(UserError, match="holds something that is no export of ray-ulysses"):
+    with pytest.raises(UserError, match="holds something that is not an export of ray-ulysses"):
         export(tmp_path / "run", check=False, overwrite=True)
 
 

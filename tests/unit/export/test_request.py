@@ -47,7 +47,7 @@ def test_a_step_is_a_number_or_one_of_two_words() -> None:
         ({"dtype": "int8"}, "--dtype=int8: must be one of model, fp32, bf16, fp16"),
         ({"max_shard_size": "5"}, "--max-shard-size=5: must be a number and a unit, such as 5GB, 500MB or 2GiB"),
         ({"max_shard_size": "0GB"}, "--max-shard-size=0GB: must be a number and a unit, such as 5GB, 500MB or 2GiB"),
-        ({"out": Path("s3://bucket/out")}, "--out='s3:/bucket/out': is a URI; give a directory of this machine"),
+        ({"out": Path("s3://bucket/out")}, "--out='s3:/bucket/out': is a URI; give a local directory"),
     ],
 )
 def test_what_can_not_be_understood_is_named(options: dict[str, Any], said: str) -> None:
@@ -57,5 +57,5 @@ def test_what_can_not_be_understood_is_named(options: dict[str, Any], said: str)
 
 
 def test_a_run_that_is_a_uri_is_refused() -> None:
-    with pytest.raises(UserError, match="RUN='gs:/bucket/run': is a URI; give a directory of this machine"):
+    with pytest.raises(UserError, match="RUN='gs:/bucket/run': is a URI; give a local directory"):
         ExportRequest.from_options(Path("gs://bucket/run"), **_OPTIONS)

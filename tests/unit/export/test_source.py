@@ -67,7 +67,7 @@ def test_best_is_not_an_older_one_where_one_can_not_be_read(run_dir: Path, spoil
     others = "4, 6" if step == 2 else "2, 4"
     assert str(error.value) == (
         f"--step=best: the checkpoint of step {step} {what}. It may be the best one: make it readable and try again, "
-        f"or name another step: {others}"
+        f"or give another step: {others}"
     )
 
 
@@ -78,7 +78,7 @@ def test_the_newest_and_a_named_step_are_refused_where_they_can_not_be_read(
     store = spoil(run_dir, 6)
     with pytest.raises(RunError) as error:
         choose_checkpoint(store, "latest")
-    assert str(error.value) == f"the checkpoint of step 6 {what}; export --step 4, which is whole"
+    assert str(error.value) == f"the checkpoint of step 6 {what}; export --step 4, which is intact"
     with pytest.raises(RunError) as error:
         choose_checkpoint(store, 6)
     assert str(error.value) == f"the checkpoint of step 6 {what}; export another step with --step: 2, 4"
@@ -118,8 +118,8 @@ def test_a_storage_that_lost_the_checkpoints_of_the_journal_is_named(tmp_path: P
     with pytest.raises(RunError) as error:
         find_checkpoint(read_config(run_dir), run_dir, "latest")
     assert str(error.value) == (
-        f"{far}/run holds no committed checkpoint of the run, and its journal tells of 3, the newest of step 6; see "
-        "that the storage is there (mounted, and checkpoint.storage as it was), then try again"
+        f"{far}/run holds no committed checkpoint of the run, and its journal records 3, the newest of step 6; check "
+        "that the storage is mounted and checkpoint.storage is unchanged, then try again"
     )
 
 
@@ -135,10 +135,10 @@ def test_a_run_that_has_saved_nothing_is_told_where_was_looked(tmp_path: Path, m
     (run_dir / "journal/attempt-0001.jsonl").unlink()
     segment = run_dir / "journal/attempt-0001.jsonl"
     segment.mkdir()
-    with pytest.raises(RunError, match=r"its journal, which says whether it should, is damaged \(journal/attempt-0001"):
+    with pytest.raises(RunError, match=r"its journal, which would record one, is damaged \(journal/attempt-0001"):
         find_checkpoint(read_config(run_dir), run_dir, "latest")
     segment.rmdir()
     # What is no file is refused to root as well.
     os.mkfifo(segment)
-    with pytest.raises(RunError, match="its journal, which says whether it should, can't be read"):
+    with pytest.raises(RunError, match="its journal, which would record one, can't be read"):
         find_checkpoint(read_config(run_dir), run_dir, "latest")

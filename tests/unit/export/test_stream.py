@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ulysses.export.stream import Stretch, batches, cut
+from ray_ulysses.export.stream import ElementRange, batches, divide
 from ray_ulysses.export.tensors import Stored
 
 WIDE = Stored(key="fp32/a", shape=(1000,), dtype=torch.float32, published=torch.bfloat16)
@@ -23,7 +23,7 @@ def test_a_stretch_is_cut_at_borders_and_at_whole_blocks_of_each_interval(
 ) -> None:
     stop = min(start + length, 1000)
     borders = [0, *sorted(inner)]
-    parts = list(cut(Stretch(stored=WIDE, start=start, stop=stop), borders, most))
+    parts = list(divide(ElementRange(stored=WIDE, start=start, stop=stop), borders, most))
     reached = start
     for part in parts:
         assert part.start == reached < part.stop
@@ -37,7 +37,7 @@ def test_a_stretch_is_cut_at_borders_and_at_whole_blocks_of_each_interval(
 
 @given(st.lists(st.integers(1, 50), max_size=40))
 def test_batches_keep_the_order_and_fit_a_buffer(lengths: list[int]) -> None:
-    parts = [Stretch(stored=WIDE, start=0, stop=length) for length in lengths]
+    parts = [ElementRange(stored=WIDE, start=0, stop=length) for length in lengths]
     found = list(batches(parts, 1024))
     assert [part for batch in found for part in batch] == parts
     assert all(batch for batch in found)

@@ -61,7 +61,7 @@ def test_a_tokenizer_that_is_given_is_copied_and_nothing_else_of_its_directory(t
     assert found.files.keys() == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     assert found.files["tokenizer.json"] == (folder / "tokenizer.json").read_bytes()
     assert (found.end_tokens, found.vocab_size) == ((8,), 9)
-    assert found.words == f"from {folder}, as --tokenizer asks"
+    assert found.words == f"from {folder}, as requested by --tokenizer"
 
 
 def test_a_tokenizer_with_tokens_that_the_model_does_not_know_is_refused(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_the_end_token_of_the_corpus_is_not_lost_to_another_tokenizer(
         (tmp_path / "data").rename(tmp_path / "away")
     found = find_tokenizer(planned, folder)
     assert found.end_tokens == (256, 65)
-    assert found.words == f"from {folder}, as --tokenizer asks, NOT the one that prepared the corpus"
+    assert found.words == f"from {folder}, as requested by --tokenizer, NOT the one that prepared the corpus"
     assert find_tokenizer(planned, Path("bytes")).end_tokens == (256,)
     assert find_tokenizer(planned, None).end_tokens == (256,)
 
@@ -119,7 +119,7 @@ def test_a_plan_that_is_torn_costs_the_tokenizer_and_nothing_else(planned: Path,
     assert found.words.startswith(f"none: the run's data plan can't be read ({path}: the plan can't be read (")
     assert found.words.endswith("); add one with --tokenizer DIR, or copy its files into the directory")
     assert "new run" not in found.words
-    assert find_tokenizer(planned, Path("bytes")).words == "from bytes, as --tokenizer asks"
+    assert find_tokenizer(planned, Path("bytes")).words == "from bytes, as requested by --tokenizer"
 
 
 def test_a_plan_or_a_tokenizer_that_may_not_be_read_is_named(

@@ -14,8 +14,8 @@ from ray_ulysses.config import load_config
 from ray_ulysses.errors import RunError
 from ray_ulysses.forensics import checkpoint_listing
 from ray_ulysses.forensics.checkpoint_listing import list_checkpoints
-from ray_ulysses.forensics.checkpoint_place import find_checkpoints, read_run
 from ray_ulysses.forensics.checkpoint_report import CheckpointReport
+from ray_ulysses.forensics.run_storage import open_run_storage, read_run
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.run.start_point import start_of
 from ray_ulysses.run_names import shard_file, step_folder
@@ -69,8 +69,8 @@ def test_one_listing_tells_the_sizes_of_all_files(folder: Path, monkeypatch: pyt
     for step in (10, 20, 30):
         save(store, step)
     cut(shard(folder, 20), 1)
-    place = replace(find_checkpoints(folder), store=store)
-    monkeypatch.setattr(checkpoint_listing, "find_checkpoints", lambda run_dir: place)
+    place = replace(open_run_storage(folder), store=store)
+    monkeypatch.setattr(checkpoint_listing, "open_run_storage", lambda run_dir: place)
     store.log.clear()
     assert [report.condition for report in list_checkpoints(folder).checkpoints] == ["whole", "damaged", "whole"]
     assert sum(call == ("list", "checkpoints") for call in store.log) == 1
@@ -298,7 +298,7 @@ def test_a_folder_that_no_attempt_wrote_is_not_said_to_be_deleted(folder: Path) 
     other.write_bytes(b"exported")
     report = by_step(folder)[8]
     assert (report.condition, report.is_swept) == ("not_committed", False)
-    assert report.why == "nothing in it was written by an attempt; move it out of the run's checkpoints"
+    assert report.why == "no attempt wrote anything in it; move it out of the run's checkpoints"
 
 
 def test_one_that_retention_deletes_meanwhile_is_not_called_damaged(
@@ -374,7 +374,7 @@ def test_a_configuration_that_can_not_be_read_is_said_and_passed_over(
     with caplog.at_level("WARNING", logger="ray_ulysses"):
         assert list_checkpoints(folder).resumes_from == 10
     assert f"{folder}/config.yaml can't be read (" in caplog.text
-    assert "checkpoints are looked for beside it" in caplog.text
+    assert "checkpoints are searched in its folder" in caplog.text
 
 
 def test_nothing_is_changed_by_looking(folder: Path) -> None:

@@ -80,7 +80,7 @@ def test_other_damage_of_a_file_is_named(folder: Path, damage: Callable[[Path], 
 def test_a_file_that_can_not_be_read_now_is_not_called_altered(folder: Path) -> None:
     with denied(shard(folder, 20)):
         verdict = verify(folder)
-    assert str(verdict.files[1].problem) == f"{FILE} can't be read (Permission denied), which may pass"
+    assert str(verdict.files[1].problem) == f"{FILE} can't be read (Permission denied), perhaps only for now"
     assert (verdict.condition, verdict.is_whole) == ("unreadable", False)
     flip(shard(folder, 20, 0), -1)
     with denied(shard(folder, 20)):
@@ -107,7 +107,7 @@ def test_one_that_retention_deletes_while_it_is_read_is_said_to_be_gone(folder: 
         LocalStore(folder).delete("checkpoints/step-00000020")
 
     shard(folder, 20).unlink()
-    with pytest.raises(UserError, match="--verify-checkpoint=20: retention has deleted it while it was read"):
+    with pytest.raises(UserError, match="--verify-checkpoint=20: retention deleted it while it was read"):
         verify_checkpoint(folder, 20, clock=SystemClock(), watch=delete)
 
 

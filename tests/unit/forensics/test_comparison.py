@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.forensics.verdict import Comparison
 from ray_ulysses.forensics.verification import verify_run
+from ray_ulysses.forensics.verification_report import Comparison
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.forensics.runs import SETTINGS, Run, make_run
 
@@ -76,7 +76,7 @@ def test_another_seed_is_another_plan(run: Run, tmp_path: Path, corpus: Path) ->
     comparison, (finding,) = compared(run, seeded)
     assert (comparison.answer, comparison.common_steps, comparison.first_different_step) == ("other_plan", 0, 1)
     assert run.plan.plan_id in finding and seeded.plan.plan_id in finding
-    assert "corpora, seed, context or another setting" in finding
+    assert "corpora, seed, context or another data setting" in finding
 
 
 def test_a_branch_is_compared_up_to_where_it_parts(run: Run, other: Run, corpus: Path, tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_branch_is_compared_up_to_where_it_parts(run: Run, other: Run, corpus:
 
 def test_a_second_run_that_is_none_is_refused(run: Run, tmp_path: Path) -> None:
     run.trained(2)
-    with pytest.raises(UserError, match=r"OTHER=.*is no run directory"):
+    with pytest.raises(UserError, match=r"OTHER=.*is not a run directory"):
         verify_run(run.folder, other=tmp_path, read=False)
     (tmp_path / "empty/journal").mkdir(parents=True)
     with pytest.raises(UserError, match=r"OTHER=.*has no data plan yet"):

@@ -101,7 +101,7 @@ def test_verify_exits_with_1_where_something_does_not(inspect: Inspect, run: Run
 def test_a_folder_in_place_of_a_segment_is_named_and_the_rest_is_shown(inspect: Inspect, run: Run) -> None:
     run.trained(3)
     (run.folder / "journal/attempt-0002.jsonl").mkdir()
-    said = "journal/attempt-0002.jsonl: a folder stands in place of the file; it was set aside"
+    said = "journal/attempt-0002.jsonl: a folder is in place of the file; it was left out"
     code, out, _ = inspect(run.folder)
     assert code == 0 and f"DAMAGED: {said}" in out
     code, out, _ = inspect(run.folder, "--json")
@@ -188,7 +188,7 @@ def test_a_plan_that_can_not_be_read_hides_nothing_else_of_the_run(
     def unreadable(folder: Path) -> bool:
         raise PermissionError(13, "Permission denied", str(folder))
 
-    monkeypatch.setattr("ray_ulysses.forensics.lineage.has_plan", unreadable)
+    monkeypatch.setattr("ray_ulysses.forensics.plan_history.has_plan", unreadable)
     code, out, _ = inspect(run.folder)
     assert code == 0
     assert "at step 3" in out and "PLAN: [Errno 13] Permission denied" in out
@@ -226,18 +226,21 @@ def test_what_is_not_damaged_is_not_called_so(inspect: Inspect, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--row", "0", "--checkpoints"), "--row and --checkpoints are two questions; ask one at a time"),
-        (("--verify", "--verify-checkpoint", "3"), "--verify and --verify-checkpoint are two questions"),
-        (("--verify-checkpoint", "3", "--checkpoints", "--verify"), "are three questions; ask one at a time"),
+        (("--row", "0", "--checkpoints"), "--row and --checkpoints: give only one of them at a time"),
+        (("--verify", "--verify-checkpoint", "3"), "--verify and --verify-checkpoint: give only one of them"),
+        (
+            ("--verify-checkpoint", "3", "--checkpoints", "--verify"),
+            "--verify and --checkpoints and --verify-checkpoint: give only one of them at a time",
+        ),
         (("--verify-checkpoint", "x"), "--verify-checkpoint=x: must be the number of a committed step, or latest"),
         (("--row", "99999"), "--row=99999: the plan"),
-        (("--row", "0", "--verify"), "ask one at a time"),
+        (("--row", "0", "--verify"), "give only one of them at a time"),
         (("--row", "0", "--text", "some"), "--text=some: must be one of cut, full, none"),
-        (("--text", "full"), "--text=full: goes with --row"),
-        (("--no-read",), "--no-read: goes with --verify"),
-        (("--corpus", "x"), "--corpus=x: goes with --row or --verify"),
-        (("elsewhere",), "goes with --verify, which compares the two"),
-        (("--verify", "elsewhere"), "OTHER='elsewhere': is no run directory"),
+        (("--text", "full"), "--text=full: needs --row"),
+        (("--no-read",), "--no-read: needs --verify"),
+        (("--corpus", "x"), "--corpus=x: needs --row or --verify"),
+        (("elsewhere",), "needs --verify, which compares the two"),
+        (("--verify", "elsewhere"), "OTHER='elsewhere': is not a run directory"),
         (("--verify", "--corpus", "nowhere"), "--corpus nowhere: data.path=nowhere: does not exist"),
         (("--row", "0", "--corpus", "nowhere"), "--corpus nowhere: data.path=nowhere: does not exist"),
     ],
@@ -255,7 +258,7 @@ def test_bad_input_exits_with_2_and_says_the_hint(
 def test_a_run_that_is_none_or_has_no_plan_exits_with_2(inspect: Inspect, tmp_path: Path) -> None:
     for arguments in ((), ("--verify",), ("--row", 0)):
         code, _, err = inspect(tmp_path, *arguments)
-        assert code == 2 and "is no run directory" in err
+        assert code == 2 and "is not a run directory" in err
     (tmp_path / "journal").mkdir()
     assert inspect(tmp_path)[0] == 0
     for arguments in (("--verify",), ("--row", 0)):

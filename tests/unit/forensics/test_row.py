@@ -14,8 +14,8 @@ from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
 from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import UserError
-from ray_ulysses.forensics.piece_text import cut_text
-from ray_ulysses.forensics.row import look_at_row
+from ray_ulysses.forensics.piece_text import shortened
+from ray_ulysses.forensics.row import report_row
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.data.tokenize.test_supervision import prepare_rows
 from tests.unit.forensics.runs import SETTINGS, Run, make_run
@@ -31,7 +31,7 @@ def long_run(tmp_path: Path, corpus: Path) -> Run:
 def test_every_piece_is_told_with_its_file_and_its_text(long_run: Run) -> None:
     texts = {f"text-{number:04d}.txt": text for number, text in enumerate(varied_texts(60))}
     for row in range(long_run.plan.num_rows):
-        report = look_at_row(long_run.folder, row, text="full")
+        report = report_row(long_run.folder, row, text="full")
         assert [(p.document, p.start, p.length, p.goes_on) for p in report.pieces] == [
             (p.document, p.start, p.length, p.has_next_label) for p in long_run.plan.pieces(row)
         ]
@@ -44,7 +44,7 @@ def test_every_piece_is_told_with_its_file_and_its_text(long_run: Run) -> None:
 
 def test_the_numbers_of_a_row_add_up(run: Run) -> None:
     run.attempt([run.started(), *run.steps(1, 3)])
-    reports = [look_at_row(run.folder, row, text="none") for row in range(run.plan.num_rows)]
+    reports = [report_row(run.folder, row, text="none") for row in range(run.plan.num_rows)]
     for report in reports:
         assert report.tokens == sum(piece.length for piece in report.pieces)
         assert report.row_tokens == report.tokens + report.padding == run.plan.row_tokens(report.row)
@@ -62,7 +62,7 @@ def test_the_numbers_of_a_row_add_up(run: Run) -> None:
 def test_a_step_that_was_thrown_away_is_told_apart_from_the_one_that_counts(run: Run) -> None:
     run.attempt([run.started(), *run.steps(1, 4)])
     run.attempt([run.started(2), *run.steps(3, 3)])
-    third, fourth = look_at_row(run.folder, 8), look_at_row(run.folder, 12)
+    third, fourth = report_row(run.folder, 8), report_row(run.folder, 12)
     assert [(one.step, one.attempt) for one in third.trained] == [(3, 2)]
     assert [(one.step, one.attempt) for one in third.thrown_away] == [(3, 1)]
     assert fourth.trained == ()
@@ -74,7 +74,7 @@ def test_a_row_of_a_branch_names_its_segment_and_the_added_corpus(run: Run, corp
     run.attempt([run.started(), *run.steps(1, 5)])
     run.branch(5, replace(SETTINGS, context_tokens=256, rows_per_step=3), [corpus, more])
     run.attempt([run.started(5), *run.steps(6, run.plan.num_steps)])
-    reports = [look_at_row(run.folder, row) for row in range(run.plan.num_rows)]
+    reports = [report_row(run.folder, row) for row in range(run.plan.num_rows)]
     assert [report.segment for report in reports] == [0] * 20 + [1] * (run.plan.num_rows - 20)
     for report in reports:
         assert report.row in run.plan.step_rows(report.planned_step)
@@ -88,7 +88,7 @@ def test_a_row_of_a_branch_names_its_segment_and_the_added_corpus(run: Run, corp
 def test_a_row_of_the_plan_before_a_branch_is_not_taken_for_one_of_the_branch(run: Run, corpus: Path) -> None:
     run.attempt([run.started(), *run.steps(1, 7)])
     run.branch(5, replace(SETTINGS, rows_per_step=3), [corpus])
-    report = look_at_row(run.folder, 20)
+    report = report_row(run.folder, 20)
     assert report.segment == 1
     assert report.trained == ()
     assert [(one.step, one.attempt) for one in report.thrown_away] == [(6, 1)]
@@ -102,7 +102,7 @@ def test_lines_and_their_own_ids_are_told(tmp_path: Path) -> None:
         PrepareRequest(sources=SourceSpec(paths=(str(lines),), fields=RowFields(id="key", text="text")), out=out)
     )
     run = make_run(tmp_path / "demo", [out])
-    pieces = [piece for row in range(run.plan.num_rows) for piece in look_at_row(run.folder, row).pieces]
+    pieces = [piece for row in range(run.plan.num_rows) for piece in report_row(run.folder, row).pieces]
     assert {(piece.source, piece.offset, piece.id) for piece in pieces} == {
         (str(lines), number + 1, f"id-{number}") for number in range(9)
     }
@@ -114,12 +114,12 @@ def test_a_missing_corpus_leaves_out_only_what_it_gives(corpus: Path, tmp_path: 
     shutil.copytree(corpus, old)
     run = make_run(tmp_path / "demo", [old])
     old.rename(new)
-    gone = look_at_row(run.folder, 0)
+    gone = report_row(run.folder, 0)
     assert gone.tokens == sum(piece.length for piece in gone.pieces) > 0
     (missing,) = gone.corpora
     assert missing.path == str(old) and missing.problem is not None and "does not exist" in missing.problem
     assert {(piece.source, piece.text, piece.text_problem) for piece in gone.pieces} == {(None, None, None)}
-    there = look_at_row(run.folder, 0, corpora=[new])
+    there = report_row(run.folder, 0, corpora=[new])
     assert there.corpora[0].problem is None
     assert all(piece.text is not None and piece.corpus == str(new) for piece in there.pieces)
 
@@ -134,14 +134,14 @@ def test_a_missing_or_changed_tokenizer_leaves_out_the_text_alone(tmp_path: Path
     prepare_local(PrepareRequest(sources=SourceSpec(paths=(str(sources),)), out=out, tokenizer=str(tokenizer)))
     assert Corpus.open(out).tokenizer.kind == "huggingface"
     run = make_run(tmp_path / "demo", [out])
-    (piece,) = look_at_row(run.folder, 0).pieces
+    (piece,) = report_row(run.folder, 0).pieces
     assert piece.text is not None and piece.text.head.split() == ["one", "two", "one", "three", "<end>"]
     config = tokenizer / "tokenizer_config.json"
     config.write_text(json.dumps({"eos_token": "<end>", "changed": 1}))
-    (piece,) = look_at_row(run.folder, 0).pieces
-    assert piece.text is None and "its files are not those that the corpus was made with" in str(piece.text_problem)
+    (piece,) = report_row(run.folder, 0).pieces
+    assert piece.text is None and "its files are not those that prepared the corpus" in str(piece.text_problem)
     shutil.rmtree(tokenizer)
-    (piece,) = look_at_row(run.folder, 0).pieces
+    (piece,) = report_row(run.folder, 0).pieces
     assert piece.text is None and "no such directory" in str(piece.text_problem)
     assert piece.source == str(sources / "a.txt")
 
@@ -162,7 +162,7 @@ def test_a_row_that_is_not_planned_is_refused_with_the_range(run: Run) -> None:
     last, steps = run.plan.num_rows - 1, run.plan.num_steps
     for row in (-1, last + 1):
         with pytest.raises(UserError) as refused:
-            look_at_row(run.folder, row)
+            report_row(run.folder, row)
         said = str(refused.value)
         assert said.startswith(f"--row={row}: the plan {run.plan.plan_id} has rows 0 to {last} in {steps} steps")
         assert "rows 0 to 11 are trained so far" in said
@@ -171,13 +171,13 @@ def test_a_row_that_is_not_planned_is_refused_with_the_range(run: Run) -> None:
 def test_a_run_without_a_plan_is_refused(tmp_path: Path) -> None:
     (tmp_path / "journal").mkdir()
     with pytest.raises(UserError, match="has no data plan yet"):
-        look_at_row(tmp_path, 0)
+        report_row(tmp_path, 0)
 
 
 @pytest.mark.parametrize("size", [0, 1, 480, 640, 641, 5000])
 def test_a_cut_text_leaves_out_what_it_says(size: int) -> None:
     text = "".join(chr(97 + place % 26) for place in range(size))
-    cut = cut_text(text)
+    cut = shortened(text)
     assert len(cut.head) + len(cut.tail) + cut.left_out == size
     assert text.startswith(cut.head) and text.endswith(cut.tail)
     assert (cut.left_out > 0) == (size > 640)
@@ -200,7 +200,7 @@ def test_the_tokens_that_are_supervised_are_marked(tmp_path: Path, context_token
     run = make_run(tmp_path / "run", [chats.path, plain.path], replace(ALL, context_tokens=context_tokens))
     marked: dict[int, str] = {}
     for row in range(run.plan.num_rows):
-        report = look_at_row(run.folder, row, text="full")
+        report = report_row(run.folder, row, text="full")
         assert report.supervised == sum(stop - start for piece in report.pieces for start, stop in piece.labels or ())
         for piece in report.pieces:
             assert piece.text is not None and piece.labels is not None

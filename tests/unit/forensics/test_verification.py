@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.forensics.reading import Progress
-from ray_ulysses.forensics.verdict import Finding, Verification
+from ray_ulysses.forensics.row_checks import Progress
 from ray_ulysses.forensics.verification import verify_run
+from ray_ulysses.forensics.verification_report import Finding, Verification
 from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import RunLock
 from tests.unit.data.corpora import text_corpus, varied_texts
@@ -72,7 +72,7 @@ def test_a_run_that_has_trained_nothing_has_nothing_wrong(run: Run) -> None:
     found = verify_run(run.folder)
     assert found.holds
     assert found.reading is None
-    assert "nothing is trained yet" in found.notes[0]
+    assert "no step that counts has been trained yet" in found.notes[0]
 
 
 def test_rows_that_two_steps_trained_are_named(run: Run) -> None:
@@ -81,7 +81,7 @@ def test_rows_that_two_steps_trained_are_named(run: Run) -> None:
     assert kinds(found) == ["wrong_rows", "repeated_rows"]
     wrong, repeated = found.findings
     assert wrong.step == 3
-    assert "trained rows 7 to 11, the plan gives it rows 8 to 11" in str(wrong)
+    assert "trained rows 7 to 11, the plan assigns it rows 8 to 11" in str(wrong)
     assert str(repeated).startswith("row 7: trained by step 2 of attempt 1 and by step 3 of attempt 1")
     assert not found.holds
 
@@ -113,7 +113,7 @@ def test_a_step_that_an_attempt_trained_twice_without_a_resume_is_named(run: Run
     run.attempt([run.started(), *run.steps(1, 4), run.step(4), *run.steps(5, 6)])
     finding = only(verify_run(run.folder))
     assert (finding.kind, finding.step) == ("repeated_step", 4)
-    assert "trained, and then again by attempt 1, which had not resumed from before it" in finding.what
+    assert "trained, and then again by attempt 1, which had not resumed before it" in finding.what
     assert "rows 12 to 15 went into the model's state twice" in finding.meaning
 
 
@@ -143,7 +143,7 @@ def test_steps_beyond_the_plan_are_named_and_the_others_still_read(run: Run) -> 
     assert only(found).kind == "wrong_rows"
     assert f"the plan ends after step {last}" in found.findings[0].what
     assert found.reading is not None and found.reading.steps == last
-    assert f"steps from {last + 1} on lie beyond the plan" in found.notes[0]
+    assert f"steps from {last + 1} on are beyond the plan" in found.notes[0]
 
 
 @pytest.mark.parametrize("read", [True, False], ids=["read", "no-read"])
@@ -160,7 +160,7 @@ def test_a_digest_that_is_off_by_one_is_named(run: Run, read: bool) -> None:
     assert found.findings[0].where == "checkpoints/step-00000004/manifest.json"
     if read:
         assert found.findings[1].where == "step 3 of attempt 1, rows 8 to 11"
-        assert f"of digest {wrong['digest']}, plan and corpus give {run.digest(3):016x}" in found.findings[1].what
+        assert f"of digest {wrong['digest']}, plan and corpus have {run.digest(3):016x}" in found.findings[1].what
 
 
 def forge(corpus: Path, folder: Path, document: int = 20) -> Path:
@@ -195,7 +195,7 @@ def test_a_token_that_the_model_received_otherwise_is_named(run: Run, corpus: Pa
     }
     assert set(kinds(found)) == {"digest"}
     assert {finding.step for finding in found.findings} == holding
-    assert "a token, label or position of these rows was not the planned one" in found.findings[0].meaning
+    assert "a token, label or position of these rows differed from the plan" in found.findings[0].meaning
     # Without reading nothing is wrong: journal and checkpoints agree.
     assert verify_run(run.folder, read=False).holds
 
@@ -214,7 +214,7 @@ def test_another_text_of_the_same_lengths_in_the_corpus_place_is_refused(
     with pytest.raises(UserError, match="the corpus was replaced since planning") as refused:
         verify_run(in_place.folder)
     assert "--corpus PATH" in str(refused.value) and "--no-read" in str(refused.value)
-    with pytest.raises(UserError, match="which is none of the plan's") as stranger:
+    with pytest.raises(UserError, match="which is not in the plan") as stranger:
         verify_run(run.folder, corpora=[other])
     assert str(other) in str(stranger.value) and str(corpus) in str(stranger.value)
 
@@ -368,7 +368,7 @@ def test_a_corpus_that_moved_is_found_where_a_resume_or_the_user_says(corpus: Pa
 
 
 def test_a_run_without_a_plan_is_refused_with_the_hint(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no run directory"):
+    with pytest.raises(UserError, match="is not a run directory"):
         verify_run(tmp_path)
     (tmp_path / "journal").mkdir()
     with pytest.raises(UserError, match=r"has no data plan yet.*ray-ulysses train"):

@@ -191,4 +191,4 @@ def test_a_damaged_record_of_the_journal_is_named_and_stops_nothing(
     content[place : place + 1] = b"s"
     path.write_bytes(content)
     assert settle_completed(prepared) is None
-    assert "journal/attempt-0001.jsonl, line 2: its checksum is wrong; it was set aside" in caplog.text
+    assert "journal/attempt-0001.jsonl, line 2: its checksum is wrong; it was left out" in caplog.text

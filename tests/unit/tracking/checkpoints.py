@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray_ulysses.tracking.commits import CheckpointState, CommittedCheckpoint, TrackedCheckpoint
+from ray_ulysses.tracking.checkpoint_updates import CheckpointState, CommittedCheckpoint, TrackedCheckpoint
 
 STORE = "/runs/demo"
 

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ray_ulysses.tracking.events import Event, event_of
+from ray_ulysses.tracking.events import Event, encode_event, event_adapter
 from ray_ulysses.tracking.journal_reader import Journal, read_entries
-from ray_ulysses.tracking.step_runs import single
+from ray_ulysses.tracking.step_groups import ungroup_steps
+from ray_ulysses.validation import read_json
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "attempt_started": {
@@ -26,7 +27,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 def event(fields: Mapping[str, Any]) -> Event:
     """Return an event of some fields."""
     defaults = _DEFAULTS.get(fields["event"], {})
-    return event_of({"time": 0.0, "attempt": 1, **defaults, **fields})
+    return read_json(event_adapter(), encode_event({"time": 0.0, "attempt": 1, **defaults, **fields}))
 
 
 def journal(records: Iterable[Mapping[str, Any]]) -> Journal:
@@ -36,4 +37,4 @@ def journal(records: Iterable[Mapping[str, Any]]) -> Journal:
 
 def read_events(run_dir: Path | str) -> tuple[Event, ...]:
     """Return a run's events one by one."""
-    return tuple(single(read_entries(run_dir)))
+    return tuple(ungroup_steps(read_entries(run_dir)))

@@ -10,7 +10,7 @@ import pytest
 
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.tracking.checkpoint_lookup import choose, find_checkpoint
-from ray_ulysses.tracking.commits import GoneCheckpoint
+from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
 from ray_ulysses.tracking.mlflow_tracker import MlflowTracker, TrackingIdentity
 from tests.unit.tracking.checkpoints import STORE, committed, tracked
 
@@ -18,7 +18,7 @@ ASKED = "model.resume_from='mlflow:demo/x'"
 
 
 def chosen(have, which):
-    one = choose(have, which, asked=ASKED)
+    one = choose(have, which, reference=ASKED)
     return one.step, one.attempt
 
 
@@ -55,17 +55,21 @@ def test_what_is_gone_is_not_offered(state, which):
 @pytest.mark.parametrize(
     ("have", "which", "said"),
     [
-        ([], "latest", "MLflow knows of no checkpoint of that run that is still there; name another"),
-        ([tracked(10, 1, "deleted")], "latest", "; 1 that it had are deleted or damaged; name another"),
-        ([tracked(10, is_complete=False)], "best", "no checkpoint of that run that is still there"),
-        ([tracked(10), tracked(20)], 15, "that run has no checkpoint of step 15; there are 10, 20"),
-        ([tracked(10), tracked(20, 1, "damaged")], 20, "the checkpoint of step 20 is damaged; there are 10"),
-        ([tracked(10, metrics={}), tracked(20, metrics={})], "best", "has a loss; name a step: 10, 20"),
+        ([], "latest", "MLflow has no usable checkpoint of that run; choose another run"),
+        (
+            [tracked(10, 1, "deleted")],
+            "latest",
+            "; all 1 of its checkpoints are deleted or damaged; choose another run",
+        ),
+        ([tracked(10, is_complete=False)], "best", "no usable checkpoint of that run"),
+        ([tracked(10), tracked(20)], 15, "that run has no checkpoint of step 15; available steps: 10, 20"),
+        ([tracked(10), tracked(20, 1, "damaged")], 20, "the checkpoint of step 20 is damaged; available steps: 10"),
+        ([tracked(10, metrics={}), tracked(20, metrics={})], "best", "has a loss; give a step: 10, 20"),
     ],
 )
 def test_an_error_says_what_there_is(have, which, said):
     with pytest.raises(UserError) as caught:
-        choose(have, which, asked=ASKED)
+        choose(have, which, reference=ASKED)
     assert said in str(caught.value)
     assert str(caught.value).startswith(f"{ASKED}: ")
 
@@ -97,7 +101,9 @@ def test_a_run_is_found_by_its_name_and_by_its_id(uri, tmp_path):
         assert (found.cursor, found.topology) == ({"next_row": 120}, {"world_size": 4, "sp_size": 2})
         assert find_checkpoint(run, "best", uri=uri).step == 10
         assert find_checkpoint(run, 10, uri=uri).metrics == {"loss": 1.0}
-        with pytest.raises(UserError, match=r"mlflow:.*/30': the checkpoint of step 30 is damaged; there are 10, 20"):
+        with pytest.raises(
+            UserError, match=r"mlflow:.*/30': the checkpoint of step 30 is damaged; available steps: 10, 20"
+        ):
             find_checkpoint(run, 30, uri=uri)
 
 
@@ -106,7 +112,7 @@ def test_a_name_that_several_runs_have_is_answered_with_their_ids(uri, tmp_path)
     with pytest.raises(UserError) as caught:
         find_checkpoint("twice", "latest", uri=uri)
     text = str(caught.value)
-    assert "2 MLflow runs have that name; name one of them by its id:" in text
+    assert "2 MLflow runs have that name; give the id of one of them:" in text
     for run_id, step in zip(ids, (10, 20), strict=True):
         assert f"mlflow:{run_id}/latest  (experiment lookup, since " in text
         assert f"newest checkpoint at step {step})" in text
@@ -149,6 +155,6 @@ def test_a_server_that_is_away_is_said_soon_and_without_its_password():
 
 
 def test_a_database_that_is_not_there_is_not_made(tmp_path):
-    with pytest.raises(UserError, match=r"is no database that exists; set tracking\.uri to where it is"):
+    with pytest.raises(UserError, match=r"does not exist; set tracking\.uri to an existing database"):
         find_checkpoint("demo", "latest", uri=f"sqlite:///{tmp_path}/mlflow.db")
     assert list(tmp_path.iterdir()) == []

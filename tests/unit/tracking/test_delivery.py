@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_ulysses.tracking.commits import GoneCheckpoint
+from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
 from ray_ulysses.tracking.delivery import RefusedEvent, SpooledTracker, unsent
 from tests.breadth import examples
 from tests.polling import wait_until
@@ -287,7 +287,7 @@ def test_an_outage_is_said_once(tmp_path, caplog):
         tracker.finish("failed")
     assert sink.calls > 2
     assert caplog.text.count("does not answer") == 1
-    assert "is sent when the run is started again" in caplog.text
+    assert "are sent when the run is started again" in caplog.text
 
 
 def test_a_password_in_the_address_is_not_in_the_log(tmp_path, caplog):
@@ -330,7 +330,7 @@ def test_a_full_spool_drops_and_says_so(tmp_path, caplog):
         tracker.start({}, {})
         log_steps(tracker, range(1, 100))
         tracker.finish("failed")
-    assert "is full: later events are left out of the tracker" in caplog.text
+    assert "is full: the tracker misses later events" in caplog.text
 
 
 def test_two_metrics_of_one_step_may_come_apart(tmp_path):

@@ -79,7 +79,7 @@ def test_a_line_torn_anywhere_is_no_record(tmp_path: Path, cut: int) -> None:
     assert len(read_events(tmp_path)) == 1
 
 
-def test_segments_of_two_writers_are_one_attempt(tmp_path: Path) -> None:
+def test_files_of_two_writers_are_one_attempt(tmp_path: Path) -> None:
     journal = AttemptJournal.claim(tmp_path)
     controller = AttemptJournal.open(tmp_path, 1, writer="controller")
     controller.append(_ended("worker died"))
@@ -222,7 +222,7 @@ def test_closing_tries_once_more_and_says_what_is_lost(tmp_path: Path, monkeypat
 
 
 def test_what_memory_holds_is_bounded_by_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray_ulysses.tracking.journal._MOST_UNSYNCED_BYTES", 500)
+    monkeypatch.setattr("ray_ulysses.tracking.journal._MAX_UNSYNCED_BYTES", 500)
     journal = AttemptJournal.claim(tmp_path)
     for step in range(50):
         journal.append(_step(step))

@@ -15,9 +15,9 @@ from ray_ulysses.tracking.counted_steps import steps_that_count
 from ray_ulysses.tracking.events import AttemptStarted, Event, StepDone
 from ray_ulysses.tracking.history import RunHistory, read_history
 from ray_ulysses.tracking.journal import AttemptJournal
-from ray_ulysses.tracking.journal_index import SegmentIndex, index_path
+from ray_ulysses.tracking.journal_index import JournalFileIndex, index_path
 from ray_ulysses.tracking.journal_reader import index_journal, read_journal
-from ray_ulysses.tracking.step_runs import STEP_ROW, StepRun, grouped, single
+from ray_ulysses.tracking.step_groups import STEP_ROW, StepGroup, group_steps, ungroup_steps
 from ray_ulysses.tracking.time_spent import TimeLedger, time_spent
 from tests.breadth import examples
 from tests.unit.tracking.journals import event, read_events
@@ -26,12 +26,12 @@ _SIZES = {"world_size": 4, "sp_size": 2, "dp_size": 2, "nodes": ["a"], "resumed_
 
 
 @pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces of some lines, so that a short journal has several."""
-    monkeypatch.setattr(journal, "PIECE_BYTES", 4000)
-    monkeypatch.setattr(journal_index, "PIECE_BYTES", 4000)
-    monkeypatch.setattr(journal, "LEAST_BYTES", 1)
-    monkeypatch.setattr(journal_reader, "LEAST_BYTES", 1)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a few lines, so that a short journal has several."""
+    monkeypatch.setattr(journal, "BLOCK_BYTES", 4000)
+    monkeypatch.setattr(journal_index, "BLOCK_BYTES", 4000)
+    monkeypatch.setattr(journal, "MIN_BYTES", 1)
+    monkeypatch.setattr(journal_reader, "MIN_BYTES", 1)
 
 
 class _Parsing:
@@ -85,7 +85,7 @@ def _run(folder: Path, *, is_killed: bool = False) -> Path:
     return folder
 
 
-def _segment(folder: Path, attempt: int = 1) -> Path:
+def _journal_file(folder: Path, attempt: int = 1) -> Path:
     return folder / f"journal/attempt-{attempt:04d}.jsonl"
 
 
@@ -151,25 +151,25 @@ def _flips(content: bytes, count: int, seed: int) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("attempt", [1, 2])
-def test_damage_in_an_indexed_segment_is_named_as_without_index(tmp_path: Path, attempt: int) -> None:
+def test_damage_in_an_indexed_journal_file_is_named_as_without_index(tmp_path: Path, attempt: int) -> None:
     _run(tmp_path)
-    segment = _segment(tmp_path, attempt)
-    index, content = index_path(segment).read_bytes(), segment.read_bytes()
+    file = _journal_file(tmp_path, attempt)
+    index, content = index_path(file).read_bytes(), file.read_bytes()
     for damaged in _flips(content, 150, seed=attempt):
-        segment.write_bytes(damaged)
-        index_path(segment).write_bytes(index)
+        file.write_bytes(damaged)
+        index_path(file).write_bytes(index)
         found = read_history(tmp_path, is_held=False)
         assert found.damaged_records
         # Nor is it indexed away.
         index_journal(tmp_path)
         assert _numbers(read_history(tmp_path, is_held=False)) == _numbers(found)
-        index_path(segment).unlink()
+        index_path(file).unlink()
         assert _numbers(read_history(tmp_path, is_held=False)) == _numbers(found)
 
 
 def test_a_damaged_index_is_not_believed_and_is_mended(tmp_path: Path) -> None:
     expected = _numbers(read_history(_run(tmp_path), is_held=False))
-    path = index_path(_segment(tmp_path))
+    path = index_path(_journal_file(tmp_path))
     index = path.read_bytes()
     for damaged in (
         *_flips(index, 300, seed=3),
@@ -186,25 +186,25 @@ def test_a_damaged_index_is_not_believed_and_is_mended(tmp_path: Path) -> None:
     assert path.read_bytes() == index
 
 
-def test_an_index_of_another_segment_is_not_believed(tmp_path: Path) -> None:
+def test_an_index_of_another_journal_file_is_not_believed(tmp_path: Path) -> None:
     _run(tmp_path)
-    one, other = (index_path(_segment(tmp_path, attempt)) for attempt in (1, 2))
+    one, other = (index_path(_journal_file(tmp_path, attempt)) for attempt in (1, 2))
     expected = [repr(event) for event in read_events(tmp_path)]
     other.write_bytes(one.read_bytes())
     assert [repr(event) for event in read_events(tmp_path)] == expected
 
 
-def test_a_segment_that_has_lost_its_end_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_a_journal_file_that_has_lost_its_end_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     _run(tmp_path)
-    segment = _segment(tmp_path)
-    content = segment.read_bytes()
+    file = _journal_file(tmp_path)
+    content = file.read_bytes()
     for size in range(0, len(content), 997):
-        segment.write_bytes(content[:size])
+        file.write_bytes(content[:size])
         found = [repr(event) for event in read_events(tmp_path)]
-        index = index_path(segment).read_bytes()
-        index_path(segment).unlink()
+        index = index_path(file).read_bytes()
+        index_path(file).unlink()
         assert [repr(event) for event in read_events(tmp_path)] == found
-        index_path(segment).write_bytes(index)
+        index_path(file).write_bytes(index)
 
 
 def test_a_disk_without_room_for_an_index_costs_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,16 +220,16 @@ def test_a_disk_without_room_for_an_index_costs_no_record(tmp_path: Path, monkey
 
 def test_an_index_that_went_up_in_part_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _run(tmp_path)
-    whole = index_path(_segment(tmp_path)).read_bytes()
+    whole = index_path(_journal_file(tmp_path)).read_bytes()
     _delete_indexes(tmp_path)
-    index = SegmentIndex(_segment(tmp_path), 1)
+    index = JournalFileIndex(_journal_file(tmp_path), 1)
     write = journal_index.os.write
     with monkeypatch.context() as patch:
         patch.setattr(journal_index.os, "write", lambda descriptor, content: write(descriptor, content[:50]))
         index.extend(200)
-    assert len(index_path(_segment(tmp_path)).read_bytes()) == 50
+    assert len(index_path(_journal_file(tmp_path)).read_bytes()) == 50
     index.extend(200)
-    assert len(index_path(_segment(tmp_path)).read_bytes()) >= len(whole) - 4096
+    assert len(index_path(_journal_file(tmp_path)).read_bytes()) >= len(whole) - 4096
 
 
 def _random_events(seed: int) -> list[Event]:
@@ -286,8 +286,8 @@ def test_the_time_of_steps_in_runs_is_that_of_single_steps(seed: int) -> None:
     assert time_spent(events).to_json() == pytest.approx(ledger.spent().to_json(), abs=2e-3)
 
 
-def test_runs_give_their_events_back() -> None:
+def test_groups_give_their_events_back() -> None:
     events = _random_events(5)
-    runs = list(grouped(events))
-    assert any(isinstance(run, StepRun) and len(run.rows) > 1 for run in runs)
-    assert list(map(repr, single(runs))) == list(map(repr, events))
+    groups = list(group_steps(events))
+    assert any(isinstance(group, StepGroup) and len(group.rows) > 1 for group in groups)
+    assert list(map(repr, ungroup_steps(groups))) == list(map(repr, events))

@@ -17,9 +17,9 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.tracking.events import StepDone
 from ray_ulysses.tracking.history import RunHistory, build_history, read_history
 from ray_ulysses.tracking.journal import AttemptJournal
-from ray_ulysses.tracking.journal_reader import read_edges, read_journal
-from ray_ulysses.tracking.line_checksum import with_checksum
-from ray_ulysses.tracking.step_runs import single
+from ray_ulysses.tracking.journal_lines import with_checksum
+from ray_ulysses.tracking.journal_reader import read_head_and_tail, read_journal
+from ray_ulysses.tracking.step_groups import ungroup_steps
 from tests.unit.tracking.journals import read_events
 
 _SIZES = {"world_size": 4, "sp_size": 2, "dp_size": 2, "nodes": ["a", "b"]}
@@ -92,7 +92,7 @@ def test_a_line_is_json_whose_first_member_is_the_checksum_of_the_rest(tmp_path:
 def test_a_sound_journal_has_no_damage(tmp_path: Path) -> None:
     found = read_journal(_run(tmp_path))
     assert found.damaged == ()
-    assert [event.step for event in single(found.entries) if isinstance(event, StepDone)] == [
+    assert [event.step for event in ungroup_steps(found.entries) if isinstance(event, StepDone)] == [
         *range(1, 10),
         *range(9, 13),
     ]
@@ -108,8 +108,8 @@ def test_the_journal_of_a_version_without_checksums_is_read(tmp_path: Path) -> N
         _rewrite(tmp_path, [json.dumps(fields).encode() for fields in lines], attempt)
     found = read_journal(tmp_path)
     assert found.damaged == ()
-    assert [event for event in single(found.entries) if event.event != "checkpoint_committed"] == [
-        event for event in single(expected.entries) if event.event != "checkpoint_committed"
+    assert [event for event in ungroup_steps(found.entries) if event.event != "checkpoint_committed"] == [
+        event for event in ungroup_steps(expected.entries) if event.event != "checkpoint_committed"
     ]
 
 
@@ -121,7 +121,7 @@ def test_a_flipped_bit_is_corrected_and_named(tmp_path: Path) -> None:
     lines[3] = lines[3][:place] + bytes([lines[3][place] ^ 0x40]) + lines[3][place + 1 :]
     _rewrite(tmp_path, lines)
     found = read_journal(tmp_path)
-    assert tuple(single(found.entries)) == expected
+    assert tuple(ungroup_steps(found.entries)) == expected
     assert [str(record) for record in found.damaged] == [
         "journal/attempt-0001.jsonl, line 4: its checksum is wrong; its flipped bit was corrected"
     ]
@@ -142,7 +142,8 @@ def test_a_lost_step_is_recovered_from_the_next_checkpoint_s_sums(tmp_path: Path
     ]
     history = build_history(name="r", journal=found)
     assert repr(history.steps[number - 1].loss) == "nan"
-    unknown: dict[str, Any] = {"loss": 0.0, "seconds": 0.0, "grad_norm": None}
+    unknown: dict[str, Any] = {"loss": 0.0, "time": 0.0, "seconds": 0.0, "saving_seconds": 0.0}
+    unknown |= dict.fromkeys(("learning_rate", "grad_norm", "peak_memory_gib", "mfu"))
     assert [replace(step, **unknown) for step in history.steps] == [replace(step, **unknown) for step in expected.steps]
     assert (history.tokens, history.data_digest) == (expected.tokens, expected.data_digest)
     assert (history.rows_consumed, history.missing_steps) == (72, ())
@@ -194,7 +195,7 @@ def test_an_attempt_whose_start_is_lost_still_replaces_the_steps_that_it_trained
     assert (history.steps, history.lost_steps, history.tokens) == (expected.steps, 1, expected.tokens)
     (record,) = history.damaged_records
     assert record.startswith("journal/attempt-0002.jsonl, line 1: not valid JSON: ")
-    assert record.endswith("; it was set aside")
+    assert record.endswith("; it was left out")
 
 
 def test_what_was_taken_over_counts_towards_a_recovered_step(tmp_path: Path) -> None:
@@ -235,7 +236,7 @@ def test_a_record_of_another_attempt_is_damage(tmp_path: Path) -> None:
     lines = _lines(_run(tmp_path))
     _rewrite(tmp_path, [*_lines(tmp_path, 2), lines[1]], attempt=2)
     (record,) = read_journal(tmp_path).damaged
-    assert record.reason == "attempt is 1, but it stands in a segment of attempt 2"
+    assert record.reason == "attempt is 1, but the journal file is that of attempt 2"
 
 
 def test_an_event_of_a_later_version_is_passed_over(tmp_path: Path) -> None:
@@ -247,7 +248,7 @@ def test_an_event_of_a_later_version_is_passed_over(tmp_path: Path) -> None:
     _rewrite(tmp_path, [*_lines(tmp_path), with_checksum(text)])
     found = read_journal(tmp_path)
     assert found.damaged == ()
-    assert [event.event for event in single(found.entries)] == ["preemption_notice"]
+    assert [event.event for event in ungroup_steps(found.entries)] == ["preemption_notice"]
 
 
 @pytest.mark.parametrize(
@@ -278,7 +279,7 @@ def test_whatever_a_line_of_an_old_journal_holds_is_named(tmp_path: Path, text: 
 
 
 @pytest.mark.parametrize("kind", ["a folder", "a link to a folder", "a link to nothing"])
-def test_what_stands_in_place_of_a_segment_is_named_and_the_rest_is_read(tmp_path: Path, kind: str) -> None:
+def test_what_is_in_place_of_a_journal_file_is_named_and_the_rest_is_read(tmp_path: Path, kind: str) -> None:
     whole = read_journal(_run(tmp_path))
     path, elsewhere = tmp_path / "journal/attempt-0002.jsonl", tmp_path / "elsewhere"
     path.unlink()
@@ -288,34 +289,34 @@ def test_what_stands_in_place_of_a_segment_is_named_and_the_rest_is_read(tmp_pat
         path.symlink_to(elsewhere)
         if kind == "a link to a folder":
             elsewhere.mkdir()
-    reason = "a folder stands in place of the file"
+    reason = "a folder is in place of the file"
     if kind == "a link to nothing":
-        reason = f"it is a link to {elsewhere}, which is not there"
-    said = f"journal/attempt-0002.jsonl: {reason}; it was set aside"
+        reason = f"it is a link to {elsewhere}, which does not exist"
+    said = f"journal/attempt-0002.jsonl: {reason}; it was left out"
     found = read_journal(tmp_path)
     assert [str(record) for record in found.damaged] == [said]
-    first = [event for event in single(whole.entries) if event.attempt == 1]
-    assert first and list(single(found.entries)) == first
-    assert read_edges(tmp_path, 2) == []
+    first = [event for event in ungroup_steps(whole.entries) if event.attempt == 1]
+    assert first and list(ungroup_steps(found.entries)) == first
+    assert read_head_and_tail(tmp_path, 2) == []
 
 
-def test_a_pipe_in_place_of_a_segment_is_refused(tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_a_journal_file_is_refused(tmp_path: Path) -> None:
     _run(tmp_path)
     os.mkfifo(tmp_path / "journal/attempt-0003.jsonl")
     with pytest.raises(UserError, match=r"attempt-0003\.jsonl: is a pipe, a socket or a device, not a plain file; put"):
         read_journal(tmp_path)
 
 
-def _check_flip(folder: Path, segment: Path, content: bytes, bit: int, expected: RunHistory) -> str:
+def _check_flip(folder: Path, file: Path, content: bytes, bit: int, expected: RunHistory) -> str:
     """Flip one bit; returns what became of it."""
     flipped = bytearray(content)
     flipped[bit // 8] ^= 1 << (bit % 8)
-    segment.write_bytes(flipped)
+    file.write_bytes(flipped)
     history = read_history(folder, is_held=False)
     numbers = replace(history, damaged_records=())
     if numbers == expected:
         return "made good" if history.damaged_records else "harmless"
-    assert history.damaged_records, f"bit {bit} of {segment.name} changed a number in silence"
+    assert history.damaged_records, f"bit {bit} of {file.name} changed a number in silence"
     return "named"
 
 
@@ -323,10 +324,10 @@ def _flips(folder: Path, count: int, seed: int) -> dict[str, int]:
     expected = read_history(_run(folder), is_held=False)
     drawn, outcomes = random.Random(seed), {"harmless": 0, "made good": 0, "named": 0}
     for _ in range(count):
-        segment = folder / f"journal/attempt-000{drawn.randint(1, 2)}.jsonl"
-        content = segment.read_bytes()
-        outcomes[_check_flip(folder, segment, content, drawn.randrange(8 * len(content)), expected)] += 1
-        segment.write_bytes(content)
+        file = folder / f"journal/attempt-000{drawn.randint(1, 2)}.jsonl"
+        content = file.read_bytes()
+        outcomes[_check_flip(folder, file, content, drawn.randrange(8 * len(content)), expected)] += 1
+        file.write_bytes(content)
     return outcomes
 
 

@@ -7,7 +7,7 @@ import uuid
 
 import pytest
 
-from ray_ulysses.tracking.commits import CheckpointInventory, GoneCheckpoint
+from ray_ulysses.tracking.checkpoint_updates import CheckpointInventory, GoneCheckpoint
 from ray_ulysses.tracking.mlflow_models import DESCRIPTION, CheckpointModels, tracked_checkpoints
 from tests.unit.tracking.checkpoints import STORE, committed
 
@@ -26,7 +26,7 @@ class Demo:
             client,
             experiment_id=self.experiment,
             run_id=self.run_id,
-            lineage={"run_name": "demo", "run_dir": "/runs/demo"},
+            run_tags={"run_name": "demo", "run_dir": "/runs/demo"},
         )
 
     def states(self):
@@ -191,7 +191,7 @@ def test_models_that_somebody_else_logged_to_the_run_are_let_be(demo):
 
 
 def test_more_checkpoints_than_a_page_holds_are_all_seen(demo, monkeypatch):
-    monkeypatch.setattr("ray_ulysses.tracking.mlflow_models._MODELS_A_PAGE", 2)
+    monkeypatch.setattr("ray_ulysses.tracking.mlflow_models._MODELS_PER_PAGE", 2)
     for step in range(1, 6):
         demo.models.commit(committed(step), NOW_MS)
     assert [step for step, _, _ in demo.states()] == [1, 2, 3, 4, 5]

@@ -14,7 +14,7 @@ import pytest
 
 from ray_ulysses.errors import RunError
 from ray_ulysses.tracking.checkpoint_lookup import find_checkpoint
-from ray_ulysses.tracking.commits import CheckpointInventory, GoneCheckpoint
+from ray_ulysses.tracking.checkpoint_updates import CheckpointInventory, GoneCheckpoint
 from ray_ulysses.tracking.mlflow_tracker import MlflowTracker, TrackingIdentity
 from tests.polling import wait_until
 from tests.unit.tracking.checkpoints import STORE, committed

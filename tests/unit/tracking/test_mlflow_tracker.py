@@ -295,7 +295,7 @@ def test_a_run_that_was_deleted_is_followed_by_a_new_one(uri, client, tmp_path, 
     with caplog.at_level("WARNING", logger="ray_ulysses"):
         second = run_attempt(uri, tmp_path, [2])
     assert second.run_id != first.run_id
-    assert f"the MLflow run {first.run_id} was deleted: a new one is made" in caplog.text
+    assert f"the MLflow run {first.run_id} was deleted: a new one is created" in caplog.text
     assert curve(client, second.run_id) == expected([2])
 
 

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray_ulysses.tracking.counted_steps import StepRecord
+from ray_ulysses.tracking.counted_steps import Steps
+from ray_ulysses.tracking.events import StepDone
 from ray_ulysses.tracking.history import AttemptRecord, CheckpointRecord, RunHistory
+from ray_ulysses.tracking.step_groups import step_rows
 from ray_ulysses.tracking.time_spent import TimeSpent
 
 
-def make_history(num_steps: int = 12, **changes: Any) -> RunHistory:
-    steps = tuple(
-        StepRecord(
-            step=n, loss=5 - n / 10, tokens=1000, rows=(4 * (n - 1), 4 * n), attempt=1 if n <= 5 else 2, seconds=2.0
-        )
-        for n in range(1, num_steps + 1)
+def make_step(n: int, loss: float | None = None) -> StepDone:
+    return StepDone(
+        time=2.0 * n,
+        attempt=1 if n <= 5 else 2,
+        step=n,
+        loss=5 - n / 10 if loss is None else loss,
+        tokens=1000,
+        rows=(4 * (n - 1), 4 * n),
+        digest=n,
+        seconds=2.0,
     )
+
+
+def make_history(num_steps: int = 12, **changes: Any) -> RunHistory:
+    steps = [make_step(n) for n in range(1, num_steps + 1)]
     fields: dict[str, Any] = {
         "name": "demo",
         "status": "finished",
         "step": num_steps,
         "tokens": 1000 * num_steps,
-        "steps": steps,
+        "steps": Steps([step_rows(steps)]),
         "attempts": (
             AttemptRecord(
                 world_size=4,

@@ -227,7 +227,7 @@ def test_what_is_wrong_with_the_whole_is_said_first() -> None:
 
 
 def test_what_can_not_be_read_now_is_not_called_damaged() -> None:
-    unread = replace(file(1, "rank-00001 can't be read (Permission denied), which may pass"), is_unread=True)
+    unread = replace(file(1, "rank-00001 can't be read (Permission denied), perhaps only for now"), is_unread=True)
     text = render_verdict(verdict(file(0), unread))
     assert text.startswith("checkpoint of step 100 of run 'demo': UNREADABLE\n")
     assert "UNREADABLE  attempt-0002/rank-00001" in text and "DAMAGED" not in text

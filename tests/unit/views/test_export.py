@@ -17,7 +17,7 @@ REPORT = ExportReport(
     out="/models/long-8b",
     architecture="LlamaForCausalLM",
     parameters=8_030_261_248,
-    weights="bf16, as the run computed with",
+    weights="bf16, as used in training",
     files={
         "model-00001-of-00002.safetensors": 10**10,
         "model-00002-of-00002.safetensors": 6 * 10**9,
@@ -45,13 +45,13 @@ def test_an_export_says_what_where_and_how_to_load_it() -> None:
             "run 'long-8b', step 2,000 (attempt 3, 1.23B trained tokens): exported in 1m15s",
             "  directory  /models/long-8b",
             "  model      LlamaForCausalLM, 8.03B parameters",
-            "  weights    bf16, as the run computed with",
+            "  weights    bf16, as used in training",
             "  files      2 of safetensors and 2 more, 16 GB",
             "  context    rows of up to 524,288 tokens; max_position_embeddings 131,072, rope llama3, factor 8, "
             "theta 500000, as trained",
             "  tokenizer  from /base",
             "  check      its logits over 512 tokens of 2 documents (the run's first training rows) differ from "
-            "the live model's by 1.0e-07 of the largest, where 1e-05 is allowed",
+            "the live model's by 1.0e-07 of the largest; 1e-05 is allowed",
             "  note: the run trained on rows longer than max_position_embeddings=131,072, which is exported as "
             "trained; raise it in config.json if the model is to use longer contexts",
             "",
@@ -92,11 +92,11 @@ def test_the_card_names_run_step_data_and_versions() -> None:
         "| trained tokens | 1,234,567,890 with a label |",
         "| data digest | `00ff00ff00ff00ff` |",
         "| versions | torch 2.13.0 |",
-        "held against the live model: its logits over 512 tokens of 2 documents",
+        "compared with the live model: its logits over 512 tokens of 2 documents",
         'model = AutoModelForCausalLM.from_pretrained(".", dtype="auto")',
     ):
         assert said in card
-    assert "was not held against the live model" in model_card(replace(REPORT, check=None)).decode()
+    assert "was not compared with the live model" in model_card(replace(REPORT, check=None)).decode()
 
 
 def test_sizes_are_counted_as_the_option_counts_them() -> None:

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from ray_ulysses.forensics.lineage import Lineage, SegmentRecord, SourceRecord
+from ray_ulysses.forensics.plan_history import PlanHistory, SegmentRecord, SourceRecord
+from ray_ulysses.tracking.counted_steps import Steps
 from ray_ulysses.tracking.events import RunFailed
+from ray_ulysses.tracking.step_groups import step_rows
 from ray_ulysses.tracking.time_spent import TimeSpent
 from ray_ulysses.views.inspect import history_json, render_history
-from tests.unit.views.histories import make_history
+from tests.unit.views.histories import make_history, make_step
 
 
 def test_a_run_is_told_in_full():
@@ -81,8 +83,8 @@ def make_segment(number, **changes):
 
 def test_the_segments_of_the_plan_are_a_line_each():
     weighted = (SourceRecord(path="/data/a", weight=3.0), SourceRecord(path="/data/b", weight=0.5))
-    lineage = Lineage(segments=(make_segment(0), make_segment(1, context_tokens=16384, sources=weighted)))
-    text = render_history(make_history(), lineage)
+    plan_history = PlanHistory(segments=(make_segment(0), make_segment(1, context_tokens=16384, sources=weighted)))
+    text = render_history(make_history(), plan_history)
     assert "  segment   plan  after step  from row  context  rows per step   packing  sources" in text
     assert "        0  plan0           0         0    8,192              4  best_fit  /data/a" in text
     assert "        1  plan1       1,000     4,000   16,384              4  best_fit  /data/a (weight 3)," in text
@@ -90,10 +92,10 @@ def test_the_segments_of_the_plan_are_a_line_each():
 
 
 def test_a_plan_that_cannot_be_read_is_said_and_one_that_is_not_there_is_not():
-    text = render_history(make_history(), Lineage(problem="segment-0000: another version"))
+    text = render_history(make_history(), PlanHistory(problem="segment-0000: another version"))
     assert "  PLAN: segment-0000: another version" in text
     assert "data digest    00000000deadbeef" in text
-    assert "plan" not in render_history(make_history(), Lineage())
+    assert "plan" not in render_history(make_history(), PlanHistory())
 
 
 def test_a_failed_run_says_why_and_what_to_do() -> None:
@@ -121,9 +123,9 @@ def test_a_failed_run_says_why_and_what_to_do() -> None:
 @pytest.mark.parametrize("num_steps", [0, 1, 12, 2500])
 def test_the_json_has_a_line_for_each_step_and_every_field(num_steps):
     losses = {0: math.nan, 3: math.inf}
-    steps = tuple(replace(step, loss=losses.get(n, step.loss)) for n, step in enumerate(make_history(num_steps).steps))
-    history = make_history(num_steps, name='"steps": [', steps=steps)
-    text = "".join(history_json(history, Lineage(problem="gone")))
+    steps = [make_step(n + 1, losses.get(n)) for n in range(num_steps)]
+    history = make_history(num_steps, name='"steps": [', steps=Steps([step_rows(steps)]))
+    text = "".join(history_json(history, PlanHistory(problem="gone")))
     expected = {**history.to_json(), "plan": [], "plan_problem": "gone"}
     assert json.loads(text, parse_constant=pytest.fail) == json.loads(json.dumps(expected))
     assert len([line for line in text.splitlines() if line.startswith('    {"step": ')]) == num_steps

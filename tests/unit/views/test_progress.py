@@ -9,7 +9,7 @@ import re
 from rich.console import Console
 
 from ray_ulysses.tracking.journal import AttemptJournal
-from ray_ulysses.tracking.step_runs import single
+from ray_ulysses.tracking.step_groups import ungroup_steps
 from ray_ulysses.views.journal_tail import JournalTail
 from ray_ulysses.views.progress import PhaseWatch, ProgressView, render_line, render_panel
 from ray_ulysses.views.progress_state import ProgressState
@@ -252,12 +252,12 @@ def test_a_tail_gives_each_whole_line_once(tmp_path):
     first = folder / "attempt-0001.jsonl"
     line = json.dumps(step(1)) + "\n"
     first.write_text(line + line[:20])
-    assert [one.step for one in single(tail.poll())] == [1]
+    assert [one.step for one in ungroup_steps(tail.poll())] == [1]
     assert tail.poll() == []
     with first.open("a") as stream:
         stream.write(line[20:] + "torn\n" + '{"event": "of a later version"}\n')
     (folder / "attempt-0002.jsonl").write_text(json.dumps(step(2, attempt=2)) + "\n")
-    assert [one.step for one in single(tail.poll())] == [1, 2]
+    assert [one.step for one in ungroup_steps(tail.poll())] == [1, 2]
 
 
 def journal_with_one_step(run_dir):

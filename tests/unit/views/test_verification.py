@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray_ulysses.forensics.reading import Progress
-from ray_ulysses.forensics.verdict import Comparison, Finding, Reading, Verification
+from ray_ulysses.forensics.row_checks import Progress
+from ray_ulysses.forensics.verification_report import Comparison, Finding, Reading, Verification
 from ray_ulysses.views.reading_report import ReadingReport
 from ray_ulysses.views.verification import render_verification
 

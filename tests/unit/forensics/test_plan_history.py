@@ -1,4 +1,4 @@
-"""The lineage of a run's data: a record a segment, and a plan that can't be read hides nothing else."""
+"""The history of a run's data plan: one record per segment, and a plan that can't be read hides nothing else."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from ray_ulysses.forensics.lineage import Lineage, read_lineage
+from ray_ulysses.forensics.plan_history import PlanHistory, read_plan_history
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.forensics.runs import SETTINGS, Run
 
@@ -15,7 +15,7 @@ def test_each_edit_of_a_run_is_a_segment(run: Run, corpus: Path, tmp_path: Path)
     more = text_corpus(tmp_path / "more", varied_texts(20, seed=5)).path
     first = run.plan.plan_id
     run.branch(5, replace(SETTINGS, context_tokens=256, rows_per_step=3, packing="concat"), [corpus, more])
-    assert json.loads(json.dumps(read_lineage(run.folder).to_json())) == {
+    assert json.loads(json.dumps(read_plan_history(run.folder).to_json())) == {
         "plan": [
             {
                 "plan_id": first,
@@ -42,13 +42,13 @@ def test_each_edit_of_a_run_is_a_segment(run: Run, corpus: Path, tmp_path: Path)
 
 
 def test_a_run_without_a_plan_has_no_segments(tmp_path: Path) -> None:
-    assert read_lineage(tmp_path) == Lineage()
-    assert read_lineage(tmp_path).to_json() == {"plan": []}
+    assert read_plan_history(tmp_path) == PlanHistory()
+    assert read_plan_history(tmp_path).to_json() == {"plan": []}
 
 
 def test_a_plan_that_cannot_be_read_is_said(run: Run) -> None:
     path = run.folder / "plan/segment-0000/plan.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "planner_version": 1}))
-    fields = read_lineage(run.folder).to_json()
+    fields = read_plan_history(run.folder).to_json()
     assert fields["plan"] == []
     assert "planner version 1" in fields["plan_problem"]

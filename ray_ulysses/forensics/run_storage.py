@@ -1,4 +1,4 @@
-"""Where a run's checkpoints lie: in its directory, or where its configuration says."""
+"""Opens the checkpoint store of a run, which is its directory or the one named by its configuration."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointPlace:
-    """Where they lie.
+class RunStorage:
+    """The checkpoint store of a run.
 
     Attributes:
-        store: Their store.
+        store: The store.
         location: Its root, a path or a URI.
-        config: The run's configuration; None if its directory holds none.
+        config: The run's configuration; None if its directory has none that can be read.
     """
 
     store: Store
@@ -43,47 +43,43 @@ class CheckpointPlace:
 
 
 def read_run(run_dir: Path) -> RunHistory:
-    """Return what happened in a run, with its checkpoints from wherever they lie.
+    """Return the history of a run, including its checkpoints.
 
-    Where the storage does not answer, or holds none of those that the journal knows of, a warning says so and the rest
-    is returned.
+    Logs a warning if the storage does not answer, or lacks all checkpoints that the journal records.
 
     Raises:
         UserError: The configuration names a store that can't be opened.
         OSError: The journal can't be read.
     """
-    place = find_checkpoints(run_dir)
+    storage = open_run_storage(run_dir)
     journal = read_journal(run_dir)
     try:
-        history = read_history(run_dir, store=place.store, journal=journal)
+        history = read_history(run_dir, store=storage.store, journal=journal)
         if not any(checkpoint.committed for checkpoint in history.checkpoints):
-            committed = commits_that_count(journal.entries, read_lineage(place.store))
-            lost = decide_start((), (), committed, place.location).refusal
+            committed = commits_that_count(journal.entries, read_lineage(storage.store))
+            lost = decide_start((), (), committed, storage.location).refusal
             if lost is not None:
                 _log.warning("%s", lost)
         return history
     except OSError as error:
-        _log.warning("the checkpoints in %s can't be listed (%s)", place.location, error.strerror or error)
+        _log.warning("the checkpoints in %s can't be listed (%s)", storage.location, error.strerror or error)
         name, is_held = run_dir.absolute().name, current_owner(run_dir) is not None
         return build_history(name=name, journal=journal, is_held=is_held)
 
 
-def find_checkpoints(run_dir: Path) -> CheckpointPlace:
-    """Return where a run's checkpoints lie; a run that was moved has those in its directory moved along.
+def open_run_storage(run_dir: Path) -> RunStorage:
+    """Return the checkpoint store of a run; checkpoints in its directory move with it.
 
-    Where its configuration can't be read, a warning says so, and they are looked for in its directory.
-
-    Args:
-        run_dir: The run's directory.
+    If its configuration can't be read, a warning is logged, and the store is the run's directory.
 
     Raises:
         UserError: The configuration names a store that can't be opened.
     """
     config = _configuration(run_dir / CONFIG_FILE)
     if config is None:
-        return CheckpointPlace(store=LocalStore(run_dir), location=str(run_dir.absolute()), config=None)
+        return RunStorage(store=LocalStore(run_dir), location=str(run_dir.absolute()), config=None)
     location = checkpoint_location(config, run_dir)
-    return CheckpointPlace(store=open_store(location), location=location, config=config)
+    return RunStorage(store=open_store(location), location=location, config=config)
 
 
 def _configuration(file: Path) -> Config | None:
@@ -93,7 +89,7 @@ def _configuration(file: Path) -> Config | None:
         config = load_config(file)
     except ConfigError as error:
         problem = error.problems[0] if error.problems else error
-        _log.warning("%s can't be read (%s): checkpoints are looked for beside it", file, problem)
+        _log.warning("%s can't be read (%s): checkpoints are searched in its folder", file, problem)
         return None
     use_secrets(config, is_needed=False)
     return config

@@ -1,4 +1,4 @@
-"""The rows of a run, read anew from plan and corpus, whose digests must be those of what the model received."""
+"""Reads the rows of a run again from plan and corpus, and compares their digests with those of the journal."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from ray_ulysses.data.read.digest import add_digests, row_digest, slice_checksum
 from ray_ulysses.data.read.reader import RowReader
 from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.journal_checks import rows_text
-from ray_ulysses.forensics.trained import TrainedStep
-from ray_ulysses.forensics.verdict import Finding, Reading
+from ray_ulysses.forensics.trained_steps import step_name
+from ray_ulysses.forensics.verification_report import Finding, Reading
+from ray_ulysses.tracking.events import StepDone
 
 _MOST_THREADS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far the reading has come.
+    """Progress of reading rows.
 
     Attributes:
-        rows: Rows read.
+        rows: Rows read so far.
         num_rows: Rows to read.
-        tokens: Tokens of those that were read, padding included.
+        tokens: Tokens of the rows read so far, including padding.
     """
 
     rows: int
@@ -39,28 +40,26 @@ Watch = Callable[[Progress], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Row:
-    """One row that was read: its digest and padded length, or why it can't be read."""
+    """Digest and padded length of a row, or why it can't be read."""
 
     digest: int = 0
     tokens: int = 0
     problem: str | None = None
 
 
-def read_again(
-    plan: Plan, reader: RowReader, steps: Sequence[TrainedStep], watch: Watch
-) -> tuple[Reading, list[Finding]]:
-    """Read every row of some steps anew and hold each step's digest against the journal's.
+def check_rows(plan: Plan, reader: RowReader, steps: Sequence[StepDone], watch: Watch) -> tuple[Reading, list[Finding]]:
+    """Read every row of some steps and compare the digest of each step with the journal's.
 
-    A few rows are in memory at once, however many there are.
+    Only a few rows are in memory at a time.
 
     Args:
         plan: The run's plan.
         reader: Reads its rows.
         steps: Steps that count; those beyond the plan are left out.
-        watch: Is told after each row.
+        watch: Called after each row.
 
     Raises:
-        StorageAwayError: The storage did not answer for as long as we wait.
+        StorageAwayError: The storage did not answer within the retry time.
     """
     planned = [step for step in steps if step.step <= plan.num_steps]
     num_rows = sum(len(plan.step_rows(step.step)) for step in planned)
@@ -90,7 +89,7 @@ def read_again(
 
 
 def _read_rows(reader: RowReader, numbers: Iterable[int]) -> Iterator[_Row]:
-    """Yield each row's digest, in order; rows are read by threads, since reading and hashing let go of the GIL."""
+    """Yield the digest of each row in order, read by threads, since reading and hashing release the GIL."""
     num_threads = min(_MOST_THREADS, os.cpu_count() or 1)
     pending: deque[Future[_Row]] = deque()
     with ThreadPoolExecutor(num_threads, thread_name_prefix="ray-ulysses-verify") as threads:
@@ -114,26 +113,26 @@ def _read_row(reader: RowReader, number: int) -> _Row:
     return _Row(digest=row_digest(number, slice_checksum(row)), tokens=row.row_tokens)
 
 
-def _unreadable(step: TrainedStep, problems: Sequence[tuple[int, str]]) -> Finding:
+def _unreadable(step: StepDone, problems: Sequence[tuple[int, str]]) -> Finding:
     row, problem = problems[0]
     more = f", nor {len(problems) - 1} more of the step" if len(problems) > 1 else ""
     return Finding(
         kind="unreadable_rows",
         step=step.step,
-        where=step.place,
+        where=step_name(step),
         what=f"row {row} can't be read{more}: {problem}",
-        meaning="what the model received in this step is not proved",
+        meaning="the data that the model received in this step are not proved",
     )
 
 
-def _different(plan: Plan, step: TrainedStep, found: int) -> Finding:
+def _different(plan: Plan, step: StepDone, found: int) -> Finding:
     planned = plan.step_rows(step.step)
     return Finding(
         kind="digest",
         step=step.step,
-        where=f"{step.place}, {rows_text(planned.start, planned.stop)}",
-        what=f"the model received data of digest {step.digest:016x}, plan and corpus give {found:016x}",
+        where=f"{step_name(step)}, {rows_text(planned.start, planned.stop)}",
+        what=f"the model received data of digest {step.digest:016x}, plan and corpus have {found:016x}",
         meaning=(
-            "a token, label or position of these rows was not the planned one, or corpus or journal were changed since"
+            "a token, label or position of these rows differed from the plan, or corpus or journal were changed since"
         ),
     )

@@ -1,4 +1,4 @@
-"""What verifying a run came to: what was looked at, and whatever does not hold."""
+"""The result of verifying a run: the extent of the checks, and every claim that does not hold."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Answer = Literal["same", "same_so_far", "different", "other_plan"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that does not hold.
+    """A claim that does not hold.
 
     Attributes:
-        kind: Which of the claims is broken.
-        step: The step that it is about, or the first of them; None where it is about no step.
-        where: The place, for a person.
-        what: What was found, and what should have been.
-        meaning: What it means for the run.
+        kind: The broken claim.
+        step: The affected step, or the first of them; None if it concerns no step.
+        where: The place, in words.
+        what: The observation, and the expectation.
+        meaning: The consequence for the run.
     """
 
     kind: Kind
@@ -49,13 +49,13 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """What reading every trained row anew came to.
+    """The result of reading every trained row again.
 
     Attributes:
         steps: Steps whose rows could be read.
         rows: Their rows.
-        tokens: Tokens of those rows, padding included.
-        digest: Sum of the digests of those rows.
+        tokens: Tokens of these rows, including padding.
+        digest: Sum of the digests of these rows.
     """
 
     steps: int
@@ -66,18 +66,17 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Two runs' data, step by step.
+    """The comparison of two runs' data, step by step.
 
     Attributes:
         other: The other run.
-        answer: ``same`` in every step; ``same_so_far`` where one of the two has trained further; ``different`` from
-            ``first_different_step`` on; ``other_plan`` where they have no step of one plan in common, or have gone on
-            by different plans.
+        answer: ``same`` in every step; ``same_so_far`` if one of the two has trained further; ``different`` from
+            ``first_different_step`` on; ``other_plan`` if they share no step of one plan, or have continued by
+            different plans.
         common_steps: Steps of one plan that both have trained.
         own_steps: Steps that the run has trained.
-        other_steps: Steps that the other one has trained.
-        first_different_step: The first step whose rows, supervised tokens or digest differ, or that different plans
-            rule; None where there is none.
+        other_steps: Steps that the other run has trained.
+        first_different_step: The first step whose rows, supervised tokens, digest or plan differ; None if none.
     """
 
     other: str
@@ -90,23 +89,23 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """Whether every planned row was trained on exactly once, with the tokens that it should have had.
+    """The verification that every planned row was trained on exactly once, with its planned tokens.
 
     Attributes:
         name: The run's name.
-        status: Where it stands.
-        plan_ids: The segments of its plan.
+        status: Its state.
+        plan_ids: Ids of the segments of its plan.
         steps: Steps that count.
         rows: Rows that they trained on.
         tokens: Supervised tokens of those.
         data_digest: Sum of their digests modulo 2**64, 16 hexadecimal digits.
         lost_steps: Steps that were trained and thrown away.
-        num_manifests: Checkpoints on disk that were held against journal and plan.
-        num_commits: Checkpoints noted in the journal that were.
-        reading: What reading every row anew came to; None where that was left out.
-        findings: Whatever does not hold.
-        notes: What is no fault, but should be known.
-        comparison: The comparison with another run, where one was asked for.
+        num_manifests: Manifests that were compared with journal and plan.
+        num_commits: Commits in the journal that were compared with the steps.
+        reading: The result of reading every row again; None if that was left out.
+        findings: The claims that do not hold.
+        notes: Remarks that are not findings.
+        comparison: The comparison with another run, if requested.
     """
 
     name: str
@@ -126,7 +125,7 @@ class Verification:
 
     @property
     def holds(self) -> bool:
-        """Return whether nothing was found."""
+        """Return whether there are no findings."""
         return not self.findings
 
     def to_json(self) -> dict[str, Any]:

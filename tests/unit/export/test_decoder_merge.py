@@ -16,8 +16,8 @@ from transformers import AutoModelForMultimodalLM
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.text_part import keep_text_part
 from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.export.decoder_merge import DecoderMerge, plan_merge
 from ray_ulysses.export.export_run import export_run
-from ray_ulysses.export.into_whole import IntoWhole, into_whole
 from ray_ulysses.export.request import ExportRequest
 from tests.breadth import fast_only
 from tests.unit.attention.multimodal import MULTIMODAL, multimodal_model
@@ -146,7 +146,7 @@ def test_other_weights_and_folders_are_left_out_and_said(tmp_path: Path) -> None
     (tmp_path / "base/original").mkdir()
     said: list[str] = []
     out = Path(export_run(ExportRequest(run_dir=tmp_path / "run"), said.append).out)
-    assert f"left out of {tmp_path / 'base'}: consolidated.safetensors, original" in said
+    assert f"not copied from {tmp_path / 'base'}: consolidated.safetensors, original" in said
     assert not {"consolidated.safetensors", "original"} & {path.name for path in out.iterdir()}
 
 
@@ -167,14 +167,14 @@ def test_what_would_change_the_rest_of_the_whole_is_refused(tmp_path: Path, opti
 def test_a_file_of_the_whole_that_vanishes_meanwhile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(tmp_path / "run", tmp_path / "base", trained_decoder(make_whole(tmp_path / "base", "gemma3")))
 
-    def find_and_remove(*args: Any) -> IntoWhole:
-        found = into_whole(*args)
+    def find_and_remove(*args: Any) -> DecoderMerge:
+        found = plan_merge(*args)
         (tmp_path / "base/preprocessor_config.json").unlink()
         return found
 
-    monkeypatch.setattr("ray_ulysses.export.export_run.into_whole", find_and_remove)
+    monkeypatch.setattr("ray_ulysses.export.export_run.plan_merge", find_and_remove)
     with pytest.raises(
-        RunError, match=r"model\.path='.*base': preprocessor_config\.json can't be read .*Bring the file"
+        RunError, match=r"model\.path='.*base': preprocessor_config\.json can't be read .*Restore the file"
     ):
         export(tmp_path / "run")
     assert list((tmp_path / "run/export").iterdir()) == []
@@ -183,13 +183,13 @@ def test_a_file_of_the_whole_that_vanishes_meanwhile_is_named(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("damage", "error", "said"),
     [
-        ("gone", UserError, r"the whole checkpoint that the decoder goes into can't be read .*bring it back"),
+        ("gone", UserError, r"the multimodal checkpoint of the decoder can't be read .*restore it"),
         (
             "missing",
             RunError,
             r"can't be put into this checkpoint: model\.layers\.1\.mlp\.up_proj\.weight is not there",
         ),
-        ("type", RunError, r"up_proj\.weight is I32 there, and only F32, BF16 and F16 are written; bring back the one"),
+        ("type", RunError, r"up_proj\.weight is I32 there, and only F32, BF16 and F16 are written; restore the one"),
     ],
 )
 def test_a_whole_that_is_not_the_runs_is_refused_before_anything_is_written(

@@ -1,4 +1,4 @@
-"""The lineage of a run's data: the segments of its plan, each an edit of the one before."""
+"""The history of a run's data plan: its segments, each an edit of the previous one."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class SourceRecord:
     """One corpus of a segment.
 
     Attributes:
-        path: Where it was when the segment was planned.
-        weight: Its share of an epoch's tokens relative to the others; None where all of it is taken.
+        path: Its path when the segment was planned.
+        weight: Its share of an epoch's tokens relative to the others; None if all of it is used.
     """
 
     path: str
@@ -35,7 +35,7 @@ class SegmentRecord:
         base_row: Rows trained on before its first.
         context_tokens: Longest sequence.
         rows_per_step: Rows of a global batch.
-        packing: How rows are filled.
+        packing: The packing method.
         sources: Its corpora.
     """
 
@@ -50,32 +50,32 @@ class SegmentRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lineage:
+class PlanHistory:
     """Every segment of a run's plan.
 
     Attributes:
-        segments: In order; empty where there is no plan, or it can't be read.
-        problem: Why it can't be read; None where it can, or where there is none.
+        segments: The segments in order; empty if there is no plan, or it can't be read.
+        problem: Why it can't be read; None otherwise.
     """
 
     segments: tuple[SegmentRecord, ...] = ()
     problem: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the keys that it adds to ``ray-ulysses inspect RUN --json``."""
+        """Return its keys in ``ray-ulysses inspect RUN --json``."""
         fields: dict[str, Any] = {"plan": [asdict(segment) for segment in self.segments]}
         return fields if self.problem is None else {**fields, "plan_problem": self.problem}
 
 
-def read_lineage(run_dir: Path) -> Lineage:
-    """Return the lineage of a run's data; a plan that can't be read hides nothing else of the run."""
+def read_plan_history(run_dir: Path) -> PlanHistory:
+    """Return the history of a run's data plan; a plan that can't be read is reported as its problem."""
     try:
         if not has_plan(run_dir / PLAN_FOLDER):
-            return Lineage()
+            return PlanHistory()
         plan = load_plan(run_dir / PLAN_FOLDER)
     except (UserError, OSError) as error:
-        return Lineage(problem=str(error))
-    return Lineage(
+        return PlanHistory(problem=str(error))
+    return PlanHistory(
         segments=tuple(
             SegmentRecord(
                 plan_id=segment.plan_id,

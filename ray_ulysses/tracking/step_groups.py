@@ -1,4 +1,4 @@
-"""Steps of a journal as rows of a table: a run has a million of them, and as objects they would take gigabytes."""
+"""Consecutive steps of a journal as rows of a table: a run has a million of them, too many for one object each."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ray_ulysses.tracking.events import Event, StepDone
 
 Rows = NDArray[np.void]
+"""One-dimensional, of `STEP_ROW`."""
 
 STEP_ROW = np.dtype(
     [
@@ -34,20 +35,19 @@ STEP_ROW = np.dtype(
         ("has", "u1"),
     ]
 )
-"""All fields of `StepDone`."""
+"""All fields of `StepDone`; part of the format of the journal's index."""
 
 _Other = TypeVar("_Other")
 _OPTIONAL = ("learning_rate", "grad_norm", "peak_memory_gib", "mfu")
-_MOST_ROWS = 4096
-_FEW_ROWS = 256
+_MAX_STEPS = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepRun:
+class StepGroup:
     """Steps of one attempt that follow one another in its journal, with no other event between them.
 
     Attributes:
-        rows: At least one row of `STEP_ROW`, in the journal's order.
+        rows: At least one step, in the journal's order.
     """
 
     rows: Rows
@@ -78,30 +78,30 @@ class StepRun:
         return step_of(self.rows[-1])
 
 
-Entry = Event | StepRun
-"""What a journal is read as: its events in order, in which steps stand together."""
+Entry = Event | StepGroup
+"""The form in which a journal is read: its events in order, with consecutive steps in groups."""
 
 
-def grouped(entries: Iterable[Entry | _Other]) -> Iterator[Entry | _Other]:
-    """Yield a journal's entries, and what else stands between them, with steps gathered into runs of bounded length."""
+def group_steps(entries: Iterable[Entry | _Other]) -> Iterator[Entry | _Other]:
+    """Yield a journal's entries, and anything else between them, with steps gathered into groups of bounded size."""
     steps: list[StepDone] = []
     for entry in entries:
         belongs = isinstance(entry, StepDone) and (not steps or steps[-1].attempt == entry.attempt)
-        if steps and not (belongs and len(steps) < _MOST_ROWS):
-            yield _run_of(steps)
+        if steps and not (belongs and len(steps) < _MAX_STEPS):
+            yield StepGroup(step_rows(steps))
             steps = []
         if isinstance(entry, StepDone):
             steps.append(entry)
         else:
             yield entry
     if steps:
-        yield _run_of(steps)
+        yield StepGroup(step_rows(steps))
 
 
-def single(entries: Iterable[Entry | _Other]) -> Iterator[Event | _Other]:
-    """Yield a journal's events, and what else stands between them, one by one."""
+def ungroup_steps(entries: Iterable[Entry | _Other]) -> Iterator[Event | _Other]:
+    """Yield a journal's events, and anything else between them, one by one."""
     for entry in entries:
-        if isinstance(entry, StepRun):
+        if isinstance(entry, StepGroup):
             yield from map(step_of, entry.rows)
         else:
             yield entry
@@ -125,49 +125,9 @@ def step_of(row: Any) -> StepDone:
     )
 
 
-def total(columns: Iterable[NDArray[Any]]) -> int:
-    """Return the sum of whole numbers from 0 on, exactly, however large it is."""
-    return sum((int((column >> 32).sum()) << 32) + int((column & 0xFFFFFFFF).sum()) for column in columns)
-
-
-class StepStack:
-    """Rows with a field ``step``, each step once and ascending: those that count so far."""
-
-    def __init__(self) -> None:
-        """Begin without any."""
-        self.parts: list[Rows] = []
-
-    def cut(self, step: int) -> list[Rows]:
-        """Take away what lies beyond a step, and return it in order."""
-        gone: list[Rows] = []
-        while self.parts and self.parts[-1]["step"][-1] > step:
-            part = self.parts.pop()
-            place = int(part["step"].searchsorted(step, side="right"))
-            gone.append(part[place:])
-            if place:
-                self.parts.append(part[:place])
-        return gone[::-1]
-
-    def push(self, rows: Rows) -> list[Rows]:
-        """Add steps, and return the rows of those that were there already, which they replace."""
-        steps = rows["step"]
-        is_ascending = len(rows) == 1 or bool((steps[1:] > steps[:-1]).all())
-        if is_ascending and (not self.parts or steps[0] > self.parts[-1]["step"][-1]):
-            if self.parts and len(self.parts[-1]) + len(rows) <= _FEW_ROWS:
-                rows = np.concatenate((self.parts.pop(), rows))
-            self.parts.append(rows)
-            return []
-        mixed = np.concatenate((*self.cut(int(steps.min()) - 1), rows))
-        # Of equal steps the last one is kept.
-        _, places = np.unique(mixed["step"][::-1], return_index=True)
-        places = len(mixed) - 1 - places
-        self.parts.append(mixed[places])
-        replaced = np.delete(mixed, places)
-        return [replaced] if len(replaced) else []
-
-
-def _run_of(steps: Sequence[StepDone]) -> StepRun:
-    return StepRun(np.array([_row(step) for step in steps], dtype=STEP_ROW))
+def step_rows(steps: Sequence[StepDone]) -> Rows:
+    """Return steps as rows."""
+    return np.array([_row(step) for step in steps], dtype=STEP_ROW)
 
 
 def _row(step: StepDone) -> tuple[Any, ...]:

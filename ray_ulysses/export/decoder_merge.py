@@ -1,4 +1,4 @@
-"""A trained text decoder put back into its multimodal checkpoint: a copy of it in which the decoder's bytes are new."""
+"""Merges a trained text decoder into a copy of its multimodal checkpoint, in which only the decoder's bytes change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ray_ulysses.engine.text_part import keep_text_part
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.record import RECORD_FILE
 from ray_ulysses.export.request import ExportRequest, WeightType
-from ray_ulysses.export.stream import Stretch, Weights
+from ray_ulysses.export.stream import WeightReader, element_range
 from ray_ulysses.export.tensors import PublishedTensor, Stored, published_tensors, reverted_name, stored_tensors
 from ray_ulysses.storage.atomic import write_all
 from ray_ulysses.storage.regular import open_regular
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ray_ulysses.config import Config
 
 _TYPES: Mapping[str, WeightType] = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
-# Weights that Transformers does not read would be those of the decoder as it was.
+# Weights in formats that Transformers does not read would be those of the untrained decoder.
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
 _MOST_NAMED = 3
 _COPIED_BYTES = 2**24
@@ -35,12 +35,12 @@ _COPIED_BYTES = 2**24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopiedFile:
-    """One file of the whole checkpoint.
+    """One file of the multimodal checkpoint.
 
     Attributes:
         name: Its name.
         num_bytes: Its size.
-        tensors: Those of the decoder that lie in it.
+        tensors: The decoder's tensors in it.
         offsets: The first byte of each of them.
     """
 
@@ -51,17 +51,17 @@ class CopiedFile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class IntoWhole:
-    """A decoder and the whole checkpoint that it goes into.
+class DecoderMerge:
+    """The plan for merging a decoder into a multimodal checkpoint.
 
     Attributes:
-        directory: The whole checkpoint.
+        directory: The multimodal checkpoint.
         model: The decoder on the meta device.
-        stored: Where each of its tensors lies in the run's checkpoint, by its name in the model.
-        files: All files of the directory that are copied.
+        stored: The place of each of its tensors in the run's checkpoint, by its name in the model.
+        files: The files to copy.
         left_out: What is not copied: folders, and weights that Transformers does not read.
-        num_elements: Elements of all tensors of the whole.
-        has_tokenizer: Whether the whole has a tokenizer.
+        num_elements: Elements of all tensors of the multimodal checkpoint.
+        has_tokenizer: Whether it has a tokenizer.
     """
 
     directory: Path
@@ -74,7 +74,7 @@ class IntoWhole:
 
 
 def refuse_options(request: ExportRequest) -> None:
-    """Refuse what would change more of the whole checkpoint than its decoder.
+    """Refuse options that would change more than the decoder.
 
     Raises:
         UserError: Names the option.
@@ -85,20 +85,20 @@ def refuse_options(request: ExportRequest) -> None:
     if given:
         raise UserError(
             f"{', '.join(given)}: the run trained the text decoder of a multimodal checkpoint (model.part=text), which "
-            "goes into a copy of the whole; its files, types and tokenizer stay as they are. Leave it out"
+            "is merged into a copy of that checkpoint; its files, types and tokenizer are unchanged. Omit the option"
         )
 
 
-def into_whole(config: Config, state: StateDescription) -> IntoWhole:
-    """Find the place of every tensor of a decoder in the whole checkpoint of ``model.path``; writes nothing.
+def plan_merge(config: Config, state: StateDescription) -> DecoderMerge:
+    """Find the place of every tensor of a decoder in the checkpoint at ``model.path``; writes nothing.
 
     Args:
         config: The run's configuration.
-        state: What the run's checkpoint holds.
+        state: The state in the run's checkpoint.
 
     Raises:
-        UserError: The whole checkpoint can't be read.
-        RunError: It is not the one of this run, or has no place for one of the decoder's tensors.
+        UserError: The multimodal checkpoint can't be read.
+        RunError: It does not fit the decoder's tensors.
     """
     directory = Path(str(config.model.path)).expanduser()
     try:
@@ -106,8 +106,8 @@ def into_whole(config: Config, state: StateDescription) -> IntoWhole:
         model = model_without_data(described_config(config), config.model.part, tensors)
     except (*UNREADABLE, RuntimeError) as error:
         raise UserError(
-            f"model.path={str(directory)!r}: the whole checkpoint that the decoder goes into can't be read ({error}); "
-            "bring it back to where it was when the run was started"
+            f"model.path={str(directory)!r}: the multimodal checkpoint of the decoder can't be read ({error}); "
+            "restore it at the path with which the run was started"
         ) from error
     keep_text_part(model)
     # Transformers 5.23 ties no two tensors without data that are both stored.
@@ -129,7 +129,7 @@ def into_whole(config: Config, state: StateDescription) -> IntoWhole:
                     offsets=tuple(offset for offset, _ in own),
                 )
             )
-    return IntoWhole(
+    return DecoderMerge(
         directory=directory,
         model=model,
         stored=stored,
@@ -143,7 +143,7 @@ def into_whole(config: Config, state: StateDescription) -> IntoWhole:
 def _placed(
     model: Any, state: StateDescription, dtype: str, tensors: Mapping[str, FileTensor], directory: Path
 ) -> tuple[dict[str, Stored], list[PublishedTensor]]:
-    """Return the decoder's tensors in the types that the files have, by the model's names and by those of the files."""
+    """Return the decoder's tensors in the types of the files, by the model's names and by those of the files."""
     stored = stored_tensors(model, state, "model", dtype)
     own_name = {place.key: name for name, place in stored.items()}
     published = [*published_tensors(model, stored), *_tied(model, stored, tensors)]
@@ -160,7 +160,7 @@ def _placed(
         more = f", and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
         raise RunError(
             f"model.path={str(directory)!r}: the decoder can't be put into this checkpoint: "
-            f"{'; '.join(problems[:_MOST_NAMED])}{more}; bring back the one that the run was started with"
+            f"{'; '.join(problems[:_MOST_NAMED])}{more}; restore the one with which the run was started"
         )
     types = {own_name[one.stored.key]: _TYPES[tensors[one.name].dtype] for one in published}
     in_type = {kind: stored_tensors(model, state, kind, dtype) for kind in sorted(set(types.values()))}
@@ -172,7 +172,7 @@ def _placed(
 
 
 def _tied(model: Any, stored: Mapping[str, Stored], tensors: Mapping[str, FileTensor]) -> list[PublishedTensor]:
-    """Return the second names of tied tensors that the files hold as well: the same elements go there."""
+    """Return the tied tensors that the files hold under a second name, which receive the same elements."""
     first = {id(parameter): name for name, parameter in model.state_dict(keep_vars=True).items() if name in stored}
     found = []
     for name, parameter in model.state_dict(keep_vars=True).items():
@@ -190,42 +190,40 @@ def _copy(source: Path, target: Path) -> None:
     except OSError as error:
         raise RunError(
             f"model.path={str(source.parent)!r}: {source.name} can't be read ({error.strerror or error}); nothing was "
-            "published. Bring the file back"
+            "published. Restore the file"
         ) from error
     with stream, target.open("xb") as copy:
         shutil.copyfileobj(stream, copy, _COPIED_BYTES)
 
 
-def write_copies(
+def write_merged(
     folder: Path,
     directory: Path,
     files: Sequence[CopiedFile],
-    weights: Weights,
+    weights: WeightReader,
     progress: Callable[[CopiedFile], None],
 ) -> None:
-    """Copy the files of a whole checkpoint durably, and write the decoder's tensors over those that were there.
+    """Copy the files of a multimodal checkpoint durably, and overwrite the decoder's tensors in them.
 
     Args:
-        folder: Where to; the files must be new.
-        directory: The whole checkpoint.
+        folder: Target folder; the files must not exist.
+        directory: The multimodal checkpoint.
         files: Its files.
-        weights: Where the decoder's elements come from.
-        progress: Is told of each file of weights when it is there.
+        weights: Source of the decoder's elements.
+        progress: Called after each weight file.
 
     Raises:
-        RunError: The checkpoint, or a file of the whole, can't be read.
+        RunError: The run's checkpoint, or a file of the multimodal one, can't be read.
         OSError: A file can't be written.
     """
     for file in files:
         _copy(directory / file.name, folder / file.name)
         if not file.tensors:
             continue
-        stretches = [
-            Stretch(stored=one.stored, start=one.start, stop=one.start + one.num_elements) for one in file.tensors
-        ]
+        ranges = [element_range(tensor) for tensor in file.tensors]
         with (folder / file.name).open("r+b", buffering=0) as stream:
             places, left = iter(zip(file.tensors, file.offsets, strict=True)), 0
-            for _, values in weights.read_ahead(stretches):
+            for _, values in weights.read_ahead(ranges):
                 if left == 0:
                     tensor, offset = next(places)
                     stream.seek(offset)

@@ -7,7 +7,15 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ulysses.tracking.commits import CheckpointInventory, CommittedCheckpoint, GoneCheckpoint, reconcile, store_of
+from ray_ulysses.tracking.checkpoint_updates import (
+    CheckpointInventory,
+    CommittedCheckpoint,
+    GoneCheckpoint,
+    from_event,
+    reconcile,
+    store_of,
+    to_event,
+)
 from tests.unit.tracking.checkpoints import STORE, committed, tracked
 
 
@@ -76,11 +84,12 @@ def test_what_is_told_survives_the_spool() -> None:
     gone = GoneCheckpoint(step=10, attempt=2, state="deleted", reason="keep_last")
     there = CheckpointInventory(attempt=3, store=STORE, checkpoints=(told, committed(20)), unread=(30,))
     for one in (told, gone, there):
-        assert type(one).from_event(json.loads(json.dumps({**one.to_event(), "time_ms": 5}))) == one  # type: ignore[attr-defined]
+        assert from_event(json.loads(json.dumps({**to_event(one), "time_ms": 5}))) == one
 
 
 def test_an_event_of_the_version_before_has_no_attempt_and_its_store_follows_from_its_path() -> None:
     event = {"kind": "checkpoint", "step": 5, "path": "/r/demo/checkpoints/step-00000005", "topology": {}, "cursor": {}}
-    read = CommittedCheckpoint.from_event({**event, "metrics": {}, "digest": "", "time_ms": 1})
+    read = from_event({**event, "metrics": {}, "digest": "", "time_ms": 1})
+    assert isinstance(read, CommittedCheckpoint)
     assert (read.attempt, read.store) == (None, "/r/demo")
     assert store_of("/elsewhere") == "/elsewhere"

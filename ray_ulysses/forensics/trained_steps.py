@@ -1,0 +1,99 @@
+"""The steps of a journal that count, checked with the plan by which each attempt trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.read.digest import add_digests
+from ray_ulysses.tracking.counted_steps import Steps, inherited_steps, steps_that_count
+from ray_ulysses.tracking.events import AttemptStarted, InheritedSteps, StepDone
+from ray_ulysses.tracking.step_groups import Entry, step_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedSteps:
+    """The steps of a run.
+
+    Attributes:
+        steps: Those that count, ascending; each step once.
+        superseded: Those that the next attempt will throw away, because the plan was branched before them.
+        lost: Those that were thrown away, because an attempt resumed before them.
+        repeated: Those that were trained again without a resume before them.
+        other_plans: The plan ids of each attempt whose steps count although it trained by a plan that is not the run's.
+        inherited: The steps inherited from another run.
+    """
+
+    steps: tuple[StepDone, ...]
+    superseded: tuple[StepDone, ...]
+    lost: tuple[StepDone, ...]
+    repeated: tuple[StepDone, ...]
+    other_plans: Mapping[int, tuple[str, ...]]
+    inherited: InheritedSteps = field(default_factory=InheritedSteps)
+
+    @property
+    def digest(self) -> int:
+        """Return the sum of the digests of the steps that count."""
+        return add_digests(self.inherited.digest, *(step.digest for step in self.steps))
+
+    @property
+    def tokens(self) -> int:
+        """Return the supervised tokens of the steps that count."""
+        return self.inherited.tokens + sum(step.tokens for step in self.steps)
+
+
+def step_name(step: StepDone) -> str:
+    """Return a step and its attempt in words."""
+    return f"step {step.step} of attempt {step.attempt}"
+
+
+def trained_steps(entries: Sequence[Entry], plan: Plan, *, row: int | None = None) -> TrainedSteps:
+    """Return the steps of a journal (pure).
+
+    Args:
+        entries: The run's journal.
+        plan: The run's current plan.
+        row: Only the steps that trained this row of it; None for all.
+    """
+    counted = steps_that_count(entries)
+    ids = tuple(segment.plan_id for segment in plan.segments)
+    plans = {
+        entry.attempt: entry.plan_ids
+        for entry in entries
+        if isinstance(entry, AttemptStarted) and entry.plan_ids is not None
+    }
+    steps: list[StepDone] = []
+    superseded: list[StepDone] = []
+    for step in _steps(counted.kept, row):
+        (superseded if _is_superseded(step, plans, ids, plan) else steps).append(step)
+    attempts = {step.attempt for step in steps}
+    return TrainedSteps(
+        steps=tuple(steps),
+        superseded=tuple(superseded),
+        lost=tuple(_steps(counted.lost, row)),
+        repeated=tuple(_steps(counted.repeated, row)),
+        inherited=inherited_steps(entries),
+        other_plans={
+            attempt: plan_ids
+            for attempt, plan_ids in plans.items()
+            if attempt in attempts and plan_ids != ids[: len(plan_ids)]
+        },
+    )
+
+
+def _is_superseded(step: StepDone, plans: Mapping[int, tuple[str, ...]], ids: tuple[str, ...], plan: Plan) -> bool:
+    """Return whether the plan was branched before a step and no attempt has continued on the branch yet."""
+    known = plans.get(step.attempt, ids)
+    if known != ids[: len(known)] or len(known) == len(ids):
+        return False
+    is_continued = any(len(later) > len(known) for attempt, later in plans.items() if attempt > step.attempt)
+    return not is_continued and step.step > plan.segments[len(known)].base_step
+
+
+def _steps(steps: Steps, row: int | None) -> Iterator[StepDone]:
+    for part in steps.parts:
+        rows: Iterable[object] = part
+        if row is not None:
+            rows = part[(part["first_row"] <= row) & (row < part["end_row"])]
+        yield from map(step_of, rows)

@@ -1,0 +1,198 @@
+"""The updates about checkpoints that a tracker receives, and those that it has missed (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
+
+from ray_ulysses.validation import checked
+
+CheckpointState = Literal["committed", "superseded", "deleted", "damaged"]
+"""A ``superseded`` checkpoint was committed again by a later attempt, retention removed a ``deleted`` one, and a
+``damaged`` one was set aside."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommittedCheckpoint:
+    """A checkpoint that has its manifest.
+
+    Attributes:
+        step: Completed steps that it holds.
+        attempt: The attempt that wrote it; None in the spool of an earlier version.
+        path: Its folder, an absolute path or a URI.
+        store: Root of its store, a path or a URI; a checkpoint is loaded from there by its step.
+        topology: World size and parallel layout.
+        cursor: Position in the data.
+        metrics: Its metrics by name, such as ``loss``.
+        digest: Sum of the data digests of all its steps, 16 hexadecimal digits.
+        tokens: Supervised tokens that it was trained on.
+        reason: What triggered it.
+        plan_id: Id of the newest segment of its data plan.
+        zero_stage: ZeRO stage of the ranks that wrote it.
+        parent: The checkpoint that its attempt resumed from; empty if none.
+        written_at: When it was written, in seconds since the epoch; 0 if unknown.
+    """
+
+    step: int
+    attempt: int | None
+    path: str
+    store: str
+    topology: Mapping[str, Any]
+    cursor: Mapping[str, Any]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    digest: str = ""
+    tokens: int = 0
+    reason: str = ""
+    plan_id: str = ""
+    zero_stage: int | None = None
+    parent: str = ""
+    written_at: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GoneCheckpoint:
+    """A committed checkpoint that must not be used any more.
+
+    Attributes:
+        step: Its step.
+        attempt: The attempt that wrote it; None if unknown.
+        state: ``superseded`` because an attempt resumed before it, or as in `CheckpointState`.
+        reason: The reason, in words.
+    """
+
+    step: int
+    attempt: int | None
+    state: Literal["deleted", "damaged", "superseded"]
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointInventory:
+    """All committed checkpoints in a store at the start of an attempt.
+
+    It repairs the tracker after a death between a commit or a deletion and its update.
+
+    Attributes:
+        attempt: The attempt that starts; the inventory says nothing about its own commits.
+        store: Root of the store.
+        checkpoints: The committed checkpoints.
+        unread: Committed steps whose manifests can't be read now.
+    """
+
+    attempt: int
+    store: str
+    checkpoints: tuple[CommittedCheckpoint, ...]
+    unread: tuple[int, ...] = ()
+
+
+CheckpointUpdate = CommittedCheckpoint | GoneCheckpoint | CheckpointInventory
+_KINDS: Mapping[str, type[CheckpointUpdate]] = {
+    "checkpoint": CommittedCheckpoint,
+    "checkpoint_gone": GoneCheckpoint,
+    "checkpoint_inventory": CheckpointInventory,
+}
+
+
+def to_event(update: CheckpointUpdate) -> dict[str, Any]:
+    """Return the spooled form of an update."""
+    (kind,) = (kind for kind, update_type in _KINDS.items() if isinstance(update, update_type))
+    return {"kind": kind, **asdict(update)}
+
+
+def from_event(event: Mapping[str, Any]) -> CheckpointUpdate:
+    """Return the update of a spooled event, also of an earlier version, which recorded neither attempt nor store.
+
+    Raises:
+        ContentError: A field is missing or wrong.
+    """
+    fields = {"attempt": None, "store": store_of(str(event.get("path", ""))), **event}
+    update: CheckpointUpdate = checked(TypeAdapter(_KINDS[event["kind"]]), fields)
+    return update
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackedCheckpoint:
+    """A checkpoint as recorded by the tracker; `store` and `step` suffice to load it.
+
+    Attributes:
+        model_id: The tracker's id of the checkpoint.
+        run_id: The tracker's id of its run.
+        is_complete: Whether everything about it was recorded.
+        step: Completed steps that it holds.
+        attempt: The attempt that wrote it; None in the records of an earlier version.
+        state: Its state.
+        path: Its folder, a path or a URI.
+        store: Root of its store, a path or a URI.
+        topology: World size and parallel layout.
+        cursor: Position in the data.
+        digest: Sum of the data digests of all its steps, 16 hexadecimal digits; empty if unknown.
+        metrics: Its metrics by name, such as ``loss``.
+    """
+
+    model_id: str
+    run_id: str
+    is_complete: bool
+    step: int
+    attempt: int | None
+    state: CheckpointState
+    path: str
+    store: str
+    topology: Mapping[str, Any]
+    cursor: Mapping[str, Any]
+    digest: str
+    metrics: Mapping[str, float]
+
+    def is_of(self, step: int, attempt: int | None) -> bool:
+        """Return whether it is this step of this attempt; an unknown attempt matches any."""
+        return self.step == step and (self.attempt is None or attempt is None or self.attempt == attempt)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reconciliation:
+    """The differences between a store and the tracker.
+
+    Attributes:
+        missing: Committed checkpoints that the tracker does not have, or not completely.
+        vanished: Checkpoints that the tracker shows as committed and that are gone.
+    """
+
+    missing: tuple[CommittedCheckpoint, ...]
+    vanished: tuple[TrackedCheckpoint, ...]
+
+
+def reconcile(inventory: CheckpointInventory, tracked: Sequence[TrackedCheckpoint]) -> Reconciliation:
+    """Return the differences between a store and the tracker (pure).
+
+    Checkpoints committed by the inventory's attempt or a later one are left alone: an inventory may be delivered late,
+    and more than once.
+
+    Args:
+        inventory: The checkpoints that were committed when an attempt started.
+        tracked: All checkpoints of the run in the tracker.
+    """
+    committed = inventory.checkpoints
+    there = {checkpoint.step for checkpoint in committed} | set(inventory.unread)
+    complete = [one for one in tracked if one.is_complete]
+    missing = [
+        checkpoint
+        for checkpoint in committed
+        if not any(one.is_of(checkpoint.step, checkpoint.attempt) and one.attempt is not None for one in complete)
+    ]
+    vanished = [
+        one
+        for one in complete
+        if one.state == "committed"
+        and one.store == inventory.store
+        and (one.attempt is None or one.attempt < inventory.attempt)
+        # A checkpoint whose step was committed again is marked as superseded together with the new one.
+        and one.step not in there
+    ]
+    return Reconciliation(missing=tuple(missing), vanished=tuple(vanished))
+
+
+def store_of(path: str) -> str:
+    """Return the root of a checkpoint's store from its folder, ``<root>/checkpoints/step-00000200``."""
+    return path.rpartition("/checkpoints/")[0] or path
