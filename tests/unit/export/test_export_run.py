@@ -353,7 +353,9 @@ def test_a_manifest_that_is_not_given_a_second_time_is_named(tmp_path: Path) -> 
     kinds: Any = ("open",)
     lost = FaultyStore(store, fail_at=1, kinds=kinds, error=permission_lost())
     request = ExportRequest(run_dir=tmp_path / "run", check=False)
-    with pytest.raises(RunError, match=r"the checkpoints in .*/run can't be read \(Permission denied\); see that the"):
+    with pytest.raises(
+        RunError, match=r"the checkpoints in .*/run can't be read \(Permission denied\); check that the"
+    ):
         export_checkpoint(lost, manifest, read_config(tmp_path / "run"), request, silent, SystemClock())
 
 
