@@ -173,7 +173,7 @@ class FailureBook:
             node=nodes[cause.rank] if cause.rank is not None and cause.rank < len(nodes) else None,
             committed_step=step,
             lost_steps=None if step is None or last_step is None else max(0, last_step - step),
-            hint=cause.hint,
+            way_out=cause.hint,
             failure=number,
             max_failures=elastic.max_failures,
             restarts=not cause.is_final and (number is None or number <= elastic.max_failures),
@@ -351,7 +351,7 @@ def failure_text(config: Config, failure: EndEvent, logs: str | None) -> str:
     """Return the final message of a failed run: what happened, what to do, and how to continue."""
     where = f"; node {failure.node}" if failure.node else ""
     lines = [f"run {config.run.name!r} failed: {describe_failure(failure)}{where}"]
-    lines.append(f"{failure.hint}; logs of the workers: {logs}" if logs else failure.hint)
+    lines.append(f"{failure.way_out}; logs of the workers: {logs}" if logs else failure.way_out)
     step = "its newest one" if failure.committed_step is None else f"step {failure.committed_step:,}"
     lines.append(f"everything committed in {config.run_dir} is kept; the same command resumes from {step}")
     return "\n".join(lines)

@@ -259,7 +259,7 @@ class EndEvent(CommandEvent):
         node: That rank's node.
         committed_step: The newest committed step.
         lost_steps: Steps that were trained beyond it.
-        hint: The way out.
+        way_out: The way out.
         failure: Number of failures counted so far, including this one; None for one that is not counted.
         max_failures: Number of failures that the run survives.
         restarts: Whether the workers are started again; None if no supervisor decided.
@@ -271,7 +271,7 @@ class EndEvent(CommandEvent):
     node: str | None = None
     committed_step: Whole | None = None
     lost_steps: Whole | None = None
-    hint: str = ""
+    way_out: str = ""
     failure: Positive | None = None
     max_failures: Whole = 0
     restarts: bool | None = None

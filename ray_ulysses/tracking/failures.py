@@ -28,7 +28,7 @@ def failure_fields(failure: EndEvent) -> dict[str, Any]:
 
 def failure_tags(failure: EndEvent) -> dict[str, str]:
     """Return a tracker's tags for a failure."""
-    shown = ("reason", "rank", "node", "committed_step", "lost_steps", "hint")
+    shown = ("reason", "rank", "node", "committed_step", "lost_steps", "way_out")
     return {f"{TAG_PREFIX}{name}": str(value) for name in shown if (value := getattr(failure, name)) is not None}
 
 

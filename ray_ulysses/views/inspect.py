@@ -91,7 +91,7 @@ def _time(spent: TimeSpent) -> list[str]:
 
 
 def _failure(failure: RunFailed) -> list[tuple[str, str]]:
-    rows = [("failed", describe_failure(failure)), ("what to do", f"{failure.hint}; the same command resumes")]
+    rows = [("failed", describe_failure(failure)), ("what to do", f"{failure.way_out}; the same command resumes")]
     return rows if failure.node is None else [*rows, ("node", failure.node)]
 
 

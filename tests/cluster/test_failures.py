@@ -137,7 +137,7 @@ def check_inspect(config: Config, folder: Path) -> None:
     printed = json.loads(command.text)
     assert printed["status"] == "failed"
     assert "killed by signal 9" in printed["failure"]["reason"]
-    assert printed["failure"]["node"] and printed["failure"]["hint"]
+    assert printed["failure"]["node"] and printed["failure"]["way_out"]
     assert ["killed by signal 9" in attempt["reason"] for attempt in printed["attempts"]] == [True, True]
     command = Command("inspect", config.run_dir, log=folder / "inspect.txt")
     assert command.wait() == 0

@@ -336,7 +336,7 @@ def test_a_run_that_has_failed_says_so_until_it_goes_on(tmp_path: Path) -> None:
     assert history.status == "failed" and history.failure is not None
     assert failure_fields(history.failure) == failure_fields(failure)
     printed = history.to_json()["failure"]
-    assert printed["reason"] == LOST.reason and printed["hint"] == LOST.hint and printed["lost_steps"] == 7
+    assert printed["reason"] == LOST.reason and printed["way_out"] == LOST.hint and printed["lost_steps"] == 7
     _attempt(config, _Clock(), 1, session="next")
     assert read_history(config.run_dir).failure is None
 

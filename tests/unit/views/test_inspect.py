@@ -109,7 +109,7 @@ def test_a_failed_run_says_why_and_what_to_do() -> None:
         node="host/10.0.0.3",
         committed_step=40,
         lost_steps=2,
-        hint="repair or replace the node",
+        way_out="repair or replace the node",
         failure=4,
         max_failures=3,
         restarts=False,
