@@ -617,6 +617,48 @@ MUTANTS = (
         new="",
         killer="tests/unit/engine/test_model.py::test_weights_that_lack_a_tensor_are_refused_and_not_drawn",
     ),
+    Mutant(
+        name="a sequence-parallel group torn over two nodes",
+        file="ray_ulysses/elastic/placement.py",
+        old="workers = min(room[node], wanted.most - sum(placed.values())) // sp_size * sp_size",
+        new="workers = min(room[node], wanted.most - sum(placed.values()))",
+        killer="tests/unit/elastic/test_placement.py::test_every_placement_is_a_world_that_fits",
+    ),
+    Mutant(
+        name="a restart for every node that drains",
+        file="ray_ulysses/elastic/sizing.py",
+        old="    if waited_s < SETTLE_S:\n        return seen, None\n    settled",
+        new="    settled",
+        killer="tests/unit/elastic/test_sizing.py::test_nodes_that_drain_one_after_the_other_cost_one_restart",
+    ),
+    Mutant(
+        name="a run that shrinks below its fewest workers",
+        file="ray_ulysses/elastic/sizing.py",
+        old="if possible is None or not (leaves",
+        new="if not (leaves",
+        killer="tests/unit/elastic/test_sizing.py::test_a_run_that_would_be_left_with_too_few_workers_trains_on",
+    ),
+    Mutant(
+        name="growth at any cost",
+        file="ray_ulysses/elastic/growth.py",
+        old="return saved_s >= _GAIN_PER_COST * restart_s",
+        new="return saved_s >= 0.0",
+        killer="tests/unit/elastic/test_growth.py::test_growth_must_save_ten_times_what_it_costs",
+    ),
+    Mutant(
+        name="places of the workers that are replaced counted as taken",
+        file="ray_ulysses/cluster/scaling.py",
+        old="held = self._placed if self._holds_room else {}",
+        new="held: dict[str, int] = {}",
+        killer="tests/unit/cluster/test_scaling.py::test_a_lost_node_leaves_a_smaller_run_at_once",
+    ),
+    Mutant(
+        name="a resize that ends the run",
+        file="ray_ulysses/cluster/scaling.py",
+        old='one.error = one.error or Resized("the workers are started again at another number")',
+        new="pass",
+        killer="tests/unit/cluster/test_scaling.py::test_a_run_asks_its_workers_to_end_when_a_node_joins_and_growth_pays",
+    ),
 )
 
 

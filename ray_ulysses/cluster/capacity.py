@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from ray_ulysses.elastic.placement import WorkerRange
 
 if TYPE_CHECKING:
     from ray_ulysses.run.settings import ResolvedRun
@@ -31,26 +33,23 @@ class Demand:
     """A run's demand for resources.
 
     Attributes:
-        workers: Number of workers, each of them on one node.
-        sp_size: Divides the number of workers.
+        wanted: Number of workers, each of them on one node.
         cpus: CPUs per worker.
         gpus: GPUs per worker.
         data_cpus: CPUs per task of the data stream; 0 if there is none.
     """
 
-    workers: int
-    sp_size: int
+    wanted: WorkerRange
     cpus: float
     gpus: int
     data_cpus: float
 
     @classmethod
     def of(cls, run: ResolvedRun) -> Demand:
-        """Return the demand of a run at its layout's world size."""
+        """Return the demand of a run."""
         cluster = run.config.cluster
         return cls(
-            workers=run.layout.world_size,
-            sp_size=run.layout.sp_size,
+            wanted=WorkerRange(least=cluster.workers.min, most=cluster.workers.max, sp_size=run.layout.sp_size),
             cpus=cluster.cpus_per_worker,
             gpus=cluster.gpus_per_worker,
             data_cpus=cluster.data_cpus if run.config.data.engine == "ray" else 0.0,
@@ -63,9 +62,14 @@ class Demand:
         return f"{each} (cluster.cpus_per_worker, cluster.gpus_per_worker)"
 
     @property
+    def setting(self) -> str:
+        """The setting that gives the fewest workers."""
+        return "cluster.workers" if self.wanted.least == self.wanted.most else "cluster.workers.min"
+
+    @property
     def total_cpus(self) -> float:
         """CPUs of all workers, and of two tasks of the data stream beside them, so that neither waits."""
-        return self.workers * self.cpus + 2 * self.data_cpus
+        return self.wanted.most * self.cpus + 2 * self.data_cpus
 
     def workers_on(self, node: Node) -> int:
         """Return how many whole workers a node holds."""
@@ -81,11 +85,11 @@ def places(demand: Demand, nodes: Sequence[Node]) -> int:
 def shortfall(demand: Demand, nodes: Sequence[Node]) -> str | None:
     """Return in words what the nodes lack even if they are all idle; ``None`` if they can hold the run."""
     held = places(demand, nodes)
-    if held < demand.workers:
-        return f"cluster.workers={demand.workers} needs {demand}; {_counted(demand, nodes, held)}"
+    if held < demand.wanted.least:
+        return f"{demand.setting}={demand.wanted.least} needs {demand}; {_counted(demand, nodes, held)}"
     room = max(node.cpus - demand.workers_on(node) * demand.cpus for node in nodes)
     # With more places than workers, a task can have one of them.
-    if held > demand.workers:
+    if held > demand.wanted.most:
         room = max(room, demand.cpus)
     if room < demand.data_cpus - _ROUNDING:
         return (
@@ -97,15 +101,16 @@ def shortfall(demand: Demand, nodes: Sequence[Node]) -> str | None:
 
 def hint(demand: Demand, nodes: Sequence[Node]) -> str:
     """Return what to do about a shortfall."""
-    fitting = places(demand, nodes) // demand.sp_size * demand.sp_size
-    if 0 < fitting < demand.workers:
-        return f"set cluster.workers={fitting}, which fits (a run resumes at any number), or add nodes"
+    least, sp_size = demand.wanted.least, demand.wanted.sp_size
+    fitting = places(demand, nodes) // sp_size * sp_size
+    if 0 < fitting < least:
+        return f"set {demand.setting}={fitting}, which fits (a run resumes at any number), or add nodes"
     if demand.gpus and not any(node.gpus >= demand.gpus for node in nodes):
         return "add nodes with GPUs, or set cluster.gpus_per_worker=0 to train on CPUs"
-    if fitting >= demand.workers:
+    if fitting >= least:
         return "add CPUs"
-    least = f"at least parallel.sp_size={demand.sp_size} of them" if demand.sp_size > 1 else "at least one of them"
-    return f"add nodes that hold workers, {least}"
+    fewest = f"at least parallel.sp_size={sp_size} of them" if sp_size > 1 else "at least one of them"
+    return f"add nodes that hold workers, {fewest}"
 
 
 def _counted(demand: Demand, nodes: Sequence[Node], held: int) -> str:
@@ -117,3 +122,8 @@ def _counted(demand: Demand, nodes: Sequence[Node], held: int) -> str:
 
 def _count(number: float, name: str) -> str:
     return f"{number:g} {name}{'s' * (number != 1)}"
+
+
+def node_of(resources: Mapping[str, float]) -> Node:
+    """Return a node from Ray's amounts of its resources."""
+    return Node(cpus=resources.get("CPU", 0.0), gpus=resources.get("GPU", 0.0))

@@ -35,6 +35,7 @@ from ray.train.v2.api.exceptions import ControllerError, PreemptionError, Traini
 
 from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.clock import Clock, SystemClock
+from ray_ulysses.cluster.scaling import Resized, WorkerScaling
 from ray_ulysses.cluster.worker import refusal
 from ray_ulysses.cluster.worker_watch import WorkersMissing
 from ray_ulysses.elastic.budget import failures_that_count
@@ -193,6 +194,13 @@ class FailureBook:
         return any(isinstance(event, AttemptEnded) and event.attempt == attempt for event in events)
 
 
+def is_resize(error: BaseException) -> bool:
+    """Return whether the workers ended for no other reason than to be started again at another number."""
+    if not isinstance(error, WorkerGroupError) or not error.worker_failures:
+        return False
+    return all(isinstance(one, Resized) for one in error.worker_failures.values())
+
+
 class FailureJudge(FailurePolicy):
     """Lets the book judge each failure; runs in Ray Train's controller."""
 
@@ -202,6 +210,8 @@ class FailureJudge(FailurePolicy):
 
     def make_decision(self, training_failed_error: Exception) -> FailureDecision:
         """Return whether the workers are started again."""
+        if is_resize(training_failed_error):
+            return FailureDecision.RETRY
         cause = cause_of(training_failed_error)
         if refusal(self._book.config.run_dir, self._book.session) is not None:
             # The next attempt would refuse to start.
@@ -235,11 +245,19 @@ class CauseAwaiter(WorkerGroupCallback):
                 status.error, status.running = None, True
 
 
+class WatchedController(TrainController):
+    """Ray Train's controller with a scaling policy that also sees the workers start, train and end."""
+
+    def __init__(self, *, scaling_policy: WorkerScaling, callbacks: list[Any] | None = None, **options: Any) -> None:
+        super().__init__(scaling_policy=scaling_policy, callbacks=[*(callbacks or []), scaling_policy], **options)
+
+
 class WatchedTrainer(TorchTrainer):
     """A `TorchTrainer` whose failures a book judges, and whose wait for its workers may be ended.
 
     Args:
         book: Judges them.
+        scaling: Decides how many workers start, and on which nodes.
         look: Called a few times a second by the thread that called ``fit``; an error that it raises ends ``fit``, and
             the workers end with the connection to Ray. No thread of ours is then left in a call to Ray, which would
             crash when the connection is shut down.
@@ -251,6 +269,7 @@ class WatchedTrainer(TorchTrainer):
         self,
         *arguments: Any,
         book: FailureBook,
+        scaling: WorkerScaling,
         look: Callable[[], object],
         run_config: RunConfig,
         **options: Any,
@@ -258,7 +277,7 @@ class WatchedTrainer(TorchTrainer):
         # Ray's annotation names the callbacks of before 2.0; it takes any of today's.
         run_config.callbacks = [*(run_config.callbacks or []), cast("Any", CauseAwaiter())]
         super().__init__(*arguments, run_config=run_config, **options)
-        self._book, self._look = book, look
+        self._book, self._scaling, self._look = book, scaling, look
 
     def _initialize_and_run_controller(self, **kwargs: Any) -> Any:
         """Do what Ray's method does, but look meanwhile, and leave SIGINT alone: Ray's handler loses the last steps."""
@@ -266,8 +285,9 @@ class WatchedTrainer(TorchTrainer):
             num_cpus=0,
             label_selector={RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()},
             runtime_env={"env_vars": get_env_vars_to_propagate()},
-        )(TrainController)
-        controller: Any = actor.remote(**{**kwargs, "failure_policy": FailureJudge(self._book)})
+        )(WatchedController)
+        policies = {"failure_policy": FailureJudge(self._book), "scaling_policy": self._scaling}
+        controller: Any = actor.remote(**{**kwargs, **policies})
         run = controller.run.remote()
         while not _has_ended(run):
             self._look()

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from ray._private.utils import get_used_memory
 from ray.exceptions import RayError
 
 from ray_ulysses.cluster.address import check_address
-from ray_ulysses.cluster.capacity import Node
+from ray_ulysses.cluster.capacity import Node, node_of
 from ray_ulysses.cluster.quiet import quiet_errors
 from ray_ulysses.cluster.worker_watch import ClusterView
 from ray_ulysses.errors import RunError
@@ -141,16 +141,12 @@ def cluster_nodes() -> tuple[Node, ...]:
     """Return the nodes of the connected cluster that are alive and not draining."""
     draining = state.state.get_draining_nodes()
     alive = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in draining]
-    return tuple(_node(node["Resources"]) for node in alive)
+    return tuple(node_of(node["Resources"]) for node in alive)
 
 
 def free_nodes() -> tuple[Node, ...]:
     """Return the nodes of the connected cluster with their unused resources."""
-    return tuple(_node(resources) for resources in state.available_resources_per_node().values())
-
-
-def _node(resources: Mapping[str, float]) -> Node:
-    return Node(cpus=resources.get("CPU", 0.0), gpus=resources.get("GPU", 0.0))
+    return tuple(node_of(resources) for resources in state.available_resources_per_node().values())
 
 
 def look_at_cluster() -> ClusterView | None:

@@ -26,6 +26,7 @@ from ray_ulysses.cluster.failures import (
     settle_failure,
     train_until_done,
 )
+from ray_ulysses.cluster.scaling import WorkerScaling
 from ray_ulysses.cluster.session import (
     cluster_address,
     cluster_nodes,
@@ -191,7 +192,7 @@ def _run_workers(
         say=lambda text: view.console.print(text, soft_wrap=True),
         clock=SystemClock(),
     )
-    start = StartView(view, config, demand.workers)
+    start = StartView(view, config, demand.wanted.least)
     signals.workers_start()
     with LockWatch(holds) as watch:
 
@@ -238,21 +239,23 @@ def _trainer(
     config, cluster = run.config, run.config.cluster
     for name, value in _controller_environment(config).items():
         os.environ.setdefault(name, value)
+    scaling = ScalingConfig(
+        num_workers=cluster.workers.max,
+        use_gpu=cluster.gpus_per_worker > 0,
+        resources_per_worker={"CPU": cluster.cpus_per_worker, "GPU": float(cluster.gpus_per_worker)},
+        placement_strategy="PACK",
+    )
     return WatchedTrainer(
         train_worker,
         book=replace(book, writer=CONTROLLER),
+        scaling=WorkerScaling(run, book.session, scaling),
         look=look,
         train_loop_config={"config": config.model_dump(mode="json"), **command},
         torch_config=TorchConfig(
             backend="nccl" if cluster.gpus_per_worker else "gloo",
             timeout_s=max(1, round(config.elastic.collective_timeout_s)),
         ),
-        scaling_config=ScalingConfig(
-            num_workers=run.layout.world_size,
-            use_gpu=cluster.gpus_per_worker > 0,
-            resources_per_worker={"CPU": cluster.cpus_per_worker, "GPU": float(cluster.gpus_per_worker)},
-            placement_strategy="PACK",
-        ),
+        scaling_config=scaling,
         run_config=RunConfig(
             # Ray Train's own bookkeeping is never read again: recovery starts from our manifests.
             name=command["session"],
@@ -287,9 +290,9 @@ def _check_capacity(config: Config, demand: Demand, console: Console, *, embedde
         wait = "" if embedded else "; cluster.wait_for_nodes=true waits for nodes that join later"
         raise RunError(f"{lack}; {hint(demand, nodes)}{wait}")
     free = places(demand, free_nodes())
-    if free < demand.workers:
+    if free < demand.wanted.least:
         console.print(
-            f"waiting up to {config.elastic.worker_start_timeout_s:g} s for other work to end: cluster.workers="
-            f"{demand.workers} workers fit the cluster, and there is room for {free} at the moment",
+            f"waiting up to {config.elastic.worker_start_timeout_s:g} s for other work to end: {demand.setting}="
+            f"{demand.wanted.least} workers fit the cluster, and there is room for {free} at the moment",
             soft_wrap=True,
         )

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ray_ulysses.storage import Store
 
 
-def train_worker(job: dict[str, Any]) -> None:
+def train_worker(job: dict[str, Any]) -> str:
     """Run one attempt on this worker.
 
     Args:
@@ -74,7 +74,7 @@ def train_worker(job: dict[str, Any]) -> None:
     )
     try:
         use_secrets(config)
-        run_attempt(config, worker)
+        return run_attempt(config, worker).status
     except UserError as error:
         # Another attempt would meet the same input: the next one of this session ends immediately.
         leave_refusal(config.run_dir, session, str(error))

@@ -9,6 +9,7 @@ from ray_ulysses.clock import Clock
 from ray_ulysses.cluster.capacity import Demand, Node, hint, shortfall
 from ray_ulysses.errors import RunError
 
+_REMIND_EVERY_S = 60.0
 _QUIET_S = 2.0
 """Workers that are restarted are missing for a moment, although no node was lost."""
 
@@ -67,7 +68,8 @@ class WorkerWatch:
             every_s: Seconds between two looks.
         """
         self._demand, self._limit_s, self._look, self._say, self._clock = demand, limit_s, look, say, clock
-        self._every_s, self._looked_at, self._said = every_s, -float("inf"), ""
+        self._every_s, self._looked_at = every_s, -float("inf")
+        self._said, self._said_at = "", -float("inf")
         self._missing_since: float | None = clock.monotonic()
         self.started: int | None = None
 
@@ -90,7 +92,7 @@ class WorkerWatch:
         if view is None:
             return
         self.started = view.workers
-        if view.workers >= self._demand.workers:
+        if view.workers >= self._demand.wanted.least:
             self._missing_since, self._said = None, ""
             return
         if self._missing_since is None:
@@ -99,12 +101,13 @@ class WorkerWatch:
         lack = shortfall(self._demand, view.nodes)
         if waited_s >= self._limit_s:
             raise self._end(view, lack)
-        if lack is not None and waited_s >= _QUIET_S and lack != self._said:
-            self._said = lack
+        is_news = lack != self._said or now - self._said_at >= _REMIND_EVERY_S
+        if lack is not None and waited_s >= _QUIET_S and is_news:
+            self._said, self._said_at = lack, now
             self._say(f"waiting up to {self._limit_s - waited_s:.0f} s for nodes: {lack}")
 
     def _end(self, view: ClusterView, lack: str | None) -> WorkersMissing:
-        started = f"{view.workers} of cluster.workers={self._demand.workers} workers have started"
+        started = f"{view.workers} of {self._demand.setting}={self._demand.wanted.least} workers have started"
         reason = f"{started} after {self._limit_s:g} s (elastic.worker_start_timeout_s)"
         if lack is not None:
             return WorkersMissing(f"{reason}: {lack}", hint(self._demand, view.nodes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -12,6 +13,7 @@ from ray_ulysses.config.overrides import apply_overrides
 from ray_ulysses.config.problems import problems_of
 from ray_ulysses.config.rules import broken_rules, broken_rules_of_part
 from ray_ulysses.config.schema import Config, section_models
+from ray_ulysses.config.section import Section
 from ray_ulysses.config.yaml_text import read_yaml
 from ray_ulysses.errors import ConfigError, Problem
 
@@ -81,8 +83,16 @@ def _usable(sections: Mapping[str, object], bad: set[tuple[int | str, ...]]) -> 
         if (name,) in bad or not isinstance(given, Mapping):
             continue
         usable[name] = {
-            field: given[field] if field in given else info.get_default(call_default_factory=True)
+            field: _built(info.annotation, given[field])
+            if field in given
+            else info.get_default(call_default_factory=True)
             for field, info in model.model_fields.items()
             if (name, field) not in bad
         }
     return usable
+
+
+def _built(annotation: Any, value: object) -> object:
+    """Return a valid value as the rules expect it: a group of settings within a section as its model."""
+    is_group = isinstance(annotation, type) and issubclass(annotation, Section)
+    return annotation.model_validate(value) if is_group else value

@@ -95,7 +95,7 @@ def _type_name(annotation: Any) -> str:
     if origin is dict:
         return "mapping"
     if isinstance(annotation, type) and issubclass(annotation, Section):
-        return "mapping of " + ", ".join(f"`{name}`" for name in annotation.model_fields)
+        return f"{annotation.short_form}mapping of " + ", ".join(f"`{name}`" for name in annotation.model_fields)
     return {int: "integer", float: "number", str: "text", bool: "true or false"}[annotation]
 
 

@@ -93,6 +93,7 @@ FREE: dict[str, str] = {
     "elastic.max_failures": "counted from the resume on",
     "elastic.failure_window_s": "failures are counted per command",
     "elastic.worker_start_timeout_s": "",
+    "elastic.grow_interval_s": "",
     "elastic.collective_timeout_s": "",
     "tracking.enabled": "",
     "tracking.uri": "if the same server has moved",

@@ -194,7 +194,22 @@ def _ring_divides_sp(config: Config) -> Iterator[Problem]:
 
 
 def _sp_divides_workers(config: Config) -> Iterator[Problem]:
-    sp_size, workers = config.parallel.sp_size, config.cluster.workers
+    sp_size, limits = config.parallel.sp_size, config.cluster.workers
+    if limits.is_fixed:
+        yield from _sp_divides(sp_size, "cluster.workers", limits.min)
+        return
+    yield from _sp_divides(sp_size, "cluster.workers.min", limits.min)
+    yield from _sp_divides(sp_size, "cluster.workers.max", limits.max)
+    if limits.min > limits.max:
+        yield Problem(
+            path="cluster.workers.min",
+            value=limits.min,
+            rule=f"is more than cluster.workers.max={limits.max}",
+            hint=f"write {{min: {limits.max}, max: {limits.min}}}",
+        )
+
+
+def _sp_divides(sp_size: int, setting: str, workers: int) -> Iterator[Problem]:
     if workers % sp_size == 0:
         return
     below, above = workers // sp_size * sp_size, (workers // sp_size + 1) * sp_size
@@ -203,7 +218,7 @@ def _sp_divides_workers(config: Config) -> Iterator[Problem]:
     yield Problem(
         path="parallel.sp_size",
         value=sp_size,
-        rule=f"does not divide cluster.workers={workers}",
+        rule=f"does not divide {setting}={workers}",
         hint=f"use an sp_size of {divisors}, or {counts} workers (a multiple of {sp_size})",
     )
 

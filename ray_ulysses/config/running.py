@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from ray_ulysses.config.section import PlacePath, Section, base_of, refusal
 from ray_ulysses.storage.location import LocationError, absolute_location, parse_location, without_secret
@@ -15,6 +22,7 @@ SQLITE = "sqlite:///"
 """What the URI of an SQLite database begins with; a path follows."""
 
 _TRACKING_SCHEMES = ("http://", "https://", SQLITE, "postgresql", "mysql", "mssql")
+_MOST_WORKERS = 65_536
 _RAY_ADDRESS = re.compile(r"auto|(?:ray://)?(?:\[[0-9A-Fa-f:.]+\]|[^\s/:@?#]+)(?::[0-9]{1,5})?")
 
 
@@ -156,6 +164,10 @@ class ElasticSection(Section):
     """Maximum wait for all workers, at the start and after some were lost, in seconds. Default 300, enough to pull an
     image."""
 
+    grow_interval_s: float = Field(default=600.0, gt=0.0)
+    """Minimum time between two restarts of an elastic run (`cluster.workers` with `min` and `max`) on more workers, in
+    seconds. A run grows only where that saves ten times what the restart costs. Default 600."""
+
     collective_timeout_s: float = Field(default=600.0, gt=0.0)
     """Maximum duration of one collective, in seconds, before the attempt counts as failed. Default 600, well above the
     longest legitimate time between two collectives."""
@@ -203,6 +215,40 @@ def _names_host(uri: str) -> bool:
         return False
 
 
+class WorkerLimits(Section):
+    """The number of workers: fixed, or limits within which it follows the nodes."""
+
+    short_form = "integer \\| "
+
+    min: int = Field(ge=1, le=_MOST_WORKERS)
+    """Fewest workers that the run trains on."""
+
+    max: int = Field(ge=1, le=_MOST_WORKERS)
+    """Most workers that the run takes."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_one_number(cls, value: Any) -> Any:
+        if isinstance(value, dict | cls):
+            return value
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_WORKERS:
+            rule = f"must be a whole number from 1 to {_MOST_WORKERS:,}, or a mapping of min and max"
+            raise refusal(rule, "write a number of workers, such as 8, or limits, such as {min: 4, max: 16}")
+        return {"min": value, "max": value}
+
+    @model_serializer(mode="wrap")
+    def _to_one_number(self, serialize: SerializerFunctionWrapHandler) -> Any:
+        return self.min if self.is_fixed else serialize(self)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether both limits are the same."""
+        return self.min == self.max
+
+    def __str__(self) -> str:
+        return str(self.min) if self.is_fixed else f"{self.min} to {self.max}"
+
+
 class ClusterSection(Section):
     """The resources that are requested from Ray."""
 
@@ -210,8 +256,11 @@ class ClusterSection(Section):
     """Address of a Ray cluster. Default null: the cluster that `RAY_ADDRESS` names, else a Ray started on this
     machine."""
 
-    workers: int = Field(ge=1, le=65_536)
-    """Number of training workers, one per GPU: a multiple of `parallel.sp_size`."""
+    workers: WorkerLimits
+    """Number of training workers, one per GPU: a multiple of `parallel.sp_size`, or two of them as `{min: 4, max: 16}`
+    for an elastic run. An elastic run starts on as many workers as the nodes have room for, continues on fewer when
+    nodes are lost or drained, and on more when nodes join (`elastic.grow_interval_s`). The tokens that a step trains do
+    not depend on the number of workers."""
 
     gpus_per_worker: int = Field(default=0, ge=0, le=1)
     """GPUs per worker: 0 trains on CPU, 1 on a GPU. Default 0, so that no GPU is taken unless you ask for it."""

@@ -45,7 +45,7 @@ class Config(Section):
     @property
     def dp_size(self) -> int:
         """Groups of ``parallel.sp_size`` workers; each group trains its own rows."""
-        return self.cluster.workers // self.parallel.sp_size
+        return self.cluster.workers.max // self.parallel.sp_size
 
     @property
     def data_sources(self) -> tuple[tuple[str, float | None], ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
@@ -18,6 +18,9 @@ class Section(BaseModel):
     Strict types keep a slip visible: ``workers: "4"`` and ``seed: yes`` are refused instead of guessed at.
     The docstring below a field is its documentation; ``docs/configuration.md`` is generated from it.
     """
+
+    short_form: ClassVar[str] = ""
+    """The type of a shorter form than a mapping, where a section has one, as the reference of the settings shows it."""
 
     model_config = ConfigDict(
         extra="forbid",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ray_ulysses.config import Config
+from ray_ulysses.config.running import WorkerLimits
 from ray_ulysses.errors import Problem
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.memory_terms import GIB
@@ -18,7 +19,7 @@ def local_bytes(config: Config, shape: ModelShape) -> int:
     """Return the memory of a local Ray with all workers of a run on this machine."""
     memory = configured_memory(config, shape)
     on_device = memory.device_bytes if config.cluster.gpus_per_worker == 0 else 0
-    return RAY_BYTES + config.cluster.workers * (WORKER_BYTES + memory.host_bytes + on_device)
+    return RAY_BYTES + config.cluster.workers.max * (WORKER_BYTES + memory.host_bytes + on_device)
 
 
 def local_problem(config: Config, shape: ModelShape, free_bytes: int) -> Problem | None:
@@ -29,7 +30,7 @@ def local_problem(config: Config, shape: ModelShape, free_bytes: int) -> Problem
         shape: The model's shape.
         free_bytes: Memory that the run may take.
     """
-    needed, workers = local_bytes(config, shape), config.cluster.workers
+    needed, workers = local_bytes(config, shape), config.cluster.workers.max
     if needed <= free_bytes:
         return None
     each = (needed - RAY_BYTES) / workers
@@ -49,9 +50,10 @@ def _most_that_fit(config: Config, shape: ModelShape, free_bytes: int) -> int:
     """Return the largest number of workers that fits, a multiple of ``parallel.sp_size``; 0 if there is none."""
     sp_size = config.parallel.sp_size
     # More processes than this do not fit even without a model.
-    most = min(config.cluster.workers - 1, max(0, free_bytes - RAY_BYTES) // WORKER_BYTES)
+    most = min(config.cluster.workers.max - 1, max(0, free_bytes - RAY_BYTES) // WORKER_BYTES)
     for workers in range(most // sp_size * sp_size, 0, -sp_size):
-        fewer = config.model_copy(update={"cluster": config.cluster.model_copy(update={"workers": workers})})
+        limits = WorkerLimits(min=workers, max=workers)
+        fewer = config.model_copy(update={"cluster": config.cluster.model_copy(update={"workers": limits})})
         if local_bytes(fewer, shape) <= free_bytes:
             return workers
     return 0

@@ -134,7 +134,7 @@ class _Change:
 def _memory_with(config: Config, shape: ModelShape, change: _Change) -> MemoryEstimate:
     return estimate(
         shape,
-        world_size=change.workers or config.cluster.workers,
+        world_size=change.workers or config.cluster.workers.min,
         sp_size=change.sp_size or config.parallel.sp_size,
         ring_size=ring_size(config, shape, change.sp_size),
         context_tokens=config.data.context_tokens,
@@ -165,7 +165,7 @@ def _hint(config: Config, shape: ModelShape) -> str:
 
 
 def _changes(config: Config, shape: ModelShape) -> Iterator[_Change]:
-    workers, sp_size = config.cluster.workers, config.parallel.sp_size
+    workers, sp_size = config.cluster.workers.min, config.parallel.sp_size
     # A configured ring is for the configured sp size, so another sp size needs another ring.
     is_set = config.parallel.ring_size is not None
     larger = [(n, ring_size(config, shape, n) if is_set else None) for n in allowed_sp(config, shape) if n > sp_size]

@@ -37,7 +37,8 @@ class LayoutFacts:
     """The layout of the workers.
 
     Attributes:
-        world_size: Workers.
+        world_size: Workers; the most of an elastic run.
+        least_world_size: Fewest workers, on which each rank takes the most memory.
         sp_size: Ranks that share one row.
         ulysses_size: Ranks that exchange heads.
         ring_size: Ranks of the ring that passes keys and values.
@@ -50,6 +51,7 @@ class LayoutFacts:
     """
 
     world_size: int
+    least_world_size: int
     sp_size: int
     ulysses_size: int
     ring_size: int
@@ -232,6 +234,7 @@ def _layout(config: Config, shape: ModelShape) -> LayoutFacts:
     ulysses_size = min(layout.ulysses_size, shape.num_heads)
     return LayoutFacts(
         world_size=layout.world_size,
+        least_world_size=config.cluster.workers.min,
         sp_size=sp_size,
         ulysses_size=layout.ulysses_size,
         ring_size=layout.ring_size,

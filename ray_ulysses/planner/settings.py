@@ -28,7 +28,7 @@ def run_layout(config: Config, shape: ModelShape, world_size: int | None = None)
         world_size: Workers; ``None`` for the configured number.
     """
     return ParallelLayout(
-        world_size=world_size or config.cluster.workers,
+        world_size=world_size or config.cluster.workers.max,
         sp_size=config.parallel.sp_size,
         ring_size=ring_size(config, shape),
     )

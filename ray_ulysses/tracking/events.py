@@ -24,7 +24,9 @@ def _ascending(rows: tuple[int, int]) -> tuple[int, int]:
     return rows
 
 
-STOP_REASONS = ("stopped", "finished", "resized")
+RESIZED = "resized"
+"""Reason of an attempt that ended so that its command can continue with another number of workers."""
+STOP_REASONS = ("stopped", "finished", RESIZED)
 """First words of the reasons of an attempt that ended because it was meant to."""
 
 RowRange = Annotated[tuple[Whole, Whole], AfterValidator(_ascending)]

@@ -58,7 +58,7 @@ def _layout(report: PlanReport) -> list[str]:
         "layout",
         *facts(
             [
-                ("workers", f"{layout.world_size} = dp {layout.dp_size} x sp {layout.sp_size}"),
+                ("workers", _workers(layout)),
                 ("row split", _split(layout)),
                 ("heads per rank", _heads(layout.heads)),
                 ("other sp sizes", ", ".join(str(size) for size in layout.valid_sp_sizes)),
@@ -67,6 +67,13 @@ def _layout(report: PlanReport) -> list[str]:
             ]
         ),
     ]
+
+
+def _workers(layout: LayoutFacts) -> str:
+    most = f"{layout.world_size} = dp {layout.dp_size} x sp {layout.sp_size}"
+    if layout.least_world_size == layout.world_size:
+        return most
+    return f"{layout.least_world_size} to {most}; memory is planned for {layout.least_world_size}"
 
 
 def _split(layout: LayoutFacts) -> str:

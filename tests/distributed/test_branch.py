@@ -48,7 +48,7 @@ def after(folder: Path, corpora: tuple[Path, Path], **overrides: Any) -> Config:
 
 def run(config: Config, session: str, branch: bool = False, **options: Any) -> tuple[str, int]:
     prepare_attempt(config, session, branch)
-    ends = run_ranks(run_worker, config.cluster.workers, config, session, timeout_s=TIMEOUT_S, **options)
+    ends = run_ranks(run_worker, config.cluster.workers.max, config, session, timeout_s=TIMEOUT_S, **options)
     end: tuple[str, int] = ends[0]
     return end
 

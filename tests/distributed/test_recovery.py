@@ -41,7 +41,7 @@ def config_for(storage: Path, corpus: Path, **overrides: Any) -> Config:
 
 def run(config: Config, session: str, **options: Any) -> tuple[str, int]:
     prepare_attempt(config, session)
-    workers = config.cluster.workers
+    workers = config.cluster.workers.max
     ends = run_ranks(run_worker, workers, config, session, timeout_s=TIMEOUT_S, **options)
     assert len(set(ends)) == 1
     end: tuple[str, int] = ends[0]

@@ -19,7 +19,7 @@ TIMEOUT_S = 200.0
 
 def run(config: Config, session: str, **options: Any) -> None:
     prepare_attempt(config, session)
-    run_ranks(run_worker, config.cluster.workers, config, session, timeout_s=TIMEOUT_S, **options)
+    run_ranks(run_worker, config.cluster.workers.max, config, session, timeout_s=TIMEOUT_S, **options)
 
 
 def test_what_ranks_received_is_found_again_in_plan_and_corpus(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _run(storage: Path, corpus: Path, session: str, **settings: Any) -> Config:
     config = make_config(storage, corpus, checkpoint__every_steps=2, **settings)
     prepare_attempt(config, session)
-    run_ranks(run_worker, config.cluster.workers, config, session, timeout_s=200)
+    run_ranks(run_worker, config.cluster.workers.max, config, session, timeout_s=200)
     return config
 
 

@@ -149,8 +149,8 @@ def test_the_ray_job_has_the_workers_that_its_configuration_asks_for(ray_job: di
         for container in group["template"]["spec"]["containers"]:
             gpus += int(container["resources"]["limits"].get("nvidia.com/gpu", 0)) * group.get("replicas", 0)
             cpus += int(container["resources"]["limits"]["cpu"]) * group.get("replicas", 0)
-    assert gpus == config.cluster.workers * config.cluster.gpus_per_worker
-    assert cpus > config.cluster.workers * config.cluster.cpus_per_worker, "the data stream needs CPUs too"
+    assert gpus == config.cluster.workers.max * config.cluster.gpus_per_worker
+    assert cpus > config.cluster.workers.max * config.cluster.cpus_per_worker, "the data stream needs CPUs too"
 
 
 def test_every_pod_mounts_the_shared_path_of_the_configurations(ray_job: dict[str, Any]) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from ray_ulysses.cluster.capacity import Demand, Node, hint, places, shortfall
+from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.run.settings import resolve_run
 from tests.distributed.run_case import make_config
 
-ONE = Demand(workers=4, sp_size=2, cpus=1.0, gpus=0, data_cpus=0.25)
+ONE = Demand(wanted=WorkerRange(least=4, most=4, sp_size=2), cpus=1.0, gpus=0, data_cpus=0.25)
 
 
 def nodes(*sizes: tuple[float, float]) -> list[Node]:
@@ -29,7 +30,7 @@ def test_the_demand_is_the_configurations(tmp_path: Path) -> None:
         data__engine="ray",
     )
     demand = Demand.of(resolve_run(config))
-    assert demand == Demand(workers=4, sp_size=2, cpus=0.5, gpus=0, data_cpus=0.75)
+    assert demand == Demand(wanted=WorkerRange(least=4, most=4, sp_size=2), cpus=0.5, gpus=0, data_cpus=0.75)
     assert demand.total_cpus == 4 * 0.5 + 2 * 0.75
     # The local engine reads in the workers themselves.
     assert Demand.of(resolve_run(make_config(tmp_path, tmp_path, data__engine="local"))).data_cpus == 0.0
@@ -38,7 +39,7 @@ def test_the_demand_is_the_configurations(tmp_path: Path) -> None:
 def test_a_cluster_that_holds_the_run_lacks_nothing() -> None:
     assert shortfall(ONE, nodes((2, 0), (2.5, 0))) is None
     assert shortfall(ONE, nodes((8, 0))) is None
-    assert shortfall(replace(ONE, cpus=0.1, workers=30, data_cpus=0.0), nodes((3, 0))) is None, (
+    assert shortfall(replace(ONE, cpus=0.1, wanted=_fixed(30), data_cpus=0.0), nodes((3, 0))) is None, (
         "0.1 x 30 is not below 3"
     )
 
@@ -60,7 +61,7 @@ def test_the_shortfall_counts_what_is_there_and_what_is_needed() -> None:
 
 
 def test_the_hint_keeps_to_multiples_of_sp_size() -> None:
-    demand = replace(ONE, workers=16, sp_size=4)
+    demand = replace(ONE, wanted=WorkerRange(least=16, most=16, sp_size=4))
     assert "set cluster.workers=4, which fits" in hint(demand, nodes((7, 0)))
     assert hint(demand, nodes((3, 0))) == "add nodes that hold workers, at least parallel.sp_size=4 of them"
 
@@ -86,20 +87,24 @@ def test_what_is_recommended_fits_and_what_fits_is_not_refused(seed: int) -> Non
     draw = random.Random(seed)
     for _ in range(400):
         demand = Demand(
-            workers=draw.randint(1, 24), sp_size=1, cpus=draw.choice([0.1, 0.25, 0.5, 0.9, 1.0, 3.0]),
+            wanted=_fixed(draw.randint(1, 24)), cpus=draw.choice([0.1, 0.25, 0.5, 0.9, 1.0, 3.0]),
             gpus=draw.randint(0, 1), data_cpus=draw.choice([0.0, 0.25]),
         )  # fmt: skip
         there = nodes(*((draw.choice([0, 1, 2, 2.5, 8]), draw.randint(0, 4)) for _ in range(draw.randint(0, 5))))
         placed = sum(_place(demand, node) for node in there)
         assert places(demand, there) == placed
         lack = shortfall(demand, there)
-        if placed < demand.workers:
+        if placed < demand.wanted.least:
             assert lack is not None and f"hold{'s' * (len(there) == 1)} {placed}:" in lack
             if placed:
-                assert shortfall(replace(demand, workers=placed, data_cpus=0.0), there) is None
+                assert shortfall(replace(demand, wanted=_fixed(placed), data_cpus=0.0), there) is None
                 assert f"cluster.workers={placed}, which fits" in hint(demand, there)
         else:
             assert lack is None or lack.startswith("cluster.data_cpus")
+
+
+def _fixed(workers: int) -> WorkerRange:
+    return WorkerRange(least=workers, most=workers, sp_size=1)
 
 
 def _place(demand: Demand, node: Node) -> int:

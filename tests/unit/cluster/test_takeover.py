@@ -85,7 +85,7 @@ def test_workers_are_given_up_at_once_when_another_command_takes_the_run(
     signals: Any = SimpleNamespace(workers_start=int, check=lambda workers_are_whole: None)
     arguments: Any = (
         SimpleNamespace(config=config),
-        SimpleNamespace(workers=4),
+        SimpleNamespace(wanted=SimpleNamespace(least=4)),
         SimpleNamespace(session="one"),
         0.0,
         SimpleNamespace(console=None),
@@ -111,7 +111,7 @@ def test_what_ends_ray_train_is_judged_and_what_is_of_this_machine_is_not(
     signals: Any = SimpleNamespace(workers_start=int)
     arguments: Any = (
         SimpleNamespace(config=config),
-        SimpleNamespace(workers=4),
+        SimpleNamespace(wanted=SimpleNamespace(least=4)),
         SimpleNamespace(session="one"),
         0.0,
         SimpleNamespace(console=None),

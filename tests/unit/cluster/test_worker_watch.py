@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ray_ulysses.cluster.capacity import Demand, Node
 from ray_ulysses.cluster.failures import cause_of
 from ray_ulysses.cluster.worker_watch import ClusterView, WorkersMissing, WorkerWatch
+from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.errors import RunError
 
-DEMAND = Demand(workers=2, sp_size=1, cpus=1.0, gpus=0, data_cpus=0.0)
+DEMAND = Demand(wanted=WorkerRange(least=2, most=2, sp_size=1), cpus=1.0, gpus=0, data_cpus=0.0)
 NODE = Node(cpus=1.0, gpus=0.0)
 
 
 class Cluster:
     """A cluster and a clock that a test sets."""
 
-    def __init__(self) -> None:
+    def __init__(self, demand: Demand = DEMAND, limit_s: float = 60.0) -> None:
         self.time_s, self.view, self.said = 0.0, ClusterView(nodes=(NODE, NODE), workers=0), list[str]()
-        self.watch = WorkerWatch(DEMAND, limit_s=60.0, look=lambda: self.view, say=self.said.append, clock=self)
+        self.watch = WorkerWatch(demand, limit_s=limit_s, look=lambda: self.view, say=self.said.append, clock=self)
 
     def now(self) -> float:
         raise AssertionError("a wait is measured by the clock that never goes back")
@@ -58,6 +61,28 @@ def test_a_lost_node_is_awaited_told_once_and_given_up_with_its_count() -> None:
     )
     assert text.endswith("set cluster.workers=1, which fits (a run resumes at any number), or add nodes")
     assert "RAY_TRAIN" not in text
+
+
+def test_a_long_wait_is_told_again_every_minute() -> None:
+    cluster = Cluster(limit_s=600.0)
+    for second in range(300):
+        cluster.at(second, 1, 0)
+    assert [text.split(" for nodes")[0] for text in cluster.said] == [
+        f"waiting up to {left} s" for left in (598, 538, 478, 418, 358)
+    ]
+
+
+def test_an_elastic_run_needs_no_more_than_its_fewest_workers() -> None:
+    elastic = replace(DEMAND, wanted=WorkerRange(least=1, most=2, sp_size=1))
+    cluster = Cluster(demand=elastic)
+    cluster.at(1, 1, 0)
+    assert not cluster.watch.is_whole
+    cluster.at(2, 1, 1)
+    assert cluster.watch.is_whole
+    cluster.at(10_000, 1, 1)
+    cluster.at(10_001, 0, 0)
+    with pytest.raises(RunError, match=r"0 of cluster\.workers\.min=1 workers have started after 60 s"):
+        cluster.at(10_061, 0, 0)
 
 
 def test_a_node_that_comes_back_begins_the_wait_anew() -> None:

@@ -172,7 +172,10 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(path: str, nearest: str
         ),
         ("tracking.tags={a: 1}", "tracking.tags.a=1: must be text; write it in quotes"),
         ("cluster.gpus_per_worker=2", "cluster.gpus_per_worker=2: must be at most 1"),
-        ("cluster.workers=", "cluster.workers=null: must be a whole number"),
+        (
+            "cluster.workers=",
+            "cluster.workers=null: must be a whole number from 1 to 65,536, or a mapping of min and max",
+        ),
     ],
 )
 def test_a_bad_value_is_refused_by_path_value_rule_and_hint(override: str, error: str) -> None:
@@ -210,7 +213,7 @@ def test_betas_of_the_wrong_length_are_refused() -> None:
         *(("data", name, 10**9, f"data.{name}=1000000000: must be at most") for name in ("epochs", "rows_per_step")),
         ("data", "balance_steps", 10**8, "data.balance_steps=100000000: must be at most 1024; use 1024 or less"),
         ("parallel", "sp_size", 10**9 + 7, "parallel.sp_size=1000000007: must be at most 65536"),
-        ("cluster", "workers", 10**9, "cluster.workers=1000000000: must be at most 65536"),
+        ("cluster", "workers", 10**9, "cluster.workers=1000000000: must be a whole number from 1 to 65,536"),
         ("data", "sources", [], "data.sources=[]: must have at least 1; give one, or null"),
         ("data", "sources", [{"path": "a", "weight": 1e308}], "data.sources.0.weight=1e+308: must be at most"),
         ("data", "sources", [{"path": "a", "weight": -1}], "data.sources.0.weight=-1: must be at least 0.0"),

@@ -41,7 +41,7 @@ def test_a_configuration_is_what_its_name_says(path: Path) -> None:
     assert config.dp_size == int(match["dp"])
     assert config.data.context_tokens == int(match["context"]) * 1024
     assert config.cluster.gpus_per_worker == (1 if match["gpus"] else 0)
-    assert not match["gpus"] or config.cluster.workers == int(match["gpus"])
+    assert not match["gpus"] or config.cluster.workers.max == int(match["gpus"])
 
 
 @_BY_NAME
@@ -49,7 +49,7 @@ def test_a_configuration_fits_what_it_names_by_the_estimate(path: Path) -> None:
     config = load_config(path)
     taken = estimate(
         _shape(path),
-        world_size=config.cluster.workers,
+        world_size=config.cluster.workers.max,
         sp_size=config.parallel.sp_size,
         context_tokens=config.data.context_tokens,
         dtype=config.model.dtype,

@@ -1,0 +1,186 @@
+"""Chooses how many workers Ray Train starts, on which nodes, and when they are started again at another number.
+
+Each start takes as many workers as the nodes have room for at that moment, within `cluster.workers`. While they train,
+nodes that join may make a larger number worth a restart, and nodes that are being drained make a smaller one necessary:
+then the workers are asked to save and to end, which loses no step, and are started again.
+
+Ray Train 2.60 has no public way to replace its scaling policy or to choose nodes. The seams used here are private:
+the scaling policy of a `TrainController`, the context of a worker group before it starts, and its polls (canary tests
+stand beside them).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, cast
+
+import ray
+from ray._private import state
+from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]
+from ray.exceptions import RayError
+from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
+
+from ray_ulysses.clock import Clock, SystemClock
+from ray_ulysses.cluster.capacity import Demand, node_of
+from ray_ulysses.elastic.growth import is_worth_growing
+from ray_ulysses.elastic.sizing import Sizing, decide_resize, decide_start
+from ray_ulysses.errors import RunError
+from ray_ulysses.run.requests import clear_stop, request_stop, stop_requested
+from ray_ulysses.tracking.events import RESIZED
+from ray_ulysses.tracking.pace import run_pace
+
+if TYPE_CHECKING:
+    from ray.air.config import ScalingConfig
+    from ray.train.v2._internal.execution.scaling_policy import ScalingDecision
+    from ray.train.v2._internal.execution.worker_group import (
+        WorkerGroupContext,
+        WorkerGroupPollStatus,
+        WorkerGroupState,
+    )
+
+    from ray_ulysses.run.settings import ResolvedRun
+
+_LOOK_EVERY_S = 1.0
+_PING_S = 2.0
+"""A node whose Ray takes no connection within this time is gone, even if the cluster's head does not know it yet."""
+
+
+class Resized(RunError):
+    """The workers have saved and ended, and are to be started again; not a failure."""
+
+
+class WorkerScaling(ScalingPolicy, WorkerGroupCallback):
+    """Ray Train's scaling policy for whole sequence-parallel groups; it lives in Ray Train's controller.
+
+    Args:
+        run: The run.
+        session: The command's name, which requests to its workers carry.
+        scaling_config: Ray Train's, for its requests to an autoscaler.
+        clock: Time.
+    """
+
+    def __init__(
+        self, run: ResolvedRun, session: str, scaling_config: ScalingConfig, clock: Clock | None = None
+    ) -> None:
+        super().__init__(cast("Any", scaling_config))
+        self._config, self._session, self._clock = run.config, session, clock or SystemClock()
+        self._demand = Demand.of(run)
+        self._placed: dict[str, int] = {}
+        self._holds_room = False
+        self._seen = Sizing()
+        self._looked_at = -_LOOK_EVERY_S
+
+    def _get_num_workers_for_resource_request(self) -> int:
+        return self._demand.wanted.most
+
+    def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
+        """Start as many workers as the nodes have room for, or none while there are too few places."""
+        self._maybe_send_resource_request()  # type: ignore[no-untyped-call]
+        nodes = reachable(steady_nodes())
+        self._seen, placed = decide_start(
+            self._seen,
+            free=self._room(nodes),
+            total={node: self._demand.workers_on(node_of(one["Resources"])) for node, one in nodes.items()},
+            wanted=self._demand.wanted,
+            now=self._clock.monotonic(),
+        )
+        if placed is None:
+            # The controller asks again at once, without a pause of its own.
+            time.sleep(_LOOK_EVERY_S)
+            return NoopDecision()
+        if stop_requested(self._config.run_dir, self._session) == "resize":
+            clear_stop(self._config.run_dir)
+        self._placed = placed
+        return ResizeDecision(
+            num_workers=sum(placed.values()), resources_per_worker=self.scaling_config._resources_per_worker_not_none
+        )
+
+    def make_decision_for_running_worker_group(
+        self, worker_group_state: WorkerGroupState, worker_group_status: WorkerGroupPollStatus
+    ) -> ScalingDecision:
+        """Change nothing under workers that train: they are asked to save and to end."""
+        self._maybe_send_resource_request()  # type: ignore[no-untyped-call]
+        return NoopDecision()
+
+    def before_worker_group_start(self, worker_group_context: WorkerGroupContext) -> None:
+        """Put each worker on the node that was chosen for it."""
+        selectors = [{RAY_NODE_ID_KEY: node} for node, workers in self._placed.items() for _ in range(workers)]
+        object.__setattr__(worker_group_context, "label_selector", selectors)
+        self._holds_room = True
+
+    def after_worker_group_shutdown(self, worker_group_context: WorkerGroupContext) -> None:
+        """Note that the workers' places are free again."""
+        self._holds_room = False
+
+    def after_worker_group_abort(self, worker_group_context: WorkerGroupContext) -> None:
+        """Note the same of workers that were ended."""
+        self._holds_room = False
+
+    def after_worker_group_poll_status(self, worker_group_status: WorkerGroupPollStatus) -> None:
+        """Ask the workers to end where another number is better, and have those that did started again."""
+        statuses = worker_group_status.worker_statuses.values()
+        if worker_group_status.finished and any(one.return_value == RESIZED for one in statuses):
+            for one in statuses:
+                # To Ray Train, workers that end without an error have finished the run.
+                one.error = one.error or Resized("the workers are started again at another number")
+            return
+        now = self._clock.monotonic()
+        if now - self._looked_at >= _LOOK_EVERY_S and not worker_group_status.errors:
+            self._looked_at = now
+            with contextlib.suppress(OSError, RuntimeError, RayError):
+                self._look(now)
+
+    def _look(self, now: float) -> None:
+        config = self._config
+        self._seen, resize = decide_resize(
+            self._seen,
+            placed=self._placed,
+            room=self._room(steady_nodes()),
+            wanted=self._demand.wanted,
+            now=now,
+            grow_interval_s=config.elastic.grow_interval_s,
+        )
+        if resize is None or stop_requested(config.run_dir, self._session) is not None:
+            return
+        if not resize.must:
+            pace = run_pace(config.run_dir)
+            workers = sum(self._placed.values())
+            if pace is None or not is_worth_growing(
+                workers, resize.workers, seconds_left=pace.seconds_left, restart_s=pace.start_s
+            ):
+                return
+        request_stop(config.run_dir, self._session, "resize")
+
+    def _room(self, nodes: Mapping[str, Any]) -> dict[str, int]:
+        """Return how many workers each node has room for, with those of the present worker group taken as free."""
+        free = state.state.available_resources_per_node()
+        held = self._placed if self._holds_room else {}
+        return {node: self._demand.workers_on(node_of(free.get(node, {}))) + held.get(node, 0) for node in nodes}
+
+
+def steady_nodes() -> dict[str, Any]:
+    """Return Ray's entries of the nodes that are alive and not being drained, by node id."""
+    draining = state.state.get_draining_nodes()
+    return {one["NodeID"]: one for one in ray.nodes() if one["Alive"] and one["NodeID"] not in draining}
+
+
+def reachable(nodes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the nodes whose Ray takes a connection: the cluster's head learns late of one that is gone."""
+    if not nodes:
+        return {}
+    with ThreadPoolExecutor(max_workers=min(32, len(nodes))) as pool:
+        answers = pool.map(lambda one: _answers(one["NodeManagerAddress"], one["NodeManagerPort"]), nodes.values())
+        return {node: one for (node, one), answer in zip(nodes.items(), answers, strict=True) if answer}
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=_PING_S).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,92 @@
+"""An elastic run: the number of its workers follows the nodes, and what is trained does not notice."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ray._raylet import GcsClient
+from ray.cluster_utils import Cluster
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+from ray_ulysses.config import Config
+from ray_ulysses.tracking.events import AttemptStarted
+from ray_ulysses.tracking.history import read_history
+from tests.distributed.run_case import make_config, make_corpus
+from tests.unit.tracking.journals import read_events
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
+TIMEOUT_S = 150.0
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "node_ip_address": "127.0.1.1"})
+    try:
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def _add_node(cluster: Cluster, number: int) -> object:
+    return cluster.add_node(num_cpus=2, node_ip_address=f"127.0.1.{number}")
+
+
+def _worlds(config: Config) -> list[int]:
+    return [one.world_size for one in read_events(config.run_dir) if isinstance(one, AttemptStarted)]
+
+
+def _wait_for_steps(command: subprocess.Popen[bytes], config: Config, worlds: list[int], steps: int = 3) -> None:
+    """Wait until the newest of the attempts with these worlds has trained some steps."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        history = read_history(config.run_dir) if config.run_dir.is_dir() else None
+        found = [(one.world_size, one.first_step, one.last_step) for one in history.attempts] if history else []
+        trained = [one for one in found if one[1] is not None]
+        if [one[0] for one in trained] == worlds and (trained[-1][2] or 0) - (trained[-1][1] or 0) >= steps:
+            return
+        assert command.poll() is None, "the command ended"
+        assert time.monotonic() < deadline, f"attempts {found} instead of worlds {worlds} after {TIMEOUT_S} s"
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_an_elastic_run_follows_its_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    _add_node(cluster, 2)
+    second = _add_node(cluster, 3)
+    config = make_config(
+        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=100_000, data__epochs=4000,
+        cluster__workers={"min": 2, "max": 4}, cluster__cpus_per_worker=1.0, cluster__data_cpus=0.1,
+        cluster__address=cluster.address, checkpoint__every_steps=50, elastic__grow_interval_s=1.0,
+    )  # fmt: skip
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml())
+    with (tmp_path / "log.txt").open("w") as log:
+        command = subprocess.Popen(
+            [sys.executable, "-m", "ray_ulysses", "train", str(path)], stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        _wait_for_steps(command, config, [4])
+        # Without notice: as a spot node that is taken away.
+        second.kill_all_processes(allow_graceful=False, wait=True)
+        cluster.worker_nodes.discard(second)
+        _wait_for_steps(command, config, [4, 2])
+        third = _add_node(cluster, 4)
+        _wait_for_steps(command, config, [4, 2, 4])
+        deadline_ms = int((time.time() + 120) * 1000)
+        reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        accepted, text = GcsClient(address=cluster.address).drain_node(third.node_id, reason, "spot", deadline_ms)
+        assert accepted, text
+        _wait_for_steps(command, config, [4, 2, 4, 2])
+        command.terminate()
+        command.wait(TIMEOUT_S)
+    finally:
+        command.kill()
+        command.wait()
+        print((tmp_path / "log.txt").read_text())
+    history = read_history(config.run_dir)
+    print(history.attempts, history.lost_steps)

@@ -1,0 +1,217 @@
+"""The number of workers follows the nodes: what Ray Train is told, on nodes and a clock that the test sets."""
+
+from __future__ import annotations
+
+import inspect
+import socket
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.failure_handling import FailureDecision
+from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
+from ray.train.v2._internal.execution.worker_group import WorkerGroupContext, WorkerGroupPollStatus
+from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
+from ray.train.v2.api.config import ScalingConfig
+
+from ray_ulysses.cluster import scaling
+from ray_ulysses.cluster.failures import FailureJudge, is_resize
+from ray_ulysses.cluster.scaling import WorkerScaling, reachable
+from ray_ulysses.elastic.sizing import SETTLE_S
+from ray_ulysses.run.requests import request_stop, stop_requested
+from ray_ulysses.run.settings import resolve_run
+from ray_ulysses.tracking.events import RESIZED
+from ray_ulysses.tracking.pace import Pace
+from tests.distributed.run_case import make_config
+
+SESSION = "command"
+PER_WORKER = {"CPU": 1.0, "GPU": 0.0}
+
+
+class Nodes:
+    """A cluster's nodes and a clock; installed in place of Ray's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path, **cpus: float) -> None:
+        self.cpus, self.free, self.time_s, self.run_dir = dict(cpus), dict(cpus), 0.0, run_dir
+        monkeypatch.setattr(
+            scaling, "steady_nodes", lambda: {n: {"Resources": {"CPU": c}} for n, c in self.cpus.items()}
+        )
+        monkeypatch.setattr(scaling, "reachable", lambda nodes: dict(nodes))
+        monkeypatch.setattr(scaling.time, "sleep", self._sleep)
+        monkeypatch.setattr(scaling.state.state, "available_resources_per_node", lambda: {
+            node: {"CPU": cpus} for node, cpus in self.free.items()
+        })  # fmt: skip
+
+    def _steady(self) -> dict[str, Any]:
+        return {node: {"Resources": {"CPU": cpus}} for node, cpus in self.cpus.items()}
+
+    def _sleep(self, seconds: float) -> None:
+        self.time_s += seconds
+
+    def now(self) -> float:
+        raise AssertionError("durations are measured by the clock that never goes back")
+
+    def monotonic(self) -> float:
+        return self.time_s
+
+
+def policy_on(nodes: Nodes, tmp_path: Path, least: int = 2, most: int = 4) -> WorkerScaling:
+    config = make_config(tmp_path, tmp_path, cluster__workers={"min": least, "max": most}, parallel__sp_size=2)
+    config.run_dir.mkdir(exist_ok=True)
+    of_ray: Any = ScalingConfig(num_workers=most, resources_per_worker={"CPU": 1.0})
+    policy = WorkerScaling(resolve_run(config), SESSION, of_ray, clock=nodes)
+    policy._maybe_send_resource_request = lambda: None  # type: ignore[method-assign]
+    return policy
+
+
+def start(policy: WorkerScaling, nodes: Nodes) -> list[str] | None:
+    """Ask until workers are started; return the node of each of them, or None if that takes for ever."""
+    for _ in range(30):
+        decision = policy.make_decision_for_non_running_worker_group()
+        if isinstance(decision, ResizeDecision):
+            context = WorkerGroupContext(
+                run_attempt_id="x", train_fn_ref=None, num_workers=decision.num_workers,  # type: ignore[arg-type]
+                resources_per_worker=decision.resources_per_worker,
+            )  # fmt: skip
+            policy.before_worker_group_start(context)
+            assert context.label_selector is not None
+            placed = [next(iter(selector.values())) for selector in context.label_selector]
+            assert len(placed) == decision.num_workers
+            for node in placed:
+                nodes.free[node] -= 1
+            return placed
+        assert isinstance(decision, NoopDecision)
+    return None
+
+
+def poll(policy: WorkerScaling, *statuses: WorkerStatus) -> WorkerGroupPollStatus:
+    status = WorkerGroupPollStatus(worker_statuses=dict(enumerate(statuses)))
+    policy.after_worker_group_poll_status(status)
+    return status
+
+
+RUNNING = WorkerStatus(running=True)
+
+
+def test_ray_train_has_the_seams_that_are_used() -> None:
+    """A canary of Ray Train 2.60: what `cluster.scaling` overrides and sets."""
+    assert ScalingPolicy.__abstractmethods__ == {
+        "make_decision_for_non_running_worker_group", "make_decision_for_running_worker_group",
+        "_get_num_workers_for_resource_request",
+    }  # fmt: skip
+    assert "label_selector" in {field.name for field in fields(WorkerGroupContext)}
+    assert {"running", "error", "return_value"} <= {field.name for field in fields(WorkerStatus)}
+    assert {"scaling_policy", "callbacks"} <= set(inspect.signature(TrainController.__init__).parameters)
+    hooks = ("before_worker_group_start", "after_worker_group_shutdown", "after_worker_group_abort")
+    assert all(hasattr(WorkerGroupCallback, hook) for hook in (*hooks, "after_worker_group_poll_status"))
+    assert not inspect.isabstract(WorkerScaling)
+
+
+def test_workers_are_put_on_the_chosen_nodes_in_the_order_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nodes = Nodes(monkeypatch, tmp_path, a=1, b=3, c=2)
+    assert start(policy_on(nodes, tmp_path), nodes) == ["b", "b", "c", "c"]
+
+
+def test_a_lost_node_leaves_a_smaller_run_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
+    policy = policy_on(nodes, tmp_path)
+    assert start(policy, nodes) == ["a", "a", "b", "b"]
+    del nodes.cpus["b"], nodes.free["b"]
+    # The workers that are left still hold their places when Ray Train asks.
+    assert start(policy, nodes) == ["a", "a"]
+    assert nodes.time_s == 0.0
+
+
+def test_too_few_places_start_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nodes = Nodes(monkeypatch, tmp_path, a=1)
+    policy = policy_on(nodes, tmp_path)
+    assert start(policy, nodes) is None
+    nodes.cpus["b"] = nodes.free["b"] = 2
+    assert start(policy, nodes) == ["b", "b"]
+
+
+def test_a_run_asks_its_workers_to_end_when_a_node_joins_and_growth_pays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nodes = Nodes(monkeypatch, tmp_path, a=2)
+    policy = policy_on(nodes, tmp_path)
+    run_dir = policy._config.run_dir
+    assert start(policy, nodes) == ["a", "a"]
+    nodes.cpus["b"] = nodes.free["b"] = 2
+    pace = Pace(seconds_left=100.0, start_s=30.0)
+    monkeypatch.setattr(scaling, "run_pace", lambda _: pace)
+    for _ in range(2):
+        poll(policy, RUNNING, RUNNING)
+        nodes.time_s += SETTLE_S
+    assert stop_requested(run_dir, SESSION) is None, "half of 100 s is not ten times 30 s"
+    pace = Pace(seconds_left=1_000.0, start_s=30.0)
+    nodes.time_s += policy._config.elastic.grow_interval_s
+    for _ in range(2):
+        assert stop_requested(run_dir, SESSION) is None
+        poll(policy, RUNNING, RUNNING)
+        nodes.time_s += SETTLE_S
+    assert stop_requested(run_dir, SESSION) == "resize"
+    assert not poll(policy, RUNNING, WorkerStatus(running=False, return_value=RESIZED)).errors, "not before all ended"
+    ended = poll(policy, *(WorkerStatus(running=False, return_value=RESIZED) for _ in range(2)))
+    assert is_resize(ended.get_worker_group_error())
+    assert start(policy, nodes) == ["a", "a", "b", "b"]
+    assert stop_requested(run_dir, SESSION) is None, "the next attempt is not to stop"
+
+
+def test_a_draining_node_is_left_whatever_it_costs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
+    policy = policy_on(nodes, tmp_path)
+    start(policy, nodes)
+    monkeypatch.setattr(scaling, "run_pace", lambda _: pytest.fail("growth is not the question"))
+    del nodes.cpus["b"]
+    for _ in range(2):
+        assert stop_requested(policy._config.run_dir, SESSION) is None
+        poll(policy, RUNNING)
+        nodes.time_s += SETTLE_S
+    assert stop_requested(policy._config.run_dir, SESSION) == "resize"
+
+
+def test_a_request_of_the_user_is_never_replaced_or_cleared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
+    policy = policy_on(nodes, tmp_path)
+    start(policy, nodes)
+    run_dir = policy._config.run_dir
+    request_stop(run_dir, SESSION)
+    del nodes.cpus["b"]
+    for _ in range(3):
+        poll(policy, RUNNING)
+        nodes.time_s += SETTLE_S
+    assert stop_requested(run_dir, SESSION) == "stop"
+    assert start(policy, nodes) == ["a", "a"] and stop_requested(run_dir, SESSION) == "stop"
+
+
+def test_workers_that_finish_or_fail_are_left_to_ray_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nodes = Nodes(monkeypatch, tmp_path, a=2)
+    policy = policy_on(nodes, tmp_path)
+    start(policy, nodes)
+    assert not poll(policy, *(WorkerStatus(running=False, return_value="finished") for _ in range(2))).errors
+    failure = RuntimeError("boom")
+    status = poll(policy, WorkerStatus(running=False, return_value=RESIZED), WorkerStatus(running=False, error=failure))
+    assert status.errors[1] is failure
+    assert not is_resize(status.get_worker_group_error())
+
+
+def test_a_resize_is_not_judged_as_a_failure() -> None:
+    book: Any = None
+    statuses = {0: WorkerStatus(running=False, error=scaling.Resized("again"))}
+    error = WorkerGroupPollStatus(worker_statuses=statuses).get_worker_group_error()
+    assert FailureJudge(book).make_decision(error) is FailureDecision.RETRY
+
+
+def test_a_node_whose_ray_takes_no_connection_is_not_counted() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as alive, socket.create_server(("127.0.0.1", 0)) as dead:
+        ports = {"alive": alive.getsockname()[1], "dead": dead.getsockname()[1]}
+        dead.close()
+        entries = {node: {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port} for node, port in ports.items()}
+        assert list(reachable(entries)) == ["alive"]
+    assert reachable({}) == {}
