@@ -45,7 +45,7 @@ def check_storage(storage: Path | str, *, setting: str = "run.storage") -> None:
     except OSError as error:
         hint = "make the path writable for this user on every node"
         if isinstance(location, ObjectLocation):
-            hint = "check the bucket, its region and endpoint, and at the credentials in the environment"
+            hint = "check the bucket, its region and endpoint, and the credentials in the environment"
         raise UserError(
             f"{shown} can't be written: {error.strerror or error}; {hint}, or set another {setting}"
         ) from error

@@ -19,11 +19,12 @@ from ray.cluster_utils import Cluster
 from rich.console import Console
 
 from ray_ulysses.cluster.address import check_address
-from ray_ulysses.cluster.capacity import Node
+from ray_ulysses.cluster.capacity import Demand, Node
 from ray_ulysses.cluster.session import cluster_nodes, free_nodes, look_at_cluster, ray_session
 from ray_ulysses.cluster.train_job import _check_capacity
 from ray_ulysses.config import Config
 from ray_ulysses.errors import RunError
+from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.storage.lock import current_owner
 from ray_ulysses.tracking.history import read_history
 from tests.distributed.run_case import make_config, make_corpus
@@ -100,6 +101,10 @@ def test_nodes_and_workers_are_counted_and_what_can_not_fit_is_refused(
 ) -> None:
     """A canary of Ray 2.60: its table of actors and its nodes that are about to go."""
     console = Console(record=True, width=200)
+
+    def check(config: Config) -> None:
+        _check_capacity(config, Demand.of(resolve_run(config)), console, embedded=False)
+
     with ray_session(cluster.address, cpus=0):
         assert cluster_nodes() == (Node(cpus=1.0, gpus=0.0),) * 2
         workers = [RayTrainWorker.remote() for _ in range(2)]
@@ -116,13 +121,13 @@ def test_nodes_and_workers_are_counted_and_what_can_not_fit_is_refused(
         }
         for overrides, words in refused.values():
             with pytest.raises(RunError) as told:
-                _check_capacity(config_for(cluster, corpus, tmp_path, **overrides), console, embedded=False)
+                check(config_for(cluster, corpus, tmp_path, **overrides))
             assert words in str(told.value)
             assert "cluster.wait_for_nodes=true waits for nodes that join later" in str(told.value)
         waits = config_for(cluster, corpus, tmp_path, cluster__workers=8, cluster__wait_for_nodes=True)
-        _check_capacity(waits, console, embedded=False)
+        check(waits)
         assert console.export_text() == ""
-        _check_capacity(config_for(cluster, corpus, tmp_path), console, embedded=False)
+        check(config_for(cluster, corpus, tmp_path))
         assert "there is room for 0 at the moment" in console.export_text()
 
 
@@ -192,6 +197,7 @@ def _train_processes() -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_a_lost_node_is_awaited_and_given_up_without_a_dump(cluster: Cluster, corpus: Path, tmp_path: Path) -> None:
     """The last of the module: it takes a node away."""
     # As long as the workers of a slow machine take to start.

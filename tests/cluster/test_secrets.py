@@ -97,6 +97,7 @@ def test_an_embedded_ray_inherits_secrets_and_writes_none(corpus: Path, tmp_path
     assert files_with(secrets, tmp_path, ray_folder) == {}
 
 
+@pytest.mark.slow
 def test_on_a_cluster_secrets_come_from_the_file_and_what_workers_lack_is_said(
     corpus: Path, tmp_path: Path, ray_folder: Path, s3: S3Server
 ) -> None:
@@ -128,7 +129,7 @@ def test_on_a_cluster_secrets_come_from_the_file_and_what_workers_lack_is_said(
         assert read_history(config.run_dir).step == 2
         said = " ".join(text.split())
         assert "note: HF_TOKEN, MLFLOW_TRACKING_PASSWORD, MLFLOW_TRACKING_USERNAME are set for this command" in said
-        assert "and not on 127.0.1.1: workers there lack it" in said
+        assert "and not on 127.0.1.1: workers there lack them" in said
         assert "name a file that holds them in cluster.secrets_file" in said
     finally:
         cluster.shutdown()

@@ -270,5 +270,5 @@ def test_a_start_that_can_not_be_is_refused_before_a_worker_starts(
     assert "was written under other settings (optimizer.lr is 1e-05 and was " in text
     assert "set model.resume_state to weights or optimizer" in text
     text = refusal(model__resume_from=str(source.run_dir), data__context_tokens=512)
-    assert "set model.resume_state to weights or optimizer to begin a run of its own with it" in text
+    assert "set model.resume_state to weights or optimizer to start a separate run from it" in text
     assert not (tmp_path / "run" / "checkpoints").exists()

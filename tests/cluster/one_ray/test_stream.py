@@ -285,7 +285,7 @@ def test_windows_are_whole_steps_and_bounded(corpus: Corpus) -> None:
 @pytest.mark.parametrize(
     ("rows_per_step", "worlds", "kills"),
     [
-        pytest.param(12, [(2, 1), (2, 2)], 1, id="some"),
+        pytest.param(12, [(2, 1), (2, 2)], 1, id="some", marks=pytest.mark.slow),
         pytest.param(5, [(4, 2), (2, 1), (3, 1), (4, 4), (2, 2)], 4, id="many", marks=pytest.mark.slow),
     ],
 )

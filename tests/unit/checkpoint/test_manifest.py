@@ -87,7 +87,7 @@ def test_the_damage_is_said_in_one_line_and_the_checkpoint_before_is_taken() -> 
         chosen = newest_committed(store, depth)  # type: ignore[arg-type]
         assert chosen.manifest is not None and chosen.manifest.step == 5
         assert [str(damage) for damage in chosen.damaged] == [
-            "the checkpoint of step 6 is damaged and not used: the manifest's shards[1].file is '../../x', which lies "
+            "the checkpoint of step 6 is damaged and not used: the manifest's shards[1].file is '../../x', which is "
             "outside the checkpoint"
         ]
 

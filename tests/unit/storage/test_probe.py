@@ -78,7 +78,9 @@ def test_a_server_that_ignores_conditional_puts_is_refused(s3: S3Server, proxy: 
 
 def test_a_bucket_that_is_not_there_is_refused(s3: S3Server) -> None:
     uri = s3.uri("run").replace("bucket/", "no-such-bucket/")
-    with pytest.raises(UserError, match=r"can't be written: the store refused: there is no such bucket; look at the"):
+    with pytest.raises(
+        UserError, match=r"can't be written: the store refused: there is no such bucket; check the bucket"
+    ):
         check_storage(uri, setting="checkpoint.storage")
 
 

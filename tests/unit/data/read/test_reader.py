@@ -84,7 +84,7 @@ def test_an_sp_size_that_does_not_divide_a_row_is_refused() -> None:
     store = MemoryStore([9])
     reader = RowReader(store, build_plan(store.lengths, "memory", SETTINGS))
     with pytest.raises(
-        ValueError, match=r"row 0 has 16 tokens, .* no multiple of the 3 that parallel\.sp_size=3 needs"
+        ValueError, match=r"row 0 has 16 tokens, .*not a multiple of the 3 that parallel\.sp_size=3 needs"
     ):
         reader.read("train", 0, 0, 3)
 
