@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ray_ulysses.elastic.placement import WorkerRange
+from ray_ulysses.elastic.placement import WorkerRange, place_workers
 
 if TYPE_CHECKING:
     from ray_ulysses.run.settings import ResolvedRun
@@ -64,12 +64,17 @@ class Demand:
     @property
     def setting(self) -> str:
         """The setting that gives the fewest workers."""
-        return "cluster.workers" if self.wanted.least == self.wanted.most else "cluster.workers.min"
+        return "cluster.workers.min" if self.is_elastic else "cluster.workers"
 
     @property
     def total_cpus(self) -> float:
         """CPUs of all workers, and of two tasks of the data stream beside them, so that neither waits."""
         return self.wanted.most * self.cpus + 2 * self.data_cpus
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of workers follows the nodes."""
+        return self.wanted.least < self.wanted.most
 
     def workers_on(self, node: Node) -> int:
         """Return how many whole workers a node holds."""
@@ -82,9 +87,32 @@ def places(demand: Demand, nodes: Sequence[Node]) -> int:
     return sum(demand.workers_on(node) for node in nodes)
 
 
+def room_for_workers(demand: Demand, nodes: Mapping[str, Node]) -> dict[str, int]:
+    """Return how many workers of an elastic run each node has room for, once the data stream has its CPUs.
+
+    Args:
+        demand: The run's demand.
+        nodes: The nodes with what is free on them, by node id.
+    """
+    room = {name: demand.workers_on(node) for name, node in nodes.items()}
+    left = [node.cpus - room[name] * demand.cpus for name, node in nodes.items()]
+    if demand.data_cpus > 0 and sum(room.values()) <= demand.wanted.most and max(left, default=0.0) < demand.data_cpus:
+        # A task of the stream takes the place of as many workers as it needs, where most of them are.
+        largest = max(room, key=lambda name: (room[name], name), default=None)
+        if largest is not None:
+            room[largest] = max(0, room[largest] - math.ceil(demand.data_cpus / demand.cpus - _ROUNDING))
+    return room
+
+
 def shortfall(demand: Demand, nodes: Sequence[Node]) -> str | None:
     """Return in words what the nodes lack even if they are all idle; ``None`` if they can hold the run."""
     held = places(demand, nodes)
+    if demand.is_elastic:
+        by_name = {str(number): node for number, node in enumerate(nodes)}
+        fits = place_workers(room_for_workers(demand, by_name), demand.wanted) is not None
+        beside = " beside the data stream" * (demand.data_cpus > 0)
+        needs = f"{demand.setting}={demand.wanted.least} needs {demand}{beside}"
+        return None if fits else f"{needs}; {_counted(demand, nodes, held)}"
     if held < demand.wanted.least:
         return f"{demand.setting}={demand.wanted.least} needs {demand}; {_counted(demand, nodes, held)}"
     room = max(node.cpus - demand.workers_on(node) * demand.cpus for node in nodes)

@@ -35,7 +35,7 @@ from ray.train.v2.api.exceptions import ControllerError, PreemptionError, Traini
 
 from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.clock import Clock, SystemClock
-from ray_ulysses.cluster.scaling import Resized, WorkerScaling
+from ray_ulysses.cluster.scaling import Resized, WorkerGroupWatch, WorkerScaling
 from ray_ulysses.cluster.worker import refusal
 from ray_ulysses.cluster.worker_watch import WorkersMissing
 from ray_ulysses.elastic.budget import failures_that_count
@@ -161,7 +161,9 @@ class FailureBook:
             number = 1 + failures_that_count(past, now=now, step=step, window_s=elastic.failure_window_s)
         last_step = own.last_step if own is not None else None
         nodes = own.nodes if own is not None else ()
-        has_begun = own is not None and own.session is not None and not self._is_recorded(own.attempt)
+        has_begun = (
+            own is not None and own.session is not None and not own.has_ended and not self._is_recorded(own.attempt)
+        )
         # A node's announced end costs no more than the steps since the last commit.
         is_preempted = cause.kind == "preempted" and step is not None and step > 0
         failure = (AttemptEnded if has_begun else StartFailed)(
@@ -201,6 +203,11 @@ def is_resize(error: BaseException) -> bool:
     return all(isinstance(one, Resized) for one in error.worker_failures.values())
 
 
+def lacks_room(error: BaseException) -> bool:
+    """Return whether the nodes that were chosen for the workers did not give them their places in time."""
+    return isinstance(error, ControllerError) and isinstance(error.controller_failure, WorkerGroupStartupTimeoutError)
+
+
 class FailureJudge(FailurePolicy):
     """Lets the book judge each failure; runs in Ray Train's controller."""
 
@@ -210,7 +217,9 @@ class FailureJudge(FailurePolicy):
 
     def make_decision(self, training_failed_error: Exception) -> FailureDecision:
         """Return whether the workers are started again."""
-        if is_resize(training_failed_error):
+        is_elastic = not self._book.config.cluster.workers.is_fixed
+        if is_elastic and (is_resize(training_failed_error) or lacks_room(training_failed_error)):
+            # Neither is a failure: nodes are chosen again, and the command's watch ends the wait for them.
             return FailureDecision.RETRY
         cause = cause_of(training_failed_error)
         if refusal(self._book.config.run_dir, self._book.session) is not None:
@@ -245,11 +254,12 @@ class CauseAwaiter(WorkerGroupCallback):
                 status.error, status.running = None, True
 
 
-class WatchedController(TrainController):
+class ElasticController(TrainController):
     """Ray Train's controller with a scaling policy that also sees the workers start, train and end."""
 
     def __init__(self, *, scaling_policy: WorkerScaling, callbacks: list[Any] | None = None, **options: Any) -> None:
-        super().__init__(scaling_policy=scaling_policy, callbacks=[*(callbacks or []), scaling_policy], **options)
+        watch = WorkerGroupWatch(scaling_policy)
+        super().__init__(scaling_policy=scaling_policy, callbacks=[*(callbacks or []), watch], **options)
 
 
 class WatchedTrainer(TorchTrainer):
@@ -257,7 +267,8 @@ class WatchedTrainer(TorchTrainer):
 
     Args:
         book: Judges them.
-        scaling: Decides how many workers start, and on which nodes.
+        scaling: Decides how many workers of an elastic run start, and on which nodes; None starts a fixed number where
+            Ray finds room.
         look: Called a few times a second by the thread that called ``fit``; an error that it raises ends ``fit``, and
             the workers end with the connection to Ray. No thread of ours is then left in a call to Ray, which would
             crash when the connection is shut down.
@@ -269,7 +280,7 @@ class WatchedTrainer(TorchTrainer):
         self,
         *arguments: Any,
         book: FailureBook,
-        scaling: WorkerScaling,
+        scaling: WorkerScaling | None,
         look: Callable[[], object],
         run_config: RunConfig,
         **options: Any,
@@ -285,8 +296,10 @@ class WatchedTrainer(TorchTrainer):
             num_cpus=0,
             label_selector={RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()},
             runtime_env={"env_vars": get_env_vars_to_propagate()},
-        )(WatchedController)
-        policies = {"failure_policy": FailureJudge(self._book), "scaling_policy": self._scaling}
+        )(TrainController if self._scaling is None else ElasticController)
+        policies: dict[str, Any] = {"failure_policy": FailureJudge(self._book)}
+        if self._scaling is not None:
+            policies["scaling_policy"] = self._scaling
         controller: Any = actor.remote(**{**kwargs, **policies})
         run = controller.run.remote()
         while not _has_ended(run):

@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -26,7 +27,7 @@ from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
 
 from ray_ulysses.clock import Clock, SystemClock
-from ray_ulysses.cluster.capacity import Demand, node_of
+from ray_ulysses.cluster.capacity import Demand, Node, node_of, room_for_workers
 from ray_ulysses.elastic.growth import is_worth_growing
 from ray_ulysses.elastic.sizing import Sizing, decide_resize, decide_start
 from ray_ulysses.errors import RunError
@@ -54,8 +55,8 @@ class Resized(RunError):
     """The workers have saved and ended, and are to be started again; not a failure."""
 
 
-class WorkerScaling(ScalingPolicy, WorkerGroupCallback):
-    """Ray Train's scaling policy for whole sequence-parallel groups; it lives in Ray Train's controller.
+class WorkerScaling(ScalingPolicy):
+    """Ray Train's scaling policy of an elastic run, in whole sequence-parallel groups; it lives in Ray's controller.
 
     Args:
         run: The run.
@@ -81,14 +82,17 @@ class WorkerScaling(ScalingPolicy, WorkerGroupCallback):
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
         """Start as many workers as the nodes have room for, or none while there are too few places."""
         self._maybe_send_resource_request()  # type: ignore[no-untyped-call]
-        nodes = reachable(steady_nodes())
-        self._seen, placed = decide_start(
-            self._seen,
-            free=self._room(nodes),
-            total={node: self._demand.workers_on(node_of(one["Resources"])) for node, one in nodes.items()},
-            wanted=self._demand.wanted,
-            now=self._clock.monotonic(),
-        )
+        placed = None
+        # A head that does not answer now is asked again.
+        with contextlib.suppress(OSError, RuntimeError, RayError):
+            nodes = reachable(steady_nodes())
+            self._seen, placed = decide_start(
+                self._seen,
+                free=self._room(nodes),
+                total=room_for_workers(self._demand, {node: node_of(one["Resources"]) for node, one in nodes.items()}),
+                wanted=self._demand.wanted,
+                now=self._clock.monotonic(),
+            )
         if placed is None:
             # The controller asks again at once, without a pause of its own.
             time.sleep(_LOOK_EVERY_S)
@@ -107,30 +111,24 @@ class WorkerScaling(ScalingPolicy, WorkerGroupCallback):
         self._maybe_send_resource_request()  # type: ignore[no-untyped-call]
         return NoopDecision()
 
-    def before_worker_group_start(self, worker_group_context: WorkerGroupContext) -> None:
-        """Put each worker on the node that was chosen for it."""
-        selectors = [{RAY_NODE_ID_KEY: node} for node, workers in self._placed.items() for _ in range(workers)]
-        object.__setattr__(worker_group_context, "label_selector", selectors)
-        self._holds_room = True
+    def selectors(self) -> list[dict[str, str]]:
+        """Return the label selector of each worker that is about to start: the node that was chosen for it."""
+        return [{RAY_NODE_ID_KEY: node} for node, workers in self._placed.items() for _ in range(workers)]
 
-    def after_worker_group_shutdown(self, worker_group_context: WorkerGroupContext) -> None:
-        """Note that the workers' places are free again."""
-        self._holds_room = False
+    def hold_room(self, holds: bool) -> None:
+        """Note whether a worker group holds its places, which are free for the one that replaces it."""
+        self._holds_room = holds
 
-    def after_worker_group_abort(self, worker_group_context: WorkerGroupContext) -> None:
-        """Note the same of workers that were ended."""
-        self._holds_room = False
-
-    def after_worker_group_poll_status(self, worker_group_status: WorkerGroupPollStatus) -> None:
+    def polled(self, status: WorkerGroupPollStatus) -> None:
         """Ask the workers to end where another number is better, and have those that did started again."""
-        statuses = worker_group_status.worker_statuses.values()
-        if worker_group_status.finished and any(one.return_value == RESIZED for one in statuses):
+        statuses = status.worker_statuses.values()
+        if status.finished and any(one.return_value == RESIZED for one in statuses):
             for one in statuses:
                 # To Ray Train, workers that end without an error have finished the run.
                 one.error = one.error or Resized("the workers are started again at another number")
             return
         now = self._clock.monotonic()
-        if now - self._looked_at >= _LOOK_EVERY_S and not worker_group_status.errors:
+        if now - self._looked_at >= _LOOK_EVERY_S and not status.errors:
             self._looked_at = now
             with contextlib.suppress(OSError, RuntimeError, RayError):
                 self._look(now)
@@ -150,9 +148,11 @@ class WorkerScaling(ScalingPolicy, WorkerGroupCallback):
         if not resize.must:
             pace = run_pace(config.run_dir)
             workers = sum(self._placed.values())
-            if pace is None or not is_worth_growing(
-                workers, resize.workers, seconds_left=pace.seconds_left, restart_s=pace.start_s
-            ):
+            if pace is None:
+                # Before the first step nothing is known of what growth costs; this look does not count.
+                self._seen = replace(self._seen, grew_at=None)
+                return
+            if not is_worth_growing(workers, resize.workers, seconds_left=pace.seconds_left, restart_s=pace.start_s):
                 return
         request_stop(config.run_dir, self._session, "resize")
 
@@ -160,7 +160,42 @@ class WorkerScaling(ScalingPolicy, WorkerGroupCallback):
         """Return how many workers each node has room for, with those of the present worker group taken as free."""
         free = state.state.available_resources_per_node()
         held = self._placed if self._holds_room else {}
-        return {node: self._demand.workers_on(node_of(free.get(node, {}))) + held.get(node, 0) for node in nodes}
+        cpus, gpus = self._demand.cpus, self._demand.gpus
+        there = {node: node_of(free.get(node, {})) for node in nodes}
+        return room_for_workers(
+            self._demand,
+            {
+                node: Node(cpus=one.cpus + held.get(node, 0) * cpus, gpus=one.gpus + held.get(node, 0) * gpus)
+                for node, one in there.items()
+            },
+        )
+
+
+class WorkerGroupWatch(WorkerGroupCallback):
+    """Tells the scaling policy of the worker groups, in the same process."""
+
+    def __init__(self, scaling: WorkerScaling) -> None:
+        self._scaling = scaling
+
+    def before_worker_group_start(self, worker_group_context: WorkerGroupContext) -> None:
+        """Put each worker on the node that was chosen for it."""
+        object.__setattr__(worker_group_context, "label_selector", self._scaling.selectors())
+
+    def after_worker_group_start(self, worker_group: Any) -> None:
+        """Count the places of the workers; those of a group that could not start were given back."""
+        self._scaling.hold_room(True)
+
+    def after_worker_group_shutdown(self, worker_group_context: WorkerGroupContext) -> None:
+        """Count them as free again."""
+        self._scaling.hold_room(False)
+
+    def after_worker_group_abort(self, worker_group_context: WorkerGroupContext) -> None:
+        """Count them as free again."""
+        self._scaling.hold_room(False)
+
+    def after_worker_group_poll_status(self, worker_group_status: WorkerGroupPollStatus) -> None:
+        """Pass the status on."""
+        self._scaling.polled(worker_group_status)
 
 
 def steady_nodes() -> dict[str, Any]:

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from ray_ulysses.views.progress import ProgressView
 
 _log = get_logger(__name__)
+_ROOM_WAIT_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,6 +192,7 @@ def _run_workers(
         look=look_at_cluster,
         say=lambda text: view.console.print(text, soft_wrap=True),
         clock=SystemClock(),
+        is_training=lambda: not view.state.awaits_workers,
     )
     start = StartView(view, config, demand.wanted.least)
     signals.workers_start()
@@ -248,7 +250,7 @@ def _trainer(
     return WatchedTrainer(
         train_worker,
         book=replace(book, writer=CONTROLLER),
-        scaling=WorkerScaling(run, book.session, scaling),
+        scaling=None if cluster.workers.is_fixed else WorkerScaling(run, book.session, scaling),
         look=look,
         train_loop_config={"config": config.model_dump(mode="json"), **command},
         torch_config=TorchConfig(
@@ -265,9 +267,11 @@ def _trainer(
 
 
 def _controller_environment(config: Config) -> dict[str, str]:
+    fixed_s = config.elastic.worker_start_timeout_s + 60.0
     return {
-        # The driver's own watch ends the wait earlier, and reports what is missing.
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(config.elastic.worker_start_timeout_s + 60.0),
+        # The driver's own watch ends the wait earlier, and reports what is missing. Nodes that were chosen for an
+        # elastic run may have lost their room since: others are chosen then.
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(fixed_s if config.cluster.workers.is_fixed else _ROOM_WAIT_S),
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
         "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "3",
         "RAY_CHDIR_TO_TRIAL_DIR": "0",

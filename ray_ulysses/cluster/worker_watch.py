@@ -55,6 +55,7 @@ class WorkerWatch:
         look: Callable[[], ClusterView | None],
         say: Callable[[str], object],
         clock: Clock,
+        is_training: Callable[[], bool] = lambda: True,
         every_s: float = 1.0,
     ) -> None:
         """Begin the wait for the first workers.
@@ -65,9 +66,11 @@ class WorkerWatch:
             look: Returns the cluster's state; ``None`` if it does not answer now.
             say: Prints a line.
             clock: Time.
+            is_training: Returns whether the workers' attempt has been heard of.
             every_s: Seconds between two looks.
         """
         self._demand, self._limit_s, self._look, self._say, self._clock = demand, limit_s, look, say, clock
+        self._is_training = is_training
         self._every_s, self._looked_at = every_s, -float("inf")
         self._said, self._said_at = "", -float("inf")
         self._missing_since: float | None = clock.monotonic()
@@ -92,7 +95,9 @@ class WorkerWatch:
         if view is None:
             return
         self.started = view.workers
-        if view.workers >= self._demand.wanted.least:
+        wanted = self._demand.wanted
+        # An elastic run may start with fewer workers than it could take: it has started when the attempt says so.
+        if view.workers >= wanted.most or (view.workers >= wanted.least and self._is_training()):
             self._missing_since, self._said = None, ""
             return
         if self._missing_since is None:

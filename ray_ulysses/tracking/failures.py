@@ -58,12 +58,14 @@ class NewestAttempt:
         session: Id of its command; None if it had not started to train.
         nodes: The node of each rank, by rank.
         last_step: The last step that it completed, or the one that it resumed from; None if unknown.
+        has_ended: Whether it recorded its own end.
     """
 
     attempt: int
     session: str | None
     nodes: tuple[str, ...]
     last_step: int | None
+    has_ended: bool = False
 
 
 def newest_attempt(run_dir: Path) -> NewestAttempt | None:
@@ -80,6 +82,7 @@ def newest_attempt(run_dir: Path) -> NewestAttempt | None:
         session=None if started is None else started.session,
         nodes=() if started is None else started.rank_nodes,
         last_step=steps[-1] if steps else resumed,
+        has_ended=any(isinstance(event, AttemptEnded) for event in events),
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_ulysses.cluster.capacity import Demand, Node, hint, places, shortfall
+from ray_ulysses.cluster.capacity import Demand, Node, hint, places, room_for_workers, shortfall
 from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.run.settings import resolve_run
 from tests.distributed.run_case import make_config
@@ -113,3 +113,18 @@ def _place(demand: Demand, node: Node) -> int:
     while cpus >= round(demand.cpus * 10_000) and gpus >= demand.gpus:
         cpus, gpus, number = cpus - round(demand.cpus * 10_000), gpus - demand.gpus, number + 1
     return number
+
+
+def test_an_elastic_run_leaves_room_for_the_data_stream() -> None:
+    elastic = replace(ONE, wanted=WorkerRange(least=2, most=8, sp_size=2))
+    # Four workers and a fifth CPU; eight places and no CPU beside them: one place is the stream's.
+    assert shortfall(elastic, nodes((5, 0))) is None
+    assert shortfall(elastic, nodes((4, 0), (4, 0))) is None
+    assert room_for_workers(elastic, {"a": Node(cpus=3, gpus=0)}) == {"a": 2}
+    assert room_for_workers(elastic, {"a": Node(cpus=4, gpus=0), "b": Node(cpus=4, gpus=0)}) == {"a": 4, "b": 3}
+    assert room_for_workers(elastic, {"a": Node(cpus=9, gpus=0)}) == {"a": 9}, "a place is left over"
+    assert room_for_workers(replace(elastic, data_cpus=0.0), {"a": Node(cpus=3, gpus=0)}) == {"a": 3}
+    assert room_for_workers(elastic, {}) == {}
+    assert "cluster.workers.min=2 needs 1 CPU each (cluster.cpus_per_worker) beside the data stream; the 1 node" in str(
+        shortfall(elastic, nodes((2, 0)))
+    )

@@ -6,9 +6,11 @@ import inspect
 import socket
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
@@ -16,10 +18,11 @@ from ray.train.v2._internal.execution.scaling_policy import NoopDecision, Resize
 from ray.train.v2._internal.execution.worker_group import WorkerGroupContext, WorkerGroupPollStatus
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2.api.config import ScalingConfig
+from ray.train.v2.api.exceptions import ControllerError
 
 from ray_ulysses.cluster import scaling
-from ray_ulysses.cluster.failures import FailureJudge, is_resize
-from ray_ulysses.cluster.scaling import WorkerScaling, reachable
+from ray_ulysses.cluster.failures import ElasticController, FailureJudge, is_resize, lacks_room
+from ray_ulysses.cluster.scaling import WorkerGroupWatch, WorkerScaling, reachable
 from ray_ulysses.elastic.sizing import SETTLE_S
 from ray_ulysses.run.requests import request_stop, stop_requested
 from ray_ulysses.run.settings import resolve_run
@@ -67,7 +70,7 @@ def policy_on(nodes: Nodes, tmp_path: Path, least: int = 2, most: int = 4) -> Wo
     return policy
 
 
-def start(policy: WorkerScaling, nodes: Nodes) -> list[str] | None:
+def start(policy: WorkerScaling, nodes: Nodes, *, starts: bool = True) -> list[str] | None:
     """Ask until workers are started; return the node of each of them, or None if that takes for ever."""
     for _ in range(30):
         decision = policy.make_decision_for_non_running_worker_group()
@@ -76,12 +79,15 @@ def start(policy: WorkerScaling, nodes: Nodes) -> list[str] | None:
                 run_attempt_id="x", train_fn_ref=None, num_workers=decision.num_workers,  # type: ignore[arg-type]
                 resources_per_worker=decision.resources_per_worker,
             )  # fmt: skip
-            policy.before_worker_group_start(context)
+            watch = WorkerGroupWatch(policy)
+            watch.before_worker_group_start(context)
             assert context.label_selector is not None
             placed = [next(iter(selector.values())) for selector in context.label_selector]
             assert len(placed) == decision.num_workers
-            for node in placed:
-                nodes.free[node] -= 1
+            if starts:
+                watch.after_worker_group_start(None)
+                for node in placed:
+                    nodes.free[node] -= 1
             return placed
         assert isinstance(decision, NoopDecision)
     return None
@@ -89,7 +95,7 @@ def start(policy: WorkerScaling, nodes: Nodes) -> list[str] | None:
 
 def poll(policy: WorkerScaling, *statuses: WorkerStatus) -> WorkerGroupPollStatus:
     status = WorkerGroupPollStatus(worker_statuses=dict(enumerate(statuses)))
-    policy.after_worker_group_poll_status(status)
+    WorkerGroupWatch(policy).after_worker_group_poll_status(status)
     return status
 
 
@@ -108,6 +114,7 @@ def test_ray_train_has_the_seams_that_are_used() -> None:
     hooks = ("before_worker_group_start", "after_worker_group_shutdown", "after_worker_group_abort")
     assert all(hasattr(WorkerGroupCallback, hook) for hook in (*hooks, "after_worker_group_poll_status"))
     assert not inspect.isabstract(WorkerScaling)
+    assert issubclass(ElasticController, TrainController)
 
 
 def test_workers_are_put_on_the_chosen_nodes_in_the_order_of_ranks(
@@ -201,11 +208,38 @@ def test_workers_that_finish_or_fail_are_left_to_ray_train(monkeypatch: pytest.M
     assert not is_resize(status.get_worker_group_error())
 
 
-def test_a_resize_is_not_judged_as_a_failure() -> None:
-    book: Any = None
+def test_a_resize_and_a_lack_of_room_are_not_judged_as_failures(tmp_path: Path) -> None:
+    config = make_config(tmp_path, tmp_path, cluster__workers={"min": 2, "max": 4})
+    book: Any = SimpleNamespace(config=config)
     statuses = {0: WorkerStatus(running=False, error=scaling.Resized("again"))}
     error = WorkerGroupPollStatus(worker_statuses=statuses).get_worker_group_error()
     assert FailureJudge(book).make_decision(error) is FailureDecision.RETRY
+    timeout = ControllerError(WorkerGroupStartupTimeoutError(num_workers=2))
+    assert lacks_room(timeout) and FailureJudge(book).make_decision(timeout) is FailureDecision.RETRY
+    assert not lacks_room(ControllerError(ValueError())) and not is_resize(timeout)
+
+
+def test_places_of_workers_that_could_not_start_are_counted_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
+    policy = policy_on(nodes, tmp_path)
+    assert start(policy, nodes, starts=False) == ["a", "a", "b", "b"]
+    del nodes.cpus["b"], nodes.free["b"]
+    assert start(policy, nodes) == ["a", "a"]
+
+
+def test_a_head_that_does_not_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nodes = Nodes(monkeypatch, tmp_path, a=2)
+    policy = policy_on(nodes, tmp_path)
+
+    def away() -> dict[str, Any]:
+        if nodes.time_s < 3.0:
+            raise ConnectionError("the head is away")
+        return nodes._steady()
+
+    monkeypatch.setattr(scaling, "steady_nodes", away)
+    assert start(policy, nodes) == ["a", "a"] and nodes.time_s == 3.0
 
 
 def test_a_node_whose_ray_takes_no_connection_is_not_counted() -> None:

@@ -20,8 +20,16 @@ class Cluster:
     """A cluster and a clock that a test sets."""
 
     def __init__(self, demand: Demand = DEMAND, limit_s: float = 60.0) -> None:
+        self.is_training = True
         self.time_s, self.view, self.said = 0.0, ClusterView(nodes=(NODE, NODE), workers=0), list[str]()
-        self.watch = WorkerWatch(demand, limit_s=limit_s, look=lambda: self.view, say=self.said.append, clock=self)
+        self.watch = WorkerWatch(
+            demand,
+            limit_s=limit_s,
+            look=lambda: self.view,
+            say=self.said.append,
+            clock=self,
+            is_training=lambda: self.is_training,
+        )
 
     def now(self) -> float:
         raise AssertionError("a wait is measured by the clock that never goes back")
@@ -83,6 +91,15 @@ def test_an_elastic_run_needs_no_more_than_its_fewest_workers() -> None:
     cluster.at(10_001, 0, 0)
     with pytest.raises(RunError, match=r"0 of cluster\.workers\.min=1 workers have started after 60 s"):
         cluster.at(10_061, 0, 0)
+
+
+def test_an_elastic_run_whose_workers_come_up_in_part_is_not_waited_for_without_end() -> None:
+    cluster = Cluster(demand=replace(DEMAND, wanted=WorkerRange(least=1, most=2, sp_size=1)))
+    cluster.is_training = False
+    cluster.at(1, 2, 1)
+    assert not cluster.watch.is_whole
+    with pytest.raises(RunError, match=r"1 of cluster\.workers\.min=1 workers have started after 60 s"):
+        cluster.at(60, 2, 1)
 
 
 def test_a_node_that_comes_back_begins_the_wait_anew() -> None:
