@@ -98,31 +98,31 @@ class BackgroundSaver:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is being saved."""
+        """True if nothing is being saved."""
         with self._lock:
             return self._pending == 0
 
     @property
     def failures(self) -> int:
-        """How many saves in a row have failed up to now."""
+        """Number of consecutive failed saves up to now."""
         with self._lock:
             return self._failures
 
     @property
     def failing_s(self) -> float:
-        """How long the saves in a row have been failing up to now, in seconds, from the end of the first."""
+        """Seconds since the end of the first of the consecutive failed saves."""
         with self._lock:
             return self._clock.monotonic() - self._failing_since if self._failures else 0.0
 
     @property
     def failed_for_s(self) -> float:
-        """How long ago the last save has failed, in seconds; 0 if it did not."""
+        """Seconds since the last save failed; 0 if it did not fail."""
         with self._lock:
             return self._clock.monotonic() - self._failed_at if self._failures else 0.0
 
     @property
     def failure(self) -> BaseException | None:
-        """What the last save failed with; None if it did not."""
+        """Error of the last save; None if it did not fail."""
         with self._lock:
             return self._failure
 

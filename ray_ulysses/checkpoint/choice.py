@@ -17,10 +17,10 @@ from ray_ulysses.storage import AlreadyExistsError, Store
 from ray_ulysses.storage.store import read_bytes
 
 Depth = Literal["sizes", "content"]
-"""How closely a checkpoint is examined: the files' sizes, or every byte's checksum."""
+"""Depth of an examination: the sizes of the files, or the checksum of every byte."""
 
 _MOST_LOOKS = 10
-"""How often a list of checkpoints is made again because one of them was deleted meanwhile."""
+"""Number of times that checkpoints are listed again because one of them was deleted meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class Damage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What to resume from.
+    """The checkpoint to resume from, and those passed over.
 
     Attributes:
         manifest: The newest whole checkpoint; None if there is none.

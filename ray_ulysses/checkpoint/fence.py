@@ -29,7 +29,7 @@ class Lineage:
     started_from: dict[int, int]
 
     def holds(self, step: int, attempt: int) -> bool:
-        """Whether a checkpoint that an attempt committed after so many steps is part of the run (pure)."""
+        """Return whether a checkpoint that an attempt committed at a step is part of the run (pure)."""
         return all(start >= step for later, start in self.started_from.items() if later > attempt)
 
 
@@ -81,5 +81,5 @@ def start_attempt(store: Store, attempt: int, step: int) -> None:
 
 
 def is_overtaken(store: Store, attempt: int) -> bool:
-    """Whether a newer attempt has been claimed: then this one must neither commit nor delete."""
+    """Return whether a newer attempt has been claimed; this one must then neither commit nor delete."""
     return read_lineage(store).newest_attempt > attempt

@@ -40,7 +40,7 @@ class ForeignManifestError(ManifestError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointMeta:
-    """What the training loop adds to the model's state.
+    """The training loop's part of a checkpoint, beside the model's state.
 
     Attributes:
         sp_size: Ranks that shared a row; for people, since loading does not depend on it. So are the next two.

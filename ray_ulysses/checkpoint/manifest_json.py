@@ -88,7 +88,7 @@ def encode(head: Mapping[str, Any], shards: Sequence[ShardEntry]) -> bytes:
 
 
 def has_checksum(content: bytes, values: dict[str, Any]) -> bool:
-    """Whether a file is what was written; takes the checksum out of its values.
+    """Return whether a file is intact; removes the checksum from its values.
 
     Args:
         content: The file.

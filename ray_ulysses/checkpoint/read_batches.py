@@ -34,7 +34,7 @@ class ReadRange:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every byte that is read is wanted."""
+        """True if every byte that is read is wanted."""
         return (self.start, self.stop) == (self.first, self.last)
 
 
@@ -97,7 +97,7 @@ def _ranges(read: Read, stored: StoredInterval, part_start: int) -> Iterator[Rea
 
 
 def _joins(held: Sequence[ReadRange], read_range: ReadRange) -> bool:
-    """Whether a range continues where the last one ends, and the batch does not grow too large."""
+    """Return whether a range starts where the last one ends and the batch stays within its limit."""
     if not held:
         return False
     end = held[-1].stored.offset + held[-1].stop

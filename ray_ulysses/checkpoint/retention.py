@@ -17,7 +17,7 @@ from ray_ulysses.storage.temporaries import sweep_temporaries
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeepRules:
-    """What is kept; a checkpoint stays if any rule wants it.
+    """The rules of retention; a checkpoint is kept if any rule keeps it.
 
     Attributes:
         last: So many of the newest.
@@ -38,7 +38,7 @@ class KeepRules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Committed:
-    """What retention knows of a checkpoint.
+    """The facts of a checkpoint that retention decides by.
 
     Attributes:
         attempt: The attempt that committed it; None if its manifest can't be read: then all of it stays.

@@ -92,7 +92,7 @@ def _write_own(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Outcome:
-    """How a commit ended.
+    """The result of a commit.
 
     Attributes:
         problem: What went wrong; None if the step is committed.
@@ -108,12 +108,12 @@ class _Outcome:
 
     @property
     def is_fenced(self) -> bool:
-        """Whether a newer attempt has taken over."""
+        """True if a newer attempt has taken over."""
         return isinstance(self.cause, FencedError)
 
     @property
     def is_unused(self) -> bool:
-        """Whether no manifest can name this try's shards; one of which nobody knows must find them."""
+        """True if no manifest can name the shards of this try; they are kept where a commit's outcome is unknown."""
         return self.is_certain and (self.problem is not None or self.is_earlier)
 
 
@@ -148,7 +148,7 @@ def _commit(store: Store, manifest: Manifest) -> _Outcome:
 
 
 def _is_own(store: Store, manifest: Manifest) -> bool:
-    """Whether this attempt has committed the step before, in a try whose answer was lost."""
+    """Return whether an earlier try of this attempt committed the step and its answer was lost."""
     try:
         found = examine(store, manifest.step, "sizes")
     except OSError:

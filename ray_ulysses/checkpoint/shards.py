@@ -50,7 +50,7 @@ class StoredInterval(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardEntry:
-    """What the manifest says about one shard.
+    """The manifest's entry of one shard.
 
     Attributes:
         file: Its key, relative to the checkpoint's folder.

@@ -29,7 +29,7 @@ _DTYPES: dict[str, tuple[str, int]] = {
 _NAMES = {f"torch.{torch_name}": name for name, (torch_name, _) in _DTYPES.items()}
 
 WEIGHT_KINDS = frozenset({"fp32", "model", "frozen", "buffer"})
-"""What the first part of a key may be for a tensor of the model; any other is a moment of the optimizer."""
+"""First parts of the keys of the model's tensors; any other key is that of an optimizer moment."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +78,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateDescription:
-    """What every rank knows about the state, whatever the world size; it is part of the manifest.
+    """The description of a state that all ranks share, at any world size; it is part of the manifest.
 
     Attributes:
         tensors: Every stored tensor, by key.
@@ -116,7 +116,7 @@ def begun_anew(description: StateDescription, *, with_optimizer: bool) -> StateD
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldInterval:
-    """What a rank holds of one tensor, known without reading the elements.
+    """The interval of one tensor that a rank holds, known without reading its elements.
 
     Attributes:
         key: As in `TensorPart`.
@@ -141,12 +141,12 @@ class StateSource(Protocol):
 
     @property
     def description(self) -> StateDescription:
-        """What all ranks know."""
+        """The description that all ranks share."""
         ...
 
     @property
     def intervals(self) -> tuple[HeldInterval, ...]:
-        """What this rank holds; nothing is fetched to know it."""
+        """The intervals that this rank holds; nothing is fetched."""
         ...
 
     def copy_to(self, destinations: Sequence[torch.Tensor]) -> None:
@@ -168,7 +168,7 @@ class ShardedState:
 
     @property
     def intervals(self) -> tuple[HeldInterval, ...]:
-        """What this rank holds."""
+        """The intervals that this rank holds."""
         return tuple(
             HeldInterval(key=part.key, start=part.start, num_elements=part.tensor.numel(), dtype=part.tensor.dtype)
             for part in self.parts

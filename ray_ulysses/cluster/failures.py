@@ -324,7 +324,7 @@ def _has_ended(run: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """How Ray's run of the workers ended.
+    """The end of Ray's run of the workers.
 
     Attributes:
         error: The error that it raised.

@@ -74,7 +74,7 @@ _ROOM_WAIT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainResult:
-    """How ``train`` ended.
+    """The result of ``train``.
 
     Attributes:
         history: The run's history, from its journal.

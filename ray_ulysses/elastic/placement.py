@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerRange:
-    """How many workers a run may have; both ends are multiples of ``sp_size``.
+    """The limits of a run's number of workers; both are multiples of ``sp_size``.
 
     Attributes:
         least: The fewest that it trains with.

@@ -13,7 +13,7 @@ SETTLE_S = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizing:
-    """What was seen of the nodes so far.
+    """The state of the decisions about a run's size.
 
     Attributes:
         since: When the nodes first differed from what the run has or waits for; None while they do not.

@@ -156,7 +156,7 @@ class CheckpointVerdict:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it can be loaded."""
+        """True if it can be loaded."""
         return self.problem is None and all(file.problem is None for file in self.files)
 
     @property

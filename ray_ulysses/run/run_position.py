@@ -1,4 +1,4 @@
-"""Where in its training a run is."""
+"""The position of a run in its training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ray_ulysses.tracking.events import InheritedSteps
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPosition:
-    """Where in its training a run is.
+    """The position of a run in its training.
 
     Attributes:
         step: Completed steps.

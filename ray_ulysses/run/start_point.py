@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """Where an attempt starts, as far as the checkpoints tell.
+    """The starting point of an attempt, as decided from its checkpoints.
 
     Attributes:
         resumes_from: Step of the run's own state that it starts from; None for none.

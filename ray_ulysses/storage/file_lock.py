@@ -28,7 +28,7 @@ class NoLocksError(OSError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LockOwner:
-    """Who holds a lock, as its note says.
+    """The holder of a lock, as recorded in its note.
 
     Attributes:
         host: Host name.

@@ -40,7 +40,7 @@ _HOLDER = re.compile(rf"^{LOCK_FOLDER}/holder-(\d{{7,}})\.json$")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sight:
-    """What a newcomer sees of the newest holder; generation 0 is nobody."""
+    """The newest holder as a newcomer sees it; generation 0 is nobody."""
 
     generation: int
     beat: str | None
@@ -116,7 +116,7 @@ class RunLease:
 
     @property
     def lost(self) -> bool:
-        """Whether another process has taken the prefix for certain, as the last beat has found; asks nobody.
+        """Return whether another process certainly holds the prefix, as of the last heartbeat; does no I/O.
 
         Unlike `held` being false, that is for good: a store that is away for a while takes the hold from nobody.
         """

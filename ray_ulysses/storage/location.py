@@ -253,7 +253,7 @@ def _check_host(name: str, value: str, shown: str, credentials: str, *, is_virtu
 
 
 def _is_host(host: str) -> bool:
-    """Whether a host is a name or a valid address; one that ends in a number can only be an address."""
+    """Return whether a host is a name or a valid address; one that ends in a number can only be an address."""
     if host.startswith("["):
         try:
             ipaddress.IPv6Address(host[1:-1])

@@ -74,7 +74,7 @@ class RunLock:
 
     @property
     def lost(self) -> bool:
-        """Whether another process says that it has taken the run since.
+        """Return whether another process has recorded since that it holds the run.
 
         Unlike `held` being false, that is certain: a file system that does not answer, and a lock file that somebody
         has deleted, leave the run with this process for as long as nobody comes.

@@ -14,11 +14,11 @@ LOOK_EVERY_S = 1.0
 
 
 class Hold(Protocol):
-    """What keeps others from a run while this process has it."""
+    """An exclusive hold of a run by this process."""
 
     @property
     def lost(self) -> bool:
-        """Whether another process has it for certain."""
+        """Return whether another process certainly holds it."""
         ...
 
     def check(self) -> None:

@@ -45,7 +45,7 @@ _NUMBERS: dict[Meaning, int] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """What an error of the library means.
+    """The meaning of an error of the library.
 
     Attributes:
         meaning: What happened. `away`: nobody heard the request; `transient`: nobody knows what became of it.

@@ -76,7 +76,7 @@ def transient_cause(error: BaseException) -> BaseException | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Patience:
-    """How long to wait for a storage.
+    """The limits of a wait for a storage.
 
     Attributes:
         wait_s: Seconds in all, from the first failure on, before giving up.

@@ -1,1 +1,1 @@
-"""What a run tells: the journal that is its truth, and the tracker that shows it."""
+"""Records of a run: the journal, which is the truth, and the tracker, which shows it."""

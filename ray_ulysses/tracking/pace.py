@@ -1,4 +1,4 @@
-"""How fast a run trains and starts, as its journal has it."""
+"""Reads from the journal how fast a run trains and starts."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class Spool:
 
     @property
     def is_empty(self) -> bool:
-        """Whether every event has been acknowledged."""
+        """True if every event has been acknowledged."""
         with self._lock:
             return self._waiting == 0
 

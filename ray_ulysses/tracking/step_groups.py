@@ -59,12 +59,12 @@ class StepGroup:
 
     @property
     def time(self) -> float:
-        """When the first of them was completed."""
+        """Time at which the first step was completed."""
         return float(self.rows["time"][0])
 
     @property
     def end_time(self) -> float:
-        """When the last of them was completed."""
+        """Time at which the last step was completed."""
         return float(self.rows["time"].max())
 
     @property

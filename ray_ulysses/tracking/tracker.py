@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 from ray_ulysses.tracking.checkpoint_updates import CheckpointUpdate
 
 RunStatus = Literal["finished", "stopped", "failed"]
-"""How an attempt ended: every planned step done, stopped on request or at a stop step, or ended by an error."""
+"""The end of an attempt: every planned step done, stopped on request or at a stop step, or ended by an error."""
 
 
 class Tracker(Protocol):

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEnd:
-    """How an attempt ended, when it ended well.
+    """The end of an attempt that did not fail.
 
     Attributes:
         status: ``finished`` when the last step is done, ``stopped`` on request, ``resized`` when it stopped so that
