@@ -19,8 +19,8 @@ from ray_ulysses.tracking.history import read_history
 from tests.distributed.run_case import make_config, make_corpus
 from tests.unit.tracking.journals import read_events
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
-TIMEOUT_S = 150.0
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+TIMEOUT_S = 240.0
 
 
 @pytest.fixture

@@ -182,7 +182,8 @@ def test_an_attempt_that_ends_to_be_resized_is_a_stop_of_its_own_name(tmp_path: 
     _train(recorder, 1)
     recorder.ended("resized", 1)
     history = build_history(name="run", journal=read_journal(tmp_path / "run"))
-    assert history.status == "stopped" and history.attempts[0].reason == "resized"
+    # Its command continues; where no command holds the run, it was interrupted there.
+    assert history.status == "interrupted" and history.attempts[0].reason == "resized"
     assert recorder._tracker.said == ["stopped"]  # type: ignore[attr-defined]
 
 
