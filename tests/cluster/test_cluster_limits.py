@@ -151,7 +151,7 @@ def test_gpus_that_no_node_has_are_refused_before_a_worker_starts(
     ("moment", "number"),
     [
         pytest.param("waiting for nodes", signal.SIGTERM, marks=pytest.mark.slow),
-        ("workers starting", signal.SIGINT),
+        pytest.param("workers starting", signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("waiting for nodes", signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("workers starting", signal.SIGTERM, marks=pytest.mark.slow),
     ],

@@ -352,7 +352,7 @@ class World:
 
     def run(self, live: Callable[[int], None]) -> None:
         with ThreadPoolExecutor(len(self._wakes_at)) as pool:
-            for job in [pool.submit(self._live, live, number) for number in self._wakes_at]:
+            for job in [pool.submit(self._live, live, number) for number in list(self._wakes_at)]:
                 job.result(timeout=60)
 
     def _live(self, live: Callable[[int], None], me: int) -> None:
