@@ -14,9 +14,10 @@ from ray.cluster_utils import Cluster
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
 from ray_ulysses.config import Config
-from ray_ulysses.tracking.events import AttemptStarted
-from ray_ulysses.tracking.history import read_history
+from ray_ulysses.tracking.events import StepDone
+from ray_ulysses.tracking.history import AttemptRecord, read_history
 from tests.distributed.run_case import make_config, make_corpus
+from tests.polling import wait_until
 from tests.unit.tracking.journals import read_events
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -36,22 +37,19 @@ def _add_node(cluster: Cluster, number: int) -> object:
     return cluster.add_node(num_cpus=2, node_ip_address=f"127.0.1.{number}")
 
 
-def _worlds(config: Config) -> list[int]:
-    return [one.world_size for one in read_events(config.run_dir) if isinstance(one, AttemptStarted)]
-
-
 def _wait_for_steps(command: subprocess.Popen[bytes], config: Config, worlds: list[int], steps: int = 3) -> None:
     """Wait until the newest of the attempts with these worlds has trained some steps."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while True:
-        history = read_history(config.run_dir) if config.run_dir.is_dir() else None
-        found = [(one.world_size, one.first_step, one.last_step) for one in history.attempts] if history else []
-        trained = [one for one in found if one[1] is not None]
-        if [one[0] for one in trained] == worlds and (trained[-1][2] or 0) - (trained[-1][1] or 0) >= steps:
-            return
+    attempts: list[AttemptRecord] = []
+
+    def have_trained() -> bool:
         assert command.poll() is None, "the command ended"
-        assert time.monotonic() < deadline, f"attempts {found} instead of worlds {worlds} after {TIMEOUT_S} s"
-        time.sleep(0.2)
+        if config.run_dir.is_dir():
+            attempts[:] = [one for one in read_history(config.run_dir).attempts if one.first_step is not None]
+        if [one.world_size for one in attempts] != worlds:
+            return False
+        return (attempts[-1].last_step or 0) - (attempts[-1].first_step or 0) >= steps
+
+    wait_until(have_trained, f"worlds {worlds}", timeout_s=TIMEOUT_S, every_s=0.2, said=lambda: str(attempts))
 
 
 @pytest.mark.slow
@@ -87,6 +85,24 @@ def test_an_elastic_run_follows_its_nodes(cluster: Cluster, tmp_path: Path) -> N
     finally:
         command.kill()
         command.wait()
-        print((tmp_path / "log.txt").read_text())
     history = read_history(config.run_dir)
-    print(history.attempts, history.lost_steps)
+    first, second_, third_, fourth = history.attempts
+    assert [one.reason for one in (second_, third_)] == ["resized", "resized"] and history.status == "stopped"
+    # A lost node costs the steps since the last checkpoint; a change of size costs none.
+    assert history.lost_steps == first.last_step
+    assert (second_.first_step, third_.first_step, fourth.first_step) == (
+        1, (second_.last_step or 0) + 1, (third_.last_step or 0) + 1,
+    )  # fmt: skip
+    assert [step.step for step in history.steps] == list(range(1, history.step + 1))
+    assert history.rows_consumed == history.step * config.data.rows_per_step
+    # Steps that were trained again, on half as many workers, have the same losses.
+    losses = [
+        {
+            one.step: one.loss
+            for one in read_events(config.run_dir)
+            if isinstance(one, StepDone) and one.attempt == number
+        }
+        for number in (1, 2)
+    ]
+    both = losses[0].keys() & losses[1].keys()
+    assert both and all(abs(losses[0][step] / losses[1][step] - 1.0) <= 1e-5 for step in both)
