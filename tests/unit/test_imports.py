@@ -74,6 +74,8 @@ def test_the_core_imports_with_ray_absent() -> None:
     [
         ("ray_ulysses", ("numpy", "pydantic", "torch", "ray", "transformers", "mlflow", "deepspeed", "rich")),
         ("ray_ulysses.config", ("numpy", "torch", "ray", "transformers", "mlflow", "deepspeed", "rich")),
+        # A process per node holds it beside the training processes.
+        ("ray_ulysses.vault.agent", ("torch", "ray", "transformers", "mlflow", "deepspeed", "rich")),
         # What `inspect` needs of a run.
         ("ray_ulysses.forensics.checkpoint_listing", ("torch", "ray", "transformers", "mlflow", "deepspeed", "rich")),
     ],

@@ -1,0 +1,265 @@
+"""The agent of one node: a TCP server that keeps files of one run in memory while the processes of the run come and go.
+
+It needs neither Ray nor torch. Each connection is served by a thread and begins with the run's secret. The agent ends
+itself when no connection was open for a while: a run that is not continued leaves no memory behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ray_ulysses.clock import Clock, SystemClock
+from ray_ulysses.logging import get_logger
+from ray_ulysses.storage import AlreadyExistsError
+from ray_ulysses.vault.client import AgentClient
+from ray_ulysses.vault.files import MemoryFiles, SealedFile, Upload
+from ray_ulysses.vault.wire import (
+    CHUNK_BYTES,
+    MOST_GREETING_BYTES,
+    FrameError,
+    discard,
+    receive_head,
+    receive_into,
+    send_file,
+    send_frame,
+    send_head,
+)
+
+IDLE_LIMIT_S = 120.0
+"""How long an agent outlives the last connection, in seconds: time for another driver to continue the run."""
+_GREETING_TIMEOUT_S = 10.0
+_LOOKS_S = 0.5
+_log = get_logger(__name__)
+
+
+class VaultAgent:
+    """Keeps files of one run in this process's memory and serves them.
+
+    Args:
+        token: The run's secret; a connection that does not begin with it is closed.
+        host: Address to listen on: the node's own.
+        limit_bytes: Most bytes of all files; None for no limit.
+        idle_limit_s: How long it stays without an open connection, in seconds.
+        clock: Time.
+        on_end: Called once after it has ended because nobody was connected.
+    """
+
+    def __init__(
+        self,
+        token: str,
+        *,
+        host: str = "127.0.0.1",
+        limit_bytes: int | None = None,
+        idle_limit_s: float = IDLE_LIMIT_S,
+        clock: Clock | None = None,
+        on_end: Callable[[], Any] = lambda: None,
+    ) -> None:
+        self.files = MemoryFiles(limit_bytes)
+        self._token, self._host, self._idle_limit_s, self._on_end = token, host, idle_limit_s, on_end
+        self._clock = clock if clock is not None else SystemClock()
+        self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
+        self._alone_since = self._clock.monotonic()
+        self._closed = threading.Event()
+        self._listener: socket.socket | None = None
+
+    def start(self) -> str:
+        """Listen, and return the address as ``host:port``."""
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        self._listener = listener = socket.create_server((self._host, 0), family=family, backlog=256)
+        threading.Thread(target=self._accept, args=(listener,), name="vault-accept", daemon=True).start()
+        threading.Thread(target=self._watch_idleness, name="vault-watch", daemon=True).start()
+        return f"{self._host}:{listener.getsockname()[1]}"
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has ended."""
+        return self._closed.is_set()
+
+    def close(self) -> None:
+        """End: close all connections and drop all files."""
+        self._closed.set()
+        if self._listener is not None:
+            # Closing alone would not wake the thread that accepts.
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+        with self._lock:
+            connections = tuple(self._connections)
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self.files.clear()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._closed.is_set():
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                if self._closed.wait(0.1):
+                    return
+                continue
+            threading.Thread(target=self._serve, args=(connection,), name="vault-serve", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.settimeout(_GREETING_TIMEOUT_S)
+            if not self._is_greeted(connection):
+                return
+            connection.settimeout(None)
+            _keep_alive(connection)
+            with self._counted(connection), _Requests(self.files, self._token, connection) as requests:
+                while requests.answer_one():
+                    pass
+
+    def _is_greeted(self, connection: socket.socket) -> bool:
+        head = receive_head(connection, MOST_GREETING_BYTES)
+        token = head[0].get("token") if head is not None else None
+        if not isinstance(token, str) or not hmac.compare_digest(token.encode(), self._token.encode()):
+            _log.warning("a connection without this run's token was refused")
+            send_frame(connection, {"errno": errno.EACCES, "text": "the token is not this run's"})
+            return False
+        send_frame(connection, {})
+        return True
+
+    @contextmanager
+    def _counted(self, connection: socket.socket) -> Iterator[None]:
+        with self._lock:
+            self._connections.add(connection)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+                self._alone_since = self._clock.monotonic()
+
+    def _watch_idleness(self) -> None:
+        while not self._closed.wait(_LOOKS_S):
+            with self._lock:
+                is_over = not self._connections and self._clock.monotonic() - self._alone_since > self._idle_limit_s
+            if is_over:
+                _log.info(
+                    "nobody asked for %.0f s: this run's peer memory on this node is given back", self._idle_limit_s
+                )
+                self.close()
+                self._on_end()
+
+
+class _Requests:
+    """The requests of one connection."""
+
+    def __init__(self, files: MemoryFiles, token: str, connection: socket.socket) -> None:
+        self._files, self._token, self._connection = files, token, connection
+        self._upload: Upload | None = None
+
+    def __enter__(self) -> _Requests:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._give_up()
+
+    def answer_one(self) -> bool:
+        """Receive a request and answer it; return False at the connection's end."""
+        head = receive_head(self._connection)
+        if head is None:
+            return False
+        fields, payload_bytes = head
+        answers: dict[str, Callable[..., None]] = {
+            "sizes": self._sizes, "read": self._read, "delete": self._delete, "begin": self._begin,
+            "append": self._append, "keep": self._keep, "copy": self._copy,
+        }  # fmt: skip
+        try:
+            answers[str(fields.pop("op", None))](payload_bytes, **fields)
+        except ConnectionError:
+            raise
+        except AlreadyExistsError as error:
+            send_frame(self._connection, {"exists": str(error)})
+        except OSError as error:
+            number = error.errno if error.errno is not None else errno.EIO
+            send_frame(self._connection, {"errno": number, "text": error.strerror or str(error)})
+        except (KeyError, TypeError, ValueError) as error:
+            raise FrameError(f"no request ({error})") from error
+        return True
+
+    def _sizes(self, _: int, *, prefix: str) -> None:
+        send_frame(self._connection, {"sizes": self._files.sizes(prefix)})
+
+    def _read(self, _: int, *, key: str, offset: int, num_bytes: int) -> None:
+        file = self._files.get(key).file
+        num_bytes = max(min(num_bytes, file.size - offset), 0)
+        send_head(self._connection, {}, num_bytes)
+        try:
+            send_file(self._connection, file, offset, num_bytes)
+        except OSError as error:
+            raise FrameError("the payload could not be sent whole") from error
+
+    def _delete(self, _: int, *, prefix: str) -> None:
+        self._files.delete(prefix)
+        send_frame(self._connection, {})
+
+    def _begin(self, _: int) -> None:
+        self._give_up()
+        self._upload = Upload(self._files)
+        send_frame(self._connection, {})
+
+    def _append(self, payload_bytes: int, *, checksum: int) -> None:
+        if self._upload is None or not 0 < payload_bytes <= CHUNK_BYTES:
+            raise FrameError("a chunk of no file, or a wrong one")
+        try:
+            room = self._upload.room(payload_bytes)
+        except OSError:
+            discard(self._connection, payload_bytes)
+            raise
+        with room:
+            receive_into(self._connection, room)
+            self._upload.accept(room, checksum)
+        send_frame(self._connection, {})
+
+    def _keep(self, _: int, *, key: str, replace: bool) -> None:
+        if self._upload is None:
+            raise FrameError("a name for no file")
+        size = self._files.keep(key, self._upload, replace=replace)
+        self._upload = None
+        send_frame(self._connection, {"size": size})
+
+    def _copy(self, _: int, *, key: str, to: str) -> None:
+        """Copy a file to another agent, and tell whoever asked how far it is."""
+        found = self._files.get(key)
+        client = AgentClient(to, self._token)
+        try:
+            for sent in _send_copy(client, key, found):
+                send_frame(self._connection, {"sent": sent})
+        finally:
+            client.close()
+        send_frame(self._connection, {"size": found.file.size})
+
+    def _give_up(self) -> None:
+        if self._upload is not None:
+            self._files.give_up(self._upload)
+            self._upload = None
+
+
+def _send_copy(client: AgentClient, key: str, found: SealedFile) -> Iterator[int]:
+    """Copy a file to another agent chunk by chunk, each under the checksum of who wrote it first."""
+    with client.uploading(key, replace=True) as upload:
+        sent = 0
+        for chunk in found.chunks:
+            upload.append_from(found.file, sent, chunk)
+            sent += chunk.num_bytes
+            yield sent
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Let the kernel end a connection whose node is gone without a word, so that it does not keep the agent alive."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)

@@ -1,0 +1,248 @@
+"""Talks to one vault agent, over connections that are kept for the next request."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ray_ulysses.checkpoint.checksums import checksum
+from ray_ulysses.storage import AlreadyExistsError, Buffer
+from ray_ulysses.storage.patience import is_transient
+from ray_ulysses.vault.files import Chunk
+from ray_ulysses.vault.wire import (
+    CHUNK_BYTES,
+    FrameError,
+    HasDescriptor,
+    receive_head,
+    receive_into,
+    send_file,
+    send_frame,
+    send_head,
+    split_address,
+)
+
+ANSWER_S = 2.0
+"""Longest wait for a connection and its greeting, in seconds: a node that is gone must not hold up a recovery."""
+PROGRESS_S = 10.0
+"""Longest wait within a request for any news, in seconds: an agent may be busy with many gigabytes."""
+_SMALL_BYTES = 2**20
+
+
+class AgentGoneError(OSError):
+    """An agent does not answer."""
+
+
+class AgentClient:
+    """One agent, as another process sees it; any thread may call.
+
+    Args:
+        address: ``host:port``.
+        token: The run's secret.
+        answer_s: Longest wait for a connection and its greeting, in seconds.
+        progress_s: Longest wait for news within a request, in seconds.
+    """
+
+    def __init__(self, address: str, token: str, *, answer_s: float = ANSWER_S, progress_s: float = PROGRESS_S) -> None:
+        self.address = address
+        self._token, self._answer_s, self._progress_s = token, answer_s, progress_s
+        self._lock = threading.Lock()
+        self._idle: list[socket.socket] = []
+
+    def greet(self) -> None:
+        """Make sure that it answers.
+
+        Raises:
+            AgentGoneError: It does not.
+        """
+        with self._connection():
+            pass
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Return the size of each file at or under a folder, by its key."""
+        with self._connection() as connection:
+            found: dict[str, int] = _call(connection, op="sizes", prefix=prefix)["sizes"]
+        return found
+
+    def delete(self, prefix: str) -> None:
+        """Drop a file, or all files under a folder."""
+        with self._connection() as connection:
+            _call(connection, op="delete", prefix=prefix)
+
+    def read_into(self, key: str, offset: int, target: memoryview) -> int:
+        """Read a range of a file into a buffer, and return how many bytes there were.
+
+        Raises:
+            FileNotFoundError: The agent does not have it.
+            AgentGoneError: It does not answer.
+        """
+        with self._connection() as connection:
+            send_frame(connection, {"op": "read", "key": key, "offset": offset, "num_bytes": len(target)})
+            num_bytes = _reply(connection)[1]
+            if num_bytes > len(target):
+                raise FrameError("more bytes than asked for")
+            receive_into(connection, target[:num_bytes])
+        return num_bytes
+
+    def copy(self, key: str, to: str) -> None:
+        """Have the agent copy a file to another agent; returns when it is verified there.
+
+        Raises:
+            AgentGoneError: It does not answer.
+            OSError: The other one does not (``EHOSTUNREACH``), or its memory is full.
+        """
+        with self._connection() as connection:
+            send_frame(connection, {"op": "copy", "key": key, "to": to})
+            while "size" not in _reply(connection)[0]:
+                pass
+
+    def put(self, key: str, chunks: Iterable[Buffer], *, replace: bool) -> int:
+        """Write a file, each chunk verified where it is stored; return its size in bytes.
+
+        Raises:
+            AlreadyExistsError: The key is taken, and ``replace`` is false.
+            AgentGoneError: The agent does not answer.
+            OSError: Its memory is full.
+        """
+        with self.uploading(key, replace=replace) as upload:
+            for chunk in _joined(chunks):
+                upload.append(chunk)
+        return upload.size
+
+    @contextmanager
+    def uploading(self, key: str, *, replace: bool) -> Iterator[Uploading]:
+        """Write a file chunk by chunk; it gets its name at the end of the block, unless that raises."""
+        with self._connection() as connection:
+            try:
+                _call(connection, op="begin")
+                upload = Uploading(connection)
+                yield upload
+                upload.size = _call(connection, op="keep", key=key, replace=replace)["size"]
+            except BaseException:
+                # The agent then drops what it holds of the file.
+                connection.close()
+                raise
+
+    def close(self) -> None:
+        """Close the connections that no thread uses."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    @contextmanager
+    def _connection(self) -> Iterator[socket.socket]:
+        """Give a connection; it is kept for others unless an error leaves it in the middle of a frame."""
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        connection = connection or self._connect()
+        try:
+            yield connection
+        except (_Refused, AlreadyExistsError) as refusal:
+            self._keep(connection)
+            raise refusal.error if isinstance(refusal, _Refused) else refusal from None
+        except OSError as error:
+            connection.close()
+            if isinstance(error, ConnectionError | TimeoutError) or is_transient(error):
+                raise self._gone(error) from error
+            raise
+        except BaseException:
+            connection.close()
+            raise
+        self._keep(connection)
+
+    def _keep(self, connection: socket.socket) -> None:
+        if connection.fileno() != -1:
+            with self._lock:
+                self._idle.append(connection)
+
+    def _connect(self) -> socket.socket:
+        try:
+            connection = socket.create_connection(split_address(self.address), timeout=self._answer_s)
+        except OSError as error:
+            raise self._gone(error) from error
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _call(connection, token=self._token)
+            connection.settimeout(self._progress_s)
+        except _Refused as refusal:
+            connection.close()
+            raise refusal.error from None
+        except OSError as error:
+            connection.close()
+            raise self._gone(error) from error
+        return connection
+
+    def _gone(self, error: OSError) -> AgentGoneError:
+        return AgentGoneError(errno.EHOSTUNREACH, f"the vault agent at {self.address} does not answer ({error})")
+
+
+class Uploading:
+    """A file that is being written to an agent.
+
+    Attributes:
+        size: Its size in bytes, once it has its name.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.size = 0
+
+    def append(self, chunk: Buffer) -> None:
+        """Send a chunk, which the agent verifies where it has stored it."""
+        send_frame(self._connection, {"op": "append", "checksum": checksum(chunk)}, chunk)
+        _reply(self._connection)
+
+    def append_from(self, file: HasDescriptor, offset: int, chunk: Chunk) -> None:
+        """Send a chunk of a file under the checksum that it was stored with."""
+        send_head(self._connection, {"op": "append", "checksum": chunk.checksum}, chunk.num_bytes)
+        send_file(self._connection, file, offset, chunk.num_bytes)
+        _reply(self._connection)
+
+
+class _Refused(Exception):
+    """The agent has answered with an error; the connection is in order."""
+
+    def __init__(self, error: OSError) -> None:
+        self.error = error
+
+
+def _call(connection: socket.socket, **fields: Any) -> dict[str, Any]:
+    """Send a request without a payload and return the reply's fields."""
+    send_frame(connection, fields)
+    return _reply(connection)[0]
+
+
+def _reply(connection: socket.socket) -> tuple[dict[str, Any], int]:
+    """Receive a reply's fields and the size of its payload, or raise the error that it holds."""
+    head = receive_head(connection)
+    if head is None:
+        raise FrameError("the connection was closed")
+    fields, payload_bytes = head
+    if "exists" in fields:
+        raise AlreadyExistsError(str(fields["exists"]))
+    if "errno" in fields:
+        raise _Refused(OSError(fields["errno"], str(fields.get("text", ""))))
+    return fields, payload_bytes
+
+
+def _joined(chunks: Iterable[Buffer]) -> Iterator[Buffer]:
+    """Yield the same bytes in chunks: large ones as they are, small ones joined, so that each is worth a request."""
+    small = bytearray()
+    for chunk in chunks:
+        view = memoryview(chunk).cast("B")
+        if len(view) < _SMALL_BYTES:
+            small += view
+            if len(small) < _SMALL_BYTES:
+                continue
+            view = memoryview(b"")
+        if small:
+            yield bytes(small)
+            small.clear()
+        for start in range(0, len(view), CHUNK_BYTES):
+            yield view[start : start + CHUNK_BYTES]
+    if small:
+        yield bytes(small)

@@ -1,0 +1,259 @@
+"""A `Store` in the memory of a run's nodes: shards on two nodes each, manifests and marks on every one.
+
+A shard is written to the writer's own node, whose agent copies it to the partner's: both copies are verified, in place,
+against checksums of the writer's memory before `VaultStore.create` returns. A small file, such as the manifest that
+commits a state, is created by one agent, the first in a fixed order that answers, and then put on all others. Whoever
+lists sees what any agent holds. So a reader finds a manifest from the moment at which it was decided, when all shards
+that it names are on two nodes; a writer that dies between that and the spreading leaves the state committed for as long
+as the deciding node lives, and absent afterwards.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import errno
+import io
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import BinaryIO, TypeVar, cast
+
+from ray_ulysses.logging import get_logger
+from ray_ulysses.run_names import SHARD_KEY
+from ray_ulysses.storage import Buffer
+from ray_ulysses.storage.store import checked_key
+from ray_ulysses.vault.addresses import VaultAddresses
+from ray_ulysses.vault.client import ANSWER_S, PROGRESS_S, AgentClient, AgentGoneError
+
+_MOST_AT_ONCE = 16
+_READ_AHEAD_BYTES = 64 * 2**10
+_T = TypeVar("_T")
+_log = get_logger(__name__)
+
+
+class VaultStore:
+    """Files of one run in the memory of its nodes; any thread may call.
+
+    An agent that does not answer once is left out from then on.
+
+    Args:
+        addresses: The agents, and which of them are near.
+        answer_s: Longest wait for an agent's connection, in seconds.
+        progress_s: Longest wait for news within a request, in seconds.
+    """
+
+    def __init__(
+        self, addresses: VaultAddresses, *, answer_s: float = ANSWER_S, progress_s: float = PROGRESS_S
+    ) -> None:
+        self._clients = {
+            node: AgentClient(addresses.agents[node], addresses.token, answer_s=answer_s, progress_s=progress_s)
+            for node in addresses.order()
+        }
+        self._lock = threading.Lock()
+        self._left_out: set[str] = set()
+        self._is_degraded = False
+
+    def open(self, key: str) -> BinaryIO:
+        """Return a seekable stream of the file's bytes; see `Store.open`."""
+        checked_key(key)
+        found = self._first_that_has(key, lambda client: client.sizes(key)[key])
+        return cast("BinaryIO", io.BufferedReader(_Reading(self, key, found), _READ_AHEAD_BYTES))
+
+    def create(self, key: str, chunks: Iterable[Buffer]) -> int:
+        """Write a new file and return its size; it is on two nodes, or on every one, then; see `Store.create`."""
+        return self._write(key, chunks, replace=False)
+
+    def replace(self, key: str, chunks: Iterable[Buffer]) -> int:
+        """Write a file in place of the one there, if any; see `Store.replace`."""
+        return self._write(key, chunks, replace=True)
+
+    def list(self, prefix: str) -> list[str]:
+        """Return the keys of all files at or under a folder, sorted."""
+        return [*self.sizes(prefix)]
+
+    def sizes(self, folder: str) -> dict[str, int | None]:
+        """Return the size in bytes of each file under a folder, by its key, sorted."""
+        checked_key(folder)
+        merged: dict[str, int | None] = {}
+        for found in reversed(self._of_all(lambda client: client.sizes(folder)).values()):
+            merged |= found
+        return dict(sorted(merged.items()))
+
+    def delete(self, prefix: str) -> None:
+        """Drop a file, or a folder with all that is in it, on every node."""
+        checked_key(prefix)
+        self._of_all(lambda client: client.delete(prefix))
+
+    def read_into(self, key: str, offset: int, target: memoryview) -> int:
+        """Read a range of a file into a buffer from the nearest node that has it; return how many bytes there were."""
+        return self._first_that_has(key, lambda client: client.read_into(key, offset, target))
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Nodes whose agents have not been left out, the nearest first."""
+        with self._lock:
+            return tuple(node for node in self._clients if node not in self._left_out)
+
+    def close(self) -> None:
+        """Close the connections; agents that nobody else is connected to end after a while."""
+        for client in self._clients.values():
+            client.close()
+
+    def _write(self, key: str, chunks: Iterable[Buffer], *, replace: bool) -> int:
+        if SHARD_KEY.match(checked_key(key)):
+            return self._write_shard(key, chunks, replace=replace)
+        # A copy of each, since whoever yields them may reuse its memory.
+        return self._write_everywhere(key, b"".join(bytes(chunk) for chunk in chunks), replace=replace)
+
+    def _write_shard(self, key: str, chunks: Iterable[Buffer], *, replace: bool) -> int:
+        """Write a file to the nearest agent, and have that copy it to the next."""
+        # The chunks can be read once only, so look for an agent that answers before they are.
+        writer = self._first_that_answers(self.nodes)
+        size = self._asked(writer, lambda client: client.put(key, chunks, replace=replace))
+        with self._dropped_on_failure(key):
+            for partner in self.nodes:
+                if partner != writer and self._is_copied(key, writer, partner):
+                    return size
+        if len(self._clients) > 1 and not self._is_degraded:
+            self._is_degraded = True
+            _log.warning("peer memory keeps one copy only: of %d agents only one answers", len(self._clients))
+        return size
+
+    def _is_copied(self, key: str, writer: str, partner: str) -> bool:
+        """Copy a file between two agents; return False if the second does not answer.
+
+        Raises:
+            OSError: The first does not answer, or the second's memory is full.
+        """
+        try:
+            self._asked(writer, lambda client: client.copy(key, self._clients[partner].address))
+        except AgentGoneError:
+            raise
+        except OSError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            self._leave_out(partner, error)
+            return False
+        return True
+
+    def _write_everywhere(self, key: str, content: bytes, *, replace: bool) -> int:
+        """Write a file to one agent, the same for every writer while it lives, and then to all others."""
+        for node in sorted(self.nodes):
+            try:
+                size = self._asked(node, lambda client: client.put(key, [content], replace=replace))
+            except AgentGoneError:
+                continue
+            with self._dropped_on_failure(key):
+                self._of_all(lambda client: client.put(key, [content], replace=True), without=node, may_be_none=True)
+            return size
+        raise self._nobody()
+
+    @contextmanager
+    def _dropped_on_failure(self, key: str) -> Iterator[None]:
+        """Drop a file that not every node could take: a caller that gets an error must not find it there later."""
+        try:
+            yield
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.delete(key)
+            raise
+
+    def _first_that_answers(self, nodes: Iterable[str]) -> str:
+        for node in nodes:
+            try:
+                self._asked(node, AgentClient.greet)
+            except AgentGoneError:
+                continue
+            return node
+        raise self._nobody()
+
+    def _first_that_has(self, key: str, ask: Callable[[AgentClient], _T]) -> _T:
+        """Return the answer of the nearest agent that has a file.
+
+        Raises:
+            FileNotFoundError: Every agent that answers says that it has not.
+            OSError: None answers.
+        """
+        nodes = self.nodes
+        for node in nodes:
+            try:
+                return self._asked(node, ask)
+            except (AgentGoneError, FileNotFoundError, KeyError):
+                continue
+        if not self.nodes:
+            raise self._nobody()
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
+
+    def _of_all(
+        self, ask: Callable[[AgentClient], _T], *, without: str | None = None, may_be_none: bool = False
+    ) -> dict[str, _T]:
+        """Return the answers of all agents that answer, the nearest first.
+
+        Raises:
+            OSError: None answers, unless there may be none; or one of them could not do it.
+        """
+
+        def one(node: str) -> builtins.list[_T]:
+            try:
+                return [self._asked(node, ask)]
+            except AgentGoneError:
+                return []
+
+        nodes = [node for node in self.nodes if node != without]
+        with ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="vault-ask") as threads:
+            answers = zip(nodes, threads.map(one, nodes), strict=True)
+            found = {node: answer[0] for node, answer in answers if answer}
+        if not found and not may_be_none:
+            raise self._nobody()
+        return found
+
+    def _asked(self, node: str, ask: Callable[[AgentClient], _T]) -> _T:
+        try:
+            return ask(self._clients[node])
+        except AgentGoneError as error:
+            self._leave_out(node, error)
+            raise
+
+    def _leave_out(self, node: str, error: OSError) -> None:
+        with self._lock:
+            is_new = node not in self._left_out
+            self._left_out.add(node)
+        if is_new:
+            _log.info("the peer memory of node %s is left out: %s", node, error)
+
+    def _nobody(self) -> OSError:
+        return OSError(errno.EHOSTUNREACH, f"none of the {len(self._clients)} agents of the peer memory answers")
+
+
+class _Reading(io.RawIOBase):
+    """A file that is read by ranges, from another agent where one stops to answer."""
+
+    def __init__(self, store: VaultStore, key: str, size: int) -> None:
+        self._store, self._key, self._size, self._position = store, key, size, 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Go to a position and return it."""
+        self._position = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence] + offset
+        return self._position
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._position
+
+    def readinto(self, buffer: Buffer, /) -> int:  # type: ignore[override]
+        """Fill a buffer from the position, and return how many bytes there were."""
+        target = memoryview(buffer).cast("B")[: max(self._size - self._position, 0)]
+        count = self._store.read_into(self._key, self._position, target) if target else 0
+        self._position += count
+        return count

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from ray_ulysses.checkpoint.checksums import checksum
+from ray_ulysses.vault import VaultAgent
+from ray_ulysses.vault.client import AgentClient, AgentGoneError
+from ray_ulysses.vault.wire import MOST_GREETING_BYTES, receive_head, send_frame, split_address
+from tests.polling import wait_until
+from tests.unit.vault.conftest import TOKEN
+
+MIB = 2**20
+
+
+class SetClock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def monotonic(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
+
+@contextmanager
+def running(**settings: object) -> Iterator[tuple[VaultAgent, AgentClient]]:
+    agent = VaultAgent(TOKEN, **settings)  # type: ignore[arg-type]
+    client = AgentClient(agent.start(), TOKEN, progress_s=20.0)
+    try:
+        yield agent, client
+    finally:
+        client.close()
+        agent.close()
+
+
+def connected(agent_address: str) -> socket.socket:
+    return socket.create_connection(split_address(agent_address), timeout=10)
+
+
+def num_memfds() -> int:
+    links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+    return sum("ray-ulysses-vault" in os.readlink(link) for link in links if os.path.lexists(link))
+
+
+def test_a_connection_without_the_runs_token_is_refused() -> None:
+    with running() as (agent, client):
+        client.put("key", [b"secret state"], replace=False)
+        for token in ("another", "", TOKEN + " "):
+            stranger = AgentClient(client.address, token)
+            with pytest.raises(OSError, match="the token is not this run's") as refused:
+                stranger.sizes("key")
+            assert refused.value.errno == errno.EACCES
+        for greeting in ({"op": "sizes", "prefix": "key"}, {"token": None}, {"token": "x" * MOST_GREETING_BYTES}):
+            with connected(client.address) as raw:
+                send_frame(raw, greeting)
+                try:
+                    head = receive_head(raw)
+                except ConnectionError:
+                    head = None
+                assert head is None or "errno" in head[0]
+                assert head is None or receive_head(raw) is None
+        assert agent.files.sizes("key") == {"key": 12}
+
+
+def test_bytes_that_are_no_frames_end_their_connection_and_nothing_else() -> None:
+    with running() as (_, client):
+        client.put("key", [b"state"], replace=False)
+        for noise in (b"{}", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 12, b"\xff" * 100):
+            with connected(client.address) as raw, contextlib.suppress(ConnectionError):
+                raw.sendall(noise)
+                raw.shutdown(socket.SHUT_WR)
+                while raw.recv(1000):
+                    pass
+        for request in ({}, {"op": "close"}, {"op": "sizes"}, {"op": "read", "key": 3, "offset": 0, "num_bytes": 1}):
+            with connected(client.address) as raw, contextlib.suppress(ConnectionError):
+                send_frame(raw, {"token": TOKEN})
+                assert receive_head(raw) == ({}, 0)
+                send_frame(raw, request)
+                reply = receive_head(raw)
+                assert reply is None or "errno" in reply[0]
+        assert client.sizes("key") == {"key": 5}
+
+
+def test_a_piece_that_arrived_damaged_is_refused_and_its_memory_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray_ulysses.vault.client.checksum", lambda chunk: checksum(b"sent"))
+    with running() as (agent, client):
+        with pytest.raises(OSError, match="a chunk arrived damaged"):
+            client.put("key", [b"cent"], replace=False)
+        wait_until(lambda: agent.files.num_bytes == 0, "the memory is given back")
+        assert client.sizes("key") == {}
+        assert client.put("key", [b"sent"], replace=False) == 4
+
+
+def test_a_file_that_exceeds_the_memory_is_refused_and_what_was_there_stays() -> None:
+    with running(limit_bytes=3 * MIB) as (agent, client):
+        client.put("first", [b"1" * MIB] * 2, replace=False)
+        with pytest.raises(OSError, match=r"full: 0.00 of 0.00 GiB are used.*raise elastic.peer_memory_gib") as full:
+            client.put("second", [b"2" * MIB] * 2, replace=False)
+        assert full.value.errno == errno.ENOSPC
+        wait_until(lambda: agent.files.num_bytes == 2 * MIB, "the memory is given back")
+        client.delete("first")
+        assert client.put("second", [b"2" * MIB] * 3, replace=False) == 3 * MIB
+        # What is replaced is there until its successor is.
+        client.delete("second")
+        client.put("third", [b"3" * MIB], replace=False)
+        assert client.put("third", [b"4" * MIB], replace=True) == MIB
+        assert agent.files.num_bytes == MIB
+
+
+def test_a_writer_that_dies_leaves_neither_a_file_nor_memory() -> None:
+    with running() as (agent, client):
+        with connected(client.address) as raw:
+            send_frame(raw, {"token": TOKEN})
+            send_frame(raw, {"op": "begin"})
+            send_frame(raw, {"op": "append", "checksum": checksum(b"x" * MIB)}, b"x" * MIB)
+            for _ in range(3):
+                assert receive_head(raw) == ({}, 0)
+            assert agent.files.num_bytes == MIB
+            raw.sendall(b"half a frame")
+        wait_until(lambda: agent.files.num_bytes == 0, "the memory is given back")
+        assert client.sizes("") == {}
+
+
+def test_kept_memory_can_be_changed_by_nobody_and_goes_when_it_is_deleted() -> None:
+    before = num_memfds()
+    with running() as (agent, client):
+        client.put("key", [b"state"], replace=False)
+        with pytest.raises(PermissionError):
+            os.pwrite(agent.files.get("key").file.fileno(), b"other", 0)
+        assert num_memfds() == before + 1
+        client.delete("key")
+        assert num_memfds() == before
+        client.put("key", [b"state"], replace=False)
+    assert num_memfds() == before
+
+
+def test_an_agent_ends_itself_when_nobody_was_connected_for_a_while() -> None:
+    clock, ended = SetClock(), threading.Event()
+    with running(idle_limit_s=120.0, clock=clock, on_end=ended.set) as (agent, client):
+        client.put("key", [b"state"], replace=False)
+        clock.time = 1000.0
+        # The connection is open: a step may take hours.
+        assert not ended.wait(1.5)
+        assert not agent.is_closed
+        client.close()
+        wait_until(lambda: not agent._connections, "the connection is closed")
+        clock.time = 1119.0
+        assert not ended.wait(1.5)
+        clock.time = 1121.0
+        assert ended.wait(20)
+        assert agent.files.num_bytes == 0
+        with pytest.raises(AgentGoneError, match="does not answer"):
+            client.sizes("key")
+
+
+def test_an_agent_to_which_nobody_ever_spoke_ends_too() -> None:
+    clock, ended = SetClock(), threading.Event()
+    with running(idle_limit_s=120.0, clock=clock, on_end=ended.set):
+        clock.time = 121.0
+        assert ended.wait(20)

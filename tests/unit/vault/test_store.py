@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ray_ulysses.checkpoint import newest_committed
+from ray_ulysses.run_names import manifest_key
+from ray_ulysses.storage.store import read_bytes
+from ray_ulysses.vault import VaultAddresses, VaultAgent, VaultStore
+from ray_ulysses.vault.wire import receive_head, send_frame
+from tests.unit.checkpoint.fakes import TENSORS, save
+from tests.unit.vault.conftest import FOLDER, NODES, TOKEN
+
+MIB = 2**20
+SHARD = f"{FOLDER}/rank-00000-of-00001.safetensors"
+MANIFEST = manifest_key(7)
+StoreOf = Callable[[str], VaultStore]
+Agents = dict[str, VaultAgent]
+
+
+def holders(agents: Agents, key: str) -> list[str]:
+    return [node for node, agent in agents.items() if key in agent.files.sizes(key)]
+
+
+def test_a_shard_is_on_its_node_and_the_partners_and_a_manifest_on_every_node(
+    agents: Agents, store_of: StoreOf
+) -> None:
+    store = store_of("b")
+    content = bytes(range(256)) * 4096
+    assert store.create(SHARD, [content] * 20 + [b"end"]) == 20 * MIB + 3
+    store.create(MANIFEST, [b"manifest"])
+    assert holders(agents, SHARD) == ["b", "c"]
+    assert holders(agents, MANIFEST) == ["a", "b", "c"]
+    for node in NODES:
+        assert read_bytes(store_of(node), SHARD) == content * 20 + b"end"
+
+
+@pytest.mark.parametrize("lost", NODES)
+def test_any_single_agent_may_be_lost(agents: Agents, store_of: StoreOf, lost: str) -> None:
+    for node in NODES:
+        store_of(node).create(f"{FOLDER}/of-{node}", [node.encode() * MIB])
+    store_of("a").create(MANIFEST, [b"manifest"])
+    agents[lost].close()
+    for reader in NODES:
+        store = store_of(reader)
+        assert store.list("checkpoints") == [*(f"{FOLDER}/of-{node}" for node in NODES), MANIFEST]
+        assert [read_bytes(store, f"{FOLDER}/of-{node}") for node in NODES] == [n.encode() * MIB for n in NODES]
+        assert lost not in store.nodes
+
+
+def test_a_node_and_its_partner_lost_are_said_to_be_missing(agents: Agents, store_of: StoreOf) -> None:
+    store_of("b").create(SHARD, [b"state"])
+    agents["b"].close()
+    agents["c"].close()
+    store = store_of("a")
+    with pytest.raises(FileNotFoundError):
+        store.open(SHARD)
+    assert store.list("checkpoints") == []
+
+
+def test_with_no_agent_left_every_call_says_so(agents: Agents, store_of: StoreOf) -> None:
+    store = store_of("a")
+    for agent in agents.values():
+        agent.close()
+    calls: list[Callable[[], object]] = [
+        lambda: store.list("checkpoints"),
+        lambda: store.open(SHARD),
+        lambda: store.create(SHARD, [b"state"]),
+        lambda: store.create(MANIFEST, [b"manifest"]),
+        lambda: store.delete("checkpoints"),
+    ]
+    for call in calls:
+        with pytest.raises(OSError, match="none of the 3 agents of the peer memory answers"):
+            call()
+
+
+def test_an_agent_that_dies_while_it_is_written_to_leaves_nothing_and_the_next_file_goes_elsewhere(
+    agents: Agents, store_of: StoreOf
+) -> None:
+    store = store_of("a")
+
+    def chunks() -> Iterator[bytes]:
+        yield b"1" * MIB
+        agents["a"].close()
+        yield b"2" * MIB
+        yield b"3" * MIB
+
+    with pytest.raises(OSError, match="does not answer"):
+        store.create(SHARD, chunks())
+    assert store.list("checkpoints") == []
+    assert store.create(SHARD, [b"again"]) == 5
+    assert holders(agents, SHARD) == ["b", "c"]
+
+
+def test_a_partner_that_stops_answering_while_it_copies_is_replaced_by_the_next_node(agents: Agents) -> None:
+    with breaking_agent(num_answers=2) as broken:
+        addresses = {"a": agents["a"].start(), "b": broken, "c": agents["c"].start()}
+        store = VaultStore(VaultAddresses(agents=addresses, node="a", partner="b", token=TOKEN))
+        store.create(SHARD, [b"state" * MIB])
+        assert holders(agents, SHARD) == ["a", "c"]
+        assert store.nodes == ("a", "c")
+        store.close()
+
+
+def test_an_agent_that_accepts_and_never_answers_is_left_out(agents: Agents) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        addresses = {"a": f"127.0.0.1:{silent.getsockname()[1]}", "b": agents["b"].start()}
+        store = VaultStore(VaultAddresses(agents=addresses, node="a", partner="b", token=TOKEN), answer_s=0.3)
+        store.create(SHARD, [b"state"])
+        assert store.nodes == ("b",)
+        assert read_bytes(store, SHARD) == b"state"
+        store.close()
+
+
+def test_one_copy_alone_is_kept_and_said_once(
+    agents: Agents, store_of: StoreOf, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("ray_ulysses"), "propagate", True)
+    store = store_of("a")
+    agents["b"].close()
+    agents["c"].close()
+    for number in range(3):
+        store.create(f"{SHARD}-{number}", [b"state"])
+    said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert said == ["peer memory keeps one copy only: of 3 agents only one answers"]
+
+
+def test_a_single_node_keeps_one_copy_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    agent = VaultAgent(TOKEN)
+    store = VaultStore(VaultAddresses(agents={"a": agent.start()}, node="a", partner=None, token=TOKEN))
+    store.create(SHARD, [b"state"])
+    assert read_bytes(store, SHARD) == b"state"
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    store.close()
+    agent.close()
+
+
+def test_a_partner_without_room_refuses_the_shard_and_nothing_of_it_stays() -> None:
+    agents = {"a": VaultAgent(TOKEN), "b": VaultAgent(TOKEN, limit_bytes=MIB)}
+    addresses = {node: agent.start() for node, agent in agents.items()}
+    store = VaultStore(VaultAddresses(agents=addresses, node="a", partner="b", token=TOKEN))
+    with pytest.raises(OSError, match=r"raise elastic.peer_memory_gib, or use more nodes"):
+        store.create(SHARD, [b"x" * MIB] * 2)
+    assert [agent.files.num_bytes for agent in agents.values()] == [0, 0]
+    store.close()
+    for agent in agents.values():
+        agent.close()
+
+
+def test_a_reader_goes_on_at_the_other_node_when_one_dies_between_two_reads(agents: Agents, store_of: StoreOf) -> None:
+    content = bytes(range(256)) * 4096
+    store_of("a").create(SHARD, [content])
+    with store_of("a").open(SHARD) as stream:
+        first = stream.read(300_000)
+        agents["a"].close()
+        assert first + stream.read() == content
+
+
+def test_of_writers_on_different_nodes_exactly_one_creates_the_manifest(agents: Agents, store_of: StoreOf) -> None:
+    stores = [store_of(node) for node in NODES for _ in range(2)]
+    barrier, won = threading.Barrier(len(stores), timeout=20), []
+
+    def create(number: int) -> None:
+        barrier.wait()
+        with contextlib.suppress(RuntimeError):
+            stores[number].create(MANIFEST, [str(number).encode()])
+            won.append(str(number).encode())
+
+    threads = [threading.Thread(target=create, args=(number,)) for number in range(len(stores))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(won) == 1
+    assert [read_bytes(store, MANIFEST) for store in stores] == won * len(stores)
+
+
+def test_a_manifest_is_seen_by_all_from_its_decision_on_although_its_writer_died_before_spreading_it(
+    agents: Agents, store_of: StoreOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_of("b")
+    save(store, 7, attempt=2, tensors=TENSORS, stores=dict(enumerate(map(store_of, ("b", "c")))))
+
+    def die(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    writer = store_of("c")
+    monkeypatch.setattr(writer, "_of_all", die)
+    content = read_bytes(store, MANIFEST)
+    store.delete(MANIFEST)
+    with pytest.raises(KeyboardInterrupt):
+        writer.create(MANIFEST, [content])
+    assert holders(agents, MANIFEST) == ["a"]
+    for node in NODES:
+        chosen = newest_committed(store_of(node), "content").manifest
+        assert chosen is not None and chosen.step == 7
+    agents["a"].close()
+    # The deciding node is gone, too: the state was not committed, and nothing of it is loaded.
+    for node in ("b", "c"):
+        assert newest_committed(store_of(node), "content").manifest is None
+
+
+@contextlib.contextmanager
+def breaking_agent(num_answers: int) -> Iterator[str]:
+    """An agent that answers so many requests and then breaks the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                connection, _ = listener.accept()
+                with connection:
+                    for _ in range(num_answers):
+                        receive_head(connection)
+                        send_frame(connection, {})
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        thread.join(10)
