@@ -659,6 +659,27 @@ MUTANTS = (
         new="pass",
         killer="tests/unit/cluster/test_scaling.py::test_a_run_asks_its_workers_to_end_when_a_node_joins_and_growth_pays",
     ),
+    Mutant(
+        name="a cloud's deadline read on the wrong clock",
+        file="ray_ulysses/elastic/notices.py",
+        old="self.received_at + server_time - self.server_time",
+        new="server_time",
+        killer="tests/unit/elastic/test_notices.py::test_aws_gives_a_deadline_on_its_own_clock",
+    ),
+    Mutant(
+        name="another machine's preemption taken for this one's",
+        file="ray_ulysses/elastic/notices.py",
+        old="is_end and isinstance(resources, list) and machine in resources",
+        new="is_end and isinstance(resources, list)",
+        killer="tests/unit/elastic/test_notices.py::test_azure_gives_the_soonest_end_of_this_machine",
+    ),
+    Mutant(
+        name="a preemption token that is never renewed",
+        file="ray_ulysses/cluster/metadata_service.py",
+        old="            self._token = None\n        raise",
+        new="            pass\n        raise",
+        killer="tests/unit/cluster/test_metadata_service.py::test_a_token_is_asked_for_once_and_again_when_it_has_expired",
+    ),
 )
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import ray
 
+from ray_ulysses.cluster.metadata_service import CloudSetting, found_provider, metadata_service
 from ray_ulysses.cluster.session import ray_session
 from ray_ulysses.doctor import Check, check_machine, exit_code, render_check, render_sum
+from ray_ulysses.elastic.notices import PROVIDER_NAMES, UnexpectedAnswerError, reach_hint
 from ray_ulysses.errors import RunError, UserError
 
 
@@ -28,6 +30,30 @@ def _checks(storage: str | None, address: str | None) -> Iterator[Check]:
         # First, since a cluster that can't be reached is known in seconds.
         yield _check_cluster(address)
     yield from check_machine(storage)
+    yield check_cloud()
+
+
+def check_cloud(url: str | None = None, setting: CloudSetting = "auto") -> Check:
+    """Check whether this machine's cloud would announce its end; nothing is asked on a machine that is no cloud's.
+
+    Args:
+        url: As ``elastic.cloud_metadata_url``.
+        setting: As ``elastic.cloud_notices``.
+    """
+    provider = found_provider(setting)
+    if provider is None:
+        detail = "none by this machine's firmware: runs expect no notices (elastic.cloud_notices)"
+        return Check(name="cloud", level="ok", detail=detail)
+    name = PROVIDER_NAMES[provider]
+    try:
+        notice = metadata_service(provider, url=url, hints=True).notice()
+    except (OSError, UnexpectedAnswerError) as error:
+        detail = f"{name}, whose metadata service gives no notices of this machine's end ({error})"
+        return Check(name="cloud", level="warn", detail=detail, hint=reach_hint(provider))
+    if notice is not None:
+        detail = f"{name} announces that this machine is going to be taken away: {notice.what}"
+        return Check(name="cloud", level="warn", detail=detail, hint="use another machine")
+    return Check(name="cloud", level="ok", detail=f"{name}, which announces this machine's end")
 
 
 def _check_cluster(address: str | None) -> Check:

@@ -166,7 +166,19 @@ def session_logs() -> str | None:
 
 
 def started_workers() -> int | None:
-    """Return how many training workers of this job have started, or ``None`` if Ray does not answer.
+    """Return how many training workers of this job have started, or ``None`` if Ray does not answer."""
+    workers = _workers()
+    return None if workers is None else len(workers)
+
+
+def nodes_of_workers() -> dict[str, str] | None:
+    """Return the addresses of the nodes on which this job's workers are, by node id; ``None`` without an answer."""
+    workers = _workers()
+    return None if workers is None else {str(one["NodeID"]): str(one["IPAddress"]) for one in workers}
+
+
+def _workers() -> list[dict[str, Any]] | None:
+    """Return where the training workers of this job are, or ``None`` if Ray does not answer.
 
     The table of actors is private to Ray 2.60, as is the name of Ray Train's workers (a canary test covers it).
     """
@@ -175,4 +187,4 @@ def started_workers() -> int | None:
         actors = state.actors(job_id=job, actor_state_name="ALIVE").values()
     except (OSError, RuntimeError, RayError):
         return None
-    return sum(1 for actor in actors if str(actor["ActorClassName"]).endswith(_WORKER_CLASS))
+    return [actor["Address"] for actor in actors if str(actor["ActorClassName"]).endswith(_WORKER_CLASS)]

@@ -26,6 +26,7 @@ from ray_ulysses.cluster.failures import (
     settle_failure,
     train_until_done,
 )
+from ray_ulysses.cluster.node_watch import watch_nodes
 from ray_ulysses.cluster.scaling import WorkerScaling
 from ray_ulysses.cluster.session import (
     cluster_address,
@@ -194,6 +195,10 @@ def _run_workers(
         clock=SystemClock(),
         is_training=lambda: not view.state.awaits_workers,
     )
+    is_embedded = cluster_address(config.cluster.address) is None
+    nodes = watch_nodes(
+        config.elastic, lambda text: view.console.print(text, soft_wrap=True, markup=False), embedded=is_embedded
+    )
     start = StartView(view, config, demand.wanted.least)
     signals.workers_start()
     with LockWatch(holds) as watch:
@@ -201,6 +206,7 @@ def _run_workers(
         def look() -> None:
             end_if_lost(watch, config.run_dir, session)
             workers.check()
+            nodes.look()
             signals.check(workers_are_whole=workers.is_whole)
             start.look(workers.started)
 

@@ -150,7 +150,7 @@ class CheckpointSection(Section):
 
 
 class ElasticSection(Section):
-    """How many failures, and how long a wait, a run tolerates before it ends."""
+    """How many failures, and how long a wait, a run tolerates before it ends, and how it learns of lost nodes."""
 
     max_failures: int = Field(default=3, ge=0)
     """Failures that a command survives by restarting its workers from the newest checkpoint. A failure counts only if
@@ -171,6 +171,19 @@ class ElasticSection(Section):
     collective_timeout_s: float = Field(default=600.0, gt=0.0)
     """Maximum duration of one collective, in seconds, before the attempt counts as failed. Default 600, well above the
     longest legitimate time between two collectives."""
+
+    cloud_notices: Literal["auto", "none", "aws", "gcp", "azure"] = "auto"
+    """Cloud whose announcements that a machine is going to be taken away (spot interruption, preemption, maintenance)
+    each node is watched for; Ray then drains the node, and the run saves before its end. Default `auto`: the cloud that
+    the machine's firmware names, and none elsewhere. `none` leaves it to Ray and to people."""
+
+    drain_on_rebalance: bool = False
+    """Whether AWS's rebalance recommendation (the instance is more likely than others to be interrupted) counts as such
+    an announcement. Default false: the instance may stay."""
+
+    cloud_metadata_url: str | None = Field(default=None, pattern=r"^https?://[^\s/@?#]+/?$")
+    """Address of the metadata service, the same on every node, such as `http://127.0.0.1:1338`, to rehearse a notice
+    with a mock. Default null: the provider's own, `http://169.254.169.254`."""
 
 
 class TrackingSection(Section):

@@ -9,17 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
+from ray._private import state
 from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 from ray.train.v2._internal.execution.context import TrainContext
 from ray.train.v2._internal.execution.preemption import PreemptionContext
 
+from ray_ulysses.cluster.session import ray_session
 from ray_ulysses.config import Config
 from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted
 from ray_ulysses.tracking.history import read_history
 from tests.distributed.run_case import make_config, make_corpus
 from tests.polling import wait_until
+from tests.unit.cluster.metadata_fakes import fake_metadata
 from tests.unit.tracking.journals import read_events
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -83,3 +87,48 @@ def test_a_drained_node_makes_the_run_save_before_its_time_is_up(cluster: Cluste
     committed = [one for one in read_events(config.run_dir) if isinstance(one, CheckpointCommitted)]
     assert committed[0].reason == "preemption"
     assert read_history(config.run_dir).checkpoints[-1].committed
+
+
+@pytest.mark.slow
+def test_a_notice_of_the_cloud_drains_the_node_and_the_run_saves(cluster: Cluster, tmp_path: Path) -> None:
+    with fake_metadata() as fake:
+        config = make_config(
+            tmp_path / "runs", make_corpus(tmp_path), run__stop_step=400, data__epochs=3, parallel__sp_size=1,
+            cluster__workers=1, cluster__cpus_per_worker=0.6, cluster__address=cluster.address,
+            checkpoint__every_steps=None, elastic__cloud_notices="aws", elastic__cloud_metadata_url=fake.url,
+        )  # fmt: skip
+        path, log_path = tmp_path / "config.yaml", tmp_path / "log.txt"
+        path.write_text(config.to_yaml())
+        with log_path.open("w") as log:
+            command = subprocess.Popen(
+                [sys.executable, "-m", "ray_ulysses", "train", str(path)],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            _wait(config, 3)
+            wait_until(lambda: fake.asked, "a question", timeout_s=TIMEOUT_S)
+            with ray_session(cluster.address, cpus=0):
+                assert state.state.get_draining_nodes() == {}
+                deadline = time.time() + 90.0
+                fake.aws_interrupts(in_s=90.0)
+                wait_until(state.state.get_draining_nodes, "a drained node", timeout_s=TIMEOUT_S)
+                ((node, until_ms),) = state.state.get_draining_nodes().items()
+                address = next(one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == node)
+            assert until_ms / 1000 == pytest.approx(deadline, abs=5.0)
+            _wait(config, 1, "preemption_notice")
+            _wait(config, 1, "checkpoint_committed")
+            wait_until(lambda: "Ray drains it" in log_path.read_text(), "its line", timeout_s=TIMEOUT_S)
+            command.terminate()
+            command.wait(TIMEOUT_S)
+        finally:
+            command.kill()
+            command.wait()
+    (started,) = [one for one in read_events(config.run_dir) if isinstance(one, AttemptStarted)]
+    assert started.nodes[0].endswith(address)
+    (said,) = [line for line in log_path.read_text().splitlines() if "Ray drains it" in line]
+    assert said.startswith(f"node {address} is going to be taken away at ")
+    assert said.endswith("UTC (AWS: spot interruption: terminate); Ray drains it")
+    committed = [one for one in read_events(config.run_dir) if isinstance(one, CheckpointCommitted)]
+    assert committed[0].reason == "preemption"

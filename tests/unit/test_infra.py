@@ -14,6 +14,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from ray.scripts.scripts import drain_node
 
 from ray_ulysses.config import Config, load_config
 
@@ -151,6 +152,20 @@ def test_the_ray_job_has_the_workers_that_its_configuration_asks_for(ray_job: di
             cpus += int(container["resources"]["limits"]["cpu"]) * group.get("replicas", 0)
     assert gpus == config.cluster.workers.max * config.cluster.gpus_per_worker
     assert cpus > config.cluster.workers.max * config.cluster.cpus_per_worker, "the data stream needs CPUs too"
+
+
+def test_a_workers_pod_drains_its_node_before_it_ends(ray_job: dict[str, Any]) -> None:
+    (spec,) = [group["template"]["spec"] for name, group in _groups(ray_job) if name == "h100-spot"]
+    shell = spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    assert shell[:2] == ["sh", "-c"]
+    drain, wait = shell[2].split(" && ")
+    assert shlex.split(drain)[:2] == ["ray", "drain-node"]
+    # A canary of Ray 2.60: the command is hidden.
+    options = drain_node.make_context("ray drain-node", shlex.split(drain)[2:]).params
+    assert (options["reason"], options["node_id"]) == ("DRAIN_NODE_REASON_PREEMPTION", None)
+    # The hook's time is part of the grace period: SIGTERM ends Ray at once.
+    assert wait == f"sleep {options['deadline_remaining_seconds']}"
+    assert 60 <= options["deadline_remaining_seconds"] <= spec["terminationGracePeriodSeconds"] - 10
 
 
 def test_every_pod_mounts_the_shared_path_of_the_configurations(ray_job: dict[str, Any]) -> None:

@@ -1,0 +1,230 @@
+"""Watches the nodes of a run for notices of their cloud, and tells Ray to drain a node that is going to be taken away.
+
+What follows is the same as for any drained node: the run saves, and an elastic one continues without the node.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+from ray.exceptions import RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ray_ulysses.clock import Clock, SystemClock
+from ray_ulysses.cluster.metadata_service import CloudSetting, MetadataService, found_provider, metadata_service
+from ray_ulysses.cluster.session import nodes_of_workers
+from ray_ulysses.elastic.notices import (
+    PROVIDER_NAMES,
+    CloudNotice,
+    Provider,
+    UnexpectedAnswerError,
+    pause_s,
+    reach_hint,
+    replaces,
+)
+from ray_ulysses.logging import get_logger
+
+if TYPE_CHECKING:
+    from ray_ulysses.config.running import ElasticSection
+
+PATIENCE_S = 180.0
+"""A metadata service that gives no answer for this long is reported; Azure's first one may take two minutes."""
+_LOOK_EVERY_S = 2.0
+_log = get_logger(__name__)
+
+
+def drain_own_node(why: str, deadline: float | None) -> None:
+    """Tell Ray that this node is going to be taken away; Ray itself ends nothing on it.
+
+    Ray 2.60 has no public way to do so but for a hidden command; this is what that calls (a canary test covers it).
+
+    Args:
+        why: The reason.
+        deadline: When, in seconds since the epoch; None if unknown.
+
+    Raises:
+        RuntimeError: Ray refuses, or its head does not answer.
+    """
+    here = ray.get_runtime_context()
+    # A deadline of 0 is none.
+    until_ms = 0 if deadline is None else max(1, round(deadline * 1000))
+    reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    accepted, text = GcsClient(address=here.gcs_address).drain_node(here.get_node_id(), reason, why, until_ms)
+    if not accepted:
+        raise RuntimeError(f"Ray refuses to drain this node: {text}")
+
+
+class NodeWatch:
+    """Watches the node that it is on.
+
+    Args:
+        provider: The node's cloud.
+        service: Its metadata service.
+        drain: Tells Ray; called with the reason and the deadline.
+        clock: Time.
+    """
+
+    def __init__(
+        self,
+        provider: Provider,
+        service: MetadataService,
+        drain: Callable[[str, float | None], None],
+        clock: Clock,
+    ) -> None:
+        self._cloud, self._hint = PROVIDER_NAMES[provider], reach_hint(provider)
+        self._service, self._drain, self._clock = service, drain, clock
+        self._drained_for: CloudNotice | None = None
+        self._untold: CloudNotice | None = None
+        self._failures, self._failing_since = 0, clock.monotonic()
+        self._is_reported = False
+
+    def next_news(self) -> str:
+        """Watch until there is something that a person should know, and return it."""
+        while True:
+            news = None
+            try:
+                notice = self._service.notice()
+            except (OSError, UnexpectedAnswerError) as error:
+                news = self._failed(error)
+            else:
+                if notice is not None and replaces(notice, self._drained_for):
+                    news = self._pass_on(notice)
+                else:
+                    self._succeeded()
+            if news is not None:
+                return news
+            self._clock.sleep(pause_s(self._failures))
+
+    def _pass_on(self, notice: CloudNotice) -> str | None:
+        try:
+            self._drain(f"{self._cloud}: {notice.what}", notice.deadline)
+        except (OSError, RuntimeError, RayError) as error:
+            self._failures += 1
+            is_new, self._untold = replaces(notice, self._untold), notice
+            return f"{self._told(notice)}; Ray can't be told yet: {error}" if is_new else None
+        self._drained_for, self._untold = notice, None
+        self._succeeded()
+        return f"{self._told(notice)}; Ray drains it"
+
+    def _failed(self, error: Exception) -> str | None:
+        self._failures += 1
+        if self._is_reported or self._clock.monotonic() - self._failing_since < PATIENCE_S:
+            return None
+        self._is_reported = True
+        return f"is not watched for its end, since {self._cloud} gives no notices there ({error}); {self._hint}"
+
+    def _succeeded(self) -> None:
+        self._failures, self._failing_since = 0, self._clock.monotonic()
+        self._is_reported = False
+
+    def _told(self, notice: CloudNotice) -> str:
+        if notice.deadline is None:
+            when = "may be taken away soon" if notice.is_hint else "is going to be taken away"
+        else:
+            when = f"is going to be taken away at {time.strftime('%H:%M:%S', time.gmtime(notice.deadline))} UTC"
+        return f"{when} ({self._cloud}: {notice.what})"
+
+
+class NodeWatchActor:
+    """Holds the watch of one node, in a process of its own there.
+
+    Args:
+        setting: ``elastic.cloud_notices``.
+        url: ``elastic.cloud_metadata_url``.
+        hints: ``elastic.drain_on_rebalance``.
+    """
+
+    def __init__(self, setting: CloudSetting, url: str | None, hints: bool) -> None:
+        provider, clock = found_provider(setting), SystemClock()
+        self._watch = None
+        if provider is not None:
+            service = metadata_service(provider, url=url, hints=hints, clock=clock)
+            self._watch = NodeWatch(provider, service, drain_own_node, clock)
+
+    def next_news(self) -> str | None:
+        """Return the next news of this node; None at once if it is no cloud's."""
+        return None if self._watch is None else self._watch.next_news()
+
+
+class NodeWatches:
+    """The watches of the nodes of a run, held by its command: they end with it.
+
+    Args:
+        start: Starts the watch of a node, given its id, and returns an actor with the method of `NodeWatchActor`.
+        nodes: Returns the addresses of the nodes on which the run has workers, by id; None if they are not known now.
+        say: Prints a line.
+        clock: Time.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[str], Any],
+        nodes: Callable[[], Mapping[str, str] | None],
+        say: Callable[[str], object],
+        clock: Clock,
+    ) -> None:
+        self._start, self._nodes, self._say, self._clock = start, nodes, say, clock
+        self._watches: dict[str, tuple[Any, Any] | None] = {}
+        self._addresses: Mapping[str, str] = {}
+        self._looked_at = clock.monotonic()
+
+    def look(self) -> None:
+        """Print what there is to say, and follow the nodes of the run; called often."""
+        now = self._clock.monotonic()
+        if now - self._looked_at < _LOOK_EVERY_S:
+            return
+        self._looked_at = now
+        nodes = self._nodes()
+        if nodes is not None:
+            self._addresses = nodes
+            # An actor without a handle ends.
+            self._watches = {node: self._watches[node] for node in nodes if node in self._watches}
+            for node in nodes.keys() - self._watches.keys():
+                actor = self._start(node)
+                self._watches[node] = (actor, actor.next_news.remote())
+        asked = {watch[1]: node for node, watch in self._watches.items() if watch is not None}
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0) if asked else ([], [])
+        for answer in answered:
+            self._hear(asked[answer], answer)
+
+    def _hear(self, node: str, answer: Any) -> None:
+        try:
+            news = ray.get(answer)
+        except RayActorError as error:
+            # Its node is gone, or drained already.
+            _log.debug("the watch of node %s has ended: %s", node, error)
+            news = None
+        except RayError as error:
+            _log.warning("node %s can't be watched for notices of its cloud (%s)", self._addresses[node], error)
+            news = None
+        watch = self._watches[node]
+        if news is None or watch is None:
+            self._watches[node] = None
+            return
+        self._say(f"node {self._addresses[node]} {news}")
+        self._watches[node] = (watch[0], watch[0].next_news.remote())
+
+
+def watch_nodes(elastic: ElasticSection, say: Callable[[str], object], *, embedded: bool) -> NodeWatches:
+    """Return the watches of a run's nodes, to be looked at often.
+
+    Args:
+        elastic: The run's settings.
+        say: Prints a line.
+        embedded: Whether Ray runs on this machine alone.
+    """
+    setting = elastic.cloud_notices
+    is_needless = found_provider(setting) is None if embedded else setting == "none"
+
+    def start(node: str) -> Any:
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        actor: Any = ray.remote(NodeWatchActor)
+        on_node = actor.options(num_cpus=0, max_restarts=0, scheduling_strategy=there)
+        return on_node.remote(setting, elastic.cloud_metadata_url, elastic.drain_on_rebalance)
+
+    return NodeWatches(start, dict if is_needless else nodes_of_workers, say, SystemClock())

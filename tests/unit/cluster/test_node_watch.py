@@ -1,0 +1,218 @@
+"""What a watch does with notices and failures, and which nodes are watched; no Ray is started here."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from ray._raylet import InnerGcsClient
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+from ray.exceptions import ActorDiedError, RpcError
+from ray.runtime_context import RuntimeContext
+
+from ray_ulysses.cluster import node_watch
+from ray_ulysses.cluster.node_watch import PATIENCE_S, NodeWatch, NodeWatchActor, NodeWatches, watch_nodes
+from ray_ulysses.config.running import ElasticSection
+from ray_ulysses.elastic.notices import CloudNotice, UnexpectedAnswerError
+
+NOON = 43_200.0
+HINT = CloudNotice(what="rebalance recommendation", deadline=None, is_hint=True)
+NOTICE = CloudNotice(what="spot interruption: terminate", deadline=NOON)
+
+
+def test_a_node_is_drained_as_rays_own_command_does() -> None:
+    """A canary of Ray 2.60; a slow test of tests/cluster drains one."""
+    assert inspect.signature(InnerGcsClient.drain_node).parameters.keys() >= {
+        "node_id", "reason", "reason_message", "deadline_timestamp_ms",
+    }  # fmt: skip
+    assert DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION") > 0
+    assert isinstance(RuntimeContext.gcs_address, property)
+
+
+class Clock:
+    """A clock that passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.time_s = 0.0
+
+    def now(self) -> float:
+        return self.time_s
+
+    monotonic = now
+
+    def sleep(self, seconds: float) -> None:
+        self.time_s += seconds
+
+
+class Script:
+    """A metadata service that says one thing after the other, and a Ray that is told; the last word is repeated."""
+
+    def __init__(self, *said: CloudNotice | Exception | None, refusals: Sequence[Exception] = ()) -> None:
+        self.said, self.refusals, self.clock = list(said), list(refusals), Clock()
+        self.drained: list[tuple[str, float | None]] = []
+        self.watch = NodeWatch("aws", self, self.drain, self.clock)
+
+    def notice(self) -> CloudNotice | None:
+        answer = self.said.pop(0) if len(self.said) > 1 else self.said[0]
+        if answer is None and len(self.said) == 1:
+            raise EndOfScript
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def drain(self, why: str, deadline: float | None) -> None:
+        if self.refusals:
+            raise self.refusals.pop(0)
+        self.drained.append((why, deadline))
+
+
+class EndOfScript(Exception): ...
+
+
+def test_a_notice_drains_the_node_once_and_an_earlier_deadline_again() -> None:
+    later = CloudNotice(what="spot interruption: terminate", deadline=NOON - 60.0)
+    script = Script(None, HINT, HINT, NOTICE, NOTICE, later, later, None, None)
+    assert script.watch.next_news() == "may be taken away soon (AWS: rebalance recommendation); Ray drains it"
+    assert script.watch.next_news() == (
+        "is going to be taken away at 12:00:00 UTC (AWS: spot interruption: terminate); Ray drains it"
+    )
+    assert "11:59:00 UTC" in script.watch.next_news()
+    with pytest.raises(EndOfScript):
+        script.watch.next_news()
+    why = "AWS: spot interruption: terminate"
+    assert script.drained == [("AWS: rebalance recommendation", None), (why, NOON), (why, NOON - 60.0)]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("not now"), RpcError("not now"), OSError("not now")])
+def test_a_head_that_can_not_be_told_is_told_again_and_that_is_said_once(error: Exception) -> None:
+    script = Script(TimeoutError("slow"), NOTICE, None, None, refusals=[error, error])
+    script.said = [TimeoutError("slow"), NOTICE, NOTICE, NOTICE, None, None]
+    assert script.watch.next_news().endswith("terminate); Ray can't be told yet: not now")
+    assert script.watch.next_news().endswith("terminate); Ray drains it")
+    assert len(script.drained) == 1
+
+
+def test_a_service_that_is_not_there_is_reported_once_and_asked_rarely() -> None:
+    script = Script(UnexpectedAnswerError("HTTP 403: ''"))
+    script.said = [script.said[0]] * 40 + [None, None, None]
+    said = script.watch.next_news()
+    assert said.startswith(
+        "is not watched for its end, since AWS gives no notices there (HTTP 403: ''); in a container"
+    )
+    assert PATIENCE_S <= script.clock.time_s < PATIENCE_S + 60.0
+    with pytest.raises(EndOfScript):
+        script.watch.next_news()
+    assert script.clock.time_s > 30 * 60.0
+
+
+def test_a_service_that_answers_now_and_then_is_not_reported() -> None:
+    script = Script(None)
+    script.said = ([TimeoutError()] * 4 + [None]) * 20 + [None, None]
+    with pytest.raises(EndOfScript):
+        script.watch.next_news()
+    script.said = [NOTICE, NOTICE]
+    assert "Ray drains it" in script.watch.next_news()
+
+
+def test_a_machine_of_no_cloud_ends_its_watch_at_once() -> None:
+    assert NodeWatchActor("none", None, False).next_news() is None
+
+
+class Ray:
+    """The actors of nodes, and what they answered."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.nodes: dict[str, str] | None = {}
+        self.answers: dict[Any, Any] = {}
+        self.started: list[str] = []
+        self.said: list[str] = []
+        self.clock = Clock()
+        monkeypatch.setattr(node_watch.ray, "wait", lambda refs, **_: ([r for r in refs if r in self.answers], []))
+        monkeypatch.setattr(node_watch.ray, "get", self.get)
+        self.watches = NodeWatches(self.start, lambda: self.nodes, self.said.append, self.clock)
+
+    def start(self, node: str) -> Any:
+        self.started.append(node)
+        asked = [0]
+
+        class NextNews:
+            @staticmethod
+            def remote() -> Any:
+                asked[0] += 1
+                return node, asked[0]
+
+        return type("Actor", (), {"next_news": NextNews})
+
+    def get(self, answer: Any) -> Any:
+        if isinstance(self.answers[answer], Exception):
+            raise self.answers[answer]
+        return self.answers[answer]
+
+    def look(self) -> None:
+        self.clock.sleep(2.0)
+        self.watches.look()
+
+
+def test_the_nodes_that_have_workers_are_watched_one_actor_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = Ray(monkeypatch)
+    ray.look()
+    ray.nodes = {"a": "10.0.0.1"}
+    ray.look()
+    ray.watches.look()
+    ray.nodes = None
+    ray.look()
+    ray.nodes = {"a": "10.0.0.1", "b": "10.0.0.2"}
+    ray.look()
+    assert ray.started == ["a", "b"]
+    ray.answers["b", 1] = "is going to be taken away"
+    ray.look()
+    ray.look()
+    assert ray.said == ["node 10.0.0.2 is going to be taken away"]
+    ray.answers["b", 2] = "for the second time"
+    ray.answers["a", 1] = None
+    ray.look()
+    ray.look()
+    assert ray.said[1:] == ["node 10.0.0.2 for the second time"] and ray.started == ["a", "b"]
+    ray.nodes = {"a": "10.0.0.1"}
+    ray.look()
+    ray.nodes = {"a": "10.0.0.1", "b": "10.0.0.2"}
+    ray.look()
+    assert ray.started == ["a", "b", "b"]
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), RpcError("gone")])
+def test_a_watch_that_is_lost_ends_nothing_and_is_not_started_without_end(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    ray = Ray(monkeypatch)
+    ray.nodes = {"a": "10.0.0.1"}
+    ray.answers["a", 1] = error
+    for _ in range(3):
+        ray.look()
+    assert (ray.started, ray.said) == (["a"], [])
+
+
+@pytest.mark.parametrize(
+    ("setting", "embedded", "watched"),
+    [("none", False, False), ("none", True, False), ("auto", True, False), ("auto", False, True), ("aws", True, True)],
+)
+def test_no_process_is_started_where_nothing_is_to_be_watched(
+    monkeypatch: pytest.MonkeyPatch, setting: Any, embedded: bool, watched: bool
+) -> None:
+    monkeypatch.setattr(node_watch, "found_provider", lambda setting: None if setting in ("auto", "none") else setting)
+    asked = []
+    monkeypatch.setattr(node_watch, "nodes_of_workers", lambda: asked.append(1))
+    watches = watch_nodes(ElasticSection(cloud_notices=setting), print, embedded=embedded)
+    watches._looked_at -= 10.0
+    watches.look()
+    assert bool(asked) == watched
+
+
+@pytest.mark.parametrize("url", ["ftp://a", "http://", "169.254.169.254", "http://a/b", "http://u:p@a", "http://a b"])
+def test_the_address_of_a_mock_is_a_host(url: str) -> None:
+    with pytest.raises(ValueError, match=re.escape("cloud_metadata_url")):
+        ElasticSection(cloud_metadata_url=url)
+    ElasticSection(cloud_metadata_url="http://127.0.0.1:1338/")

@@ -1,0 +1,197 @@
+"""The providers' answers, as their documents show them, and whatever else a service may say."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from datetime import UTC, datetime
+from email.utils import format_datetime
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ray_ulysses.elastic.notices import (
+    Answer,
+    CloudNotice,
+    UnexpectedAnswerError,
+    aws_interruption,
+    aws_rebalance,
+    azure_events,
+    gcp_maintenance,
+    gcp_preempted,
+    http_time,
+    pause_s,
+    provider_of,
+    replaces,
+)
+
+NOW = 1_505_722_800.0  # 2017-09-18T08:20:00Z
+READERS = {
+    "aws": aws_interruption,
+    "aws rebalance": aws_rebalance,
+    "gcp": gcp_preempted,
+    "gcp maintenance": gcp_maintenance,
+    "azure": lambda answer: azure_events(answer, "gpu_3"),
+}
+
+
+def answer(body: object, status: int = 200, ahead_s: float = 0.0) -> Answer:
+    text = body if isinstance(body, str) else json.dumps(body)
+    return Answer(status=status, body=text, server_time=NOW + ahead_s, received_at=NOW)
+
+
+def azure(*events: dict[str, Any], ahead_s: float = 0.0) -> CloudNotice | None:
+    return azure_events(answer({"DocumentIncarnation": 2, "Events": list(events)}, ahead_s=ahead_s), "gpu_3")
+
+
+def event(kind: str, minute: int = 22, **fields: Any) -> dict[str, Any]:
+    when = f"Mon, 18 Sep 2017 08:{minute}:00 GMT"
+    return {"EventType": kind, "EventStatus": "Scheduled", "Resources": ["gpu_3"], "NotBefore": when} | fields
+
+
+@pytest.mark.parametrize(
+    ("firmware", "provider"),
+    [
+        ({"sys_vendor": "Amazon EC2", "product_name": "p5.48xlarge"}, "aws"),
+        ({"sys_vendor": "Xen", "bios_version": "4.11.amazon"}, "aws"),
+        ({"sys_vendor": "Google", "product_name": "Google Compute Engine"}, "gcp"),
+        ({"sys_vendor": "Microsoft Corporation", "chassis_asset_tag": "7783-7084-3265-9085-8269-3286-77"}, "azure"),
+        ({"sys_vendor": "Microsoft Corporation", "product_name": "Surface Laptop"}, None),
+        ({"sys_vendor": "Google", "product_name": "Eve"}, None),
+        ({"sys_vendor": "QEMU", "bios_version": "1.16"}, None),
+        ({}, None),
+    ],
+)
+def test_the_firmware_names_the_cloud(firmware: dict[str, str], provider: str | None) -> None:
+    assert provider_of(firmware) == provider
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 300.0, -300.0])
+def test_aws_gives_a_deadline_on_its_own_clock(ahead_s: float) -> None:
+    when = datetime.fromtimestamp(NOW + ahead_s + 120.0, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    notice = aws_interruption(answer({"action": "terminate", "time": when}, ahead_s=ahead_s))
+    assert notice == CloudNotice(what="spot interruption: terminate", deadline=NOW + 120.0)
+
+
+def test_without_a_clock_the_deadline_is_taken_as_it_is() -> None:
+    told = Answer(
+        status=200, body='{"action": "stop", "time": "2017-09-18T08:22:00Z"}', server_time=None, received_at=9.0
+    )
+    notice = aws_interruption(told)
+    assert notice is not None and notice.deadline == NOW + 120.0
+
+
+def test_aws_answers_404_until_there_is_a_notice() -> None:
+    assert aws_interruption(answer("<html>", 404)) is None
+    assert aws_rebalance(answer("<html>", 404)) is None
+    assert aws_rebalance(answer({"noticeTime": "2017-09-18T08:22:00Z"})) == CloudNotice(
+        what="rebalance recommendation", deadline=None, is_hint=True
+    )
+
+
+def test_an_action_without_a_time_that_can_be_read_is_a_notice() -> None:
+    for time in ({}, {"time": None}, {"time": "soon"}):
+        notice = aws_interruption(answer({"action": "hibernate", **time}))
+        assert notice == CloudNotice(what="spot interruption: hibernate", deadline=None)
+
+
+def test_google_cloud_gives_half_a_minute_and_a_migration_is_no_end() -> None:
+    assert gcp_preempted(answer("FALSE\n")) is None
+    assert gcp_preempted(answer("TRUE")) == CloudNotice(what="preemption", deadline=NOW + 30.0)
+    assert gcp_maintenance(answer("NONE")) is None
+    assert gcp_maintenance(answer("MIGRATE_ON_HOST_MAINTENANCE")) is None
+    assert gcp_maintenance(answer("TERMINATE_ON_HOST_MAINTENANCE")) == CloudNotice(
+        what="host maintenance", deadline=None
+    )
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 60.0])
+def test_azure_gives_the_soonest_end_of_this_machine(ahead_s: float) -> None:
+    found = azure(
+        event("Freeze", 20), event("Preempt", 21, Resources=["gpu_33", "gpu"]), event("Terminate", 25),
+        event("Redeploy", 24), event("Preempt", NotBefore=""), event("Preempt", 22, EventStatus="Completed"),
+        ahead_s=ahead_s,
+    )  # fmt: skip
+    assert found == CloudNotice(what="redeployment", deadline=NOW + 240.0 - ahead_s)
+    assert azure() is None
+    assert azure(event("Preempt", NotBefore="")) == CloudNotice(what="preemption", deadline=None)
+    assert azure(event("Terminate", NotBefore="", EventStatus="Started")) == CloudNotice(
+        what="termination", deadline=NOW
+    )
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("status", [200, 301, 403, 429, 500, 503])
+@pytest.mark.parametrize(
+    "body", ["", "<html>Sign in</html>", "null", "[]", '{"a": 1}', "[" * 100_000, '{"Events": [1]}']
+)
+def test_an_answer_of_something_else_is_no_notice(read: Any, status: int, body: str) -> None:
+    with pytest.raises(UnexpectedAnswerError, match=rf"^HTTP {status}: "):
+        read(answer(body, status))
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+@given(body=st.text() | st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists).map(json.dumps))
+def test_no_text_makes_a_reader_fail_in_another_way(read: Any, body: str) -> None:
+    with contextlib.suppress(UnexpectedAnswerError):
+        found = read(answer(body))
+        assert found is None or isinstance(found, CloudNotice)
+
+
+JSON = st.none() | st.booleans() | st.integers() | st.text() | st.just([]) | st.just(["gpu_3"]) | st.just({})
+
+
+@given(
+    fields=st.fixed_dictionaries(
+        {},
+        optional={
+            "EventType": JSON | st.just("Preempt"),
+            "EventStatus": JSON | st.just("Scheduled"),
+            "Resources": JSON,
+            "NotBefore": JSON | st.just("Mon, 18 Sep 99999 08:22:00 GMT"),
+        },
+    ),
+    action=st.fixed_dictionaries({}, optional={"action": JSON, "time": JSON | st.just("9999-12-31T23:59:59-23:59")}),
+)
+def test_no_field_makes_a_reader_fail_in_another_way(fields: dict[str, Any], action: dict[str, Any]) -> None:
+    azure(event("Preempt") | fields)
+    azure(fields)
+    try:
+        aws_interruption(answer(action))
+    except UnexpectedAnswerError:
+        assert not isinstance(action.get("action"), str)
+
+
+@given(
+    st.floats(0, 2e9),
+    st.floats(-1e6, 1e6),
+    st.floats(0, 1e4),
+)
+def test_a_clock_that_is_off_changes_no_time_that_is_left(received: float, ahead_s: float, left_s: float) -> None:
+    told = Answer(status=200, body="", server_time=received + ahead_s, received_at=received)
+    assert told.on_this_clock(received + ahead_s + left_s) - received == pytest.approx(left_s, abs=1e-3)
+
+
+def test_a_notice_that_says_more_than_the_one_before_it_is_passed_on() -> None:
+    hint = CloudNotice(what="rebalance", deadline=None, is_hint=True)
+    vague, late = CloudNotice(what="maintenance", deadline=None), CloudNotice(what="preemption", deadline=NOW + 60.0)
+    early, same = CloudNotice(what="preemption", deadline=NOW), CloudNotice(what="preemption", deadline=NOW + 59.5)
+    assert all(replaces(one, None) for one in (hint, vague, late))
+    assert replaces(vague, hint) and replaces(late, hint) and replaces(late, vague) and replaces(early, late)
+    assert not any(replaces(one, one) for one in (hint, vague, late))
+    assert not replaces(hint, vague) and not replaces(vague, late) and not replaces(late, early)
+    assert not replaces(same, late)
+
+
+def test_a_service_that_does_not_answer_is_asked_ever_more_rarely() -> None:
+    pauses = [pause_s(failures) for failures in range(40)]
+    assert pauses[:3] == [2.0, 4.0, 8.0] and pauses[-1] == max(pauses) == 60.0
+    assert sum(pauses[:6]) < 180.0
+
+
+def test_times_of_http_are_read() -> None:
+    when = datetime(2017, 9, 18, 8, 20, tzinfo=UTC)
+    assert http_time(format_datetime(when, usegmt=True)) == NOW == http_time("Mon, 18 Sep 2017 08:20:00 -0000")
+    assert [http_time(text) for text in (None, "", "yesterday", "Mon, 99 Sep 2017 08:20:00 GMT")] == [None] * 4
