@@ -107,8 +107,10 @@ def test_the_doctor_says_it_before_anything_else_and_each_check_at_once(monkeypa
         assert said[1:] == ["ok    python         3.11"]
 
     monkeypatch.setattr(doctor_command, "check_machine", machine)
+    monkeypatch.setattr(doctor_command, "found_provider", lambda setting: None)
     assert not run_doctor(storage=None, address=f"127.0.0.1:{free_port()}", say=said.append)
-    assert said[2:] == ["not ready: 1 failed, 0 warnings, 2 checked"]
+    assert said[2].startswith("ok    cloud          none by this machine's firmware")
+    assert said[3:] == ["not ready: 1 failed, 0 warnings, 3 checked"]
 
 
 def test_ray_prints_nothing_of_its_nodes_within_a_session(capsys: pytest.CaptureFixture[str]) -> None:
