@@ -680,6 +680,28 @@ MUTANTS = (
         new="            pass\n        raise",
         killer="tests/unit/cluster/test_metadata_service.py::test_a_token_is_asked_for_once_and_again_when_it_has_expired",
     ),
+    Mutant(
+        name="a hang blamed on the rank that is ahead",
+        file="ray_ulysses/elastic/hang.py",
+        old="least = min(",
+        new="least = max(",
+        killer="tests/unit/elastic/test_hang.py::test_the_rank_that_the_others_wait_for_is_named",
+    ),
+    Mutant(
+        name="a hang found in an evaluation that is longer than a step",
+        file="ray_ulysses/elastic/hang.py",
+        old='"evaluation": limits.evaluation_s,',
+        new='"evaluation": step_bound_s(step_seconds, limits),',
+        killer="tests/unit/elastic/test_hang.py::"
+        "test_a_rank_that_still_evaluates_saves_or_starts_is_given_the_time_for_that",
+    ),
+    Mutant(
+        name="a straggler counted over windows that are not in a row",
+        file="ray_ulysses/elastic/stragglers.py",
+        old="            if middle > 0 and seconds > RATIO * middle\n",
+        new="            if (middle > 0 and seconds > RATIO * middle) or rank in windows\n",
+        killer="tests/unit/elastic/test_stragglers.py::test_a_window_at_the_others_pace_starts_the_count_anew",
+    ),
 )
 
 

@@ -1,0 +1,72 @@
+"""Finds ranks that compute more slowly than the others for long: a throttled GPU or a disturbed node (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+
+RATIO = 1.3
+"""A rank is slow in a window where its own compute takes more than this multiple of the median rank's."""
+WINDOWS = 5
+"""A rank that is slow in this many windows in a row is named."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Straggler:
+    """A rank that is slow.
+
+    Attributes:
+        rank: The rank.
+        windows: Windows in a row in which it was.
+        ratio: Its compute time over the median's, in the newest one.
+    """
+
+    rank: int
+    windows: int
+    ratio: float
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} computes {self.ratio:.1f} times as long as the median rank, for {self.windows} windows; "
+            "check its GPU for throttling and its node for other work"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stragglers:
+    """What the windows so far have shown.
+
+    Attributes:
+        slow: The ranks that were slow in the newest window, by rank.
+    """
+
+    slow: tuple[Straggler, ...] = ()
+
+    @property
+    def named(self) -> tuple[Straggler, ...]:
+        """The ranks that have been slow for long enough to be named."""
+        return tuple(one for one in self.slow if one.windows >= WINDOWS)
+
+    def to_exclude(self, *, may_exclude: bool) -> tuple[int, ...]:
+        """Return the ranks whose nodes the run is to continue without: none unless the configuration allows it."""
+        return tuple(one.rank for one in self.named) if may_exclude else ()
+
+
+def after_window(seen: Stragglers, compute_s: Mapping[int, float]) -> Stragglers:
+    """Return what is known after one more window of steps.
+
+    Args:
+        seen: What was known before.
+        compute_s: Seconds that each rank has spent on its own compute, without waits for others, by rank, divided by
+            its share of the work where shares differ. A rank that is missing is counted anew.
+    """
+    windows = {one.rank: one.windows for one in seen.slow}
+    middle = median(compute_s.values()) if compute_s else 0.0
+    return Stragglers(
+        slow=tuple(
+            Straggler(rank=rank, windows=windows.get(rank, 0) + 1, ratio=seconds / middle)
+            for rank, seconds in sorted(compute_s.items())
+            if middle > 0 and seconds > RATIO * middle
+        )
+    )

@@ -1,0 +1,132 @@
+"""When a run counts as hanging, and which rank is named."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ray_ulysses.elastic.hang import RECENT_STEPS, HangLimits, Phase, Progress, find_hang, step_bound_s
+
+LIMITS = HangLimits(floor_s=30.0, start_s=600.0, evaluation_s=900.0, save_s=3600.0)
+SECONDS = st.floats(0.001, 1e5)
+PHASES: tuple[Phase, ...] = ("start", "step", "evaluation", "save")
+RANKS = st.lists(
+    st.builds(
+        Progress, rank=st.just(0), phase=st.sampled_from(PHASES), step=st.integers(1, 3), micro_batch=st.integers(0, 2),
+        idle_s=SECONDS, state=st.sampled_from("RSDtT"),
+    ),
+    min_size=1, max_size=6,
+).map(lambda found: [replace(one, rank=rank) for rank, one in enumerate(found)])  # fmt: skip
+
+
+def progress(rank: int, idle_s: float, phase: Phase = "step", micro_batch: int = 1, state: str = "S") -> Progress:
+    return Progress(rank=rank, phase=phase, step=7, micro_batch=micro_batch, idle_s=idle_s, state=state)
+
+
+def test_the_bound_of_a_step_is_learned_from_the_run() -> None:
+    assert step_bound_s([], LIMITS) == 600.0
+    assert step_bound_s([1.0] * 50, LIMITS) == 30.0
+    assert step_bound_s([10.0] * 50 + [20.0], LIMITS) == 100.0
+    # Two outliers of 200 are within the hundredth part that the percentile leaves out, a third is not.
+    assert step_bound_s([10.0] * 198 + [90.0] * 2, LIMITS) == 50.0
+    assert step_bound_s([10.0] * 197 + [90.0] * 3, LIMITS) == 450.0
+
+
+@given(st.lists(SECONDS, min_size=1, max_size=300), st.lists(SECONDS, max_size=300), st.randoms())
+def test_the_bound_depends_on_the_newest_steps_alone(
+    recent: list[float], older: list[float], drawn: random.Random
+) -> None:
+    newest = (older + recent)[-RECENT_STEPS:]
+    bound_s = step_bound_s(older + recent, LIMITS)
+    assert bound_s == step_bound_s(drawn.sample(newest, len(newest)), LIMITS)
+    assert bound_s >= LIMITS.floor_s and bound_s <= max(LIMITS.floor_s, 5 * max(newest))
+    # At most one step in a hundred takes longer than a fifth of the bound.
+    assert sum(5 * seconds > bound_s for seconds in newest) * 100 <= len(newest)
+    doubled = replace(LIMITS, floor_s=2 * LIMITS.floor_s)
+    assert step_bound_s([2 * seconds for seconds in newest], doubled) == pytest.approx(2 * bound_s)
+
+
+def test_the_rank_that_the_others_wait_for_is_named() -> None:
+    ranks = [progress(0, 40.0), progress(1, 41.0, micro_batch=0), progress(2, 40.0)]
+    found = find_hang(ranks, [1.0], LIMITS)
+    assert found is not None and found.ranks == (1,)
+    assert str(found) == (
+        "rank 1 has not moved for 41 s in step 7 (micro-batches done: 0), and the others wait; 30 s are allowed"
+    )
+    assert find_hang(ranks, [9.0], LIMITS) is None
+
+
+def test_a_rank_that_still_evaluates_saves_or_starts_is_given_the_time_for_that() -> None:
+    waiting = [replace(progress(rank, 800.0, micro_batch=0), step=8) for rank in (1, 2)]
+    for phase, limit_s in (("evaluation", 900.0), ("save", 3600.0)):
+        assert find_hang([progress(0, 800.0, phase), *waiting], [1.0], LIMITS) is None
+        found = find_hang([progress(0, limit_s + 1, phase), *waiting], [1.0], LIMITS)
+        assert found is not None and found.ranks == (0,)
+    assert str(found) == (
+        "rank 0 has not moved for 3601 s in the save of step 7, and the others wait; 3600 s are allowed"
+    )
+    start = progress(0, 500.0, "start")
+    assert find_hang([start, *waiting], [], LIMITS) is None
+    found = find_hang([replace(start, idle_s=601.0), *waiting], [], LIMITS)
+    assert found is not None and str(found).startswith("rank 0 has not moved for 601 s in the start-up, and the others")
+
+
+def test_a_stopped_process_is_named_before_those_that_wait_with_it() -> None:
+    ranks = [progress(0, 3.0), progress(1, 3.0, state="T"), progress(2, 3.0, micro_batch=0)]
+    found = find_hang(ranks, [1.0], LIMITS)
+    assert found is not None and found.ranks == (1,)
+    assert str(found) == (
+        "rank 1 has not moved for 3 s in step 7 (micro-batches done: 1): stopped by a signal; 2 s are allowed"
+    )
+    assert find_hang([replace(one, idle_s=1.0) for one in ranks], [1.0], LIMITS) is None
+    # A debugger's.
+    assert find_hang([replace(one, state="t") for one in ranks], [1.0], LIMITS) is None
+
+
+def test_nobody_is_blamed_where_all_are_at_the_same_place() -> None:
+    found = find_hang([progress(rank, 31.0) for rank in range(2)], [1.0], LIMITS)
+    assert found is not None and found.ranks == (0, 1)
+    assert str(found) == "no rank has moved for 31 s in step 7 (micro-batches done: 1); 30 s are allowed"
+    many = find_hang([progress(rank, 31.0, micro_batch=int(rank == 20)) for rank in range(21)], [1.0], LIMITS)
+    assert many is not None
+    assert str(many).startswith("ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more have not moved for 31 s in step 7")
+    assert find_hang([], [1.0], LIMITS) is None
+
+
+@given(RANKS, st.lists(SECONDS, max_size=20), st.randoms(), st.floats(0, 1e5))
+def test_only_ranks_that_are_stopped_or_furthest_behind_are_named(
+    ranks: list[Progress], steps: list[float], drawn: random.Random, later_s: float
+) -> None:
+    found = find_hang(ranks, steps, LIMITS)
+    shuffled = find_hang(drawn.sample(ranks, len(ranks)), steps, LIMITS)
+    assert (shuffled and shuffled.ranks) == (found and found.ranks)
+    # Nobody has moved since: what hung hangs still.
+    still = find_hang([replace(one, idle_s=one.idle_s + later_s) for one in ranks], steps, LIMITS)
+    assert found is None or still is not None
+    # A rank that moves on is behind no more, or nobody hangs.
+    moved = find_hang([replace(one, idle_s=0.0, state="R") for one in ranks], steps, LIMITS)
+    assert moved is None
+    if found is None:
+        return
+    named = [one for one in ranks if one.rank in found.ranks]
+    assert named and all(one.idle_s > found.bound_s for one in named)
+    if found.why == "stopped":
+        assert {one.state for one in named} == {"T"}
+    else:
+        others = [one for one in ranks if one.rank not in found.ranks]
+        assert all(one.position > named[0].position for one in others)
+        assert (found.why == "together") == (not others)
+
+
+@given(RANKS, st.lists(SECONDS, max_size=20))
+def test_a_long_evaluation_save_or_start_is_never_held_to_the_bound_of_a_step(
+    ranks: list[Progress], steps: list[float]
+) -> None:
+    running = [replace(one, state="S", idle_s=min(one.idle_s, 599.0)) for one in ranks]
+    if not all(one.phase == "step" for one in running):
+        first = min(running, key=lambda one: one.position)
+        assert first.phase == "step" or find_hang(running, steps, LIMITS) is None

@@ -1,0 +1,75 @@
+"""Which ranks are named as slow, and when."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ray_ulysses.elastic.stragglers import RATIO, WINDOWS, Straggler, Stragglers, after_window
+
+TIMES = st.dictionaries(st.integers(0, 20), st.floats(0.01, 1e3), min_size=1)
+
+
+def after(*windows: dict[int, float]) -> Stragglers:
+    seen = Stragglers()
+    for window in windows:
+        seen = after_window(seen, window)
+    return seen
+
+
+SLOW = {0: 1.0, 1: 1.0, 2: 1.4, 3: 1.0}
+EVEN = {0: 1.0, 1: 1.1, 2: 1.2, 3: 1.0}
+
+
+def test_a_rank_that_stays_slow_is_named() -> None:
+    assert after(*[SLOW] * (WINDOWS - 1)).named == ()
+    seen = after(*[SLOW] * WINDOWS)
+    assert seen.named == (Straggler(rank=2, windows=5, ratio=1.4),)
+    assert str(seen.named[0]) == (
+        "rank 2 computes 1.4 times as long as the median rank, for 5 windows; check its GPU for throttling and its "
+        "node for other work"
+    )
+
+
+def test_a_window_at_the_others_pace_starts_the_count_anew() -> None:
+    assert after(*[SLOW] * 4, EVEN, *[SLOW] * 4).named == ()
+    assert after(*[SLOW] * 4, {0: 1.0, 1: 1.0}, SLOW).slow == (Straggler(rank=2, windows=1, ratio=1.4),)
+
+
+def test_nobody_is_excluded_unless_the_configuration_allows_it() -> None:
+    seen = after(*[SLOW] * WINDOWS)
+    assert seen.to_exclude(may_exclude=False) == ()
+    assert seen.to_exclude(may_exclude=True) == (2,)
+    assert after(*[SLOW] * 4).to_exclude(may_exclude=True) == ()
+
+
+def test_a_window_without_times_says_nothing() -> None:
+    assert after(*[SLOW] * WINDOWS, {}).slow == ()
+    assert after({0: 0.0, 1: 0.0}).slow == ()
+
+
+@given(st.lists(TIMES, max_size=12), st.sampled_from([0.5, 4.0]))
+def test_the_count_is_of_windows_in_a_row_whatever_the_unit(windows: list[dict[int, float]], unit: float) -> None:
+    seen = after(*windows)
+    scaled = after(*[{rank: unit * seconds for rank, seconds in window.items()} for window in windows])
+    assert [(one.rank, one.windows) for one in scaled.slow] == [(one.rank, one.windows) for one in seen.slow]
+    for one in seen.slow:
+        held = [one.rank in {slow.rank for slow in after(window).slow} for window in windows]
+        assert all(held[-one.windows :]) and not all(held[-one.windows - 1 :][: len(held) - one.windows] or [False])
+        assert one.ratio > RATIO
+    # Fewer than half of the ranks can be above the median.
+    assert len(seen.slow) <= (len(windows[-1]) / 2 if windows else 0)
+
+
+@given(st.lists(st.floats(1.0, RATIO - 0.01), min_size=1), st.integers(1, 9))
+def test_ranks_within_the_ratio_of_one_another_are_never_slow(times: list[float], windows: int) -> None:
+    assert after(*[dict(enumerate(times))] * windows).slow == ()
+
+
+@pytest.mark.parametrize("slow_s", [1.31, 2.0, 100.0])
+@given(others=st.lists(st.floats(0.9, 1.0), min_size=2, max_size=30))
+def test_one_rank_among_equals_is_named_after_exactly_five_windows(slow_s: float, others: list[float]) -> None:
+    window = dict(enumerate([slow_s, *others]))
+    assert after(*[window] * 4).named == ()
+    assert [one.rank for one in after(*[window] * 5).named] == [0]
