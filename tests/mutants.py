@@ -489,6 +489,21 @@ MUTANTS = (
         killer="tests/unit/trainer/test_resume.py::test_a_flipped_byte_anywhere_makes_the_one_before_be_taken",
     ),
     Mutant(
+        name="a restart that draws the weights which it replaces",
+        file="ray_ulysses/trainer/loop.py",
+        old="partition_config(settings), start.description)",
+        new="partition_config(settings))",
+        killer="tests/distributed/test_resume_without_weights.py::"
+        "test_a_restart_goes_on_bitwise_and_draws_and_reads_nothing[zero3-random-tied-fp32]",
+    ),
+    Mutant(
+        name="shared weights that come apart in a restart",
+        file="ray_ulysses/engine/empty_model.py",
+        old="if parameter not in allocated:",
+        new="if True:",
+        killer="tests/unit/engine/test_empty_model.py::test_shared_frozen_and_marked_parameters_stay_what_they_are",
+    ),
+    Mutant(
         name="a run begun anew over damaged checkpoints",
         file="ray_ulysses/run/start_point.py",
         old="    elif damaged:\n",

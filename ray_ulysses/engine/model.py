@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 
 from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
 from ray_ulysses.attention.refusals import refuse_config, refuse_inexact
+from ray_ulysses.engine.empty_model import allocate_weights, without_weights
 from ray_ulysses.engine.model_config import (
     as_user_error,
     check_described,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ray_ulysses.attention.probe import ProbeResult
+    from ray_ulysses.checkpoint.state import StateDescription
     from ray_ulysses.config import Config
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -35,27 +37,36 @@ def torch_dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def build_model(config: Config, partition: Mapping[str, Any] | None = None) -> PreTrainedModel:
+def build_model(
+    config: Config, partition: Mapping[str, Any] | None = None, state: StateDescription | None = None
+) -> PreTrainedModel:
     """Build the decoder of a run; with ``partition``, every rank of the world must call.
 
     ``init: random`` initializes the whole model on the host of every rank from ``run.seed`` in fp32, so that weights do
     not depend on the world size. ``init: pretrained`` loads weights; with ``partition``, each parameter is partitioned
-    when it is loaded, so that no device holds the whole model (each rank's host reads all weights once).
+    when it is loaded, so that no device holds the whole model (each rank's host reads all weights once). With
+    ``state``, nothing is initialized or loaded: the parameters hold no values until that state is imported, and with
+    ``partition`` no host or device ever holds the whole model.
 
     Args:
         config: The run's configuration.
         partition: DeepSpeed's configuration of ZeRO-3, or ``None`` to keep parameters whole.
+        state: The stored state that will replace all weights, or ``None`` to start from initial weights.
 
     Raises:
         UserError: The model can't be found, lacks weights, or differs from ``model.config``.
     """
     dtype = torch_dtype(config.model.dtype)
-    if config.model.init == "random":
+    if state is not None:
+        model = _empty_model(config, dtype, is_tied=bool(state.tied))
+    elif config.model.init == "random":
         model = _random_model(config, dtype)
     else:
         model = _pretrained_model(config, dtype, partition)
     if config.model.part == "text":
         keep_text_part(model)
+    if state is not None:
+        allocate_weights(model, dtype, partition)
     # The cache is for generation, and warns under gradient checkpointing.
     model.config.use_cache = model.config.get_text_config(decoder=True).use_cache = False
     if config.memory.gradient_checkpointing:
@@ -112,6 +123,21 @@ def refuse_architecture(hf_config: Any, part: Part = "whole") -> ProbeResult:
     if part == "text":
         keep_text_part(model)
     return refuse_inexact(model, model.config.get_text_config(decoder=True), None)
+
+
+def _empty_model(config: Config, dtype: torch.dtype, *, is_tied: bool) -> PreTrainedModel:
+    """Return the model with parameters on the meta device, and everything else as in the other two ways to build it."""
+    hf_config = described_config(config, is_tied=is_tied)
+    if config.model.init == "random":
+        dtype = torch.float32
+    else:
+        check_described(config.model.config, hf_config.to_dict(), str(config.model.path))
+    refuse_config(hf_config)
+    with without_weights():
+        model: PreTrainedModel = model_class(hf_config, config.model.part).from_config(
+            hf_config, dtype=dtype, trust_remote_code=False
+        )
+    return model
 
 
 def _random_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:

@@ -31,8 +31,13 @@ def planned_config(config: Config) -> Any:
     return described_config(config) if described is None else inline_config(described)
 
 
-def described_config(config: Config) -> Any:
+def described_config(config: Config, is_tied: bool | None = None) -> Any:
     """Return the ``PreTrainedConfig`` of a run's model: the inline one of a random model, or that of ``model.path``.
+
+    Args:
+        config: The run's configuration.
+        is_tied: Whether the stored state ties the output head to the embedding; if ``None``, pretrained weights are
+            compared where the configuration ties it.
 
     Raises:
         UserError: It can't be read, is of an unknown type, or needs code from the model's repository.
@@ -41,7 +46,9 @@ def described_config(config: Config) -> Any:
         return inline_config(config.model.config)
     found = _stored_config(str(config.model.path))
     directory = Path(str(config.model.path)).expanduser()
-    if config.model.init == "pretrained" and directory.is_dir():
+    if is_tied is False and getattr(found, "tie_word_embeddings", False):
+        found.tie_word_embeddings = False
+    elif is_tied is None and config.model.init == "pretrained" and directory.is_dir():
         settle_tie(found, config.model.part, directory)
     return found
 

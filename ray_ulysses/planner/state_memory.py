@@ -89,21 +89,24 @@ def host_state(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
 def load_terms(
     shape: ModelShape, init: Literal["pretrained", "random"], sharing: StateSharing
 ) -> tuple[MemoryTerm, MemoryTerm | None]:
-    """Return the memory for loading on the host and, unless the model is partitioned while loading, on the device."""
+    """Return the memory for initial weights on the host and, unless they are partitioned while loading, on the device.
+
+    Only a start without a checkpoint needs it.
+    """
     count, value = shape.num_parameters, sharing.value_bytes
     if init == "pretrained":
         then = ", then partitions" if sharing.stage == 3 else ""
-        text = f"{count:,} parameters x {value} bytes: Transformers reads every weight on each rank{then}"
+        text = f"{count:,} parameters x {value} bytes: at step 0 Transformers reads every weight on each rank{then}"
         host = term("the model, while it is loaded", count * value, "load", text)
     else:
-        text = f"{count:,} parameters x 4 bytes: each rank draws the whole model from the seed, in fp32"
+        text = f"{count:,} parameters x 4 bytes: at step 0 each rank draws the whole model from the seed, in fp32"
         host = term("the model, while it is drawn", count * FP32_BYTES, "load", text)
     if sharing.stage < 3:
         text = f"2 x {count:,} parameters x {value} bytes: DeepSpeed flattens the whole model into a copy"
         return host, term("the model, beside its flat copy", 2 * count * value, "load", text)
     if init == "pretrained":
         return host, None
-    text = f"{count:,} parameters x {value} bytes: DeepSpeed moves the whole model to the device, then partitions"
+    text = f"{count:,} parameters x {value} bytes: at step 0 DeepSpeed moves it whole to the device, then partitions"
     return host, term("the model, before it is sharded", count * value, "load", text)
 
 

@@ -20,7 +20,7 @@ from ray_ulysses.trainer.agreement import Flags, with_requests
 from ray_ulysses.trainer.context import AttemptContext, open_attempt
 from ray_ulysses.trainer.data import open_data
 from ray_ulysses.trainer.record import Recorder
-from ray_ulysses.trainer.resume import resume
+from ray_ulysses.trainer.resume import find_state, resume
 from ray_ulysses.trainer.saving import CheckpointKeeper, StepOutcome
 from ray_ulysses.trainer.self_test import check_start
 from ray_ulysses.trainer.step import evaluate, train_step
@@ -97,14 +97,17 @@ def _run(context: AttemptContext, mesh: SequenceMesh, recorder: Recorder) -> Att
     config = run.config
     keeper = CheckpointKeeper(context, recorder)
     try:
-        # The data: the plan that the driver has stored. The model: under ZeRO, with our attention.
+        # The data: the plan that the driver has stored.
         plan, reader = open_data(config)
         settings = zero_settings(config, num_micro_batches(plan.most_rows_per_step(1), run.layout.dp_size))
         if config.run.self_test:
             recorder.phase("self-test")
             check_start(run, worker, mesh, settings)
+        # The state: the newest committed checkpoint, written at any world size. The model: under ZeRO, with our
+        # attention; only a run without a state draws or reads initial weights.
+        start = find_state(plan, context, recorder)
         recorder.phase("building the model")
-        model = build_model(config, partition=partition_config(settings))
+        model = build_model(config, partition_config(settings), start.description)
         apply_ulysses(model, mesh, attention=config.model.attention, chunks=config.memory.attention_chunks)
         engine = build_engine(model, settings)
         engine.train()
@@ -119,8 +122,7 @@ def _run(context: AttemptContext, mesh: SequenceMesh, recorder: Recorder) -> Att
             recorder=recorder,
             keeper=keeper,
         )
-        # The state: from the newest committed checkpoint, written at any world size.
-        position = resume(engine, plan, context, recorder)
+        position = resume(engine, start, plan, context, recorder)
         keeper.resumed(position.step)
         recorder.attempt_started(position, last_step_of(config, plan), plan)
         source = worker.make_source(plan, reader, run.layout, worker.rank)

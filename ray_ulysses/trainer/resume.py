@@ -1,8 +1,9 @@
-"""Loads the state that an attempt starts from: the run's newest whole one, another run's, or none."""
+"""Chooses and loads the state that an attempt starts from: the run's newest whole one, another run's, or none."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ray_ulysses.checkpoint import (
@@ -31,6 +32,7 @@ from ray_ulysses.storage.patience import Patience
 
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint import TensorPart
+    from ray_ulysses.checkpoint.state import StateDescription
     from ray_ulysses.config import Config
     from ray_ulysses.data.plan.plan import Plan
     from ray_ulysses.run.recovery import Candidate, RecoverySource
@@ -42,8 +44,47 @@ T = TypeVar("T")
 _log = get_logger(__name__)
 
 
-def resume(engine: Any, plan: Plan, context: AttemptContext, recorder: Recorder) -> RunPosition:
-    """Load the newest whole state into the engine and return where the run is; every rank must call.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartingState:
+    """The state that an attempt starts from, chosen before there is a model, and where to look if it is damaged.
+
+    Attributes:
+        own: Sources of the run's own states, the nearest first.
+        other: The source for a run that has none.
+        passed: Checkpoints that were passed over.
+        chosen: The state; None for a start at step 0 with initial weights.
+    """
+
+    own: Sequence[RecoverySource]
+    other: RecoverySource
+    passed: tuple[Damage, ...]
+    chosen: Candidate | None
+
+    @property
+    def description(self) -> StateDescription | None:
+        """The description of the state, which names every weight of the model that it fills."""
+        return None if self.chosen is None else self.chosen.state
+
+
+def find_state(plan: Plan, context: AttemptContext, recorder: Recorder) -> StartingState:
+    """Choose the newest whole state, of which nothing is read yet but the manifest; every rank must call.
+
+    Raises:
+        UserError: The checkpoint belongs to another configuration or plan.
+        CheckpointError: None can be used, and there should be one.
+    """
+    recorder.phase("looking for a checkpoint")
+    own = (OwnCheckpoints(run=context.run, patience=_patience(context)),)
+    other = OtherRun(run=context.run, plan=plan)
+    passed: list[Damage] = []
+    chosen = _choose(own, other, context, passed)
+    if chosen is not None and chosen.source != other.name:
+        _check_own(chosen, context.run.config, plan)
+    return StartingState(own=own, other=other, passed=tuple(passed), chosen=chosen)
+
+
+def resume(engine: Any, start: StartingState, plan: Plan, context: AttemptContext, recorder: Recorder) -> RunPosition:
+    """Load the chosen state into the engine and return where the run is; every rank must call.
 
     Only sizes are checked beforehand, since every byte is verified while it is loaded. A checkpoint that turns out to
     be damaged is set aside with its reason and the previous one is taken. A run of which no checkpoint is whole does
@@ -54,15 +95,11 @@ def resume(engine: Any, plan: Plan, context: AttemptContext, recorder: Recorder)
         CheckpointError: None could be loaded, and there should be one.
         FencedError: A newer attempt has taken the run over.
     """
-    recorder.phase("looking for a checkpoint")
-    patience = Patience(wait_s=5.0, first_pause_s=1.0, clock=context.worker.clock)
-    own, other = OwnCheckpoints(run=context.run, patience=patience), OtherRun(run=context.run, plan=plan)
-    passed: list[Damage] = []
+    patience = _patience(context)
+    chosen, passed = start.chosen, list(start.passed)
     waiting: Waiting | None = None
-    while (chosen := _choose([own], other, context, passed)) is not None:
-        step, is_own = chosen.step, chosen.source != other.name
-        if is_own:
-            _check_own(chosen, context.run.config, plan)
+    while chosen is not None:
+        step, is_own = chosen.step, chosen.source != start.other.name
         recorder.phase(f"loading step {step}{'' if is_own else ' of another run'}")
         try:
             _load(engine, chosen, context, verify_all=is_own)
@@ -73,19 +110,25 @@ def resume(engine: Any, plan: Plan, context: AttemptContext, recorder: Recorder)
                 raise UserError(
                     f"{SETTING}={reference!r}: the checkpoint of step {step} is damaged ({error}); name another step"
                 ) from error
-            damage = Damage(step=step, reason=str(error), attempt=chosen.manifest.attempt)
+            _pass_over(context, passed, Damage(step=step, reason=str(error), attempt=chosen.manifest.attempt))
         except UnreadableCheckpointError as error:
             if not is_own:
                 raise
             waiting = waiting or patience.begin()
             # Rank 0 waits for all, since the ranks' clocks differ.
-            if _on_rank_0(context, waiting.pause):
-                continue
-            damage = Damage(step=step, reason=str(error), kind="unreadable", attempt=chosen.manifest.attempt)
-        _pass_over(context, passed, damage)
+            if not _on_rank_0(context, waiting.pause):
+                attempt = chosen.manifest.attempt
+                _pass_over(context, passed, Damage(step=step, reason=str(error), kind="unreadable", attempt=attempt))
+        chosen = _choose(start.own, start.other, context, passed)
+        assert chosen is not None, "the engine was built without weights, and no state is left to fill it"
+        _check_own(chosen, context.run.config, plan)
     position = RunPosition() if chosen is None else chosen.position
     _start(context, recorder, position.step, passed)
     return position
+
+
+def _patience(context: AttemptContext) -> Patience:
+    return Patience(wait_s=5.0, first_pause_s=1.0, clock=context.worker.clock)
 
 
 def _choose(

@@ -60,8 +60,8 @@ def test_every_trigger_saves_and_says_so(tmp_path: Path, corpus: Path) -> None:
     assert [event.phase for event in _events(config, "phase")] == [
         "opening the data",
         "self-test",
-        "building the model",
         "looking for a checkpoint",
+        "building the model",
     ]
     spent = history.time_spent
     assert min(spent.startup_s, spent.steps_s, spent.saves_s) > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -21,7 +22,10 @@ from ray_ulysses.checkpoint import (
     newest_committed,
     save_checkpoint,
 )
-from ray_ulysses.engine.zero import ZeroSettings, build_engine
+from ray_ulysses.engine import empty_model
+from ray_ulysses.engine.empty_model import allocate_weights, without_weights
+from ray_ulysses.engine.model import torch_dtype
+from ray_ulysses.engine.zero import ZeroSettings, build_engine, partition_config
 from ray_ulysses.engine.zero_state import export_state, import_state
 from ray_ulysses.storage import LocalStore
 
@@ -148,16 +152,13 @@ def _engine(leg: Leg) -> Any:
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    model: torch.nn.Module = LlamaForCausalLM(config)
+    with contextlib.nullcontext() if leg.load_from is None else without_weights():
+        model: torch.nn.Module = LlamaForCausalLM(config)
     seen = torch.arange(3, dtype=torch.float32)
     if not leg.all_trained:
         model.register_buffer("seen", seen)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(leg.all_trained or name not in FROZEN)
-    if leg.load_from is not None:
-        # Whatever is not restored must show.
-        for tensor in (*model.parameters(), seen):
-            torch.nn.init.constant_(tensor, 0.5)
     model.to(torch.float32 if leg.dtype == "fp32" else torch.bfloat16)
     settings = ZeroSettings(
         stage=leg.stage,
@@ -171,9 +172,19 @@ def _engine(leg: Leg) -> Any:
         offload_optimizer=leg.offload,
         partition_everything=leg.partition_everything,
     )
+    if leg.load_from is not None:
+        # Whatever is not restored must show.
+        seen.fill_(0.5)
+        empty_model._memory = _spoiled
+        allocate_weights(model, torch_dtype(leg.dtype), partition_config(settings))
     engine = build_engine(model, settings)
     engine.optimizer.optimizer.param_groups[1].update(leg.group_settings)
     return engine
+
+
+def _spoiled(parameter: torch.nn.Parameter, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the memory of a parameter that holds no value yet."""
+    return torch.full(parameter.shape, float("nan"), dtype=dtype, device=device)
 
 
 def _train_step(engine: Any, step: int, rank: int, world_size: int) -> float:

@@ -119,7 +119,10 @@ def choose(recorder: FakeRecorder, run_dir: Path = Path("/nowhere/run")) -> Any:
 
 
 def resume(recorder: FakeRecorder) -> Any:
-    return module.resume(None, None, _context(recorder), recorder)  # type: ignore[arg-type]
+    context: Any = _context(recorder)
+    log: Any = recorder
+    plan: Any = None
+    return module.resume(None, module.find_state(plan, context, log), plan, context, log)
 
 
 def _saved(folder: Path) -> LocalStore:

@@ -1,0 +1,157 @@
+"""A restart chooses its state before it builds the model, and neither draws nor reads the weights that it replaces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.initialization import TORCH_INIT_FUNCTIONS
+
+from ray_ulysses.checkpoint.manifest import read_manifest
+from ray_ulysses.config import Config
+from ray_ulysses.config.loading import parse_config
+from ray_ulysses.engine import empty_model
+from ray_ulysses.engine.model import build_model
+from ray_ulysses.engine.zero_state import state_source
+from ray_ulysses.storage import LocalStore
+from ray_ulysses.tracking.history import read_history
+from ray_ulysses.trainer import loop
+from tests.breadth import fast_cases
+from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+WORLD, SAVED_AT, LAST = 2, 2, 4
+
+_ALL_CASES = {
+    f"zero{stage}-{init}-{'tied' if tied else 'untied'}-{dtype}": (stage, init, tied, dtype)
+    for stage in (1, 2, 3)
+    for init in ("random", "pretrained")
+    for tied in (True, False)
+    for dtype in ("fp32", "bf16")
+}
+CASES = fast_cases(
+    _ALL_CASES, "zero1-random-untied-bf16", "zero2-pretrained-tied-fp32", "zero3-random-tied-fp32",
+    "zero3-pretrained-untied-bf16",
+)  # fmt: skip
+
+
+def resuming_worker(rank: int, world_size: int, config: Config, session: str) -> None:
+    """Be one worker of an attempt that finds a state: drawing or reading weights raises, and unfilled ones are NaN."""
+    load = loop.resume
+
+    def drawn(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        assert tensor.is_meta, "a weight was initialized"
+        return tensor
+
+    def read(*_: object, **__: object) -> None:
+        raise AssertionError("weights were read")
+
+    def spoiled(parameter: torch.nn.Parameter, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.full(parameter.shape, float("nan"), dtype=dtype, device=device)
+
+    def loaded(engine: Any, *others: Any) -> Any:
+        held = {parameter.numel() for parameter in engine.module.parameters()}
+        assert config.memory.zero_stage < 3 or held == {0}, "a parameter was whole on a rank"
+        position = load(engine, *others)
+        source = state_source(engine)
+        copies = [torch.empty(interval.num_elements, dtype=interval.dtype) for interval in source.intervals]
+        source.copy_to(copies)
+        unfilled = [
+            interval.key
+            for interval, copy in zip(source.intervals, copies, strict=True)
+            if not torch.isfinite(copy).all()
+        ]
+        assert unfilled == []
+        return position
+
+    for name in TORCH_INIT_FUNCTIONS:
+        setattr(torch.nn.init, name, drawn)
+        TORCH_INIT_FUNCTIONS[name] = drawn
+    PreTrainedModel.from_pretrained = read
+    empty_model._memory = spoiled
+    loop.resume = loaded
+    run_worker(rank, world_size, config, session)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("data"), ("bisect.py", "cmd.py", "copy.py"))
+
+
+def _config(storage: Path, corpus: Path, stop_step: int, **settings: Any) -> Config:
+    return make_config(
+        storage,
+        corpus,
+        cluster__workers=WORLD,
+        checkpoint__every_steps=SAVED_AT,
+        run__stop_step=stop_step,
+        **settings,
+    )
+
+
+def _run(config: Config, session: str, worker: Any = run_worker) -> list[float]:
+    prepare_attempt(config, session)
+    run_ranks(worker, WORLD, config, session, timeout_s=200)
+    return [step.loss for step in read_history(config.run_dir).steps]
+
+
+def _model(storage: Path, corpus: Path, init: str, tied: bool, dtype: str) -> dict[str, Any]:
+    """Return the settings of a model; of a pretrained one, the weights are saved first."""
+    random = _config(storage, corpus, LAST).model_dump(mode="json")["model"]
+    random["config"]["tie_word_embeddings"] = tied
+    settings = {"model__init": init, "model__dtype": dtype, "model__config": random["config"]}
+    if init == "pretrained":
+        tree = make_config(storage, corpus, model__config=random["config"], run__seed=5).model_dump(mode="json")
+        build_model(parse_config(tree)).save_pretrained(storage / "base")
+        settings |= {"model__path": str(storage / "base"), "model__config": None}
+    return settings
+
+
+@pytest.mark.parametrize(("stage", "init", "tied", "dtype"), CASES)
+def test_a_restart_goes_on_bitwise_and_draws_and_reads_nothing(
+    tmp_path: Path, corpus: Path, stage: int, init: str, tied: bool, dtype: str
+) -> None:
+    settings = {**_model(tmp_path, corpus, init, tied, dtype), "memory__zero_stage": stage}
+    unbroken = _run(_config(tmp_path / "unbroken", corpus, LAST, **settings), "unbroken")
+    first = _run(_config(tmp_path / "broken", corpus, SAVED_AT, **settings), "first")
+    both = _run(_config(tmp_path / "broken", corpus, LAST, **settings), "second", resuming_worker)
+    assert (len(first), len(unbroken)) == (SAVED_AT, LAST)
+    assert both == unbroken
+
+
+def test_a_first_start_is_noticed_to_draw(tmp_path: Path, corpus: Path) -> None:
+    with pytest.raises(RankFailure, match="a weight was initialized"):
+        _run(_config(tmp_path, corpus, LAST), "first", resuming_worker)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_checkpoint_that_is_damaged_leaves_nothing_in_the_model(tmp_path: Path, corpus: Path, stage: int) -> None:
+    """The older one is loaded into the same engine, which holds part of the newer one by then."""
+    config = _config(tmp_path, corpus, LAST, memory__zero_stage=stage)
+    before = _run(config, "first")
+    _flip_the_last_tensor(config, LAST)
+    assert _run(config, "second", resuming_worker) == before
+    assert read_history(config.run_dir).lost_steps == LAST - SAVED_AT
+
+
+def _flip_the_last_tensor(config: Config, step: int) -> None:
+    store = LocalStore(config.run_dir)
+    shard = read_manifest(store, step).shards[-1]
+    path = store.path(f"checkpoints/step-{step:08d}/{shard.file}")
+    content = bytearray(path.read_bytes())
+    content[max(one.offset for one in shard.intervals)] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("taken", ["weights", "optimizer"])
+def test_a_run_that_starts_from_anothers_weights_draws_none(tmp_path: Path, corpus: Path, taken: str) -> None:
+    origin = _config(tmp_path, corpus, SAVED_AT)
+    _run(origin, "first")
+    reference = {"model__resume_from": str(origin.run_dir), "model__resume_state": taken}
+    losses = _run(_config(tmp_path / "other", corpus, SAVED_AT, **reference), "second", resuming_worker)
+    assert len(losses) == SAVED_AT
+    assert losses[0] < read_history(origin.run_dir).steps[0].loss
