@@ -28,11 +28,11 @@ from benchmarks.data_report import markdown
 from benchmarks.data_sides import WAIT_S, Consumer, Consumption, Engine, Mailbox, ProcessUsage, library_corpus, own_ray
 from benchmarks.fresh_process import peak_rss_bytes, run_fresh
 from benchmarks.stored_result import RESULTS, command, provenance, say, store
-from ray_ulysses.cluster.stream import MAX_BLOCKS
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.corpus_set import open_sources, plan_input
 from ray_ulysses.data.plan.plan import Plan, PlanSettings
 from ray_ulysses.data.plan.plan_files import load_plan, write_segment
+from ray_ulysses.data.read.streamed_source import MAX_BLOCKS
 
 CONTEXT_TOKENS = 131_072
 ROWS_PER_STEP = 8

@@ -15,15 +15,16 @@ from unittest import mock
 import psutil
 import ray
 
-from ray_ulysses.cluster.stream import MAX_BLOCKS, RaySource
+from ray_ulysses.cluster.stream import RayStreams
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.corpus_set import CorpusSet
-from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
 from ray_ulysses.data.read.reader import RowReader
 from ray_ulysses.data.read.row_source import DirectSource, RowSource
+from ray_ulysses.data.read.streamed_source import MAX_BLOCKS, StreamedSource
 from ray_ulysses.data.sources.units import SourceSpec
+from ray_ulysses.parallel.layout import ParallelLayout
 
 Engine = Literal["direct", "ray"]
 WAIT_S = 120.0
@@ -130,9 +131,9 @@ class Consumption:
             reader = RowReader(CorpusSet(plan.newest.sources), plan)
             self._source = DirectSource(reader, plan, rank, world_size, 0, 1, timeout_s=WAIT_S)
         else:
-            self._source = RaySource(
-                list[PlannedSource](plan.newest.sources), plan, rank=rank, world_size=world_size, sp_size=1,
-                share=self._share, max_blocks=max_blocks or MAX_BLOCKS, timeout_s=WAIT_S,
+            self._source = StreamedSource(
+                plan.newest.sources, plan, rank=rank, layout=ParallelLayout(world_size=world_size, sp_size=1),
+                streams=RayStreams(), share=self._share, max_blocks=max_blocks or MAX_BLOCKS, timeout_s=WAIT_S,
             )  # fmt: skip
 
     def take(self, steps: Sequence[int], row_work_s: float = 0.0) -> dict[str, Any]:

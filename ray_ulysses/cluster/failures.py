@@ -1,25 +1,16 @@
 """Translates failures of the workers from Ray Train's errors, judges them, and restarts the workers.
 
-The workers' supervisor (Ray Train's controller) judges each failure, after a short wait for its cause. The command
-judges, and starts the workers again, where Ray Train can't continue.
-
-Ray Train 2.60 has no public way to replace its failure policy, nor to end its wait for the workers. The seams used here
-are private to it, all in this file: ``_initialize_and_run_controller``, which `WatchedTrainer` implements itself, and
-the hook of a `WorkerGroupCallback` that sees each poll before it is judged (canary tests cover them).
+Failures are judged where the workers are coordinated, in Ray Train's controller. The command judges, and starts the
+workers again, where Ray Train can't continue.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
-import ray
-from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]
 from ray.exceptions import RayActorError, RayTaskError
-from ray.train import RunConfig
-from ray.train.torch import TorchTrainer
-from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.exceptions import (
     UserExceptionWithTraceback,
     WorkerGroupStartupFailedError,
@@ -27,16 +18,13 @@ from ray.train.v2._internal.exceptions import (
     WorkerHealthCheckFailedError,
     WorkerHealthCheckTimeoutError,
 )
-from ray.train.v2._internal.execution.callback import WorkerGroupCallback
-from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
 from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, TrainingFailedError, WorkerGroupError
 
 from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.clock import Clock, SystemClock
-from ray_ulysses.cluster.scaling import Resized, WorkerGroupWatch, WorkerScaling
-from ray_ulysses.cluster.worker import refusal
+from ray_ulysses.cluster.scaling import Resized
 from ray_ulysses.cluster.worker_watch import WorkersMissing
 from ray_ulysses.elastic.budget import failures_that_count
 from ray_ulysses.elastic.causes import Cause, RankError, lost, one_line, raised, root_cause
@@ -45,6 +33,7 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.run.completion import settle_failed
 from ray_ulysses.run.planning import known_step
+from ray_ulysses.run.refusals import refusal
 from ray_ulysses.run.takeover import is_taken_over
 from ray_ulysses.tracking.events import AttemptEnded, StartFailed
 from ray_ulysses.tracking.failures import command_failures, describe_failure, newest_attempt, record_failure
@@ -52,18 +41,12 @@ from ray_ulysses.tracking.journal import attempt_numbers
 from ray_ulysses.tracking.journal_reader import read_side_files
 
 if TYPE_CHECKING:
-    from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus
-
     from ray_ulysses.config import Config
     from ray_ulysses.tracking.events import EndEvent
 
 _log = get_logger(__name__)
 CONTROLLER, COMMAND = "controller", "command"
 """Writers of failures, each with a journal file of its own: the supervisor of the workers, and the driver."""
-CAUSE_WAIT_S = 1.5
-"""Longest wait for the cause of errors that are only consequences: a lost process is noticed a little later than the
-failure of its peers' collectives."""
-_LOOK_EVERY_S = 0.2
 
 
 def rank_error(rank: int, error: BaseException) -> RankError:
@@ -209,117 +192,42 @@ def lacks_room(error: BaseException) -> bool:
 
 
 class FailureJudge(FailurePolicy):
-    """Lets the book judge each failure; runs in Ray Train's controller."""
+    """Lets the book judge each failure; lives in Ray Train's controller.
+
+    A failure that the workers' coordinator saw first is recorded and judged there, and only taken from there by Ray.
+    """
 
     def __init__(self, book: FailureBook) -> None:
         super().__init__(FailureConfig())
         self._book = book
+        self._verdict: AttemptEnded | StartFailed | None = None
+        self._is_left_to_ray = False
+
+    def judge(self, cause: Cause) -> bool:
+        """Record a failure that the coordinator has seen, and return whether the run may continue."""
+        self._verdict = failure = self._judge(cause)
+        return bool(failure.restarts)
+
+    def leave_to_ray(self) -> None:
+        """Note that the workers end because of the failure that was judged last."""
+        self._is_left_to_ray = True
 
     def make_decision(self, training_failed_error: Exception) -> FailureDecision:
-        """Return whether the workers are started again."""
+        """Return whether Ray starts the workers again."""
         is_elastic = not self._book.config.cluster.workers.is_fixed
         if is_elastic and (is_resize(training_failed_error) or lacks_room(training_failed_error)):
             # Neither is a failure: nodes are chosen again, and the command's watch ends the wait for them.
             return FailureDecision.RETRY
-        cause = cause_of(training_failed_error)
+        failure = self._verdict if self._is_left_to_ray else None
+        self._verdict, self._is_left_to_ray = None, False
+        failure = failure or self._judge(cause_of(training_failed_error))
+        return FailureDecision.RETRY if failure.restarts else FailureDecision.RAISE
+
+    def _judge(self, cause: Cause) -> AttemptEnded | StartFailed:
         if refusal(self._book.config.run_dir, self._book.session) is not None:
             # The next attempt would refuse to start.
             cause = replace(cause, is_final=True)
-        failure = self._book.judge(cause, known_step(checkpoint_store(self._book.config)))
-        return FailureDecision.RETRY if failure.restarts else FailureDecision.RAISE
-
-
-class CauseAwaiter(WorkerGroupCallback):
-    """Holds back errors that are only consequences, for a moment, until their cause is seen as well."""
-
-    def __init__(self, wait_s: float = CAUSE_WAIT_S, clock: Clock | None = None) -> None:
-        self._wait_s, self._clock = wait_s, clock or SystemClock()
-        self._since: float | None = None
-
-    def after_worker_group_start(self, worker_group: Any) -> None:
-        """Forget the errors of the previous group."""
-        self._since = None
-
-    def after_worker_group_poll_status(self, worker_group_status: WorkerGroupPollStatus) -> None:
-        """Hide the errors of a poll if all of them are consequences and the cause may still appear."""
-        failed = [one for one in worker_group_status.worker_statuses.values() if one.error is not None]
-        kinds = {rank_error(rank, error).kind for rank, error in worker_group_status.errors.items()}
-        if kinds != {"consequence"}:
-            return
-        now = self._clock.monotonic()
-        self._since = now if self._since is None else self._since
-        if now - self._since < self._wait_s:
-            for status in failed:
-                # The next poll reports the same error.
-                status.error, status.running = None, True
-
-
-class ElasticController(TrainController):
-    """Ray Train's controller with a scaling policy that also sees the workers start, train and end."""
-
-    def __init__(self, *, scaling_policy: WorkerScaling, callbacks: list[Any] | None = None, **options: Any) -> None:
-        watch = WorkerGroupWatch(scaling_policy)
-        super().__init__(scaling_policy=scaling_policy, callbacks=[*(callbacks or []), watch], **options)
-
-
-class WatchedTrainer(TorchTrainer):
-    """A `TorchTrainer` whose failures a book judges, and whose wait for its workers may be ended.
-
-    Args:
-        book: Judges them.
-        scaling: Decides how many workers of an elastic run start, and on which nodes; None starts a fixed number where
-            Ray finds room.
-        look: Called a few times a second by the thread that called ``fit``; an error that it raises ends ``fit``, and
-            the workers end with the connection to Ray. No thread of ours is then left in a call to Ray, which would
-            crash when the connection is shut down.
-        run_config: As of `TorchTrainer`.
-        arguments: Other arguments of `TorchTrainer`.
-    """
-
-    def __init__(
-        self,
-        *arguments: Any,
-        book: FailureBook,
-        scaling: WorkerScaling | None,
-        look: Callable[[], object],
-        run_config: RunConfig,
-        **options: Any,
-    ) -> None:
-        # Ray's annotation names the callbacks of before 2.0; it takes any of today's.
-        run_config.callbacks = [*(run_config.callbacks or []), cast("Any", CauseAwaiter())]
-        super().__init__(*arguments, run_config=run_config, **options)
-        self._book, self._scaling, self._look = book, scaling, look
-
-    def _initialize_and_run_controller(self, **kwargs: Any) -> Any:
-        """Do what Ray's method does, but look meanwhile, and leave SIGINT alone: Ray's handler loses the last steps."""
-        actor = ray.remote(
-            num_cpus=0,
-            label_selector={RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()},
-            runtime_env={"env_vars": get_env_vars_to_propagate()},
-        )(TrainController if self._scaling is None else ElasticController)
-        policies: dict[str, Any] = {"failure_policy": FailureJudge(self._book)}
-        if self._scaling is not None:
-            policies["scaling_policy"] = self._scaling
-        controller: Any = actor.remote(**{**kwargs, **policies})
-        run = controller.run.remote()
-        while not _has_ended(run):
-            self._look()
-        ray.get(run)
-        return ray.get(controller.get_result.remote())
-
-
-def _has_ended(run: Any) -> bool:
-    """Return whether the controller has ended, after a short wait.
-
-    Raises:
-        ConnectionError: Ray's client lost its connection; Ray 2.60 raises the base class of all exceptions there.
-    """
-    try:
-        return bool(ray.wait([run], timeout=_LOOK_EVERY_S)[0])
-    except Exception as error:
-        if type(error) is not Exception:
-            raise
-        raise ConnectionError(str(error)) from error
+        return self._book.judge(cause, known_step(checkpoint_store(self._book.config)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

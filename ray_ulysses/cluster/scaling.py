@@ -23,12 +23,12 @@ import ray
 from ray._private import state
 from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]
 from ray.exceptions import RayError
-from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.cluster.capacity import Demand, Node, node_of, room_for_workers
 from ray_ulysses.elastic.growth import is_worth_growing
+from ray_ulysses.elastic.reform import MoveAsked, NodesUnusable
 from ray_ulysses.elastic.sizing import Sizing, decide_resize, decide_start
 from ray_ulysses.errors import RunError
 from ray_ulysses.run.requests import clear_stop, request_stop, stop_requested
@@ -38,13 +38,10 @@ from ray_ulysses.tracking.pace import run_pace
 if TYPE_CHECKING:
     from ray.air.config import ScalingConfig
     from ray.train.v2._internal.execution.scaling_policy import ScalingDecision
-    from ray.train.v2._internal.execution.worker_group import (
-        WorkerGroupContext,
-        WorkerGroupPollStatus,
-        WorkerGroupState,
-    )
+    from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus, WorkerGroupState
 
     from ray_ulysses.run.settings import ResolvedRun
+    from ray_ulysses.supervision.coordinator import Coordinator
 
 _LOOK_EVERY_S = 1.0
 _PING_S = 2.0
@@ -73,6 +70,7 @@ class WorkerScaling(ScalingPolicy):
         self._demand = Demand.of(run)
         self._placed: dict[str, int] = {}
         self._holds_room = False
+        self._coordinator: Coordinator | None = None
         self._seen = Sizing()
         self._looked_at = -_LOOK_EVERY_S
 
@@ -115,6 +113,10 @@ class WorkerScaling(ScalingPolicy):
         """Return the label selector of each worker that is about to start: the node that was chosen for it."""
         return [{RAY_NODE_ID_KEY: node} for node, workers in self._placed.items() for _ in range(workers)]
 
+    def coordinate(self, coordinator: Coordinator) -> None:
+        """Follow the members that this coordinator chooses among the workers."""
+        self._coordinator = coordinator
+
     def hold_room(self, holds: bool) -> None:
         """Note whether a worker group holds its places, which are free for the one that replaces it."""
         self._holds_room = holds
@@ -134,11 +136,14 @@ class WorkerScaling(ScalingPolicy):
                 self._look(now)
 
     def _look(self, now: float) -> None:
-        config = self._config
+        config, group = self._config, None if self._coordinator is None else self._coordinator.group
+        if group is None or group.phase != "training":
+            return
+        placed, nodes = group.num_placed, steady_nodes()
         self._seen, resize = decide_resize(
             self._seen,
-            placed=self._placed,
-            room=self._room(steady_nodes()),
+            placed=placed,
+            room=self._room(nodes),
             wanted=self._demand.wanted,
             now=now,
             grow_interval_s=config.elastic.grow_interval_s,
@@ -147,13 +152,17 @@ class WorkerScaling(ScalingPolicy):
             return
         if not resize.must:
             pace = run_pace(config.run_dir)
-            workers = sum(self._placed.values())
+            workers = sum(placed.values())
             if pace is None:
                 # Before the first step nothing is known of what growth costs; this look does not count.
                 self._seen = replace(self._seen, grew_at=None)
                 return
             if not is_worth_growing(workers, resize.workers, seconds_left=pace.seconds_left, restart_s=pace.start_s):
                 return
+        if resize.must and self._coordinator is not None:
+            # The workers that stay go on by themselves if they are enough.
+            self._coordinator.post(NodesUnusable(nodes=frozenset(self._placed) - frozenset(nodes)))
+            self._coordinator.post(MoveAsked())
         request_stop(config.run_dir, self._session, "resize")
 
     def _room(self, nodes: Mapping[str, Any]) -> dict[str, int]:
@@ -169,33 +178,6 @@ class WorkerScaling(ScalingPolicy):
                 for node, one in there.items()
             },
         )
-
-
-class WorkerGroupWatch(WorkerGroupCallback):
-    """Tells the scaling policy of the worker groups, in the same process."""
-
-    def __init__(self, scaling: WorkerScaling) -> None:
-        self._scaling = scaling
-
-    def before_worker_group_start(self, worker_group_context: WorkerGroupContext) -> None:
-        """Put each worker on the node that was chosen for it."""
-        object.__setattr__(worker_group_context, "label_selector", self._scaling.selectors())
-
-    def after_worker_group_start(self, worker_group: Any) -> None:
-        """Count the places of the workers; those of a group that could not start were given back."""
-        self._scaling.hold_room(True)
-
-    def after_worker_group_shutdown(self, worker_group_context: WorkerGroupContext) -> None:
-        """Count them as free again."""
-        self._scaling.hold_room(False)
-
-    def after_worker_group_abort(self, worker_group_context: WorkerGroupContext) -> None:
-        """Count them as free again."""
-        self._scaling.hold_room(False)
-
-    def after_worker_group_poll_status(self, worker_group_status: WorkerGroupPollStatus) -> None:
-        """Pass the status on."""
-        self._scaling.polled(worker_group_status)
 
 
 def steady_nodes() -> dict[str, Any]:

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayError
 from ray.train import RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig
 from ray.train.v2.api.exceptions import TrainingFailedError
 
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.cluster.capacity import Demand, hint, places, shortfall
+from ray_ulysses.cluster.controller import SupervisedTorchConfig, WatchedTrainer
 from ray_ulysses.cluster.failures import (
     CONTROLLER,
     Ended,
     TrainingFailed,
-    WatchedTrainer,
     failure_book,
     settle_failure,
     train_until_done,
@@ -39,7 +38,7 @@ from ray_ulysses.cluster.session import (
 )
 from ray_ulysses.cluster.signals import StopSignals
 from ray_ulysses.cluster.start_view import StartView
-from ray_ulysses.cluster.worker import leave_refusal, refusal, train_worker
+from ray_ulysses.cluster.worker import train_worker
 from ray_ulysses.cluster.worker_environment import check_secrets, passed_on
 from ray_ulysses.cluster.worker_watch import WorkerWatch
 from ray_ulysses.errors import ConfigError, RunError, UserError
@@ -49,6 +48,7 @@ from ray_ulysses.run.checkpoint_store import checkpoint_lock
 from ray_ulysses.run.completion import record_command_ended, settle_completed
 from ray_ulysses.run.ownership import claim_checkpoints
 from ray_ulysses.run.preflight import check_resume, check_writable, claim_directory, refuse_vanished
+from ray_ulysses.run.refusals import leave_refusal, refusal
 from ray_ulysses.run.requests import clear_stop
 from ray_ulysses.run.run_files import describe_run
 from ray_ulysses.storage.lock import RunLock
@@ -255,14 +255,12 @@ def _trainer(
     )
     return WatchedTrainer(
         train_worker,
+        run=run,
         book=replace(book, writer=CONTROLLER),
         scaling=None if cluster.workers.is_fixed else WorkerScaling(run, book.session, scaling),
         look=look,
         train_loop_config={"config": config.model_dump(mode="json"), **command},
-        torch_config=TorchConfig(
-            backend="nccl" if cluster.gpus_per_worker else "gloo",
-            timeout_s=max(1, round(config.elastic.collective_timeout_s)),
-        ),
+        torch_config=SupervisedTorchConfig("nccl" if cluster.gpus_per_worker else "gloo"),
         scaling_config=scaling,
         run_config=RunConfig(
             # Ray Train's own bookkeeping is never read again: recovery starts from our manifests.
@@ -279,7 +277,6 @@ def _controller_environment(config: Config) -> dict[str, str]:
         # elastic run may have lost their room since: others are chosen then.
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(fixed_s if config.cluster.workers.is_fixed else _ROOM_WAIT_S),
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-        "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "3",
         "RAY_CHDIR_TO_TRIAL_DIR": "0",
         # Ray Train's controller itself waits like that.
         "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",

@@ -1,48 +1,34 @@
-"""Runs one attempt in each Ray Train worker: describes the worker to the training loop and calls it."""
+"""Supervises the attempts of one Ray Train worker: describes the worker to its supervisor, and runs that."""
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
+import json
 import os
 import socket
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import ray
 import ray.train
-import ray.train.torch
-import torch
 
-from ray_ulysses.checkpoint import FencedError
-from ray_ulysses.checkpoint.exchange import TorchExchange
-from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.cluster.preemption import preemption_noticed
-from ray_ulysses.cluster.stream import RaySource
 from ray_ulysses.config.loading import parse_config
-from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import configure_logging
-from ray_ulysses.run.checkpoint_store import checkpoint_store
-from ray_ulysses.run.secrets_file import use_secrets
-from ray_ulysses.run.takeover import is_taken_over, taken_over_text
-from ray_ulysses.run_names import REFUSAL_FOLDER
-from ray_ulysses.storage.local import LocalStore
-from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
-from ray_ulysses.trainer.data import moved_sources
-from ray_ulysses.trainer.loop import run_attempt
-from ray_ulysses.trainer.worker import Worker
+from ray_ulysses.run.refusals import refusal
+from ray_ulysses.supervision.order import Job
+from ray_ulysses.supervision.supervisor import Announcement, Supervisor
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
-    from ray_ulysses.data.plan.plan import Plan
-    from ray_ulysses.data.read.reader import RowReader
-    from ray_ulysses.data.read.row_source import RowSource
-    from ray_ulysses.parallel.layout import ParallelLayout
-    from ray_ulysses.storage import Store
+    from ray_ulysses.data.read.streamed_source import Streams
+
+_ANNOUNCEMENT = "RAY_ULYSSES_COORDINATOR"
 
 
 def train_worker(job: dict[str, Any]) -> str:
-    """Run one attempt on this worker.
+    """Supervise this worker's attempts until the run ends or Ray is to restart the workers.
 
     Args:
         job: ``config``, the configuration as a mapping, ``session``, the command's name, and when the command began
@@ -51,93 +37,60 @@ def train_worker(job: dict[str, Any]) -> str:
     configure_logging()
     config = parse_config(job["config"])
     session = str(job["session"])
-    _repeat_refusal(config.run_dir, session)
-    context = ray.train.get_context()
-    device = ray.train.torch.get_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if device.type == "cpu":
-        cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cores // context.get_local_world_size()))
-    worker = Worker(
-        rank=context.get_world_rank(),
-        local_rank=context.get_local_rank(),
-        world_size=context.get_world_size(),
-        node=f"{socket.gethostname()}/{ray.util.get_node_ip_address()}",
-        device=device,
-        session=session,
-        command_started=job.get("command_started"),
-        workers_asked=job.get("workers_asked"),
-        make_source=_source_maker(config),
-        notice=preemption_noticed,
-        is_watched=True,
-    )
-    try:
-        use_secrets(config)
-        return run_attempt(config, worker).status
-    except UserError as error:
-        # Another attempt would meet the same input: the next one of this session ends immediately.
-        leave_refusal(config.run_dir, session, str(error))
-        raise
-    except FencedError:
-        # Another attempt would take the run back from its owner, unless that is a newer attempt of this session.
-        refuse_if_taken_over(config.run_dir, checkpoint_store(config), session)
-        raise
-
-
-def refuse_if_taken_over(run_dir: Path, store: Store, session: str) -> None:
-    """Leave a refusal if the newest attempt is certainly another command's; an unreachable storage proves nothing."""
-    with contextlib.suppress(OSError):
-        newest = read_lineage(store).newest_attempt
-        if is_taken_over(run_dir, newest, session):
-            leave_refusal(run_dir, session, taken_over_text(newest))
-
-
-def leave_refusal(run_dir: Path, session: str, text: str) -> None:
-    """Write why this session is to end, for the driver and for its next attempt; the first reason is kept."""
-    with contextlib.suppress(AlreadyExistsError, OSError):
-        LocalStore(run_dir, must_exist=True).create(f"{REFUSAL_FOLDER}/{session}", [text.encode()])
-
-
-def refusal(run_dir: Path, session: str) -> str | None:
-    """Return why this session is to end, or ``None``: unusable input, or another command has the run now."""
-    try:
-        return read_bytes(LocalStore(run_dir), f"{REFUSAL_FOLDER}/{session}").decode()
-    except OSError:
-        return None
-
-
-def _repeat_refusal(run_dir: Path, session: str) -> None:
-    text = refusal(run_dir, session)
+    text = refusal(config.run_dir, session)
     if text is not None:
         raise UserError(text)
+    context = ray.train.get_context()
+    host = ray.util.get_node_ip_address()
+    local_rank, device = context.get_local_rank(), "cpu"
+    if config.cluster.gpus_per_worker:
+        local_rank = _gpu_index()
+        device = f"cuda:{local_rank}"
+    supervisor = Supervisor(
+        _announcement(),
+        worker=context.get_world_rank(),
+        cluster_node=ray.get_runtime_context().get_node_id(),
+        host=host,
+        job=Job(
+            config=job["config"],
+            session=session,
+            command_started=job.get("command_started"),
+            workers_asked=job.get("workers_asked"),
+            node=f"{socket.gethostname()}/{host}",
+            local_rank=local_rank,
+            device=device,
+        ),
+        make_streams=_stream_maker(config),
+        notice=preemption_noticed,
+    )
+    return supervisor.run()
 
 
-def _source_maker(config: Config) -> Any:
-    def make(plan: Plan, reader: RowReader, layout: ParallelLayout, rank: int) -> RowSource:
-        if config.data.engine == "local":
-            return DirectSource(
-                reader,
-                plan,
-                layout.dp_rank(rank),
-                layout.dp_size,
-                layout.sp_rank(rank),
-                layout.sp_size,
-                ring_size=layout.ring_size,
-                prefetch_rows=config.data.prefetch_rows,
-                timeout_s=config.elastic.collective_timeout_s,
-            )
-        timeout = timedelta(seconds=config.elastic.collective_timeout_s)
-        group = torch.distributed.new_group(backend="gloo", timeout=timeout)
-        return RaySource(
-            moved_sources(config, plan),
-            plan,
-            rank=rank,
-            layout=layout,
-            share=TorchExchange(group).broadcast,
-            num_cpus=config.cluster.data_cpus,
-            prefetch_rows=config.data.prefetch_rows,
-            timeout_s=config.elastic.collective_timeout_s,
-        )
+def announce(announcement: Announcement) -> None:
+    """Note how the coordinator is reached; runs in each worker before it begins."""
+    os.environ[_ANNOUNCEMENT] = json.dumps(dataclasses.asdict(announcement))
+
+
+def _announcement() -> Announcement:
+    # The processes that it starts have no use for it.
+    return Announcement(**json.loads(os.environ.pop(_ANNOUNCEMENT)))
+
+
+def _gpu_index() -> int:
+    """Return the index of this worker's GPU among those that its node shows to the workers, without touching it."""
+    own = str(ray.get_gpu_ids()[0])
+    shown = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return shown.index(own) if own in shown else 0
+
+
+def _stream_maker(config: Config) -> Callable[[], Streams] | None:
+    if config.data.engine == "local":
+        return None
+
+    def make() -> Streams:
+        # Ray Data takes a second to import.
+        from ray_ulysses.cluster.stream import RayStreams
+
+        return RayStreams(config.cluster.data_cpus)
 
     return make

@@ -100,7 +100,7 @@ def _run(context: AttemptContext, mesh: SequenceMesh, recorder: Recorder) -> Att
         # The data: the plan that the driver has stored.
         plan, reader = open_data(config)
         settings = zero_settings(config, num_micro_batches(plan.most_rows_per_step(1), run.layout.dp_size))
-        if config.run.self_test:
+        if config.run.self_test and not worker.is_tested:
             recorder.phase("self-test")
             check_start(run, worker, mesh, settings)
         # The state: the newest committed checkpoint, written at any world size. The model: under ZeRO, with our
@@ -141,7 +141,7 @@ def _run(context: AttemptContext, mesh: SequenceMesh, recorder: Recorder) -> Att
 
 def _train(attempt: _Attempt, source: RowSource, position: RunPosition) -> AttemptEnd:
     """Step, evaluate and save until the last step or a request to stop."""
-    config, plan = attempt.context.run.config, attempt.plan
+    config, plan, worker = attempt.context.run.config, attempt.plan, attempt.context.worker
     last_step = last_step_of(config, plan)
     status: Literal["finished", "stopped", "resized"] = "finished"
     while position.step < last_step and status == "finished":
@@ -152,6 +152,7 @@ def _train(attempt: _Attempt, source: RowSource, position: RunPosition) -> Attem
             status = "resized" if flags.resize else "stopped"
         if _due(config.run.eval_every_steps, step, is_last=step == last_step):
             outcome = _evaluate(attempt, outcome)
+        worker.beat("saving", step)
         with attempt.recorder.time.saving():
             attempt.keeper.after_step(attempt.engine, outcome, plan.cursor(step), last_step)
     return AttemptEnd(status=status, step=position.step)
@@ -176,7 +177,7 @@ def _take_step(attempt: _Attempt, source: RowSource, position: RunPosition) -> S
         group["lr"] = rate
     result = train_step(
         engine,
-        _padded(attempt, source.step(step)),
+        _beating(attempt, "step", step, _padded(attempt, source.step(step))),
         rows=rows,
         tokens=plan.step_tokens(step),
         mesh=attempt.mesh,
@@ -218,9 +219,17 @@ def _evaluate(attempt: _Attempt, outcome: StepOutcome) -> StepOutcome:
     """Evaluate, and add the loss to the step's metrics, since checkpoints are chosen by it."""
     clock = attempt.context.worker.clock
     started = clock.monotonic()
-    loss, tokens = evaluate(attempt.engine, _evaluation_slices(attempt), attempt.mesh, attempt.context.worker.device)
+    slices = _beating(attempt, "evaluation", outcome.position.step, _evaluation_slices(attempt))
+    loss, tokens = evaluate(attempt.engine, slices, attempt.mesh, attempt.context.worker.device)
     attempt.recorder.evaluated(outcome.position.step, loss, tokens, clock.monotonic() - started)
     return replace(outcome, metrics={**outcome.metrics, "eval_loss": loss})
+
+
+def _beating(attempt: _Attempt, phase: str, step: int, slices: Iterator[RowSlice]) -> Iterator[RowSlice]:
+    """Give a sign of life before each micro-batch."""
+    for row in slices:
+        attempt.context.worker.beat(phase, step)
+        yield row
 
 
 def _padded(attempt: _Attempt, slices: Iterator[RowSlice]) -> Iterator[RowSlice]:

@@ -38,6 +38,9 @@ class Worker:
         notice: Returns the notice that a node will be taken away, or ``None``; called after every step.
         is_watched: Whether the launcher sees every worker's end, and records why an attempt failed; rank 0 alone can't
             tell a cause from its consequences.
+        is_tested: Whether this process's devices have passed the self-test of this command before.
+        beat: Called with the phase (see `supervision.shared_progress.PHASES`) and step as a sign of life, at least once
+            per micro-batch.
         clock: Time.
         on_event: Called with the name and step of each event of the loop; a seam for fault tests.
     """
@@ -53,6 +56,8 @@ class Worker:
     make_source: SourceMaker
     notice: Callable[[], Notice | None] = lambda: None
     is_watched: bool = False
+    is_tested: bool = False
+    beat: Callable[[str, int], Any] = lambda phase, step: None
     clock: Clock = field(default_factory=SystemClock)
     on_event: Callable[[str, int], Any] = lambda name, step: None
 

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import ray
 
-from ray_ulysses.cluster.stream import RaySource, window_slots, window_steps
+from ray_ulysses.cluster.stream import RayStreams
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.plan import Plan, PlanSettings
 from ray_ulysses.data.read.reader import RowReader, RowSlice
 from ray_ulysses.data.read.row_source import DirectSource
+from ray_ulysses.data.read.streamed_source import StreamedSource, window_slots, window_steps
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.parallel.layout import ParallelLayout
 from tests.unit.data.corpora import text_corpus, varied_texts
@@ -70,14 +71,15 @@ def sources_of(
     sp_size: int,
     sources: list[PlannedSource] | None = None,
     **options: Any,
-) -> list[RaySource]:
+) -> list[StreamedSource]:
     shared = ThreadShare(world_size)
     return [
-        RaySource(
+        StreamedSource(
             sources or [source_of(corpus)],
             plan,
             rank=rank,
             layout=ParallelLayout(world_size=world_size, sp_size=sp_size),
+            streams=RayStreams(),
             share=shared.of_rank(rank),
             **{"timeout_s": WAIT_S, **options},
         )
@@ -85,7 +87,7 @@ def sources_of(
     ]
 
 
-def take(sources: list[RaySource], steps: range) -> list[list[RowSlice]]:
+def take(sources: list[StreamedSource], steps: range) -> list[list[RowSlice]]:
     """Every rank's slices of the steps, each rank in a thread of its own."""
     with ThreadPoolExecutor(len(sources)) as pool:
         jobs = [pool.submit(lambda s=source: [r for step in steps for r in s.step(step)]) for source in sources]
@@ -180,11 +182,12 @@ class Rank:
         self._rank = rank
         self._count = 0
         world_size, sp_size = world
-        self._source = RaySource(
+        self._source = StreamedSource(
             sources,
             plan,
             rank=rank,
             layout=ParallelLayout(world_size=world_size, sp_size=sp_size),
+            streams=RayStreams(),
             share=self._share,
             max_blocks=12,
             timeout_s=WAIT_S,

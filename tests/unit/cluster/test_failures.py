@@ -15,29 +15,27 @@ from ray.train.v2._internal.exceptions import (
     WorkerHealthCheckFailedError,
 )
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
-from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from ray_ulysses.checkpoint.errors import StorageFailedError
+from ray_ulysses.cluster.controller import _has_ended
 from ray_ulysses.cluster.failures import (
     COMMAND,
     CONTROLLER,
-    CauseAwaiter,
     Ended,
     FailureBook,
     FailureJudge,
     TrainingFailed,
-    _has_ended,
     cause_of,
     failure_book,
     train_until_done,
 )
-from ray_ulysses.cluster.worker import leave_refusal
 from ray_ulysses.config import Config
 from ray_ulysses.elastic.causes import Cause
 from ray_ulysses.errors import UserError
 from ray_ulysses.run.completion import settle_failed
 from ray_ulysses.run.planning import known_step
+from ray_ulysses.run.refusals import leave_refusal
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.events import AttemptEnded, StartFailed
 from ray_ulysses.tracking.failures import describe_failure, failure_fields
@@ -139,22 +137,18 @@ def test_what_happens_beside_the_workers_is_one_line_too(error: Exception, kind:
     assert cause.kind == kind and words in cause.reason and "\n" not in cause.reason and cause.hint
 
 
-def polled(errors: dict[int, Exception | None]) -> WorkerGroupPollStatus:
-    return WorkerGroupPollStatus({rank: WorkerStatus(running=True, error=error) for rank, error in errors.items()})
-
-
-def test_consequences_wait_for_their_cause_and_not_for_ever() -> None:
-    awaiter = CauseAwaiter(wait_s=3600.0)
-    status = polled({0: GLOO, 1: None})
-    awaiter.after_worker_group_poll_status(status)
-    assert status.errors == {} and not status.finished
-    status = polled({0: GLOO, 1: KILLED})
-    awaiter.after_worker_group_poll_status(status)
-    assert set(status.errors) == {0, 1}
-    impatient = CauseAwaiter(wait_s=0.0)
-    status = polled({0: GLOO, 1: None})
-    impatient.after_worker_group_poll_status(status)
-    assert set(status.errors) == {0}
+def test_what_the_coordinator_has_judged_is_not_judged_again_by_ray(tmp_path: Any) -> None:
+    config = _config(tmp_path, elastic__max_failures=1)
+    _attempt(config, _Clock(), 1)
+    book = failure_book(config, "now")
+    judge = FailureJudge(book)
+    assert judge.judge(LOST) and len(book.failures()) == 1
+    # The workers went on by themselves, and a failure of another kind follows.
+    assert judge.make_decision(group_error({0: KILLED})) == FailureDecision.RAISE and len(book.failures()) == 2
+    assert not judge.judge(LOST)
+    judge.leave_to_ray()
+    assert judge.make_decision(group_error({0: KILLED})) == FailureDecision.RAISE and len(book.failures()) == 3
+    assert judge.make_decision(group_error({0: KILLED})) == FailureDecision.RAISE and len(book.failures()) == 4
 
 
 def test_the_judge_ends_a_command_that_was_refused(tmp_path: Any) -> None:
@@ -308,11 +302,11 @@ def test_a_connection_that_the_client_of_ray_lost_is_a_connection_error(monkeypa
         raise error
 
     bare = Exception("Client Wait request failed. Reference invalid?")
-    monkeypatch.setattr("ray_ulysses.cluster.failures.ray.wait", functools.partial(wait, error=bare))
+    monkeypatch.setattr("ray_ulysses.cluster.controller.ray.wait", functools.partial(wait, error=bare))
     with pytest.raises(ConnectionError, match="Client Wait request failed") as lost:
         _has_ended(None)
     assert cause_of(lost.value).kind == "controller"
-    monkeypatch.setattr("ray_ulysses.cluster.failures.ray.wait", functools.partial(wait, error=KeyError("bug")))
+    monkeypatch.setattr("ray_ulysses.cluster.controller.ray.wait", functools.partial(wait, error=KeyError("bug")))
     with pytest.raises(KeyError, match="bug"):
         _has_ended(None)
 

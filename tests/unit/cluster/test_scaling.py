@@ -21,8 +21,10 @@ from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import ControllerError
 
 from ray_ulysses.cluster import scaling
-from ray_ulysses.cluster.failures import ElasticController, FailureJudge, is_resize, lacks_room
-from ray_ulysses.cluster.scaling import WorkerGroupWatch, WorkerScaling, reachable
+from ray_ulysses.cluster.controller import SupervisedController
+from ray_ulysses.cluster.failures import FailureJudge, is_resize, lacks_room
+from ray_ulysses.cluster.scaling import WorkerScaling, reachable
+from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.sizing import SETTLE_S
 from ray_ulysses.run.requests import request_stop, stop_requested
 from ray_ulysses.run.settings import resolve_run
@@ -61,6 +63,17 @@ class Nodes:
         return self.time_s
 
 
+class Members:
+    """A coordinator whose workers train where they were placed, until the test says otherwise."""
+
+    def __init__(self, placed: dict[str, int]) -> None:
+        self.group: Any = SimpleNamespace(phase="training", num_placed=placed)
+        self.posted: list[reform.Event] = []
+
+    def post(self, event: reform.Event) -> None:
+        self.posted.append(event)
+
+
 def policy_on(nodes: Nodes, tmp_path: Path, least: int = 2, most: int = 4) -> WorkerScaling:
     config = make_config(tmp_path, tmp_path, cluster__workers={"min": least, "max": most}, parallel__sp_size=2)
     config.run_dir.mkdir(exist_ok=True)
@@ -75,17 +88,12 @@ def start(policy: WorkerScaling, nodes: Nodes, *, starts: bool = True) -> list[s
     for _ in range(30):
         decision = policy.make_decision_for_non_running_worker_group()
         if isinstance(decision, ResizeDecision):
-            context = WorkerGroupContext(
-                run_attempt_id="x", train_fn_ref=None, num_workers=decision.num_workers,  # type: ignore[arg-type]
-                resources_per_worker=decision.resources_per_worker,
-            )  # fmt: skip
-            watch = WorkerGroupWatch(policy)
-            watch.before_worker_group_start(context)
-            assert context.label_selector is not None
-            placed = [next(iter(selector.values())) for selector in context.label_selector]
+            placed = [next(iter(selector.values())) for selector in policy.selectors()]
             assert len(placed) == decision.num_workers
             if starts:
-                watch.after_worker_group_start(None)
+                policy.hold_room(True)
+                members: Any = Members({node: placed.count(node) for node in placed})
+                policy.coordinate(members)
                 for node in placed:
                     nodes.free[node] -= 1
             return placed
@@ -95,7 +103,7 @@ def start(policy: WorkerScaling, nodes: Nodes, *, starts: bool = True) -> list[s
 
 def poll(policy: WorkerScaling, *statuses: WorkerStatus) -> WorkerGroupPollStatus:
     status = WorkerGroupPollStatus(worker_statuses=dict(enumerate(statuses)))
-    WorkerGroupWatch(policy).after_worker_group_poll_status(status)
+    policy.polled(status)
     return status
 
 
@@ -114,7 +122,7 @@ def test_ray_train_has_the_seams_that_are_used() -> None:
     hooks = ("before_worker_group_start", "after_worker_group_shutdown", "after_worker_group_abort")
     assert all(hasattr(WorkerGroupCallback, hook) for hook in (*hooks, "after_worker_group_poll_status"))
     assert not inspect.isabstract(WorkerScaling)
-    assert issubclass(ElasticController, TrainController)
+    assert issubclass(SupervisedController, TrainController)
 
 
 def test_workers_are_put_on_the_chosen_nodes_in_the_order_of_ranks(
@@ -181,6 +189,28 @@ def test_a_draining_node_is_left_whatever_it_costs(monkeypatch: pytest.MonkeyPat
         poll(policy, RUNNING)
         nodes.time_s += SETTLE_S
     assert stop_requested(policy._config.run_dir, SESSION) == "resize"
+    members: Any = policy._coordinator
+    assert members.posted == [reform.NodesUnusable(nodes=frozenset({"b"})), reform.MoveAsked()]
+
+
+def test_workers_that_do_not_train_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Their coordinator replaces a generation that failed by itself."""
+    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
+    policy = policy_on(nodes, tmp_path)
+    start(policy, nodes)
+    members: Any = policy._coordinator
+    members.group.phase = "judging"
+    del nodes.cpus["b"]
+    for _ in range(3):
+        poll(policy, RUNNING)
+        nodes.time_s += SETTLE_S
+    assert stop_requested(policy._config.run_dir, SESSION) is None
+    # It continues on the node that is left: nothing leaves.
+    members.group = SimpleNamespace(phase="training", num_placed={"a": 2})
+    for _ in range(3):
+        poll(policy, RUNNING)
+        nodes.time_s += SETTLE_S
+    assert stop_requested(policy._config.run_dir, SESSION) is None and not members.posted
 
 
 def test_a_request_of_the_user_is_never_replaced_or_cleared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

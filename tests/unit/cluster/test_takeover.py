@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 
 import ray_ulysses.cluster.train_job as train_job
-import ray_ulysses.cluster.worker as worker_module
+import ray_ulysses.supervision.child as child
 from ray_ulysses.checkpoint import FencedError
 from ray_ulysses.checkpoint.fence import claim_attempt
 from ray_ulysses.cluster.train_job import end_if_lost
-from ray_ulysses.cluster.worker import refusal, refuse_if_taken_over, train_worker
+from ray_ulysses.cluster.worker import train_worker
 from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.run.refusals import refusal, refuse_if_taken_over
 from ray_ulysses.storage import LocalStore, RunLock
 from ray_ulysses.storage.lock import LOCK_FILE
 from ray_ulysses.storage.lock_watch import LockWatch
+from ray_ulysses.supervision.order import Job, Order
+from ray_ulysses.supervision.shared_progress import SharedProgress
 from ray_ulysses.tracking.journal import AttemptJournal
 from tests.distributed.run_case import make_config
 from tests.polling import wait_until
@@ -147,26 +150,25 @@ def test_an_overtaken_worker_ends_its_session_only_if_another_command_overtook_i
 def test_a_worker_that_was_fenced_by_another_command_is_not_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Ray does it: the same function again, for as long as it may fail."""
+    """The child leaves word, and a worker that Ray starts again after that begins nothing."""
     config = make_config(tmp_path, tmp_path / "corpus")
-    begun: list[str] = []
+    job = {"config": config.model_dump(mode="json"), "session": "one"}
 
     def run_attempt(config: Any, worker: Any) -> None:
-        begun.append(worker.session)
         _attempt(config.run_dir, "one")
         _attempt(config.run_dir, "two")
         raise FencedError("a newer attempt has taken the run over")
 
-    context = SimpleNamespace(get_world_rank=lambda: 0, get_local_rank=lambda: 0, get_world_size=lambda: 1,
-                              get_local_world_size=lambda: 1)  # fmt: skip
-    monkeypatch.setattr(worker_module, "run_attempt", run_attempt)
-    monkeypatch.setattr(worker_module.torch, "set_num_threads", lambda number: None)
-    monkeypatch.setattr(worker_module.ray.train, "get_context", lambda: context)
-    monkeypatch.setattr(worker_module.ray.train.torch, "get_device", lambda: worker_module.torch.device("cpu"))
-    monkeypatch.setattr(worker_module.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    job = {"config": config.model_dump(mode="json"), "session": "one", "command_started": 1.0, "workers_asked": 2.0}
-    with pytest.raises(FencedError):
-        train_worker(job)
+    monkeypatch.setattr(child, "_join", lambda *_: None)
+    monkeypatch.setattr(child, "run_attempt", run_attempt)
+    order = Order(
+        job=Job(
+            config=job["config"], session="one", command_started=None, workers_asked=None, node="a", local_rank=0,
+            device="cpu",
+        ),
+        generation=1, rank=0, rank_nodes=("a",), host="127.0.0.1", port=1,
+    )  # fmt: skip
+    result = child.run_child(order, SharedProgress.create(), 0, (0, 0))
+    assert isinstance(result.error, FencedError)
     with pytest.raises(UserError, match="another command has taken the run over"):
         train_worker(job)
-    assert begun == ["one"]

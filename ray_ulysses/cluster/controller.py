@@ -1,0 +1,202 @@
+"""Runs Ray Train's controller with a coordinator beside it, which handles most failures without Ray.
+
+Ray Train 2.60 has no public way to replace its policies, to choose nodes, to see its polls before they are judged, or
+to end its wait for the workers. The seams used for that are private to it, and stand in this file and in `scaling`:
+``_initialize_and_run_controller``, which `WatchedTrainer` implements itself, and the hooks of a `WorkerGroupCallback`
+(canary tests cover them).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import ray
+from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]
+from ray.exceptions import RayError
+from ray.train.backend import Backend, BackendConfig
+from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.constants import get_env_vars_to_propagate
+from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+from ray.train.v2._internal.execution.controller import TrainController
+
+from ray_ulysses.cluster.capacity import Demand
+from ray_ulysses.cluster.failures import FailureBook, FailureJudge, rank_error
+from ray_ulysses.cluster.scaling import WorkerScaling, reachable, steady_nodes
+from ray_ulysses.cluster.worker import announce
+from ray_ulysses.elastic import reform
+from ray_ulysses.elastic.causes import root_cause
+from ray_ulysses.supervision.coordinator import Coordinator
+
+if TYPE_CHECKING:
+    from ray.train.v2._internal.execution.worker_group import WorkerGroupContext, WorkerGroupPollStatus
+
+    from ray_ulysses.run.settings import ResolvedRun
+
+_LOOK_EVERY_S = 0.2
+
+
+class _SupervisorBackend(Backend):
+    """Sets nothing up in the workers, whose children join process groups of their own."""
+
+    share_cuda_visible_devices = True
+
+
+class SupervisedTorchConfig(BackendConfig):
+    """What `TorchTrainer` asks of its configuration, for workers that supervise.
+
+    Args:
+        backend: PyTorch's backend in the children.
+    """
+
+    def __init__(self, backend: Literal["nccl", "gloo"]) -> None:
+        self.backend = backend
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """Ray's setup of the workers."""
+        return _SupervisorBackend
+
+
+class WorkerGroupWatch(WorkerGroupCallback):
+    """Tells the coordinator of worker groups, and keeps from Ray what the coordinator handles.
+
+    Args:
+        run: The run.
+        book: Records and judges failures.
+        judge: Judges failures for Ray.
+        scaling: The scaling policy of an elastic run.
+    """
+
+    def __init__(self, run: ResolvedRun, book: FailureBook, judge: FailureJudge, scaling: WorkerScaling | None) -> None:
+        self._wanted, self._book, self._judge, self._scaling = Demand.of(run).wanted, book, judge, scaling
+        self._coordinator = Coordinator(self._decide, ray.util.get_node_ip_address())
+        if scaling is not None:
+            scaling.coordinate(self._coordinator)
+
+    def before_worker_group_start(self, worker_group_context: WorkerGroupContext) -> None:
+        """Put each worker of an elastic run on the node that was chosen for it."""
+        if self._scaling is not None:
+            object.__setattr__(worker_group_context, "label_selector", self._scaling.selectors())
+
+    def after_worker_group_start(self, worker_group: Any) -> None:
+        """Tell the workers of their coordinator, and count their places."""
+        nodes = {rank: worker.metadata.node_id for rank, worker in enumerate(worker_group.get_workers())}
+        worker_group.execute(announce, self._coordinator.begin(nodes, self._wanted))
+        if self._scaling is not None:
+            self._scaling.hold_room(True)
+
+    def after_worker_group_shutdown(self, worker_group_context: WorkerGroupContext) -> None:
+        """Count the places as free again; those of a group that could not start were given back before."""
+        self._coordinator.end()
+        if self._scaling is not None:
+            self._scaling.hold_room(False)
+
+    def after_worker_group_abort(self, worker_group_context: WorkerGroupContext) -> None:
+        """Do as after a shutdown."""
+        self.after_worker_group_shutdown(worker_group_context)
+
+    def after_worker_group_poll_status(self, worker_group_status: WorkerGroupPollStatus) -> None:
+        """Hide workers that are lost and not needed: to Ray they have ended."""
+        group = self._coordinator.group
+        if group is not None and group.gave_up:
+            self._judge.leave_to_ray()
+        elif group is not None and group.phase != "gathering":
+            for worker, status in worker_group_status.worker_statuses.items():
+                if status.error is None:
+                    continue
+                if not group.workers[worker].is_lost:
+                    what = rank_error(worker, status.error).what
+                    self._coordinator.post(reform.WorkerLost(worker=worker, what=what))
+                # Until the coordinator has decided what follows, nothing has failed.
+                status.running, status.error = group.phase in ("stopping", "judging"), None
+        if self._scaling is not None:
+            self._scaling.polled(worker_group_status)
+
+    def _decide(self, question: reform.Judge, group: reform.Group) -> tuple[frozenset[str], bool]:
+        """Record the failure of a generation; return nodes that can't be used, and whether the run may continue."""
+        unusable = group.unusable
+        with contextlib.suppress(OSError, RuntimeError, RayError):
+            known = {worker.place.node for worker in group.workers.values() if worker.place is not None}
+            unusable = frozenset(known - reachable(steady_nodes()).keys())
+        return unusable, self._judge.judge(root_cause(question.errors, is_final=question.is_final))
+
+
+class SupervisedController(TrainController):
+    """Ray Train's controller with a coordinator of the workers beside it."""
+
+    def __init__(
+        self,
+        *,
+        run: ResolvedRun,
+        book: FailureBook,
+        scaling: WorkerScaling | None,
+        callbacks: list[Any] | None = None,
+        **options: Any,
+    ) -> None:
+        judge = FailureJudge(book)
+        watch = WorkerGroupWatch(run, book, judge, scaling)
+        if scaling is not None:
+            options["scaling_policy"] = scaling
+        options["failure_policy"] = judge
+        # Ray Train 2.60 removes the workers' placement group once its state API does not know the controller, and asks
+        # that API of whichever cluster was started last on the machine. Ours ends with the command's job anyway.
+        others = [one for one in callbacks or () if not isinstance(one, PlacementGroupCleanerCallback)]
+        super().__init__(callbacks=[*others, watch], **options)
+
+
+class WatchedTrainer(TorchTrainer):
+    """A `TorchTrainer` whose workers are coordinated by us, and whose wait for them may be ended.
+
+    Args:
+        run: The run.
+        book: Judges failures.
+        scaling: Decides how many workers of an elastic run start, and on which nodes; None starts a fixed number where
+            Ray finds room.
+        look: Called a few times a second by the thread that called ``fit``; an error that it raises ends ``fit``, and
+            the workers end with the connection to Ray. No thread of ours is then left in a call to Ray, which would
+            crash when the connection is shut down.
+        arguments: Other arguments of `TorchTrainer`.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        run: ResolvedRun,
+        book: FailureBook,
+        scaling: WorkerScaling | None,
+        look: Callable[[], object],
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self._run, self._book, self._scaling, self._look = run, book, scaling, look
+
+    def _initialize_and_run_controller(self, **kwargs: Any) -> Any:
+        """Do what Ray's method does, but look meanwhile, and leave SIGINT alone: Ray's handler loses the last steps."""
+        actor = ray.remote(
+            num_cpus=0,
+            label_selector={RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()},
+            runtime_env={"env_vars": get_env_vars_to_propagate()},
+        )(SupervisedController)
+        controller: Any = actor.remote(**kwargs, run=self._run, book=self._book, scaling=self._scaling)
+        running = controller.run.remote()
+        while not _has_ended(running):
+            self._look()
+        ray.get(running)
+        return ray.get(controller.get_result.remote())
+
+
+def _has_ended(run: Any) -> bool:
+    """Return whether the controller has ended, after a short wait.
+
+    Raises:
+        ConnectionError: Ray's client lost its connection; Ray 2.60 raises the base class of all exceptions there.
+    """
+    try:
+        return bool(ray.wait([run], timeout=_LOOK_EVERY_S)[0])
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise ConnectionError(str(error)) from error

@@ -1,0 +1,392 @@
+"""Decides who trains, and what happens when something fails: the reducer of the coordinator (pure).
+
+A worker is a supervisor whose child process trains. The children that train together are a generation. When one of them
+fails, all are stopped, and the workers that are left form the next generation from whole sequence-parallel groups. What
+can't be recovered that way is left to Ray Train, which restarts the workers.
+
+Every event is reduced to the next state and the actions that the coordinator takes for it::
+
+    gathering --all joined--> training --fault--> stopping --all stopped--> judging --may go on--> training
+                                  |                                            |
+                                  +--all ended--> ended                        +--may not--> ended
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ray_ulysses.elastic.causes import RankError
+from ray_ulysses.elastic.placement import WorkerRange, place_workers
+
+STOP_S = 5.0
+"""A supervisor that has not stopped its child after this many seconds is lost."""
+CAUSE_S = 1.5
+"""Longest wait for the cause of errors that are only consequences: a lost process is noticed a little later than the
+failure of its peers' collectives."""
+MOST_FAILED_FORMS = 2
+"""Generations in a row that fail before their first step; after that Ray Train restarts the workers."""
+
+Phase = Literal["gathering", "training", "stopping", "judging", "ended"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """The place of a worker, as other workers reach it.
+
+    Attributes:
+        node: Name of its node in the cluster.
+        host: Address of the node.
+        port: Port on which it listens for the other ranks, if its child is to be rank 0.
+    """
+
+    node: str
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """The end of a child, as its supervisor reports it.
+
+    Attributes:
+        status: How its attempt ended, if it did not fail.
+        error: How it failed; its rank is that of the generation. None for a child that was stopped on request.
+        step: The step that it was training; 0 before the first.
+        stepped: Whether it has completed a step.
+        is_final: Whether the same failure would recur.
+    """
+
+    status: str | None = None
+    error: RankError | None = None
+    step: int = 0
+    stepped: bool = False
+    is_final: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Supervised:
+    """One worker, as the coordinator knows it.
+
+    Attributes:
+        place: Its place; None before it has joined.
+        is_lost: Whether it is gone for good.
+        report: The end of its child in this generation; None while the child runs.
+    """
+
+    place: Place | None = None
+    is_lost: bool = False
+    report: Report | None = None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has joined and is not lost."""
+        return self.place is not None and not self.is_lost
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The state of a worker group.
+
+    Attributes:
+        wanted: The range of the run's number of workers.
+        workers: The workers by their rank in Ray Train's worker group.
+        phase: What it is doing.
+        generation: Number of the present generation; 0 before the first.
+        members: Workers of the generation in the order of their ranks.
+        lost: How members were lost in this generation, by rank.
+        fault_at: When the first fault of this generation was seen.
+        failed_forms: Consecutive generations that failed before their first step.
+        unusable: Nodes that are draining or dead.
+        moves: Whether the generation ends on request, to be followed by one without the unusable nodes.
+        last_raised: Text and step of the error that a rank raised in the generation before, if one did.
+        gave_up: Whether the failure was left to Ray Train.
+    """
+
+    wanted: WorkerRange
+    workers: Mapping[int, Supervised]
+    phase: Phase = "gathering"
+    generation: int = 0
+    members: tuple[int, ...] = ()
+    lost: Mapping[int, RankError] = field(default_factory=dict)
+    fault_at: float = 0.0
+    failed_forms: int = 0
+    unusable: frozenset[str] = frozenset()
+    moves: bool = False
+    last_raised: tuple[str, int] | None = None
+    gave_up: bool = False
+
+    @property
+    def num_placed(self) -> dict[str, int]:
+        """Return how many workers of the present generation each node holds."""
+        placed: dict[str, int] = {}
+        for worker in self.members:
+            place = self.workers[worker].place
+            assert place is not None
+            placed[place.node] = placed.get(place.node, 0) + 1
+        return placed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Joined:
+    """A supervisor has connected, or is ready for another child at another port."""
+
+    worker: int
+    place: Place
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChildEnded:
+    """A supervisor reports the end of its child; ``port`` is where it listens for the next generation."""
+
+    worker: int
+    generation: int
+    report: Report
+    port: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerLost:
+    """A supervisor is gone: its connection was closed, or it has not been heard of for too long."""
+
+    worker: int
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodesUnusable:
+    """Nodes are dead or draining; replaces what was known before."""
+
+    nodes: frozenset[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoveAsked:
+    """The members were asked to save and to end, so that the run can continue without the unusable nodes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judged:
+    """The failure of a generation was recorded, and the run may continue or not."""
+
+    generation: int
+    may_continue: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Joined | ChildEnded | WorkerLost | NodesUnusable | MoveAsked | Judged | Tick
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """Start a child on each member: its rank is its place in the list."""
+
+    generation: int
+    members: tuple[int, ...]
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stop:
+    """Kill the children of a generation."""
+
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judge:
+    """Record the failure of a generation, and decide whether the run may continue; at least one error is known."""
+
+    generation: int
+    errors: tuple[RankError, ...]
+    is_final: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finish:
+    """Tell every supervisor that the attempt ended without failure, and how."""
+
+    status: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GiveUp:
+    """Leave the failure to Ray Train: every supervisor raises what its child raised."""
+
+    reason: str
+
+
+Action = Start | Stop | Judge | Finish | GiveUp
+
+
+def reduce(group: Group, event: Event, now: float) -> tuple[Group, tuple[Action, ...]]:
+    """Return the state after an event, and what is to be done.
+
+    Args:
+        group: The state before it.
+        event: What happened.
+        now: Seconds on a clock that only moves forward.
+    """
+    if group.phase == "ended":
+        return group, ()
+    match event:
+        case Joined():
+            group = _with(group, event.worker, replace(group.workers[event.worker], place=event.place))
+        case ChildEnded():
+            group = _child_ended(group, event, now)
+        case WorkerLost():
+            group = _worker_lost(group, event, now)
+        case NodesUnusable():
+            group = replace(group, unusable=event.nodes)
+        case MoveAsked():
+            group = replace(group, moves=group.phase == "training")
+        case Judged():
+            return _judged(group, event)
+        case Tick():
+            pass
+    return _advance(group, now)
+
+
+def _advance(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
+    """Move on to the next phase where nothing more is waited for."""
+    if group.phase == "gathering" and all(worker.is_there for worker in group.workers.values()):
+        # Ray Train's order: whoever placed the workers has aligned its ranks with the groups.
+        return _start(group, tuple(sorted(group.workers)))
+    if group.phase == "training":
+        if _errors(group):
+            stopping = replace(group, phase="stopping", fault_at=now)
+            stopping, actions = _advance(stopping, now)
+            return stopping, (Stop(generation=group.generation), *actions)
+        statuses = {_status(group.workers[worker]) for worker in group.members}
+        if None not in statuses:
+            return _all_ended(group, statuses)
+    if group.phase == "stopping":
+        return _stopping(group, now)
+    return group, ()
+
+
+def _all_ended(group: Group, statuses: set[str | None]) -> tuple[Group, tuple[Action, ...]]:
+    if group.moves and statuses == {"resized"}:
+        formed = _form(group)
+        if formed is not None:
+            return formed
+    # Flags are agreed on by all ranks, so that they end alike.
+    status = min(str(status) for status in statuses)
+    return replace(group, phase="ended"), (Finish(status=status),)
+
+
+def _stopping(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
+    waited_s = now - group.fault_at
+    running = [one for one in group.members if group.workers[one].is_there and group.workers[one].report is None]
+    if running:
+        if waited_s < STOP_S:
+            return group, ()
+        for worker in running:
+            group = _worker_lost(group, WorkerLost(worker=worker, what="its supervisor does not answer"), now)
+    errors = _errors(group)
+    if all(error.kind == "consequence" for error in errors) and waited_s < CAUSE_S:
+        return group, ()
+    reports = [report for worker in group.members if (report := group.workers[worker].report) is not None]
+    raised = next(
+        ((error.what, report.step) for report in reports if (error := report.error) and error.kind == "raised"), None
+    )
+    # An error that returns at the same step is no accident: the same rows make it.
+    is_final = any(report.is_final for report in reports) or (raised is not None and raised == group.last_raised)
+    group = replace(
+        group,
+        phase="judging",
+        last_raised=raised,
+        failed_forms=0 if any(report.stepped for report in reports) else group.failed_forms + 1,
+    )
+    return group, (Judge(generation=group.generation, errors=errors, is_final=is_final),)
+
+
+def _judged(group: Group, event: Judged) -> tuple[Group, tuple[Action, ...]]:
+    if group.phase != "judging" or event.generation != group.generation:
+        return group, ()
+    reason = "the failure ends the run"
+    if event.may_continue:
+        if group.failed_forms >= MOST_FAILED_FORMS:
+            reason = f"{group.failed_forms} attempts in a row failed before their first step"
+        elif (formed := _form(group)) is not None:
+            return formed
+        else:
+            reason = "the workers that are left do not hold whole sequence-parallel groups"
+    return replace(group, phase="ended", gave_up=True), (GiveUp(reason=reason),)
+
+
+def _form(group: Group) -> tuple[Group, tuple[Action, ...]] | None:
+    """Start the next generation on the workers that are left; None if they are too few."""
+    by_node: dict[str, list[int]] = {}
+    for number, worker in sorted(group.workers.items()):
+        if worker.is_there and worker.place is not None and worker.place.node not in group.unusable:
+            by_node.setdefault(worker.place.node, []).append(number)
+    placed = place_workers({node: len(workers) for node, workers in by_node.items()}, group.wanted)
+    if placed is None:
+        return None
+    return _start(group, tuple(worker for node, count in placed.items() for worker in by_node[node][:count]))
+
+
+def _start(group: Group, members: tuple[int, ...]) -> tuple[Group, tuple[Action, ...]]:
+    place = group.workers[members[0]].place
+    assert place is not None
+    workers = {number: replace(worker, report=None) for number, worker in group.workers.items()}
+    group = replace(
+        group,
+        workers=workers,
+        phase="training",
+        generation=group.generation + 1,
+        members=members,
+        lost={},
+        moves=False,
+    )
+    return group, (Start(generation=group.generation, members=members, host=place.host, port=place.port),)
+
+
+def _child_ended(group: Group, event: ChildEnded, now: float) -> Group:
+    worker = group.workers[event.worker]
+    if event.generation != group.generation or worker.place is None or worker.report is not None:
+        # It speaks of a generation that is over.
+        return group
+    place = replace(worker.place, port=event.port)
+    return _with(group, event.worker, replace(worker, place=place, report=event.report))
+
+
+def _worker_lost(group: Group, event: WorkerLost, now: float) -> Group:
+    worker = group.workers[event.worker]
+    if worker.is_lost:
+        return group
+    group = _with(group, event.worker, replace(worker, is_lost=True))
+    if event.worker not in group.members or group.phase not in ("training", "stopping"):
+        return group
+    is_announced = worker.place is not None and worker.place.node in group.unusable
+    error = RankError(
+        rank=group.members.index(event.worker),
+        kind="preempted" if is_announced else "lost",
+        what="its node was taken away" if is_announced else event.what,
+    )
+    return replace(group, lost={**group.lost, error.rank: error})
+
+
+def _errors(group: Group) -> tuple[RankError, ...]:
+    """Return how members failed in this generation, by rank."""
+    errors = dict(group.lost)
+    for rank, worker in enumerate(group.members):
+        report = group.workers[worker].report
+        if report is not None and report.error is not None:
+            errors.setdefault(rank, replace(report.error, rank=rank))
+    return tuple(errors[rank] for rank in sorted(errors))
+
+
+def _status(worker: Supervised) -> str | None:
+    return None if worker.report is None else worker.report.status
+
+
+def _with(group: Group, number: int, worker: Supervised) -> Group:
+    return replace(group, workers={**group.workers, number: worker})

@@ -1,0 +1,64 @@
+"""Carries messages between the coordinator and the supervisors: one JSON object per line over TCP."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+MOST_BYTES = 1 << 20
+"""Longest line that is accepted."""
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """Return a message as it is sent."""
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+class ChannelClosedError(ConnectionError):
+    """The other side has closed the connection, or sends what is not a message."""
+
+
+class Channel:
+    """One side of a connection, read without waiting.
+
+    Args:
+        connection: A connected socket, which the channel owns from now on.
+        send_timeout_s: Longest wait for the other side to take a message, in seconds.
+    """
+
+    def __init__(self, connection: socket.socket, send_timeout_s: float = 5.0) -> None:
+        self._socket, self._received = connection, b""
+        # A cut cable must not stop whoever sends.
+        connection.settimeout(send_timeout_s)
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor, for a selector."""
+        return self._socket.fileno()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message.
+
+        Raises:
+            OSError: The connection is closed, or the other side takes nothing.
+        """
+        self._socket.sendall(encode(message))
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Return the messages that have arrived; call it when the descriptor is readable.
+
+        Raises:
+            ChannelClosedError: The connection is closed.
+            OSError: It has failed.
+        """
+        content = self._socket.recv(1 << 16)
+        if not content:
+            raise ChannelClosedError("the connection was closed by the other side")
+        *lines, self._received = (self._received + content).split(b"\n")
+        if len(self._received) > MOST_BYTES:
+            raise ChannelClosedError("the other side sends what is not a message")
+        return [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()

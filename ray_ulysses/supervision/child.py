@@ -1,0 +1,178 @@
+"""Runs one attempt in a child process: joins the other ranks, and calls the training loop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import traceback
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from ray_ulysses.checkpoint import FencedError
+from ray_ulysses.checkpoint.exchange import TorchExchange
+from ray_ulysses.config.loading import parse_config
+from ray_ulysses.data.read.row_source import DirectSource
+from ray_ulysses.data.read.streamed_source import StreamedSource
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.logging import configure_logging, get_logger
+from ray_ulysses.run.checkpoint_store import checkpoint_store
+from ray_ulysses.run.refusals import leave_refusal, refuse_if_taken_over
+from ray_ulysses.run.requests import clear_stop, stop_requested
+from ray_ulysses.run.secrets_file import use_secrets
+from ray_ulysses.supervision.order import MOST_BYTES, Result
+from ray_ulysses.supervision.remote_streams import RemoteStreams
+from ray_ulysses.trainer.data import moved_sources
+from ray_ulysses.trainer.loop import run_attempt
+from ray_ulysses.trainer.worker import Worker
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+    from ray_ulysses.data.plan.plan import Plan
+    from ray_ulysses.data.read.reader import RowReader
+    from ray_ulysses.data.read.row_source import RowSource
+    from ray_ulysses.parallel.layout import ParallelLayout
+    from ray_ulysses.supervision.order import Order
+    from ray_ulysses.supervision.shared_progress import SharedProgress
+
+
+_log = get_logger(__name__)
+
+
+def run_child(order: Order, progress: SharedProgress, listener: int, streams: tuple[int, int]) -> Result:
+    """Run an attempt and return how it ended; never raises.
+
+    Args:
+        order: The attempt.
+        progress: Memory shared with the supervisor.
+        listener: Descriptor of a socket that listens at the order's port, for rank 0.
+        streams: Descriptors of the connections over which the supervisor builds and reads the stream of rows.
+    """
+    configure_logging()
+    # Ctrl-C reaches the command, which asks for an orderly end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    config = parse_config(order.job.config)
+    try:
+        use_secrets(config)
+        if order.rank == 0 and stop_requested(config.run_dir, order.job.session) == "resize":
+            # It was meant for the generation before.
+            clear_stop(config.run_dir)
+        _join(order, config, listener)
+        end = run_attempt(config, _worker(order, config, progress, streams))
+        progress.beat("ending", end.step)
+        return Result(status=end.status)
+    except BaseException as error:
+        traceback.print_exc()
+        _refuse(config, order.job.session, error)
+        return Result(error=_portable(error))
+
+
+def _join(order: Order, config: Config, listener: int) -> None:
+    """Create the default process group of the generation."""
+    os.environ.update(
+        RANK=str(order.rank),
+        WORLD_SIZE=str(order.world_size),
+        LOCAL_RANK=str(order.job.local_rank),
+        LOCAL_WORLD_SIZE=str(order.local_world_size),
+        MASTER_ADDR=order.host,
+        MASTER_PORT=str(order.port),
+    )
+    device = torch.device(order.job.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        # A rank that is lost then raises in the others instead of leaving them in a collective.
+        if "TORCH_NCCL_BLOCKING_WAIT" not in os.environ:
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    else:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // order.local_world_size))
+    timeout = timedelta(seconds=config.elastic.collective_timeout_s)
+    store = TCPStore(
+        order.host,
+        order.port,
+        order.world_size,
+        is_master=order.rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener if order.rank == 0 else None,
+    )
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=order.rank,
+        world_size=order.world_size,
+        timeout=timeout,
+    )
+
+
+def _worker(order: Order, config: Config, progress: SharedProgress, streams: tuple[int, int]) -> Worker:
+    job = order.job
+
+    def make_source(plan: Plan, reader: RowReader, layout: ParallelLayout, rank: int) -> RowSource:
+        if config.data.engine == "local":
+            return DirectSource(
+                reader,
+                plan,
+                layout.dp_rank(rank),
+                layout.dp_size,
+                layout.sp_rank(rank),
+                layout.sp_size,
+                ring_size=layout.ring_size,
+                prefetch_rows=config.data.prefetch_rows,
+                timeout_s=config.elastic.collective_timeout_s,
+            )
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.elastic.collective_timeout_s))
+        return StreamedSource(
+            moved_sources(config, plan),
+            plan,
+            rank=rank,
+            layout=layout,
+            streams=RemoteStreams(*streams),
+            share=TorchExchange(group).broadcast,
+            prefetch_rows=config.data.prefetch_rows,
+            timeout_s=config.elastic.collective_timeout_s,
+        )
+
+    return Worker(
+        rank=order.rank,
+        local_rank=job.local_rank,
+        world_size=order.world_size,
+        node=job.node,
+        device=torch.device(job.device),
+        session=job.session,
+        command_started=job.command_started,
+        workers_asked=job.workers_asked,
+        make_source=make_source,
+        notice=progress.notice,
+        is_watched=True,
+        # The same processes on the same devices have passed it.
+        is_tested=order.generation > 1,
+        beat=progress.beat,
+    )
+
+
+def _refuse(config: Config, session: str, error: BaseException) -> None:
+    """Leave word for the command where another attempt of it would be in vain."""
+    with contextlib.suppress(OSError):
+        if isinstance(error, UserError):
+            # Another attempt would meet the same input.
+            leave_refusal(config.run_dir, session, str(error))
+        elif isinstance(error, FencedError):
+            # Another attempt would take the run back from its owner, unless that is a newer attempt of this session.
+            refuse_if_taken_over(config.run_dir, checkpoint_store(config), session)
+
+
+def _portable(error: BaseException) -> BaseException:
+    """Return the error if it can be sent to another process, else one with its type and text."""
+    try:
+        content = pickle.dumps(error)
+        if len(content) <= MOST_BYTES // 2:
+            pickle.loads(content)
+            return error
+    except Exception as unfit:
+        _log.debug("an error can't be sent as it is: %s", unfit)
+    return RunError(f"{type(error).__name__}: {error}"[: MOST_BYTES // 8])

@@ -1,0 +1,265 @@
+"""Coordinates the supervisors of a worker group: hears them, reduces what it hears, and does what follows.
+
+It is a thread of the process that Ray Train's controller runs in, and shares that process's fate. All of its state is
+changed in that thread, by `elastic.reform.reduce` alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray_ulysses.clock import Clock, SystemClock
+from ray_ulysses.elastic import reform
+from ray_ulysses.elastic.causes import RankError
+from ray_ulysses.elastic.placement import WorkerRange
+from ray_ulysses.logging import get_logger
+from ray_ulysses.supervision.channel import MOST_BYTES, encode
+from ray_ulysses.supervision.supervisor import BEAT_S, Announcement
+
+_log = get_logger(__name__)
+SILENCE_S = 5.0
+"""A supervisor that has not been heard of for so long is lost: its node is cut off, or its process has stopped."""
+_JOIN_S = 10.0
+
+Judge = Callable[[reform.Judge, reform.Group], tuple[frozenset[str], bool]]
+"""Records the failure of a generation; returns the nodes that can't be used any more, and whether the run may go on."""
+
+
+@dataclass
+class _Connected:
+    """A connection to a supervisor."""
+
+    worker: int
+    writer: asyncio.StreamWriter
+    heard_at: float
+
+
+@dataclass
+class _Present:
+    """The worker group that is coordinated now, and its connections."""
+
+    number: int
+    group: reform.Group
+    connections: dict[int, _Connected] = field(default_factory=dict)
+
+
+class Coordinator:
+    """Coordinates one worker group after the other.
+
+    Args:
+        judge: Records failures and decides about them; called in a thread of its own.
+        host: Address at which the workers' nodes reach this one.
+        clock: Time.
+    """
+
+    def __init__(self, judge: Judge, host: str, clock: Clock | None = None) -> None:
+        self._judge, self._host, self._clock = judge, host, clock or SystemClock()
+        self._token = secrets.token_hex(16)
+        self._present: _Present | None = None
+        self._port = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        started = threading.Event()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._main(started)), name="coordinator", daemon=True
+        )
+        self._thread.start()
+        started.wait()
+
+    @property
+    def group(self) -> reform.Group | None:
+        """The state of the present worker group; None before the first."""
+        present = self._present
+        return None if present is None else present.group
+
+    def begin(self, nodes: Mapping[int, str], wanted: WorkerRange) -> Announcement:
+        """Coordinate a new worker group from now on, and return how its supervisors reach this coordinator.
+
+        Args:
+            nodes: Each worker's node, by the worker's number.
+            wanted: The range of the run's number of workers.
+        """
+
+        def begin() -> int:
+            number = 1 if self._present is None else self._present.number + 1
+            self._drop_connections()
+            group = reform.Group(wanted=wanted, workers={worker: reform.Supervised() for worker in nodes})
+            self._present = _Present(number=number, group=group)
+            return number
+
+        number = self._in_thread(begin)
+        return Announcement(host=self._host, port=self._port, token=self._token, group=number)
+
+    def end(self) -> None:
+        """Coordinate no worker group until the next one begins."""
+
+        def end() -> None:
+            self._drop_connections()
+            self._present = None
+
+        self._in_thread(end)
+
+    def post(self, event: reform.Event) -> None:
+        """Take note of an event; any thread may call."""
+        self._loop.call_soon_threadsafe(self._reduce, event)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._loop.call_soon_threadsafe(self._closed.set)
+        self._thread.join(5.0)
+
+    def _in_thread(self, do: Callable[[], Any]) -> Any:
+        async def call() -> Any:
+            return do()
+
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(10.0)
+
+    async def _main(self, started: threading.Event) -> None:
+        self._loop, self._closed = asyncio.get_running_loop(), asyncio.Event()
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listener = socket.create_server(("", 0), family=family)
+        self._port = int(listener.getsockname()[1])
+        server = await asyncio.start_server(self._serve, sock=listener, limit=MOST_BYTES)
+        self._keep(self._tick())
+        started.set()
+        await self._closed.wait()
+        server.close()
+
+    def _keep(self, coroutine: Any) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Hear one supervisor until its connection ends."""
+        connected = None
+        try:
+            first = json.loads(await asyncio.wait_for(reader.readline(), _JOIN_S) or b"null")
+            connected = self._accept(first, writer)
+            while connected is not None and (line := await reader.readline()):
+                connected.heard_at = self._clock.monotonic()
+                if self._is_present(connected):
+                    self._heard(connected.worker, json.loads(line))
+        except (OSError, ValueError, TypeError, KeyError, TimeoutError) as error:
+            _log.debug("a connection to the coordinator ended: %s", error)
+        finally:
+            writer.close()
+            present = self._present
+            if connected is not None and present is not None and self._is_present(connected):
+                del present.connections[connected.worker]
+                self._reduce(reform.WorkerLost(worker=connected.worker, what="its process is gone"))
+
+    def _is_present(self, connected: _Connected) -> bool:
+        """Return whether a connection is one of the present group's, and has not been replaced."""
+        return self._present is not None and self._present.connections.get(connected.worker) is connected
+
+    def _accept(self, first: dict[str, Any], writer: asyncio.StreamWriter) -> _Connected | None:
+        present = self._present
+        known = present is not None and first["group"] == present.number and first["worker"] in present.group.workers
+        if not known or not hmac.compare_digest(str(first["token"]), self._token):
+            return None
+        assert present is not None
+        connected = _Connected(worker=first["worker"], writer=writer, heard_at=self._clock.monotonic())
+        present.connections[connected.worker] = connected
+        place = reform.Place(node=first["node"], host=first["host"], port=first["port"])
+        self._reduce(reform.Joined(worker=connected.worker, place=place))
+        return connected
+
+    def _heard(self, worker: int, message: dict[str, Any]) -> None:
+        if message["type"] != "ended":
+            return
+        error = message.get("error")
+        report = reform.Report(
+            status=message.get("status"),
+            error=None if error is None else RankError(rank=0, kind=error["kind"], what=error["what"]),
+            step=message["step"],
+            stepped=message["stepped"],
+            is_final=message.get("is_final", False),
+        )
+        self._reduce(
+            reform.ChildEnded(worker=worker, generation=message["generation"], report=report, port=message["port"])
+        )
+
+    def _reduce(self, event: reform.Event) -> None:
+        present = self._present
+        if present is None:
+            return
+        present.group, actions = reform.reduce(present.group, event, self._clock.monotonic())
+        for action in actions:
+            self._act(present, action)
+
+    def _act(self, present: _Present, action: reform.Action) -> None:
+        match action:
+            case reform.Start():
+                nodes = [present.group.workers[worker].place for worker in action.members]
+                rank_nodes = [place.node for place in nodes if place is not None]
+                for rank, worker in enumerate(action.members):
+                    order = {"generation": action.generation, "host": action.host, "port": action.port}
+                    self._send(present, worker, {"do": "start", **order, "rank": rank, "rank_nodes": rank_nodes})
+            case reform.Stop():
+                self._send_all(present, {"do": "stop", "generation": action.generation})
+            case reform.Judge():
+                self._keep(self._ask_judge(present, action))
+            case reform.Finish():
+                self._send_all(present, {"do": "finish", "status": action.status})
+            case reform.GiveUp():
+                self._send_all(present, {"do": "give up", "reason": action.reason})
+
+    async def _ask_judge(self, present: _Present, question: reform.Judge) -> None:
+        try:
+            unusable, may_continue = await asyncio.to_thread(self._judge, question, present.group)
+        except Exception as error:
+            # Ray Train judges it then.
+            _log.warning("the failure of a generation could not be judged (%s)", error)
+            unusable, may_continue = present.group.unusable, False
+        if self._present is present:
+            self._reduce(reform.NodesUnusable(nodes=unusable))
+            self._reduce(reform.Judged(generation=question.generation, may_continue=may_continue))
+
+    def _send_all(self, present: _Present, message: dict[str, Any]) -> None:
+        for worker in tuple(present.connections):
+            self._send(present, worker, message)
+
+    def _send(self, present: _Present, worker: int, message: dict[str, Any]) -> None:
+        connected = present.connections.get(worker)
+        if connected is not None:
+            # The buffer holds it if the other side is slow; one that stays silent is dropped.
+            connected.writer.write(encode(message))
+
+    async def _tick(self) -> None:
+        """Beat, notice who is silent, and let time pass."""
+        before = self._clock.monotonic()
+        while True:
+            await asyncio.sleep(BEAT_S / 2)
+            present, now = self._present, self._clock.monotonic()
+            if present is None:
+                before = now
+                continue
+            # Time in which this process itself was not scheduled is nobody's silence.
+            own_s, before = max(0.0, now - before - BEAT_S), now
+            for connected in tuple(present.connections.values()):
+                connected.heard_at += own_s
+                if now - connected.heard_at > SILENCE_S:
+                    self._drop(present, connected)
+            self._send_all(present, {"do": "beat"})
+            self._reduce(reform.Tick())
+
+    def _drop(self, present: _Present, connected: _Connected) -> None:
+        del present.connections[connected.worker]
+        with contextlib.suppress(OSError):
+            connected.writer.transport.abort()
+        self._reduce(reform.WorkerLost(worker=connected.worker, what=f"it has not been heard of for {SILENCE_S:g} s"))
+
+    def _drop_connections(self) -> None:
+        if self._present is not None:
+            connections, self._present.connections = self._present.connections, {}
+            for connected in connections.values():
+                connected.writer.close()

@@ -1,0 +1,210 @@
+"""A warm process that forks a child per attempt: everything is imported, and no GPU has been touched.
+
+``python -m ray_ulysses.supervision.launcher FD`` is executed by a supervisor, with one end of a socket pair. Importing
+PyTorch, DeepSpeed and Transformers takes seconds that a new child does not have to wait for. A launcher is executed
+rather than forked from the supervisor, which has Ray's threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from ray_ulysses.supervision.order import Exited, Order, Ready, Result, Started, Stop, receive, send
+from ray_ulysses.supervision.shared_progress import SharedProgress
+
+_PR_SET_PDEATHSIG = 1
+_GPU_DEVICE = "/dev/nvidiactl"
+_LAZY = (
+    "deepspeed",
+    "transformers",
+    "torch._inductor.compile_fx",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "transformers.integrations.deepspeed",
+    "safetensors.torch",
+)
+"""Modules that libraries import only when they are first used; what is missing in a version is imported later."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Child:
+    """A child that runs, with descriptors that become readable when its process ends, and for its result."""
+
+    pid: int
+    process: int
+    result: int
+
+
+def main(arguments: list[str]) -> None:
+    """Serve orders until the supervisor is gone."""
+    orders = socket.socket(fileno=int(arguments[0]))
+    orders.set_inheritable(False)
+    die_with_parent(os.getppid())
+    _import_everything()
+    send(orders, Ready())
+    child: _Child | None = None
+    while True:
+        watched = [orders.fileno(), *(() if child is None else (child.process, child.result))]
+        readable, _, _ = select.select(watched, [], [])
+        if child is not None:
+            if child.result in readable:
+                _forward_result(orders, child)
+                child = _Child(pid=child.pid, process=child.process, result=_never())
+            if child.process in readable:
+                _reap(orders, child)
+                child = None
+                continue
+        if orders.fileno() not in readable:
+            continue
+        try:
+            order, descriptors = receive(orders)
+        except (EOFError, OSError):
+            _kill(child)
+            return
+        if isinstance(order, Stop):
+            _kill(child)
+        elif isinstance(order, Order):
+            child = _start(orders, order, descriptors)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread that created it ends, even if it is stopped then."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        # It ended before.
+        os._exit(1)
+
+
+def is_safe_to_fork(descriptors: str = "/proc/self/fd") -> bool:
+    """Return whether no GPU was touched by this process: CUDA does not work in a child that was forked after that."""
+    for name in os.listdir(descriptors):
+        try:
+            if os.readlink(f"{descriptors}/{name}") == _GPU_DEVICE:
+                return False
+        except OSError:
+            continue
+    return True
+
+
+def _import_everything() -> None:
+    # DeepSpeed counts GPUs when it is imported; with NVML that touches none.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    if not os.path.exists(_GPU_DEVICE):
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    importlib.import_module("ray_ulysses.supervision.child")
+    for name in _LAZY:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue
+    # Modules are not garbage: a collection in a child, and DeepSpeed asks for several, would visit them all, and copy
+    # every page that it touches.
+    gc.collect()
+    gc.freeze()
+
+
+def _start(orders: socket.socket, order: Order, descriptors: list[int]) -> _Child:
+    """Fork a child for an order; where that is not safe, become the child and never return."""
+    if not is_safe_to_fork():
+        send(orders, Started(pid=os.getpid(), is_launcher=True))
+        _run(order, descriptors, lambda result: send(orders, result))
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    launcher = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        die_with_parent(launcher)
+        orders.close()
+        os.close(reading)
+        # Its own group, so that whatever it starts ends with it.
+        os.setsid()
+        _run(order, descriptors, lambda result: _write(writing, result))
+    os.close(writing)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    send(orders, Started(pid=pid))
+    return _Child(pid=pid, process=os.pidfd_open(pid), result=reading)
+
+
+def _run(order: Order, descriptors: list[int], deliver: Callable[[Result], None]) -> NoReturn:
+    """Run the attempt, deliver its result and wait for the end."""
+    from ray_ulysses.supervision.child import run_child
+
+    progress, listener, requests, blocks = descriptors
+    result = run_child(order, SharedProgress(progress), listener, (requests, blocks))
+    deliver(result)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    while result.error is None:
+        # Other ranks may still be talking to this one; the supervisor ends all when the last one is done.
+        signal.pause()
+    os._exit(1)
+
+
+def _write(descriptor: int, result: Result) -> None:
+    content = pickle.dumps(result)
+    with os.fdopen(descriptor, "wb") as stream:
+        # With its length, since a process that the child has started may hold the pipe open.
+        stream.write(len(content).to_bytes(8, "little") + content)
+
+
+def _forward_result(orders: socket.socket, child: _Child) -> None:
+    content = _read(child.result, 8)
+    content = _read(child.result, int.from_bytes(content, "little")) if len(content) == 8 else b""
+    os.close(child.result)
+    if content:
+        result = pickle.loads(content)
+        assert isinstance(result, Result)
+        send(orders, result)
+
+
+def _read(descriptor: int, num_bytes: int) -> bytes:
+    """Return so many bytes, or none if the child ended before it had written them."""
+    content = b""
+    while len(content) < num_bytes:
+        part = os.read(descriptor, num_bytes - len(content))
+        if not part:
+            return b""
+        content += part
+    return content
+
+
+def _never() -> int:
+    """Return a descriptor that never becomes readable."""
+    return os.eventfd(0, os.EFD_CLOEXEC)
+
+
+def _reap(orders: socket.socket, child: _Child) -> None:
+    _, status = os.waitpid(child.pid, 0)
+    os.close(child.process)
+    os.close(child.result)
+    # Whatever the child had started.
+    _kill_group(child.pid)
+    send(orders, Exited(code=os.waitstatus_to_exitcode(status)))
+
+
+def _kill(child: _Child | None) -> None:
+    if child is not None:
+        _kill_group(child.pid)
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

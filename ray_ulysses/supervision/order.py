@@ -1,0 +1,142 @@
+"""What a supervisor orders its launcher to do, and what the launcher reports: pickled messages on one machine."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+MOST_BYTES = 1 << 17
+"""Longest message: the default of the kernel's buffers takes it whole."""
+_MOST_FDS = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What is the same for every attempt of one worker.
+
+    Attributes:
+        config: The run's configuration as a mapping.
+        session: The command's name.
+        command_started: When the command began, in seconds since the epoch; None if unknown.
+        workers_asked: When it requested its workers.
+        node: Name of the worker's node in journal and logs.
+        local_rank: The worker's rank on its node, which is the index of its GPU.
+        device: Its device as PyTorch names it.
+    """
+
+    config: dict[str, Any]
+    session: str
+    command_started: float | None
+    workers_asked: float | None
+    node: str
+    local_rank: int
+    device: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """An attempt that a child is to run.
+
+    Attributes:
+        job: What the worker's attempts share.
+        generation: Number of the generation that trains together.
+        rank: Global rank.
+        rank_nodes: The cluster's name of each rank's node, by rank.
+        host: Address of rank 0's node.
+        port: Where rank 0 listens; it is handed the listening socket.
+    """
+
+    job: Job
+    generation: int
+    rank: int
+    rank_nodes: tuple[str, ...]
+    host: str
+    port: int
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.rank_nodes)
+
+    @property
+    def local_world_size(self) -> int:
+        """Number of ranks on this node."""
+        return self.rank_nodes.count(self.rank_nodes[self.rank])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stop:
+    """The child is to be killed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ready:
+    """The launcher has imported everything."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Started:
+    """A child runs.
+
+    Attributes:
+        pid: Its process, and its process group.
+        is_launcher: Whether the launcher itself became the child, since it could not fork safely.
+    """
+
+    pid: int
+    is_launcher: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """A child's attempt has ended.
+
+    Attributes:
+        status: How, if it did not fail.
+        error: The error that it raised.
+    """
+
+    status: str | None = None
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exited:
+    """A child's process is gone.
+
+    Attributes:
+        code: Its exit code; minus the number of the signal that killed it.
+    """
+
+    code: int
+
+
+def send(connection: socket.socket, message: Any, descriptors: tuple[int, ...] = ()) -> None:
+    """Send a message, and descriptors, over a socket that keeps messages apart.
+
+    Raises:
+        OSError: The other side is gone.
+    """
+    socket.send_fds(connection, [pickle.dumps(message)], descriptors)
+
+
+def receive(connection: socket.socket) -> tuple[Any, list[int]]:
+    """Return the next message with its descriptors; waits for one.
+
+    Raises:
+        EOFError: The other side is gone.
+    """
+    content, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, _MOST_FDS)
+    if not content:
+        raise EOFError("the other side is gone")
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    return pickle.loads(content), descriptors
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Return two connected sockets that keep messages apart."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,0 +1,385 @@
+"""Supervises one worker's child: starts it on the coordinator's orders, watches it, and reports its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from ray_ulysses.checkpoint.errors import StorageFailedError
+from ray_ulysses.elastic.causes import is_consequence, one_line
+from ray_ulysses.errors import PeerError, RunError, UserError
+from ray_ulysses.logging import get_logger
+from ray_ulysses.supervision.channel import Channel
+from ray_ulysses.supervision.order import Exited, Job, Order, Ready, Result, Started, Stop, pair, receive, send
+from ray_ulysses.supervision.remote_streams import serve_streams
+from ray_ulysses.supervision.shared_progress import SharedProgress
+
+if TYPE_CHECKING:
+    from ray_ulysses.checkpoint.notice import Notice
+    from ray_ulysses.data.read.streamed_source import Streams
+
+_log = get_logger(__name__)
+BEAT_S = 0.5
+"""Seconds between two signs of life to the coordinator, and back."""
+SILENCE_S = 10.0
+"""A coordinator that has not been heard of for so long is gone, or this node is cut off from it."""
+_KILL_S = 2.0
+_STOPPED_S = 1.0
+"""A process that somebody has stopped (SIGSTOP) for this long is treated as failed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Announcement:
+    """How a supervisor reaches its coordinator.
+
+    Attributes:
+        host: Address of the coordinator.
+        port: Its port.
+        token: Secret that it asks for.
+        group: Number of the worker group.
+    """
+
+    host: str
+    port: int
+    token: str
+    group: int
+
+
+class ChildLostError(RunError):
+    """A child's process is gone, or was killed since it made no progress."""
+
+
+@dataclass
+class _Child:
+    """The child of one generation, as its supervisor knows it."""
+
+    order: Order
+    progress: SharedProgress
+    pid: int | None = None
+    is_launcher: bool = False
+    result: Result | None = None
+    failure: str | None = None
+    is_reported: bool = False
+    stopped_since: float | None = None
+    kill_at: float | None = None
+
+
+class Supervisor:
+    """Supervises the children of one worker, one after the other.
+
+    Args:
+        announcement: How to reach the coordinator.
+        worker: The worker's number in its group.
+        cluster_node: The cluster's name of its node.
+        host: Address of its node, at which other ranks reach rank 0.
+        job: What its attempts share.
+        make_streams: Makes the streams of rows of one child; None where children read rows themselves.
+        notice: Returns the notice that one of the cluster's nodes that it is given will be taken away, or None.
+    """
+
+    def __init__(
+        self,
+        announcement: Announcement,
+        *,
+        worker: int,
+        cluster_node: str,
+        host: str,
+        job: Job,
+        make_streams: Callable[[], Streams] | None,
+        notice: Callable[[Collection[str]], Notice | None] = lambda nodes: None,
+    ) -> None:
+        self._announcement, self._worker, self._cluster_node, self._host = announcement, worker, cluster_node, host
+        self._job, self._make_streams, self._notice = job, make_streams, notice
+        self._selector = selectors.DefaultSelector()
+        self._listener = self._listen()
+        self._child: _Child | None = None
+        self._error: BaseException | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._orders: socket.socket | None = None
+        self._heard_at = self._beaten_at = time.monotonic()
+
+    def run(self) -> str:
+        """Supervise until the attempt has ended, and return how it did.
+
+        Raises:
+            BaseException: What this worker's child raised, or `PeerError` if another's has failed.
+        """
+        self._launch()
+        channel = self._connect()
+        try:
+            self._selector.register(channel, selectors.EVENT_READ)
+            while True:
+                for key, _ in self._selector.select(timeout=BEAT_S / 2):
+                    if key.fileobj is channel:
+                        self._heard_at = time.monotonic()
+                        for message in channel.receive():
+                            ended = self._obey(message)
+                            if ended is not None:
+                                return ended
+                    elif key.fileobj is self._orders:
+                        self._hear_launcher(channel)
+                self._watch(channel)
+        except (OSError, ValueError) as error:
+            raise PeerError(f"the worker lost touch with the coordinator of its group ({error})") from error
+        finally:
+            self._end()
+            channel.close()
+
+    def _connect(self) -> Channel:
+        to = self._announcement
+        connection = socket.create_connection((to.host, to.port), timeout=SILENCE_S)
+        channel = Channel(connection)
+        channel.send(
+            {
+                "token": to.token,
+                "group": to.group,
+                "worker": self._worker,
+                "node": self._cluster_node,
+                "host": self._host,
+                "port": self._port,
+            }
+        )
+        return channel
+
+    def _obey(self, message: dict[str, Any]) -> str | None:
+        """Do what the coordinator says; return how the attempt ended if it has."""
+        match message["do"]:
+            case "beat":
+                pass
+            case "start":
+                self._start(message)
+            case "stop":
+                if self._child is not None and self._child.order.generation == message["generation"]:
+                    self._stop()
+            case "finish":
+                return str(message["status"])
+            case "give up":
+                # The error of this worker's own child tells more than that of a peer.
+                raise self._error or PeerError(f"another worker has failed, and Ray restarts all: {message['reason']}")
+        return None
+
+    def _start(self, message: dict[str, Any]) -> None:
+        if self._child is not None:
+            self._kill_now()
+        progress = SharedProgress.create()
+        order = Order(
+            job=self._job,
+            generation=message["generation"],
+            rank=message["rank"],
+            rank_nodes=tuple(message["rank_nodes"]),
+            host=message["host"],
+            port=message["port"],
+        )
+        self._child, self._error = _Child(order=order, progress=progress), None
+        mine, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
+        if self._make_streams is not None:
+            serve_streams(self._make_streams, *(Connection(one.detach()) for one in mine))
+        descriptors = (progress.descriptor, self._listener.fileno(), *(one.fileno() for one in theirs))
+        assert self._orders is not None
+        send(self._orders, order, descriptors)
+        for one in (*mine, *theirs):
+            one.close()
+
+    def _stop(self) -> None:
+        assert self._orders is not None and self._child is not None
+        self._child.kill_at = time.monotonic() + _KILL_S
+        with contextlib.suppress(OSError):
+            send(self._orders, Stop())
+        if self._child.is_launcher:
+            self._kill_launcher()
+
+    def _hear_launcher(self, channel: Channel) -> None:
+        assert self._orders is not None
+        try:
+            message, _ = receive(self._orders)
+        except (EOFError, OSError):
+            self._launcher_ended(channel)
+            return
+        child = self._child
+        if isinstance(message, Ready) or child is None:
+            return
+        if isinstance(message, Started):
+            child.pid, child.is_launcher = message.pid, message.is_launcher
+        elif isinstance(message, Result):
+            child.result = message
+            if message.error is None:
+                self._report(channel, {"status": message.status})
+        elif isinstance(message, Exited):
+            self._child_ended(channel, message.code)
+
+    def _launcher_ended(self, channel: Channel) -> None:
+        """Start another launcher, and report the child, which has ended with the one before."""
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_KILL_S)
+        code = self._process.poll()
+        self._end_launcher()
+        self._launch()
+        if self._child is not None:
+            self._child_ended(channel, -signal.SIGKILL if code is None else code)
+
+    def _child_ended(self, channel: Channel, code: int) -> None:
+        child = self._child
+        assert child is not None
+        self._error = child.result.error if child.result is not None else None
+        if child.kill_at is not None and child.failure is None and self._error is None:
+            self._report(channel, {})
+        else:
+            how = child.failure or (f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
+            self._error = self._error or ChildLostError(how)
+            self._report(channel, self._described(self._error))
+        child.progress.close()
+        self._child = None
+
+    def _described(self, error: BaseException) -> dict[str, Any]:
+        if isinstance(error, ChildLostError):
+            kind, what = "lost", str(error)
+        else:
+            kind, what = "consequence" if is_consequence(error) else "raised", one_line(error)
+        is_final = isinstance(error, UserError | StorageFailedError)
+        return {"error": {"kind": kind, "what": what}, "is_final": is_final}
+
+    def _report(self, channel: Channel, fields: dict[str, Any]) -> None:
+        child = self._child
+        assert child is not None
+        if child.is_reported:
+            return
+        child.is_reported = True
+        self._listener.close()
+        self._listener = self._listen()
+        progress = child.progress.progress()
+        channel.send(
+            {
+                "type": "ended",
+                "generation": child.order.generation,
+                "port": self._port,
+                "step": progress.step,
+                "stepped": progress.stepped,
+                **fields,
+            }
+        )
+
+    def _watch(self, channel: Channel) -> None:
+        """Beat, pass notices on, and look after the child."""
+        now = time.monotonic()
+        if now - self._beaten_at >= BEAT_S:
+            if now - self._beaten_at >= SILENCE_S / 2:
+                # This process itself was not scheduled; the coordinator's beats wait in the socket.
+                self._heard_at = now
+            self._beaten_at = now
+            channel.send({"type": "beat"})
+        if now - self._heard_at > SILENCE_S:
+            raise ConnectionError(f"it has not been heard of for {SILENCE_S:g} s")
+        child = self._child
+        if child is None:
+            return
+        child.progress.set_notice(self._notice(child.order.rank_nodes))
+        if child.kill_at is not None and now >= child.kill_at:
+            child.kill_at = now + _KILL_S
+            self._kill_launcher()
+        elif child.pid is not None and child.failure is None and child.kill_at is None:
+            self._look_for_stop(child, now)
+
+    def _look_for_stop(self, child: _Child, now: float) -> None:
+        assert child.pid is not None
+        if _state(child.pid) != "T":
+            child.stopped_since = None
+            return
+        child.stopped_since = now if child.stopped_since is None else child.stopped_since
+        if now - child.stopped_since >= _STOPPED_S:
+            child.failure = "its process was stopped (SIGSTOP)"
+            os.killpg(child.pid, signal.SIGKILL)
+
+    def _listen(self) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listener = socket.socket(family)
+        listener.bind(("", 0))
+        listener.listen(1024)
+        self._port = int(listener.getsockname()[1])
+        return listener
+
+    def _launch(self) -> None:
+        ours, theirs = pair()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "ray_ulysses.supervision.launcher", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        self._orders = ours
+        self._selector.register(ours, selectors.EVENT_READ)
+
+    def _kill_now(self) -> None:
+        """Kill the child without a report, and wait for its end."""
+        child, self._child = self._child, None
+        assert child is not None
+        if child.pid is None or child.is_launcher:
+            self._kill_launcher()
+            self._end_launcher()
+            self._launch()
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            self._drain_exit()
+        child.progress.close()
+
+    def _drain_exit(self) -> None:
+        """Take the launcher's words about a child that nobody asks for any more."""
+        assert self._orders is not None
+        self._orders.settimeout(_KILL_S)
+        try:
+            while not isinstance(receive(self._orders)[0], Exited):
+                pass
+        except (EOFError, OSError):
+            self._kill_launcher()
+            self._end_launcher()
+            self._launch()
+        else:
+            self._orders.settimeout(None)
+
+    def _kill_launcher(self) -> None:
+        assert self._process is not None
+        if self._child is not None and self._child.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._child.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _end_launcher(self) -> None:
+        if self._orders is not None:
+            self._selector.unregister(self._orders)
+            self._orders.close()
+            self._orders = None
+
+    def _end(self) -> None:
+        """Leave no process behind."""
+        self._kill_launcher()
+        self._end_launcher()
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_KILL_S)
+        if self._child is not None:
+            self._child.progress.close()
+            self._child = None
+        self._listener.close()
+        self._selector.close()
+
+
+def _state(pid: int) -> str:
+    """Return the state of a process as the kernel abbreviates it; empty if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as stream:
+            return stream.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

@@ -1,0 +1,142 @@
+"""Workers form again after a fault of any kind, without Ray: what is trained does not notice."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ray_ulysses.config import Config
+from ray_ulysses.run.requests import request_stop
+from ray_ulysses.tracking.events import StepDone
+from ray_ulysses.tracking.history import AttemptRecord, RunHistory, read_history
+from tests.distributed.run_case import make_config, make_corpus
+from tests.distributed.supervised import SupervisedRun, children, training_child
+from tests.polling import wait_until
+from tests.unit.tracking.journals import read_events
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
+TIMEOUT_S = 120.0
+NODES = {0: "a", 1: "a", 2: "b", 3: "b"}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[SupervisedRun]:
+    config = make_config(
+        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=4000, data__epochs=4000,
+        cluster__workers={"min": 2, "max": 4}, checkpoint__every_steps=2, memory__gradient_checkpointing=False,
+    )  # fmt: skip
+    with SupervisedRun(config, NODES, tmp_path) as run:
+        yield run
+
+
+def _attempts(config: Config) -> list[AttemptRecord]:
+    return [one for one in read_history(config.run_dir).attempts if one.first_step is not None]
+
+
+def _wait_for_steps(run: SupervisedRun, attempts: int, steps: int = 3) -> None:
+    """Wait until so many attempts have trained, the last one so many steps."""
+
+    def have_trained() -> bool:
+        found = _attempts(run.config)
+        return len(found) >= attempts and (found[-1].last_step or 0) - (found[-1].first_step or 0) >= steps - 1
+
+    wait_until(have_trained, f"{attempts} attempts", timeout_s=TIMEOUT_S, every_s=0.1, said=run.logs)
+
+
+def _stop(run: SupervisedRun, workers: tuple[int, ...]) -> RunHistory:
+    """Stop the run, and return its history once these workers have ended well and left nothing."""
+    launchers = [child for worker in workers for child in children(run.processes[worker].pid)]
+    request_stop(run.config.run_dir, "session")
+    wait_until(
+        lambda: all(run.processes[worker].poll() == 0 for worker in workers), "the end", timeout_s=TIMEOUT_S,
+        said=run.logs,
+    )  # fmt: skip
+    wait_until(lambda: not any(Path(f"/proc/{one}").exists() for one in launchers), "no process left", timeout_s=10.0)
+    return read_history(run.config.run_dir)
+
+
+def _same_losses(config: Config) -> None:
+    """Steps that were trained by more than one attempt have the same loss in each."""
+    losses: dict[int, list[float]] = {}
+    for event in read_events(config.run_dir):
+        if isinstance(event, StepDone):
+            losses.setdefault(event.step, []).append(event.loss)
+    repeated = [values for values in losses.values() if len(values) > 1]
+    assert all(abs(value / values[0] - 1.0) <= 1e-5 for values in repeated for value in values)
+
+
+def _child(run: SupervisedRun, worker: int) -> int:
+    found: list[int] = []
+
+    def is_there() -> bool:
+        child = training_child(run.processes[worker].pid)
+        found[:] = [] if child is None else [child]
+        return bool(found)
+
+    wait_until(is_there, "a child", timeout_s=TIMEOUT_S)
+    return found[0]
+
+
+def test_children_that_die_or_stop_and_a_lost_node_cost_at_most_the_steps_since_the_last_commit(
+    run: SupervisedRun,
+) -> None:
+    _wait_for_steps(run, 1)
+    for number, (how, worker) in enumerate(((signal.SIGKILL, 1), (signal.SIGSEGV, 0), (signal.SIGSTOP, 2)), start=2):
+        os.kill(_child(run, worker), how)
+        _wait_for_steps(run, number)
+        group = run.coordinator.group
+        assert group is not None and group.members == (0, 1, 2, 3) and group.generation == number
+    causes = [[(error.rank, error.what) for error in judge.errors] for judge in run.judged]
+    assert causes == [
+        [(1, "killed by signal 9")], [(0, "killed by signal 11")], [(2, "its process was stopped (SIGSTOP)")],
+    ]  # fmt: skip
+    for worker in (0, 1):
+        run.processes[worker].kill()
+    _wait_for_steps(run, 5)
+    group = run.coordinator.group
+    assert group is not None and group.members == (2, 3)
+    history = _stop(run, (2, 3))
+    assert [one.world_size for one in history.attempts] == [4, 4, 4, 4, 2] and history.status == "stopped"
+    assert [step.step for step in history.steps] == list(range(1, history.step + 1))
+    assert history.rows_consumed == history.step * run.config.data.rows_per_step
+    _same_losses(run.config)
+
+
+def test_members_leave_a_node_that_is_to_go_and_lose_no_step(run: SupervisedRun) -> None:
+    from ray_ulysses.elastic import reform
+
+    _wait_for_steps(run, 1)
+    run.coordinator.post(reform.NodesUnusable(nodes=frozenset({"b"})))
+    run.coordinator.post(reform.MoveAsked())
+    request_stop(run.config.run_dir, "session", "resize")
+
+    def moved() -> bool:
+        group = run.coordinator.group
+        return group is not None and group.generation == 2
+
+    wait_until(moved, "the second generation", timeout_s=TIMEOUT_S, said=run.logs)
+    _wait_for_steps(run, 2)
+    history = _stop(run, (0, 1, 2, 3))
+    assert [one.world_size for one in history.attempts] == [4, 2] and not run.judged
+    assert history.lost_steps == 0 and history.attempts[0].reason == "resized"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verdict", [False, True], ids=["final", "hopeless"])
+def test_what_can_not_be_recovered_is_raised_where_it_happened(run: SupervisedRun, verdict: bool) -> None:
+    """A broken directory: each generation fails before its first step."""
+    _wait_for_steps(run, 1)
+    run.verdicts = [verdict, verdict, False]
+    (run.config.run_dir / "plan").rename(run.config.run_dir / "elsewhere")
+    os.kill(_child(run, 1), signal.SIGKILL)
+    wait_until(
+        lambda: all(process.poll() is not None for process in run.processes.values()), "the end", timeout_s=TIMEOUT_S
+    )
+    assert all(process.returncode == 1 for process in run.processes.values())
+    logs = run.logs()
+    assert ("ChildLostError: killed by signal 9" in logs) is not verdict
+    assert ("UserError" in logs) is verdict

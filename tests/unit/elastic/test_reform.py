@@ -1,0 +1,311 @@
+"""Who trains after a fault: the coordinator's reducer, event by event and on random histories."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ray_ulysses.elastic.causes import RankError
+from ray_ulysses.elastic.placement import WorkerRange
+from ray_ulysses.elastic.reform import (
+    CAUSE_S,
+    MOST_FAILED_FORMS,
+    STOP_S,
+    Action,
+    ChildEnded,
+    Event,
+    Finish,
+    GiveUp,
+    Group,
+    Joined,
+    Judge,
+    Judged,
+    MoveAsked,
+    NodesUnusable,
+    Place,
+    Report,
+    Start,
+    Stop,
+    Supervised,
+    Tick,
+    WorkerLost,
+    reduce,
+)
+from tests.breadth import examples
+
+KILLED = RankError(rank=0, kind="lost", what="killed by signal 9")
+PEER = RankError(rank=0, kind="consequence", what="RuntimeError: Connection closed by peer")
+BUG = RankError(rank=0, kind="raised", what="ValueError: boom")
+
+
+class Coordinated:
+    """A group on nodes of two workers each, sp_size 2, and a clock that the test moves."""
+
+    def __init__(self, workers: int = 4, least: int = 2) -> None:
+        self.now = 0.0
+        wanted = WorkerRange(least=least, most=workers, sp_size=2)
+        self.group = Group(wanted=wanted, workers={number: Supervised() for number in range(workers)})
+
+    def see(self, event: Event) -> tuple[Action, ...]:
+        self.group, actions = reduce(self.group, event, self.now)
+        return actions
+
+    def join_all(self) -> tuple[Action, ...]:
+        actions: tuple[Action, ...] = ()
+        for worker in self.group.workers:
+            actions = self.see(Joined(worker=worker, place=place(worker)))
+        return actions
+
+    def end(self, worker: int, *, error: RankError | None = None, status: str | None = None, **report: Any
+            ) -> tuple[Action, ...]:  # fmt: skip
+        event = ChildEnded(
+            worker=worker, generation=self.group.generation, port=9000 + worker,
+            report=Report(error=error, status=status, **report),
+        )  # fmt: skip
+        return self.see(event)
+
+    def stop_rest(self, *, stepped: bool = True) -> tuple[Action, ...]:
+        actions: tuple[Action, ...] = ()
+        for worker in self.group.members:
+            if self.group.workers[worker].is_there and self.group.workers[worker].report is None:
+                actions += self.end(worker, stepped=stepped)
+        return actions
+
+
+def place(worker: int) -> Place:
+    return Place(node="abcdefgh"[worker // 2], host=f"10.0.0.{worker // 2}", port=8000 + worker)
+
+
+def training(**options: Any) -> Coordinated:
+    one = Coordinated(**options)
+    one.join_all()
+    return one
+
+
+def test_children_start_when_all_workers_have_joined_in_rays_order() -> None:
+    one = Coordinated()
+    for worker in (3, 0, 2):
+        assert one.see(Joined(worker=worker, place=place(worker))) == ()
+    (start,) = one.see(Joined(worker=1, place=place(1)))
+    assert start == Start(generation=1, members=(0, 1, 2, 3), host="10.0.0.0", port=8000)
+
+
+def test_a_child_that_is_killed_stops_all_and_the_same_workers_form_again() -> None:
+    one = training()
+    assert one.end(1, error=KILLED, step=7, stepped=True) == (Stop(generation=1),)
+    judge = one.stop_rest()
+    assert judge == (Judge(generation=1, errors=(replace(KILLED, rank=1),), is_final=False),)
+    (start,) = one.see(Judged(generation=1, may_continue=True))
+    # Each supervisor listens at another port for each generation.
+    assert start == Start(generation=2, members=(0, 1, 2, 3), host="10.0.0.0", port=9000)
+    assert one.group.failed_forms == 0
+
+
+def test_a_lost_node_leaves_the_whole_groups_of_the_others() -> None:
+    one = training()
+    assert one.see(WorkerLost(worker=0, what="its process is gone")) == (Stop(generation=1),)
+    one.see(WorkerLost(worker=1, what="its process is gone"))
+    (judge,) = one.stop_rest()
+    assert isinstance(judge, Judge) and [error.rank for error in judge.errors] == [0, 1]
+    (start,) = one.see(Judged(generation=1, may_continue=True))
+    assert isinstance(start, Start) and start.members == (2, 3) and (start.host, start.port) == ("10.0.0.1", 9002)
+
+
+def test_half_a_group_is_left_out_and_is_a_spare_for_the_next_time() -> None:
+    one = training(workers=6)
+    one.see(WorkerLost(worker=0, what="gone"))
+    one.stop_rest()
+    (start,) = one.see(Judged(generation=1, may_continue=True))
+    assert isinstance(start, Start) and start.members == (2, 3, 4, 5)
+    # Now another half is lost: the two halves that are left are on different nodes, which serves as a last resort.
+    one.see(WorkerLost(worker=2, what="gone"))
+    one.stop_rest()
+    (start,) = one.see(Judged(generation=2, may_continue=True))
+    assert isinstance(start, Start) and start.members == (4, 5)
+
+
+def test_too_few_workers_and_a_fixed_number_are_left_to_ray() -> None:
+    one = training(least=4)
+    one.see(WorkerLost(worker=0, what="gone"))
+    one.stop_rest()
+    (action,) = one.see(Judged(generation=1, may_continue=True))
+    assert isinstance(action, GiveUp) and one.group.gave_up and one.group.phase == "ended"
+    assert one.see(Tick()) == () and one.see(WorkerLost(worker=1, what="gone")) == ()
+
+
+def test_a_failure_that_may_not_continue_is_left_to_ray() -> None:
+    one = training()
+    one.end(2, error=BUG, is_final=True)
+    (judge,) = one.stop_rest()
+    assert isinstance(judge, Judge) and judge.is_final
+    assert isinstance(one.see(Judged(generation=1, may_continue=False))[0], GiveUp)
+
+
+def test_an_error_at_the_same_step_twice_is_final_and_at_another_step_is_not() -> None:
+    one = training()
+    finals = []
+    for step in (5, 6, 6):
+        one.end(1, error=BUG, step=step, stepped=True)
+        (judge,) = one.stop_rest()
+        assert isinstance(judge, Judge)
+        finals.append(judge.is_final)
+        one.see(Judged(generation=one.group.generation, may_continue=True))
+    assert finals == [False, False, True]
+
+
+def test_two_generations_without_a_step_are_left_to_ray() -> None:
+    one = training()
+    for attempt in range(MOST_FAILED_FORMS):
+        one.end(1, error=KILLED)
+        one.stop_rest(stepped=False)
+        (action,) = one.see(Judged(generation=attempt + 1, may_continue=True))
+    assert isinstance(action, GiveUp) and "2 attempts in a row" in action.reason
+
+
+def test_the_cause_of_consequences_is_waited_for_and_not_for_ever() -> None:
+    one = training()
+    one.end(0, error=PEER)
+    assert one.stop_rest() == (), "a node that died is noticed a moment later"
+    one.now = CAUSE_S - 0.1
+    assert one.see(Tick()) == ()
+    (judge,) = one.see(WorkerLost(worker=3, what="gone"))
+    assert isinstance(judge, Judge) and {error.kind for error in judge.errors} == {"consequence", "lost"}
+    two = training()
+    two.end(0, error=PEER)
+    two.stop_rest()
+    two.now = CAUSE_S
+    (judge,) = two.see(Tick())
+    assert isinstance(judge, Judge) and [error.kind for error in judge.errors] == ["consequence"]
+
+
+def test_a_supervisor_that_does_not_stop_its_child_is_lost() -> None:
+    one = training()
+    one.end(0, error=KILLED)
+    for worker in (1, 2):
+        one.end(worker)
+    one.now = STOP_S - 0.1
+    assert one.see(Tick()) == ()
+    one.now = STOP_S
+    (judge,) = one.see(Tick())
+    assert isinstance(judge, Judge) and judge.errors[-1].what == "its supervisor does not answer"
+    (start,) = one.see(Judged(generation=1, may_continue=True))
+    assert isinstance(start, Start) and start.members == (0, 1)
+
+
+def test_reports_of_a_generation_that_is_over_change_nothing() -> None:
+    one = training()
+    one.end(1, error=KILLED, stepped=True)
+    one.stop_rest()
+    one.see(Judged(generation=1, may_continue=True))
+    late = ChildEnded(worker=0, generation=1, report=Report(error=BUG), port=1)
+    assert one.see(late) == () and one.see(Judged(generation=1, may_continue=False)) == ()
+    assert one.group.phase == "training" and one.group.generation == 2
+
+
+def test_an_attempt_ends_when_every_member_has() -> None:
+    one = training()
+    for worker in (0, 1, 2):
+        assert one.end(worker, status="finished") == ()
+    assert one.end(3, status="finished") == (Finish(status="finished"),)
+
+
+def test_members_that_were_asked_to_move_go_on_without_the_node_that_leaves() -> None:
+    one = training()
+    one.see(NodesUnusable(nodes=frozenset({"a"})))
+    one.see(MoveAsked())
+    for worker in (0, 1, 2):
+        one.end(worker, status="resized")
+    (start,) = one.end(3, status="resized")
+    assert isinstance(start, Start) and start.members == (2, 3)
+    # Asked to grow, they end: Ray starts workers on the nodes that have joined.
+    one.end(2, status="resized")
+    assert one.end(3, status="resized") == (Finish(status="resized"),)
+
+
+def test_a_stop_that_overtakes_a_move_ends_the_run() -> None:
+    one = training()
+    one.see(NodesUnusable(nodes=frozenset({"a"})))
+    one.see(MoveAsked())
+    for worker in (0, 1, 2):
+        one.end(worker, status="stopped")
+    assert one.end(3, status="stopped") == (Finish(status="stopped"),)
+
+
+def test_a_draining_node_that_dies_is_a_preemption() -> None:
+    one = training()
+    one.see(NodesUnusable(nodes=frozenset({"b"})))
+    one.see(WorkerLost(worker=2, what="gone"))
+    one.see(WorkerLost(worker=3, what="gone"))
+    (judge,) = one.stop_rest()
+    assert isinstance(judge, Judge) and {error.kind for error in judge.errors} == {"preempted"}
+
+
+_EVENTS = st.one_of(
+    st.builds(lambda w, e, s, g: ("end", w, e, s, g), st.integers(0, 7), st.sampled_from([KILLED, PEER, BUG, None]),
+              st.sampled_from(["finished", "resized", None]), st.integers(-1, 0)),
+    st.builds(lambda w: ("lost", w), st.integers(0, 7)),
+    st.builds(lambda n: ("unusable", n), st.frozensets(st.sampled_from("abcd"), max_size=2)),
+    st.sampled_from([("move",), ("tick", 0.1), ("tick", 2.0), ("tick", 6.0), ("yes",), ("no",)]),
+)  # fmt: skip
+
+
+@given(st.lists(_EVENTS, max_size=60))
+@settings(max_examples=examples(300), deadline=None)
+def test_on_any_history_one_generation_trains_and_it_is_never_stuck(history: list[tuple[Any, ...]]) -> None:
+    one = training(workers=8)
+    running: set[int] = set(range(8))
+    """Workers whose children may be alive, as only their supervisors know."""
+    for event in history:
+        generation, actions = one.group.generation, []
+        match event:
+            case ("end", worker, error, status, past):
+                report = Report(error=error, status=None if error else status)
+                actions += one.see(ChildEnded(worker=worker, generation=generation + past, report=report, port=1))
+                if past == 0:
+                    running.discard(worker)
+            case ("lost", worker):
+                actions += one.see(WorkerLost(worker=worker, what="gone"))
+                running.discard(worker)
+            case ("unusable", nodes):
+                actions += one.see(NodesUnusable(nodes=nodes))
+            case ("move",):
+                actions += one.see(MoveAsked())
+            case ("tick", seconds):
+                one.now += seconds
+                actions += one.see(Tick())
+            case (verdict,):
+                actions += one.see(Judged(generation=generation, may_continue=verdict == "yes"))
+        for action in actions:
+            if isinstance(action, Start):
+                assert action.generation == generation + 1
+                # Nobody of the generation before still trains, but for workers that are lost to all.
+                lost = {number for number, worker in one.group.workers.items() if worker.is_lost}
+                assert running <= lost
+                assert len(action.members) % 2 == 0 and len(set(action.members)) == len(action.members)
+                nodes = [one.group.workers[member].place for member in action.members]
+                assert not lost & set(action.members)
+                assert all(at is not None and at.node not in one.group.unusable for at in nodes)
+                running = set(action.members)
+    # Whatever happened: supervisors that answer, and a judge that does, lead to an end or to children that train.
+    if one.group.phase == "stopping":
+        one.stop_rest()
+        one.now += STOP_S + CAUSE_S
+        one.see(Tick())
+    if one.group.phase == "judging":
+        one.see(Judged(generation=one.group.generation, may_continue=True))
+    assert one.group.phase in ("training", "ended")
+
+
+@pytest.mark.parametrize("phase", ["training", "stopping", "judging"])
+def test_a_move_is_only_asked_of_members_that_train(phase: str) -> None:
+    one = training()
+    if phase != "training":
+        one.end(1, error=KILLED, stepped=True)
+    if phase == "judging":
+        one.stop_rest()
+    one.see(MoveAsked())
+    assert one.group.phase == phase and one.group.moves is (phase == "training")

@@ -1,0 +1,159 @@
+"""The coordinator on real sockets, with supervisors that the test plays."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ray_ulysses.elastic import reform
+from ray_ulysses.elastic.placement import WorkerRange
+from ray_ulysses.supervision import coordinator as module
+from ray_ulysses.supervision.channel import encode
+from ray_ulysses.supervision.coordinator import Coordinator
+from ray_ulysses.supervision.supervisor import Announcement
+from tests.polling import wait_until
+
+WANTED = WorkerRange(least=1, most=2, sp_size=1)
+
+
+class Played:
+    """A supervisor's connection."""
+
+    def __init__(self, to: Announcement, number: int, **changes: Any) -> None:
+        self.socket = socket.create_connection((to.host, to.port), timeout=10.0)
+        first = {"token": to.token, "group": to.group, "worker": number, "node": f"n{number}", "host": "h", "port": 70}
+        self.socket.sendall(encode({**first, **changes}))
+        self.lines = self.socket.makefile("rb")
+
+    def ends(self, generation: int = 1, **fields: Any) -> None:
+        message = {"type": "ended", "generation": generation, "port": 71, "step": 2, "stepped": True, **fields}
+        self.socket.sendall(encode(message))
+
+    def hears(self, do: str) -> dict[str, Any]:
+        while line := self.lines.readline():
+            message: dict[str, Any] = json.loads(line)
+            if message["do"] == do:
+                return message
+        raise AssertionError(f"the connection ended before {do!r}")
+
+    def close(self) -> None:
+        self.lines.close()
+        self.socket.close()
+
+
+class Judged:
+    """A judge that answers as told."""
+
+    def __init__(self) -> None:
+        self.asked: list[reform.Judge] = []
+        self.answer: bool | Exception = True
+
+    def __call__(self, question: reform.Judge, group: reform.Group) -> tuple[frozenset[str], bool]:
+        self.asked.append(question)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return frozenset(), self.answer
+
+
+@pytest.fixture
+def judge() -> Judged:
+    return Judged()
+
+
+@pytest.fixture
+def coordinator(judge: Judged) -> Iterator[Coordinator]:
+    one = Coordinator(judge, "127.0.0.1")
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def _both(coordinator: Coordinator) -> tuple[Played, Played]:
+    to = coordinator.begin({0: "n0", 1: "n1"}, WANTED)
+    one, two = Played(to, 0), Played(to, 1)
+    for rank, played in enumerate((one, two)):
+        start = played.hears("start")
+        assert start == {
+            "do": "start", "generation": 1, "host": "h", "port": 70, "rank": rank, "rank_nodes": ["n0", "n1"],
+        }  # fmt: skip
+    return one, two
+
+
+def test_a_fault_is_judged_and_the_workers_that_are_left_start_again(coordinator: Coordinator, judge: Judged) -> None:
+    one, two = _both(coordinator)
+    two.close()
+    assert one.hears("stop")["generation"] == 1
+    one.ends()
+    start = one.hears("start")
+    assert (start["generation"], start["rank_nodes"], start["port"]) == (2, ["n0"], 71)
+    (question,) = judge.asked
+    assert [(error.rank, error.kind, error.what) for error in question.errors] == [(1, "lost", "its process is gone")]
+    one.ends(generation=2, status="finished")
+    assert one.hears("finish")["status"] == "finished"
+
+
+def test_what_a_child_raised_reaches_the_judge_and_a_no_reaches_all(coordinator: Coordinator, judge: Judged) -> None:
+    judge.answer = False
+    one, two = _both(coordinator)
+    two.ends(error={"kind": "raised", "what": "ValueError: boom"}, is_final=True)
+    one.hears("stop")
+    one.ends()
+    for played in (one, two):
+        assert "ends the run" in played.hears("give up")["reason"]
+    assert judge.asked[0].is_final and judge.asked[0].errors[0].what == "ValueError: boom"
+    assert coordinator.group is not None and coordinator.group.gave_up
+
+
+def test_a_judge_that_fails_leaves_the_failure_to_ray(coordinator: Coordinator, judge: Judged) -> None:
+    judge.answer = OSError("the storage is away")
+    one, two = _both(coordinator)
+    two.close()
+    one.hears("stop")
+    one.ends()
+    one.hears("give up")
+
+
+def test_a_supervisor_that_falls_silent_is_lost(
+    coordinator: Coordinator, judge: Judged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SILENCE_S", 1.0)
+    to = coordinator.begin({0: "n0"}, WorkerRange(least=1, most=1, sp_size=1))
+    silent = Played(to, 0)
+    silent.hears("start")
+    wait_until(lambda: bool(judge.asked), "the silence is noticed", timeout_s=20.0)
+    assert judge.asked[0].errors[0].what.startswith("it has not been heard of for")
+    silent.close()
+
+
+@pytest.mark.parametrize("changes", [{"token": "guess"}, {"group": 7}, {"worker": 9}, {"worker": None}, {"token": 3}])
+def test_strangers_are_not_let_in(coordinator: Coordinator, changes: dict[str, Any]) -> None:
+    to = coordinator.begin({0: "n0", 1: "n1"}, WANTED)
+    stranger = Played(to, 0, **changes)
+    assert stranger.socket.recv(100) == b""
+    stranger.close()
+    for content in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"\xff\xfe\n", b""):
+        with socket.create_connection((to.host, to.port), timeout=10.0) as connection:
+            connection.sendall(content)
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(100) == b""
+    group = coordinator.group
+    assert group is not None and not any(worker.is_there for worker in group.workers.values())
+    assert Played(to, 0).socket.fileno() > 0
+
+
+def test_the_group_before_is_forgotten_when_another_begins(coordinator: Coordinator, judge: Judged) -> None:
+    one, two = _both(coordinator)
+    present = _both(coordinator)
+    one.ends(error={"kind": "raised", "what": "late"})
+    two.close()
+    present[0].hears("beat")
+    group = coordinator.group
+    assert group is not None and group.phase == "training" and not judge.asked
+    coordinator.end()
+    assert coordinator.group is None
+    assert present[1].lines.read().endswith(b"\n"), "the connections are closed"
