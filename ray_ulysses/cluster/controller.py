@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import ray
@@ -29,6 +30,8 @@ from ray_ulysses.cluster.worker import announce
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.causes import root_cause
 from ray_ulysses.supervision.coordinator import Coordinator
+from ray_ulysses.supervision.hang_watch import hang_limits
+from ray_ulysses.tracking.failures import record_hang
 
 if TYPE_CHECKING:
     from ray.train.v2._internal.execution.worker_group import WorkerGroupContext, WorkerGroupPollStatus
@@ -72,7 +75,12 @@ class WorkerGroupWatch(WorkerGroupCallback):
 
     def __init__(self, run: ResolvedRun, book: FailureBook, judge: FailureJudge, scaling: WorkerScaling | None) -> None:
         self._wanted, self._book, self._judge, self._scaling = Demand.of(run).wanted, book, judge, scaling
-        self._coordinator = Coordinator(self._decide, ray.util.get_node_ip_address())
+        self._coordinator = Coordinator(
+            self._decide,
+            ray.util.get_node_ip_address(),
+            limits=hang_limits(run.config),
+            record_hang=partial(record_hang, run.config.run_dir, writer=book.writer),
+        )
         if scaling is not None:
             scaling.coordinate(self._coordinator)
 

@@ -94,6 +94,8 @@ FREE: dict[str, str] = {
     "elastic.failure_window_s": "failures are counted per command",
     "elastic.worker_start_timeout_s": "",
     "elastic.grow_interval_s": "",
+    "elastic.hang_timeout_s": "",
+    "elastic.start_hang_timeout_s": "",
     "elastic.collective_timeout_s": "",
     "elastic.cloud_notices": "",
     "elastic.drain_on_rebalance": "",

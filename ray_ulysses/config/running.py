@@ -172,6 +172,15 @@ class ElasticSection(Section):
     """Maximum duration of one collective, in seconds, before the attempt counts as failed. Default 600, well above the
     longest legitimate time between two collectives."""
 
+    hang_timeout_s: float = Field(default=120.0, gt=0.0)
+    """Time without progress within a step, in seconds, after which ranks may be said to hang: all are ended then, their
+    stacks are recorded in the journal, and the run continues as after a failure. A rank makes progress with every
+    micro-batch. The run's own steps raise it, to five times the longest of the recent ones. Default 120."""
+
+    start_hang_timeout_s: float = Field(default=3600.0, gt=0.0)
+    """The same for the time before an attempt's first step has ended, in which the model is built, a state is loaded
+    and kernels are compiled. Default 3600."""
+
     cloud_notices: Literal["auto", "none", "aws", "gcp", "azure"] = "auto"
     """Cloud whose announcements that a machine is going to be taken away (spot interruption, preemption, maintenance)
     each node is watched for; Ray then drains the node, and the run saves before its end. Default `auto`: the cloud that

@@ -153,6 +153,11 @@ def _hint(error: RankError) -> str:
             "reduce a worker's memory: raise parallel.sp_size or memory.attention_chunks, set "
             "memory.offload_optimizer: cpu; `ray-ulysses plan` shows the terms"
         )
+    if error.kind == "lost" and "is gone" in error.what:
+        return (
+            "see whether its node has died, or whether the kernel has killed the process when memory ran out (see "
+            "`dmesg` on its node)"
+        )
     if error.kind == "lost" and "signal" in error.what:
         return (
             "unless somebody killed it, the kernel did when memory ran out (see `dmesg` on its node), or it crashed "

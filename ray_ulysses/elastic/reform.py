@@ -155,6 +155,15 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RanksHung:
+    """Ranks of a generation make no progress; their supervisors answer."""
+
+    generation: int
+    ranks: tuple[int, ...]
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NodesUnusable:
     """Nodes are dead or draining; replaces what was known before."""
 
@@ -179,7 +188,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Joined | ChildEnded | WorkerLost | NodesUnusable | MoveAsked | Judged | Tick
+Event = Joined | ChildEnded | WorkerLost | RanksHung | NodesUnusable | MoveAsked | Judged | Tick
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,6 +251,10 @@ def reduce(group: Group, event: Event, now: float) -> tuple[Group, tuple[Action,
             group = _child_ended(group, event, now)
         case WorkerLost():
             group = _worker_lost(group, event, now)
+        case RanksHung():
+            if event.generation == group.generation and group.phase == "training":
+                hung = {rank: RankError(rank=rank, kind="lost", what=event.what) for rank in event.ranks}
+                group = replace(group, lost={**hung, **group.lost})
         case NodesUnusable():
             group = replace(group, unusable=event.nodes)
         case MoveAsked():

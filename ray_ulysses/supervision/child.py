@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import pickle
 import signal
@@ -25,7 +26,7 @@ from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.run.refusals import leave_refusal, refuse_if_taken_over
 from ray_ulysses.run.requests import clear_stop, stop_requested
 from ray_ulysses.run.secrets_file import use_secrets
-from ray_ulysses.supervision.order import MOST_BYTES, Result
+from ray_ulysses.supervision.order import MOST_BYTES, STACKS_SIGNAL, Result
 from ray_ulysses.supervision.remote_streams import RemoteStreams
 from ray_ulysses.trainer.data import moved_sources
 from ray_ulysses.trainer.loop import run_attempt
@@ -44,16 +45,20 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 
-def run_child(order: Order, progress: SharedProgress, listener: int, streams: tuple[int, int]) -> Result:
+def run_child(
+    order: Order, progress: SharedProgress, *, stacks: int, listener: int, streams: tuple[int, int]
+) -> Result:
     """Run an attempt and return how it ended; never raises.
 
     Args:
         order: The attempt.
         progress: Memory shared with the supervisor.
+        stacks: Descriptor of the file to which the stacks of all threads are written on `STACKS_SIGNAL`.
         listener: Descriptor of a socket that listens at the order's port, for rank 0.
         streams: Descriptors of the connections over which the supervisor builds and reads the stream of rows.
     """
     configure_logging()
+    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     # Ctrl-C reaches the command, which asks for an orderly end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = parse_config(order.job.config)
@@ -64,7 +69,7 @@ def run_child(order: Order, progress: SharedProgress, listener: int, streams: tu
             clear_stop(config.run_dir)
         _join(order, config, listener)
         end = run_attempt(config, _worker(order, config, progress, streams))
-        progress.beat("ending", end.step)
+        progress.beat("save", end.step)
         return Result(status=end.status)
     except BaseException as error:
         traceback.print_exc()

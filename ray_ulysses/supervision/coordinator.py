@@ -20,15 +20,19 @@ from typing import Any
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.causes import RankError
+from ray_ulysses.elastic.hang import HangLimits
 from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.logging import get_logger
 from ray_ulysses.supervision.channel import MOST_BYTES, encode
+from ray_ulysses.supervision.hang_watch import HangWatch
 from ray_ulysses.supervision.supervisor import BEAT_S, Announcement
 
 _log = get_logger(__name__)
 SILENCE_S = 5.0
 """A supervisor that has not been heard of for so long is lost: its node is cut off, or its process has stopped."""
 _JOIN_S = 10.0
+_RECORD_S = 2.0
+"""Longest wait for the record of a hang: the storage may be what hangs."""
 
 Judge = Callable[[reform.Judge, reform.Group], tuple[frozenset[str], bool]]
 """Records the failure of a generation; returns the nodes that can't be used any more, and whether the run may go on."""
@@ -50,6 +54,7 @@ class _Present:
     number: int
     group: reform.Group
     connections: dict[int, _Connected] = field(default_factory=dict)
+    hangs: HangWatch | None = None
 
 
 class Coordinator:
@@ -57,11 +62,22 @@ class Coordinator:
 
     Args:
         judge: Records failures and decides about them; called in a thread of its own.
+        limits: How long a rank may go without progress.
+        record_hang: Records which ranks hang, with the stacks of every rank; called in a thread of its own.
         host: Address at which the workers' nodes reach this one.
         clock: Time.
     """
 
-    def __init__(self, judge: Judge, host: str, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        judge: Judge,
+        host: str,
+        *,
+        limits: HangLimits,
+        record_hang: Callable[[str, Mapping[int, str]], object],
+        clock: Clock | None = None,
+    ) -> None:
+        self._limits, self._record_hang = limits, record_hang
         self._judge, self._host, self._clock = judge, host, clock or SystemClock()
         self._token = secrets.token_hex(16)
         self._present: _Present | None = None
@@ -175,6 +191,7 @@ class Coordinator:
 
     def _heard(self, worker: int, message: dict[str, Any]) -> None:
         if message["type"] != "ended":
+            self._heard_of_progress(worker, message)
             return
         error = message.get("error")
         report = reform.Report(
@@ -188,6 +205,17 @@ class Coordinator:
             reform.ChildEnded(worker=worker, generation=message["generation"], report=report, port=message["port"])
         )
 
+    def _heard_of_progress(self, worker: int, message: dict[str, Any]) -> None:
+        present = self._present
+        hangs = None if present is None else present.hangs
+        if present is None or hangs is None or message.get("generation") != hangs.generation:
+            return
+        rank = present.group.members.index(worker)
+        if message["type"] == "stacks":
+            hangs.hear_stacks(rank, str(message["text"]))
+        else:
+            hangs.hear(rank, message, self._clock.monotonic())
+
     def _reduce(self, event: reform.Event) -> None:
         present = self._present
         if present is None:
@@ -199,6 +227,7 @@ class Coordinator:
     def _act(self, present: _Present, action: reform.Action) -> None:
         match action:
             case reform.Start():
+                present.hangs = HangWatch(self._limits, action.generation, len(action.members))
                 nodes = [present.group.workers[worker].place for worker in action.members]
                 rank_nodes = [place.node for place in nodes if place is not None]
                 for rank, worker in enumerate(action.members):
@@ -251,6 +280,25 @@ class Coordinator:
                     self._drop(present, connected)
             self._send_all(present, {"do": "beat"})
             self._reduce(reform.Tick())
+            await self._look_for_hang(present, now)
+
+    async def _look_for_hang(self, present: _Present, now: float) -> None:
+        """Ask for every rank's stacks if the generation hangs, and end it once they are recorded."""
+        hangs = present.hangs
+        hang = hangs.find(now) if hangs is not None and present.group.phase == "training" else None
+        if hangs is None or hang is None:
+            return
+        if hangs.asks_for_stacks(now):
+            self._send_all(present, {"do": "stacks"})
+        stacks = hangs.stacks(now)
+        if stacks is None:
+            return
+        present.hangs = None
+        try:
+            await asyncio.wait_for(asyncio.to_thread(self._record_hang, str(hang), stacks), _RECORD_S)
+        except (OSError, TimeoutError) as error:
+            _log.warning("a hang could not be recorded in the journal (%s): %s", error, hang)
+        self._reduce(reform.RanksHung(generation=hangs.generation, ranks=hang.ranks, what=str(hang)))
 
     def _drop(self, present: _Present, connected: _Connected) -> None:
         del present.connections[connected.worker]

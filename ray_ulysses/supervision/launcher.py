@@ -141,8 +141,8 @@ def _run(order: Order, descriptors: list[int], deliver: Callable[[Result], None]
     """Run the attempt, deliver its result and wait for the end."""
     from ray_ulysses.supervision.child import run_child
 
-    progress, listener, requests, blocks = descriptors
-    result = run_child(order, SharedProgress(progress), listener, (requests, blocks))
+    progress, stacks, listener, requests, blocks = descriptors
+    result = run_child(order, SharedProgress(progress), stacks=stacks, listener=listener, streams=(requests, blocks))
     deliver(result)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import socket
 from dataclasses import dataclass
 from typing import Any
 
 MOST_BYTES = 1 << 17
 """Longest message: the default of the kernel's buffers takes it whole."""
-_MOST_FDS = 4
+_MOST_FDS = 5
+STACKS_SIGNAL = signal.SIGUSR2
+"""Asks a child for the stacks of its threads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

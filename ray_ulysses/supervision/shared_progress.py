@@ -13,10 +13,11 @@ import time
 from dataclasses import dataclass
 
 from ray_ulysses.checkpoint.notice import Notice
+from ray_ulysses.elastic.hang import Phase
 
-_BEATS, _STEP, _FIRST, _PHASE, _AT, _NOTICED, _DEADLINE = range(7)
+_BEATS, _STEP, _PHASE, _MICRO_BATCH, _AT, _STEPS, _STARTED, _SECONDS, _NOTICED, _DEADLINE = range(10)
 _BYTES = 8 * 16
-PHASES = ("starting", "step", "evaluation", "saving", "ending")
+PHASES: tuple[Phase, ...] = ("start", "step", "evaluation", "save")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,16 +27,20 @@ class Progress:
     Attributes:
         beats: Number of signs of life so far.
         step: The step that it trains; 0 before the first.
-        phase: One of `PHASES`.
+        phase: What it does.
+        micro_batch: Micro-batches of the phase that it has done.
         at: When it gave the last sign, on the machine's monotonic clock.
-        stepped: Whether it has completed a step.
+        steps: Number of steps that it has completed.
+        step_s: Seconds that the last of them took, without evaluation and save.
     """
 
     beats: int
     step: int
-    phase: str
+    phase: Phase
+    micro_batch: int
     at: float
-    stepped: bool
+    steps: int
+    step_s: float
 
 
 class SharedProgress:
@@ -58,25 +63,31 @@ class SharedProgress:
         os.ftruncate(descriptor, _BYTES)
         return cls(descriptor)
 
-    def beat(self, phase: str, step: int) -> None:
-        """Give a sign of life; the child calls."""
-        whole = self._whole
-        if whole[_FIRST] == 0 and step > 0:
-            whole[_FIRST] = step
-        whole[_STEP], whole[_PHASE] = step, PHASES.index(phase)
-        self._real[_AT] = time.monotonic()
+    def beat(self, phase: Phase, step: int) -> None:
+        """Give a sign of life, before a micro-batch or a phase of another kind; the child calls."""
+        whole, real, now, number = self._whole, self._real, time.monotonic(), PHASES.index(phase)
+        is_same = (whole[_STEP], whole[_PHASE]) == (step, number)
+        if not is_same and PHASES[whole[_PHASE]] == "step":
+            real[_SECONDS] = now - real[_STARTED]
+            whole[_STEPS] += 1
+        if not is_same:
+            real[_STARTED] = now
+        whole[_MICRO_BATCH] = whole[_MICRO_BATCH] + 1 if is_same else 0
+        whole[_STEP], whole[_PHASE] = step, number
+        real[_AT] = now
         whole[_BEATS] += 1
 
     def progress(self) -> Progress:
         """Return the child's progress; the supervisor calls."""
-        whole = self._whole
-        step, first = whole[_STEP], whole[_FIRST]
+        whole, real = self._whole, self._real
         return Progress(
             beats=whole[_BEATS],
-            step=step,
+            step=whole[_STEP],
             phase=PHASES[whole[_PHASE]],
-            at=self._real[_AT],
-            stepped=0 < first < step or PHASES[whole[_PHASE]] in ("saving", "evaluation", "ending"),
+            micro_batch=whole[_MICRO_BATCH],
+            at=real[_AT],
+            steps=whole[_STEPS],
+            step_s=real[_SECONDS],
         )
 
     def set_notice(self, notice: Notice | None) -> None:

@@ -20,7 +20,19 @@ from ray_ulysses.elastic.causes import is_consequence, one_line
 from ray_ulysses.errors import PeerError, RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.supervision.channel import Channel
-from ray_ulysses.supervision.order import Exited, Job, Order, Ready, Result, Started, Stop, pair, receive, send
+from ray_ulysses.supervision.order import (
+    STACKS_SIGNAL,
+    Exited,
+    Job,
+    Order,
+    Ready,
+    Result,
+    Started,
+    Stop,
+    pair,
+    receive,
+    send,
+)
 from ray_ulysses.supervision.remote_streams import serve_streams
 from ray_ulysses.supervision.shared_progress import SharedProgress
 
@@ -34,6 +46,8 @@ BEAT_S = 0.5
 SILENCE_S = 10.0
 """A coordinator that has not been heard of for so long is gone, or this node is cut off from it."""
 _KILL_S = 2.0
+_STACKS_S = 0.5
+_MOST_STACKS_BYTES = 1 << 16
 _STOPPED_S = 1.0
 """A process that somebody has stopped (SIGSTOP) for this long is treated as failed."""
 
@@ -65,6 +79,7 @@ class _Child:
 
     order: Order
     progress: SharedProgress
+    stacks: int
     pid: int | None = None
     is_launcher: bool = False
     result: Result | None = None
@@ -72,6 +87,12 @@ class _Child:
     is_reported: bool = False
     stopped_since: float | None = None
     kill_at: float | None = None
+    stacks_at: float | None = None
+
+    def close(self) -> None:
+        """Give back what is shared with it."""
+        self.progress.close()
+        os.close(self.stacks)
 
 
 class Supervisor:
@@ -158,6 +179,8 @@ class Supervisor:
                 pass
             case "start":
                 self._start(message)
+            case "stacks":
+                self._ask_for_stacks()
             case "stop":
                 if self._child is not None and self._child.order.generation == message["generation"]:
                     self._stop()
@@ -171,7 +194,7 @@ class Supervisor:
     def _start(self, message: dict[str, Any]) -> None:
         if self._child is not None:
             self._kill_now()
-        progress = SharedProgress.create()
+        progress, stacks = SharedProgress.create(), os.memfd_create("ray-ulysses-stacks", os.MFD_CLOEXEC)
         order = Order(
             job=self._job,
             generation=message["generation"],
@@ -180,11 +203,11 @@ class Supervisor:
             host=message["host"],
             port=message["port"],
         )
-        self._child, self._error = _Child(order=order, progress=progress), None
+        self._child, self._error = _Child(order=order, progress=progress, stacks=stacks), None
         mine, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
         if self._make_streams is not None:
             serve_streams(self._make_streams, *(Connection(one.detach()) for one in mine))
-        descriptors = (progress.descriptor, self._listener.fileno(), *(one.fileno() for one in theirs))
+        descriptors = (progress.descriptor, stacks, self._listener.fileno(), *(one.fileno() for one in theirs))
         assert self._orders is not None
         send(self._orders, order, descriptors)
         for one in (*mine, *theirs):
@@ -238,7 +261,7 @@ class Supervisor:
             how = child.failure or (f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
             self._error = self._error or ChildLostError(how)
             self._report(channel, self._described(self._error))
-        child.progress.close()
+        child.close()
         self._child = None
 
     def _described(self, error: BaseException) -> dict[str, Any]:
@@ -264,7 +287,7 @@ class Supervisor:
                 "generation": child.order.generation,
                 "port": self._port,
                 "step": progress.step,
-                "stepped": progress.stepped,
+                "stepped": progress.steps > 0,
                 **fields,
             }
         )
@@ -277,18 +300,52 @@ class Supervisor:
                 # This process itself was not scheduled; the coordinator's beats wait in the socket.
                 self._heard_at = now
             self._beaten_at = now
-            channel.send({"type": "beat"})
+            channel.send({"type": "beat", **self._progress(now)})
         if now - self._heard_at > SILENCE_S:
             raise ConnectionError(f"it has not been heard of for {SILENCE_S:g} s")
         child = self._child
         if child is None:
             return
         child.progress.set_notice(self._notice(child.order.rank_nodes))
+        if child.stacks_at is not None and now >= child.stacks_at:
+            child.stacks_at = None
+            text = os.pread(child.stacks, _MOST_STACKS_BYTES, 0).decode(errors="replace")
+            channel.send({"type": "stacks", "generation": child.order.generation, "text": text})
         if child.kill_at is not None and now >= child.kill_at:
             child.kill_at = now + _KILL_S
             self._kill_launcher()
         elif child.pid is not None and child.failure is None and child.kill_at is None:
             self._look_for_stop(child, now)
+
+    def _progress(self, now: float) -> dict[str, Any]:
+        """Return the child's progress as the coordinator takes it; nothing where no child trains."""
+        child = self._child
+        if child is None or child.pid is None or child.is_reported:
+            return {}
+        progress = child.progress.progress()
+        return {
+            "generation": child.order.generation,
+            "phase": progress.phase,
+            "step": progress.step,
+            "micro_batch": progress.micro_batch,
+            # Before its first sign the child imports, or is being forked.
+            "idle_s": now - progress.at if progress.beats else 0.0,
+            "state": _state(child.pid),
+            "steps": progress.steps,
+            "step_s": progress.step_s,
+        }
+
+    def _ask_for_stacks(self) -> None:
+        """Have the child write its stacks, which are sent a moment later."""
+        child = self._child
+        if child is None or child.pid is None or child.stacks_at is not None:
+            return
+        # The child writes where this process's descriptor points to.
+        os.ftruncate(child.stacks, 0)
+        os.lseek(child.stacks, 0, os.SEEK_SET)
+        child.stacks_at = time.monotonic() + _STACKS_S
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, STACKS_SIGNAL)
 
     def _look_for_stop(self, child: _Child, now: float) -> None:
         assert child.pid is not None
@@ -332,7 +389,7 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             self._drain_exit()
-        child.progress.close()
+        child.close()
 
     def _drain_exit(self) -> None:
         """Take the launcher's words about a child that nobody asks for any more."""
@@ -370,7 +427,7 @@ class Supervisor:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_KILL_S)
         if self._child is not None:
-            self._child.progress.close()
+            self._child.close()
             self._child = None
         self._listener.close()
         self._selector.close()

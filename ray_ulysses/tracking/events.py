@@ -306,6 +306,20 @@ class WorkerWarned(_Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RunHung(_Event):
+    """Ranks of an attempt made no progress for too long, and were ended.
+
+    Attributes:
+        text: Which ranks, where, and for how long.
+        stacks: The stacks of every rank's threads before the end, by rank; empty for a rank that could not give them.
+    """
+
+    event: Literal["hang"] = "hang"
+    text: str
+    stacks: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEnded(EndEvent):
     """An attempt has ended; the first word of the reason is one of `STOP_REASONS` if that was intended.
 
@@ -346,6 +360,7 @@ Event = (
     | CheckpointFailed
     | PreemptionNoticed
     | WorkerWarned
+    | RunHung
     | AttemptEnded
     | StartFailed
     | RunFinished

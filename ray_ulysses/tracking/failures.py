@@ -6,7 +6,7 @@ The supervisor of the workers writes them beside the main file of the attempt: `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +90,25 @@ def command_failures(events: Sequence[Event], session: str) -> list[AttemptEnded
     """Return the failures of a command in the order of their times."""
     ends = [event for event in events if isinstance(event, AttemptEnded | StartFailed) and event.restarts is not None]
     return sorted((event for event in ends if event.session == session), key=lambda event: event.time)
+
+
+def record_hang(run_dir: Path, text: str, stacks: Mapping[int, str], *, writer: str) -> None:
+    """Write into the newest attempt's journal that ranks of it hang.
+
+    Args:
+        run_dir: The run's directory.
+        text: Which ranks, where, and for how long.
+        stacks: The stacks of each rank's threads, by rank.
+        writer: Name of the writer, which has a journal file of its own.
+
+    Raises:
+        OSError: It can't be written.
+    """
+    newest = newest_attempt(run_dir)
+    if newest is not None:
+        by_rank = {str(rank): stack for rank, stack in stacks.items()}
+        with closing(AttemptJournal.open(run_dir, newest.attempt, writer=writer)) as journal:
+            journal.append({"event": "hang", "text": text, "stacks": by_rank})
 
 
 def record_failure(run_dir: Path, failure: AttemptEnded | StartFailed | RunFailed, *, writer: str) -> None:

@@ -24,7 +24,15 @@ from ray_ulysses.tracking.journal_lines import with_checksum
 from ray_ulysses.validation import ContentError, read_json
 
 # Recovery reads these, so they must survive a power failure.
-_DURABLE = {"attempt_started", "checkpoint_committed", "attempt_ended", "start_failed", "run_finished", "run_failed"}
+_DURABLE = {
+    "attempt_started",
+    "checkpoint_committed",
+    "attempt_ended",
+    "hang",
+    "start_failed",
+    "run_finished",
+    "run_failed",
+}
 # Unsynced records are also kept in memory: a few thousand steps at most.
 _MAX_UNSYNCED_BYTES = 2**20
 

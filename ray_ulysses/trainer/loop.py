@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ray_ulysses.data.plan.plan import Plan
     from ray_ulysses.data.read.reader import RowReader, RowSlice
     from ray_ulysses.data.read.row_source import RowSource
+    from ray_ulysses.elastic.hang import Phase
     from ray_ulysses.run.run_position import RunPosition
     from ray_ulysses.trainer.worker import Worker
 
@@ -152,7 +153,7 @@ def _train(attempt: _Attempt, source: RowSource, position: RunPosition) -> Attem
             status = "resized" if flags.resize else "stopped"
         if _due(config.run.eval_every_steps, step, is_last=step == last_step):
             outcome = _evaluate(attempt, outcome)
-        worker.beat("saving", step)
+        worker.beat("save", step)
         with attempt.recorder.time.saving():
             attempt.keeper.after_step(attempt.engine, outcome, plan.cursor(step), last_step)
     return AttemptEnd(status=status, step=position.step)
@@ -225,7 +226,7 @@ def _evaluate(attempt: _Attempt, outcome: StepOutcome) -> StepOutcome:
     return replace(outcome, metrics={**outcome.metrics, "eval_loss": loss})
 
 
-def _beating(attempt: _Attempt, phase: str, step: int, slices: Iterator[RowSlice]) -> Iterator[RowSlice]:
+def _beating(attempt: _Attempt, phase: Phase, step: int, slices: Iterator[RowSlice]) -> Iterator[RowSlice]:
     """Give a sign of life before each micro-batch."""
     for row in slices:
         attempt.context.worker.beat(phase, step)

@@ -69,7 +69,7 @@ class Recorder:
 
     def phase(self, name: str) -> None:
         """Record a phase of the start-up, so that a person sees it while waiting for the first step."""
-        self._context.worker.beat("starting", 0)
+        self._context.worker.beat("start", 0)
         self._append("phase", phase=name, **self._context.worker.command())
 
     def attempt_started(self, position: RunPosition, last_step: int, plan: Plan) -> None:

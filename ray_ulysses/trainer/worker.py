@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ray_ulysses.data.plan.plan import Plan
     from ray_ulysses.data.read.reader import RowReader
     from ray_ulysses.data.read.row_source import RowSource
+    from ray_ulysses.elastic.hang import Phase
     from ray_ulysses.parallel.layout import ParallelLayout
 
 SourceMaker = Callable[["Plan", "RowReader", "ParallelLayout", int], "RowSource"]
@@ -39,8 +40,7 @@ class Worker:
         is_watched: Whether the launcher sees every worker's end, and records why an attempt failed; rank 0 alone can't
             tell a cause from its consequences.
         is_tested: Whether this process's devices have passed the self-test of this command before.
-        beat: Called with the phase (see `supervision.shared_progress.PHASES`) and step as a sign of life, at least once
-            per micro-batch.
+        beat: Called with what the rank does and its step as a sign of life, before each micro-batch.
         clock: Time.
         on_event: Called with the name and step of each event of the loop; a seam for fault tests.
     """
@@ -57,7 +57,7 @@ class Worker:
     notice: Callable[[], Notice | None] = lambda: None
     is_watched: bool = False
     is_tested: bool = False
-    beat: Callable[[str, int], Any] = lambda phase, step: None
+    beat: Callable[[Phase, int], Any] = lambda phase, step: None
     clock: Clock = field(default_factory=SystemClock)
     on_event: Callable[[str, int], Any] = lambda name, step: None
 

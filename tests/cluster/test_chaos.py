@@ -31,7 +31,7 @@ VICTIMS = {
     "group": None,
     "worker": "RayTrainWorker",
     "raylet": "/raylet ",
-    "controller": "TrainController",
+    "controller": "SupervisedController",
 }
 MOMENTS = ("start-up", "step", "save", "resume")
 LAYOUTS = ((1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 2), (4, 4))
@@ -154,7 +154,7 @@ class Chaos:
         """Kill a process at a moment; where the command ends by it, start it anew with other workers."""
         self.wait_for_moment(victim, moment)
         mark, descendants = VICTIMS[victim], self.processes(None)
-        trainers = self.processes("RayTrainWorker") + self.processes("TrainController")
+        trainers = self.processes("RayTrainWorker") + self.processes("SupervisedController")
         death = Death(
             victim=victim, moment=moment, workers=self.layout[0], sp_size=self.layout[1], step=self.step(),
             attempt=self.newest_attempt(), time=time.time(), ended=False,

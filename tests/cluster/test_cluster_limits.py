@@ -190,7 +190,7 @@ def _train_processes() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
-            if "TrainController" in (line := " ".join(process.cmdline())) or "RayTrainWorker" in line:
+            if "SupervisedController" in (line := " ".join(process.cmdline())) or "RayTrainWorker" in line:
                 found.append(process)
         except psutil.Error:
             continue

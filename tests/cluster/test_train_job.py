@@ -85,6 +85,12 @@ def worker_processes(config: Config) -> list[psutil.Process]:
     return [process for process in found if "RayTrainWorker" in " ".join(_cmdline(process))]
 
 
+def training_processes(config: Config) -> list[psutil.Process]:
+    """Return the processes that train: the children of the workers' launchers."""
+    launchers = [launcher for worker in worker_processes(config) for launcher in worker.children()]
+    return [child for launcher in launchers for child in launcher.children()]
+
+
 def _cmdline(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
@@ -105,14 +111,16 @@ def test_a_run_goes_on_over_completion_stop_kill_and_resize(corpus: Path, tmp_pa
             checkpoint__every_steps=4, data__rows_per_step=3,
         )  # fmt: skip
 
-    # One worker is killed and the run recovers by itself; then a signal stops it.
+    # One rank is killed and the run recovers by itself, on the same workers; then a signal stops it.
     config = config_for(2, 1, 80)
     command = start(config, tmp_path / "first")
     try:
         wait_for_step(config, 6)
-        worker_processes(config)[0].kill()
+        before = {process.pid for process in worker_processes(config)}
+        training_processes(config)[0].kill()
         command.process.send_signal(signal.SIGUSR1)
         wait_for_step(config, 11)
+        assert {process.pid for process in worker_processes(config)} == before, "Ray has restarted nothing"
         command.process.send_signal(signal.SIGTERM)
         assert command.wait() == 0, command.text
     finally:
@@ -139,7 +147,8 @@ def test_a_run_goes_on_over_completion_stop_kill_and_resize(corpus: Path, tmp_pa
         wait_for_step(config, stopped.step + 5)
         # Afterwards they are no children of this process any more.
         workers = worker_processes(config)
-        assert len(workers) == 2
+        assert len(workers) == len(training_processes(config)) == 2
+        workers += [process for worker in workers for process in worker.children(recursive=True)]
     finally:
         command.kill()
     _, alive = psutil.wait_procs(workers, timeout=30)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -17,8 +18,10 @@ from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.logging import configure_logging
 from ray_ulysses.supervision.coordinator import Coordinator
+from ray_ulysses.supervision.hang_watch import hang_limits
 from ray_ulysses.supervision.order import Job
 from ray_ulysses.supervision.supervisor import Announcement, Supervisor
+from ray_ulysses.tracking.failures import record_hang
 from tests.distributed.run_case import prepare_attempt
 
 
@@ -43,7 +46,10 @@ class SupervisedRun:
 
     def __enter__(self) -> SupervisedRun:
         prepare_attempt(self.config, "session")
-        self.coordinator = Coordinator(self._judge, "127.0.0.1")
+        self.coordinator = Coordinator(
+            self._judge, "127.0.0.1", limits=hang_limits(self.config),
+            record_hang=partial(record_hang, self.config.run_dir, writer="controller"),
+        )  # fmt: skip
         limits = self.config.cluster.workers
         wanted = WorkerRange(least=limits.min, most=limits.max, sp_size=self.config.parallel.sp_size)
         announcement = self.coordinator.begin(self.nodes, wanted)

@@ -70,6 +70,7 @@ def sources_of(
     world_size: int,
     sp_size: int,
     sources: list[PlannedSource] | None = None,
+    streams: RayStreams | None = None,
     **options: Any,
 ) -> list[StreamedSource]:
     shared = ThreadShare(world_size)
@@ -79,7 +80,7 @@ def sources_of(
             plan,
             rank=rank,
             layout=ParallelLayout(world_size=world_size, sp_size=sp_size),
-            streams=RayStreams(),
+            streams=streams or RayStreams(),
             share=shared.of_rank(rank),
             **{"timeout_s": WAIT_S, **options},
         )
@@ -253,18 +254,19 @@ def test_a_replaced_corpus_is_refused(cluster: None, tmp_path: Path) -> None:
 
 def test_a_cluster_without_free_cpus_is_an_error_and_no_hang(cluster: None, corpus: Corpus) -> None:
     plan = plan_of(corpus)
-    (source,) = sources_of(corpus, plan, 1, 1, num_cpus=64.0, timeout_s=3.0)
-    with pytest.raises(RunError, match=r"no row arrived for 3 s; Ray Data needs 64.0 free CPUs per task"):
+    (source,) = sources_of(corpus, plan, 1, 1, streams=RayStreams(64.0), timeout_s=3.0)
+    with pytest.raises(RunError, match=r"no row arrived for 3 s; Ray Data needs cluster.data_cpus free CPUs"):
         list(source.step(1))
     source.close()
 
 
 def test_the_streams_of_finished_windows_are_ended(cluster: None, corpus: Corpus) -> None:
     plan = plan_of(corpus, rows_per_step=2)
-    sources = sources_of(corpus, plan, 1, 1, max_blocks=4)
+    streams = RayStreams()
+    sources = sources_of(corpus, plan, 1, 1, streams=streams, max_blocks=4)
     take(sources, range(1, 8))
-    assert len(sources[0]._coordinators) == 2
-    coordinators = list(sources[0]._coordinators)
+    assert len(streams._coordinators) == 2
+    coordinators = list(streams._coordinators)
     sources[0].close()
     for coordinator in coordinators:
         with pytest.raises(ray.exceptions.RayActorError):

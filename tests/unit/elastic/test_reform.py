@@ -27,6 +27,7 @@ from ray_ulysses.elastic.reform import (
     MoveAsked,
     NodesUnusable,
     Place,
+    RanksHung,
     Report,
     Start,
     Stop,
@@ -180,6 +181,16 @@ def test_the_cause_of_consequences_is_waited_for_and_not_for_ever() -> None:
     two.now = CAUSE_S
     (judge,) = two.see(Tick())
     assert isinstance(judge, Judge) and [error.kind for error in judge.errors] == ["consequence"]
+
+
+def test_ranks_that_hang_are_ended_and_their_workers_stay() -> None:
+    one = training()
+    assert one.see(RanksHung(generation=0, ranks=(1,), what="late")) == ()
+    assert one.see(RanksHung(generation=1, ranks=(1,), what="not moved")) == (Stop(generation=1),)
+    (judge,) = one.stop_rest()
+    assert isinstance(judge, Judge) and judge.errors == (RankError(rank=1, kind="lost", what="not moved"),)
+    (start,) = one.see(Judged(generation=1, may_continue=True))
+    assert isinstance(start, Start) and start.members == (0, 1, 2, 3)
 
 
 def test_a_supervisor_that_does_not_stop_its_child_is_lost() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ray_ulysses.elastic import reform
+from ray_ulysses.elastic.hang import HangLimits
 from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.supervision import coordinator as module
 from ray_ulysses.supervision.channel import encode
@@ -33,6 +34,13 @@ class Played:
         message = {"type": "ended", "generation": generation, "port": 71, "step": 2, "stepped": True, **fields}
         self.socket.sendall(encode(message))
 
+    def beats(self, step: int, idle_s: float = 0.0, generation: int = 1, **fields: Any) -> None:
+        message = {
+            "type": "beat", "generation": generation, "phase": "step", "step": step, "micro_batch": 0,
+            "idle_s": idle_s, "state": "S", "steps": step - 1, "step_s": 1.0, **fields,
+        }  # fmt: skip
+        self.socket.sendall(encode(message))
+
     def hears(self, do: str) -> dict[str, Any]:
         while line := self.lines.readline():
             message: dict[str, Any] = json.loads(line)
@@ -50,6 +58,7 @@ class Judged:
 
     def __init__(self) -> None:
         self.asked: list[reform.Judge] = []
+        self.hangs: list[tuple[Any, ...]] = []
         self.answer: bool | Exception = True
 
     def __call__(self, question: reform.Judge, group: reform.Group) -> tuple[frozenset[str], bool]:
@@ -66,7 +75,8 @@ def judge() -> Judged:
 
 @pytest.fixture
 def coordinator(judge: Judged) -> Iterator[Coordinator]:
-    one = Coordinator(judge, "127.0.0.1")
+    limits = HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0)
+    one = Coordinator(judge, "127.0.0.1", limits=limits, record_hang=lambda *hang: judge.hangs.append(hang))
     try:
         yield one
     finally:
@@ -128,6 +138,43 @@ def test_a_supervisor_that_falls_silent_is_lost(
     wait_until(lambda: bool(judge.asked), "the silence is noticed", timeout_s=20.0)
     assert judge.asked[0].errors[0].what.startswith("it has not been heard of for")
     silent.close()
+
+
+def test_a_rank_that_hangs_is_named_with_every_stack_and_all_are_ended(coordinator: Coordinator, judge: Judged) -> None:
+    one, two = _both(coordinator)
+    one.beats(4, idle_s=20.0)
+    two.beats(3, idle_s=20.0)
+    one.hears("beat")
+    assert not judge.hangs, "20 s are allowed"
+    one.beats(4, idle_s=31.0)
+    two.beats(3, idle_s=31.0)
+    one.hears("stacks")
+    two.hears("stacks")
+    one.socket.sendall(encode({"type": "stacks", "generation": 1, "text": "in all_reduce"}))
+    two.socket.sendall(encode({"type": "stacks", "generation": 1, "text": "in sleep"}))
+    assert one.hears("stop")["generation"] == 1
+    one.ends()
+    two.ends()
+    assert one.hears("start")["generation"] == 2 and two.hears("start")["rank"] == 1
+    ((text, stacks),) = judge.hangs
+    assert text.startswith("rank 1 has not moved for") and "in step 3" in text and "the others wait" in text
+    assert stacks == {0: "in all_reduce", 1: "in sleep"}
+    (question,) = judge.asked
+    assert [(error.rank, error.kind) for error in question.errors] == [(1, "lost")]
+
+
+def test_ranks_that_move_on_while_they_are_asked_for_stacks_are_left_alone(
+    coordinator: Coordinator, judge: Judged
+) -> None:
+    one, two = _both(coordinator)
+    for played in (one, two):
+        played.beats(4, idle_s=31.0)
+    one.hears("stacks")
+    for played in (one, two):
+        played.beats(5)
+    for _ in range(12):
+        one.hears("beat")
+    assert not judge.hangs and not judge.asked
 
 
 @pytest.mark.parametrize("changes", [{"token": "guess"}, {"group": 7}, {"worker": 9}, {"worker": None}, {"token": 3}])

@@ -1,0 +1,102 @@
+"""Watches the progress of one generation's ranks, as their supervisors report it, for a hang."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ray_ulysses.elastic.hang import RECENT_STEPS, Hang, HangLimits, Progress, find_hang
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+
+_STACKS_S = 2.0
+"""Longest wait for the stacks of the ranks, in seconds."""
+
+
+def hang_limits(config: Config) -> HangLimits:
+    """Return how long a rank of a run may go without progress."""
+    elastic = config.elastic
+    return HangLimits(
+        floor_s=elastic.hang_timeout_s,
+        start_s=max(elastic.start_hang_timeout_s, elastic.hang_timeout_s),
+        # Micro-batches of an evaluation are as long as those of a step, and may be longer.
+        evaluation_s=max(elastic.collective_timeout_s, elastic.hang_timeout_s),
+        # The save gives up earlier by itself, with a better reason.
+        save_s=config.checkpoint.save_timeout_s + elastic.hang_timeout_s,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Heard:
+    progress: Progress
+    at: float
+
+
+class HangWatch:
+    """Knows the progress of every rank of a generation.
+
+    Args:
+        limits: How long a rank may go without progress.
+        generation: The generation.
+        world_size: Its number of ranks.
+    """
+
+    def __init__(self, limits: HangLimits, generation: int, world_size: int) -> None:
+        self.generation = generation
+        self._limits, self._world_size = limits, world_size
+        self._heard: dict[int, _Heard] = {}
+        self._steps = 0
+        self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._asked_at: float | None = None
+        self._stacks: dict[int, str] = {}
+
+    def hear(self, rank: int, message: Mapping[str, Any], now: float) -> None:
+        """Take a rank's progress from its supervisor's message.
+
+        Raises:
+            KeyError: The message holds none.
+        """
+        progress = Progress(
+            rank=rank,
+            phase=message["phase"],
+            step=message["step"],
+            micro_batch=message["micro_batch"],
+            idle_s=message["idle_s"],
+            state=message["state"],
+        )
+        self._heard[rank] = _Heard(progress=progress, at=now)
+        # Ranks step together; of steps faster than the messages some are not heard of.
+        if rank == 0 and message["steps"] > self._steps:
+            self._steps = message["steps"]
+            self._step_seconds.append(message["step_s"])
+
+    def hear_stacks(self, rank: int, text: str) -> None:
+        """Take the stacks of a rank's threads."""
+        self._stacks[rank] = text
+
+    def find(self, now: float) -> Hang | None:
+        """Return the hang that is seen now; None also while not every rank has been heard of."""
+        if len(self._heard) < self._world_size:
+            return None
+        ranks = [replace(one.progress, idle_s=one.progress.idle_s + now - one.at) for one in self._heard.values()]
+        found = find_hang(ranks, tuple(self._step_seconds), self._limits)
+        if found is None:
+            self._asked_at = None
+        return found
+
+    def asks_for_stacks(self, now: float) -> bool:
+        """Return whether the ranks are to be asked for their stacks; once for each hang."""
+        is_first = self._asked_at is None
+        if is_first:
+            self._asked_at = now
+        return is_first
+
+    def stacks(self, now: float) -> dict[int, str] | None:
+        """Return the stacks by rank, empty for ranks that gave none; None while they are waited for."""
+        waited_s = 0.0 if self._asked_at is None else now - self._asked_at
+        if len(self._stacks) < self._world_size and waited_s < _STACKS_S:
+            return None
+        return {rank: self._stacks.get(rank, "") for rank in range(self._world_size)}
