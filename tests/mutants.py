@@ -717,6 +717,51 @@ MUTANTS = (
         new="            if (middle > 0 and seconds > RATIO * middle) or rank in windows\n",
         killer="tests/unit/elastic/test_stragglers.py::test_a_window_at_the_others_pace_starts_the_count_anew",
     ),
+    Mutant(
+        name="a shard of the peer memory without its second copy",
+        file="ray_ulysses/vault/store.py",
+        old="                if partner != writer and self._is_copied(key, writer, partner):\n",
+        new="                if partner != writer:\n",
+        killer="tests/unit/vault/test_store.py::test_any_single_agent_may_be_lost[a]",
+    ),
+    Mutant(
+        name="a manifest of the peer memory decided by whichever agent is near",
+        file="ray_ulysses/vault/store.py",
+        old="        for node in sorted(self.nodes):\n",
+        new="        for node in self.nodes:\n",
+        killer="tests/unit/vault/test_store.py::"
+        "test_a_manifest_is_seen_by_all_from_its_decision_on_although_its_writer_died_before_spreading_it",
+    ),
+    Mutant(
+        name="a chunk of the peer memory kept unverified",
+        file="ray_ulysses/vault/files.py",
+        old="        if checksum(room) != wanted:\n",
+        new="        if checksum(room) != wanted and not room:\n",
+        killer="tests/unit/vault/test_agent.py::test_a_chunk_that_arrived_damaged_is_refused_and_its_memory_given_back",
+    ),
+    Mutant(
+        name="a fenced attempt's state taken from peer memory",
+        file="ray_ulysses/run/recovery.py",
+        old="unless=self.unusable, lineage=lineage)",
+        new="unless=self.unusable)",
+        killer="tests/unit/trainer/test_resume.py::test_the_storage_alone_says_which_attempts_peer_memory_may_hold",
+    ),
+    Mutant(
+        name="training from step 0 with a part of a damaged state",
+        file="ray_ulysses/trainer/resume.py",
+        old="        if chosen is None:\n",
+        new="        if chosen is None and in_memory is None:\n",
+        killer="tests/unit/trainer/test_resume.py::"
+        "test_a_state_of_peer_memory_that_was_loaded_in_part_is_no_beginning_and_no_obstacle_to_the_next_attempt",
+    ),
+    Mutant(
+        name="the only state in peer memory dropped before its successor is there",
+        file="ray_ulysses/trainer/vaulting.py",
+        old="            _drop_all_but(store, step)\n",
+        new="            _drop_all_but(store, -1)\n",
+        killer="tests/unit/trainer/test_vaulting.py::"
+        "test_the_state_that_an_attempt_started_from_is_kept_until_its_successor_is",
+    ),
 )
 
 

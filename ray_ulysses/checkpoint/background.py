@@ -47,7 +47,7 @@ class _Job:
     staged: StagedState
     meta: CheckpointMeta
     retry: int
-    obstacle: str | None
+    obstacle: Callable[[], str | None]
     asked_at: float
     stall_s: float
 
@@ -68,6 +68,7 @@ class BackgroundSaver:
         clock: Time.
         on_saved: Called on this rank's thread after each commit, before the next save begins.
         on_failed: Called there when a save has failed.
+        read_back: As `save_checkpoint` takes it.
     """
 
     def __init__(
@@ -82,10 +83,11 @@ class BackgroundSaver:
         clock: Clock,
         on_saved: Callable[[Saved], Any],
         on_failed: Callable[[int, CheckpointError], Any],
+        read_back: bool = True,
     ) -> None:
         self._store, self._attempt, self._rank, self._world_size = store, attempt, rank, world_size
         self._exchange, self._staging, self._clock = exchange, staging, clock
-        self._on_saved, self._on_failed = on_saved, on_failed
+        self._on_saved, self._on_failed, self._read_back = on_saved, on_failed, read_back
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Condition()
         self._pending = 0
@@ -133,7 +135,7 @@ class BackgroundSaver:
         meta: CheckpointMeta,
         *,
         timeout_s: float,
-        obstacle: str | None = None,
+        obstacle: Callable[[], str | None] = lambda: None,
     ) -> float:
         """Take a state and save it in the background; returns when training may continue.
 
@@ -144,7 +146,8 @@ class BackgroundSaver:
             state: Live views; on a GPU they must not change before `Staging.before_update`.
             meta: What the loop adds.
             timeout_s: Longest wait for a buffer.
-            obstacle: Why nothing may be committed now, if this rank knows a reason: the save fails on every rank.
+            obstacle: Called before anything is written, on the thread that writes; returns why nothing may be
+                committed now, if this rank knows a reason: the save fails on every rank.
 
         Returns:
             How long it took, in seconds.
@@ -225,7 +228,8 @@ class BackgroundSaver:
                 meta=job.meta,
                 exchange=self._exchange,
                 retry=job.retry,
-                obstacle=job.obstacle,
+                obstacle=job.obstacle(),
+                read_back=self._read_back,
             )
         except CheckpointError as error:
             if not isinstance(error, FencedError):

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from ray_ulysses.checkpoint.fence import read_lineage
+from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.intervals import CoverError, check_cover
 from ray_ulysses.checkpoint.manifest import ForeignManifestError, Manifest, ManifestError, read_manifest
 from ray_ulysses.checkpoint.shards import find_damage
@@ -75,17 +75,20 @@ def committed_in(keys: Iterable[str]) -> tuple[int, ...]:
     return tuple(sorted(int(match["step"]) for match in matches if match and match["name"] == MANIFEST_FILE))
 
 
-def newest_committed(store: Store, depth: Depth = "content", *, unless: Collection[int] = ()) -> Choice:
+def newest_committed(
+    store: Store, depth: Depth = "content", *, unless: Collection[int] = (), lineage: Lineage | None = None
+) -> Choice:
     """Return the newest checkpoint that is committed and whole; changes nothing.
 
     Args:
-        store: The run's store.
+        store: The store that holds the checkpoints.
         depth: How closely to look. A flipped byte is found by "content" alone, which reads every byte; whoever loads
             what "sizes" has chosen finds it while loading, and chooses again without that step.
         unless: Steps that are known not to be whole.
+        lineage: The run's attempts, where another store than this records them.
     """
     for _ in range(_MOST_LOOKS):
-        choice = _choose(store, depth, unless)
+        choice = _choose(store, depth, unless, lineage)
         damaged = {damage.step for damage in choice.damaged if damage.kind == "damaged"}
         if not damaged or damaged.issubset(committed_steps(store)):
             break
@@ -93,24 +96,25 @@ def newest_committed(store: Store, depth: Depth = "content", *, unless: Collecti
     return choice
 
 
-def _choose(store: Store, depth: Depth, unless: Collection[int]) -> Choice:
+def _choose(store: Store, depth: Depth, unless: Collection[int], lineage: Lineage | None) -> Choice:
     damaged: list[Damage] = []
     for step in reversed(committed_steps(store)):
         if step in unless:
             continue
-        examined = examine(store, step, depth)
+        examined = examine(store, step, depth, lineage)
         if isinstance(examined, Manifest):
             return Choice(manifest=examined, damaged=tuple(damaged))
         damaged.append(examined)
     return Choice(manifest=None, damaged=tuple(damaged))
 
 
-def examine(store: Store, step: int, depth: Depth = "content") -> Manifest | Damage:
+def examine(store: Store, step: int, depth: Depth = "content", lineage: Lineage | None = None) -> Manifest | Damage:
     """Return a step's manifest if the checkpoint is whole and part of the run, else what is wrong with it."""
     manifest = read_committed(store, step)
     if isinstance(manifest, Damage):
         return manifest
-    if not read_lineage(store).holds(step, manifest.attempt):
+    lineage = lineage if lineage is not None else read_lineage(store)
+    if not lineage.holds(step, manifest.attempt):
         late = f"attempt {manifest.attempt} committed it after a later attempt had started before step {step}"
         return Damage(step=step, reason=late, kind="superseded", attempt=manifest.attempt)
     for shard in manifest.shards:

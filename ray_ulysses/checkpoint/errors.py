@@ -6,7 +6,13 @@ from ray_ulysses.errors import RunError
 
 
 class CheckpointError(RunError):
-    """A checkpoint could not be saved or loaded; every rank raises the same text."""
+    """A checkpoint could not be saved or loaded; every rank raises the same text.
+
+    Attributes:
+        reason: Why it could not be saved, without the advice that is for checkpoints on storage.
+    """
+
+    reason: str | None = None
 
 
 class DamagedCheckpointError(CheckpointError):

@@ -29,6 +29,7 @@ def save_checkpoint(
     exchange: Exchange,
     retry: int = 0,
     obstacle: str | None = None,
+    read_back: bool = True,
 ) -> CheckpointRef:
     """Save the state after `step` steps; when it returns, the checkpoint is committed.
 
@@ -45,6 +46,7 @@ def save_checkpoint(
         exchange: Joins the ranks.
         retry: How often this attempt has tried this step before; a shard's name is never used twice.
         obstacle: Why nothing may be committed now, if this rank knows a reason; every rank fails with it.
+        read_back: Whether to read a shard back once it is written; not needed where the store itself verifies it.
 
     Raises:
         FencedError: A newer attempt has taken over.
@@ -53,7 +55,8 @@ def save_checkpoint(
     """
     shard, problem, cause = None, obstacle, None
     if obstacle is None:
-        shard, problem, cause = _write_own(store, step, shard_file(attempt, rank, world_size, retry), state)
+        file = shard_file(attempt, rank, world_size, retry)
+        shard, problem, cause = _write_own(store, step, file, state, read_back=read_back)
     gathered = exchange.gather((shard, problem))
     outcome = _Outcome()
     if gathered is not None:
@@ -69,21 +72,29 @@ def save_checkpoint(
     if problem is not None:
         if is_fenced:
             raise FencedError(problem) from cause
-        raise CheckpointError(
-            f"the checkpoint of step {step} could not be saved: {problem}; the checkpoint before it is "
-            f"untouched. Make room or repair run.storage, then start the same command again: it resumes there"
-        ) from cause
+        raise _failed(step, problem) from cause
     return CheckpointRef(step=step, attempt=attempt, world_size=world_size, folder=step_folder(step))
 
 
+def _failed(step: int, problem: str) -> CheckpointError:
+    error = CheckpointError(
+        f"the checkpoint of step {step} could not be saved: {problem}; the checkpoint before it is "
+        f"untouched. Make room or repair run.storage, then start the same command again: it resumes there"
+    )
+    error.reason = problem
+    return error
+
+
 def _write_own(
-    store: Store, step: int, file: str, state: ShardedState
+    store: Store, step: int, file: str, state: ShardedState, *, read_back: bool
 ) -> tuple[ShardEntry | None, str | None, Exception | None]:
     """Write this rank's shard and read it back; return what goes wrong, since the others wait to hear."""
     try:
         shard = write_shard(store, step_folder(step), file, state.parts)
     except Exception as error:
         return None, f"{file} could not be written ({error})", error
+    if not read_back:
+        return shard, None, None
     try:
         return shard, find_damage(store, step_folder(step), shard, read_content=True), None
     except OSError as error:

@@ -96,6 +96,8 @@ FREE: dict[str, str] = {
     "elastic.grow_interval_s": "",
     "elastic.hang_timeout_s": "",
     "elastic.start_hang_timeout_s": "",
+    "elastic.peer_memory": "",
+    "elastic.peer_memory_gib": "a limit is set when a node's memory is first used, and stays while that is in use",
     "elastic.collective_timeout_s": "",
     "elastic.cloud_notices": "",
     "elastic.drain_on_rebalance": "",

@@ -168,6 +168,16 @@ class ElasticSection(Section):
     """Minimum time between two restarts of an elastic run (`cluster.workers` with `min` and `max`) on more workers, in
     seconds. A run grows only where that saves ten times what the restart costs. Default 600."""
 
+    peer_memory: bool = True
+    """Whether the newest state is also kept in host memory, each worker's part on its own node and on a partner node,
+    after every step where copying takes less time than a step: after a failure the run continues from there. It takes
+    5 times a worker's part of the state; `plan` shows how much. Default true. Checkpoints on storage are saved as
+    without it."""
+
+    peer_memory_gib: float | None = Field(default=None, gt=0.0)
+    """Most host memory per node for `peer_memory`, in GiB; a run whose state takes more trains without it, and says so.
+    Default null: a third of what is free on the node when the run starts."""
+
     collective_timeout_s: float = Field(default=600.0, gt=0.0)
     """Maximum duration of one collective, in seconds, before the attempt counts as failed. Default 600, well above the
     longest legitimate time between two collectives."""

@@ -11,11 +11,13 @@ from typing import Literal
 
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.heads import HeadPlan, assign_heads
-from ray_ulysses.planner.memory_terms import FP32_BYTES, GIB, MemoryTerm, Phase, term
+from ray_ulysses.planner.memory_terms import FP32_BYTES, GIB, MemoryTerm, Phase, always, term
 from ray_ulysses.planner.state_memory import StateSharing, device_state, host_state, load_terms
 
 BYTES_PER_VALUE: dict[str, int] = {"bf16": 2, "fp32": 4}
-_ACCELERATOR_RUNTIME_BYTES = 2 * GIB
+_RUNTIME = always(
+    "runtime", 2 * GIB, "an assumption: the device's context, loaded kernels and NCCL's buffers; not yet measured"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +83,7 @@ def estimate(
     init: Literal["pretrained", "random"] = "pretrained",
     accelerator: bool = True,
     host_buffers: int = 2,
+    peer_memory: bool = False,
 ) -> MemoryEstimate:
     """Estimate the memory of one rank while it trains rows of a full context, one at a time.
 
@@ -96,21 +99,22 @@ def estimate(
         gradient_checkpointing: Whether layers are recomputed in the backward pass.
         attention_output: What gradient checkpointing keeps of attention's output.
         attention_chunks: Number of chunks in which heads are exchanged and attended.
-        init: Where the weights come from, which determines the memory for loading.
+        init: Where the weights come from.
         accelerator: Whether each rank has a device, whose runtime takes memory too.
         host_buffers: Copies of a rank's state in host memory from which checkpoints are written.
+        peer_memory: Whether the newest state is kept in the memory of nodes as well.
 
     Returns:
         Every term with its source.
     """
-    local_tokens = -(-context_tokens // sp_size)
-    value = BYTES_PER_VALUE[dtype]
+    local_tokens, value = -(-context_tokens // sp_size), BYTES_PER_VALUE[dtype]
     sharing = StateSharing(
         stage=zero_stage,
         world_size=world_size,
         value_bytes=value,
         offload=offload_optimizer,
         host_buffers=host_buffers,
+        peer_memory=peer_memory,
     )
     device = device_state(shape, sharing)
     attention = _AttentionSplit(
@@ -119,11 +123,8 @@ def estimate(
     device += _activations(shape, local_tokens, attention, value, checkpointed=gradient_checkpointing)
     device.append(_loss(shape, local_tokens, value))
     on_host, on_device = load_terms(shape, init, sharing)
-    if on_device is not None:
-        device.append(on_device)
-    if accelerator:
-        text = "an assumption: the device's context, loaded kernels and NCCL's buffers; not yet measured"
-        device.append(term("runtime", _ACCELERATOR_RUNTIME_BYTES, "always", text))
+    device += [] if on_device is None else [on_device]
+    device += [_RUNTIME] if accelerator else []
     return MemoryEstimate(device=tuple(device), host=(*host_state(shape, sharing), on_host))
 
 

@@ -117,6 +117,7 @@ class _Change:
     shard_weights: bool = False
     offload: bool = False
     checkpointing: bool = False
+    without_peer_memory: bool = False
 
     def describe(self) -> str:
         """Return the change as settings."""
@@ -127,6 +128,7 @@ class _Change:
             "memory.zero_stage=3": self.shard_weights,
             "memory.offload_optimizer=cpu": self.offload,
             "memory.gradient_checkpointing=true": self.checkpointing,
+            "elastic.peer_memory=false": self.without_peer_memory,
         }
         return " with ".join(text for text, is_changed in parts.items() if is_changed)
 
@@ -147,6 +149,7 @@ def _memory_with(config: Config, shape: ModelShape, change: _Change) -> MemoryEs
         init=config.model.init,
         accelerator=config.cluster.gpus_per_worker > 0,
         host_buffers=config.checkpoint.host_buffers,
+        peer_memory=config.elastic.peer_memory and not change.without_peer_memory,
     )
 
 
@@ -170,6 +173,8 @@ def _changes(config: Config, shape: ModelShape) -> Iterator[_Change]:
     is_set = config.parallel.ring_size is not None
     larger = [(n, ring_size(config, shape, n) if is_set else None) for n in allowed_sp(config, shape) if n > sp_size]
     can_offload = config.memory.offload_optimizer == "none"
+    if config.elastic.peer_memory:
+        yield _Change(without_peer_memory=True)
     if not config.memory.gradient_checkpointing:
         yield _Change(checkpointing=True)
     if config.memory.zero_stage < 3:

@@ -19,6 +19,7 @@ from ray_ulysses.parallel.heads import HeadPlan, assign_heads
 from ray_ulysses.planner.flops import step_flops
 from ray_ulysses.planner.memory import MemoryEstimate
 from ray_ulysses.planner.notes import plan_notes
+from ray_ulysses.planner.peer_memory import PeerMemoryFacts, peer_memory_facts
 from ray_ulysses.planner.problems import (
     configured_memory,
     corpus_problems,
@@ -158,6 +159,7 @@ class PlanReport:
         corpus: The prepared corpora.
         data: The data plan.
         memory: The memory of one rank, term by term.
+        peer_memory: What keeping the newest state in the memory of nodes takes; None if that is turned off.
         device_gib: The device's memory, if configured.
         problems: Why the run can't start; empty if it can.
         notes: Valid settings that may be unintended.
@@ -169,6 +171,7 @@ class PlanReport:
     corpus: CorpusFacts
     data: DataFacts
     memory: MemoryEstimate
+    peer_memory: PeerMemoryFacts | None
     device_gib: float | None
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
@@ -214,6 +217,7 @@ def build_report(
         corpus=_made_up(config, corpora) if isinstance(corpora, PlanInput) else _corpus(corpora),
         data=_data(config, shape, plan),
         memory=memory,
+        peer_memory=peer_memory_facts(config, shape),
         device_gib=config.memory.device_gib,
         problems=(*changed, *heads_problems(config, shape), *of_data, *memory_problems(config, shape, memory)),
         notes=plan_notes(config, shape, None if isinstance(corpora, PlanInput) else plan),

@@ -19,6 +19,10 @@ _REDUCE_BUCKET = 50_000_000
 _NVME_SUB_GROUP = 100_000_000
 _NVME_BUFFERS = 4
 _MOMENTS = 2
+PEER_COPIES = 2
+"""Nodes that keep each rank's part of a state in peer memory: its own and a partner."""
+PEER_STATES = 2
+"""States that are in peer memory at once: the newest committed one, and its successor while it is made."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +35,7 @@ class StateSharing:
         value_bytes: Bytes per weight in the model's precision.
         offload: Where the optimizer's state is stored.
         host_buffers: Copies of a rank's state from which checkpoints are written.
+        peer_memory: Whether the newest state is kept in the memory of nodes as well.
     """
 
     stage: Literal[1, 2, 3]
@@ -38,6 +43,7 @@ class StateSharing:
     value_bytes: int
     offload: Literal["none", "cpu", "nvme"]
     host_buffers: int
+    peer_memory: bool = False
 
     @property
     def is_fp32(self) -> bool:
@@ -47,6 +53,11 @@ class StateSharing:
     def shard(self, shape: ModelShape) -> int:
         """Return a rank's share of the parameters."""
         return -(-shape.num_parameters // self.world_size)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Return how many bytes of each parameter a checkpoint holds."""
+        return (1 + _MOMENTS) * FP32_BYTES + (0 if self.is_fp32 else self.value_bytes)
 
 
 def device_state(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
@@ -76,13 +87,19 @@ def host_state(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
         terms.append(always("gradients, fp32", shard * FP32_BYTES, text))
         text = f"{_NVME_BUFFERS} buffers x {held:,} parameters x 4 bytes: the sub-group that is stepped on"
         terms.append(always("buffers for NVMe", _NVME_BUFFERS * held * FP32_BYTES, text))
+    size = sharing.stored_bytes
     if sharing.host_buffers:
-        size = (1 + _MOMENTS) * FP32_BYTES + (0 if sharing.is_fp32 else sharing.value_bytes)
         text = (
             f"{sharing.host_buffers} copies (checkpoint.host_buffers) x {each} x {size} bytes: master weights, moments "
             "and rounded weights of this rank's share, from which checkpoints are written"
         )
         terms.append(always("checkpoints, staged", sharing.host_buffers * shard * size, text))
+    if sharing.peer_memory:
+        text = (
+            f"(1 + {PEER_COPIES} x {PEER_STATES}) x {each} x {size} bytes: a copy to send from, and per worker on its "
+            "node two nodes' copies of two states, of which one is being made (elastic.peer_memory)"
+        )
+        terms.append(always("peer memory", (1 + PEER_COPIES * PEER_STATES) * shard * size, text))
     return terms
 
 

@@ -1,18 +1,21 @@
-"""Sources of states from which an attempt may start: the run's own checkpoints, and another run's."""
+"""Sources of states from which an attempt may start: peer memory, the run's own checkpoints, and another run's."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ray_ulysses.checkpoint import newest_committed
+from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.checkpoint.state import begun_anew
 from ray_ulysses.config.reference_to_checkpoint import SETTING
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.origin import check_origin, pinned_origin
 from ray_ulysses.run.run_position import RunPosition
+from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage.opening import open_store
 from ray_ulysses.storage.patience import Patience
 from ray_ulysses.tracking.events import InheritedSteps
@@ -122,6 +125,59 @@ class OwnCheckpoints:
             manifest=manifest,
             state=manifest.state,
             position=_position(manifest, manifest.ref.folder),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerMemory:
+    """The newest state in the memory of the run's nodes.
+
+    The run's storage alone says which attempts belong to the run. What is wrong with a state in memory concerns no
+    other source, and never keeps the run from starting.
+
+    Attributes:
+        run: The run.
+        store: The store over the nodes' memory.
+        unusable: Steps whose state there can't be used.
+    """
+
+    name: ClassVar[str] = "peer memory"
+    run: ResolvedRun
+    store: Store
+    unusable: set[int] = field(default_factory=set)
+
+    def candidates(self, unless: Collection[int]) -> tuple[Sequence[Candidate], Sequence[Damage]]:
+        """Return the newest whole state in memory, as far as sizes tell; the steps that storage lacks do not matter."""
+        lineage = read_lineage(self.run.store)
+        try:
+            choice = newest_committed(self.store, "sizes", unless=self.unusable, lineage=lineage)
+        except OSError as error:
+            _log.warning("the peer memory can't be read (%s); the checkpoints on storage are used", error)
+            return [], []
+        for damage in choice.damaged:
+            self.pass_over(damage.step, damage.reason)
+        return [] if choice.manifest is None else [self.open(self.name, choice.manifest)], []
+
+    def pass_over(self, step: int, reason: str) -> None:
+        """Note that the state of a step can't be used; it is offered no more."""
+        self.unusable.add(step)
+        _log.warning("the state of step %d in peer memory is not used: %s", step, reason)
+
+    def give_up(self, step: int, reason: str) -> None:
+        """Drop the state of a step that turned out not to be whole while it was loaded."""
+        self.pass_over(step, reason)
+        with contextlib.suppress(OSError):
+            self.store.delete(manifest_key(step))
+
+    def open(self, location: str, manifest: Manifest) -> Candidate:
+        """Return the candidate of a state in memory."""
+        return Candidate(
+            source=self.name,
+            location=location,
+            store=self.store,
+            manifest=manifest,
+            state=manifest.state,
+            position=_position(manifest, f"{self.name}, step {manifest.step}"),
         )
 
 

@@ -15,7 +15,8 @@ class RunPosition:
         step: Completed steps.
         digest: Sum of the digests of every row trained on, modulo 2**64.
         tokens: Supervised tokens trained on.
-        resumed_from: The checkpoint's folder in the run directory, or another run's; ``None`` at step 0.
+        resumed_from: The checkpoint's folder in the run directory, another run's, or the step in peer memory; None at
+            step 0.
         inherited: What another run had trained before this run's own steps, if this run continues it.
     """
 

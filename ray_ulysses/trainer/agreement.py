@@ -27,6 +27,8 @@ class Flags:
         failed: The previous save has failed.
         retry_due: Rank 0: it is time to try again.
         ended: The previous save has failed in a way that ends the attempt.
+        memory_due: Rank 0: the state is to be kept in the memory of peers.
+        memory_busy: The state of an earlier step is still being written there.
     """
 
     stop: bool = False
@@ -40,6 +42,8 @@ class Flags:
     failed: bool = False
     retry_due: bool = False
     ended: bool = False
+    memory_due: bool = False
+    memory_busy: bool = False
 
     def to_counts(self) -> list[int]:
         """Return the flags as numbers that are added up over the ranks."""

@@ -14,11 +14,25 @@ from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage
 from ray_ulysses.run.takeover import refuse_taken_over
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.trainer.shared_storage import probe_storage
+from ray_ulysses.vault import VaultStore
 
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint.exchange import Exchange
     from ray_ulysses.run.settings import ResolvedRun
     from ray_ulysses.trainer.worker import Worker
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerStore:
+    """The memory of peers, as one rank uses it.
+
+    Attributes:
+        store: The store.
+        exchange: Exchanges small values between the threads that save there, over a group of their own.
+    """
+
+    store: VaultStore
+    exchange: Exchange
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +46,7 @@ class AttemptContext:
         nodes: Name of each rank's node, by rank.
         exchange: Exchanges small values between ranks, over a group apart from training's.
         save_exchange: The same for the threads that save, over a group of their own.
+        vault: The memory of peers, and the exchange for its threads; None without.
     """
 
     run: ResolvedRun
@@ -40,6 +55,7 @@ class AttemptContext:
     nodes: tuple[str, ...]
     exchange: Exchange
     save_exchange: Exchange
+    vault: PeerStore | None = None
 
     @property
     def rank(self) -> int:
@@ -71,8 +87,20 @@ def open_attempt(run: ResolvedRun, worker: Worker) -> tuple[AttemptContext, Atte
         nodes=tuple(exchange.broadcast(exchange.gather(worker.node))),
         exchange=exchange,
         save_exchange=save_exchange,
+        vault=_open_vault(worker, exchange, timeout),
     )
     return context, journal
+
+
+def _open_vault(worker: Worker, exchange: Exchange, timeout: timedelta) -> PeerStore | None:
+    """Open the memory of peers, if every rank was given addresses of it; every rank must call."""
+    given = exchange.gather(worker.vault is not None)
+    if not exchange.broadcast(given is not None and all(given)):
+        return None
+    assert worker.vault is not None
+    return PeerStore(
+        store=VaultStore(worker.vault), exchange=TorchExchange(dist.new_group(backend="gloo", timeout=timeout))
+    )
 
 
 def _claim(run: ResolvedRun, worker: Worker) -> AttemptJournal:

@@ -25,6 +25,7 @@ from ray_ulysses.trainer.saving import CheckpointKeeper, StepOutcome
 from ray_ulysses.trainer.self_test import check_start
 from ray_ulysses.trainer.step import evaluate, train_step
 from ray_ulysses.trainer.step_meter import StepMeter
+from ray_ulysses.trainer.vaulting import VaultKeeper
 from ray_ulysses.trainer.warnings import warnings_forwarded
 
 if TYPE_CHECKING:
@@ -66,6 +67,12 @@ class _Attempt:
     meter: StepMeter
     recorder: Recorder
     keeper: CheckpointKeeper
+    vault: VaultKeeper
+
+    def before_update(self) -> None:
+        """Keep the next update of the weights behind the copies of the state that are under way."""
+        self.keeper.staging.before_update()
+        self.vault.before_update()
 
 
 def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
@@ -96,7 +103,7 @@ def _run(context: AttemptContext, mesh: SequenceMesh, recorder: Recorder) -> Att
     """Build everything, resume, and train to the end."""
     run, worker = context.run, context.worker
     config = run.config
-    keeper = CheckpointKeeper(context, recorder)
+    keeper, vault = CheckpointKeeper(context, recorder), VaultKeeper(context, recorder)
     try:
         # The data: the plan that the driver has stored.
         plan, reader = open_data(config)
@@ -104,8 +111,8 @@ def _run(context: AttemptContext, mesh: SequenceMesh, recorder: Recorder) -> Att
         if config.run.self_test and not worker.is_tested:
             recorder.phase("self-test")
             check_start(run, worker, mesh, settings)
-        # The state: the newest committed checkpoint, written at any world size. The model: under ZeRO, with our
-        # attention; only a run without a state draws or reads initial weights.
+        # The state: in peer memory or the newest committed checkpoint, written at any world size. The model: under
+        # ZeRO, with our attention; only a run without a state draws or reads initial weights.
         start = find_state(plan, context, recorder)
         recorder.phase("building the model")
         model = build_model(config, partition_config(settings), start.description)
@@ -122,9 +129,11 @@ def _run(context: AttemptContext, mesh: SequenceMesh, recorder: Recorder) -> Att
             meter=StepMeter(run.shape, worker.device, run.layout.world_size),
             recorder=recorder,
             keeper=keeper,
+            vault=vault,
         )
         position = resume(engine, start, plan, context, recorder)
         keeper.resumed(position.step)
+        vault.resumed(position.step)
         recorder.attempt_started(position, last_step_of(config, plan), plan)
         source = worker.make_source(plan, reader, run.layout, worker.rank)
         try:
@@ -132,8 +141,10 @@ def _run(context: AttemptContext, mesh: SequenceMesh, recorder: Recorder) -> Att
         finally:
             source.close()
         keeper.finish()
+        vault.close()
         recorder.ended(end.status, end.step)
     except BaseException as error:
+        vault.close(failed=True)
         keeper.abandon()
         recorder.failed(error)
         raise
@@ -155,6 +166,7 @@ def _train(attempt: _Attempt, source: RowSource, position: RunPosition) -> Attem
             outcome = _evaluate(attempt, outcome)
         worker.beat("save", step)
         with attempt.recorder.time.saving():
+            attempt.vault.after_step(attempt.engine, outcome, plan.cursor(step))
             attempt.keeper.after_step(attempt.engine, outcome, plan.cursor(step), last_step)
     return AttemptEnd(status=status, step=position.step)
 
@@ -186,7 +198,7 @@ def _take_step(attempt: _Attempt, source: RowSource, position: RunPosition) -> S
         accumulation=attempt.accumulation,
         seed=config.run.seed,
         flags=lambda: _flags(attempt),
-        before_update=attempt.keeper.staging.before_update,
+        before_update=attempt.before_update,
     )
     metrics = attempt.meter.numbers(
         result,
@@ -209,7 +221,7 @@ def _take_step(attempt: _Attempt, source: RowSource, position: RunPosition) -> S
 
 def _flags(attempt: _Attempt) -> Flags:
     """Return this rank's flags after a step."""
-    own, context = attempt.keeper.flags(), attempt.context
+    own, context = attempt.vault.flags(attempt.keeper.flags()), attempt.context
     if context.rank != 0:
         return own
     own = replace(own, gone=attempt.recorder.is_gone())

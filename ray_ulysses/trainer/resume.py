@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ray_ulysses.checkpoint import (
@@ -24,7 +24,7 @@ from ray_ulysses.data.plan.cursor import Cursor
 from ray_ulysses.engine.zero_state import import_state
 from ray_ulysses.errors import UlyssesError, UserError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.run.recovery import OtherRun, OwnCheckpoints
+from ray_ulysses.run.recovery import OtherRun, OwnCheckpoints, PeerMemory
 from ray_ulysses.run.run_position import RunPosition
 from ray_ulysses.run.start_point import start_of
 from ray_ulysses.run_names import CONFIG_FILE
@@ -51,12 +51,14 @@ class StartingState:
     Attributes:
         own: Sources of the run's own states, the nearest first.
         other: The source for a run that has none.
+        memory: The one of `own` that offers states in the memory of peers, if there is such memory.
         passed: Checkpoints that were passed over.
         chosen: The state; None for a start at step 0 with initial weights.
     """
 
     own: Sequence[RecoverySource]
     other: RecoverySource
+    memory: PeerMemory | None
     passed: tuple[Damage, ...]
     chosen: Candidate | None
 
@@ -74,13 +76,13 @@ def find_state(plan: Plan, context: AttemptContext, recorder: Recorder) -> Start
         CheckpointError: None can be used, and there should be one.
     """
     recorder.phase("looking for a checkpoint")
-    own = (OwnCheckpoints(run=context.run, patience=_patience(context)),)
-    other = OtherRun(run=context.run, plan=plan)
+    memory = None if context.vault is None else PeerMemory(run=context.run, store=context.vault.store)
+    stored = OwnCheckpoints(run=context.run, patience=_patience(context))
+    own: tuple[RecoverySource, ...] = (stored,) if memory is None else (memory, stored)
+    start = StartingState(own=own, other=OtherRun(run=context.run, plan=plan), memory=memory, passed=(), chosen=None)
     passed: list[Damage] = []
-    chosen = _choose(own, other, context, passed)
-    if chosen is not None and chosen.source != other.name:
-        _check_own(chosen, context.run.config, plan)
-    return StartingState(own=own, other=other, passed=tuple(passed), chosen=chosen)
+    chosen = _choose_fitting(start, plan, context, passed)
+    return replace(start, passed=tuple(passed), chosen=chosen)
 
 
 def resume(engine: Any, start: StartingState, plan: Plan, context: AttemptContext, recorder: Recorder) -> RunPosition:
@@ -100,28 +102,40 @@ def resume(engine: Any, start: StartingState, plan: Plan, context: AttemptContex
     waiting: Waiting | None = None
     while chosen is not None:
         step, is_own = chosen.step, chosen.source != start.other.name
-        recorder.phase(f"loading step {step}{'' if is_own else ' of another run'}")
+        in_memory = start.memory if start.memory is not None and chosen.source == start.memory.name else None
+        recorder.phase(
+            f"loading step {step}{' from peer memory' if in_memory else '' if is_own else ' of another run'}"
+        )
         try:
             _load(engine, chosen, context, verify_all=is_own)
             break
         except DamagedCheckpointError as error:
-            if not is_own:
+            if in_memory is not None:
+                in_memory.give_up(step, str(error))
+            elif not is_own:
                 reference = context.run.config.model.resume_from
                 raise UserError(
                     f"{SETTING}={reference!r}: the checkpoint of step {step} is damaged ({error}); name another step"
                 ) from error
-            _pass_over(context, passed, Damage(step=step, reason=str(error), attempt=chosen.manifest.attempt))
+            else:
+                _pass_over(context, passed, Damage(step=step, reason=str(error), attempt=chosen.manifest.attempt))
         except UnreadableCheckpointError as error:
             if not is_own:
                 raise
             waiting = waiting or patience.begin()
+            attempt = chosen.manifest.attempt
+            if in_memory is not None:
+                in_memory.give_up(step, str(error))
             # Rank 0 waits for all, since the ranks' clocks differ.
-            if not _on_rank_0(context, waiting.pause):
-                attempt = chosen.manifest.attempt
+            elif not _on_rank_0(context, waiting.pause):
                 _pass_over(context, passed, Damage(step=step, reason=str(error), kind="unreadable", attempt=attempt))
-        chosen = _choose(start.own, start.other, context, passed)
-        assert chosen is not None, "the engine was built without weights, and no state is left to fill it"
-        _check_own(chosen, context.run.config, plan)
+        chosen = _choose_fitting(start, plan, context, passed)
+        if chosen is None:
+            # The engine was built without weights, and holds a part of that state.
+            raise CheckpointError(
+                "the state in peer memory could not be loaded whole, and there is no checkpoint on storage yet; the "
+                "next attempt starts from step 0"
+            )
     position = RunPosition() if chosen is None else chosen.position
     _start(context, recorder, position.step, passed)
     return position
@@ -129,6 +143,27 @@ def resume(engine: Any, start: StartingState, plan: Plan, context: AttemptContex
 
 def _patience(context: AttemptContext) -> Patience:
     return Patience(wait_s=5.0, first_pause_s=1.0, clock=context.worker.clock)
+
+
+def _choose_fitting(
+    start: StartingState, plan: Plan, context: AttemptContext, passed: list[Damage]
+) -> Candidate | None:
+    """Choose as `_choose` does; a state in peer memory that does not fit the configuration is passed over.
+
+    Raises:
+        UserError: A checkpoint on storage does not fit it.
+    """
+    while True:
+        chosen = _choose(start.own, start.other, context, passed)
+        if chosen is None or chosen.source == start.other.name:
+            return chosen
+        try:
+            _check_own(chosen, context.run.config, plan)
+            return chosen
+        except UserError as error:
+            if start.memory is None or chosen.source != start.memory.name:
+                raise
+            start.memory.pass_over(chosen.step, str(error))
 
 
 def _choose(

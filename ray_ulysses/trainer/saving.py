@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.checkpoint import CheckpointError, CheckpointMeta, FencedError, Retention
@@ -182,11 +183,12 @@ class CheckpointKeeper:
         """Take the state; it is written in the background."""
         worker, step = self._worker, outcome.position.step
         worker.on_event("save", step)
-        meta = self._meta(outcome, cursor, reason)
+        meta = checkpoint_meta(self._context, self._recorder, outcome, cursor, reason)
         timeout_s = self._config.checkpoint.save_timeout_s
         if outcome.flags.notice:
             self._notices.taken(step)
-        self._saver.save(step, state_source(engine), meta, timeout_s=timeout_s, obstacle=self._obstacle())
+        obstacle = partial(unwritten_journal, self._context, self._recorder)
+        self._saver.save(step, state_source(engine), meta, timeout_s=timeout_s, obstacle=obstacle)
         self._taken_step, self._taken_at = step, worker.clock.monotonic()
 
     def _leave(self, engine: Any, outcome: StepOutcome, cursor: Cursor) -> None:
@@ -209,14 +211,6 @@ class CheckpointKeeper:
             f"not created again, and {kept}, or restore the directory"
         )
 
-    def _obstacle(self) -> str | None:
-        """Return why the journal lacks the steps that a checkpoint relies on, if it does."""
-        try:
-            self._recorder.sync()
-        except OSError as error:
-            return f"the journal in {self._config.run_dir} could not be written ({error.strerror or error})"
-        return None
-
     def _wait(self) -> None:
         timeout_s = self._config.checkpoint.save_timeout_s
         if not self._saver.wait(timeout_s):
@@ -225,30 +219,6 @@ class CheckpointKeeper:
                 f"checkpoint.save_timeout_s={timeout_s:g} s; the previous checkpoint is untouched. Repair the storage "
                 "or raise that time, then start the same command again"
             )
-
-    def _meta(self, outcome: StepOutcome, cursor: Cursor, reason: Reason) -> CheckpointMeta:
-        position, layout = outcome.position, self._context.run.layout
-        return CheckpointMeta(
-            sp_size=layout.sp_size,
-            ring_size=layout.ring_size,
-            zero_stage=self._config.memory.zero_stage,
-            cursor=cursor.to_json(),
-            digest=f"{position.digest:016x}",
-            tokens=position.tokens,
-            config_fingerprint=resume_fingerprint(self._config),
-            versions=versions(),
-            metrics={name: value for name, value in outcome.metrics.items() if math.isfinite(value)},
-            reason=reason,
-            written_at=self._worker.clock.now(),
-            run=self._config.run.name,
-            # Each row draws from a state of its own, so that no rank's generator has to be kept.
-            extra={
-                "random_state": "run.seed and row",
-                "settings": resume_settings(self._config),
-                "journal": self._recorder.journal_position(),
-                "parent": position.resumed_from,
-            },
-        )
 
     def _is_out_of_patience(self) -> bool:
         """Return whether saves have failed more often, and for longer, than they may."""
@@ -271,6 +241,43 @@ class CheckpointKeeper:
         if self._worker.rank == 0:
             self._retention.forget()
             self._recorder.checkpoint_failed(step, str(error))
+
+
+def checkpoint_meta(
+    context: AttemptContext, recorder: Recorder, outcome: StepOutcome, cursor: Cursor, reason: Reason
+) -> CheckpointMeta:
+    """Return what the loop adds to a checkpoint of the state after a step."""
+    config, layout, position = context.run.config, context.run.layout, outcome.position
+    return CheckpointMeta(
+        sp_size=layout.sp_size,
+        ring_size=layout.ring_size,
+        zero_stage=config.memory.zero_stage,
+        cursor=cursor.to_json(),
+        digest=f"{position.digest:016x}",
+        tokens=position.tokens,
+        config_fingerprint=resume_fingerprint(config),
+        versions=versions(),
+        metrics={name: value for name, value in outcome.metrics.items() if math.isfinite(value)},
+        reason=reason,
+        written_at=context.worker.clock.now(),
+        run=config.run.name,
+        # Each row draws from a state of its own, so that no rank's generator has to be kept.
+        extra={
+            "random_state": "run.seed and row",
+            "settings": resume_settings(config),
+            "journal": recorder.journal_position(),
+            "parent": position.resumed_from,
+        },
+    )
+
+
+def unwritten_journal(context: AttemptContext, recorder: Recorder) -> str | None:
+    """Return why the journal lacks the steps that a checkpoint relies on, if it does; syncs it."""
+    try:
+        recorder.sync()
+    except OSError as error:
+        return f"the journal in {context.run.config.run_dir} could not be written ({error.strerror or error})"
+    return None
 
 
 def _final_error(failure: BaseException) -> BaseException:

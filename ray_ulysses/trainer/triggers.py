@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from ray_ulysses.trainer.agreement import Flags
 
-Reason = Literal["steps", "minutes", "request", "preemption", "retry", "end", "stop", "resize"]
+Reason = Literal["steps", "minutes", "request", "preemption", "retry", "end", "stop", "resize", "memory"]
 """Why a checkpoint was saved."""
+
+
+_ALLOWED_STALL_SHARE = 0.01
+_ALLOWED_STALL_S = 0.01
+_MOST_DOUBLINGS = 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +52,21 @@ def retry_pause_s(failures: int, max_failed_saves: int) -> float:
         max_failed_saves: As many are repeated immediately.
     """
     return 0.0 if failures <= max_failed_saves else min(2.0 ** min(failures - max_failed_saves - 1, 5), 30.0)
+
+
+def steps_apart(step_s: float, stall_s: float, failures: int) -> int:
+    """Return every how many steps the state is kept in the memory of peers (pure).
+
+    Every step, unless the copy stops training for long: then so rarely that it costs 1% of the time. After saves that
+    failed, more rarely each time. A save that takes longer than a step delays the next one by itself.
+
+    Args:
+        step_s: Seconds per step.
+        stall_s: Seconds for which the last copy stopped training.
+        failures: Consecutive saves that have failed.
+    """
+    allowed_s = max(_ALLOWED_STALL_S, _ALLOWED_STALL_SHARE * step_s)
+    return max(math.ceil(stall_s / allowed_s), 1 << min(failures, _MOST_DOUBLINGS))
 
 
 def due(triggers: Triggers, flags: Flags, *, step: int, taken_step: int, last_step: int) -> Reason | None:

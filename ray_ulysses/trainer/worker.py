@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ray_ulysses.data.read.row_source import RowSource
     from ray_ulysses.elastic.hang import Phase
     from ray_ulysses.parallel.layout import ParallelLayout
+    from ray_ulysses.vault.addresses import VaultAddresses
 
 SourceMaker = Callable[["Plan", "RowReader", "ParallelLayout", int], "RowSource"]
 """Makes a rank's source of rows: ``(plan, reader, layout, rank)``."""
@@ -37,6 +38,7 @@ class Worker:
         workers_asked: When it requested its workers.
         make_source: Makes its source of rows.
         notice: Returns the notice that a node will be taken away, or ``None``; called after every step.
+        vault: Addresses of the peer memory; None on every worker, or on none.
         is_watched: Whether the launcher sees every worker's end, and records why an attempt failed; rank 0 alone can't
             tell a cause from its consequences.
         is_tested: Whether this process's devices have passed the self-test of this command before.
@@ -55,6 +57,7 @@ class Worker:
     workers_asked: float | None = None
     make_source: SourceMaker
     notice: Callable[[], Notice | None] = lambda: None
+    vault: VaultAddresses | None = None
     is_watched: bool = False
     is_tested: bool = False
     beat: Callable[[Phase, int], Any] = lambda phase, step: None

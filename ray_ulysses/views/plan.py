@@ -6,6 +6,7 @@ import textwrap
 
 from ray_ulysses.parallel.heads import HeadPlan
 from ray_ulysses.planner.memory_terms import MemoryTerm
+from ray_ulysses.planner.peer_memory import PeerMemoryFacts
 from ray_ulysses.planner.report import DataFacts, LayoutFacts, PlanReport
 from ray_ulysses.views.words import count, facts, percent, size, wrapped
 
@@ -19,6 +20,7 @@ def render_plan(report: PlanReport) -> str:
     """Return what a run will do, section by section, and whether it can start."""
     lines = [f"plan of run {report.name!r}", "", *_model(report), "", *_layout(report), "", *_data(report), ""]
     lines += _memory(report)
+    lines += ["", *_peer_memory(report.peer_memory)]
     for note in report.notes:
         lines += ["", *wrapped(f"note: {note}", _WIDTH, "", "      ")]
     lines.append("")
@@ -187,6 +189,27 @@ def _memory(report: PlanReport) -> list[str]:
         *[line for term in memory.device for line in _term(term, width)],
         f"  host: {size(memory.host_bytes)} at its peak",
         *[line for term in memory.host for line in _term(term, width)],
+    ]
+
+
+def _peer_memory(kept: PeerMemoryFacts | None) -> list[str]:
+    if kept is None:
+        return ["peer memory: turned off (elastic.peer_memory); a failure costs the steps since the newest checkpoint"]
+    limit = "a third of what is free" if kept.limit_gib is None else f"{kept.limit_gib:g} GiB (elastic.peer_memory_gib)"
+    seconds = f"{kept.save_s:.1f} s" if kept.save_s >= 1 else "a second"
+    return [
+        "peer memory: the newest state on each worker's node and on a partner node",
+        *facts(
+            [
+                ("memory per node", f"{size(kept.kept_bytes)} for each worker on it; at most {limit} per node"),
+                ("network", f"{size(kept.sent_bytes)} per worker for each state, to the partner node"),
+                (
+                    "how often",
+                    f"after every step of more than about {seconds} (at 1 GiB/s per worker), else less",
+                ),
+                ("a lost node costs", "a step or two then; with a single node only lost processes are made up for"),
+            ]
+        ),
     ]
 
 

@@ -24,6 +24,7 @@ from ray_ulysses.storage import LocalStore
 from ray_ulysses.trainer.loop import run_attempt
 from ray_ulysses.trainer.shared_storage import announce_session
 from ray_ulysses.trainer.worker import Worker
+from ray_ulysses.vault import VaultAddresses, partners
 
 MORE_FILES = ("difflib.py", "doctest.py", "enum.py", "fractions.py")
 STDLIB_FILES = ("ast.py", "argparse.py", "bisect.py", "calendar.py", "cmd.py", "copy.py", "csv.py", "dis.py")
@@ -125,6 +126,7 @@ def run_worker(
     reverse: bool = False,
     actions: Mapping[int, str] | None = None,
     environment: Mapping[str, str] | None = None,
+    vault: tuple[Mapping[str, str], str] | None = None,
 ) -> tuple[str, int]:
     """Be one worker of an attempt.
 
@@ -137,13 +139,16 @@ def run_worker(
         stop_at: Rank 0 asks for a stop after this step.
         reverse: Train the micro-batches of each step in reverse order: law 2's yardstick for drift.
         environment: Variables for this worker.
+        vault: Addresses of two nodes' vault agents and their token; the first half of the ranks is on the first node.
         actions: What happens to the run's directory after a step, one of `ACTIONS`; rank 0 does it.
     """
 
     os.environ.update(environment or {})
 
     def on_event(name: str, step: int) -> None:
-        if kill == (rank, name, step):
+        # A state that is being kept in memory may make the next step pass by.
+        is_due = kill is not None and (step >= kill[2] if name == "in memory" else step == kill[2])
+        if kill is not None and kill[:2] == (rank, name) and is_due:
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 0 and name == "step" and step == stop_at:
             request_stop(config.run_dir, session)
@@ -159,15 +164,25 @@ def run_worker(
         rank=rank,
         local_rank=rank,
         world_size=world_size,
-        node="node",
+        node="node" if vault is None else _node_of(rank, world_size, vault[0]),
         device=torch.device("cpu"),
         session=session,
         make_source=make_source,
+        vault=None if vault is None else _addresses(_node_of(rank, world_size, vault[0]), *vault),
         clock=SystemClock(),
         on_event=on_event,
     )
     end = run_attempt(config, worker)
     return end.status, end.step
+
+
+def _node_of(rank: int, world_size: int, agents: Mapping[str, str]) -> str:
+    return sorted(agents)[rank * len(agents) // world_size]
+
+
+def _addresses(node: str, agents: Mapping[str, str], token: str) -> VaultAddresses:
+    partner = partners(dict.fromkeys(agents))[node]
+    return VaultAddresses(agents=agents, node=node, partner=partner, token=token)
 
 
 class _Reversed:

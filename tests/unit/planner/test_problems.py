@@ -89,7 +89,7 @@ def test_memory_is_not_judged_without_a_limit():
 
 
 def test_memory_that_fits_is_not_refused():
-    assert memory_texts(llama_config(device_gib=79.0, host_gib=64.0)) == []
+    assert memory_texts(llama_config(device_gib=79.0, host_gib=96.0)) == []
 
 
 def test_memory_that_does_not_fit_is_refused_with_what_does():
@@ -135,7 +135,13 @@ def test_what_nothing_helps_says_so():
 
 def test_host_memory_is_judged_too():
     (text,) = memory_texts(llama_config(host_gib=10.0))
-    assert text.startswith("memory.host_gib=10.0: each rank is estimated to take 26.2 GiB")
+    assert text.startswith("memory.host_gib=10.0: each rank is estimated to take 91.6 GiB")
+
+
+def test_peer_memory_is_counted_and_given_up_first():
+    (text,) = memory_texts(llama_config(host_gib=64.0))
+    assert "is estimated to take 91.6 GiB" in text and "peer memory (65.4 GiB)" in text
+    assert "by this estimate these fit: elastic.peer_memory=false; " in text
 
 
 @pytest.mark.parametrize("device_gib", [16.0, 24.0, 40.0, 48.0])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import zlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -19,13 +20,15 @@ from ray_ulysses.checkpoint.exchange import SingleExchange
 from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage, start_attempt
 from ray_ulysses.checkpoint.manifest import read_manifest
 from ray_ulysses.checkpoint.state import StateDescription
+from ray_ulysses.errors import UserError
 from ray_ulysses.run.recovery import OtherRun, OwnCheckpoints
-from ray_ulysses.run_names import CHECKPOINT_FOLDER
+from ray_ulysses.run_names import CHECKPOINT_FOLDER, manifest_key
 from ray_ulysses.storage import LocalStore, Store
 from ray_ulysses.storage.patience import Patience
+from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.journal import AttemptJournal
-from ray_ulysses.trainer.context import AttemptContext
-from tests.stores import FaultyStore, permission_lost
+from ray_ulysses.trainer.context import AttemptContext, PeerStore
+from tests.stores import FaultyStore, MemoryStore, permission_lost
 from tests.unit.checkpoint.fakes import TENSORS, save
 
 
@@ -99,7 +102,9 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     return taken
 
 
-def _context(recorder: FakeRecorder, run_dir: Path = Path("/nowhere/run")) -> AttemptContext:
+def _context(
+    recorder: FakeRecorder, run_dir: Path = Path("/nowhere/run"), memory: Store | None = None
+) -> AttemptContext:
     worker: Any = SimpleNamespace(rank=0, clock=recorder.clock)
     return AttemptContext(
         run=_run(recorder.store, run_dir),
@@ -108,6 +113,7 @@ def _context(recorder: FakeRecorder, run_dir: Path = Path("/nowhere/run")) -> At
         nodes=("node",),
         exchange=SingleExchange(),
         save_exchange=SingleExchange(),
+        vault=None if memory is None else PeerStore(store=memory, exchange=SingleExchange()),  # type: ignore[arg-type]
     )
 
 
@@ -118,8 +124,8 @@ def choose(recorder: FakeRecorder, run_dir: Path = Path("/nowhere/run")) -> Any:
     return module._choose([own], other, context, recorder.passed_over)
 
 
-def resume(recorder: FakeRecorder) -> Any:
-    context: Any = _context(recorder)
+def resume(recorder: FakeRecorder, context: Any = None) -> Any:
+    context = _context(recorder) if context is None else context
     log: Any = recorder
     plan: Any = None
     return module.resume(None, module.find_state(plan, context, log), plan, context, log)
@@ -139,37 +145,105 @@ def test_a_short_outage_is_waited_for(tmp_path: Path, waits: list[float]) -> Non
     assert waits == [1.0] and recorder.passed_over == []
 
 
-def test_the_newest_state_is_taken_from_whichever_source_offers_it(
+def _resume_beside(memory: Store, recorder: FakeRecorder, run_dir: Path = Path("/nowhere/run")) -> Any:
+    return resume(recorder, _context(recorder, run_dir, memory))
+
+
+def _flip_in(memory: MemoryStore, step: int) -> None:
+    """Flip a byte of a tensor that the engine loads."""
+    shard = read_manifest(memory, step).shards[0]
+    offset = next(one.offset for one in shard.intervals if one.interval.key == "fp32/a")
+    key = f"{CHECKPOINT_FOLDER}/step-{step:08d}/{shard.file}"
+    content = bytearray(read_bytes(memory, key))
+    content[offset] ^= 1
+    memory.replace(key, [content])
+
+
+def test_the_newest_state_of_peer_memory_and_storage_is_taken_and_the_nearest_of_equal_ones(
     tmp_path: Path, loaded: dict[str, torch.Tensor]
 ) -> None:
-    """A nearer source, such as the memory of peers, needs no more than a store with the checkpoint's own keys."""
-    recorder = FakeRecorder(_saved(tmp_path / "storage"))
-    near = LocalStore(tmp_path / "near")
-    context = _context(recorder)
-    patience = Patience(wait_s=5.0, first_pause_s=1.0, clock=recorder.clock)
-    own = OwnCheckpoints(run=context.run, patience=patience)
-
-    @dataclass(frozen=True)
-    class Near:
-        name: str = "near"
-
-        def candidates(self, unless: Any) -> Any:
-            return [
-                self.open("near", step) for step in (read_manifest(near, number) for number in committed_steps(near))
-            ], []
-
-        def open(self, location: str, manifest: Any) -> Any:
-            return replace(own.open(location, manifest), source=self.name, store=near)
-
-    for step, source in ((20, "near"), (30, "near"), (40, "storage")):
-        if source == "near":
-            save(near, step)
-        else:
-            save(recorder.store, step)
-        chosen = module._choose([Near(), own], OtherRun(run=context.run, plan=None), context, [])  # type: ignore[arg-type]
-        assert chosen is not None and (chosen.step, chosen.source) == (step, source)
-        module._load(None, chosen, context, verify_all=True)
+    memory, storage = MemoryStore(), _saved(tmp_path)
+    seen = []
+    for attempt, (place, step) in enumerate(((memory, 15), (memory, 20), (memory, 30), (storage, 40)), start=2):
+        save(place, step, attempt=attempt - 1)
+        recorder = FakeRecorder(storage, attempt=attempt)
+        position = _resume_beside(memory, recorder)
         assert all(torch.equal(loaded[key], TENSORS[key]) for key in loaded)
+        assert recorder.passed_over == []
+        seen.append((position.step, position.resumed_from))
+    assert seen == [
+        (20, "checkpoints/step-00000020"),
+        (20, "peer memory, step 20"),
+        (30, "peer memory, step 30"),
+        (40, "checkpoints/step-00000040"),
+    ]
+
+
+def test_the_storage_alone_says_which_attempts_peer_memory_may_hold(
+    tmp_path: Path, loaded: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("ray_ulysses"), "propagate", True)
+    memory, storage = MemoryStore(), _saved(tmp_path)
+    save(memory, 25, attempt=1)
+    # A later attempt, of which the memory does not know, started before that step.
+    start_attempt(storage, 2, 20)
+    recorder = FakeRecorder(storage, attempt=3)
+    assert _resume_beside(memory, recorder).step == 20
+    assert "the state of step 25 in peer memory is not used: attempt 1 committed it after" in caplog.text
+    assert recorder.passed_over == []
+    assert committed_steps(storage) == (10, 20)
+
+
+@pytest.mark.parametrize("how", ["flipped", "torn manifest", "shard gone", "agents gone", "other settings"])
+def test_what_is_wrong_with_peer_memory_costs_nothing_on_storage(
+    tmp_path: Path,
+    loaded: dict[str, torch.Tensor],
+    how: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("ray_ulysses"), "propagate", True)
+    memory, storage = MemoryStore(), _saved(tmp_path)
+    # Of the step that storage has, too.
+    for step in (20, 30):
+        save(memory, step)
+        if how == "flipped":
+            _flip_in(memory, step)
+        elif how == "torn manifest":
+            memory.replace(manifest_key(step), [b"{"])
+        elif how == "shard gone":
+            memory.delete(f"{CHECKPOINT_FOLDER}/step-{step:08d}/attempt-0001")
+    asked: Store = memory
+    if how == "agents gone":
+        asked = FaultyStore(memory, fail_at=1, error=OSError(113, "nobody answers"), lasting=True)
+    if how == "other settings":
+
+        def refuse(chosen: Any, *_: Any) -> None:
+            if chosen.source == "peer memory":
+                raise UserError("was written under another configuration")
+
+        monkeypatch.setattr(module, "_check_own", refuse)
+    before = storage.list(CHECKPOINT_FOLDER)
+    recorder = FakeRecorder(storage)
+    position = _resume_beside(asked, recorder)
+    assert (position.step, position.resumed_from) == (20, "checkpoints/step-00000020")
+    assert all(torch.equal(loaded[key], TENSORS[key]) for key in loaded)
+    assert storage.list(CHECKPOINT_FOLDER) == before
+    assert recorder.passed_over == []
+    assert "peer memory can't be read" in caplog.text or "of step 30 in peer memory is not used" in caplog.text
+
+
+def test_a_state_of_peer_memory_that_was_loaded_in_part_is_no_beginning_and_no_obstacle_to_the_next_attempt(
+    tmp_path: Path, loaded: dict[str, torch.Tensor]
+) -> None:
+    memory = MemoryStore()
+    save(memory, 3)
+    _flip_in(memory, 3)
+    recorder = FakeRecorder(LocalStore(tmp_path))
+    # The engine holds a part of it: it must not train from step 0 with that.
+    with pytest.raises(CheckpointError, match=r"could not be loaded whole.*the next attempt starts from step 0"):
+        _resume_beside(memory, recorder, tmp_path / "run")
+    assert _resume_beside(memory, recorder, tmp_path / "run").step == 0
 
 
 def test_what_stays_unreadable_is_passed_over_and_kept(tmp_path: Path, waits: list[float]) -> None:

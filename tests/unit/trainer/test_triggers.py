@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ray_ulysses.trainer.agreement import Flags
-from ray_ulysses.trainer.triggers import Reason, Triggers, due, retry_pause_s, time_is_up
+from ray_ulysses.trainer.triggers import Reason, Triggers, due, retry_pause_s, steps_apart, time_is_up
 
 RULES = Triggers(every_steps=10, every_s=60.0, at_end=True)
 SILENT = Triggers(every_steps=None, every_s=None, at_end=False)
@@ -59,3 +59,22 @@ def test_minutes_are_counted_from_the_last_state_taken() -> None:
 def test_saves_that_go_on_failing_are_tried_ever_less_often() -> None:
     assert [retry_pause_s(failures, 2) for failures in range(1, 10)] == [0, 0, 1, 2, 4, 8, 16, 30, 30]
     assert retry_pause_s(10**6, 0) == 30
+
+
+@pytest.mark.parametrize(
+    ("step_s", "stall_s", "failures", "apart"),
+    [
+        pytest.param(1.0, 0.0, 0, 1, id="the-first"),
+        pytest.param(1.0, 0.010, 0, 1, id="one-percent"),
+        pytest.param(1.0, 0.011, 0, 2, id="more-than-one-percent"),
+        pytest.param(0.05, 0.008, 0, 1, id="nobody-notices-ten-milliseconds"),
+        pytest.param(300.0, 30.0, 0, 10, id="from-a-disk"),
+        pytest.param(1.0, 0.0, 3, 8, id="after-failures"),
+        pytest.param(1.0, 0.0, 99, 64, id="not-for-ever"),
+        pytest.param(1.0, 0.3, 1, 30, id="the-rarer-of-both"),
+    ],
+)
+def test_peer_memory_costs_a_hundredth_of_the_time_at_most(
+    step_s: float, stall_s: float, failures: int, apart: int
+) -> None:
+    assert steps_apart(step_s, stall_s, failures) == apart

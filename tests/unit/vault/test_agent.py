@@ -95,7 +95,7 @@ def test_bytes_that_are_no_frames_end_their_connection_and_nothing_else() -> Non
         assert client.sizes("key") == {"key": 5}
 
 
-def test_a_piece_that_arrived_damaged_is_refused_and_its_memory_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_that_arrived_damaged_is_refused_and_its_memory_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray_ulysses.vault.client.checksum", lambda chunk: checksum(b"sent"))
     with running() as (agent, client):
         with pytest.raises(OSError, match="a chunk arrived damaged"):

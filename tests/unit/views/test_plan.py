@@ -37,6 +37,19 @@ def test_uneven_heads_and_copied_key_value_heads_are_said():
     assert "each key-value head is sent 2 times" in layout_text(sp_size=4)
 
 
+def test_peer_memory_says_what_it_takes_and_how_often():
+    text = text_of(make_config(), make_corpus([64] * 9))
+    # 106,944 parameters on 4 workers, 14 bytes each, in two copies of two states.
+    assert "memory per node    1.43 MiB for each worker on it; at most a third of what is free per node\n" in text
+    assert "network            0.36 MiB per worker for each state, to the partner node\n" in text
+    assert "after every step of more than about a second (at 1 GiB/s per worker), else less\n" in text
+    limited = text_of(make_config(elastic={"peer_memory_gib": 3.5}), make_corpus([64] * 9))
+    assert "at most 3.5 GiB (elastic.peer_memory_gib) per node\n" in limited
+    without = text_of(make_config(elastic={"peer_memory": False}), make_corpus([64] * 9))
+    assert "peer memory: turned off (elastic.peer_memory); a failure costs the steps since the newest" in without
+    assert "MiB  peer memory" in text and "MiB  peer memory" not in without
+
+
 def test_problems_stand_at_the_end():
     text = text_of(make_config(run={"stop_step": 99}), make_corpus([64] * 9))
     assert "this run can't start:\n  - run.stop_step=99: is beyond the planned data" in text

@@ -1,0 +1,167 @@
+"""Keeps the newest state in the memory of peers while the loop trains; none of its failures ends training."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ray_ulysses.checkpoint.background import BackgroundSaver
+from ray_ulysses.checkpoint.errors import CheckpointError, FencedError
+from ray_ulysses.checkpoint.fence import is_overtaken
+from ray_ulysses.checkpoint.staging import Staging
+from ray_ulysses.engine.zero_state import state_source
+from ray_ulysses.logging import get_logger
+from ray_ulysses.run_names import CHECKPOINT_FOLDER, CHECKPOINT_KEY, claim_key, start_key, step_folder
+from ray_ulysses.trainer.saving import checkpoint_meta, unwritten_journal
+from ray_ulysses.trainer.triggers import steps_apart
+
+if TYPE_CHECKING:
+    from ray_ulysses.checkpoint.background import Saved
+    from ray_ulysses.data.plan.cursor import Cursor
+    from ray_ulysses.storage import Store
+    from ray_ulysses.trainer.agreement import Flags
+    from ray_ulysses.trainer.context import AttemptContext, PeerStore
+    from ray_ulysses.trainer.record import Recorder
+    from ray_ulysses.trainer.saving import StepOutcome
+
+_log = get_logger(__name__)
+_CLOSE_TIMEOUT_S = 20.0
+_ABANDON_TIMEOUT_S = 1.0
+
+
+class VaultKeeper:
+    """Saves the state to the memory of peers after every step after which nothing is being saved there.
+
+    The state before is dropped once its successor is committed. Every rank creates one and calls the same methods after
+    the same steps; without peer memory they do nothing. Rank 0 decides when a state is due.
+    """
+
+    def __init__(self, context: AttemptContext, recorder: Recorder) -> None:
+        self._context, self._recorder, self._worker = context, recorder, context.worker
+        self._vault = context.vault
+        self._is_ready = self._is_reserved = self._is_refused = self._is_warned = False
+        self._stall_s = 0.0
+        self._num_steps = 0
+        self._stepped_at = context.worker.clock.monotonic()
+        self._step_s = 0.0
+        self._staging: Staging | None = None
+        self._saver: BackgroundSaver | None = None
+        if self._vault is not None:
+            self._staging = Staging(1, context.worker.device)
+            self._saver = self._make_saver(self._vault, self._staging)
+
+    def resumed(self, step: int) -> None:
+        """Prepare the memory for an attempt that starts from a step; rank 0 alone does.
+
+        The attempt's marks go there as well, so that a dead attempt whose storage is away is fenced all the same. What
+        is kept is the state that the attempt started from; everything else is of no use any more.
+        """
+        if self._vault is None or self._worker.rank != 0:
+            return
+        store, attempt = self._vault.store, self._context.attempt
+        try:
+            for key in (claim_key(attempt), start_key(attempt, step)):
+                store.replace(key, [b"\n"])
+            _drop_all_but(store, step)
+            self._is_ready = True
+        except OSError as error:
+            _log.warning("peer memory is not used by this attempt: %s", error)
+
+    def flags(self, own: Flags) -> Flags:
+        """Add this rank's flags about peer memory to its others."""
+        if self._saver is None:
+            return own
+        self._num_steps += 1
+        failure = self._saver.failure
+        is_over = failure is not None and (isinstance(failure, FencedError) or not isinstance(failure, CheckpointError))
+        apart = steps_apart(self._step_s, self._stall_s, self._saver.failures)
+        is_due = self._worker.rank == 0 and self._is_ready and not is_over and self._num_steps >= apart
+        return replace(own, memory_due=is_due, memory_busy=not self._is_reserved or not self._saver.is_idle)
+
+    def before_update(self) -> None:
+        """Keep the next update of the weights behind the copies that are under way."""
+        if self._staging is not None:
+            self._staging.before_update()
+
+    def after_step(self, engine: Any, outcome: StepOutcome, cursor: Cursor) -> None:
+        """Take the state if it is due and nothing is being saved; every rank must call after every step."""
+        if self._staging is None or self._saver is None:
+            return
+        now = self._worker.clock.monotonic()
+        self._step_s, self._stepped_at = now - self._stepped_at, now
+        if not self._is_reserved:
+            self._reserve(engine, self._staging)
+        if not outcome.flags.memory_due or outcome.flags.memory_busy:
+            return
+        self._num_steps = 0
+        meta = checkpoint_meta(self._context, self._recorder, outcome, cursor, "memory")
+        obstacle = partial(unwritten_journal, self._context, self._recorder)
+        self._stall_s = self._saver.save(
+            outcome.position.step, state_source(engine), meta, timeout_s=_CLOSE_TIMEOUT_S, obstacle=obstacle
+        )
+        self._worker.on_event("memory", outcome.position.step)
+
+    def close(self, *, failed: bool = False) -> None:
+        """End; a state that is being saved is waited for, for a short while if the attempt has failed."""
+        if self._vault is not None and self._saver is not None:
+            self._saver.close(_ABANDON_TIMEOUT_S if failed else _CLOSE_TIMEOUT_S)
+            self._vault.store.close()
+
+    def _reserve(self, engine: Any, staging: Staging) -> None:
+        """Make room for the copies, after the first step, in which the optimizer's moments are created.
+
+        A rank that has no memory for that is busy for good, on which all ranks agree.
+        """
+        if self._is_refused:
+            return
+        try:
+            staging.reserve(state_source(engine).intervals)
+            self._is_reserved = True
+        except CheckpointError as error:
+            self._is_refused = True
+            _log.warning("peer memory is not used by this attempt: %s", error)
+
+    def _make_saver(self, vault: PeerStore, staging: Staging) -> BackgroundSaver:
+        worker = self._worker
+        return BackgroundSaver(
+            vault.store,
+            attempt=self._context.attempt,
+            rank=worker.rank,
+            world_size=worker.world_size,
+            exchange=vault.exchange,
+            staging=staging,
+            clock=worker.clock,
+            on_saved=self._on_saved,
+            on_failed=self._on_failed,
+            # Each agent verifies what it holds.
+            read_back=False,
+        )
+
+    def _on_saved(self, saved: Saved) -> None:
+        """Drop the states before, on rank 0's thread; one that was overtaken meanwhile drops nothing."""
+        if self._vault is not None and self._worker.rank == 0:
+            store = self._vault.store
+            # What can't be dropped now is dropped after the next commit.
+            with contextlib.suppress(OSError):
+                if not is_overtaken(store, self._context.attempt):
+                    _drop_all_but(store, saved.ref.step)
+        self._worker.on_event("in memory", saved.ref.step)
+
+    def _on_failed(self, step: int, error: CheckpointError) -> None:
+        if self._worker.rank == 0 and not self._is_warned:
+            self._is_warned = True
+            _log.warning(
+                "the state of step %d could not be kept in peer memory (%s); training goes on, and it is tried again "
+                "after later steps. Until then a lost node costs the steps since the newest checkpoint on storage",
+                step,
+                error.reason or error,
+            )
+
+
+def _drop_all_but(store: Store, kept: int) -> None:
+    """Drop the states of all steps but one, and what unfinished saves have left."""
+    matches = (CHECKPOINT_KEY.match(key) for key in store.list(CHECKPOINT_FOLDER))
+    for step in sorted({int(match["step"]) for match in matches if match} - {kept}):
+        store.delete(step_folder(step))

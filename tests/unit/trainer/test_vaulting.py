@@ -1,0 +1,185 @@
+"""Keeping the state in peer memory: what is kept, what is dropped, and that no failure of it reaches training."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import ray_ulysses.trainer.vaulting as module
+from ray_ulysses.checkpoint import ShardedState
+from ray_ulysses.checkpoint.choice import committed_steps
+from ray_ulysses.checkpoint.errors import CheckpointError
+from ray_ulysses.checkpoint.exchange import SingleExchange
+from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage
+from ray_ulysses.clock import SystemClock
+from ray_ulysses.run_names import CHECKPOINT_FOLDER
+from ray_ulysses.storage import Store
+from ray_ulysses.trainer.agreement import Flags
+from ray_ulysses.trainer.context import PeerStore
+from ray_ulysses.trainer.vaulting import VaultKeeper
+from tests.stores import FaultyStore, MemoryStore, SlowStore
+from tests.unit.checkpoint.fakes import META, TENSORS, save, shard_of
+
+
+class Loop:
+    """A loop of one rank around a keeper."""
+
+    def __init__(self, memory: Store, *, attempt: int = 2) -> None:
+        self.events: list[tuple[str, int]] = []
+        worker = SimpleNamespace(
+            rank=0, world_size=1, device=torch.device("cpu"), clock=SystemClock(),
+            on_event=lambda name, step: self.events.append((name, step)),
+        )  # fmt: skip
+        memory.close = lambda: None  # type: ignore[attr-defined]
+        vault = PeerStore(store=memory, exchange=SingleExchange())  # type: ignore[arg-type]
+        context: Any = SimpleNamespace(worker=worker, attempt=attempt, vault=vault)
+        self.keeper = VaultKeeper(context, SimpleNamespace(sync=lambda: None))  # type: ignore[arg-type]
+
+    def step(self, step: int, *, wait: bool = True) -> Flags:
+        flags = self.keeper.flags(Flags())
+        outcome: Any = SimpleNamespace(flags=flags, position=SimpleNamespace(step=step))
+        self.keeper.after_step(None, outcome, None)  # type: ignore[arg-type]
+        if wait:
+            assert self.keeper._saver is not None and self.keeper._saver.wait(20.0)
+        return flags
+
+    def kept(self) -> list[int]:
+        return [step for name, step in self.events if name == "in memory"]
+
+
+@pytest.fixture(autouse=True)
+def state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in for the engine's state and what the loop adds to it."""
+
+    def source(_: Any) -> ShardedState:
+        return shard_of(TENSORS, 0, 1)
+
+    monkeypatch.setattr(module, "state_source", source)
+    monkeypatch.setattr(module, "checkpoint_meta", lambda *_: META)
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("ray_ulysses"), "propagate", True)
+    return caplog
+
+
+def test_every_step_but_the_first_is_kept_and_its_predecessor_dropped() -> None:
+    memory = MemoryStore()
+    loop = Loop(memory)
+    loop.keeper.resumed(4)
+    for step in range(5, 9):
+        loop.step(step)
+        assert committed_steps(memory) == ((step,) if step > 5 else ())
+    assert loop.kept() == [6, 7, 8]
+    assert memory.list(CHECKPOINT_FOLDER) == [
+        "checkpoints/step-00000008/attempt-0002/rank-00000-of-00001.safetensors",
+        "checkpoints/step-00000008/manifest.json",
+    ]
+    loop.keeper.close()
+
+
+def test_a_step_that_ends_while_a_state_is_being_kept_passes_by() -> None:
+    memory = SlowStore(MemoryStore(), seconds=0.3, kinds=("create",), only=lambda key: key.endswith("manifest.json"))
+    loop = Loop(memory)
+    loop.keeper.resumed(0)
+    flags = [loop.step(step, wait=False) for step in range(1, 4)]
+    assert [flag.memory_busy for flag in flags] == [True, False, True]
+    loop.step(4)
+    assert loop.kept() == [2]
+    loop.step(5)
+    assert loop.kept() == [2, 5]
+    loop.keeper.close()
+
+
+def test_the_state_that_an_attempt_started_from_is_kept_until_its_successor_is() -> None:
+    memory = MemoryStore()
+    for step in (3, 4, 7):
+        save(memory, step)
+    # What an unfinished save has left.
+    memory.create(f"{CHECKPOINT_FOLDER}/step-00000008/attempt-0001/rank-00001-of-00002.safetensors", [b"torn"])
+    loop = Loop(memory)
+    loop.keeper.resumed(4)
+    assert committed_steps(memory) == (4,)
+    assert {key.split("/")[1] for key in memory.list(CHECKPOINT_FOLDER)} == {"step-00000004"}
+    loop.step(5)
+    assert committed_steps(memory) == (4,)
+    loop.step(6)
+    assert committed_steps(memory) == (6,)
+    # What fences dead attempts there, too.
+    assert read_lineage(memory).started_from == {2: 4}
+    loop.keeper.close()
+
+
+def test_a_dead_attempt_keeps_and_drops_nothing_in_memory_that_is_anothers_now() -> None:
+    memory = MemoryStore()
+    loop = Loop(memory)
+    loop.keeper.resumed(0)
+    loop.step(1)
+    loop.step(2)
+    assert claim_attempt(memory, 3)
+    save(memory, 9, attempt=3)
+    for step in (3, 4, 5):
+        assert not loop.step(step).memory_due or step == 3
+    assert loop.kept() == [2]
+    assert committed_steps(memory) == (2, 9)
+    loop.keeper.close()
+
+
+def test_failures_are_said_once_tried_again_ever_more_rarely_and_end_nothing(said: pytest.LogCaptureFixture) -> None:
+    full = OSError(errno.ENOSPC, "the peer memory of this node is full")
+    memory = FaultyStore(MemoryStore(), fail_at=1, error=full, kinds=("create",), lasting=True)
+    loop = Loop(memory)
+    loop.keeper.resumed(0)
+    due = [step for step in range(1, 41) if loop.step(step).memory_due and step > 1]
+    assert due == [2, 4, 8, 16, 32]
+    warnings = [record.message for record in said.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "step 2 could not be kept in peer memory" in warnings[0] and "is full" in warnings[0]
+    assert "training goes on" in warnings[0] and "run.storage" not in warnings[0]
+    memory._fail_at = 0
+    for step in range(41, 70):
+        loop.step(step)
+    # After one that succeeds, every step is.
+    assert loop.kept()[-3:] == [67, 68, 69]
+    loop.keeper.close()
+
+
+def test_without_answers_the_attempt_trains_without_peer_memory(said: pytest.LogCaptureFixture) -> None:
+    memory = FaultyStore(MemoryStore(), fail_at=1, error=OSError(113, "nobody answers"), lasting=True)
+    loop = Loop(memory)
+    loop.keeper.resumed(0)
+    assert not any(loop.step(step).memory_due for step in range(1, 10))
+    assert "peer memory is not used by this attempt: [Errno 113] nobody answers" in said.text
+    loop.keeper.close()
+
+
+def test_a_rank_without_memory_for_a_copy_keeps_all_ranks_from_taking_one(
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(MemoryStore())
+    loop.keeper.resumed(0)
+
+    def refuse(*_: Any) -> None:
+        raise CheckpointError("no 9.0 GiB of host memory for a copy")
+
+    assert loop.keeper._staging is not None
+    monkeypatch.setattr(loop.keeper._staging, "reserve", refuse)
+    assert all(loop.step(step).memory_busy for step in range(1, 5))
+    assert said.text.count("no 9.0 GiB of host memory") == 1
+    loop.keeper.close()
+
+
+def test_without_addresses_nothing_is_done() -> None:
+    context: Any = SimpleNamespace(worker=SimpleNamespace(rank=0, clock=SystemClock()), vault=None)
+    keeper = VaultKeeper(context, None)  # type: ignore[arg-type]
+    keeper.resumed(0)
+    assert keeper.flags(Flags(saving=True)) == Flags(saving=True)
+    keeper.before_update()
+    keeper.after_step(None, None, None)  # type: ignore[arg-type]
+    keeper.close()
