@@ -504,6 +504,13 @@ MUTANTS = (
         killer="tests/unit/engine/test_empty_model.py::test_shared_frozen_and_marked_parameters_stay_what_they_are",
     ),
     Mutant(
+        name="a guess at when a failure happened",
+        file="ray_ulysses/tracking/start_time.py",
+        old='(min(last_record, detected), "unknown_s")',
+        new='(min(last_record, detected), "detect_s")',
+        killer="tests/unit/tracking/test_time_spent.py::test_what_a_journal_does_not_tell_is_unknown",
+    ),
+    Mutant(
         name="a run begun anew over damaged checkpoints",
         file="ray_ulysses/run/start_point.py",
         old="    elif damaged:\n",

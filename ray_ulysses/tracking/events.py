@@ -90,10 +90,12 @@ class PhaseStarted(CommandEvent):
 
     Attributes:
         phase: The phase, in words.
+        part: ``build`` or ``load``, the part of a start that its time belongs to; None in journals of earlier versions.
     """
 
     event: Literal["phase"] = "phase"
     phase: str
+    part: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -325,10 +327,15 @@ class AttemptEnded(EndEvent):
 
     Attributes:
         saving_seconds: How long training was blocked by checkpoints since the last step.
+        fault_at: When the failure happened, or the last sign of life before it, in seconds since the epoch; None if
+            unknown.
+        detected_at: When the failure was noticed, in seconds since the epoch; None for when this was recorded.
     """
 
     event: Literal["attempt_ended"] = "attempt_ended"
     saving_seconds: Seconds = 0.0
+    fault_at: Seconds | None = None
+    detected_at: Seconds | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ to exactly one part of `TimeSpent`, so that they add up; the time between two co
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +19,15 @@ from ray_ulysses.tracking.events import (
     AttemptStarted,
     CommandEvent,
     Evaluated,
+    PhaseStarted,
     RunFinished,
 )
+from ray_ulysses.tracking.start_time import StartTime, StartTimeline
 from ray_ulysses.tracking.step_groups import Entry, StepGroup, group_steps
 
 _SPENT = np.dtype([("step", "<i8"), ("seconds", "<f8")])
+_DIVIDED = {"startup_s": "starts", "waiting_s": "starts", "recovery_s": "recovery"}
+"""The parts that are divided further, and the field of `TimeSpent` that holds the division."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +44,8 @@ class TimeSpent:
         evaluation_s: In evaluations.
         other_s: Between steps for other reasons, and at the end of a command.
         between_commands_s: From the last record of a command to the start of the next one; not part of the total.
+        starts: The division of ``startup_s`` and ``waiting_s``.
+        recovery: The division of ``recovery_s``.
     """
 
     steps_s: float = 0.0
@@ -51,20 +57,40 @@ class TimeSpent:
     evaluation_s: float = 0.0
     other_s: float = 0.0
     between_commands_s: float = 0.0
+    starts: StartTime = field(default_factory=StartTime)
+    recovery: StartTime = field(default_factory=StartTime)
 
     @property
     def total_s(self) -> float:
         """Sum of all parts: how long commands ran."""
-        return float(sum(asdict(self).values())) - self.between_commands_s
+        return float(sum(getattr(self, name) for name in _PARTS)) - self.between_commands_s
 
     @property
     def goodput(self) -> float | None:
         """Share of the time that went into steps that count; None before the first of them."""
         return round(self.steps_s / self.total_s, 4) if self.steps_s > 0 else None
 
-    def to_json(self) -> dict[str, float]:
+    def to_json(self) -> dict[str, float | dict[str, float]]:
         """Return the parts and their sum, rounded to milliseconds."""
-        return {name: round(seconds, 3) for name, seconds in {"total_s": self.total_s, **asdict(self)}.items()}
+        divided = {name: _rounded(asdict(getattr(self, name))) for name in dict.fromkeys(_DIVIDED.values())}
+        return {**_rounded({"total_s": self.total_s, **{name: getattr(self, name) for name in _PARTS}}), **divided}
+
+    def metrics(self) -> dict[str, float]:
+        """Return the parts, their sum and the goodput by the names of their metrics."""
+        metrics: dict[str, float] = {}
+        for name, value in self.to_json().items():
+            if isinstance(value, dict):
+                metrics |= {f"time_{name}_{part}": seconds for part, seconds in value.items()}
+            else:
+                metrics[f"time_{name}"] = value
+        return metrics if self.goodput is None else {**metrics, "goodput": self.goodput}
+
+
+_PARTS = tuple(one.name for one in fields(TimeSpent) if one.name not in _DIVIDED.values())
+
+
+def _rounded(parts: dict[str, float]) -> dict[str, float]:
+    return {name: round(seconds, 3) for name, seconds in parts.items()}
 
 
 @dataclass(slots=True)
@@ -73,6 +99,7 @@ class _Command:
 
     at: float
     end: float
+    start: StartTimeline = field(default_factory=StartTimeline)
     has_stepped: bool = False
     attempt: int = 0
     attempt_has_stepped: bool = False
@@ -84,7 +111,10 @@ class _Command:
 class TimeLedger:
     """Accounts for a run's time, one event after the other in the journal's order."""
 
-    _spent: dict[str, float] = field(default_factory=lambda: asdict(TimeSpent()))
+    _spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
+    _divided: dict[str, dict[str, float]] = field(
+        default_factory=lambda: {name: asdict(StartTime()) for name in _DIVIDED.values()}
+    )
     _kept: StepStack = field(default_factory=StepStack)
     _session: str | None = None
     _command: _Command | None = None
@@ -100,27 +130,35 @@ class TimeLedger:
             return
         command = self._command_of(event)
         if event.attempt != command.attempt:
+            if command.attempt:
+                command.start.attempt_vanished(command.end)
             command.attempt, command.attempt_has_stepped, command.ended_well = event.attempt, False, False
             command.evaluation_s = 0.0
             self._advance(command, event.time, "recovery_s" if command.has_stepped else "waiting_s")
-        if isinstance(event, AttemptStarted):
+            command.start.begin(event.time, "unknown_s")
+        if isinstance(event, PhaseStarted):
+            command.start.phase(event)
+        elif isinstance(event, AttemptStarted):
+            command.start.note(event.time, "build_s")
             self._lose(self._kept.truncate(event.resumed_step))
         elif isinstance(event, StepGroup):
             self._add_steps(command, event)
         elif isinstance(event, Evaluated):
             command.evaluation_s += event.seconds
-        elif isinstance(event, AttemptEnded) and event.reason.startswith(STOP_REASONS):
-            command.ended_well = True
-            self._add_pause(command, event.saving_seconds, event.time)
+        elif isinstance(event, AttemptEnded):
+            command.start.attempt_ended(event, command.end)
+            if event.reason.startswith(STOP_REASONS):
+                command.ended_well = True
+                self._add_pause(command, event.saving_seconds, event.time)
         command.end = max(command.end, event.end_time if isinstance(event, StepGroup) else event.time)
 
     def spent(self) -> TimeSpent:
         """Return the time up to the latest event, by its use."""
-        parts = dict(self._spent)
+        parts, divided = dict(self._spent), {name: dict(parts) for name, parts in self._divided.items()}
         command = self._command
         if command is not None:
-            parts[_open_part(command)] += max(0.0, command.end - command.at)
-        return TimeSpent(**parts)
+            _account(command, command.end, _open_part(command), parts, divided)
+        return TimeSpent(**parts, starts=StartTime(**divided["starts"]), recovery=StartTime(**divided["recovery"]))
 
     def _command_of(self, event: Entry) -> _Command:
         """Return the command of an event; an event that names none belongs to the previous command."""
@@ -139,7 +177,9 @@ class TimeLedger:
         if before is not None:
             self._spent["between_commands_s"] += max(0.0, started - before.end)
         self._session, self._command = session, _Command(at=started, end=started)
+        self._command.start.begin(started, "build_s")
         self._advance(self._command, asked, "startup_s")
+        self._command.start.begin(asked, "unknown_s" if own is None or own.workers_asked is None else "form_s")
         return self._command
 
     def _add_steps(self, command: _Command, group: StepGroup) -> None:
@@ -154,6 +194,7 @@ class TimeLedger:
         command.has_stepped = command.attempt_has_stepped = True
         spent["seconds"][0] = self._advance(command, first.time, "steps_s")
         spent["seconds"][1:] = self._advance_through(command, group)
+        command.start.begin(command.at, "unknown_s", has_stepped=True)
         self._lose(self._kept.push(spent))
 
     def _advance_through(self, command: _Command, group: StepGroup) -> NDArray[np.float64]:
@@ -186,9 +227,8 @@ class TimeLedger:
 
     def _advance(self, command: _Command, to: float, part: str) -> float:
         """Account for the time up to a moment, as none if the clock went back."""
-        seconds = max(0.0, to - command.at)
+        seconds = _account(command, to, part, self._spent, self._divided)
         command.at += seconds
-        self._spent[part] += seconds
         return seconds
 
 
@@ -202,6 +242,18 @@ def time_spent(events: Iterable[Entry]) -> TimeSpent:
     for event in group_steps(events):
         ledger.add(event)
     return ledger.spent()
+
+
+def _account(
+    command: _Command, to: float, part: str, parts: dict[str, float], divided: dict[str, dict[str, float]]
+) -> float:
+    """Add the time from a command's last accounted moment to another one; return its seconds."""
+    seconds = max(0.0, to - command.at)
+    parts[part] += seconds
+    if part in _DIVIDED:
+        for name, share in command.start.split(command.at, command.at + seconds):
+            divided[_DIVIDED[part]][name] += share
+    return seconds
 
 
 def _open_part(command: _Command) -> str:

@@ -67,10 +67,15 @@ class Recorder:
         recorder.phase("opening the data")
         return recorder
 
-    def phase(self, name: str) -> None:
-        """Record a phase of the start-up, so that a person sees it while waiting for the first step."""
+    def phase(self, name: str, part: Literal["build", "load"] = "build") -> None:
+        """Record a phase of the start-up, so that a person sees it while waiting for the first step.
+
+        Args:
+            name: The phase, in words.
+            part: The part of a start that its time belongs to.
+        """
         self._context.worker.beat("start", 0)
-        self._append("phase", phase=name, **self._context.worker.command())
+        self._append("phase", phase=name, part=part, **self._context.worker.command())
 
     def attempt_started(self, position: RunPosition, last_step: int, plan: Plan) -> None:
         """Record the attempt's layout, nodes and plan, and the position from which it starts.

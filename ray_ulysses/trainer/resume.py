@@ -75,7 +75,7 @@ def find_state(plan: Plan, context: AttemptContext, recorder: Recorder) -> Start
         UserError: The checkpoint belongs to another configuration or plan.
         CheckpointError: None can be used, and there should be one.
     """
-    recorder.phase("looking for a checkpoint")
+    recorder.phase("looking for a checkpoint", "load")
     memory = None if context.vault is None else PeerMemory(run=context.run, store=context.vault.store)
     stored = OwnCheckpoints(run=context.run, patience=_patience(context))
     own: tuple[RecoverySource, ...] = (stored,) if memory is None else (memory, stored)
@@ -103,9 +103,8 @@ def resume(engine: Any, start: StartingState, plan: Plan, context: AttemptContex
     while chosen is not None:
         step, is_own = chosen.step, chosen.source != start.other.name
         in_memory = start.memory if start.memory is not None and chosen.source == start.memory.name else None
-        recorder.phase(
-            f"loading step {step}{' from peer memory' if in_memory else '' if is_own else ' of another run'}"
-        )
+        place = " from peer memory" if in_memory else "" if is_own else " of another run"
+        recorder.phase(f"loading step {step}{place}", "load")
         try:
             _load(engine, chosen, context, verify_all=is_own)
             break

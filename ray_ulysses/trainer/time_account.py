@@ -54,10 +54,7 @@ class TimeAccount:
     def news(self) -> dict[str, float]:
         """Return the parts of the time that have grown since the last call, and the goodput, by their metric names."""
         with self._lock:
-            spent = self._ledger.spent()
-        parts = {f"time_{name}": seconds for name, seconds in spent.to_json().items()}
-        if spent.goodput is not None:
-            parts["goodput"] = spent.goodput
+            parts = self._ledger.spent().metrics()
         news = {name: value for name, value in parts.items() if value != self._reported.get(name, 0.0)}
         self._reported |= news
         return news

@@ -13,7 +13,7 @@ from ray_ulysses.tracking.events import RunFailed
 from ray_ulysses.tracking.failures import describe_failure
 from ray_ulysses.tracking.history import AttemptRecord, RunHistory
 from ray_ulysses.tracking.time_spent import TimeSpent
-from ray_ulysses.views.time_spent import pause_in_words, time_rows
+from ray_ulysses.views.time_spent import divisions_in_words, pause_in_words, time_rows
 from ray_ulysses.views.words import count, duration, facts, percent, table
 
 _LAST_STEPS = 10
@@ -87,7 +87,8 @@ def _time(spent: TimeSpent) -> list[str]:
     if not rows:
         return []
     pause = pause_in_words(spent)
-    return ["", "time", *table(("seconds", "share", "spent on"), rows), *([] if pause is None else [f"  {pause}"])]
+    notes = [*divisions_in_words(spent), *([] if pause is None else [pause])]
+    return ["", "time", *table(("seconds", "share", "spent on"), rows), *(f"  {note}" for note in notes)]
 
 
 def _failure(failure: RunFailed) -> list[tuple[str, str]]:

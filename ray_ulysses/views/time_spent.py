@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ray_ulysses.tracking.start_time import StartTime
 from ray_ulysses.tracking.time_spent import TimeSpent
 from ray_ulysses.views.words import duration, percent
 
@@ -15,6 +16,14 @@ _NAMES = {
     "evaluation_s": "evaluation",
     "other_s": "other",
 }
+_NAMES_OF_A_START = {
+    "cut_off_s": "cut-off steps",
+    "detect_s": "detection",
+    "form_s": "workers",
+    "load_s": "loading",
+    "build_s": "building",
+    "unknown_s": "unknown",
+}
 
 
 def goodput_in_words(spent: TimeSpent) -> str:
@@ -22,6 +31,9 @@ def goodput_in_words(spent: TimeSpent) -> str:
     if spent.goodput is None:
         return "- (no step yet that counts)"
     shown = [f"{name} {duration(seconds)}" for name, seconds in _parts(spent) if seconds >= 0.5]
+    division = _division(spent.recovery)
+    if division:
+        shown = [f"{part} ({division})" if part.startswith("recovery ") else part for part in shown]
     return f"{percent(spent.goodput)} of {duration(spent.total_s)}: {', '.join(shown)}"
 
 
@@ -32,6 +44,18 @@ def time_rows(spent: TimeSpent) -> list[tuple[str, str, str]]:
         return []
     rows = [(f"{seconds:.1f}s", percent(seconds / total), name) for name, seconds in _parts(spent)]
     return [*rows, (f"{total:.1f}s", percent(1.0), "total of all commands")]
+
+
+def divisions_in_words(spent: TimeSpent) -> list[str]:
+    """Return a line about what the time at starts went into, and one about that of recoveries, where it is known."""
+    divided = {"start-up and waiting": spent.starts, "recovery": spent.recovery}
+    return [f"{name}: {division}" for name, time in divided.items() if (division := _division(time))]
+
+
+def _division(time: StartTime) -> str:
+    """Return the parts of a start with their seconds; nothing if none of them is known."""
+    shown = {name: getattr(time, field) for field, name in _NAMES_OF_A_START.items() if getattr(time, field) >= 0.05}
+    return "" if set(shown) <= {"unknown"} else ", ".join(f"{name} {seconds:.1f}s" for name, seconds in shown.items())
 
 
 def pause_in_words(spent: TimeSpent) -> str | None:

@@ -57,13 +57,14 @@ def _events(config: Config, kind: str) -> list[Any]:
 def test_every_trigger_saves_and_says_so(tmp_path: Path, corpus: Path) -> None:
     config = _config(tmp_path, corpus, checkpoint__every_steps=5, run__self_test=True)
     history = _run(config, actions={2: "request save", 7: "notice", 8: "notice over"})
-    assert [event.phase for event in _events(config, "phase")] == [
-        "opening the data",
-        "self-test",
-        "looking for a checkpoint",
-        "building the model",
+    assert [(event.phase, event.part) for event in _events(config, "phase")] == [
+        ("opening the data", "build"),
+        ("self-test", "build"),
+        ("looking for a checkpoint", "load"),
+        ("building the model", "build"),
     ]
     spent = history.time_spent
+    assert min(spent.starts.build_s, spent.starts.load_s) > 0
     assert min(spent.startup_s, spent.steps_s, spent.saves_s) > 0
     assert spent.steps_s == pytest.approx(sum(step.seconds for step in history.steps), rel=0.05)
     reasons = _reasons(config)

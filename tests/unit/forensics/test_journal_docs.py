@@ -49,7 +49,8 @@ def test_the_page_has_the_fields_of_every_event(event: str) -> None:
     expected = {name: optional for name, optional in _declared(_EVENTS[event]).items() if name not in common}
     found = _documented(_SAME_AS.get(event, event))
     if event in _SAME_AS:
-        assert set(found) - {"saving_seconds"} == set(expected) == set(_declared(EndEvent)) - set(common)
+        only_of_attempts = {"saving_seconds", "fault_at", "detected_at"}
+        assert set(found) - only_of_attempts == set(expected) == set(_declared(EndEvent)) - set(common)
         return
     assert {name: found[name] for name in expected} == expected
     assert set(found) - set(expected) <= _FOR_INFORMATION
@@ -101,9 +102,11 @@ def test_the_page_has_the_fields_of_inspect(tmp_path: Path, corpus: Path, capsys
         "attempts[]": found["attempts"][0],
         "checkpoints[]": found["checkpoints"][0],
         "time_spent": found["time_spent"],
+        "time_spent.starts": found["time_spent"]["starts"],
         "failure": found["failure"],
         "plan[]": segment,
         "plan[].sources[]": segment["sources"][0],
     }
+    assert list(found["time_spent"]["recovery"]) == list(found["time_spent"]["starts"])
     for section, part in parts.items():
         assert list(_documented(section)) == list(part), section

@@ -68,6 +68,7 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / ("manifest.json" if text else "set-aside-0001.json")).write_text(text or "{}")
     numbers = {"seconds": 1.0, "learning_rate": None, "grad_norm": None}
+    parts = ("cut_off_s", "detect_s", "form_s", "load_s", "build_s", "unknown_s")
     assert json.loads(json.dumps(read_history(run_dir).to_json())) == {
         "name": "demo",
         "status": "stopped",
@@ -125,6 +126,8 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
             "evaluation_s": 0.0,
             "other_s": 0.5,
             "between_commands_s": 6.0,
+            "starts": {**dict.fromkeys(parts, 0.0), "build_s": 2.0},
+            "recovery": dict.fromkeys(parts, 0.0),
         },
         "missing_steps": [],
         "damaged_records": [],

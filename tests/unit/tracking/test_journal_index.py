@@ -283,7 +283,7 @@ def test_the_time_of_steps_in_runs_is_that_of_single_steps(seed: int) -> None:
     ledger = TimeLedger()
     for one in events:
         ledger.add(one)
-    assert time_spent(events).to_json() == pytest.approx(ledger.spent().to_json(), abs=2e-3)
+    assert time_spent(events).metrics() == pytest.approx(ledger.spent().metrics(), abs=2e-3)
 
 
 def test_groups_give_their_events_back() -> None:

@@ -167,6 +167,7 @@ def test_the_tracker_is_told_where_the_time_of_the_command_goes(tmp_path: Path) 
     ]
     assert first == {
         "goodput": 0.0238, "time_total_s": 42.0, "time_steps_s": 1.0, "time_startup_s": 21.0, "time_waiting_s": 20.0,
+        "time_starts_form_s": 20.0, "time_starts_build_s": 21.0,
     }  # fmt: skip
     assert second == {"goodput": 0.0435, "time_total_s": 46.0, "time_steps_s": 2.0, "time_saves_s": 3.0}
     assert end == {"goodput": 0.0404, "time_total_s": 49.5, "time_saves_s": 4.0, "time_evaluation_s": 2.5}

@@ -40,7 +40,7 @@ class FakeRecorder:
     passed_over: list[Damage] = field(default_factory=list)
     phases: list[str] = field(default_factory=list)
 
-    def phase(self, name: str) -> None:
+    def phase(self, name: str, part: str) -> None:
         self.phases.append(name)
 
     def checkpoint_set_aside(self, damage: Damage) -> None:

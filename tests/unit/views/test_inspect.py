@@ -7,6 +7,7 @@ import pytest
 from ray_ulysses.forensics.plan_history import PlanHistory, SegmentRecord, SourceRecord
 from ray_ulysses.tracking.counted_steps import Steps
 from ray_ulysses.tracking.events import RunFailed
+from ray_ulysses.tracking.start_time import StartTime
 from ray_ulysses.tracking.step_groups import step_rows
 from ray_ulysses.tracking.time_spent import TimeSpent
 from ray_ulysses.views.inspect import history_json, render_history
@@ -45,6 +46,19 @@ def test_where_the_time_went_is_told_by_name() -> None:
         "  not counted: 2h05m between commands, when nothing ran",
     ]
     assert "time" not in render_history(make_history(time_spent=TimeSpent())).splitlines()
+
+
+def test_what_starts_and_recoveries_went_into_is_told_where_it_is_known() -> None:
+    recovery = StartTime(cut_off_s=0.91, detect_s=0.4, form_s=8.06, load_s=2.0, build_s=1.64, unknown_s=0.04)
+    spent = TimeSpent(steps_s=26.0, startup_s=3.0, recovery_s=13.05, recovery=recovery)
+    lines = render_history(make_history(time_spent=spent)).splitlines()
+    told = "  recovery: cut-off steps 0.9s, detection 0.4s, workers 8.1s, loading 2.0s, building 1.6s"
+    assert lines[lines.index("time") + 11] == told
+    assert not any("start-up and waiting:" in line for line in lines)
+    spent = replace(spent, starts=StartTime(unknown_s=3.0), recovery=StartTime(unknown_s=12.0, detect_s=1.05))
+    text = render_history(make_history(time_spent=spent))
+    assert "\n  recovery: detection 1.1s, unknown 12.0s\n" in text
+    assert "start-up and waiting:" not in text
 
 
 def test_missing_steps_are_not_hidden():

@@ -4,6 +4,8 @@ from pathlib import Path
 import pytest
 
 from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
+from ray_ulysses.tracking.start_time import StartTime
+from ray_ulysses.tracking.time_spent import TimeSpent
 from ray_ulysses.views.summary import render_summary
 from tests.unit.views.histories import make_history
 
@@ -35,6 +37,15 @@ def test_the_summary_says_what_came_out_and_where_it_is():
         "  see the curves   mlflow ui --backend-store-uri sqlite:////runs/mlflow.db",
         "  continue         every planned row is trained; start a new run.name with more data or epochs",
     ]
+
+
+def test_what_recoveries_went_into_is_told_with_the_goodput():
+    recovery = StartTime(cut_off_s=0.9, detect_s=0.4, form_s=8.1, load_s=2.0, build_s=1.6)
+    spent = TimeSpent(steps_s=26.0, lost_steps_s=1.0, recovery_s=13.0, recovery=recovery)
+    assert (
+        "  goodput          65.00% of 40s: steps that count 26s, recovery 13s (cut-off steps 0.9s, detection 0.4s, "
+        "workers 8.1s, loading 2.0s, building 1.6s), lost steps 1s\n"
+    ) in summary_of(make_history(time_spent=spent))
 
 
 @pytest.mark.parametrize(
