@@ -72,6 +72,10 @@ def without_secret(text: str) -> str:
     return _IN_QUERY.sub(r"\1***", _IN_ADDRESS.sub("***@", text))
 
 
+class FinalError(RunError):
+    """A failure that the same run would meet again: its workers are not started again."""
+
+
 class PeerError(RunError):
     """This rank could not continue because another one failed; that rank's error has the reason."""
 

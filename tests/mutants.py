@@ -703,6 +703,13 @@ MUTANTS = (
         killer="tests/unit/cluster/test_metadata_service.py::test_a_token_is_asked_for_once_and_again_when_it_has_expired",
     ),
     Mutant(
+        name="a step that DeepSpeed leaves out as its gradient is not finite counted as trained",
+        file="ray_ulysses/trainer/step.py",
+        old="math.isfinite(loss_sum) and num_bad_norms == 0",
+        new="math.isfinite(loss_sum)",
+        killer="tests/unit/trainer/test_step.py::test_a_gradient_that_is_not_finite_is_seen_under_a_finite_loss",
+    ),
+    Mutant(
         name="a hang blamed on the rank that is ahead",
         file="ray_ulysses/elastic/hang.py",
         old="least = min(",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ray_ulysses.errors import RunError
+from ray_ulysses.errors import FinalError, RunError
 
 
 class CheckpointError(RunError):
@@ -23,7 +23,7 @@ class UnreadableCheckpointError(CheckpointError):
     """The storage does not give a committed checkpoint now; that may pass."""
 
 
-class StorageFailedError(CheckpointError):
+class StorageFailedError(CheckpointError, FinalError):
     """Saves have failed more often, and for longer, than the run tolerates; the next attempt's would as well."""
 
 

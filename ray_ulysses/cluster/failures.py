@@ -22,13 +22,12 @@ from ray.train.v2._internal.execution.failure_handling import FailureDecision, F
 from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, TrainingFailedError, WorkerGroupError
 
-from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.cluster.scaling import Resized
 from ray_ulysses.cluster.worker_watch import WorkersMissing
 from ray_ulysses.elastic.budget import failures_that_count
 from ray_ulysses.elastic.causes import Cause, RankError, lost, one_line, raised, root_cause
-from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.errors import FinalError, RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.run.completion import settle_failed
@@ -72,8 +71,8 @@ def cause_of(error: BaseException) -> Cause:
         return root_cause(errors or [RankError(rank=0, kind="preempted", what="a node is being taken away")])
     if isinstance(error, WorkerGroupError) and error.worker_failures:
         failures = error.worker_failures
-        # The user's input and a storage that accepts nothing are the same for the next attempt.
-        is_final = any(isinstance(one, UserError | StorageFailedError) for one in failures.values())
+        # The user's input, say, is the same for the next attempt.
+        is_final = any(isinstance(one, UserError | FinalError) for one in failures.values())
         return root_cause([rank_error(rank, one) for rank, one in failures.items()], is_final=is_final)
     if isinstance(error, WorkersMissing):
         return Cause(kind="start", reason=error.reason, rank=None, hint=error.hint, is_final=True)

@@ -17,6 +17,7 @@ from ray_ulysses.engine.zero import build_engine, partition_config, prepare_proc
 from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.run.settings import last_step_of, resolve_run, zero_settings
 from ray_ulysses.trainer.agreement import Flags, with_requests
+from ray_ulysses.trainer.bad_steps import refuse_bad_step
 from ray_ulysses.trainer.context import AttemptContext, open_attempt
 from ray_ulysses.trainer.data import open_data
 from ray_ulysses.trainer.record import Recorder
@@ -200,13 +201,14 @@ def _take_step(attempt: _Attempt, source: RowSource, position: RunPosition) -> S
         flags=lambda: _flags(attempt),
         before_update=attempt.before_update,
     )
+    # Before anything of the step is recorded or saved.
+    refuse_bad_step(step, rows, result)
     metrics = attempt.meter.numbers(
         result,
         seconds=worker.clock.monotonic() - started,
         document_tokens=int(stats.document_tokens.sum(dtype=np.int64)),
         cost=int(stats.sum_squares.sum()),
         learning_rate=rate,
-        grad_norm=float(engine.get_global_grad_norm()),
     )
     attempt.recorder.step_done(step, result, rows, metrics)
     worker.on_event("step", step)

@@ -29,13 +29,19 @@ class StepResult:
     """A step's result, equal on every rank.
 
     Attributes:
-        loss: Mean loss over the step's supervised tokens, nats.
+        loss: Mean loss over the step's supervised tokens, nats; NaN where there are none.
+        grad_norm: Norm of its gradient before clipping.
+        is_finite: Whether loss and gradient are; if not, the weights are as they were before the step.
+        bad_rows: The rows whose own loss is not finite.
         tokens: Supervised tokens that the model received.
         digest: Sum of the digests of the rows that the model received, modulo 2**64.
         flags: The flags that at least one rank has raised.
     """
 
     loss: float
+    grad_norm: float
+    is_finite: bool
+    bad_rows: tuple[int, ...]
     tokens: int
     digest: int
     flags: Flags
@@ -74,10 +80,11 @@ def train_step(
         before_update: Called before the weights are updated, on every rank.
 
     Raises:
-        RunError: The model received other tokens than planned, or the loss is not finite.
+        RunError: The model received other tokens than planned.
     """
     scale = loss_scale(tokens, mesh, zero_stage=engine.zero_optimization_stage(), accumulation=accumulation)
-    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    # Of each row, and of the fillers.
+    losses = torch.zeros(len(rows) + 1, dtype=torch.float64, device=device)
     checksums = [0] * len(rows)
     received, steps = 0, 0
     for row in slices:
@@ -88,17 +95,17 @@ def train_step(
         if steps == accumulation - 1:
             before_update()
         engine.step()
-        loss_sum += row_loss.detach().double()
+        if not row.is_filler and row.row not in rows:
+            raise RunError(f"row {row.row} arrived in a step of rows {rows.start} to {rows.stop - 1}; resume the run")
+        losses[-1 if row.is_filler else row.row - rows.start] += row_loss.detach().double()
         if not row.is_filler:
-            if row.row not in rows:
-                raise RunError(
-                    f"row {row.row} arrived in a step of rows {rows.start} to {rows.stop - 1}; resume the run"
-                )
             checksums[row.row - rows.start] += batch_checksum(batch)
             received += row.num_supervised
         steps += 1
     assert steps == accumulation, f"{steps} micro-batches instead of {accumulation}"
-    return _agree(loss_sum, checksums, received, rows, tokens, flags(), mesh)
+    # ZeRO of DeepSpeed 0.19.8 leaves the weights alone when this is not finite, and says so nowhere else.
+    grad_norm = float(engine.get_global_grad_norm())
+    return _agree(losses, grad_norm, checksums, received, rows, tokens, flags(), mesh)
 
 
 def evaluate(engine: Any, slices: Iterable[RowSlice], mesh: SequenceMesh, device: torch.device) -> tuple[float, int]:
@@ -120,7 +127,8 @@ def evaluate(engine: Any, slices: Iterable[RowSlice], mesh: SequenceMesh, device
 
 
 def _agree(
-    loss_sum: torch.Tensor,
+    losses: torch.Tensor,
+    grad_norm: float,
     checksums: list[int],
     received: int,
     rows: range,
@@ -128,26 +136,35 @@ def _agree(
     flags: Flags,
     mesh: SequenceMesh,
 ) -> StepResult:
-    dist.all_reduce(loss_sum, group=mesh.group("loss"))
+    dist.all_reduce(losses, group=mesh.group("loss"))
     # Checksums of a row's slices add up to the row's, modulo 2**64, as int64 does when it wraps.
     counts = torch.tensor(
-        [received, *flags.to_counts(), *(to_int64(value % MODULUS) for value in checksums)],
+        [
+            received,
+            int(not math.isfinite(grad_norm)),
+            *flags.to_counts(),
+            *(to_int64(value % MODULUS) for value in checksums),
+        ],
         dtype=torch.int64,
-        device=loss_sum.device,
+        device=losses.device,
     )
     dist.all_reduce(counts, group=mesh.group("loss"))
-    total, *rest = counts.tolist()
+    total, num_bad_norms, *rest = counts.tolist()
     raised, sums = rest[:NUM_FLAGS], rest[NUM_FLAGS:]
     if total != tokens:
         raise RunError(
             f"rows {rows.start} to {rows.stop - 1} contained {total} supervised tokens, the plan has {tokens}; "
             "the corpus was changed during the run. Restore data.path and resume"
         )
-    loss = float(loss_sum) / tokens if tokens else math.nan
-    if tokens and not math.isfinite(loss):
-        raise RunError(
-            f"the loss of rows {rows.start} to {rows.stop - 1} is {loss}; nothing after the last checkpoint is kept. "
-            "Lower optimizer.lr or raise schedule.warmup_steps in a new run, or inspect those rows"
-        )
+    row_losses = losses.tolist()
+    loss_sum = sum(row_losses)
     digest = add_digests(*(row_digest(row, from_int64(value)) for row, value in zip(rows, sums, strict=True)))
-    return StepResult(loss=loss, tokens=tokens, digest=digest, flags=Flags.from_counts(raised))
+    return StepResult(
+        loss=loss_sum / tokens if tokens else math.nan,
+        grad_norm=grad_norm,
+        is_finite=math.isfinite(loss_sum) and num_bad_norms == 0,
+        bad_rows=tuple(row for row, value in zip(rows, row_losses, strict=False) if not math.isfinite(value)),
+        tokens=tokens,
+        digest=digest,
+        flags=Flags.from_counts(raised),
+    )

@@ -30,7 +30,6 @@ class StepMeter:
         document_tokens: int,
         cost: int,
         learning_rate: float,
-        grad_norm: float,
     ) -> dict[str, float]:
         """Return a step's metrics by name; ``mfu`` only where the device's peak is known.
 
@@ -40,13 +39,12 @@ class StepMeter:
             document_tokens: Tokens of its documents, padding excluded.
             cost: Sum of its documents' squared lengths.
             learning_rate: Its learning rate.
-            grad_norm: Norm of its gradient before clipping.
         """
         flops = step_flops(self._shape, tokens=document_tokens, sum_squared_lengths=cost)
         utilisation = mfu(flops=flops, seconds=seconds, world_size=self._world_size, peak_flops=self._peak_flops)
         numbers = {
             "loss": result.loss,
-            "grad_norm": grad_norm,
+            "grad_norm": result.grad_norm,
             "learning_rate": learning_rate,
             "seconds": seconds,
             "tokens_per_s": result.tokens / seconds,

@@ -21,6 +21,7 @@ from ray_ulysses.run.preflight import check_resume, claim_directory, prepare_run
 from ray_ulysses.run.requests import clear_stop, request_save, request_stop
 from ray_ulysses.run_names import NOTICE_FILE
 from ray_ulysses.storage import LocalStore
+from ray_ulysses.trainer import step as step_module
 from ray_ulysses.trainer.loop import run_attempt
 from ray_ulysses.trainer.shared_storage import announce_session
 from ray_ulysses.trainer.worker import Worker
@@ -127,6 +128,7 @@ def run_worker(
     actions: Mapping[int, str] | None = None,
     environment: Mapping[str, str] | None = None,
     vault: tuple[Mapping[str, str], str] | None = None,
+    poison: tuple[int, str] | None = None,
 ) -> tuple[str, int]:
     """Be one worker of an attempt.
 
@@ -140,10 +142,13 @@ def run_worker(
         reverse: Train the micro-batches of each step in reverse order: law 2's yardstick for drift.
         environment: Variables for this worker.
         vault: Addresses of two nodes' vault agents and their token; the first half of the ranks is on the first node.
+        poison: ``(row, "loss" or "gradient")``: that becomes NaN where rank 0 trains the row.
         actions: What happens to the run's directory after a step, one of `ACTIONS`; rank 0 does it.
     """
 
     os.environ.update(environment or {})
+    if poison is not None and rank == 0:
+        _poison(*poison)
 
     def on_event(name: str, step: int) -> None:
         # A state that is being kept in memory may make the next step pass by.
@@ -183,6 +188,33 @@ def _node_of(rank: int, world_size: int, agents: Mapping[str, str]) -> str:
 def _addresses(node: str, agents: Mapping[str, str], token: str) -> VaultAddresses:
     partner = partners(dict.fromkeys(agents))[node]
     return VaultAddresses(agents=agents, node=node, partner=partner, token=token)
+
+
+def _poison(row: int, kind: str) -> None:
+    """Make the loss, or only its gradient, NaN where this process trains a row."""
+    real_batch, real_loss, trained = step_module.batch_of, step_module.causal_lm_loss, [-1]
+
+    def batch_of(one: Any, *arguments: Any) -> Any:
+        trained[0] = one.row
+        return real_batch(one, *arguments)
+
+    def causal_lm_loss(engine: Any, batch: Any) -> Any:
+        loss, tokens = real_loss(engine, batch)
+        if trained[0] == row:
+            loss = loss * float("nan") if kind == "loss" else _BadGradient.apply(loss)
+        return loss, tokens
+
+    step_module.batch_of, step_module.causal_lm_loss = batch_of, causal_lm_loss  # type: ignore[assignment]
+
+
+class _BadGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Any) -> Any:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient * float("nan")
 
 
 class _Reversed:

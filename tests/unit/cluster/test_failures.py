@@ -32,7 +32,7 @@ from ray_ulysses.cluster.failures import (
 )
 from ray_ulysses.config import Config
 from ray_ulysses.elastic.causes import Cause
-from ray_ulysses.errors import UserError
+from ray_ulysses.errors import FinalError, UserError
 from ray_ulysses.run.completion import settle_failed
 from ray_ulysses.run.planning import known_step
 from ray_ulysses.run.refusals import leave_refusal
@@ -111,7 +111,9 @@ def test_an_error_of_ones_own_is_told_with_its_type() -> None:
     assert cause_of(group_error({0: GLOO, 1: own})).reason == "worker 1 raised ValueError: no such row"
 
 
-@pytest.mark.parametrize("error", [UserError("data.path: no such corpus"), StorageFailedError("the disk is full")])
+@pytest.mark.parametrize(
+    "error", [UserError("data.path: no such corpus"), StorageFailedError("the disk is full"), FinalError("NaN")]
+)
 def test_what_no_restart_mends_is_final(error: Exception) -> None:
     cause = cause_of(group_error({0: error, 1: GLOO}))
     assert cause.is_final and str(error) in cause.reason

@@ -21,6 +21,7 @@ from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.run.preflight import claim_directory, prepare_run
 from ray_ulysses.trainer.agreement import Flags
+from ray_ulysses.trainer.bad_steps import BadStepError, refuse_bad_step
 from ray_ulysses.trainer.batches import batch_checksum, batch_of
 from ray_ulysses.trainer.data import open_data
 from ray_ulysses.trainer.loop import _due, _padded
@@ -57,7 +58,7 @@ class FakeEngine:
         torch.manual_seed(0)
         self.table = torch.randn(VOCAB, VOCAB, requires_grad=True)
         self.accumulation = accumulation
-        self.micro_steps = 0
+        self.micro_steps, self.norm = 0, 1.5
         self.training = True
         self.draws: list[float] = []
 
@@ -70,6 +71,9 @@ class FakeEngine:
 
     def step(self) -> None:
         self.micro_steps += 1
+
+    def get_global_grad_norm(self) -> float:
+        return self.norm
 
     def zero_optimization_stage(self) -> int:
         return 3
@@ -165,11 +169,41 @@ def test_a_repeated_row_ends_the_run_or_changes_its_digest(mesh: SequenceMesh) -
     assert take(FakeEngine(3), mesh, repeated, tokens=received).digest != right
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(mesh: SequenceMesh) -> None:
+def test_a_row_whose_loss_is_not_finite_is_named(mesh: SequenceMesh) -> None:
+    class BadSecondRow(FakeEngine):
+        def __call__(self, input_ids: torch.Tensor, **inputs: Any) -> Any:
+            logits = super().__call__(input_ids, **inputs).logits
+            return SimpleNamespace(logits=logits * float("nan") if len(self.draws) == 2 else logits)
+
+    slices = slices_of(1)
+    result = take(BadSecondRow(3), mesh, slices)
+    assert (result.is_finite, result.bad_rows) == (False, (slices[1].row,))
+    with pytest.raises(BadStepError) as ended:
+        refuse_bad_step(1, PLAN.step_rows(1), result)
+    assert str(ended.value) == (
+        f"step 1: the loss of row {slices[1].row} of 0 to 2 is not finite. The weights were not updated and nothing "
+        "of the step is saved; a restart would meet the same. Look at its documents (`ray-ulysses inspect RUN --row "
+        f"{slices[1].row}`), or lower optimizer.lr or raise schedule.warmup_steps in a new run (model.resume_from "
+        "starts it from a checkpoint of this one)"
+    )
+
+
+@pytest.mark.parametrize("norm", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_is_seen_under_a_finite_loss(mesh: SequenceMesh, norm: float) -> None:
     engine = FakeEngine(3)
-    engine.table.data.fill_(float("nan"))
-    with pytest.raises(RunError, match=r"the loss of rows 0 to 2 is nan; .* Lower optimizer\.lr or raise schedule\."):
-        take(engine, mesh, slices_of(1))
+    assert take(engine, mesh, slices_of(1)).is_finite
+    engine.norm = norm
+    result = take(engine, mesh, slices_of(1))
+    assert (result.is_finite, result.bad_rows) == (False, ())
+    with pytest.raises(BadStepError, match=r"step 1: the gradient of rows 0 to 2 is not finite \(their loss is 2\."):
+        refuse_bad_step(1, PLAN.step_rows(1), result)
+
+
+def test_a_step_without_a_label_is_no_bad_step(mesh: SequenceMesh) -> None:
+    engine = FakeEngine(1)
+    result = take(engine, mesh, [READER.filler(0, 1)], rows=range(0), tokens=0)
+    assert np.isnan(result.loss)
+    refuse_bad_step(1, range(0), result)
 
 
 def test_a_request_to_stop_reaches_the_result(mesh: SequenceMesh) -> None:
