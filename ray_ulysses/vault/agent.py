@@ -18,8 +18,8 @@ from typing import Any
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.logging import get_logger
 from ray_ulysses.storage import AlreadyExistsError
-from ray_ulysses.vault.client import AgentClient
-from ray_ulysses.vault.files import MemoryFiles, SealedFile, Upload
+from ray_ulysses.vault.client import SMALL_BYTES, AgentClient
+from ray_ulysses.vault.files import MemoryFile, MemoryFiles
 from ray_ulysses.vault.wire import (
     CHUNK_BYTES,
     MOST_GREETING_BYTES,
@@ -158,13 +158,13 @@ class _Requests:
 
     def __init__(self, files: MemoryFiles, token: str, connection: socket.socket) -> None:
         self._files, self._token, self._connection = files, token, connection
-        self._upload: Upload | None = None
+        self._upload: MemoryFile | None = None
 
     def __enter__(self) -> _Requests:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._give_up()
+        self._release()
 
     def answer_one(self) -> bool:
         """Receive a request and answer it; return False at the connection's end."""
@@ -193,21 +193,21 @@ class _Requests:
         send_frame(self._connection, {"sizes": self._files.sizes(prefix)})
 
     def _read(self, _: int, *, key: str, offset: int, num_bytes: int) -> None:
-        file = self._files.get(key).file
-        num_bytes = max(min(num_bytes, file.size - offset), 0)
-        send_head(self._connection, {}, num_bytes)
-        try:
-            send_file(self._connection, file, offset, num_bytes)
-        except OSError as error:
-            raise FrameError("the payload could not be sent whole") from error
+        with self._files.reading(key) as file:
+            num_bytes = max(min(num_bytes, file.size - offset), 0)
+            send_head(self._connection, {}, num_bytes)
+            try:
+                send_file(self._connection, file.pages, offset, num_bytes)
+            except OSError as error:
+                raise FrameError("the payload could not be sent whole") from error
 
     def _delete(self, _: int, *, prefix: str) -> None:
         self._files.delete(prefix)
         send_frame(self._connection, {})
 
-    def _begin(self, _: int) -> None:
-        self._give_up()
-        self._upload = Upload(self._files)
+    def _begin(self, _: int, *, is_large: bool) -> None:
+        self._release()
+        self._upload = self._files.begin(is_large=is_large)
         send_frame(self._connection, {})
 
     def _append(self, payload_bytes: int, *, checksum: int) -> None:
@@ -227,32 +227,32 @@ class _Requests:
         if self._upload is None:
             raise FrameError("a name for no file")
         size = self._files.keep(key, self._upload, replace=replace)
-        self._upload = None
+        self._release()
         send_frame(self._connection, {"size": size})
 
     def _copy(self, _: int, *, key: str, to: str) -> None:
         """Copy a file to another agent, and tell whoever asked how far it is."""
-        found = self._files.get(key)
         client = AgentClient(to, self._token)
         try:
-            for sent in _send_copy(client, key, found):
-                send_frame(self._connection, {"sent": sent})
+            with self._files.reading(key) as file:
+                for sent in _send_copy(client, key, file):
+                    send_frame(self._connection, {"sent": sent})
+                send_frame(self._connection, {"size": file.size})
         finally:
             client.close()
-        send_frame(self._connection, {"size": found.file.size})
 
-    def _give_up(self) -> None:
+    def _release(self) -> None:
         if self._upload is not None:
-            self._files.give_up(self._upload)
+            self._files.release(self._upload)
             self._upload = None
 
 
-def _send_copy(client: AgentClient, key: str, found: SealedFile) -> Iterator[int]:
+def _send_copy(client: AgentClient, key: str, file: MemoryFile) -> Iterator[int]:
     """Copy a file to another agent chunk by chunk, each under the checksum of who wrote it first."""
-    with client.uploading(key, replace=True) as upload:
+    with client.uploading(key, replace=True, is_large=file.size >= SMALL_BYTES) as upload:
         sent = 0
-        for chunk in found.chunks:
-            upload.append_from(found.file, sent, chunk)
+        for chunk in file.chunks:
+            upload.append_from(file.pages, sent, chunk)
             sent += chunk.num_bytes
             yield sent
 

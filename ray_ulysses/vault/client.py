@@ -29,7 +29,7 @@ ANSWER_S = 2.0
 """Longest wait for a connection and its greeting, in seconds: a node that is gone must not hold up a recovery."""
 PROGRESS_S = 10.0
 """Longest wait within a request for any news, in seconds: an agent may be busy with many gigabytes."""
-_SMALL_BYTES = 2**20
+SMALL_BYTES = 2**20
 
 
 class AgentGoneError(OSError):
@@ -99,7 +99,7 @@ class AgentClient:
             while "size" not in _reply(connection)[0]:
                 pass
 
-    def put(self, key: str, chunks: Iterable[Buffer], *, replace: bool) -> int:
+    def put(self, key: str, chunks: Iterable[Buffer], *, replace: bool, is_large: bool = False) -> int:
         """Write a file, each chunk verified where it is stored; return its size in bytes.
 
         Raises:
@@ -107,17 +107,23 @@ class AgentClient:
             AgentGoneError: The agent does not answer.
             OSError: Its memory is full.
         """
-        with self.uploading(key, replace=replace) as upload:
+        with self.uploading(key, replace=replace, is_large=is_large) as upload:
             for chunk in _joined(chunks):
                 upload.append(chunk)
         return upload.size
 
     @contextmanager
-    def uploading(self, key: str, *, replace: bool) -> Iterator[Uploading]:
-        """Write a file chunk by chunk; it gets its name at the end of the block, unless that raises."""
+    def uploading(self, key: str, *, replace: bool, is_large: bool) -> Iterator[Uploading]:
+        """Write a file chunk by chunk; it gets its name at the end of the block, unless that raises.
+
+        Args:
+            key: Its key.
+            replace: Whether it may take the place of another.
+            is_large: Whether it is likely to be larger than a manifest.
+        """
         with self._connection() as connection:
             try:
-                _call(connection, op="begin")
+                _call(connection, op="begin", is_large=is_large)
                 upload = Uploading(connection)
                 yield upload
                 upload.size = _call(connection, op="keep", key=key, replace=replace)["size"]
@@ -234,9 +240,9 @@ def _joined(chunks: Iterable[Buffer]) -> Iterator[Buffer]:
     small = bytearray()
     for chunk in chunks:
         view = memoryview(chunk).cast("B")
-        if len(view) < _SMALL_BYTES:
+        if len(view) < SMALL_BYTES:
             small += view
-            if len(small) < _SMALL_BYTES:
+            if len(small) < SMALL_BYTES:
                 continue
             view = memoryview(b"")
         if small:

@@ -112,7 +112,7 @@ class VaultStore:
         """Write a file to the nearest agent, and have that copy it to the next."""
         # The chunks can be read once only, so look for an agent that answers before they are.
         writer = self._first_that_answers(self.nodes)
-        size = self._asked(writer, lambda client: client.put(key, chunks, replace=replace))
+        size = self._asked(writer, lambda client: client.put(key, chunks, replace=replace, is_large=True))
         with self._dropped_on_failure(key):
             for partner in self.nodes:
                 if partner != writer and self._is_copied(key, writer, partner):
