@@ -1,0 +1,38 @@
+"""Random histories of whole runs: every step once, never stuck, whatever fails."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.breadth import examples
+from tests.unit.elastic.simulation import LAST_STEP, Simulation
+
+_SHAPES = [(2, 2, 2), (3, 2, 2), (4, 4, 2), (4, 8, 8), (8, 2, 4), (16, 8, 8)]
+"""Nodes, workers per node, and sp_size."""
+
+
+def _play(seed: int, nodes: int, per_node: int, sp_size: int, faults: int) -> Simulation:
+    one = Simulation(seed, nodes=nodes, per_node=per_node, sp_size=sp_size, faults=faults)
+    one.run()
+    assert one.trained() == list(range(1, LAST_STEP + 1)), f"seed {seed}"
+    return one
+
+
+def test_every_step_is_trained_once_whatever_fails() -> None:
+    reforms = restarts = memory = 0
+    began = time.process_time()
+    for seed in range(10 * examples(100)):
+        shape = _SHAPES[seed % len(_SHAPES)]
+        one = _play(seed, *shape, faults=1 + seed % 7)
+        reforms, restarts, memory = reforms + one.reforms, restarts + one.restarts, memory + one.loads_from_memory
+    # The histories are worth something: both ways of recovery were taken, and both kinds of state.
+    assert reforms > 100 and restarts > 30 and memory > 50
+    assert time.process_time() - began < 120
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_a_thousand_workers_recover_as_well(seed: int) -> None:
+    assert _play(seed, 128, 8, 8, faults=6).reforms > 0
