@@ -124,4 +124,7 @@ def record_failure(run_dir: Path, failure: AttemptEnded | StartFailed | RunFaile
     """
     (run_dir / JOURNAL_FOLDER).mkdir(exist_ok=True)
     with closing(AttemptJournal.open(run_dir, failure.attempt, writer=writer)) as journal:
-        journal.append({"event": failure.event, "time": failure.time, **failure_fields(failure)})
+        fields = failure_fields(failure)
+        if isinstance(failure, AttemptEnded):
+            fields |= {"fault_at": failure.fault_at, "detected_at": failure.detected_at}
+        journal.append({"event": failure.event, "time": failure.time, **fields})
