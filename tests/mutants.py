@@ -865,8 +865,8 @@ MUTANTS = (
     Mutant(
         name="the only state in peer memory dropped before its successor is there",
         file="ray_ulysses/trainer/vaulting.py",
-        old="            _drop_all_but(store, step)\n",
-        new="            _drop_all_but(store, -1)\n",
+        old="            self._drop_all_but(store, step)\n",
+        new="            self._drop_all_but(store, -1)\n",
         killer="tests/unit/trainer/test_vaulting.py::"
         "test_the_state_that_an_attempt_started_from_is_kept_until_its_successor_is",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,13 +133,19 @@ def last_step_of(config: Config, plan: Plan) -> int:
 
 def versions() -> dict[str, str]:
     """Return the versions of the libraries on which the numbers depend."""
-    found = {}
+    return dict(_versions())
+
+
+@cache
+def _versions() -> tuple[tuple[str, str], ...]:
+    # Looking them up takes longer than a small state takes to copy, and every state says them.
+    found = []
     for name in _LIBRARIES:
         try:
-            found[name] = version(name)
+            found.append((name, version(name)))
         except PackageNotFoundError:
             continue
-    return found
+    return tuple(found)
 
 
 def flat_settings(tree: Mapping[str, Any], prefix: str = "") -> dict[str, object]:

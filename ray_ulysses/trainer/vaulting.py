@@ -44,6 +44,8 @@ class VaultKeeper:
         self._is_ready = self._is_reserved = self._is_refused = self._is_warned = False
         self._stall_s = 0.0
         self._num_steps = 0
+        # Steps of which there is something in memory, as far as this attempt knows: rank 0 drops it.
+        self._held: set[int] = set()
         self._stepped_at = context.worker.clock.monotonic()
         self._step_s = 0.0
         self._staging: Staging | None = None
@@ -64,7 +66,9 @@ class VaultKeeper:
         try:
             for key in (claim_key(attempt), start_key(attempt, step)):
                 store.replace(key, [b"\n"])
-            _drop_all_but(store, step)
+            matches = (CHECKPOINT_KEY.match(key) for key in store.list(CHECKPOINT_FOLDER))
+            self._held = {step, *(int(match["step"]) for match in matches if match)}
+            self._drop_all_but(store, step)
             self._is_ready = True
         except OSError as error:
             _log.warning("peer memory is not used by this attempt: %s", error)
@@ -89,19 +93,20 @@ class VaultKeeper:
         """Take the state if it is due and nothing is being saved; every rank must call after every step."""
         if self._staging is None or self._saver is None:
             return
-        now = self._worker.clock.monotonic()
-        self._step_s, self._stepped_at = now - self._stepped_at, now
+        begun = self._worker.clock.monotonic()
+        self._step_s, self._stepped_at = begun - self._stepped_at, begun
         if not self._is_reserved:
             self._reserve(engine, self._staging)
         if not outcome.flags.memory_due or outcome.flags.memory_busy:
             return
-        self._num_steps = 0
+        step, self._num_steps = outcome.position.step, 0
+        if self._worker.rank == 0:
+            self._held.add(step)
         meta = checkpoint_meta(self._context, self._recorder, outcome, cursor, "memory")
         obstacle = partial(unwritten_journal, self._context, self._recorder)
-        self._stall_s = self._saver.save(
-            outcome.position.step, state_source(engine), meta, timeout_s=_CLOSE_TIMEOUT_S, obstacle=obstacle
-        )
-        self._worker.on_event("memory", outcome.position.step)
+        self._saver.save(step, state_source(engine), meta, timeout_s=_CLOSE_TIMEOUT_S, obstacle=obstacle)
+        self._stall_s = self._worker.clock.monotonic() - begun
+        self._worker.on_event("memory", step)
 
     def close(self, *, failed: bool = False) -> None:
         """End; a state that is being saved is waited for, for a short while if the attempt has failed."""
@@ -146,8 +151,13 @@ class VaultKeeper:
             # What can't be dropped now is dropped after the next commit.
             with contextlib.suppress(OSError):
                 if not is_overtaken(store, self._context.attempt):
-                    _drop_all_but(store, saved.ref.step)
+                    self._drop_all_but(store, saved.ref.step)
         self._worker.on_event("in memory", saved.ref.step)
+
+    def _drop_all_but(self, store: Store, kept: int) -> None:
+        for step in sorted(self._held - {kept}):
+            store.delete(step_folder(step))
+            self._held.remove(step)
 
     def _on_failed(self, step: int, error: CheckpointError) -> None:
         if self._worker.rank == 0 and not self._is_warned:
@@ -158,10 +168,3 @@ class VaultKeeper:
                 step,
                 error.reason or error,
             )
-
-
-def _drop_all_but(store: Store, kept: int) -> None:
-    """Drop the states of all steps but one, and what unfinished saves have left."""
-    matches = (CHECKPOINT_KEY.match(key) for key in store.list(CHECKPOINT_FOLDER))
-    for step in sorted({int(match["step"]) for match in matches if match} - {kept}):
-        store.delete(step_folder(step))

@@ -52,6 +52,8 @@ class VaultStore:
             node: AgentClient(addresses.agents[node], addresses.token, answer_s=answer_s, progress_s=progress_s)
             for node in addresses.order()
         }
+        # Its threads start when they are first needed, and stay: a state asks all agents several times.
+        self._threads = ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="vault-ask")
         self._lock = threading.Lock()
         self._left_out: set[str] = set()
         self._is_degraded = False
@@ -99,6 +101,7 @@ class VaultStore:
 
     def close(self) -> None:
         """Close the connections; agents that nobody else is connected to end after a while."""
+        self._threads.shutdown(wait=False)
         for client in self._clients.values():
             client.close()
 
@@ -203,9 +206,8 @@ class VaultStore:
                 return []
 
         nodes = [node for node in self.nodes if node != without]
-        with ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="vault-ask") as threads:
-            answers = zip(nodes, threads.map(one, nodes), strict=True)
-            found = {node: answer[0] for node, answer in answers if answer}
+        answers = zip(nodes, self._threads.map(one, nodes), strict=True)
+        found = {node: answer[0] for node, answer in answers if answer}
         if not found and not may_be_none:
             raise self._nobody()
         return found

@@ -129,6 +129,7 @@ def run_worker(
     environment: Mapping[str, str] | None = None,
     vault: tuple[Mapping[str, str], str] | None = None,
     poison: tuple[int, str] | None = None,
+    watch: Callable[[str, int], object] = lambda name, step: None,
 ) -> tuple[str, int]:
     """Be one worker of an attempt.
 
@@ -142,6 +143,7 @@ def run_worker(
         reverse: Train the micro-batches of each step in reverse order: law 2's yardstick for drift.
         environment: Variables for this worker.
         vault: Addresses of two nodes' vault agents and their token; the first half of the ranks is on the first node.
+        watch: Called with the name and step of each event of the loop.
         poison: ``(row, "loss" or "gradient")``: that becomes NaN where rank 0 trains the row.
         actions: What happens to the run's directory after a step, one of `ACTIONS`; rank 0 does it.
     """
@@ -151,6 +153,7 @@ def run_worker(
         _poison(*poison)
 
     def on_event(name: str, step: int) -> None:
+        watch(name, step)
         # A state that is being kept in memory may make the next step pass by.
         is_due = kill is not None and (step >= kill[2] if name == "in memory" else step == kill[2])
         if kill is not None and kill[:2] == (rank, name) and is_due:
