@@ -38,11 +38,11 @@ SIZES: dict[str, dict[str, int]] = {
 GOAL_STALL, GOAL_STEP = 0.01, 1.03
 
 RULES = """\
-How to read it: a pair is two neighbouring blocks of steps, with and without peer memory; the first two steps of each are
-left out. **stall** is how long the slowest rank's training stood still for the copy, per step, as a share of a step.
-**step** is the ratio of the times of a step by the clock; **CPU** that of the CPU time of all ranks and both agents. On
-this machine ranks and agents share two cores, so that every CPU second of peer memory is taken from training; beside
-training on GPUs it is taken from idle cores. **kept** is how many of the steps were kept."""
+How to read it: a pair is two neighbouring blocks of steps, with and without peer memory; the first two steps of each
+are left out. **stall** is how long the slowest rank's training stood still for the copy, per step. **step** is the
+ratio of the times of a step by the clock; **CPU** that of the CPU time of all ranks and both agents. On this machine
+ranks and agents share two cores, so that every CPU second of peer memory is taken from training; beside training on
+GPUs it is taken from idle cores. **kept** is how many of the steps were kept."""
 
 
 def rank_main(rank: int, world_size: int, config: Any, vault: Any, pids: list[int]) -> list[dict[str, float]]:

@@ -43,6 +43,7 @@ class AttemptRecord:
         sp_size: Ranks that share a row.
         dp_size: Rows in flight at once.
         ring_size: Ring part of ``sp_size``.
+        resumed_from: Where the state that it started from came from; None at the start of a run.
         first_step: First step it completed; None if none.
         last_step: Last step it completed; None if none.
         reason: Why it ended; None while it runs, or if its end was not recorded.
@@ -56,6 +57,7 @@ class AttemptRecord:
     sp_size: int
     dp_size: int
     ring_size: int = 1
+    resumed_from: str | None = None
     first_step: int | None
     last_step: int | None
     reason: str | None
@@ -236,6 +238,7 @@ def _attempt_record(attempt: Sequence[Entry], before: Sequence[Entry] | None) ->
         sp_size=started.sp_size,
         dp_size=started.dp_size,
         ring_size=started.ring_size,
+        resumed_from=started.resumed_from,
         first_step=groups[0].first.step if groups else None,
         last_step=groups[-1].last.step if groups else None,
         reason=ended.reason if ended is not None else None,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import islice
 
 from ray_ulysses.forensics.plan_history import PlanHistory, SegmentRecord
+from ray_ulysses.run_names import CHECKPOINT_FOLDER
 from ray_ulysses.tracking.counted_steps import Steps
 from ray_ulysses.tracking.events import RunFailed
 from ray_ulysses.tracking.failures import describe_failure
@@ -37,7 +38,7 @@ def render_history(history: RunHistory, plan_history: PlanHistory | None = None)
         lines += _plan_lines(plan_history)
     lines += _time(history.time_spent)
     if history.attempts:
-        header = ("attempt", "workers", "sp", "dp", "steps", "to first step", "ended")
+        header = ("attempt", "workers", "sp", "dp", "from", "steps", "to first step", "ended")
         rows = [_attempt(number, attempt) for number, attempt in enumerate(history.attempts, start=1)]
         lines += ["", "attempts", *table(header, rows)]
     if history.checkpoints:
@@ -119,7 +120,8 @@ def _attempt(number: int, attempt: AttemptRecord) -> tuple[str, ...]:
     steps = "-" if attempt.first_step is None else f"{attempt.first_step}-{attempt.last_step}"
     first = "-" if attempt.seconds_to_first_step is None else duration(attempt.seconds_to_first_step)
     sizes = (str(attempt.world_size), str(attempt.sp_size), str(attempt.dp_size))
-    return (str(number), *sizes, steps, first, (attempt.reason or "end not recorded").partition("\n")[0])
+    source = "-" if attempt.resumed_from is None else attempt.resumed_from.removeprefix(f"{CHECKPOINT_FOLDER}/")
+    return (str(number), *sizes, source, steps, first, (attempt.reason or "end not recorded").partition("\n")[0])
 
 
 def _titled(name: str, shown: int, total: int) -> str:

@@ -46,6 +46,7 @@ def make_history(num_steps: int = 12, **changes: Any) -> RunHistory:
                 world_size=2,
                 sp_size=2,
                 dp_size=1,
+                resumed_from="peer memory, step 5",
                 first_step=6,
                 last_step=num_steps,
                 reason="finished",

@@ -20,8 +20,8 @@ def test_a_run_is_told_in_full():
     assert "data digest    00000000deadbeef" in text
     assert "lost steps     2 (discarded by a failure and trained again)" in text
     assert "goodput        81.25% of the time was spent on steps that count" in text
-    assert "        1        4   2   2    1-7            12s  end not recorded" in text
-    assert "        2        2   2   1   6-12          1m15s  finished" in text
+    assert "        1        4   2   2                    -    1-7            12s  end not recorded" in text
+    assert "        2        2   2   1  peer memory, step 5   6-12          1m15s  finished" in text
     assert "    10        2      committed  checkpoints/step-00000010" in text
     assert "    12        -  not committed  checkpoints/step-00000012" in text
     assert "steps (the last 10 of 12)" in text
