@@ -62,7 +62,7 @@ def steps_apart(step_s: float, stall_s: float, failures: int) -> int:
 
     Args:
         step_s: Seconds per step.
-        stall_s: Seconds for which the last copy stopped training.
+        stall_s: Seconds for which a copy stops training.
         failures: Consecutive saves that have failed.
     """
     allowed_s = max(_ALLOWED_STALL_S, _ALLOWED_STALL_SHARE * step_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 _CLOSE_TIMEOUT_S = 20.0
 _ABANDON_TIMEOUT_S = 1.0
+_STALLS = 5
 
 
 class VaultKeeper:
@@ -42,7 +44,8 @@ class VaultKeeper:
         self._context, self._recorder, self._worker = context, recorder, context.worker
         self._vault = context.vault
         self._is_ready = self._is_reserved = self._is_refused = self._is_warned = False
-        self._stall_s = 0.0
+        # The least of a few: another process that takes the cores for a moment is no reason to keep fewer states.
+        self._stalls_s = deque([0.0], maxlen=_STALLS)
         self._num_steps = 0
         # Steps of which there is something in memory, as far as this attempt knows: rank 0 drops it.
         self._held: set[int] = set()
@@ -80,7 +83,7 @@ class VaultKeeper:
         self._num_steps += 1
         failure = self._saver.failure
         is_over = failure is not None and (isinstance(failure, FencedError) or not isinstance(failure, CheckpointError))
-        apart = steps_apart(self._step_s, self._stall_s, self._saver.failures)
+        apart = steps_apart(self._step_s, min(self._stalls_s), self._saver.failures)
         is_due = self._worker.rank == 0 and self._is_ready and not is_over and self._num_steps >= apart
         return replace(own, memory_due=is_due, memory_busy=not self._is_reserved or not self._saver.is_idle)
 
@@ -105,7 +108,7 @@ class VaultKeeper:
         meta = checkpoint_meta(self._context, self._recorder, outcome, cursor, "memory")
         obstacle = partial(unwritten_journal, self._context, self._recorder)
         self._saver.save(step, state_source(engine), meta, timeout_s=_CLOSE_TIMEOUT_S, obstacle=obstacle)
-        self._stall_s = self._worker.clock.monotonic() - begun
+        self._stalls_s.append(self._worker.clock.monotonic() - begun)
         self._worker.on_event("memory", step)
 
     def close(self, *, failed: bool = False) -> None:

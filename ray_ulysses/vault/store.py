@@ -54,6 +54,8 @@ class VaultStore:
         }
         # Its threads start when they are first needed, and stay: a state asks all agents several times.
         self._threads = ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="vault-ask")
+        # The nearest node of each file that was listed: with many nodes, few ask all of them for each file.
+        self._holders: dict[str, str] = {}
         self._lock = threading.Lock()
         self._left_out: set[str] = set()
         self._is_degraded = False
@@ -80,8 +82,9 @@ class VaultStore:
         """Return the size in bytes of each file under a folder, by its key, sorted."""
         checked_key(folder)
         merged: dict[str, int | None] = {}
-        for found in reversed(self._of_all(lambda client: client.sizes(folder)).values()):
+        for node, found in reversed(self._of_all(lambda client: client.sizes(folder)).items()):
             merged |= found
+            self._holders.update(dict.fromkeys(found, node))
         return dict(sorted(merged.items()))
 
     def delete(self, prefix: str) -> None:
@@ -180,8 +183,8 @@ class VaultStore:
             FileNotFoundError: Every agent that answers says that it has not.
             OSError: None answers.
         """
-        nodes = self.nodes
-        for node in nodes:
+        known = self._holders.get(key)
+        for node in sorted(self.nodes, key=lambda node: node != known):
             try:
                 return self._asked(node, ask)
             except (AgentGoneError, FileNotFoundError, KeyError):

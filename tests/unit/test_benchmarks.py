@@ -27,6 +27,7 @@ from benchmarks.bench_checkpoint import parse as parse_checkpoint
 from benchmarks.bench_imbalance import case, random_imbalance, row_costs
 from benchmarks.bench_long_run import PARTS
 from benchmarks.bench_packing import TRL_BATCH, trl_documents
+from benchmarks.bench_peer_memory import BLOCK, pairs_of
 from benchmarks.checkpoint_estimate import estimate_text, large_manifest, llama_8b
 from benchmarks.checkpoint_phases import save_rank
 from benchmarks.checkpoint_sides import SIZES, Trained, load_ours
@@ -398,3 +399,21 @@ def test_a_page_of_a_long_run_says_what_is_met() -> None:
     assert "| the progress view's first look | not yet measured | 2.0 CPU s, 4.0 s, 100 MiB | met |" in page
     before = {name: [took, took] for name in PARTS}
     assert "| an attempt's first | 2.0 CPU s, 4.0 s, 100 MiB |" in long_run_report.markdown(record | {"before": before})
+
+
+def test_a_pair_of_peer_memory_compares_the_counted_steps_of_two_blocks() -> None:
+    """Steps of 1 s without and 1.02 s with it, of which each kept one stops the slower of two ranks for 5 ms."""
+    ranks: list[list[dict[str, float]]] = [[], []]
+    at = cpu_s = agents_s = 0.0
+    for step in range(4 * BLOCK):
+        is_kept = step // BLOCK % 2 == 1
+        for number, rank in enumerate(ranks):
+            stall_s = 0.005 - 0.001 * number if is_kept else 0.0
+            rank.append({"at": at, "cpu_s": cpu_s, "agents_s": agents_s, "stall_s": stall_s})
+        at += 1.02 if is_kept else 1.0
+        cpu_s += 0.51 if is_kept else 0.5
+        agents_s += 0.01 if is_kept else 0.0
+    (pair,) = pairs_of(ranks)
+    assert pair["step_ratio"] == pytest.approx(1.02) and pair["stall_share"] == pytest.approx(0.005)
+    assert pair["cpu_ratio"] == pytest.approx(1.03) and pair["cpu_s"] == pytest.approx(0.03)
+    assert pair["kept"] == 1.0

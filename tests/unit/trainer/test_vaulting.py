@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,6 +95,31 @@ def test_a_step_that_ends_while_a_state_is_being_kept_passes_by() -> None:
     assert loop.kept() == [2]
     loop.step(5)
     assert loop.kept() == [2, 5]
+    loop.keeper.close()
+
+
+def test_copies_that_always_stop_training_for_long_are_rarer_and_one_that_once_did_is_not_held_against_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = Loop(MemoryStore())
+    loop.keeper.resumed(0)
+    slow: set[int] = {3}
+    taken: list[int] = []
+
+    def source(_: Any) -> ShardedState:
+        taken.append(len(taken))
+        if len(taken) in slow:
+            time.sleep(0.05)
+        return shard_of(TENSORS, 0, 1)
+
+    monkeypatch.setattr(module, "state_source", source)
+    due = [step for step in range(1, 9) if loop.step(step).memory_due]
+    assert due[1:] == list(range(2, 9))
+    slow.update(range(100))
+    for step in range(9, 30):
+        loop.step(step)
+    # Five or six steps apart by now, each of which takes 50 ms and more, of which 10 ms are allowed.
+    assert 1 <= sum(loop.step(step).memory_due for step in range(30, 36)) <= 2
     loop.keeper.close()
 
 

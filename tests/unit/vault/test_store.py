@@ -12,7 +12,9 @@ from ray_ulysses.checkpoint import newest_committed
 from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.vault import VaultAddresses, VaultAgent, VaultStore
+from ray_ulysses.vault.client import AgentClient
 from ray_ulysses.vault.wire import receive_head, send_frame
+from tests.polling import wait_until
 from tests.unit.checkpoint.fakes import TENSORS, save
 from tests.unit.vault.conftest import FOLDER, NODES, TOKEN
 
@@ -146,7 +148,8 @@ def test_a_partner_without_room_refuses_the_shard_and_nothing_of_it_stays() -> N
     store = VaultStore(VaultAddresses(agents=addresses, node="a", partner="b", token=TOKEN))
     with pytest.raises(OSError, match=r"raise elastic.peer_memory_gib, or use more nodes"):
         store.create(SHARD, [b"x" * MIB] * 2)
-    assert [agent.files.num_bytes for agent in agents.values()] == [0, 0]
+    wait_until(lambda: not any(agent.files.num_bytes for agent in agents.values()), "the memory is given back")
+    assert store.list("checkpoints") == []
     store.close()
     for agent in agents.values():
         agent.close()
@@ -159,6 +162,26 @@ def test_a_reader_goes_on_at_the_other_node_when_one_dies_between_two_reads(agen
         first = stream.read(300_000)
         agents["a"].close()
         assert first + stream.read() == content
+
+
+def test_a_file_that_was_listed_is_asked_of_a_node_that_has_it(
+    agents: Agents, store_of: StoreOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for node in NODES:
+        store_of(node).create(f"{FOLDER}/of-{node}", [node.encode()])
+    store = store_of("a")
+    asked: list[str] = []
+    plain = AgentClient.sizes
+
+    def sizes(client: AgentClient, prefix: str) -> dict[str, int]:
+        asked.append(prefix)
+        return plain(client, prefix)
+
+    monkeypatch.setattr(AgentClient, "sizes", sizes)
+    keys = store.list("checkpoints")
+    assert len(asked) == 3
+    assert [read_bytes(store, key) for key in keys] == [b"a", b"b", b"c"]
+    assert asked[3:] == keys
 
 
 def test_of_writers_on_different_nodes_exactly_one_creates_the_manifest(agents: Agents, store_of: StoreOf) -> None:
