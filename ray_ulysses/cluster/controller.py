@@ -23,8 +23,10 @@ from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2._internal.execution.controller import TrainController
 
+from ray_ulysses.clock import SystemClock
 from ray_ulysses.cluster.capacity import Demand
-from ray_ulysses.cluster.failures import FailureBook, FailureJudge, rank_error
+from ray_ulysses.cluster.failures import FailureBook, FailureJudge, Noticed, rank_error
+from ray_ulysses.cluster.node_memory import NodeMemory
 from ray_ulysses.cluster.scaling import WorkerScaling, reachable, steady_nodes
 from ray_ulysses.cluster.worker import announce
 from ray_ulysses.elastic import reform
@@ -74,10 +76,14 @@ class WorkerGroupWatch(WorkerGroupCallback):
     """
 
     def __init__(self, run: ResolvedRun, book: FailureBook, judge: FailureJudge, scaling: WorkerScaling | None) -> None:
+        self._clock = SystemClock()
         self._wanted, self._book, self._judge, self._scaling = Demand.of(run).wanted, book, judge, scaling
+        self._memory = NodeMemory(run.config)
+        self._gone: frozenset[str] = frozenset()
         self._coordinator = Coordinator(
             self._decide,
             ray.util.get_node_ip_address(),
+            memory=lambda nodes: self._memory.of(nodes, self._gone),
             limits=hang_limits(run.config),
             record_hang=partial(record_hang, run.config.run_dir, writer=book.writer),
         )
@@ -91,7 +97,9 @@ class WorkerGroupWatch(WorkerGroupCallback):
 
     def after_worker_group_start(self, worker_group: Any) -> None:
         """Tell the workers of their coordinator, and count their places."""
-        nodes = {rank: worker.metadata.node_id for rank, worker in enumerate(worker_group.get_workers())}
+        workers = worker_group.get_workers()
+        nodes = {rank: worker.metadata.node_id for rank, worker in enumerate(workers)}
+        self._memory.prepare({worker.metadata.node_id: worker.metadata.node_ip for worker in workers})
         worker_group.execute(announce, self._coordinator.begin(nodes, self._wanted))
         if self._scaling is not None:
             self._scaling.hold_room(True)
@@ -128,8 +136,15 @@ class WorkerGroupWatch(WorkerGroupCallback):
         unusable = group.unusable
         with contextlib.suppress(OSError, RuntimeError, RayError):
             known = {worker.place.node for worker in group.workers.values() if worker.place is not None}
-            unusable = frozenset(known - reachable(steady_nodes()).keys())
-        return unusable, self._judge.judge(root_cause(question.errors, is_final=question.is_final))
+            alive = reachable({one["NodeID"]: one for one in ray.nodes() if one["Alive"]}).keys()
+            self._gone = frozenset(known - alive)
+            unusable = frozenset(known - (alive & steady_nodes().keys()))
+        noticed = Noticed(
+            memory_step=self._memory.newest_step(self._gone),
+            ago_s=self._clock.monotonic() - group.fault_at,
+            silent_s=max((error.silent_s for error in question.errors), default=0.0),
+        )
+        return unusable, self._judge.judge(root_cause(question.errors, is_final=question.is_final), noticed)
 
 
 class SupervisedController(TrainController):

@@ -110,6 +110,21 @@ def _cause_beside(inner: BaseException) -> Cause:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Noticed:
+    """What the coordinator knows of a failure beside its cause.
+
+    Attributes:
+        memory_step: The newest step of which peer memory holds a whole state; None without.
+        ago_s: Seconds since it was noticed.
+        silent_s: Seconds without a sign of life before that.
+    """
+
+    memory_step: int | None = None
+    ago_s: float = 0.0
+    silent_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FailureBook:
     """Judges the failures of a command, and records them; it has no state but the journal.
 
@@ -127,12 +142,13 @@ class FailureBook:
     writer: str
     clock: Clock = field(default_factory=SystemClock)
 
-    def judge(self, cause: Cause, step: int | None) -> AttemptEnded | StartFailed:
+    def judge(self, cause: Cause, step: int | None, noticed: Noticed | None = None) -> AttemptEnded | StartFailed:
         """Decide whether the workers are started again after a failure, and record it.
 
         Args:
             cause: Why the attempt failed.
             step: The newest committed step; None if the storage does not answer.
+            noticed: What the coordinator knows of it; None where Ray noticed it.
         """
         run_dir, elastic, now = self.config.run_dir, self.config.elastic, self.clock.now()
         newest = newest_attempt(run_dir)
@@ -148,6 +164,8 @@ class FailureBook:
         )
         # A node's announced end costs no more than the steps since the last commit.
         is_preempted = cause.kind == "preempted" and step is not None and step > 0
+        memory_step = None if noticed is None or noticed.memory_step is None else noticed.memory_step
+        newest_step = max((one for one in (step, memory_step) if one is not None), default=None)
         failure = (AttemptEnded if has_begun else StartFailed)(
             time=now,
             attempt=newest.attempt if newest is not None else 1,
@@ -157,12 +175,17 @@ class FailureBook:
             rank=cause.rank,
             node=nodes[cause.rank] if cause.rank is not None and cause.rank < len(nodes) else None,
             committed_step=step,
-            lost_steps=None if step is None or last_step is None else max(0, last_step - step),
+            memory_step=memory_step,
+            lost_steps=None if newest_step is None or last_step is None else max(0, last_step - newest_step),
             way_out=cause.hint,
             failure=number,
             max_failures=elastic.max_failures,
             restarts=not cause.is_final and (number is None or number <= elastic.max_failures),
         )
+        if isinstance(failure, AttemptEnded) and noticed is not None:
+            detected_at = now - noticed.ago_s
+            fault_at = detected_at - noticed.silent_s if noticed.silent_s else None
+            failure = replace(failure, detected_at=detected_at, fault_at=fault_at)
         try:
             record_failure(run_dir, failure, writer=self.writer)
         except OSError as error:
@@ -202,9 +225,9 @@ class FailureJudge(FailurePolicy):
         self._verdict: AttemptEnded | StartFailed | None = None
         self._is_left_to_ray = False
 
-    def judge(self, cause: Cause) -> bool:
+    def judge(self, cause: Cause, noticed: Noticed | None = None) -> bool:
         """Record a failure that the coordinator has seen, and return whether the run may continue."""
-        self._verdict = failure = self._judge(cause)
+        self._verdict = failure = self._judge(cause, noticed)
         return bool(failure.restarts)
 
     def leave_to_ray(self) -> None:
@@ -222,11 +245,11 @@ class FailureJudge(FailurePolicy):
         failure = failure or self._judge(cause_of(training_failed_error))
         return FailureDecision.RETRY if failure.restarts else FailureDecision.RAISE
 
-    def _judge(self, cause: Cause) -> AttemptEnded | StartFailed:
+    def _judge(self, cause: Cause, noticed: Noticed | None = None) -> AttemptEnded | StartFailed:
         if refusal(self._book.config.run_dir, self._book.session) is not None:
             # The next attempt would refuse to start.
             cause = replace(cause, is_final=True)
-        return self._book.judge(cause, known_step(checkpoint_store(self._book.config)))
+        return self._book.judge(cause, known_step(checkpoint_store(self._book.config)), noticed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,6 +38,7 @@ from ray_ulysses.cluster.session import (
 )
 from ray_ulysses.cluster.signals import StopSignals
 from ray_ulysses.cluster.start_view import StartView
+from ray_ulysses.cluster.vault_agents import end_agents
 from ray_ulysses.cluster.worker import train_worker
 from ray_ulysses.cluster.worker_environment import check_secrets, passed_on
 from ray_ulysses.cluster.worker_watch import WorkerWatch
@@ -46,7 +47,7 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.planner.local_workers import local_problem
 from ray_ulysses.run.checkpoint_store import checkpoint_lock
 from ray_ulysses.run.completion import record_command_ended, settle_completed
-from ray_ulysses.run.ownership import claim_checkpoints
+from ray_ulysses.run.ownership import claim_checkpoints, run_identity
 from ray_ulysses.run.preflight import check_resume, check_writable, claim_directory, refuse_vanished
 from ray_ulysses.run.refusals import leave_refusal, refusal
 from ray_ulysses.run.requests import clear_stop
@@ -213,6 +214,9 @@ def _run_workers(
         command = {"session": session, "command_started": started, "workers_asked": time.time()}
         try:
             _trainer(run, book, look, command).fit()
+            if config.elastic.peer_memory:
+                # What it holds is on storage by now.
+                end_agents(run_identity(config))
             return None
         except (TrainingFailedError, RayError, RuntimeError, ConnectionError) as error:
             failure = error

@@ -40,11 +40,13 @@ class RankError:
         rank: The rank.
         kind: A kind of `_RANK_KINDS`.
         what: The error in one line, or how the process was lost.
+        silent_s: Seconds without a sign of life before that was noticed.
     """
 
     rank: int
     kind: Kind
     what: str
+    silent_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

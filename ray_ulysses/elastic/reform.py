@@ -152,6 +152,7 @@ class WorkerLost:
 
     worker: int
     what: str
+    silent_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,6 +162,7 @@ class RanksHung:
     generation: int
     ranks: tuple[int, ...]
     what: str
+    silent_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,7 +255,10 @@ def reduce(group: Group, event: Event, now: float) -> tuple[Group, tuple[Action,
             group = _worker_lost(group, event, now)
         case RanksHung():
             if event.generation == group.generation and group.phase == "training":
-                hung = {rank: RankError(rank=rank, kind="lost", what=event.what) for rank in event.ranks}
+                hung = {
+                    rank: RankError(rank=rank, kind="lost", what=event.what, silent_s=event.silent_s)
+                    for rank in event.ranks
+                }
                 group = replace(group, lost={**hung, **group.lost})
         case NodesUnusable():
             group = replace(group, unusable=event.nodes)
@@ -383,6 +388,7 @@ def _worker_lost(group: Group, event: WorkerLost, now: float) -> Group:
         rank=group.members.index(event.worker),
         kind="preempted" if is_announced else "lost",
         what="its node was taken away" if is_announced else event.what,
+        silent_s=event.silent_s,
     )
     return replace(group, lost={**group.lost, error.rank: error})
 

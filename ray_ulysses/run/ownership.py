@@ -56,7 +56,7 @@ def claim_checkpoints(run: ResolvedRun) -> None:
     config, store, location = run.config, run.store, run.location
     if config.checkpoint.storage is None:
         return
-    identity = _identity(config)
+    identity = run_identity(config)
     with storage_answers(location):
         owner = _read_owner(store, location)
         if owner is None:
@@ -72,7 +72,7 @@ def claim_checkpoints(run: ResolvedRun) -> None:
         raise _refusal(config, location, there)
 
 
-def _identity(config: Config) -> str:
+def run_identity(config: Config) -> str:
     """Return the identity that the run directory keeps wherever it is moved; create it if there is none."""
     store = LocalStore(config.run_dir, must_exist=True)
     with contextlib.suppress(AlreadyExistsError):

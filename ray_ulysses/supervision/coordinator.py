@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hmac
 import json
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.logging import get_logger
 from ray_ulysses.supervision.channel import MOST_BYTES, encode
 from ray_ulysses.supervision.hang_watch import HangWatch
+from ray_ulysses.supervision.order import MemoryOfPeers
 from ray_ulysses.supervision.supervisor import BEAT_S, Announcement
 
 _log = get_logger(__name__)
@@ -62,6 +64,8 @@ class Coordinator:
 
     Args:
         judge: Records failures and decides about them; called in a thread of its own.
+        memory: Returns the memory of peers that children on these nodes use, one node per rank, or None; called in a
+            thread of its own.
         limits: How long a rank may go without progress.
         record_hang: Records which ranks hang, with the stacks of every rank; called in a thread of its own.
         host: Address at which the workers' nodes reach this one.
@@ -73,11 +77,12 @@ class Coordinator:
         judge: Judge,
         host: str,
         *,
+        memory: Callable[[Sequence[str]], MemoryOfPeers | None],
         limits: HangLimits,
         record_hang: Callable[[str, Mapping[int, str]], object],
         clock: Clock | None = None,
     ) -> None:
-        self._limits, self._record_hang = limits, record_hang
+        self._memory, self._limits, self._record_hang = memory, limits, record_hang
         self._judge, self._host, self._clock = judge, host, clock or SystemClock()
         self._token = secrets.token_hex(16)
         self._present: _Present | None = None
@@ -227,12 +232,7 @@ class Coordinator:
     def _act(self, present: _Present, action: reform.Action) -> None:
         match action:
             case reform.Start():
-                present.hangs = HangWatch(self._limits, action.generation, len(action.members))
-                nodes = [present.group.workers[worker].place for worker in action.members]
-                rank_nodes = [place.node for place in nodes if place is not None]
-                for rank, worker in enumerate(action.members):
-                    order = {"generation": action.generation, "host": action.host, "port": action.port}
-                    self._send(present, worker, {"do": "start", **order, "rank": rank, "rank_nodes": rank_nodes})
+                self._keep(self._start(present, action))
             case reform.Stop():
                 self._send_all(present, {"do": "stop", "generation": action.generation})
             case reform.Judge():
@@ -241,6 +241,20 @@ class Coordinator:
                 self._send_all(present, {"do": "finish", "status": action.status})
             case reform.GiveUp():
                 self._send_all(present, {"do": "give up", "reason": action.reason})
+
+    async def _start(self, present: _Present, start: reform.Start) -> None:
+        """Send the members their orders, unless the generation has failed before that."""
+        places = [present.group.workers[worker].place for worker in start.members]
+        rank_nodes = [place.node for place in places if place is not None]
+        memory = await asyncio.to_thread(self._memory, rank_nodes)
+        group = present.group
+        if self._present is not present or group.generation != start.generation or group.phase != "training":
+            return
+        present.hangs = HangWatch(self._limits, start.generation, len(start.members))
+        order = {"generation": start.generation, "host": start.host, "port": start.port, "rank_nodes": rank_nodes}
+        order["memory"] = None if memory is None else dataclasses.asdict(memory)
+        for rank, worker in enumerate(start.members):
+            self._send(present, worker, {"do": "start", "rank": rank, **order})
 
     async def _ask_judge(self, present: _Present, question: reform.Judge) -> None:
         try:
@@ -298,13 +312,16 @@ class Coordinator:
             await asyncio.wait_for(asyncio.to_thread(self._record_hang, str(hang), stacks), _RECORD_S)
         except (OSError, TimeoutError) as error:
             _log.warning("a hang could not be recorded in the journal (%s): %s", error, hang)
-        self._reduce(reform.RanksHung(generation=hangs.generation, ranks=hang.ranks, what=str(hang)))
+        self._reduce(
+            reform.RanksHung(generation=hangs.generation, ranks=hang.ranks, what=str(hang), silent_s=hang.where.idle_s)
+        )
 
     def _drop(self, present: _Present, connected: _Connected) -> None:
         del present.connections[connected.worker]
         with contextlib.suppress(OSError):
             connected.writer.transport.abort()
-        self._reduce(reform.WorkerLost(worker=connected.worker, what=f"it has not been heard of for {SILENCE_S:g} s"))
+        what = f"it has not been heard of for {SILENCE_S:g} s"
+        self._reduce(reform.WorkerLost(worker=connected.worker, what=what, silent_s=SILENCE_S))
 
     def _drop_connections(self) -> None:
         if self._present is not None:

@@ -24,6 +24,7 @@ from ray_ulysses.supervision.order import (
     STACKS_SIGNAL,
     Exited,
     Job,
+    MemoryOfPeers,
     Order,
     Ready,
     Result,
@@ -144,7 +145,7 @@ class Supervisor:
                     if key.fileobj is channel:
                         self._heard_at = time.monotonic()
                         for message in channel.receive():
-                            ended = self._obey(message)
+                            ended = self._obey(channel, message)
                             if ended is not None:
                                 return ended
                     elif key.fileobj is self._orders:
@@ -172,7 +173,7 @@ class Supervisor:
         )
         return channel
 
-    def _obey(self, message: dict[str, Any]) -> str | None:
+    def _obey(self, channel: Channel, message: dict[str, Any]) -> str | None:
         """Do what the coordinator says; return how the attempt ended if it has."""
         match message["do"]:
             case "beat":
@@ -184,6 +185,9 @@ class Supervisor:
             case "stop":
                 if self._child is not None and self._child.order.generation == message["generation"]:
                     self._stop()
+                else:
+                    # It has ended already, or the order to start it was withdrawn before it was sent.
+                    channel.send(self._ended(message["generation"], step=0, stepped=False))
             case "finish":
                 return str(message["status"])
             case "give up":
@@ -202,6 +206,7 @@ class Supervisor:
             rank_nodes=tuple(message["rank_nodes"]),
             host=message["host"],
             port=message["port"],
+            memory=None if message["memory"] is None else MemoryOfPeers(**message["memory"]),
         )
         self._child, self._error = _Child(order=order, progress=progress, stacks=stacks), None
         mine, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
@@ -281,16 +286,10 @@ class Supervisor:
         self._listener.close()
         self._listener = self._listen()
         progress = child.progress.progress()
-        channel.send(
-            {
-                "type": "ended",
-                "generation": child.order.generation,
-                "port": self._port,
-                "step": progress.step,
-                "stepped": progress.steps > 0,
-                **fields,
-            }
-        )
+        channel.send(self._ended(child.order.generation, step=progress.step, stepped=progress.steps > 0, **fields))
+
+    def _ended(self, generation: int, **fields: Any) -> dict[str, Any]:
+        return {"type": "ended", "generation": generation, "port": self._port, **fields}
 
     def _watch(self, channel: Channel) -> None:
         """Beat, pass notices on, and look after the child."""

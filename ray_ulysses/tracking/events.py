@@ -262,7 +262,8 @@ class EndEvent(CommandEvent):
         rank: The rank on which the failure started; None if no rank did, or if unknown.
         node: That rank's node.
         committed_step: The newest committed step.
-        lost_steps: Steps that were trained beyond it.
+        memory_step: The newest step of which peer memory held a whole state; None without.
+        lost_steps: Steps that were trained beyond the newer of the two.
         way_out: The way out.
         failure: Number of failures counted so far, including this one; None for one that is not counted.
         max_failures: Number of failures that the run survives.
@@ -274,6 +275,7 @@ class EndEvent(CommandEvent):
     rank: Whole | None = None
     node: str | None = None
     committed_step: Whole | None = None
+    memory_step: Whole | None = None
     lost_steps: Whole | None = None
     way_out: str = ""
     failure: Positive | None = None

@@ -36,8 +36,11 @@ def describe_failure(failure: EndEvent) -> str:
     """Describe a failure in one line: its reason, what happens next, and what it cost."""
     words = [failure.reason]
     if failure.restarts:
-        step = failure.committed_step
-        words.append("restarting" if step is None else f"restarting from step {step:,}")
+        step, memory_step = failure.committed_step, failure.memory_step
+        if memory_step is not None and (step is None or memory_step > step):
+            words.append(f"restarting from step {memory_step:,} in peer memory")
+        else:
+            words.append("restarting" if step is None else f"restarting from step {step:,}")
     if failure.lost_steps is not None:
         words.append(f"{failure.lost_steps:,} step{'' if failure.lost_steps == 1 else 's'} lost")
     if failure.failure is None:

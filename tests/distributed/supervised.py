@@ -7,7 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,10 @@ from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.logging import configure_logging
 from ray_ulysses.supervision.coordinator import Coordinator
 from ray_ulysses.supervision.hang_watch import hang_limits
-from ray_ulysses.supervision.order import Job
+from ray_ulysses.supervision.order import Job, MemoryOfPeers
 from ray_ulysses.supervision.supervisor import Announcement, Supervisor
 from ray_ulysses.tracking.failures import record_hang
+from ray_ulysses.vault import VaultAgent, partners
 from tests.distributed.run_case import prepare_attempt
 
 
@@ -41,13 +42,18 @@ class SupervisedRun:
     folder: Path
     verdicts: list[bool] = field(default_factory=list)
     unusable: frozenset[str] = frozenset()
+    agents: dict[str, VaultAgent] = field(default_factory=dict)
     judged: list[reform.Judge] = field(default_factory=list)
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def __enter__(self) -> SupervisedRun:
         prepare_attempt(self.config, "session")
+        if self.config.elastic.peer_memory:
+            for node in set(self.nodes.values()):
+                self.agents[node] = VaultAgent("token", host="127.0.0.1", limit_bytes=1 << 30)
+        self._addresses = {node: agent.start() for node, agent in self.agents.items()}
         self.coordinator = Coordinator(
-            self._judge, "127.0.0.1", limits=hang_limits(self.config),
+            self._judge, "127.0.0.1", memory=self._memory, limits=hang_limits(self.config),
             record_hang=partial(record_hang, self.config.run_dir, writer="controller"),
         )  # fmt: skip
         limits = self.config.cluster.workers
@@ -69,6 +75,22 @@ class SupervisedRun:
             process.kill()
             process.wait()
         self.coordinator.close()
+        for agent in self.agents.values():
+            agent.close()
+
+    def kill_node(self, node: str) -> None:
+        """Kill all that runs on a node, its part of the peer memory included."""
+        for worker, its_node in self.nodes.items():
+            if its_node == node:
+                self.processes[worker].kill()
+        if node in self.agents:
+            self.agents.pop(node).close()
+
+    def _memory(self, nodes: Sequence[str]) -> MemoryOfPeers | None:
+        if not self.agents:
+            return None
+        agents = {node: self._addresses[node] for node in self.agents}
+        return MemoryOfPeers(agents=agents, partners=partners(dict.fromkeys(nodes)), token="token")
 
     def logs(self) -> str:
         """Return what the workers have printed."""

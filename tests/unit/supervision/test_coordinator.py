@@ -76,7 +76,9 @@ def judge() -> Judged:
 @pytest.fixture
 def coordinator(judge: Judged) -> Iterator[Coordinator]:
     limits = HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0)
-    one = Coordinator(judge, "127.0.0.1", limits=limits, record_hang=lambda *hang: judge.hangs.append(hang))
+    one = Coordinator(
+        judge, "127.0.0.1", memory=lambda nodes: None, limits=limits, record_hang=lambda *hang: judge.hangs.append(hang)
+    )
     try:
         yield one
     finally:
@@ -90,6 +92,7 @@ def _both(coordinator: Coordinator) -> tuple[Played, Played]:
         start = played.hears("start")
         assert start == {
             "do": "start", "generation": 1, "host": "h", "port": 70, "rank": rank, "rank_nodes": ["n0", "n1"],
+            "memory": None,
         }  # fmt: skip
     return one, two
 

@@ -1,0 +1,98 @@
+"""Knows the vault agents of a run's nodes, over worker groups, for whoever starts children or judges a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
+from typing import TYPE_CHECKING
+
+import ray
+from ray.exceptions import RayError
+
+from ray_ulysses.checkpoint import newest_committed
+from ray_ulysses.cluster.vault_agents import VaultAgents, ensure_agents
+from ray_ulysses.logging import get_logger
+from ray_ulysses.run.ownership import run_identity
+from ray_ulysses.supervision.order import MemoryOfPeers
+from ray_ulysses.vault import VaultStore, partners
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+
+_log = get_logger(__name__)
+_ZONE_LABEL = "ray.io/availability-zone"
+_START_S = 60.0
+"""Longest wait for agents that are being started, while the workers start as well."""
+
+
+class NodeMemory:
+    """The vault agents of a run; does nothing where ``elastic.peer_memory`` is off.
+
+    Args:
+        config: The run's configuration.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._is_on = config.elastic.peer_memory
+        gib = config.elastic.peer_memory_gib
+        self._limit_bytes = None if gib is None else int(gib * 2**30)
+        self._run_key = run_identity(config) if self._is_on else ""
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vault-agents")
+        self._asked: Future[VaultAgents] | None = None
+        self._agents: dict[str, str] = {}
+        self._token = ""
+        self._zones: dict[str, str | None] = {}
+
+    def prepare(self, nodes: Mapping[str, str]) -> None:
+        """Start agents on the nodes of a new worker group, or find those of before; returns at once.
+
+        Args:
+            nodes: The address of each node, by its Ray id.
+        """
+        if self._is_on:
+            self._asked = self._pool.submit(ensure_agents, self._run_key, dict(nodes), self._limit_bytes)
+
+    def of(self, members: Sequence[str], gone: Collection[str]) -> MemoryOfPeers | None:
+        """Return what the children of a generation need to keep their state in memory, and to find that of before.
+
+        Args:
+            members: The nodes on which they run.
+            gone: Nodes that are dead.
+        """
+        if not self._take_agents():
+            return None
+        agents = {node: address for node, address in self._agents.items() if node not in gone}
+        kept = {node: self._zones.get(node) for node in dict.fromkeys(members) if node in agents}
+        if len(kept) < len(set(members)):
+            # A state of which a part has no place would never be whole.
+            return None
+        return MemoryOfPeers(agents=agents, partners=partners(kept), token=self._token)
+
+    def newest_step(self, gone: Collection[str]) -> int | None:
+        """Return the step of the newest state that is whole in memory; None if there is none."""
+        agents = {node: address for node, address in self._agents.items() if node not in gone}
+        if not agents:
+            return None
+        store = VaultStore(MemoryOfPeers(agents=agents, partners={}, token=self._token).addresses(next(iter(agents))))
+        try:
+            manifest = newest_committed(store, "sizes").manifest
+        except OSError:
+            return None
+        finally:
+            store.close()
+        return None if manifest is None else manifest.step
+
+    def _take_agents(self) -> bool:
+        """Note the agents that were started; returns whether there are any."""
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            try:
+                found = asked.result(_START_S)
+                if found.token != self._token:
+                    self._agents = {}
+                self._agents |= found.addresses
+                self._token = found.token
+                self._zones |= {one["NodeID"]: one.get("Labels", {}).get(_ZONE_LABEL) for one in ray.nodes()}
+            except (RayError, OSError, RuntimeError, TimeoutError) as error:
+                _log.warning("peer memory is not used: its agents could not be started (%s)", error)
+        return bool(self._agents)
