@@ -11,12 +11,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]
 from ray.exceptions import RayError
-from ray.train.backend import Backend, BackendConfig
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
@@ -41,28 +40,6 @@ if TYPE_CHECKING:
     from ray_ulysses.run.settings import ResolvedRun
 
 _LOOK_EVERY_S = 0.2
-
-
-class _SupervisorBackend(Backend):
-    """Sets nothing up in the workers, whose children join process groups of their own."""
-
-    share_cuda_visible_devices = True
-
-
-class SupervisedTorchConfig(BackendConfig):
-    """What `TorchTrainer` asks of its configuration, for workers that supervise.
-
-    Args:
-        backend: PyTorch's backend in the children.
-    """
-
-    def __init__(self, backend: Literal["nccl", "gloo"]) -> None:
-        self.backend = backend
-
-    @property
-    def backend_cls(self) -> type[Backend]:
-        """Ray's setup of the workers."""
-        return _SupervisorBackend
 
 
 class WorkerGroupWatch(WorkerGroupCallback):
