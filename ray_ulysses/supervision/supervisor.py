@@ -106,6 +106,7 @@ class Supervisor:
         host: Address of its node, at which other ranks reach rank 0.
         job: What its attempts share.
         make_streams: Makes the streams of rows of one child; None where children read rows themselves.
+        launcher: Module that is executed as the launcher.
         notice: Returns the notice that one of the cluster's nodes that it is given will be taken away, or None.
     """
 
@@ -118,10 +119,11 @@ class Supervisor:
         host: str,
         job: Job,
         make_streams: Callable[[], Streams] | None,
+        launcher: str = "ray_ulysses.supervision.launcher",
         notice: Callable[[Collection[str]], Notice | None] = lambda nodes: None,
     ) -> None:
         self._announcement, self._worker, self._cluster_node, self._host = announcement, worker, cluster_node, host
-        self._job, self._make_streams, self._notice = job, make_streams, notice
+        self._job, self._make_streams, self._launcher, self._notice = job, make_streams, launcher, notice
         self._selector = selectors.DefaultSelector()
         self._listener = self._listen()
         self._child: _Child | None = None
@@ -367,7 +369,7 @@ class Supervisor:
     def _launch(self) -> None:
         ours, theirs = pair()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ray_ulysses.supervision.launcher", str(theirs.fileno())],
+            [sys.executable, "-m", self._launcher, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,

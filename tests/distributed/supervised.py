@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import signal
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from ray_ulysses.config import Config
 from ray_ulysses.elastic import reform
@@ -43,6 +45,7 @@ class SupervisedRun:
     verdicts: list[bool] = field(default_factory=list)
     unusable: frozenset[str] = frozenset()
     agents: dict[str, VaultAgent] = field(default_factory=dict)
+    faults: Sequence[Mapping[str, Any]] = ()
     judged: list[reform.Judge] = field(default_factory=list)
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
 
@@ -65,6 +68,7 @@ class SupervisedRun:
             self.processes[worker] = subprocess.Popen(
                 [sys.executable, "-m", "tests.distributed.supervised", order.hex()],
                 stdout=log, stderr=log, start_new_session=True,
+                env={**os.environ, "FAULTS": json.dumps(self.faults)},
             )  # fmt: skip
         return self
 
@@ -130,7 +134,13 @@ def main(order: str) -> None:
         local_rank=worker, device="cpu",
     )  # fmt: skip
     supervisor = Supervisor(
-        announcement, worker=worker, cluster_node=node, host="127.0.0.1", job=job, make_streams=None
+        announcement,
+        worker=worker,
+        cluster_node=node,
+        host="127.0.0.1",
+        job=job,
+        make_streams=None,
+        launcher="tests.distributed.faulty_launcher",
     )
     status = supervisor.run()
     sys.stdout.write(f"status {status}\n")
