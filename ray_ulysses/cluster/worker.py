@@ -17,8 +17,9 @@ from ray_ulysses.config.loading import parse_config
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import configure_logging
 from ray_ulysses.run.refusals import refusal
+from ray_ulysses.supervision.channel import Announcement
 from ray_ulysses.supervision.order import Job
-from ray_ulysses.supervision.supervisor import Announcement, Supervisor
+from ray_ulysses.supervision.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config

@@ -4,11 +4,8 @@ A worker is a supervisor whose child process trains. The children that train tog
 fails, all are stopped, and the workers that are left form the next generation from whole sequence-parallel groups. What
 can't be recovered that way is left to Ray Train, which restarts the workers.
 
-Every event is reduced to the next state and the actions that the coordinator takes for it::
-
-    gathering --all joined--> training --fault--> stopping --all stopped--> judging --may go on--> training
-                                  |                                            |
-                                  +--all ended--> ended                        +--may not--> ended
+Every event is reduced to the next state and the actions that the coordinator takes for it: a group gathers until all
+workers have joined, trains, and after a fault stops, judges, and trains again, or ends.
 """
 
 from __future__ import annotations
@@ -281,7 +278,8 @@ def _advance(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
             stopping = replace(group, phase="stopping", fault_at=now)
             stopping, actions = _advance(stopping, now)
             return stopping, (Stop(generation=group.generation), *actions)
-        statuses = {_status(group.workers[worker]) for worker in group.members}
+        reports = [group.workers[worker].report for worker in group.members]
+        statuses = {None if report is None else report.status for report in reports}
         if None not in statuses:
             return _all_ended(group, statuses)
     if group.phase == "stopping":
@@ -355,15 +353,8 @@ def _start(group: Group, members: tuple[int, ...]) -> tuple[Group, tuple[Action,
     place = group.workers[members[0]].place
     assert place is not None
     workers = {number: replace(worker, report=None) for number, worker in group.workers.items()}
-    group = replace(
-        group,
-        workers=workers,
-        phase="training",
-        generation=group.generation + 1,
-        members=members,
-        lost={},
-        moves=False,
-    )
+    number = group.generation + 1
+    group = replace(group, workers=workers, phase="training", generation=number, members=members, lost={}, moves=False)
     return group, (Start(generation=group.generation, members=members, host=place.host, port=place.port),)
 
 
@@ -401,10 +392,6 @@ def _errors(group: Group) -> tuple[RankError, ...]:
         if report is not None and report.error is not None:
             errors.setdefault(rank, replace(report.error, rank=rank))
     return tuple(errors[rank] for rank in sorted(errors))
-
-
-def _status(worker: Supervised) -> str | None:
-    return None if worker.report is None else worker.report.status
 
 
 def _with(group: Group, number: int, worker: Supervised) -> Group:

@@ -4,10 +4,28 @@ from __future__ import annotations
 
 import json
 import socket
+from dataclasses import dataclass
 from typing import Any
 
 MOST_BYTES = 1 << 20
 """Longest line that is accepted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Announcement:
+    """How a supervisor reaches its coordinator.
+
+    Attributes:
+        host: Address of the coordinator.
+        port: Its port.
+        token: Secret that it asks for.
+        group: Number of the worker group.
+    """
+
+    host: str
+    port: int
+    token: str
+    group: int
 
 
 def encode(message: dict[str, Any]) -> bytes:

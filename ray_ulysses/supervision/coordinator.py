@@ -24,10 +24,10 @@ from ray_ulysses.elastic.causes import RankError
 from ray_ulysses.elastic.hang import HangLimits
 from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.logging import get_logger
-from ray_ulysses.supervision.channel import MOST_BYTES, encode
+from ray_ulysses.supervision.channel import MOST_BYTES, Announcement, encode
 from ray_ulysses.supervision.hang_watch import HangWatch
 from ray_ulysses.supervision.order import MemoryOfPeers
-from ray_ulysses.supervision.supervisor import BEAT_S, Announcement
+from ray_ulysses.supervision.supervisor import BEAT_S
 
 _log = get_logger(__name__)
 SILENCE_S = 5.0

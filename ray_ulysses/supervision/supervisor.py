@@ -7,8 +7,6 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -19,7 +17,8 @@ from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.elastic.causes import is_consequence, one_line
 from ray_ulysses.errors import PeerError, RunError, UserError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.supervision.channel import Channel
+from ray_ulysses.supervision.channel import Announcement, Channel
+from ray_ulysses.supervision.launcher_process import END_S, LauncherProcess
 from ray_ulysses.supervision.order import (
     STACKS_SIGNAL,
     Exited,
@@ -30,9 +29,6 @@ from ray_ulysses.supervision.order import (
     Result,
     Started,
     Stop,
-    pair,
-    receive,
-    send,
 )
 from ray_ulysses.supervision.remote_streams import serve_streams
 from ray_ulysses.supervision.shared_progress import SharedProgress
@@ -45,29 +41,11 @@ _log = get_logger(__name__)
 BEAT_S = 0.5
 """Seconds between two signs of life to the coordinator, and back."""
 SILENCE_S = 10.0
-"""A coordinator that has not been heard of for so long is gone, or this node is cut off from it."""
-_KILL_S = 2.0
+"""A coordinator that is silent for so long is gone, or this node is cut off from it."""
 _STACKS_S = 0.5
 _MOST_STACKS_BYTES = 1 << 16
 _STOPPED_S = 1.0
-"""A process that somebody has stopped (SIGSTOP) for this long is treated as failed."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Announcement:
-    """How a supervisor reaches its coordinator.
-
-    Attributes:
-        host: Address of the coordinator.
-        port: Its port.
-        token: Secret that it asks for.
-        group: Number of the worker group.
-    """
-
-    host: str
-    port: int
-    token: str
-    group: int
+"""A process that is stopped (SIGSTOP) for this long is treated as failed."""
 
 
 class ChildLostError(RunError):
@@ -128,8 +106,7 @@ class Supervisor:
         self._listener = self._listen()
         self._child: _Child | None = None
         self._error: BaseException | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._orders: socket.socket | None = None
+        self._launched: LauncherProcess | None = None
         self._heard_at = self._beaten_at = time.monotonic()
 
     def run(self) -> str:
@@ -150,7 +127,7 @@ class Supervisor:
                             ended = self._obey(channel, message)
                             if ended is not None:
                                 return ended
-                    elif key.fileobj is self._orders:
+                    elif key.fileobj is self._launched:
                         self._hear_launcher(channel)
                 self._watch(channel)
         except (OSError, ValueError) as error:
@@ -176,10 +153,8 @@ class Supervisor:
         return channel
 
     def _obey(self, channel: Channel, message: dict[str, Any]) -> str | None:
-        """Do what the coordinator says; return how the attempt ended if it has."""
+        """Do what the coordinator says, unless it only beats; return how the attempt ended if it has."""
         match message["do"]:
-            case "beat":
-                pass
             case "start":
                 self._start(message)
             case "stacks":
@@ -215,30 +190,31 @@ class Supervisor:
         if self._make_streams is not None:
             serve_streams(self._make_streams, *(Connection(one.detach()) for one in mine))
         descriptors = (progress.descriptor, stacks, self._listener.fileno(), *(one.fileno() for one in theirs))
-        assert self._orders is not None
-        send(self._orders, order, descriptors)
+        self._launch().send(order, descriptors)
         for one in (*mine, *theirs):
             one.close()
 
     def _stop(self) -> None:
-        assert self._orders is not None and self._child is not None
-        self._child.kill_at = time.monotonic() + _KILL_S
-        with contextlib.suppress(OSError):
-            send(self._orders, Stop())
+        assert self._child is not None and self._launched is not None
+        self._child.kill_at = time.monotonic() + END_S
         if self._child.is_launcher:
-            self._kill_launcher()
+            self._kill_all()
+        else:
+            self._launched.send(Stop())
 
     def _hear_launcher(self, channel: Channel) -> None:
-        assert self._orders is not None
+        launched, child = self._launched, self._child
+        assert launched is not None
         try:
-            message, _ = receive(self._orders)
-        except (EOFError, OSError):
-            self._launcher_ended(channel)
+            message = launched.receive()
+        except EOFError:
+            self._launcher_ended(channel, launched)
             return
-        child = self._child
-        if isinstance(message, Ready) or child is None:
+        if isinstance(message, Ready):
+            launched.is_ready = True
+        elif child is None:
             return
-        if isinstance(message, Started):
+        elif isinstance(message, Started):
             child.pid, child.is_launcher = message.pid, message.is_launcher
         elif isinstance(message, Result):
             child.result = message
@@ -247,16 +223,14 @@ class Supervisor:
         elif isinstance(message, Exited):
             self._child_ended(channel, message.code)
 
-    def _launcher_ended(self, channel: Channel) -> None:
-        """Start another launcher, and report the child, which has ended with the one before."""
-        assert self._process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_KILL_S)
-        code = self._process.poll()
-        self._end_launcher()
-        self._launch()
+    def _launcher_ended(self, channel: Channel, launched: LauncherProcess) -> None:
+        """Report the child, which has ended with its launcher."""
+        code = self._forget_launcher()
+        if launched.is_ready:
+            # Warm for the next generation; one that can't even start is tried again only then.
+            self._launch()
         if self._child is not None:
-            self._child_ended(channel, -signal.SIGKILL if code is None else code)
+            self._child_ended(channel, code)
 
     def _child_ended(self, channel: Channel, code: int) -> None:
         child = self._child
@@ -313,8 +287,8 @@ class Supervisor:
             text = os.pread(child.stacks, _MOST_STACKS_BYTES, 0).decode(errors="replace")
             channel.send({"type": "stacks", "generation": child.order.generation, "text": text})
         if child.kill_at is not None and now >= child.kill_at:
-            child.kill_at = now + _KILL_S
-            self._kill_launcher()
+            child.kill_at = now + END_S
+            self._kill_all()
         elif child.pid is not None and child.failure is None and child.kill_at is None:
             self._look_for_stop(child, now)
 
@@ -366,67 +340,50 @@ class Supervisor:
         self._port = int(listener.getsockname()[1])
         return listener
 
-    def _launch(self) -> None:
-        ours, theirs = pair()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", self._launcher, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
-        self._orders = ours
-        self._selector.register(ours, selectors.EVENT_READ)
+    def _launch(self) -> LauncherProcess:
+        """Return the launcher; start it if there is none."""
+        if self._launched is None:
+            self._launched = LauncherProcess(self._launcher)
+            self._selector.register(self._launched, selectors.EVENT_READ)
+        return self._launched
 
     def _kill_now(self) -> None:
         """Kill the child without a report, and wait for its end."""
-        child, self._child = self._child, None
+        child, launched = self._child, self._launched
         assert child is not None
-        if child.pid is None or child.is_launcher:
-            self._kill_launcher()
-            self._end_launcher()
-            self._launch()
-        else:
+        self._child = None
+        try:
+            if launched is None or child.pid is None or child.is_launcher:
+                raise EOFError("nobody but the launcher's own end can end it")
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
-            self._drain_exit()
+            # The launcher's words about a child that nobody asks for any more.
+            while not isinstance(launched.receive(END_S), Exited):
+                pass
+        except EOFError:
+            self._forget_launcher()
         child.close()
 
-    def _drain_exit(self) -> None:
-        """Take the launcher's words about a child that nobody asks for any more."""
-        assert self._orders is not None
-        self._orders.settimeout(_KILL_S)
-        try:
-            while not isinstance(receive(self._orders)[0], Exited):
-                pass
-        except (EOFError, OSError):
-            self._kill_launcher()
-            self._end_launcher()
-            self._launch()
-        else:
-            self._orders.settimeout(None)
-
-    def _kill_launcher(self) -> None:
-        assert self._process is not None
+    def _kill_all(self) -> None:
+        """Kill the child and the launcher; what the launcher's end brings about follows when it is heard."""
         if self._child is not None and self._child.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._child.pid, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._launched is not None:
+            self._launched.kill()
 
-    def _end_launcher(self) -> None:
-        if self._orders is not None:
-            self._selector.unregister(self._orders)
-            self._orders.close()
-            self._orders = None
+    def _forget_launcher(self) -> int:
+        """End the launcher, if there is one, and return its exit code."""
+        launched, self._launched = self._launched, None
+        if launched is None:
+            return 0
+        self._selector.unregister(launched)
+        return launched.end()
 
     def _end(self) -> None:
         """Leave no process behind."""
-        self._kill_launcher()
-        self._end_launcher()
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_KILL_S)
+        self._kill_all()
+        self._forget_launcher()
         if self._child is not None:
             self._child.close()
             self._child = None

@@ -1,7 +1,7 @@
 """The events of a journal: one frozen class per kind, which is the schema of its line.
 
-Readers ignore unknown fields and events of an unknown kind, since a later version may have written them. So a new field
-or kind must be one that an older version can do without. docs/journal.md lists all of them.
+Readers ignore unknown fields and kinds, which a later version may have written: a new one must be one that an older
+version can do without. docs/journal.md lists all of them.
 """
 
 from __future__ import annotations
@@ -258,8 +258,8 @@ class EndEvent(CommandEvent):
 
     Attributes:
         kind: Kind of failure; see `elastic.causes`.
-        reason: The reason, in one line.
-        rank: The rank on which the failure started; None if no rank did, or if unknown.
+        reason: The reason.
+        rank: The rank on which the failure started, if it is known.
         node: That rank's node.
         committed_step: The newest committed step.
         memory_step: The newest step of which peer memory held a whole state; None without.
@@ -267,7 +267,7 @@ class EndEvent(CommandEvent):
         way_out: The way out.
         failure: Number of failures counted so far, including this one; None for one that is not counted.
         max_failures: Number of failures that the run survives.
-        restarts: Whether the workers are started again; None if no supervisor decided.
+        restarts: Whether the workers are started again, if that was decided.
     """
 
     kind: str = ""
@@ -299,11 +299,7 @@ class RunFailed(EndEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerWarned(_Event):
-    """A worker has warned of something that the user should know.
-
-    Attributes:
-        text: The warning.
-    """
+    """A worker has warned of something that the user should know, in its text."""
 
     event: Literal["warning"] = "warning"
     text: str
@@ -311,11 +307,11 @@ class WorkerWarned(_Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHung(_Event):
-    """Ranks of an attempt made no progress for too long, and were ended.
+    """Ranks of an attempt made no progress for too long.
 
     Attributes:
         text: Which ranks, where, and for how long.
-        stacks: The stacks of every rank's threads before the end, by rank; empty for a rank that could not give them.
+        stacks: The stacks of every rank's threads, by rank; empty where they could not be had.
     """
 
     event: Literal["hang"] = "hang"
@@ -329,9 +325,8 @@ class AttemptEnded(EndEvent):
 
     Attributes:
         saving_seconds: How long training was blocked by checkpoints since the last step.
-        fault_at: When the failure happened, or the last sign of life before it, in seconds since the epoch; None if
-            unknown.
-        detected_at: When the failure was noticed, in seconds since the epoch; None for when this was recorded.
+        fault_at: When it happened, or the last sign of life before it; None if unknown.
+        detected_at: When it was noticed; None for when this was recorded.
     """
 
     event: Literal["attempt_ended"] = "attempt_ended"

@@ -88,10 +88,10 @@ def test_an_elastic_run_follows_its_nodes(cluster: Cluster, tmp_path: Path) -> N
     history = read_history(config.run_dir)
     first, second_, third_, fourth = history.attempts
     assert [one.reason for one in (second_, third_)] == ["resized", "resized"] and history.status == "stopped"
-    # A lost node costs the steps since the last checkpoint; a change of size costs none.
-    assert history.lost_steps == first.last_step
+    # A lost node costs a step or few (none is on storage by then); a change of size costs none.
+    assert history.lost_steps <= 3 and "peer memory" in str(second_.resumed_from)
     assert (second_.first_step, third_.first_step, fourth.first_step) == (
-        1, (second_.last_step or 0) + 1, (third_.last_step or 0) + 1,
+        (first.last_step or 0) - history.lost_steps + 1, (second_.last_step or 0) + 1, (third_.last_step or 0) + 1,
     )  # fmt: skip
     assert [step.step for step in history.steps] == list(range(1, history.step + 1))
     assert history.rows_consumed == history.step * config.data.rows_per_step
@@ -105,4 +105,6 @@ def test_an_elastic_run_follows_its_nodes(cluster: Cluster, tmp_path: Path) -> N
         for number in (1, 2)
     ]
     both = losses[0].keys() & losses[1].keys()
-    assert both and all(abs(losses[0][step] / losses[1][step] - 1.0) <= 1e-5 for step in both)
+    assert len(both) == history.lost_steps and all(
+        abs(losses[0][step] / losses[1][step] - 1.0) <= 1e-5 for step in both
+    )

@@ -19,10 +19,11 @@ from ray_ulysses.config import Config
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.logging import configure_logging
+from ray_ulysses.supervision.channel import Announcement
 from ray_ulysses.supervision.coordinator import Coordinator
 from ray_ulysses.supervision.hang_watch import hang_limits
 from ray_ulysses.supervision.order import Job, MemoryOfPeers
-from ray_ulysses.supervision.supervisor import Announcement, Supervisor
+from ray_ulysses.supervision.supervisor import Supervisor
 from ray_ulysses.tracking.failures import record_hang
 from ray_ulysses.vault import VaultAgent, partners
 from tests.distributed.run_case import prepare_attempt

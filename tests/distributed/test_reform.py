@@ -96,10 +96,11 @@ def test_children_that_die_or_stop_and_a_lost_node_cost_at_most_a_step(run: Supe
         _wait_for_steps(run, number)
         group = run.coordinator.group
         assert group is not None and group.members == tuple(range(world)) and group.generation == number
-    causes = [[(error.rank, error.what) for error in judge.errors] for judge in run.judged]
-    assert causes == [
-        [(last, "killed by signal 9")], [(0, "killed by signal 11")], [(last, "its process was stopped (SIGSTOP)")],
-    ]  # fmt: skip
+    assert [root_cause(judge.errors).reason for judge in run.judged] == [
+        f"lost worker {last} (killed by signal 9)",
+        "lost worker 0 (killed by signal 11)",
+        f"lost worker {last} (its process was stopped (SIGSTOP))",
+    ]
     run.kill_node("a")
     _wait_for_steps(run, 5)
     left = tuple(range(sp_size, world))

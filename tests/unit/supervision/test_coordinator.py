@@ -13,9 +13,8 @@ from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.hang import HangLimits
 from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.supervision import coordinator as module
-from ray_ulysses.supervision.channel import encode
+from ray_ulysses.supervision.channel import Announcement, encode
 from ray_ulysses.supervision.coordinator import Coordinator
-from ray_ulysses.supervision.supervisor import Announcement
 from tests.polling import wait_until
 
 WANTED = WorkerRange(least=1, most=2, sp_size=1)

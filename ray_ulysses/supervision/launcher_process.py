@@ -1,0 +1,71 @@
+"""A launcher, as its supervisor sees it: a process that takes orders, and whose end kills its child."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+from ray_ulysses.supervision.order import pair, receive, send
+
+END_S = 2.0
+"""Longest wait for the end of a process that was killed."""
+
+
+class LauncherProcess:
+    """Starts a launcher.
+
+    Args:
+        module: Module that is executed.
+
+    Attributes:
+        is_ready: Whether it has imported everything.
+    """
+
+    def __init__(self, module: str) -> None:
+        self._connection, theirs = pair()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        self.is_ready = False
+
+    def fileno(self) -> int:
+        """Return the connection's descriptor, for a selector."""
+        return self._connection.fileno()
+
+    def send(self, message: Any, descriptors: tuple[int, ...] = ()) -> None:
+        """Send an order; that it is gone is seen when its answer is read."""
+        with contextlib.suppress(OSError):
+            send(self._connection, message, descriptors)
+
+    def receive(self, timeout_s: float | None = None) -> Any:
+        """Return its next message.
+
+        Raises:
+            EOFError: It is gone, or did not answer in time.
+        """
+        self._connection.settimeout(timeout_s)
+        try:
+            return receive(self._connection)[0]
+        except OSError as error:
+            raise EOFError("the launcher does not answer") from error
+
+    def kill(self) -> None:
+        """Kill it, and its child with it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def end(self) -> int:
+        """Kill it, and return its exit code."""
+        self.kill()
+        self._connection.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(END_S)
+        return -signal.SIGKILL
