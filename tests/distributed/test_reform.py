@@ -168,7 +168,7 @@ def test_each_fault_of_a_child_in_each_phase_is_named_and_survived(
     config = make_config(
         tmp_path / "runs", make_corpus(tmp_path), run__stop_step=4000, data__epochs=4000, parallel__sp_size=2,
         cluster__workers=2, checkpoint__every_steps=2, memory__gradient_checkpointing=False,
-        elastic__hang_timeout_s=8.0, elastic__start_hang_timeout_s=40.0,
+        elastic__hang_timeout_s=20.0, elastic__start_hang_timeout_s=60.0,
     )  # fmt: skip
     with SupervisedRun(config, {0: "a", 1: "b"}, tmp_path, faults=faults) as run:
 
