@@ -804,6 +804,21 @@ MUTANTS = (
         killer="tests/unit/trainer/test_step.py::test_a_gradient_that_is_not_finite_is_seen_under_a_finite_loss",
     ),
     Mutant(
+        name="rows of a bad step that come back with the next branch",
+        file="ray_ulysses/data/plan/branching.py",
+        old="return range(branch.skipped[0] - before.base_row, branch.skipped[1] - before.base_row)",
+        new="return range(0)",
+        killer="tests/unit/data/plan/test_branches.py::"
+        "test_rows_that_are_left_out_are_trained_in_no_later_segment_of_their_epoch_and_nothing_else_is_lost",
+    ),
+    Mutant(
+        name="a spike that counts for the spikes after it",
+        file="ray_ulysses/elastic/spikes.py",
+        old="return middle + mads * max(spread, _LEAST_SPREAD * abs(middle))",
+        new="return middle + mads * max(window)",
+        killer="tests/unit/elastic/test_spikes.py::test_a_loss_far_above_the_newest_ones_is_a_spike",
+    ),
+    Mutant(
         name="a hang blamed on the rank that is ahead",
         file="ray_ulysses/elastic/hang.py",
         old="least = min(",

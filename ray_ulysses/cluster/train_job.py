@@ -53,6 +53,7 @@ from ray_ulysses.run.preflight import check_resume, check_writable, claim_direct
 from ray_ulysses.run.refusals import leave_refusal, refusal
 from ray_ulysses.run.requests import clear_stop
 from ray_ulysses.run.run_files import describe_run
+from ray_ulysses.run.skipping import skip_bad_step
 from ray_ulysses.storage.lock import RunLock
 from ray_ulysses.storage.lock_watch import LockWatch
 from ray_ulysses.tracking.history import read_history
@@ -131,7 +132,9 @@ def train(prepared: PreparedRun, view: ProgressView, started: float) -> TrainRes
         book = failure_book(config, session)
         holds = [lock] if lease is None else [lock, lease]
         try:
-            train_until_done(book, lambda: _train_once(prepared, book, started, view, signals, holds))
+            _train_to_the_end(
+                prepared.run, book, console, lambda: _train_once(prepared, book, started, view, signals, holds)
+            )
         except (TrainingFailed, UserError):
             settle_failure(book)
             raise
@@ -141,6 +144,21 @@ def train(prepared: PreparedRun, view: ProgressView, started: float) -> TrainRes
         clear_stop(config.run_dir)
     history = read_history(config.run_dir, store=prepared.run.store)
     return TrainResult(history=history, was_complete=False, seconds=time.time() - started)
+
+
+def _train_to_the_end(
+    run: ResolvedRun, book: FailureBook, console: Console, train_once: Callable[[], Ended | None]
+) -> None:
+    """Train until the run has ended, without the rows of bad steps where they are to be left out."""
+    while True:
+        try:
+            train_until_done(book, train_once)
+            return
+        except TrainingFailed:
+            skipped = skip_bad_step(run, SystemClock())
+            if skipped is None:
+                raise
+            console.print(skipped, soft_wrap=True, markup=False)
 
 
 def _describe(prepared: PreparedRun) -> None:

@@ -191,6 +191,20 @@ class ElasticSection(Section):
     """The same for the time before an attempt's first step has ended, in which the model is built, a state is loaded
     and kernels are compiled. Default 3600."""
 
+    bad_steps: Literal["stop", "skip"] = "stop"
+    """What to do about a step whose loss or gradient is not finite, or whose loss spikes (`loss_spike_mads`): `stop`
+    ends the run; `skip` continues from the newest checkpoint with a branch of the data plan that leaves out the rows of
+    that step, which the journal records. Default `stop`: such a step may have a cause that recurs."""
+
+    max_skipped_steps: int = Field(default=3, ge=1)
+    """Steps that `bad_steps: skip` leaves out within `failure_window_s` before the run ends. Default 3: a bad document
+    is in few of them."""
+
+    loss_spike_mads: float | None = Field(default=None, gt=0.0)
+    """A step's loss is a spike if it is above the median of the last 50 steps of the attempt by more than this multiple
+    of their median absolute deviation (of a hundredth of the median at least); the first 20 steps are none. Default
+    null: only a loss that is not finite is bad."""
+
     cloud_notices: Literal["auto", "none", "aws", "gcp", "azure"] = "auto"
     """Cloud whose announcements that a machine is going to be taken away (spot interruption, preemption, maintenance)
     each node is watched for; Ray then drains the node, and the run saves before its end. Default `auto`: the cloud that

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.read.digest import add_digests
 from ray_ulysses.tracking.counted_steps import Steps, inherited_steps, steps_that_count
-from ray_ulysses.tracking.events import AttemptStarted, InheritedSteps, StepDone
+from ray_ulysses.tracking.events import AttemptStarted, StepDone
+from ray_ulysses.tracking.inherited_steps import InheritedSteps
 from ray_ulysses.tracking.step_groups import Entry, step_of
 
 

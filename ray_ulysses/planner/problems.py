@@ -58,7 +58,8 @@ def position_problems(config: Config, longest_document: int, row_tokens: int, nu
 def plan_problems(config: Config, plan: Plan) -> Iterator[Problem]:
     """Refuse a stop beyond the planned data, and an evaluation without rows."""
     stop = config.run.stop_step
-    if stop is not None and stop > plan.num_steps:
+    # Without the rows of a bad step, a run may end a little earlier.
+    if stop is not None and stop > plan.num_steps and not plan.leaves_out_rows:
         rows_per_epoch = max(1, plan.newest.train.num_rows // max(1, len(plan.newest.epochs)))
         missing = (stop - plan.num_steps) * plan.settings.rows_per_step
         epochs = plan.settings.epochs - (-missing // rows_per_epoch)

@@ -18,7 +18,7 @@ from ray_ulysses.run.run_position import RunPosition
 from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage.opening import open_store
 from ray_ulysses.storage.patience import Patience
-from ray_ulysses.tracking.events import InheritedSteps
+from ray_ulysses.tracking.inherited_steps import InheritedSteps
 
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint import Damage, Manifest

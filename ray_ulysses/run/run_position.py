@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ray_ulysses.tracking.events import InheritedSteps
+from ray_ulysses.tracking.inherited_steps import InheritedSteps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

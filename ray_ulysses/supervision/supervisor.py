@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.elastic.causes import is_consequence, one_line
-from ray_ulysses.errors import PeerError, RunError, UserError
+from ray_ulysses.errors import FinalError, PeerError, RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.supervision.channel import Announcement, Channel
 from ray_ulysses.supervision.launcher_process import END_S, LauncherProcess
@@ -250,7 +249,7 @@ class Supervisor:
             kind, what = "lost", str(error)
         else:
             kind, what = "consequence" if is_consequence(error) else "raised", one_line(error)
-        is_final = isinstance(error, UserError | StorageFailedError)
+        is_final = isinstance(error, UserError | FinalError)
         return {"error": {"kind": kind, "what": what}, "is_final": is_final}
 
     def _report(self, channel: Channel, fields: dict[str, Any]) -> None:

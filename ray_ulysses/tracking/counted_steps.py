@@ -13,7 +13,8 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.tracking.events import AttemptStarted, InheritedSteps, StepDone
+from ray_ulysses.tracking.events import AttemptStarted, StepDone
+from ray_ulysses.tracking.inherited_steps import InheritedSteps
 from ray_ulysses.tracking.step_groups import Entry, Rows, StepGroup, group_steps, step_of
 
 _FEW_STEPS = 256

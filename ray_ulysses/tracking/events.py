@@ -7,14 +7,12 @@ version can do without. docs/journal.md lists all of them.
 from __future__ import annotations
 
 import functools
-import json
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter
 
+from ray_ulysses.tracking.inherited_steps import InheritedSteps
 from ray_ulysses.validation import Digest, Number, Positive, Seconds, Whole
 
 
@@ -31,29 +29,6 @@ STOP_REASONS = ("stopped", "finished", RESIZED)
 
 RowRange = Annotated[tuple[Whole, Whole], AfterValidator(_ascending)]
 """The first row and the row after the last."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InheritedSteps:
-    """The steps before a run's own, trained by the run whose checkpoint it continues; none by default.
-
-    Attributes:
-        step: The last of them.
-        tokens: Supervised tokens that they trained on.
-        rows: Rows that they trained on.
-        digest: Sum of their data digests, modulo 2**64.
-        origin: The checkpoint that contains them.
-    """
-
-    step: Whole = 0
-    tokens: Whole = 0
-    rows: Whole = 0
-    digest: Digest = 0
-    origin: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the object in the journal's ``attempt_started``."""
-        return {**asdict(self), "digest": f"{self.digest:016x}"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,6 +273,40 @@ class RunFailed(EndEvent):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BadStep(_Event):
+    """A step whose loss or gradient is not finite, or whose loss spikes, has ended the attempt.
+
+    Attributes:
+        step: The step.
+        rows: Its global rows.
+        plan_id: The plan that they are of.
+        reason: What is wrong with it.
+    """
+
+    event: Literal["bad_step"] = "bad_step"
+    step: Positive
+    rows: RowRange
+    plan_id: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowsSkipped(_Event):
+    """The rows of a bad step are left out from now on, by a branch of the plan.
+
+    Attributes:
+        step: Completed steps where the branch begins.
+        rows: The rows, of the plan before the branch.
+        plan_id: The id of the branch.
+    """
+
+    event: Literal["rows_skipped"] = "rows_skipped"
+    step: Whole
+    rows: RowRange
+    plan_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerWarned(_Event):
     """A worker has warned of something that the user should know, in its text."""
 
@@ -363,6 +372,8 @@ Event = (
     | CheckpointSetAside
     | CheckpointFailed
     | PreemptionNoticed
+    | BadStep
+    | RowsSkipped
     | WorkerWarned
     | RunHung
     | AttemptEnded
@@ -377,21 +388,3 @@ Event = (
 def event_adapter() -> TypeAdapter[Event]:
     """Return the validator of events, which takes milliseconds to build."""
     return TypeAdapter(Annotated[Event, Field(discriminator="event")])
-
-
-def encode_event(fields: Mapping[str, Any]) -> bytes:
-    """Return an event as a JSON object; numbers that JSON does not have become their names ("nan", "inf")."""
-    return json.dumps(_writable(fields), allow_nan=False).encode()
-
-
-def _writable(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, str):
-        # Lone surrogates, as in undecodable file names in the texts of errors, are rejected by readers.
-        return value.encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, Mapping):
-        return {key: _writable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_writable(item) for item in value]
-    return value

@@ -18,7 +18,8 @@ from typing import Any
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.errors import UserError
 from ray_ulysses.run_names import JOURNAL_FILE_NAME, JOURNAL_FOLDER, journal_file_name
-from ray_ulysses.tracking.events import Event, encode_event, event_adapter
+from ray_ulysses.tracking.event_json import encode_event
+from ray_ulysses.tracking.events import Event, event_adapter
 from ray_ulysses.tracking.journal_index import BLOCK_BYTES, MIN_BYTES, JournalFileIndex
 from ray_ulysses.tracking.journal_lines import with_checksum
 from ray_ulysses.validation import ContentError, read_json

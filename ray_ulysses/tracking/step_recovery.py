@@ -6,7 +6,8 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, Event, InheritedSteps, StepDone
+from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, Event, StepDone
+from ray_ulysses.tracking.inherited_steps import InheritedSteps
 
 _MODULUS = 2**64
 

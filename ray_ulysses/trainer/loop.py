@@ -17,7 +17,7 @@ from ray_ulysses.engine.zero import build_engine, partition_config, prepare_proc
 from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.run.settings import last_step_of, resolve_run, zero_settings
 from ray_ulysses.trainer.agreement import Flags, with_requests
-from ray_ulysses.trainer.bad_steps import refuse_bad_step
+from ray_ulysses.trainer.bad_steps import StepGuard
 from ray_ulysses.trainer.context import AttemptContext, open_attempt
 from ray_ulysses.trainer.data import open_data
 from ray_ulysses.trainer.record import Recorder
@@ -69,6 +69,7 @@ class _Attempt:
     recorder: Recorder
     keeper: CheckpointKeeper
     vault: VaultKeeper
+    guard: StepGuard
 
     def before_update(self) -> None:
         """Keep the next update of the weights behind the copies of the state that are under way."""
@@ -131,6 +132,7 @@ def _run(context: AttemptContext, mesh: SequenceMesh, recorder: Recorder) -> Att
             recorder=recorder,
             keeper=keeper,
             vault=vault,
+            guard=StepGuard(config.elastic, recorder),
         )
         position = resume(engine, start, plan, context, recorder)
         keeper.resumed(position.step)
@@ -202,7 +204,7 @@ def _take_step(attempt: _Attempt, source: RowSource, position: RunPosition) -> S
         before_update=attempt.before_update,
     )
     # Before anything of the step is recorded or saved.
-    refuse_bad_step(step, rows, result)
+    attempt.guard.judge(step, rows, plan.segments[plan.segment_of_step(step)].plan_id, result)
     metrics = attempt.meter.numbers(
         result,
         seconds=worker.clock.monotonic() - started,

@@ -181,6 +181,15 @@ class Recorder:
         """Record that a node is going to be taken away, and when, in seconds since the epoch, if known."""
         self._append("preemption_notice", step=step, deadline=deadline)
 
+    def bad_step(self, step: int, rows: range, plan_id: str, reason: str) -> None:
+        """Record a step that ends the attempt; the command reads it.
+
+        Raises:
+            RunError: The journal can't be written.
+        """
+        self._append("bad_step", step=step, rows=[rows.start, rows.stop], plan_id=plan_id, reason=reason)
+        self._insist()
+
     def is_gone(self) -> bool:
         """Return whether the journal was deleted or moved, with the run's directory."""
         return self._journal is not None and self._journal.is_gone()

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ray_ulysses.checkpoint.choice import committed_steps
+from ray_ulysses.clock import SystemClock
 from ray_ulysses.config import Config
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.plan.plan_files import load_plan
+from ray_ulysses.forensics.verification import verify_run
+from ray_ulysses.run.preflight import prepare_run
+from ray_ulysses.run.settings import resolve_run
+from ray_ulysses.run.skipping import skip_bad_step
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.history import read_history
+from ray_ulysses.tracking.journal import AttemptJournal
 from tests.breadth import fast_only
-from tests.distributed.harness import run_ranks_to_outcomes
+from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -51,3 +60,87 @@ def test_a_bad_row_ends_every_rank_at_its_step_and_is_in_no_checkpoint(
     history = read_history(config.run_dir)
     assert [step.step for step in history.steps] == [1, 2, 3, 4]
     assert history.status == "failed"
+
+
+def _targets(plan: Plan, steps: range) -> Counter[tuple[int, int]]:
+    rows = [row for step in steps for row in plan.step_rows(step)]
+    pieces = [piece for row in rows for piece in plan.pieces(row)]
+    return Counter((piece.document, piece.start + at + 1) for piece in pieces for at in range(piece.num_labels))
+
+
+@pytest.mark.parametrize("kind", fast_only(["loss", "gradient"], "gradient"))
+def test_a_run_goes_on_without_the_rows_of_a_bad_step(tmp_path: Path, kind: str) -> None:
+    corpus = make_corpus(tmp_path, ("bisect.py", "cmd.py"))
+    config = config_for(tmp_path, corpus, checkpoint__every_steps=2, elastic__bad_steps="skip", run__stop_step=None)
+    prepare_attempt(config, "one")
+    before = load_plan(config.run_dir / "plan")
+    outcomes = run_ranks_to_outcomes(run_worker, WORLD, config, "one", poison=(11, kind), timeout_s=200)
+    assert all("its rows are left out from now on (elastic.bad_steps=skip)" in (one.error or "") for one in outcomes)
+    # What the command does next. The newest checkpoint is of step 4, the bad step is 6.
+    said = skip_bad_step(resolve_run(config), SystemClock())
+    plan = load_plan(config.run_dir / "plan")
+    assert said == (
+        "rows 10 to 11 are left out from now on, which were those of step 6: the run continues from step 4 with plan "
+        f"{plan.plan_id} (skipped step 1 of elastic.max_skipped_steps=3)"
+    )
+    # Nothing is done twice.
+    assert skip_bad_step(resolve_run(config), SystemClock()) is None
+    prepare_attempt(config, "two")
+    ends = run_ranks(run_worker, WORLD, config, "two", timeout_s=250)
+    assert ends == [("finished", plan.num_steps)] * WORLD
+    history = read_history(config.run_dir)
+    assert history.status == "finished" and history.step == plan.num_steps == before.num_steps - 1
+    assert (history.attempts[1].first_step, history.lost_steps) == (5, 1)
+    assert [step.rows[0] for step in history.steps] == list(range(0, 2 * plan.num_steps, 2))
+    left_out = _targets(before, range(6, 7))
+    trained = _targets(plan, range(1, plan.num_steps + 1))
+    assert trained + left_out == _targets(before, range(1, before.num_steps + 1)) and not trained.keys() & left_out
+    found = verify_run(config.run_dir)
+    assert found.holds, found.findings
+    # The same command again: nothing is left to do, and a stop at the end of the first plan is no mistake.
+    again = config_for(tmp_path, corpus, run__stop_step=before.num_steps, elastic__bad_steps="skip")
+    prepare_run(again, Path("/")).report.raise_problems()
+
+
+def test_a_run_that_stops_or_has_skipped_enough_leaves_nothing_out(
+    tmp_path: Path, corpus: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_for(tmp_path, corpus)
+    prepare_attempt(config, "one")
+    plan = load_plan(config.run_dir / "plan")
+    journal = AttemptJournal.claim(config.run_dir)
+    journal.append({"event": "bad_step", "step": 3, "rows": [4, 6], "plan_id": plan.plan_id, "reason": "NaN"})
+    skips = {"elastic__bad_steps": "skip"}
+    assert skip_bad_step(resolve_run(config), SystemClock()) is None
+    for number in range(2):
+        time = SystemClock().now() - 100.0 * (1 - number)
+        journal.append({"event": "rows_skipped", "step": 0, "rows": [0, 2], "plan_id": "p", "time": time})
+    enough = config_for(tmp_path, corpus, **skips, elastic__max_skipped_steps=2)
+    assert skip_bad_step(resolve_run(enough), SystemClock()) is None
+    assert "the rows of step 3 are not left out: elastic.max_skipped_steps=2 steps were since 86400 s" in caplog.text
+    assert len(load_plan(config.run_dir / "plan").segments) == 1
+    window = config_for(tmp_path, corpus, **skips, elastic__max_skipped_steps=2, elastic__failure_window_s=50.0)
+    said = skip_bad_step(resolve_run(window), SystemClock())
+    assert said is not None and "continues from step 0 with plan " in said and "(skipped step 2 of " in said
+    # An attempt that ended for another reason has no rows to leave out.
+    AttemptJournal.claim(config.run_dir)
+    assert skip_bad_step(resolve_run(window), SystemClock()) is None
+    journal.close()
+
+
+def test_rows_that_can_not_be_left_out_end_the_run_and_say_why(
+    tmp_path: Path, corpus: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_for(tmp_path, corpus, elastic__bad_steps="skip", data__epochs=2)
+    prepare_attempt(config, "one")
+    plan = load_plan(config.run_dir / "plan")
+    journal = AttemptJournal.claim(config.run_dir)
+    first = plan.step_rows(plan.num_steps).start
+    record = {"event": "bad_step", "step": plan.num_steps, "reason": "NaN", "rows": [first, first + 1]}
+    journal.append({**record, "plan_id": plan.plan_id})
+    assert skip_bad_step(resolve_run(config), SystemClock()) is None
+    assert "they are of epoch 2, and the newest checkpoint is of epoch 1; save more often" in caplog.text
+    AttemptJournal.claim(config.run_dir).append({**record, "plan_id": "another"})
+    assert skip_bad_step(resolve_run(config), SystemClock()) is None
+    assert f"can't be left out: they are of plan another, and the run's is {plan.plan_id}" in caplog.text
+    assert len(load_plan(config.run_dir / "plan").segments) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,32 @@ from ray_ulysses.errors import UserError
 Int64Array = NDArray[np.int64]
 
 
-def remainder_after(plan: Plan, step: int, sources: Sequence[PlannedSource], epochs: int) -> Remainder:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Done:
+    """The rows of a segment that are not planned again.
+
+    Attributes:
+        trained: As many rows, from its first on, were trained on.
+        skipped: Rows beyond them that are left out; empty if none are.
+    """
+
+    trained: int
+    skipped: range
+
+    @property
+    def end(self) -> int:
+        """The first row that is planned again with all that follow."""
+        return max(self.trained, self.skipped.stop)
+
+    def holds(self, first: int, num_rows: int) -> NDArray[np.bool_]:
+        """Return which of some rows it holds."""
+        rows = np.arange(first, first + num_rows)
+        return (rows < self.trained) | ((rows >= self.skipped.start) & (rows < self.skipped.stop))
+
+
+def remainder_after(
+    plan: Plan, step: int, sources: Sequence[PlannedSource], epochs: int, skipped: range | None = None
+) -> Remainder:
     """Return what is left of the epoch that a run is in.
 
     Args:
@@ -26,41 +52,47 @@ def remainder_after(plan: Plan, step: int, sources: Sequence[PlannedSource], epo
         step: Step of the newest committed checkpoint.
         sources: The sources of the new segment: those of the plan in their order, then new ones.
         epochs: Epochs that the run is to have.
+        skipped: Rows of the plan after that step that are left out.
 
     Raises:
-        UserError: The step is before the newest segment, or the sources moved.
+        UserError: The step is before the newest segment, the sources moved, or rows of a later epoch are to be left
+            out.
     """
     newest = plan.newest
-    if step < newest.base_step:
-        raise UserError(
-            f"the newest committed checkpoint is of step {step}, before the last change of the data at step "
-            f"{newest.base_step}; resume without a change until a checkpoint beyond it is committed, then branch"
-        )
-    places = [(source.fingerprint, source.num_documents) for source in newest.sources]
-    if [(source.fingerprint, source.num_documents) for source in sources][: len(places)] != places:
-        raise UserError("data.sources: the corpora of a run keep their order; add new ones after them")
+    _check(newest, step, sources)
     cursor = plan.cursor(step)
     epoch = cursor.epoch
     if newest.branch is not None and step == newest.base_step:
         # The cursor is of the previous segment, which may have ended an epoch earlier.
         epoch = newest.branch.epoch
     local = cursor.next_row - newest.base_row
+    left_out = range(0) if skipped is None else _left_out(newest, local, epoch, skipped)
     is_done = local >= newest.train.num_rows and epochs > epoch + 1
     epoch += is_done
     ends = [segment.base_row for segment in plan.segments[1:]] + [cursor.next_row]
-    trained = [(segment, end - segment.base_row) for segment, end in zip(plan.segments, ends, strict=True)]
+    earlier = [_skipped_before(plan, number) for number in range(1, len(plan.segments))]
+    trained = [
+        (segment, _Done(trained=end - segment.base_row, skipped=rows))
+        for segment, end, rows in zip(plan.segments, ends, [*earlier, left_out], strict=True)
+    ]
     num_documents = int(first_documents(sources)[-1])
     taken = np.zeros(num_documents, dtype=np.bool_)
-    for segment, rows in trained:
-        taken |= _begun(segment, epoch, rows, num_documents)
+    for segment, done in trained:
+        taken |= _begun(segment, epoch, done, num_documents)
     uses = np.zeros(num_documents, dtype=np.uint32)
     if any(source.weight for source in sources):
-        for segment, rows in trained:
-            _count_uses(segment, rows, uses)
-    left, planned = _left_of(newest, epoch, local, taken)
+        for segment, done in trained:
+            _count_uses(segment, done, uses)
+    left, planned = _left_of(newest, epoch, trained[-1][1], taken)
     is_resumed = _is_resumed(left, sources, taken)
     return Remainder(
-        branch=Branch(plan_id=newest.plan_id, step=step, row=cursor.next_row, epoch=epoch),
+        branch=Branch(
+            plan_id=newest.plan_id,
+            step=step,
+            row=cursor.next_row,
+            epoch=epoch,
+            skipped=None if skipped is None else (skipped.start, skipped.stop),
+        ),
         taken=taken,
         fragments=left.take(is_resumed),
         waiting=left.take(~is_resumed),
@@ -69,20 +101,57 @@ def remainder_after(plan: Plan, step: int, sources: Sequence[PlannedSource], epo
     )
 
 
-def _begun(segment: Segment, epoch: int, trained_rows: int, num_documents: int) -> NDArray[np.bool_]:
+def _check(newest: Segment, step: int, sources: Sequence[PlannedSource]) -> None:
+    """Refuse a step or sources with which the newest segment can't be branched."""
+    if step < newest.base_step:
+        raise UserError(
+            f"the newest committed checkpoint is of step {step}, before the last change of the data at step "
+            f"{newest.base_step}; resume without a change until a checkpoint beyond it is committed, then branch"
+        )
+    places = [(source.fingerprint, source.num_documents) for source in newest.sources]
+    if [(source.fingerprint, source.num_documents) for source in sources][: len(places)] != places:
+        raise UserError("data.sources: the corpora of a run keep their order; add new ones after them")
+
+
+def _left_out(newest: Segment, local: int, epoch: int, skipped: range) -> range:
+    """Return the rows that are to be left out, counted in the segment.
+
+    Raises:
+        UserError: They are of an epoch that the new segment plans as a whole.
+    """
+    found = range(skipped.start - newest.base_row, skipped.stop - newest.base_row)
+    assert local <= found.start < found.stop <= newest.train.num_rows, "only rows that follow can be left out"
+    if newest.epoch_of(found[-1]) != epoch:
+        raise UserError(
+            f"rows {skipped.start} to {skipped.stop - 1} can't be left out: they are of epoch "
+            f"{newest.epoch_of(found[-1]) + 1}, and the newest checkpoint is of epoch {epoch + 1}; save more often "
+            "(checkpoint.every_steps)"
+        )
+    return found
+
+
+def _skipped_before(plan: Plan, number: int) -> range:
+    """Return the rows of the segment before segment ``number`` that this one left out, counted in that segment."""
+    before, branch = plan.segments[number - 1], plan.segments[number].branch
+    if branch is None or branch.skipped is None:
+        return range(0)
+    return range(branch.skipped[0] - before.base_row, branch.skipped[1] - before.base_row)
+
+
+def _begun(segment: Segment, epoch: int, done: _Done, num_documents: int) -> NDArray[np.bool_]:
     """Return which documents the segment has trained something of in the epoch."""
     begun = np.zeros(num_documents, dtype=np.bool_)
-    for pieces, is_trained in _pieces_of_epoch(segment, epoch, trained_rows):
+    for pieces, is_trained in _pieces_of_epoch(segment, epoch, done):
         begun[pieces.document[is_trained]] = True
     return begun
 
 
-def _count_uses(segment: Segment, trained_rows: int, uses: NDArray[np.uint32]) -> None:
+def _count_uses(segment: Segment, done: _Done, uses: NDArray[np.uint32]) -> None:
     """Count the documents that the segment has begun, once for each epoch."""
     for info in segment.epochs:
-        if info.first_row >= trained_rows:
+        if info.first_row >= done.end:
             break
-        begun = _begun(segment, info.epoch, trained_rows, uses.size)
+        begun = _begun(segment, info.epoch, done, uses.size)
         if info is segment.epochs[0]:
             # An earlier segment has begun these, and counted them.
             begun[segment.fragments.document] = False
@@ -98,31 +167,31 @@ def _is_resumed(left: Fragments, sources: Sequence[PlannedSource], taken: NDArra
 
 
 def _left_of(
-    segment: Segment, epoch: int, trained_rows: int, taken: NDArray[np.bool_]
+    segment: Segment, epoch: int, done: _Done, taken: NDArray[np.bool_]
 ) -> tuple[Fragments, NDArray[np.bool_]]:
     """Return the fragments that a segment leaves, and which whole documents the epoch had planned."""
     is_split = taken.copy()
     if epoch == segment.epochs[0].epoch:
         is_split[segment.fragments.document] = True
     planned = np.zeros(taken.size, dtype=np.bool_)
-    parts = [_unplanned(segment, trained_rows, taken.size)]
-    for pieces, is_trained in _pieces_of_epoch(segment, epoch, trained_rows):
+    parts = [_unplanned(segment, done, taken.size)]
+    for pieces, is_trained in _pieces_of_epoch(segment, epoch, done):
         left = pieces.take(np.flatnonzero(~is_trained & is_split[pieces.document]))
         parts.append(Fragments(document=left.document, start=left.start, length=left.length))
         planned[pieces.document[~is_split[pieces.document]]] = True
     return _joined(parts), planned
 
 
-def _unplanned(segment: Segment, trained_rows: int, num_documents: int) -> Fragments:
+def _unplanned(segment: Segment, done: _Done, num_documents: int) -> Fragments:
     """Return earlier fragments that the segment made no pieces of, and whose documents it did not begin."""
     given, waiting = segment.fragments, segment.waiting
     is_planned = np.zeros(given.size, dtype=np.bool_)
     if given.size:
-        for pieces, _ in _pieces_of_epoch(segment, segment.epochs[0].epoch, 0):
+        for pieces, _ in _pieces_of_epoch(segment, segment.epochs[0].epoch, done):
             is_planned |= np.isin(_places(given.document, given.start), _places(pieces.document, pieces.start))
     is_begun = np.zeros(num_documents, dtype=np.bool_)
     for info in segment.epochs if waiting.size else ():
-        is_begun |= _begun(segment, info.epoch, trained_rows, num_documents)
+        is_begun |= _begun(segment, info.epoch, done, num_documents)
     # A given fragment without a piece was too long for the segment.
     return _joined([given.take(~is_planned), waiting.take(~is_begun[waiting.document])])
 
@@ -146,13 +215,13 @@ def _places(document: Int64Array, start: Int64Array) -> NDArray[np.uint64]:
     return document.astype(np.uint64) << np.uint64(32) | start.astype(np.uint64)
 
 
-def _pieces_of_epoch(segment: Segment, epoch: int, trained_rows: int) -> Iterator[tuple[Pieces, NDArray[np.bool_]]]:
-    """Yield the pieces of an epoch's rows, block by block, and whether the row of each piece is trained."""
+def _pieces_of_epoch(segment: Segment, epoch: int, done: _Done) -> Iterator[tuple[Pieces, NDArray[np.bool_]]]:
+    """Yield the pieces of an epoch's rows, block by block, and whether the row of each piece is done."""
     info = next((info for info in segment.epochs if info.epoch == epoch), None)
     if info is None or not info.num_rows:
         return
     stats = segment.train.stats(info.first_row, info.first_row + info.num_rows)
-    is_trained = np.arange(info.first_row, info.first_row + info.num_rows) < trained_rows
+    is_trained = done.holds(info.first_row, info.num_rows)
     # Rows are in training order, pieces in the order in which rows closed.
     order = np.argsort(stats.first_piece, kind="stable")
     flags = np.repeat(is_trained[order], stats.num_pieces[order])

@@ -74,6 +74,7 @@ class Branch:
         step: Optimizer steps completed.
         row: Rows trained on.
         epoch: Epoch of the next row.
+        skipped: Rows ``(first, end)`` of the replaced segment that are left out of its epoch; None for none.
     """
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
@@ -82,6 +83,11 @@ class Branch:
     step: Whole
     row: Whole
     epoch: Whole
+    skipped: tuple[Whole, Whole] | None = None
+
+    def content(self) -> dict[str, Any]:
+        """Return what the segment's id depends on; rows that are left out came later than other fields."""
+        return {name: value for name, value in asdict(self).items() if name != "skipped" or value is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,6 +256,11 @@ class Plan:
         """Return the newest segment's rows of evaluation."""
         return self.newest.evaluation
 
+    @property
+    def leaves_out_rows(self) -> bool:
+        """Return whether it has fewer steps than were planned at first, since rows of bad steps are left out."""
+        return any(segment.branch is not None and segment.branch.skipped is not None for segment in self.segments)
+
     def segment_of_step(self, step: int) -> int:
         """Return the number of the segment that trains step ``step`` (from 1 on)."""
         if not 1 <= step <= self.num_steps:
@@ -374,7 +385,7 @@ def segment_id(
         "planner": PLANNER_VERSION,
         "settings": asdict(settings),
         "sources": [source.identity for source in sources],
-        "branch": None if branch is None else asdict(branch),
+        "branch": None if branch is None else branch.content(),
         "epochs": [asdict(info) for info in epochs],
         "totals": asdict(totals),
         "checksums": asdict(checksums),

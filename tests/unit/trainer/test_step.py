@@ -21,7 +21,6 @@ from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.run.preflight import claim_directory, prepare_run
 from ray_ulysses.trainer.agreement import Flags
-from ray_ulysses.trainer.bad_steps import BadStepError, refuse_bad_step
 from ray_ulysses.trainer.batches import batch_checksum, batch_of
 from ray_ulysses.trainer.data import open_data
 from ray_ulysses.trainer.loop import _due, _padded
@@ -178,14 +177,6 @@ def test_a_row_whose_loss_is_not_finite_is_named(mesh: SequenceMesh) -> None:
     slices = slices_of(1)
     result = take(BadSecondRow(3), mesh, slices)
     assert (result.is_finite, result.bad_rows) == (False, (slices[1].row,))
-    with pytest.raises(BadStepError) as ended:
-        refuse_bad_step(1, PLAN.step_rows(1), result)
-    assert str(ended.value) == (
-        f"step 1: the loss of row {slices[1].row} of 0 to 2 is not finite. The weights were not updated and nothing "
-        "of the step is saved; a restart would meet the same. Look at its documents (`ray-ulysses inspect RUN --row "
-        f"{slices[1].row}`), or lower optimizer.lr or raise schedule.warmup_steps in a new run (model.resume_from "
-        "starts it from a checkpoint of this one)"
-    )
 
 
 @pytest.mark.parametrize("norm", [float("inf"), float("nan")])
@@ -194,16 +185,13 @@ def test_a_gradient_that_is_not_finite_is_seen_under_a_finite_loss(mesh: Sequenc
     assert take(engine, mesh, slices_of(1)).is_finite
     engine.norm = norm
     result = take(engine, mesh, slices_of(1))
-    assert (result.is_finite, result.bad_rows) == (False, ())
-    with pytest.raises(BadStepError, match=r"step 1: the gradient of rows 0 to 2 is not finite \(their loss is 2\."):
-        refuse_bad_step(1, PLAN.step_rows(1), result)
+    assert (result.is_finite, result.bad_rows) == (False, ()) and result.loss < 5.0
 
 
 def test_a_step_without_a_label_is_no_bad_step(mesh: SequenceMesh) -> None:
     engine = FakeEngine(1)
     result = take(engine, mesh, [READER.filler(0, 1)], rows=range(0), tokens=0)
-    assert np.isnan(result.loss)
-    refuse_bad_step(1, range(0), result)
+    assert np.isnan(result.loss) and result.is_finite
 
 
 def test_a_request_to_stop_reaches_the_result(mesh: SequenceMesh) -> None:

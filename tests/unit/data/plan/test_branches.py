@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ray_ulysses.data.plan.branching import remainder_after
 from ray_ulysses.data.plan.mixture import PlannedSource
-from ray_ulysses.data.plan.plan import Plan, PlanSettings
+from ray_ulysses.data.plan.plan import Branch, Plan, PlanSettings
 from ray_ulysses.data.plan.plan_files import load_plan, write_segment
 from ray_ulysses.data.plan.planning import PlanInput
 from ray_ulysses.errors import UserError
@@ -97,6 +97,76 @@ def test_every_target_is_trained_once_an_epoch_through_any_branches(
         source = int(np.searchsorted(bases, target[0], side="right")) - 1
         since = 0 if source < first else list(joined_in.values())[source - first]
         assert count == epochs - since, "once in each epoch from the one in which its source joined"
+
+
+@settings(max_examples=examples(60))
+@given(data=st.data(), seed=st.integers(0, 2**32), epochs=st.integers(1, 2), num_skips=st.integers(1, 3))
+def test_rows_that_are_left_out_are_trained_in_no_later_segment_of_their_epoch_and_nothing_else_is_lost(
+    data: st.DataObject, seed: int, epochs: int, num_skips: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    corpora = Corpora((corpus(rng, 20),), (None,))
+    change = replace(SETTINGS, seed=seed, epochs=epochs, context_tokens=data.draw(st.sampled_from([32, 64])))
+    plan = begin(corpora, change)
+    left_out: Counter[tuple[int, int]] = Counter()
+    for _ in range(num_skips):
+        if plan.newest.base_step >= plan.num_steps - 1:
+            break
+        bad = data.draw(st.integers(plan.newest.base_step + 1, plan.num_steps))
+        saved = data.draw(st.integers(plan.newest.base_step, bad - 1))
+        rows = plan.step_rows(bad)
+        epoch = max(plan.cursor(saved).epoch, plan.newest.branch.epoch if plan.newest.branch else 0)
+        if plan.newest.epoch_of(rows[-1] - plan.newest.base_row) != epoch:
+            with pytest.raises(UserError, match="can't be left out: they are of epoch 2, and the newest checkpoint"):
+                skip(plan, saved, corpora, change, rows)
+            break
+        dropped = Counter(
+            (piece.document, piece.start + at + 1)
+            for row in rows
+            for piece in plan.pieces(row)
+            for at in range(piece.num_labels)
+        )
+        if epoch == epochs - 1 and saved == bad - 1 and rows.stop == plan.num_rows:
+            with pytest.raises(UserError, match="left to train on"):
+                skip(plan, saved, corpora, change, rows)
+            break
+        plan = skip(plan, saved, corpora, change, rows)
+        left_out += dropped
+        # Another change of the data brings nothing of it back either.
+        if data.draw(st.booleans()):
+            change = replace(change, context_tokens=data.draw(st.sampled_from([16, 128])))
+            plan = branch(plan, data.draw(st.integers(plan.newest.base_step, plan.num_steps - 1)), corpora, change)
+    assert targets_trained(plan) + left_out == all_targets(corpora, epochs)
+
+
+def skip(plan: Plan, step: int, corpora: Corpora, change: PlanSettings, rows: range) -> Plan:
+    documents = corpora.documents
+    remainder = remainder_after(plan, step, documents.sources, change.epochs, rows)
+    return Plan(segments=(*plan.segments, segment_in_memory(documents, change, remainder)))
+
+
+def test_rows_are_left_out_before_a_first_checkpoint_and_on_disk(tmp_path: Path) -> None:
+    corpora = Corpora((corpus(np.random.default_rng(0), 40),), (None,))
+    documents = corpora.documents
+    write_segment(tmp_path, 0, documents, SETTINGS)
+    stored = load_plan(tmp_path)
+    for step, bad in ((0, 2), (3, 4)):
+        remainder = remainder_after(stored, step, documents.sources, 1, stored.step_rows(bad))
+        write_segment(tmp_path, len(stored.segments), documents, SETTINGS, remainder)
+        before, stored = stored, load_plan(tmp_path)
+        assert stored.newest.branch is not None and stored.leaves_out_rows and not begin(corpora).leaves_out_rows
+        assert stored.newest.branch.skipped == (before.step_rows(bad).start, before.step_rows(bad).stop)
+        stored.check_cursor(before.cursor(step))
+        with pytest.raises(UserError, match="is no position"):
+            stored.check_cursor(before.cursor(step + 1))
+    # Two steps of three rows: those that are packed anew fill no fewer rows than before.
+    assert stored.num_steps == begin(corpora).num_steps - 2
+
+
+def test_the_id_of_a_branch_that_leaves_nothing_out_is_as_before() -> None:
+    at = Branch(plan_id="p", step=1, row=2, epoch=0)
+    assert at.content() == {"plan_id": "p", "step": 1, "row": 2, "epoch": 0}
+    assert replace(at, skipped=(3, 6)).content()["skipped"] == (3, 6)
 
 
 def test_steps_and_rows_go_on_and_the_old_ones_stay() -> None:

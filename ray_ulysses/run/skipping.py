@@ -1,0 +1,85 @@
+"""Leaves the rows of a bad step out of a run: a branch of its plan, and a record in its journal."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from ray_ulysses.data.plan.branching import remainder_after
+from ray_ulysses.data.plan.corpus_set import open_sources, plan_input
+from ray_ulysses.data.plan.plan_files import load_plan, write_segment
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.logging import get_logger
+from ray_ulysses.run.planning import committed_step
+from ray_ulysses.run_names import PLAN_FOLDER
+from ray_ulysses.tracking.events import BadStep, RowsSkipped
+from ray_ulysses.tracking.journal import AttemptJournal, attempt_numbers
+from ray_ulysses.tracking.journal_reader import read_entries
+
+if TYPE_CHECKING:
+    from ray_ulysses.clock import Clock
+    from ray_ulysses.run.settings import ResolvedRun
+
+_WRITER = "command"
+_log = get_logger(__name__)
+
+
+def skip_bad_step(run: ResolvedRun, clock: Clock) -> str | None:
+    """Leave out the rows of the step for which the newest attempt has ended, if it was one.
+
+    The caller holds the run's lock, and no worker is alive. The rows between the newest checkpoint and the bad step are
+    planned anew with all that follow; what is left out of an epoch is trained in no later segment of that epoch.
+
+    Args:
+        run: The run.
+        clock: Time.
+
+    Returns:
+        What was done, for a person; None if nothing was, and the run is to end.
+    """
+    elastic, run_dir = run.config.elastic, run.config.run_dir
+    newest = max(attempt_numbers(run_dir), default=0)
+    events = read_entries(run_dir)
+    bad = next((one for one in events if isinstance(one, BadStep) and one.attempt == newest), None)
+    if bad is None or elastic.bad_steps != "skip":
+        return None
+    since = clock.now() - elastic.failure_window_s
+    number = 1 + sum(isinstance(one, RowsSkipped) and one.time >= since for one in events)
+    if number > elastic.max_skipped_steps:
+        _log.warning(
+            "the rows of step %d are not left out: elastic.max_skipped_steps=%d steps were since %g s; lower "
+            "optimizer.lr in a new run, or raise that number",
+            bad.step,
+            elastic.max_skipped_steps,
+            elastic.failure_window_s,
+        )
+        return None
+    try:
+        step, plan_id = _branch(run, bad)
+    except (UserError, RunError, OSError) as error:
+        _log.warning("the rows of step %d can't be left out: %s", bad.step, error)
+        return None
+    with closing(AttemptJournal.open(run_dir, newest, writer=_WRITER)) as journal:
+        journal.append({"event": "rows_skipped", "step": step, "rows": bad.rows, "plan_id": plan_id})
+    first, end = bad.rows
+    return (
+        f"rows {first} to {end - 1} are left out from now on, which were those of step {bad.step}: the run continues "
+        f"from step {step} with plan {plan_id} (skipped step {number} of elastic.max_skipped_steps="
+        f"{elastic.max_skipped_steps})"
+    )
+
+
+def _branch(run: ResolvedRun, bad: BadStep) -> tuple[int, str]:
+    """Write the segment that leaves the rows out, and return the step it starts from and the id of the plan."""
+    config = run.config
+    folder = config.run_dir / PLAN_FOLDER
+    stored = load_plan(folder)
+    if stored.plan_id != bad.plan_id:
+        raise RunError(f"they are of plan {bad.plan_id}, and the run's is {stored.plan_id}")
+    step = committed_step(run)
+    if step == 0 and config.model.resume_from is not None:
+        raise RunError("the run has no checkpoint of its own yet; save more often (checkpoint.every_steps)")
+    corpora = open_sources(config.data_sources, stored.newest.sources)
+    remainder = remainder_after(stored, step, corpora.sources, stored.settings.epochs, range(*bad.rows))
+    segment = write_segment(folder, len(stored.segments), plan_input(corpora), stored.settings, remainder)
+    return step, segment.plan_id
