@@ -721,16 +721,16 @@ MUTANTS = (
     Mutant(
         name="members that move restart through Ray",
         file="ray_ulysses/elastic/reform.py",
-        old='    if group.moves and statuses == {"resized"}:',
-        new="    if False:",
+        old='if group.moves and statuses == {"resized"} and (',
+        new="if False and (",
         killer="tests/unit/elastic/test_reform.py"
         "::test_members_that_were_asked_to_move_go_on_without_the_node_that_leaves",
     ),
     Mutant(
         name="a stop of the user is taken for a move",
         file="ray_ulysses/elastic/reform.py",
-        old='    if group.moves and statuses == {"resized"}:',
-        new="    if group.moves:",
+        old='if group.moves and statuses == {"resized"} and (',
+        new="if group.moves and (",
         killer="tests/unit/elastic/test_reform.py::test_a_stop_that_overtakes_a_move_ends_the_run",
     ),
     Mutant(

@@ -57,9 +57,11 @@ class WorkerGroupWatch(WorkerGroupCallback):
         self._wanted, self._book, self._judge, self._scaling = Demand.of(run).wanted, book, judge, scaling
         self._memory = NodeMemory(run.config)
         self._gone: frozenset[str] = frozenset()
+        self._addresses: dict[str, str] = {}
         self._coordinator = Coordinator(
             self._decide,
             ray.util.get_node_ip_address(),
+            gather_s=run.config.elastic.worker_start_timeout_s,
             memory=lambda nodes: self._memory.of(nodes, self._gone),
             limits=hang_limits(run.config),
             record_hang=partial(record_hang, run.config.run_dir, writer=book.writer),
@@ -76,7 +78,8 @@ class WorkerGroupWatch(WorkerGroupCallback):
         """Tell the workers of their coordinator, and count their places."""
         workers = worker_group.get_workers()
         nodes = {rank: worker.metadata.node_id for rank, worker in enumerate(workers)}
-        self._memory.prepare({worker.metadata.node_id: worker.metadata.node_ip for worker in workers})
+        self._addresses = {worker.metadata.node_id: worker.metadata.node_ip for worker in workers}
+        self._memory.prepare(self._addresses)
         worker_group.execute(announce, self._coordinator.begin(nodes, self._wanted))
         if self._scaling is not None:
             self._scaling.hold_room(True)
@@ -103,9 +106,13 @@ class WorkerGroupWatch(WorkerGroupCallback):
                 if not group.workers[worker].is_lost:
                     what = rank_error(worker, status.error).what
                     self._coordinator.post(reform.WorkerLost(worker=worker, what=what))
-                # Until the coordinator has decided what follows, nothing has failed.
-                status.running, status.error = group.phase in ("stopping", "judging"), None
+                # Until the coordinator has decided what follows, nothing has failed, and nothing has ended.
+                is_settled = group.workers[worker].is_lost and group.phase not in ("stopping", "judging")
+                status.running, status.error = not is_settled, None
         if self._scaling is not None:
+            for status in worker_group_status.worker_statuses.values():
+                # The members leave a node that is to go by themselves; Ray would restart all when its time is up.
+                status.preemption_info = None
             self._scaling.polled(worker_group_status)
 
     def _decide(self, question: reform.Judge, group: reform.Group) -> tuple[frozenset[str], bool]:
@@ -116,6 +123,7 @@ class WorkerGroupWatch(WorkerGroupCallback):
             alive = reachable({one["NodeID"]: one for one in ray.nodes() if one["Alive"]}).keys()
             self._gone = frozenset(known - alive)
             unusable = frozenset(known - (alive & steady_nodes().keys()))
+            self._memory.prepare({node: host for node, host in self._addresses.items() if node not in self._gone})
         noticed = Noticed(
             memory_step=self._memory.newest_step(self._gone),
             ago_s=self._clock.monotonic() - group.fault_at,

@@ -173,7 +173,8 @@ class FailureBook:
             kind=cause.kind,
             reason=f"preempted: {cause.reason}" if is_preempted else cause.reason,
             rank=cause.rank,
-            node=nodes[cause.rank] if cause.rank is not None and cause.rank < len(nodes) else None,
+            # Ranks of an attempt before were others.
+            node=nodes[cause.rank] if has_begun and cause.rank is not None and cause.rank < len(nodes) else None,
             committed_step=step,
             memory_step=memory_step,
             lost_steps=None if newest_step is None or last_step is None else max(0, last_step - newest_step),
@@ -227,6 +228,7 @@ class FailureJudge(FailurePolicy):
 
     def judge(self, cause: Cause, noticed: Noticed | None = None) -> bool:
         """Record a failure that the coordinator has seen, and return whether the run may continue."""
+        self._verdict = None
         self._verdict = failure = self._judge(cause, noticed)
         return bool(failure.restarts)
 

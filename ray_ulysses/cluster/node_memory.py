@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 _ZONE_LABEL = "ray.io/availability-zone"
-_START_S = 60.0
+_AGAIN_S = 0.5
+_START_S = 45.0
 """Longest wait for agents that are being started, while the workers start as well."""
 
 
@@ -62,10 +63,10 @@ class NodeMemory:
         if not self._take_agents():
             return None
         agents = {node: address for node, address in self._agents.items() if node not in gone}
-        kept = {node: self._zones.get(node) for node in dict.fromkeys(members) if node in agents}
-        if len(kept) < len(set(members)):
-            # A state of which a part has no place would never be whole.
+        if not agents:
             return None
+        # A node without an agent keeps its state with others.
+        kept = {node: self._zones.get(node) for node in dict.fromkeys(members) if node in agents}
         return MemoryOfPeers(agents=agents, partners=partners(kept), token=self._token)
 
     def newest_step(self, gone: Collection[str]) -> int | None:
@@ -84,15 +85,20 @@ class NodeMemory:
 
     def _take_agents(self) -> bool:
         """Note the agents that were started; returns whether there are any."""
-        asked, self._asked = self._asked, None
+        asked = self._asked
         if asked is not None:
             try:
-                found = asked.result(_START_S)
+                # The agents of before serve until those that are missing have been started again.
+                found = asked.result(_AGAIN_S if self._agents else _START_S)
+                self._asked = None
                 if found.token != self._token:
                     self._agents = {}
                 self._agents |= found.addresses
                 self._token = found.token
                 self._zones |= {one["NodeID"]: one.get("Labels", {}).get(_ZONE_LABEL) for one in ray.nodes()}
-            except (RayError, OSError, RuntimeError, TimeoutError) as error:
+            except TimeoutError:
+                _log.debug("agents of peer memory are still being started")
+            except (RayError, OSError, RuntimeError) as error:
+                self._asked = None
                 _log.warning("peer memory is not used: its agents could not be started (%s)", error)
         return bool(self._agents)

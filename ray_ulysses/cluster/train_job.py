@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
@@ -234,8 +235,9 @@ def _run_workers(
         try:
             _trainer(run, book, look, command).fit()
             if config.elastic.peer_memory:
-                # What it holds is on storage by now.
-                end_agents(run_identity(config))
+                # What it holds is on storage by now; agents that can't be reached end by themselves.
+                with contextlib.suppress(RayError, OSError, RuntimeError):
+                    end_agents(run_identity(config))
             return None
         except (TrainingFailedError, RayError, RuntimeError, ConnectionError) as error:
             failure = error

@@ -4,12 +4,13 @@ A worker is a supervisor whose child process trains. The children that train tog
 fails, all are stopped, and the workers that are left form the next generation from whole sequence-parallel groups. What
 can't be recovered that way is left to Ray Train, which restarts the workers.
 
-Every event is reduced to the next state and the actions that the coordinator takes for it: a group gathers until all
-workers have joined, trains, and after a fault stops, judges, and trains again, or ends.
+Every event is reduced to the next state and the actions of the coordinator: a group gathers until all workers have
+joined, trains, and after a fault stops, judges, and trains again, or ends.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -17,11 +18,10 @@ from typing import Literal
 from ray_ulysses.elastic.causes import RankError
 from ray_ulysses.elastic.placement import WorkerRange, place_workers
 
-STOP_S = 5.0
+STOP_S = 20.0
 """A supervisor that has not stopped its child after this many seconds is lost."""
 CAUSE_S = 1.5
-"""Longest wait for the cause of errors that are only consequences: a lost process is noticed a little later than the
-failure of its peers' collectives."""
+"""Longest wait for the cause of errors that are only consequences, which may be noticed a little later."""
 MOST_FAILED_FORMS = 2
 """Generations in a row that fail before their first step; after that Ray Train restarts the workers."""
 
@@ -67,7 +67,7 @@ class Supervised:
     """One worker, as the coordinator knows it.
 
     Attributes:
-        place: Its place; None before it has joined.
+        place: None before it has joined.
         is_lost: Whether it is gone for good.
         report: The end of its child in this generation; None while the child runs.
     """
@@ -99,6 +99,7 @@ class Group:
         moves: Whether the generation ends on request, to be followed by one without the unusable nodes.
         last_raised: Text and step of the error that a rank raised in the generation before, if one did.
         gave_up: Whether the failure was left to Ray Train.
+        gather_until: When workers that have not joined are given up.
     """
 
     wanted: WorkerRange
@@ -113,6 +114,7 @@ class Group:
     moves: bool = False
     last_raised: tuple[str, int] | None = None
     gave_up: bool = False
+    gather_until: float = math.inf
 
     @property
     def num_placed(self) -> dict[str, int]:
@@ -171,7 +173,7 @@ class NodesUnusable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoveAsked:
-    """The members were asked to save and to end, so that the run can continue without the unusable nodes."""
+    """The members were asked to save and to end; the run is to continue without the unusable nodes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,7 +184,7 @@ class Judged:
     may_continue: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
@@ -273,6 +275,8 @@ def _advance(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
     if group.phase == "gathering" and all(worker.is_there for worker in group.workers.values()):
         # Ray Train's order: whoever placed the workers has aligned its ranks with the groups.
         return _start(group, tuple(sorted(group.workers)))
+    if group.phase == "gathering" and now >= group.gather_until:
+        return replace(group, phase="ended", gave_up=True), (GiveUp(reason="not every worker has joined in time"),)
     if group.phase == "training":
         if _errors(group):
             stopping = replace(group, phase="stopping", fault_at=now)
@@ -288,10 +292,8 @@ def _advance(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
 
 
 def _all_ended(group: Group, statuses: set[str | None]) -> tuple[Group, tuple[Action, ...]]:
-    if group.moves and statuses == {"resized"}:
-        formed = _form(group)
-        if formed is not None:
-            return formed
+    if group.moves and statuses == {"resized"} and (formed := _form(group)) is not None:
+        return formed
     # Flags are agreed on by all ranks, so that they end alike.
     status = min(str(status) for status in statuses)
     return replace(group, phase="ended"), (Finish(status=status),)
@@ -309,9 +311,8 @@ def _stopping(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
     if all(error.kind == "consequence" for error in errors) and waited_s < CAUSE_S:
         return group, ()
     reports = [report for worker in group.members if (report := group.workers[worker].report) is not None]
-    raised = next(
-        ((error.what, report.step) for report in reports if (error := report.error) and error.kind == "raised"), None
-    )
+    in_steps = [(one.error, one.step) for one in reports if one.error is not None and one.step > 0]
+    raised = next(((error.what, step) for error, step in in_steps if error.kind == "raised"), None)
     # An error that returns at the same step is no accident: the same rows make it.
     is_final = any(report.is_final for report in reports) or (raised is not None and raised == group.last_raised)
     group = replace(

@@ -20,7 +20,8 @@ from ray_ulysses.checkpoint.exchange import TorchExchange
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.data.read.streamed_source import StreamedSource
-from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.elastic.causes import is_consequence, one_line
+from ray_ulysses.errors import FinalError, RunError, UserError
 from ray_ulysses.logging import configure_logging, get_logger
 from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.run.refusals import leave_refusal, refuse_if_taken_over
@@ -61,6 +62,7 @@ def run_child(
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     # Ctrl-C reaches the command, which asks for an orderly end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    progress.beat("start", 0)
     config = parse_config(order.job.config)
     try:
         use_secrets(config)
@@ -74,7 +76,12 @@ def run_child(
     except BaseException as error:
         traceback.print_exc()
         _refuse(config, order.job.session, error)
-        return Result(error=_portable(error))
+        return Result(
+            error=_portable(error),
+            kind="consequence" if is_consequence(error) else "raised",
+            what=one_line(error),
+            is_final=isinstance(error, UserError | FinalError),
+        )
 
 
 def _join(order: Order, config: Config, listener: int) -> None:
@@ -173,8 +180,13 @@ def _refuse(config: Config, session: str, error: BaseException) -> None:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """Return the error if it can be sent to another process, else one with its type and text."""
+    """Return the error if it can be sent to the supervisor, else one with its type and text.
+
+    An error of another library would be unpickled by importing it, which takes seconds in which a supervisor is silent.
+    """
     try:
+        if type(error).__module__.partition(".")[0] not in ("builtins", "ray_ulysses"):
+            raise TypeError(f"{type(error)} is another library's")
         content = pickle.dumps(error)
         if len(content) <= MOST_BYTES // 2:
             pickle.loads(content)

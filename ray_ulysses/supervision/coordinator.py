@@ -33,6 +33,8 @@ _log = get_logger(__name__)
 SILENCE_S = 5.0
 """A supervisor that has not been heard of for so long is lost: its node is cut off, or its process has stopped."""
 _JOIN_S = 10.0
+_JUDGE_S = 60.0
+"""Longest wait for the judgement of a failure, and for the memory of peers: the storage may be what hangs."""
 _RECORD_S = 2.0
 """Longest wait for the record of a hang: the storage may be what hangs."""
 
@@ -66,6 +68,7 @@ class Coordinator:
         judge: Records failures and decides about them; called in a thread of its own.
         memory: Returns the memory of peers that children on these nodes use, one node per rank, or None; called in a
             thread of its own.
+        gather_s: Longest wait for the workers of a group, in seconds.
         limits: How long a rank may go without progress.
         record_hang: Records which ranks hang, with the stacks of every rank; called in a thread of its own.
         host: Address at which the workers' nodes reach this one.
@@ -78,10 +81,12 @@ class Coordinator:
         host: str,
         *,
         memory: Callable[[Sequence[str]], MemoryOfPeers | None],
+        gather_s: float,
         limits: HangLimits,
         record_hang: Callable[[str, Mapping[int, str]], object],
         clock: Clock | None = None,
     ) -> None:
+        self._gather_s = gather_s
         self._memory, self._limits, self._record_hang = memory, limits, record_hang
         self._judge, self._host, self._clock = judge, host, clock or SystemClock()
         self._token = secrets.token_hex(16)
@@ -112,7 +117,11 @@ class Coordinator:
         def begin() -> int:
             number = 1 if self._present is None else self._present.number + 1
             self._drop_connections()
-            group = reform.Group(wanted=wanted, workers={worker: reform.Supervised() for worker in nodes})
+            group = reform.Group(
+                wanted=wanted,
+                workers={worker: reform.Supervised() for worker in nodes},
+                gather_until=self._clock.monotonic() + self._gather_s,
+            )
             self._present = _Present(number=number, group=group)
             return number
 
@@ -198,6 +207,9 @@ class Coordinator:
         if message["type"] != "ended":
             self._heard_of_progress(worker, message)
             return
+        present = self._present
+        if present is not None and present.hangs is not None and worker in present.group.members:
+            present.hangs.done(present.group.members.index(worker))
         error = message.get("error")
         report = reform.Report(
             status=message.get("status"),
@@ -246,7 +258,11 @@ class Coordinator:
         """Send the members their orders, unless the generation has failed before that."""
         places = [present.group.workers[worker].place for worker in start.members]
         rank_nodes = [place.node for place in places if place is not None]
-        memory = await asyncio.to_thread(self._memory, rank_nodes)
+        present.hangs, memory = None, None
+        try:
+            memory = await asyncio.wait_for(asyncio.to_thread(self._memory, rank_nodes), _JUDGE_S)
+        except Exception as error:
+            _log.warning("peer memory is not used by this generation (%s)", error)
         group = present.group
         if self._present is not present or group.generation != start.generation or group.phase != "training":
             return
@@ -258,7 +274,8 @@ class Coordinator:
 
     async def _ask_judge(self, present: _Present, question: reform.Judge) -> None:
         try:
-            unusable, may_continue = await asyncio.to_thread(self._judge, question, present.group)
+            judged = asyncio.to_thread(self._judge, question, present.group)
+            unusable, may_continue = await asyncio.wait_for(judged, _JUDGE_S)
         except Exception as error:
             # Ray Train judges it then.
             _log.warning("the failure of a generation could not be judged (%s)", error)

@@ -52,6 +52,7 @@ class HangWatch:
         self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._asked_at: float | None = None
         self._stacks: dict[int, str] = {}
+        self._done: set[int] = set()
 
     def hear(self, rank: int, message: Mapping[str, Any], now: float) -> None:
         """Take a rank's progress from its supervisor's message.
@@ -77,11 +78,16 @@ class HangWatch:
         """Take the stacks of a rank's threads."""
         self._stacks[rank] = text
 
+    def done(self, rank: int) -> None:
+        """Note that a rank's attempt has ended; the others may still write and save."""
+        self._done.add(rank)
+
     def find(self, now: float) -> Hang | None:
         """Return the hang that is seen now; None also while not every rank has been heard of."""
-        if len(self._heard) < self._world_size:
+        heard = {rank: one for rank, one in self._heard.items() if rank not in self._done}
+        if len(heard) < self._world_size - len(self._done):
             return None
-        ranks = [replace(one.progress, idle_s=one.progress.idle_s + now - one.at) for one in self._heard.values()]
+        ranks = [replace(one.progress, idle_s=one.progress.idle_s + now - one.at) for one in heard.values()]
         found = find_hang(ranks, tuple(self._step_seconds), self._limits)
         if found is None:
             self._asked_at = None

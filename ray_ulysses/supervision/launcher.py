@@ -7,6 +7,7 @@ rather than forked from the supervisor, which has Ray's threads.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -128,8 +129,11 @@ def _start(orders: socket.socket, order: Order, descriptors: list[int]) -> _Chil
         orders.close()
         os.close(reading)
         # Its own group, so that whatever it starts ends with it.
-        os.setsid()
+        os.setpgid(0, 0)
         _run(order, descriptors, lambda result: _write(writing, result))
+    # Here too, since an order to kill the group may follow at once.
+    with contextlib.suppress(OSError):
+        os.setpgid(pid, pid)
     os.close(writing)
     for descriptor in descriptors:
         os.close(descriptor)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ray_ulysses.supervision.order import pair, receive, send
 
-END_S = 2.0
+END_S = 10.0
 """Longest wait for the end of a process that was killed."""
 
 

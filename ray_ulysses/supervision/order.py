@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ray_ulysses.elastic.causes import Kind
 from ray_ulysses.vault.addresses import VaultAddresses
 
 MOST_BYTES = 1 << 17
 """Longest message: the default of the kernel's buffers takes it whole."""
-_MOST_FDS = 5
+_MOST_FDS = 6
 STACKS_SIGNAL = signal.SIGUSR2
 """Asks a child for the stacks of its threads."""
 
@@ -123,11 +124,17 @@ class Result:
 
     Attributes:
         status: How, if it did not fail.
-        error: The error that it raised.
+        error: The error that it raised, or one of ours with its text.
+        kind: Whether the error is a cause, or the consequence of another rank's end.
+        what: It in one line.
+        is_final: Whether it would recur.
     """
 
     status: str | None = None
     error: BaseException | None = None
+    kind: Kind = "raised"
+    what: str = ""
+    is_final: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,13 +148,28 @@ class Exited:
     code: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _InFile:
+    """A message too long for the socket; the first descriptor is a file in memory that holds it."""
+
+    num_bytes: int
+
+
 def send(connection: socket.socket, message: Any, descriptors: tuple[int, ...] = ()) -> None:
     """Send a message, and descriptors, over a socket that keeps messages apart.
 
     Raises:
         OSError: The other side is gone.
     """
-    socket.send_fds(connection, [pickle.dumps(message)], descriptors)
+    content = pickle.dumps(message)
+    if len(content) <= MOST_BYTES // 2:
+        socket.send_fds(connection, [content], descriptors)
+        return
+    # The addresses of a thousand nodes.
+    with os.fdopen(os.memfd_create("ray-ulysses-order", os.MFD_CLOEXEC), "wb") as file:
+        file.write(content)
+        file.flush()
+        socket.send_fds(connection, [pickle.dumps(_InFile(num_bytes=len(content)))], (file.fileno(), *descriptors))
 
 
 def receive(connection: socket.socket) -> tuple[Any, list[int]]:
@@ -161,7 +183,11 @@ def receive(connection: socket.socket) -> tuple[Any, list[int]]:
         raise EOFError("the other side is gone")
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
-    return pickle.loads(content), descriptors
+    message = pickle.loads(content)
+    if isinstance(message, _InFile):
+        with os.fdopen(descriptors.pop(0), "rb") as file:
+            message = pickle.loads(os.pread(file.fileno(), message.num_bytes, 0))
+    return message, descriptors
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

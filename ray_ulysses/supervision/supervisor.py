@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from ray_ulysses.elastic.causes import is_consequence, one_line
-from ray_ulysses.errors import FinalError, PeerError, RunError, UserError
-from ray_ulysses.logging import get_logger
+from ray_ulysses.errors import PeerError, RunError
 from ray_ulysses.supervision.channel import Announcement, Channel
 from ray_ulysses.supervision.launcher_process import END_S, LauncherProcess
 from ray_ulysses.supervision.order import (
@@ -36,9 +34,7 @@ if TYPE_CHECKING:
     from ray_ulysses.checkpoint.notice import Notice
     from ray_ulysses.data.read.streamed_source import Streams
 
-_log = get_logger(__name__)
 BEAT_S = 0.5
-"""Seconds between two signs of life to the coordinator, and back."""
 SILENCE_S = 10.0
 """A coordinator that is silent for so long is gone, or this node is cut off from it."""
 _STACKS_S = 0.5
@@ -58,6 +54,7 @@ class _Child:
     order: Order
     progress: SharedProgress
     stacks: int
+    started_at: float
     pid: int | None = None
     is_launcher: bool = False
     result: Result | None = None
@@ -114,9 +111,10 @@ class Supervisor:
         Raises:
             BaseException: What this worker's child raised, or `PeerError` if another's has failed.
         """
-        self._launch()
-        channel = self._connect()
+        channel = None
         try:
+            self._launch()
+            channel = self._connect()
             self._selector.register(channel, selectors.EVENT_READ)
             while True:
                 for key, _ in self._selector.select(timeout=BEAT_S / 2):
@@ -133,7 +131,8 @@ class Supervisor:
             raise PeerError(f"the worker lost touch with the coordinator of its group ({error})") from error
         finally:
             self._end()
-            channel.close()
+            if channel is not None:
+                channel.close()
 
     def _connect(self) -> Channel:
         to = self._announcement
@@ -184,7 +183,9 @@ class Supervisor:
             port=message["port"],
             memory=None if message["memory"] is None else MemoryOfPeers(**message["memory"]),
         )
-        self._child, self._error = _Child(order=order, progress=progress, stacks=stacks), None
+        started_at = time.monotonic()
+        self._child = _Child(order=order, progress=progress, stacks=stacks, started_at=started_at)
+        self._error = None
         mine, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
         if self._make_streams is not None:
             serve_streams(self._make_streams, *(Connection(one.detach()) for one in mine))
@@ -240,17 +241,9 @@ class Supervisor:
         else:
             how = child.failure or (f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
             self._error = self._error or ChildLostError(how)
-            self._report(channel, self._described(self._error))
+            self._report(channel, _described(self._error, child.result))
         child.close()
         self._child = None
-
-    def _described(self, error: BaseException) -> dict[str, Any]:
-        if isinstance(error, ChildLostError):
-            kind, what = "lost", str(error)
-        else:
-            kind, what = "consequence" if is_consequence(error) else "raised", one_line(error)
-        is_final = isinstance(error, UserError | FinalError)
-        return {"error": {"kind": kind, "what": what}, "is_final": is_final}
 
     def _report(self, channel: Channel, fields: dict[str, Any]) -> None:
         child = self._child
@@ -294,7 +287,7 @@ class Supervisor:
     def _progress(self, now: float) -> dict[str, Any]:
         """Return the child's progress as the coordinator takes it; nothing where no child trains."""
         child = self._child
-        if child is None or child.pid is None or child.is_reported:
+        if child is None or child.is_reported:
             return {}
         progress = child.progress.progress()
         return {
@@ -302,9 +295,9 @@ class Supervisor:
             "phase": progress.phase,
             "step": progress.step,
             "micro_batch": progress.micro_batch,
-            # Before its first sign the child imports, or is being forked.
-            "idle_s": now - progress.at if progress.beats else 0.0,
-            "state": _state(child.pid),
+            # Before its first sign the launcher imports.
+            "idle_s": now - (progress.at if progress.beats else child.started_at),
+            "state": "" if child.pid is None else _state(child.pid),
             "steps": progress.steps,
             "step_s": progress.step_s,
         }
@@ -329,7 +322,8 @@ class Supervisor:
         child.stopped_since = now if child.stopped_since is None else child.stopped_since
         if now - child.stopped_since >= _STOPPED_S:
             child.failure = "its process was stopped (SIGSTOP)"
-            os.killpg(child.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
 
     def _listen(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
@@ -388,6 +382,13 @@ class Supervisor:
             self._child = None
         self._listener.close()
         self._selector.close()
+
+
+def _described(error: BaseException, result: Result | None) -> dict[str, Any]:
+    """Return an error as the coordinator takes it."""
+    if result is None or result.error is None:
+        return {"error": {"kind": "lost", "what": str(error)}, "is_final": False}
+    return {"error": {"kind": result.kind, "what": result.what}, "is_final": result.is_final}
 
 
 def _state(pid: int) -> str:

@@ -57,7 +57,7 @@ class SupervisedRun:
                 self.agents[node] = VaultAgent("token", host="127.0.0.1", limit_bytes=1 << 30)
         self._addresses = {node: agent.start() for node, agent in self.agents.items()}
         self.coordinator = Coordinator(
-            self._judge, "127.0.0.1", memory=self._memory, limits=hang_limits(self.config),
+            self._judge, "127.0.0.1", gather_s=120.0, memory=self._memory, limits=hang_limits(self.config),
             record_hang=partial(record_hang, self.config.run_dir, writer="controller"),
         )  # fmt: skip
         limits = self.config.cluster.workers

@@ -117,7 +117,7 @@ def test_ray_train_has_the_seams_that_are_used() -> None:
         "_get_num_workers_for_resource_request",
     }  # fmt: skip
     assert "label_selector" in {field.name for field in fields(WorkerGroupContext)}
-    assert {"running", "error", "return_value"} <= {field.name for field in fields(WorkerStatus)}
+    assert {"running", "error", "return_value", "preemption_info"} <= {field.name for field in fields(WorkerStatus)}
     assert {"scaling_policy", "callbacks"} <= set(inspect.signature(TrainController.__init__).parameters)
     hooks = ("before_worker_group_start", "after_worker_group_shutdown", "after_worker_group_abort")
     assert all(hasattr(WorkerGroupCallback, hook) for hook in (*hooks, "after_worker_group_poll_status"))

@@ -320,3 +320,24 @@ def test_a_move_is_only_asked_of_members_that_train(phase: str) -> None:
         one.stop_rest()
     one.see(MoveAsked())
     assert one.group.phase == phase and one.group.moves is (phase == "training")
+
+
+def test_workers_that_never_join_are_given_up() -> None:
+    one = Coordinated()
+    one.group = replace(one.group, gather_until=300.0)
+    one.see(Joined(worker=0, place=place(0)))
+    one.now = 299.0
+    assert one.see(Tick()) == ()
+    one.now = 300.0
+    (action,) = one.see(Tick())
+    assert isinstance(action, GiveUp) and "joined" in action.reason and one.group.gave_up
+
+
+def test_the_same_error_before_the_first_step_is_not_final_at_once() -> None:
+    """A storage that is away for a while gives it twice; the number of attempts without a step bounds it."""
+    one = training()
+    for generation in (1, 2):
+        one.end(1, error=BUG, step=0)
+        (judge,) = one.stop_rest(stepped=False)
+        assert isinstance(judge, Judge) and not judge.is_final
+        one.see(Judged(generation=generation, may_continue=True))

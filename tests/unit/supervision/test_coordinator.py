@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,7 +77,12 @@ def judge() -> Judged:
 def coordinator(judge: Judged) -> Iterator[Coordinator]:
     limits = HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0)
     one = Coordinator(
-        judge, "127.0.0.1", memory=lambda nodes: None, limits=limits, record_hang=lambda *hang: judge.hangs.append(hang)
+        judge,
+        "127.0.0.1",
+        gather_s=60.0,
+        memory=lambda nodes: None,
+        limits=limits,
+        record_hang=lambda *hang: judge.hangs.append(hang),
     )
     try:
         yield one
@@ -206,3 +212,27 @@ def test_the_group_before_is_forgotten_when_another_begins(coordinator: Coordina
     coordinator.end()
     assert coordinator.group is None
     assert present[1].lines.read().endswith(b"\n"), "the connections are closed"
+
+
+def test_a_rank_that_has_ended_is_not_the_one_that_the_others_wait_for(coordinator: Coordinator, judge: Judged) -> None:
+    one, two = _both(coordinator)
+    one.beats(4, idle_s=40.0, phase="save")
+    two.beats(3, idle_s=29.0)
+    two.ends(status="finished")
+    for _ in range(12):
+        one.hears("beat")
+    assert not judge.hangs and not judge.asked
+
+
+def test_a_judge_that_does_not_come_back_leaves_the_failure_to_ray(
+    coordinator: Coordinator, judge: Judged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_JUDGE_S", 0.5)
+    released = threading.Event()
+    monkeypatch.setattr(Judged, "__call__", lambda *_: released.wait(30.0))
+    one, two = _both(coordinator)
+    two.close()
+    one.hears("stop")
+    one.ends()
+    one.hears("give up")
+    released.set()
