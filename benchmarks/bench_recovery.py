@@ -37,7 +37,7 @@ def config_of(folder: Path, address: str) -> Config:
     from tests.distributed.run_case import make_config, make_corpus
 
     return make_config(
-        folder / "runs", make_corpus(folder), run__stop_step=100_000, data__epochs=4000, data__context_tokens=2048,
+        folder / "runs", make_corpus(folder), run__stop_step=20_000, data__epochs=4000, data__context_tokens=2048,
         cluster__workers={"min": 2, "max": 4}, cluster__cpus_per_worker=1.0, cluster__address=address,
         checkpoint__every_steps=20, elastic__grow_interval_s=3600.0,
     )  # fmt: skip
