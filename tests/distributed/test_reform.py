@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ray_ulysses.config import Config
@@ -208,3 +209,36 @@ def test_what_can_not_be_recovered_is_raised_where_it_happened(run: SupervisedRu
     logs = run.logs()
     assert ("ChildLostError: killed by signal 9" in logs) is not verdict
     assert ("UserError" in logs) is verdict
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("run", [1], indirect=True)
+def test_fifty_generations_leave_a_supervisor_as_it_was(run: SupervisedRun) -> None:
+    """Memory within 5%, and equally many descriptors, threads and processes after each generation."""
+    measured: list[tuple[int, int, int, int]] = []
+    for generation in range(1, 52):
+        _wait_for_generation(run, generation)
+        process = psutil.Process(run.processes[1].pid)
+        if generation >= 6:
+            # One of the first ones pays for what is imported late.
+            size = process.memory_info().rss
+            measured.append((size, process.num_fds(), process.num_threads(), len(process.children(recursive=True))))
+        if generation <= 50:
+            os.kill(_child(run, generation % 2), signal.SIGKILL)
+    sizes = [size for size, *_ in measured]
+    assert max(sizes) <= 1.05 * min(sizes), sizes
+    assert len({counts for _, *rest in measured for counts in [tuple(rest)]}) == 1, measured
+    history = _stop(run, (0, 1))
+    assert [step.step for step in history.steps] == list(range(1, history.step + 1)) and len(history.attempts) >= 51
+
+
+def _wait_for_generation(run: SupervisedRun, number: int) -> None:
+    """Wait until a generation has trained a step; others may not have come in between."""
+    wait_until(
+        lambda: len(_attempts(run.config)) >= number and len(run.judged) == number - 1,
+        f"generation {number}",
+        timeout_s=TIMEOUT_S,
+        every_s=0.1,
+        said=run.logs,
+    )
