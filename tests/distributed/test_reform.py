@@ -156,7 +156,8 @@ _ALL = [
 """Never two faults of the start in a row, which would be left to Ray Train."""
 
 
-@pytest.mark.parametrize("points", [_SOME, pytest.param(_ALL, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.slow
+@pytest.mark.parametrize("points", [_SOME, _ALL], ids=["some", "all"])
 def test_each_fault_of_a_child_in_each_phase_is_named_and_survived(
     tmp_path: Path, points: list[tuple[str, str]]
 ) -> None:
