@@ -18,13 +18,13 @@ _NAMES = {
 _FAULTS = {"node": "A node is killed without notice", "process": "A training process is killed (SIGKILL)"}
 
 RULES = """\
-How to read it: seconds from the kill, each as the median with minimum and maximum. **detected**: the failure is recorded
-(on Ray's side by rank 0, whose collective breaks; Ray itself records nothing there). **formed**: the ranks of the next attempt have joined one another and claimed
-it. **loaded**: their state is whole. **first step**: that step has ended, its own seconds included. **lost** are steps
-that had ended and were trained again. All sides run the same training loop, model, rows and checkpoints (every 20
-steps to storage; the kill comes between two of them) on the same three raylets of one machine; ours keeps its state in
-peer memory as well. Ray Train's side is its elastic `ScalingConfig(num_workers=(2, 4))` and `FailureConfig`, everything
-else as it comes."""
+How to read it: seconds from the kill, each as the median with minimum and maximum. **detected**: the failure is
+recorded (on Ray's side by rank 0, whose collective breaks; Ray itself records nothing there). **formed**: the ranks
+of the next attempt have joined one another and claimed it. **loaded**: their state is whole. **first step**: that
+step has ended, its own seconds included. **lost** are steps that had ended and were trained again. All sides run the
+same training loop, model, rows and checkpoints (every 20 steps to storage; the kill comes between two of them) on the
+same three raylets of one machine; ours keeps its state in peer memory as well. Ray Train's side is its elastic
+`ScalingConfig(num_workers=(2, 4))` and `FailureConfig`, everything else as it comes."""
 
 
 def markdown(record: Mapping[str, Any]) -> str:
