@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
+import yaml
 
 from benchmarks.recovery_report import markdown
 from benchmarks.stored_result import REPOSITORY, RESULTS, command, provenance, say, store
@@ -66,13 +67,14 @@ def recover(side: str, fault: str, tree: Path) -> dict[str, Any]:
         folder = Path(temporary)
         config = config_of(folder, address)
         path = folder / "config.yaml"
-        path.write_text(config.to_yaml())
+        # An older tree knows fewer settings.
+        path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
         arguments = ["-m", "ray_ulysses", "train", str(path)]
         if side == "ray":
             arguments = [str(Path(__file__).with_name("recovery_peer.py")), str(path)]
         with (folder / "log.txt").open("w") as log:
             process = subprocess.Popen(
-                [sys.executable, *arguments], stdout=log, stderr=log, start_new_session=True,
+                [sys.executable, *arguments], stdout=log, stderr=log, start_new_session=True, cwd=tree,
                 env={**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{REPOSITORY}", "RAY_ADDRESS": address},
             )  # fmt: skip
 
