@@ -107,8 +107,8 @@ class WorkerGroupWatch(WorkerGroupCallback):
                     what = rank_error(worker, status.error).what
                     self._coordinator.post(reform.WorkerLost(worker=worker, what=what))
                 # Until the coordinator has decided what follows, nothing has failed, and nothing has ended.
-                is_settled = group.workers[worker].is_lost and group.phase not in ("stopping", "judging")
-                status.running, status.error = not is_settled, None
+                is_missed = group.workers[worker].is_lost and group.phase == "training"
+                status.running, status.error = not (is_missed or group.phase == "ended"), None
         if self._scaling is not None:
             for status in worker_group_status.worker_statuses.values():
                 # The members leave a node that is to go by themselves; Ray would restart all when its time is up.

@@ -21,7 +21,7 @@ from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import ControllerError
 
 from ray_ulysses.cluster import scaling
-from ray_ulysses.cluster.controller import SupervisedController
+from ray_ulysses.cluster.controller import SupervisedController, WorkerGroupWatch
 from ray_ulysses.cluster.failures import FailureJudge, is_resize, lacks_room
 from ray_ulysses.cluster.scaling import WorkerScaling, reachable
 from ray_ulysses.elastic import reform
@@ -279,3 +279,24 @@ def test_a_node_whose_ray_takes_no_connection_is_not_counted() -> None:
         entries = {node: {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port} for node, port in ports.items()}
         assert list(reachable(entries)) == ["alive"]
     assert reachable({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("phase", "is_lost", "running"),
+    [
+        ("training", False, True), ("training", True, False), ("stopping", True, True), ("judging", True, True),
+        ("ended", False, False), ("ended", True, False),
+    ],
+)  # fmt: skip
+def test_a_worker_that_failed_counts_as_ended_only_once_that_is_decided(
+    phase: str, is_lost: bool, running: bool
+) -> None:
+    """One that dies after the attempt has ended well must not keep Ray waiting for ever."""
+    watch: Any = WorkerGroupWatch.__new__(WorkerGroupWatch)
+    watch._scaling = None
+    members: Any = Members({})
+    members.group = SimpleNamespace(phase=phase, gave_up=False, workers={0: SimpleNamespace(is_lost=is_lost)})
+    watch._coordinator = members
+    status = WorkerStatus(running=True, error=RuntimeError("its process is gone"))
+    watch.after_worker_group_poll_status(WorkerGroupPollStatus(worker_statuses={0: status}))
+    assert (status.running, status.error) == (running, None) and bool(members.posted) is not is_lost

@@ -133,7 +133,7 @@ def test_a_judge_that_fails_leaves_the_failure_to_ray(coordinator: Coordinator, 
     two.close()
     one.hears("stop")
     one.ends()
-    one.hears("give up")
+    assert "ends the run" in one.hears("give up")["reason"]
 
 
 def test_a_supervisor_that_falls_silent_is_lost(
@@ -234,5 +234,5 @@ def test_a_judge_that_does_not_come_back_leaves_the_failure_to_ray(
     two.close()
     one.hears("stop")
     one.ends()
-    one.hears("give up")
+    assert "ends the run" in one.hears("give up")["reason"]
     released.set()
