@@ -661,6 +661,14 @@ MUTANTS = (
         killer="tests/unit/elastic/test_sizing.py::test_a_run_that_would_be_left_with_too_few_workers_trains_on",
     ),
     Mutant(
+        name="a fault that returns before anything new is saved is never charged",
+        file="ray_ulysses/elastic/budget.py",
+        old="default=began_at) > began_at",
+        new="default=began_at) >= began_at",
+        killer="tests/unit/cluster/test_failures.py"
+        "::test_workers_that_form_again_are_not_charged_for_where_the_attempt_moved_the_run_on",
+    ),
+    Mutant(
         name="children that are started beside those of the generation before",
         file="ray_ulysses/elastic/reform.py",
         old="    if running:\n        if waited_s < STOP_S:\n            return group, ()\n",

@@ -25,7 +25,7 @@ from ray.train.v2.api.exceptions import ControllerError, PreemptionError, Traini
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.cluster.scaling import Resized
 from ray_ulysses.cluster.worker_watch import WorkersMissing
-from ray_ulysses.elastic.budget import failures_that_count
+from ray_ulysses.elastic.budget import failures_that_count, has_progressed
 from ray_ulysses.elastic.causes import Cause, RankError, lost, one_line, raised, root_cause
 from ray_ulysses.errors import FinalError, RunError, UserError
 from ray_ulysses.logging import get_logger
@@ -153,10 +153,6 @@ class FailureBook:
         run_dir, elastic, now = self.config.run_dir, self.config.elastic, self.clock.now()
         newest = newest_attempt(run_dir)
         own = newest if newest is not None and newest.attempt >= self.first_attempt else None
-        number = None
-        if cause.kind != "preempted" and not cause.is_final:
-            past = self.failures()
-            number = 1 + failures_that_count(past, now=now, step=step, window_s=elastic.failure_window_s)
         last_step = own.last_step if own is not None else None
         nodes = own.nodes if own is not None else ()
         has_begun = (
@@ -166,6 +162,15 @@ class FailureBook:
         is_preempted = cause.kind == "preempted" and step is not None and step > 0
         memory_step = None if noticed is None or noticed.memory_step is None else noticed.memory_step
         newest_step = max((one for one in (step, memory_step) if one is not None), default=None)
+        # Workers that form again cost the run next to nothing, where the attempt has moved it on.
+        is_free = (
+            noticed is not None and has_begun and own is not None and own.resumed_step is not None
+            and has_progressed(began_at=own.resumed_step, step=step, memory_step=memory_step)
+        )  # fmt: skip
+        number = None
+        if cause.kind != "preempted" and not cause.is_final and not is_free:
+            past = self.failures()
+            number = 1 + failures_that_count(past, now=now, step=step, window_s=elastic.failure_window_s)
         failure = (AttemptEnded if has_begun else StartFailed)(
             time=now,
             attempt=newest.attempt if newest is not None else 1,

@@ -153,9 +153,11 @@ class ElasticSection(Section):
     """How many failures, and how long a wait, a run tolerates before it ends, and how it learns of lost nodes."""
 
     max_failures: int = Field(default=3, ge=0)
-    """Failures that a command survives by restarting its workers from the newest checkpoint. A failure counts only if
-    it occurred within `failure_window_s` and since the last progress, that is, since the last new checkpoint. Default
-    3: enough for lost nodes, few enough that a bug ends the run."""
+    """Failures that a command survives by restarting its workers. A failure counts only if it occurred within
+    `failure_window_s` and since the last progress, that is, since the last new checkpoint. A failure after which the
+    workers that are left form again by themselves is not counted where the attempt had moved the run on: a state newer
+    than the one from which it began is in storage or in peer memory. Default 3: enough for workers that can't be
+    started, few enough that a bug ends the run."""
 
     failure_window_s: float = Field(default=86400.0, gt=0.0)
     """How long a failure counts against `max_failures`, in seconds. Default 86400: one day."""

@@ -61,6 +61,7 @@ class NewestAttempt:
         session: Id of its command; None if it had not started to train.
         nodes: The node of each rank, by rank.
         last_step: The last step that it completed, or the one that it resumed from; None if unknown.
+        resumed_step: The step from which it began; None if it had not started to train.
         has_ended: Whether it recorded its own end.
     """
 
@@ -68,6 +69,7 @@ class NewestAttempt:
     session: str | None
     nodes: tuple[str, ...]
     last_step: int | None
+    resumed_step: int | None
     has_ended: bool = False
 
 
@@ -85,6 +87,7 @@ def newest_attempt(run_dir: Path) -> NewestAttempt | None:
         session=None if started is None else started.session,
         nodes=() if started is None else started.rank_nodes,
         last_step=steps[-1] if steps else resumed,
+        resumed_step=resumed,
         has_ended=any(isinstance(event, AttemptEnded) for event in events),
     )
 

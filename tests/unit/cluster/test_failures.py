@@ -25,6 +25,7 @@ from ray_ulysses.cluster.failures import (
     Ended,
     FailureBook,
     FailureJudge,
+    Noticed,
     TrainingFailed,
     cause_of,
     failure_book,
@@ -238,6 +239,24 @@ def test_one_failure_too_many_ends_the_run_and_progress_begins_the_count_anew(tm
     assert numbers == [(1, True), (2, True), (1, True), (2, True), (3, False)]
     assert "failure 3, more than elastic.max_failures=2 allows" in describe_failure(failure)
     assert "restarting" not in describe_failure(failure)
+
+
+def test_workers_that_form_again_are_not_charged_for_where_the_attempt_moved_the_run_on(tmp_path: Path) -> None:
+    config, clock = _config(tmp_path, elastic__max_failures=0), _Clock()
+    book = _book(config, clock)
+    _attempt(config, clock, 1, 2, 3)
+    failure = book.judge(LOST, 0, Noticed(memory_step=2))
+    assert failure.restarts and failure.failure is None
+    assert describe_failure(failure).endswith(
+        "restarting from step 2 in peer memory; 1 step lost; not counted as a failure"
+    )
+    # Nothing newer than what it began from is left of the next one; and Ray's restarts are charged as ever.
+    _attempt(config, clock, 3, resumed=2)
+    assert book.judge(LOST, 2, Noticed(memory_step=2)).failure == 1
+    _attempt(config, clock, 3, resumed=2)
+    assert book.judge(LOST, 3, Noticed()).restarts
+    _attempt(config, clock, 4, resumed=3)
+    assert not book.judge(LOST, 4).restarts
 
 
 def test_failures_of_the_day_before_and_of_another_command_do_not_count(tmp_path: Path) -> None:
