@@ -10,9 +10,10 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.12 python3.13 python3.11,$(
 PARALLEL := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 CONFIG := configs/llama-tiny_cpu_sp2-dp2_8k.yaml
 CORPUS := runs/corpus-stdlib
+ELASTIC := configs/llama-tiny_cpu_sp2-elastic_2k.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-unit test-all mutants check format docs
+.PHONY: help install demo rehearse soak test test-unit test-all mutants check format docs
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +31,18 @@ demo: $(STAMP)  ## Prepare, plan and train a small model on this machine's CPU, 
 		--pattern '*.py' --exclude site-packages --tokenizer bytes --out $(CORPUS)
 	$(BIN)/ray-ulysses plan $(CONFIG)
 	$(BIN)/ray-ulysses train $(CONFIG)
+
+# What a rehearsal trains on: a part of the standard library.
+runs/corpus-rehearsal: | $(STAMP)
+	stdlib="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" && \
+	$(BIN)/ray-ulysses prepare "$$stdlib/asyncio" "$$stdlib/email" --pattern '*.py' --tokenizer bytes --out $@
+
+rehearse: runs/corpus-rehearsal  ## Train on several local nodes, lose, drain and regain some, and prove that it does not show
+	$(BIN)/ray-ulysses rehearse $(ELASTIC)
+
+soak: runs/corpus-rehearsal  ## Train for half an hour with a fault a minute; writes tests/results/soak.md
+	$(BIN)/ray-ulysses rehearse $(ELASTIC) --every 60s --for 30m --seed 1 --compare 200 --min-ettr 88 \
+		--note "commit $$(git rev-parse --short HEAD)" --out tests/results/soak.md
 
 test: $(STAMP)  ## Run the tests that every change must pass
 	$(PARALLEL) -m "not slow and not gpu" --durations=25 tests/cluster tests/distributed tests/unit

@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import yaml
 
 from benchmarks.recovery_report import markdown
 from benchmarks.stored_result import REPOSITORY, RESULTS, command, provenance, say, store
 
 if TYPE_CHECKING:
+    from ray_ulysses.cluster.local_cluster import LocalCluster
     from ray_ulysses.config import Config
 
 TIMEOUT_S = 300.0
@@ -45,15 +45,14 @@ def config_of(folder: Path, address: str) -> Config:
 
 
 @contextmanager
-def cluster_of_three() -> Iterator[tuple[str, Any]]:
-    """Start a head without CPUs and two nodes of two; yield the address, and the node that may be killed."""
-    from ray.cluster_utils import Cluster
+def cluster_of_three() -> Iterator[tuple[LocalCluster, str]]:
+    """Start a head without CPUs and two nodes of two; yield the cluster, and the node that may be killed."""
+    from ray_ulysses.cluster.local_cluster import LocalCluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "node_ip_address": "127.0.1.1"})
+    cluster = LocalCluster(cpus_per_node=2)
     try:
-        cluster.add_node(num_cpus=2, node_ip_address="127.0.1.2")
-        node = cluster.add_node(num_cpus=2, node_ip_address="127.0.1.3")
-        yield cluster.address, (cluster, node)
+        cluster.add_node()
+        yield cluster, cluster.add_node()
     finally:
         cluster.shutdown()
 
@@ -63,8 +62,8 @@ def recover(side: str, fault: str, tree: Path) -> dict[str, Any]:
     from ray_ulysses.tracking.events import AttemptEnded, AttemptStarted, PhaseStarted, StartFailed, StepDone
     from tests.unit.tracking.journals import read_events
 
-    with tempfile.TemporaryDirectory(prefix="bench-recovery-") as temporary, cluster_of_three() as (address, nodes):
-        folder = Path(temporary)
+    with tempfile.TemporaryDirectory(prefix="bench-recovery-") as temporary, cluster_of_three() as (cluster, node):
+        folder, address = Path(temporary), cluster.address
         config = config_of(folder, address)
         path = folder / "config.yaml"
         # An older tree knows fewer settings.
@@ -92,7 +91,7 @@ def recover(side: str, fault: str, tree: Path) -> dict[str, Any]:
             wait(lambda: newest() % 20 >= 12 and newest() > 20, f"{side} trains")
             step = newest()
             killed_at = time.time()
-            kill(fault, nodes, process.pid)
+            kill(fault, cluster, node)
             before = {event.attempt for event in events() if isinstance(event, AttemptStarted)}
             wait(lambda: any(isinstance(e, StepDone) and e.attempt not in before for e in events()), "it recovers")
             after = [event for event in events() if event.time >= killed_at or event.attempt not in before]
@@ -130,23 +129,12 @@ def wait(holds: Callable[[], bool], what: str) -> None:
         time.sleep(0.1)
 
 
-def kill(fault: str, nodes: tuple[Any, Any], command_pid: int) -> None:
-    """Kill a node with all that runs on it, or one training process."""
-    cluster, node = nodes
-    raylet = next(info.process for info in node.all_processes["raylet"])
-    workers = [
-        process for process in psutil.Process(raylet.pid).children(recursive=True)
-        if "RayTrainWorker" in " ".join(process.cmdline())
-    ]  # fmt: skip
+def kill(fault: str, cluster: LocalCluster, node: str) -> None:
+    """Kill a node with all that runs on it, or one training process there."""
     if fault == "node":
-        everything = psutil.Process(raylet.pid).children(recursive=True)
-        node.kill_all_processes(allow_graceful=False, wait=True)
-        for process in everything:
-            # A machine that is gone takes all of its processes with it.
-            if process.is_running():
-                process.kill()
-        cluster.worker_nodes.discard(node)
+        cluster.kill_node(node)
         return
+    workers = [one for one in cluster.processes(node) if "RayTrainWorker" in " ".join(one.cmdline())]
     children = [child for launcher in workers[0].children() for child in launcher.children()]
     (children or workers)[0].kill()
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,7 +18,6 @@ from ray_ulysses.errors import INTERRUPTED, RunError, UserError
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
-    from ray_ulysses.forensics.request import TextMode
 
 app = typer.Typer(
     help="Train Hugging Face decoders at very long context, exactly, on clusters that may lose nodes.",
@@ -231,69 +229,69 @@ def inspect(
         checkpoint=to_verify,
     )
     check_run(run)
+    from ray_ulysses import inspect_command as show
+
+    holds = True
     if row is not None:
-        _inspect_row(run, row, corpora, mode, as_json)
+        show.show_row(run, row, corpora, mode, as_json)
     elif verify:
-        _verify(run, other, not no_read, corpora, as_json)
+        holds = show.verify(run, other, not no_read, corpora, as_json)
     elif checkpoints:
-        _list_checkpoints(run, as_json)
+        show.show_checkpoints(run, as_json)
     elif to_verify is not None:
-        _verify_checkpoint(run, to_verify, as_json)
+        holds = show.check_checkpoint(run, to_verify, as_json)
     else:
-        from ray_ulysses.forensics.plan_history import read_plan_history
-        from ray_ulysses.forensics.run_storage import read_run
-        from ray_ulysses.views.inspect import history_json, render_history
-
-        history, plan_history = read_run(run), read_plan_history(run)
-        for text in history_json(history, plan_history) if as_json else (render_history(history, plan_history), "\n"):
-            typer.echo(text, nl=False)
-
-
-def _inspect_row(run: Path, row: int, corpora: tuple[Path, ...], text: TextMode, as_json: bool) -> None:
-    from ray_ulysses.forensics.row import report_row
-    from ray_ulysses.views.inspect_row import render_row
-
-    report = report_row(run, row, corpora=corpora, text=text)
-    typer.echo(json.dumps(report.to_json(), indent=2) if as_json else render_row(report))
-
-
-def _verify(run: Path, other: Path | None, read: bool, corpora: tuple[Path, ...], as_json: bool) -> None:
-    from ray_ulysses.clock import SystemClock
-    from ray_ulysses.forensics.verification import verify_run
-    from ray_ulysses.views.reading_report import ReadingReport
-    from ray_ulysses.views.verification import render_verification
-
-    watch = ReadingReport(partial(typer.echo, err=True), SystemClock()).rows
-    found = verify_run(run, other=other, read=read, corpora=corpora, watch=watch)
-    typer.echo(json.dumps(found.to_json(), indent=2) if as_json else render_verification(found))
-    if not found.holds:
+        show.show_history(run, as_json)
+    if not holds:
         raise typer.Exit(1)
 
 
-def _list_checkpoints(run: Path, as_json: bool) -> None:
-    from ray_ulysses.forensics.checkpoint_listing import list_checkpoints
-    from ray_ulysses.views.checkpoints import render_checkpoints
+@app.command(epilog="Example: ray-ulysses rehearse config.yaml --faults '40s kill-node, 90s drain-node, 2m add-node'")
+def rehearse(
+    config: ConfigPath,
+    overrides: Overrides = [],  # noqa: B006
+    faults: Annotated[str | None, typer.Option(help="Times and kinds of faults, or a file that lists them.")] = None,
+    every: Annotated[
+        str | None, typer.Option(help="Instead: random faults at this mean distance, such as 60s.")
+    ] = None,
+    lasts: Annotated[str | None, typer.Option("--for", help="Train for so long at least, such as 30m.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of random faults, and of the processes they happen to.")] = 0,
+    kinds: Annotated[str | None, typer.Option(help="Kinds of random faults, separated by commas.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes to start on this machine.  [default: 2]", min=1)] = None,
+    drain: Annotated[str, typer.Option(help="Time from a drain to the node's end.")] = "30s",
+    compare: Annotated[
+        int | None, typer.Option(help="Most steps to train again without faults.  [default: all]", min=0)
+    ] = None,
+    min_ettr: Annotated[
+        float | None, typer.Option(help="Percentage of the time that has to go into steps that count.", min=0, max=100)
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Store the report as this .md file, and as .json beside it.")] = None,
+    note: Annotated[str | None, typer.Option(help="A line for the report, such as a commit.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before faults happen on a cluster.")] = False,
+) -> None:
+    """Train a copy of a run while faults happen to it, and prove that no row was lost or repeated.
 
-    listing = list_checkpoints(run)
-    typer.echo(json.dumps(listing.to_json(), indent=2) if as_json else render_checkpoints(listing, _width()))
+    On the cluster of RAY_ADDRESS or of the configuration, else on several nodes that are started on this machine.
+    The faults are said first. Times count from the run's first step. Exits with 1 if anything does not hold.
 
+    \b
+    kill-worker, crash-worker, stop-worker   a training process gets SIGKILL, SIGSEGV or SIGSTOP
+    kill-agent                               an agent of peer memory is killed
+    kill-driver                              the command is killed, and started again
+    kill-node, drain-node                    a node is lost without notice, or drained first
+    add-node                                 a node takes the place of a lost one (on this machine only)
+    """  # noqa: D301 -- click's mark for text that is not to be rewrapped
+    options = dict(locals())
+    for name in ("config", "overrides", "out", "yes"):
+        del options[name]
+    loaded = _load_config(config, overrides)
+    from ray_ulysses.cluster.rehearse_command import RehearseOptions, run_rehearsal
 
-def _verify_checkpoint(run: Path, step: int | Literal["latest"], as_json: bool) -> None:
-    from ray_ulysses.clock import SystemClock
-    from ray_ulysses.forensics.checkpoint_verification import verify_checkpoint
-    from ray_ulysses.views.checkpoints import render_verdict
-    from ray_ulysses.views.reading_report import ReadingReport
+    def confirm(name: str) -> bool:
+        return yes or bool(typer.prompt(f"Type {name} to start", default="", show_default=False) == name)
 
-    watch = ReadingReport(partial(typer.echo, err=True), SystemClock()).bytes
-    verdict = verify_checkpoint(run, step, clock=SystemClock(), watch=watch)
-    typer.echo(json.dumps(verdict.to_json(), indent=2) if as_json else render_verdict(verdict, _width()))
-    if not verdict.is_whole:
+    if not run_rehearsal(loaded, RehearseOptions(**options), out=out, confirm=confirm, say=typer.echo):
         raise typer.Exit(1)
-
-
-def _width() -> int | None:
-    """Return the width of the terminal; None if the output goes elsewhere."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 @app.command(epilog="Example: ray-ulysses export runs/llama-tiny --step best --out llama-tiny-hf --dtype bf16")

@@ -39,24 +39,30 @@ _log = get_logger(__name__)
 
 
 def drain_own_node(why: str, deadline: float | None) -> None:
-    """Tell Ray that this node is going to be taken away; Ray itself ends nothing on it.
+    """Tell Ray that this node is going to be taken away; see `drain_node`."""
+    drain_node(ray.get_runtime_context().get_node_id(), why, deadline)
+
+
+def drain_node(node: str, why: str, deadline: float | None) -> None:
+    """Tell Ray that a node is going to be taken away; Ray itself ends nothing on it.
 
     Ray 2.60 has no public way to do so but for a hidden command; this is what that calls (a canary test covers it).
 
     Args:
+        node: Its Ray id.
         why: The reason.
         deadline: When, in seconds since the epoch; None if unknown.
 
     Raises:
         RuntimeError: Ray refuses, or its head does not answer.
     """
-    here = ray.get_runtime_context()
     # A deadline of 0 is none.
     until_ms = 0 if deadline is None else max(1, round(deadline * 1000))
     reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-    accepted, text = GcsClient(address=here.gcs_address).drain_node(here.get_node_id(), reason, why, until_ms)
+    address = ray.get_runtime_context().gcs_address
+    accepted, text = GcsClient(address=address).drain_node(node, reason, why, until_ms)
     if not accepted:
-        raise RuntimeError(f"Ray refuses to drain this node: {text}")
+        raise RuntimeError(f"Ray refuses to drain node {node}: {text}")
 
 
 class NodeWatch:

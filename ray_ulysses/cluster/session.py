@@ -178,13 +178,23 @@ def nodes_of_workers() -> dict[str, str] | None:
 
 
 def _workers() -> list[dict[str, Any]] | None:
-    """Return where the training workers of this job are, or ``None`` if Ray does not answer.
-
-    The table of actors is private to Ray 2.60, as is the name of Ray Train's workers (a canary test covers it).
-    """
+    """Return where the training workers of this job are, or ``None`` if Ray does not answer."""
     try:
-        job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
-        actors = state.actors(job_id=job, actor_state_name="ALIVE").values()
+        return [actor["Address"] for actor in workers_of_job(ray.get_runtime_context().get_job_id())]
     except (OSError, RuntimeError, RayError):
         return None
-    return [actor["Address"] for actor in actors if str(actor["ActorClassName"]).endswith(_WORKER_CLASS)]
+
+
+def workers_of_job(job: str) -> list[dict[str, Any]]:
+    """Return Ray's entries of the training workers of a job.
+
+    The table of actors is private to Ray 2.60, as is the name of Ray Train's workers (a canary test covers it).
+
+    Args:
+        job: The job's id.
+
+    Raises:
+        RayError: Ray does not answer; so do OSError and RuntimeError say.
+    """
+    actors = state.actors(job_id=ray.JobID.from_hex(job), actor_state_name="ALIVE").values()
+    return [actor for actor in actors if str(actor["ActorClassName"]).endswith(_WORKER_CLASS)]

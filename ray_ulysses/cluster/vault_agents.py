@@ -98,6 +98,14 @@ def end_agents(run_key: str) -> None:
                 ray.kill(handle)
 
 
+def kill_agent(run_key: str, node: str) -> bool:
+    """Kill the agent of a run on a node, as a fault would; return whether there was one."""
+    handle = _find(_name(run_key, node))
+    if handle is not None:
+        ray.kill(handle)
+    return handle is not None
+
+
 def _name(run_key: str, node: str) -> str:
     return f"{run_key}/{node}"
 

@@ -31,6 +31,7 @@ _DEMO = "configs/llama-tiny_cpu_sp2-dp2_8k.yaml"
 _LARGE = "configs/llama3-8b_8xh100_sp4-dp2_32k.yaml"
 _ELSEWHERE = {
     "make ": "tests/unit/test_docs_commands.py: an install and the tests themselves are not started by a test",
+    "ray-ulysses rehearse ": "tests/cluster/test_rehearsal.py",
     "pip install ": "tests/unit/test_docs_commands.py::test_the_gpu_install_is_resolved",
     "source ": "the environment is the one that runs the tests",
     "ray job submit ": "tests/cluster/test_job_submit.py::test_readmes_submission_runs_in_a_fresh_clone",

@@ -1,0 +1,70 @@
+"""Starts a Ray cluster of several nodes on this machine, whose nodes can be lost and replaced.
+
+Ray 2.60 has it for its own tests (developer API, used here as its tests use it).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+from ray.cluster_utils import Cluster
+
+
+class LocalCluster:
+    """A head without workers, and nodes; each has an address of its own on the loopback interface.
+
+    Args:
+        cpus_per_node: Logical CPUs of each node.
+        head_cpus: Those of the head.
+    """
+
+    def __init__(self, cpus_per_node: int, head_cpus: int = 0) -> None:
+        # A plain start may create an authentication token that later `ray start --head` would insist on.
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        self._cpus, self._number, self._nodes = cpus_per_node, 1, dict[str, Any]()
+        head = {"num_cpus": head_cpus, "node_ip_address": "127.0.1.1", "include_dashboard": False}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+
+    @property
+    def address(self) -> str:
+        """Address of the head."""
+        return str(self._cluster.address)
+
+    @property
+    def nodes(self) -> Mapping[str, str]:
+        """The address of each node but the head, by its Ray id."""
+        return {node: str(one.node_ip_address) for node, one in self._nodes.items()}
+
+    def add_node(self) -> str:
+        """Start a node, and return its Ray id; only the main thread may."""
+        # With the address of a node that is gone it could be taken for that one.
+        self._number += 1
+        node = self._cluster.add_node(num_cpus=self._cpus, node_ip_address=f"127.0.1.{self._number}")
+        self._nodes[node.node_id] = node
+        return str(node.node_id)
+
+    def kill_node(self, node_id: str) -> None:
+        """Kill all processes of a node at once: a machine that is lost takes all of them along."""
+        everything, node = self.processes(node_id), self._nodes.pop(node_id)
+        node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+        for process in everything:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._cluster.worker_nodes.discard(node)
+
+    def processes(self, node_id: str) -> list[psutil.Process]:
+        """Return the processes that a node has started."""
+        found: list[psutil.Process] = []
+        for info in self._nodes[node_id].all_processes["raylet"]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += psutil.Process(info.process.pid).children(recursive=True)
+        return found
+
+    def shutdown(self) -> None:
+        """End all processes."""
+        self._cluster.shutdown()

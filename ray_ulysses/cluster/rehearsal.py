@@ -1,0 +1,190 @@
+"""Rehearses faults: trains a run under a name of its own, makes faults happen to it, and compares it with its plan.
+
+The run trains until every fault has happened and the run has recovered from it. Then the same configuration is trained
+once more without faults, for as many steps, so that the losses can be compared.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ray_ulysses.cluster.fault_injection import FaultInjector
+from ray_ulysses.cluster.local_cluster import LocalCluster
+from ray_ulysses.cluster.train_command import TrainCommand
+from ray_ulysses.elastic.schedule import Fault
+from ray_ulysses.errors import RunError
+from ray_ulysses.forensics.recoveries import Recovery, Strike, recoveries
+from ray_ulysses.run.ownership import run_identity
+from ray_ulysses.tracking.events import AttemptStarted, Event, StepDone
+from ray_ulysses.tracking.step_groups import ungroup_steps
+from ray_ulysses.views.journal_tail import JournalTail
+from ray_ulysses.views.rehearsal import recovery_line, strike_line
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+
+CALM_S = 10.0
+"""The run trains for this long after the last recovery."""
+_LOOK_EVERY_S = 0.5
+_RECOVERY_S = 300.0
+"""A run that has not trained for this long after the last fault does not recover."""
+_REMIND_EVERY_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RehearsedRun:
+    """How the run with faults went.
+
+    Attributes:
+        strikes: The faults that happened.
+        problems: What went wrong.
+    """
+
+    strikes: tuple[Strike, ...]
+    problems: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Watch:
+    """What is known of the run while it trains."""
+
+    tail: JournalTail
+    say: Callable[[str], object]
+    events: list[Event] = field(default_factory=list)
+    strikes: list[Strike] = field(default_factory=list)
+    began: float | None = None
+    said: set[int] = field(default_factory=set)
+
+    def look(self) -> None:
+        """Read what is new in the journal, and print each recovery once."""
+        self.events += ungroup_steps(self.tail.poll())
+        if self.began is None:
+            first = next((event for event in self.events if isinstance(event, StepDone)), None)
+            if first is not None:
+                self.began = first.time
+                self.say(f"the run trains on {self.workers} workers; times count from its first step")
+        for number, one in enumerate(self.found()):
+            if one.is_over and number not in self.said:
+                self.said.add(number)
+                self.say(recovery_line(one, self.began or 0.0))
+
+    def found(self) -> tuple[Recovery, ...]:
+        """Return what followed each fault so far."""
+        return recoveries(self.events, self.strikes)
+
+    @property
+    def workers(self) -> int:
+        """World size of the newest attempt."""
+        sizes = [event.world_size for event in self.events if isinstance(event, AttemptStarted)]
+        return sizes[-1] if sizes else 0
+
+
+def rehearse(
+    config: Config,
+    folder: Path,
+    faults: Sequence[Fault],
+    *,
+    local: LocalCluster | None,
+    for_s: float,
+    drain_s: float,
+    seed: int,
+    say: Callable[[str], object],
+) -> RehearsedRun:
+    """Train a run while faults happen to it; connected to its cluster.
+
+    Args:
+        config: The rehearsal's configuration.
+        folder: For the configuration file and the output of the command.
+        faults: What happens, in the order of their times.
+        local: The cluster, if it was started for the rehearsal.
+        for_s: The run trains for so long at least, in seconds after its first step.
+        drain_s: Seconds from a drain to the node's end.
+        seed: Chooses the nodes and processes that faults happen to.
+        say: Prints a line.
+    """
+    command = _command(config, folder)
+    injector = FaultInjector(
+        command, lambda: run_identity(config), local=local, drain_s=drain_s, draw=random.Random(seed)
+    )
+    watch, problems = _Watch(JournalTail(config.run_dir), say), list[str]()
+    command.start()
+    try:
+        try:
+            _run_faults(watch, command, injector, faults, for_s, say)
+        except RunError as error:
+            problems.append(str(error))
+        stopped = command.stop(config.checkpoint.save_timeout_s) if command.is_running else command.wait()
+        if stopped != 0:
+            how = "had to be killed when it was to stop" if stopped is None else f"ended with {stopped}"
+            problems.append(f"the command {how}; the end of {command.log}:\n{command.last_lines}")
+    finally:
+        command.kill()
+    return RehearsedRun(strikes=tuple(watch.strikes), problems=tuple(problems))
+
+
+def _run_faults(
+    watch: _Watch,
+    command: TrainCommand,
+    injector: FaultInjector,
+    faults: Sequence[Fault],
+    for_s: float,
+    say: Callable[[str], object],
+) -> None:
+    """Make the faults happen at their times, and return once the run has recovered from them, or has ended."""
+    left, over_since, said_at = list(faults), None, time.monotonic()
+    while command.is_running:
+        time.sleep(_LOOK_EVERY_S)
+        watch.look()
+        gone = injector.look()
+        if watch.began is None:
+            if time.monotonic() - said_at >= _REMIND_EVERY_S:
+                said_at = time.monotonic()
+                say("  " + command.last_lines.rpartition("\n")[2])
+            continue
+        now_s = time.time() - watch.began
+        if gone is not None:
+            say(strike_line(now_s, gone))
+        if left and now_s >= left[0].at_s:
+            strike = injector.inflict(left.pop(0))
+            watch.strikes.append(strike)
+            say(strike_line(strike.at - watch.began, strike.what))
+        elif not left and all(one.is_over for one in watch.found()):
+            over_since = now_s if over_since is None else over_since
+            if now_s >= max(for_s, over_since + CALM_S):
+                return
+        elif not left and time.time() - watch.strikes[-1].at >= _RECOVERY_S:
+            return
+
+
+def train_unbroken(config: Config, folder: Path, stop_step: int, say: Callable[[str], object]) -> None:
+    """Train the same run without faults.
+
+    Raises:
+        RunError: It did not reach the step.
+    """
+    command, tail, said_at = _command(config, folder), JournalTail(config.run_dir), time.monotonic()
+    command.start()
+    try:
+        while command.is_running:
+            time.sleep(_LOOK_EVERY_S)
+            steps = [event.step for event in ungroup_steps(tail.poll()) if isinstance(event, StepDone)]
+            if steps and time.monotonic() - said_at >= _REMIND_EVERY_S:
+                said_at = time.monotonic()
+                say(f"  step {steps[-1]} of {stop_step}")
+        code = command.wait()
+    finally:
+        command.kill()
+    if code != 0:
+        raise RunError(f"the run without faults ended with {code}; the end of {command.log}:\n{command.last_lines}")
+
+
+def _command(config: Config, folder: Path) -> TrainCommand:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{config.run.name}.yaml"
+    path.write_text(config.to_yaml())
+    return TrainCommand(path, path.with_suffix(".log"))

@@ -1,0 +1,363 @@
+"""The ``rehearse`` command: checks the request, says what it will do, rehearses, and reports."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ray_ulysses import __version__
+from ray_ulysses.cluster.capacity import Demand, node_of, room_for_workers
+from ray_ulysses.cluster.fault_injection import losable_nodes
+from ray_ulysses.cluster.local_cluster import LocalCluster
+from ray_ulysses.cluster.rehearsal import rehearse, train_unbroken
+from ray_ulysses.cluster.scaling import steady_nodes
+from ray_ulysses.cluster.session import cluster_address, ray_session
+from ray_ulysses.config.loading import parse_config
+from ray_ulysses.elastic.schedule import (
+    KINDS,
+    LOSES_A_NODE,
+    Fault,
+    FaultKind,
+    Ground,
+    parse_faults,
+    parse_seconds,
+    random_schedule,
+    schedule_problems,
+)
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.forensics.rehearsal_check import report_rehearsal, tolerance_of
+from ray_ulysses.forensics.rehearsal_report import RehearsalReport
+from ray_ulysses.run.preflight import PreparedRun, prepare_run
+from ray_ulysses.storage.atomic import write_text
+from ray_ulysses.tracking.history import read_history
+from ray_ulysses.views.rehearsal import render_intent, render_report
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+
+_NODES = 2
+_STORY: dict[bool, str] = {
+    True: "30s kill-node, 60s add-node, 100s drain-node, 130s add-node",
+    False: "30s kill-worker, 60s stop-worker, 90s kill-agent, 120s kill-driver",
+}
+"""The faults of a rehearsal that names none, on nodes of its own and on a cluster that others have started."""
+_GROW_EVERY_S = 5.0
+_MAX_FAILURES = 1000
+_HEAD_CPUS, _CPUS = 1, 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RehearseOptions:
+    """The options of the command line.
+
+    Attributes:
+        faults: Text of a schedule, or the path of a file that holds one.
+        every: Mean time between two random faults.
+        lasts: For how long the run trains at least.
+        seed: Of everything that is drawn.
+        kinds: Kinds of random faults, separated by commas.
+        nodes: Nodes that are started on this machine.
+        drain: Time from a drain to the node's end.
+        note: A line for the report, such as a commit.
+        compare: Most steps of the run without faults; 0 for no such run.
+        min_ettr: Smallest share of the time in steps that count, in percent.
+    """
+
+    faults: str | None
+    every: str | None
+    lasts: str | None
+    seed: int
+    kinds: str | None
+    nodes: int | None
+    drain: str
+    note: str | None
+    compare: int | None
+    min_ettr: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A rehearsal that is ready to start.
+
+    Attributes:
+        prepared: Its run.
+        faults: What happens.
+        for_s: The run trains for so long at least.
+        drain_s: Seconds from a drain to the node's end.
+        ground: The cluster.
+        nodes: Nodes to start on this machine; None on a cluster that others have started.
+    """
+
+    prepared: PreparedRun
+    faults: tuple[Fault, ...]
+    for_s: float
+    drain_s: float
+    ground: Ground
+    nodes: int | None
+
+
+def run_rehearsal(
+    config: Config,
+    options: RehearseOptions,
+    *,
+    out: Path | None,
+    confirm: Callable[[str], bool],
+    say: Callable[[str], object],
+) -> bool:
+    """Rehearse a configuration, print the report, and return whether everything holds.
+
+    Args:
+        config: The user's configuration, as it was loaded.
+        options: The options of the command line.
+        out: Where the report is stored: a file, whose name may end with .md, and one beside it that ends with .json.
+        confirm: Asks a person for the name of the rehearsal, and returns whether it was given.
+        say: Prints a line.
+
+    Raises:
+        UserError: The request can't be carried out, or was not confirmed.
+        RunError: A cluster could not be started or reached.
+    """
+    address = cluster_address(config.cluster.address)
+    if address is None:
+        request = _request(config, options, None)
+        say(_intent(request))
+        with _local_cluster(request, say) as local:
+            report = _rehearse(request, options, local, say)
+    else:
+        with ray_session(address, cpus=0):
+            request = _request(config, options, address)
+            say(_intent(request))
+            if not confirm(request.prepared.config.run.name):
+                raise UserError("the rehearsal was not confirmed, so nothing was started")
+            report = _rehearse(request, options, None, say)
+    text = render_report(report)
+    say("\n" + text)
+    if out is not None:
+        base = out.with_suffix("") if out.suffix == ".md" else out
+        base.parent.mkdir(parents=True, exist_ok=True)
+        write_text(base.with_suffix(".md"), text + "\n")
+        write_text(base.with_suffix(".json"), json.dumps(report.to_json(), indent=2) + "\n")
+    return report.holds
+
+
+def rehearsal_config(config: Config, *, address: str | None, stamp: str) -> Config:
+    """Return the configuration that is rehearsed: the user's, but for what the rehearsal itself decides (pure).
+
+    Args:
+        config: The user's, with absolute paths.
+        address: The cluster; None if one is started on this machine.
+        stamp: Makes the name unique.
+    """
+    name, elastic = f"{config.run.name}-rehearsal-{stamp}", config.elastic
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    tree["run"] |= {"name": name, "storage": str(Path(config.run.storage) / name), "stop_step": None}
+    tree.setdefault("elastic", {}).update(
+        max_failures=max(elastic.max_failures, _MAX_FAILURES),
+        grow_interval_s=min(elastic.grow_interval_s, _GROW_EVERY_S),
+    )
+    if address is None:
+        # On nodes of our own CPUs are only numbers: the head has room for the data stream, and for no worker.
+        tree["cluster"] |= {"cpus_per_worker": float(_CPUS), "data_cpus": _HEAD_CPUS / 4}
+    return parse_config(tree)
+
+
+def _request(config: Config, options: RehearseOptions, address: str | None) -> Request:
+    """Check everything that can be known before the start."""
+    config = config.with_absolute_paths(Path.cwd())
+    if address is None and config.cluster.gpus_per_worker:
+        raise UserError(
+            f"cluster.gpus_per_worker={config.cluster.gpus_per_worker}: nodes that a rehearsal starts on this machine "
+            "have no GPUs; set RAY_ADDRESS to rehearse on a cluster, or --set cluster.gpus_per_worker=0"
+        )
+    if address is not None and options.nodes is not None:
+        raise UserError(f"--nodes={options.nodes}: the nodes are those of the cluster at {address}; leave it out")
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    prepared = prepare_run(rehearsal_config(config, address=address, stamp=stamp), Path.cwd())
+    prepared.report.raise_problems()
+    nodes = None if address is not None else options.nodes or _NODES
+    demand = Demand.of(prepared.run)
+    ground = _local_ground(demand, nodes) if nodes is not None else _cluster_ground(demand)
+    every_s, for_s = _seconds("--every", options.every), _seconds("--for", options.lasts)
+    return Request(
+        prepared=prepared,
+        faults=_faults(options, ground, every_s, for_s, is_local=nodes is not None),
+        for_s=for_s or 0.0,
+        drain_s=_seconds("--drain", options.drain) or 0.0,
+        ground=ground,
+        nodes=nodes,
+    )
+
+
+def _faults(
+    options: RehearseOptions, ground: Ground, every_s: float | None, for_s: float | None, *, is_local: bool
+) -> tuple[Fault, ...]:
+    if every_s is not None:
+        if options.faults is not None or for_s is None or every_s <= 0:
+            raise UserError(
+                f"--every={options.every}: draws random faults at that mean distance; it needs --for, and no --faults"
+            )
+        kinds = _kinds(options.kinds, is_local=is_local)
+        faults = random_schedule(options.seed, every_s=every_s, for_s=for_s, ground=ground, kinds=kinds)
+        problems: Sequence[str] = () if faults else [f"no fault is possible within --for={options.lasts}"]
+    else:
+        text = options.faults or _STORY[is_local]
+        if Path(text).is_file():
+            text = Path(text).read_text(encoding="utf-8")
+        faults, problems = parse_faults(text)
+        problems = [*problems, *schedule_problems(faults, ground)]
+    if problems:
+        raise UserError("\n  - ".join(["the faults can't be rehearsed:", *problems]))
+    return faults
+
+
+def _kinds(text: str | None, *, is_local: bool) -> tuple[FaultKind, ...]:
+    if text is None:
+        # Nodes that others have started are only taken away where that is asked for.
+        return KINDS if is_local else tuple(kind for kind in KINDS if kind not in LOSES_A_NODE)
+    names = [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if name not in KINDS]
+    if unknown:
+        raise UserError(f"--kinds={text}: there is no fault {unknown[0]!r}; use {', '.join(KINDS)}")
+    return tuple(kind for kind in KINDS if kind in names)
+
+
+def _seconds(option: str, text: str | None) -> float | None:
+    seconds = None if text is None else parse_seconds(text)
+    if text is not None and seconds is None:
+        raise UserError(f"{option}={text}: is not a time; write it as 90s, 1m30s or 2h")
+    return seconds
+
+
+def _local_ground(demand: Demand, nodes: int) -> Ground:
+    # Whole groups on each node, so that losing one leaves whole groups.
+    sp_size = demand.wanted.sp_size
+    per_node = math.ceil(demand.wanted.most / nodes / sp_size) * sp_size
+    return Ground(rooms=(per_node,) * nodes, elsewhere=0, least=demand.wanted.least)
+
+
+def _cluster_ground(demand: Demand) -> Ground:
+    nodes, losable = steady_nodes(), losable_nodes()
+    room = room_for_workers(demand, {node: node_of(one["Resources"]) for node, one in nodes.items()})
+    whole = {node: workers // demand.wanted.sp_size * demand.wanted.sp_size for node, workers in room.items()}
+    why = (
+        "this cluster was not started by the rehearsal, which can't start nodes there; leave it out, and start a node "
+        "yourself while the run trains"
+    )
+    return Ground(
+        rooms=tuple(workers for node, workers in whole.items() if node in losable and workers),
+        elsewhere=sum(workers for node, workers in whole.items() if node not in losable),
+        least=demand.wanted.least,
+        impossible={"add-node": why},
+    )
+
+
+def _intent(request: Request) -> str:
+    config = request.prepared.config
+    workers = f"{config.cluster.workers} workers, {config.parallel.sp_size} of which share a row"
+    if request.nodes is not None:
+        where = f"a Ray of {request.nodes} nodes of its own on this machine, {request.ground.rooms[0]} workers per node"
+    else:
+        where = f"the Ray cluster at {cluster_address(config.cluster.address)}, other work there goes on"
+    rows = [
+        (
+            "trains",
+            f"{workers}, until the faults are over; no other run is touched",
+        ),
+        ("on", where),
+        ("keeps", f"{config.run.storage} (may be deleted afterwards)"),
+    ]
+    notes = []
+    if request.nodes is None and any(fault.kind == "kill-node" for fault in request.faults):
+        notes.append(
+            "kill-node kills Ray on one node of the cluster, with everything that Ray runs there; you have to start it "
+            "again. The node of the head, that of this command, and nodes with actors of other jobs are left alone"
+        )
+    if request.nodes is None and any(fault.kind == "drain-node" for fault in request.faults):
+        notes.append(
+            "drain-node drains one node of the cluster: Ray gives it no more work, and you have to start it again"
+        )
+    return "\n".join([render_intent(config.run.name, rows, request.faults), *(f"  note: {note}" for note in notes)])
+
+
+@contextmanager
+def _local_cluster(request: Request, say: Callable[[str], object]) -> Iterator[LocalCluster]:
+    """Start nodes on this machine, and connect to them."""
+    assert request.nodes is not None
+    say(f"starting {request.nodes} nodes on this machine")
+    cluster = LocalCluster(cpus_per_node=_CPUS * request.ground.rooms[0], head_cpus=_HEAD_CPUS)
+    with contextlib.ExitStack() as stack:
+        stack.callback(cluster.shutdown)
+        for _ in range(request.nodes):
+            cluster.add_node()
+        stack.enter_context(ray_session(cluster.address, cpus=0))
+        yield cluster
+
+
+def _rehearse(
+    request: Request,
+    options: RehearseOptions,
+    local: LocalCluster | None,
+    say: Callable[[str], object],
+) -> RehearsalReport:
+    config = request.prepared.config
+    if local is not None:
+        config = parse_config(config.model_dump(mode="json", exclude_unset=True), [f"cluster.address={local.address}"])
+    folder = Path(config.run.storage)
+    say(f"training starts; its output: {folder / config.run.name}.log")
+    began = time.monotonic()
+    run = rehearse(
+        config,
+        folder,
+        request.faults,
+        local=local,
+        for_s=request.for_s,
+        drain_s=request.drain_s,
+        seed=options.seed,
+        say=say,
+    )
+    say(f"the faults are over after {time.monotonic() - began:.0f} s")
+    problems, unbroken = list(run.problems), None
+    reached = read_history(config.run_dir).step
+    steps = reached if options.compare is None else min(reached, options.compare)
+    if steps:
+        while local is not None and len(local.nodes) < (request.nodes or 0):
+            local.add_node()
+        say(f"training {steps} steps of the same run without faults, to compare the losses")
+        beside = config.model_copy(
+            update={"run": config.run.model_copy(update={"name": f"{config.run.name}-unbroken", "stop_step": steps})}
+        )
+        try:
+            train_unbroken(beside, folder, steps, say)
+            unbroken = beside.run_dir
+        except RunError as error:
+            problems.append(str(error))
+    say("reading every trained row again, to prove that none was lost or repeated")
+    return report_rehearsal(
+        config.run_dir,
+        planned=request.faults,
+        strikes=run.strikes,
+        unbroken=unbroken,
+        tolerance=tolerance_of(config.model.dtype),
+        min_ettr=None if options.min_ettr is None else options.min_ettr / 100.0,
+        setting=_setting(request, options.note),
+        problems=problems,
+    )
+
+
+def _setting(request: Request, note: str | None) -> list[str]:
+    """Return where and how the rehearsal was made, for its report."""
+    config, day = request.prepared.config, time.strftime("%Y-%m-%d", time.gmtime())
+    nodes = f"{request.nodes} nodes on this machine" if request.nodes is not None else "a cluster"
+    made = [day, f"ray-ulysses {__version__}", *([] if note is None else [note]), f"{os.cpu_count()} CPU cores", nodes]
+    sizes = f"{config.cluster.workers} workers, sp_size {config.parallel.sp_size}"
+    return [f"{', '.join(made)}: {sizes}. Command: `{shlex.join(['ray-ulysses', *sys.argv[1:]])}`."]

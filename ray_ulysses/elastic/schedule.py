@@ -1,0 +1,172 @@
+"""Declares which fault happens to a run when, checks that the run can survive it, and draws such schedules (pure)."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+FaultKind = Literal[
+    "kill-worker",
+    "crash-worker",
+    "stop-worker",
+    "kill-agent",
+    "kill-driver",
+    "kill-node",
+    "drain-node",
+    "add-node",
+]
+
+KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+MEANINGS: Mapping[FaultKind, str] = {
+    "kill-worker": "a training process is killed (SIGKILL)",
+    "crash-worker": "a training process crashes (SIGSEGV)",
+    "stop-worker": "a training process is stopped (SIGSTOP)",
+    "kill-agent": "an agent that holds peer memory is killed",
+    "kill-driver": "the command is killed (SIGKILL), and started again at once",
+    "kill-node": "a node is lost without notice",
+    "drain-node": "a node is drained, and lost at its deadline",
+    "add-node": "a lost node is replaced",
+}
+LOSES_A_NODE: tuple[FaultKind, ...] = ("kill-node", "drain-node")
+_LIKELIHOOD: Mapping[FaultKind, int] = {
+    "kill-worker": 4,
+    "crash-worker": 3,
+    "stop-worker": 3,
+    "kill-agent": 2,
+    "kill-driver": 1,
+    "kill-node": 4,
+    "drain-node": 4,
+    "add-node": 8,
+}
+"""Relative to one another, among the kinds that are possible at a moment."""
+
+_TIME = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
+_FORM = "write a time and a kind, such as '40s kill-node, 1m30s drain-node'"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        at_s: Seconds after the run's first step.
+        kind: What happens.
+    """
+
+    at_s: float
+    kind: FaultKind
+
+    def __str__(self) -> str:
+        return f"{self.at_s:g}s {self.kind}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ground:
+    """What is known of the cluster that faults are meant for.
+
+    Attributes:
+        rooms: Workers that fit on each node that may be lost, in whole sequence-parallel groups.
+        elsewhere: Workers that fit on the other nodes.
+        least: Fewest workers that the run trains on.
+        impossible: Why a kind of fault can't happen there, by kind.
+    """
+
+    rooms: tuple[int, ...]
+    elsewhere: int
+    least: int
+    impossible: Mapping[FaultKind, str] = field(default_factory=dict)
+
+
+def parse_seconds(text: str) -> float | None:
+    """Return a duration such as ``90s``, ``1m30s``, ``2h`` or ``90`` in seconds; None if it is none."""
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        return float(text)
+    found = _TIME.fullmatch(text)
+    if found is None or not text:
+        return None
+    return sum(float(part) * unit for part, unit in zip(found.groups(), (3600.0, 60.0, 1.0), strict=True) if part)
+
+
+def parse_faults(text: str) -> tuple[tuple[Fault, ...], tuple[str, ...]]:
+    """Return the faults of a text in the order of their times, and what is wrong with it.
+
+    Args:
+        text: Faults such as ``40s kill-node``, separated by commas or lines; what follows a # is a remark.
+    """
+    faults, problems = [], []
+    lines = (line.partition("#")[0] for line in text.splitlines())
+    for entry in (part.strip() for line in lines for part in line.split(",")):
+        if not entry:
+            continue
+        words = entry.split()
+        at_s = parse_seconds(words[0])
+        if len(words) != 2 or at_s is None:
+            problems.append(f"{entry!r} is not a fault: {_FORM}")
+            continue
+        kind = next((kind for kind in KINDS if kind == words[1]), None)
+        if kind is None:
+            problems.append(f"{entry!r}: there is no fault {words[1]!r}; use {', '.join(KINDS)}")
+        else:
+            faults.append(Fault(at_s=at_s, kind=kind))
+    if not faults and not problems:
+        problems.append(f"it names no fault: {_FORM}")
+    return tuple(sorted(faults, key=lambda fault: fault.at_s)), tuple(problems)
+
+
+def schedule_problems(faults: Sequence[Fault], ground: Ground) -> tuple[str, ...]:
+    """Return why faults, in the order of their times, can't happen or would leave a run without enough workers.
+
+    Args:
+        faults: The faults, in the order of their times.
+        ground: The cluster. Of its nodes, the largest that is left is taken to be lost first.
+    """
+    problems = []
+    left, lost = sorted(ground.rooms), []
+    for fault in faults:
+        if fault.kind in ground.impossible:
+            problems.append(f"{fault}: {ground.impossible[fault.kind]}")
+        elif fault.kind in LOSES_A_NODE:
+            room = ground.elsewhere + sum(left[:-1])
+            if left and room >= ground.least:
+                lost.append(left.pop())
+                continue
+            problems.append(
+                f"{fault}: there would be room for {room} workers, and the run needs {ground.least} "
+                "(cluster.workers.min); have an add-node before it, lower cluster.workers.min, or use more nodes"
+            )
+        elif fault.kind == "add-node":
+            if not lost:
+                problems.append(f"{fault}: no node is missing by then; have a kill-node or drain-node before it")
+                continue
+            left = sorted([*left, lost.pop()])
+    return tuple(problems)
+
+
+def random_schedule(
+    seed: int, *, every_s: float, for_s: float, ground: Ground, kinds: Collection[FaultKind] = KINDS
+) -> tuple[Fault, ...]:
+    """Return random faults that a run can survive, the same ones for the same arguments.
+
+    Args:
+        seed: Of what is drawn.
+        every_s: Mean time between two faults, in seconds; each takes between half and one and a half of it.
+        for_s: No fault comes later, in seconds after the run's first step.
+        ground: The cluster.
+        kinds: Kinds to draw from; those that are impossible at a moment are left out.
+    """
+    draw = random.Random(seed)
+    faults: tuple[Fault, ...] = ()
+    at_s = 0.0
+    while True:
+        at_s += every_s * draw.uniform(0.5, 1.5)
+        if at_s > for_s or not math.isfinite(at_s):
+            return faults
+        candidates = [Fault(at_s=round(at_s, 1), kind=kind) for kind in KINDS if kind in kinds]
+        possible = [one for one in candidates if not schedule_problems((*faults, one), ground)]
+        if not possible:
+            return faults
+        faults += (*draw.choices(possible, [_LIKELIHOOD[one.kind] for one in possible]),)

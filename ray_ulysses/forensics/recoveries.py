@@ -1,0 +1,140 @@
+"""Finds in a run's journal what each fault of a rehearsal cost: seconds to the next step, and steps (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from ray_ulysses.elastic.schedule import Fault
+from ray_ulysses.tracking.events import AttemptEnded, AttemptStarted, Event, PhaseStarted, StartFailed, StepDone
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strike:
+    """A fault that has happened.
+
+    Attributes:
+        fault: As it was planned.
+        at: When it happened, in seconds since the epoch.
+        what: To what, in words.
+    """
+
+    fault: Fault
+    at: float
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovery:
+    """What followed a fault; the times are seconds after it.
+
+    Attributes:
+        strike: The fault.
+        attempt: The attempt that continued after it; None if the run went on in the same one.
+        detected_s: It was recorded as noticed.
+        formed_s: The ranks of the next attempt had joined.
+        loaded_s: Their state was whole.
+        first_step_s: Their first step had ended.
+        pause_s: Between the last step before and that one.
+        lost_steps: Steps that had ended and were trained again.
+        workers: World size before and after.
+        is_shared: Whether the attempt is the same as after the fault before.
+    """
+
+    strike: Strike
+    attempt: int | None = None
+    detected_s: float | None = None
+    formed_s: float | None = None
+    loaded_s: float | None = None
+    first_step_s: float | None = None
+    pause_s: float | None = None
+    lost_steps: int | None = None
+    workers: tuple[int | None, int | None] = (None, None)
+    is_shared: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run trains again, or was never interrupted."""
+        return self.first_step_s is not None
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """An attempt that has started.
+
+    Attributes:
+        formed: When its ranks had joined; None if unknown.
+        started: Its start.
+        steps: Its steps.
+    """
+
+    formed: float | None
+    started: AttemptStarted
+    steps: list[StepDone] = field(default_factory=list)
+
+    @property
+    def reached(self) -> int:
+        """Completed steps of its state."""
+        return self.steps[-1].step if self.steps else self.started.resumed_step
+
+
+def recoveries(events: Iterable[Event], strikes: Sequence[Strike]) -> tuple[Recovery, ...]:
+    """Return what followed each fault, as far as the journal tells.
+
+    Args:
+        events: The run's journal.
+        strikes: The faults that have happened, in their order.
+    """
+    formed: dict[int, float] = {}
+    attempts: dict[int, _Attempt] = {}
+    ends: list[float] = []
+    for event in events:
+        if isinstance(event, PhaseStarted):
+            formed.setdefault(event.attempt, event.time)
+        elif isinstance(event, AttemptStarted):
+            attempts[event.attempt] = _Attempt(formed.get(event.attempt), event)
+        elif isinstance(event, StepDone) and event.attempt in attempts:
+            attempts[event.attempt].steps.append(event)
+        elif isinstance(event, AttemptEnded | StartFailed):
+            detected = event.detected_at if isinstance(event, AttemptEnded) else None
+            ends.append(event.time if detected is None else detected)
+    in_order = [attempts[number] for number in sorted(attempts)]
+    found: list[Recovery] = []
+    for strike in strikes:
+        one = _recovery(strike, in_order, sorted(ends))
+        is_shared = one.attempt is not None and any(one.attempt == other.attempt for other in found)
+        # What it cost was counted with the fault before.
+        found.append(replace(one, is_shared=True, lost_steps=0) if is_shared else one)
+    return tuple(found)
+
+
+def _recovery(strike: Strike, attempts: Sequence[_Attempt], ends: Sequence[float]) -> Recovery:
+    """Return what followed a fault: the first attempt that started after it and trained a step."""
+    was = next((one for one in reversed(attempts) if one.started.time <= strike.at), None)
+    world = None if was is None else was.started.world_size
+    if strike.fault.kind == "kill-agent":
+        # Training goes on without it.
+        later = (step.time - strike.at for one in attempts for step in one.steps if step.time > strike.at)
+        return Recovery(strike=strike, first_step_s=min(later, default=None), lost_steps=0, workers=(world, world))
+    grows = strike.fault.kind == "add-node"
+    for before, one in pairwise(attempts):
+        size = before.started.world_size
+        if one.started.time <= strike.at or not one.steps or (grows and one.started.world_size <= size):
+            continue
+        first = one.steps[0]
+        old = before if grows or was is None else was
+        last = old.steps[-1].time if old.steps else None
+        noticed = next((at for at in ends if strike.at <= at <= one.started.time), None)
+        return Recovery(
+            strike=strike,
+            attempt=one.started.attempt,
+            detected_s=None if noticed is None else noticed - strike.at,
+            formed_s=None if one.formed is None else one.formed - strike.at,
+            loaded_s=one.started.time - strike.at,
+            first_step_s=first.time - strike.at,
+            pause_s=None if last is None else first.time - last,
+            lost_steps=max(0, old.reached - one.started.resumed_step),
+            workers=(old.started.world_size, one.started.world_size),
+        )
+    return Recovery(strike=strike, workers=(world, None))

@@ -1,0 +1,155 @@
+"""Checks the runs of a rehearsal: rows, losses, recoveries, and the share of the time in steps that count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ray_ulysses.elastic.schedule import Fault
+from ray_ulysses.forensics.recoveries import Recovery, Strike, recoveries
+from ray_ulysses.forensics.rehearsal_report import LossComparison, RehearsalReport
+from ray_ulysses.forensics.verification import verify_run
+from ray_ulysses.forensics.verification_report import Verification
+from ray_ulysses.tracking.events import Event, StepDone
+from ray_ulysses.tracking.history import read_history
+from ray_ulysses.tracking.journal_reader import read_entries
+from ray_ulysses.tracking.step_groups import ungroup_steps
+
+_TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2}
+_SAMPLES = 8
+
+
+def report_rehearsal(
+    run_dir: Path,
+    *,
+    planned: Sequence[Fault],
+    strikes: Sequence[Strike],
+    unbroken: Path | None,
+    tolerance: float,
+    min_ettr: float | None = None,
+    setting: Sequence[str] = (),
+    problems: Iterable[str] = (),
+) -> RehearsalReport:
+    """Read what a rehearsal has shown from the journals of its runs, and read every trained row again.
+
+    Args:
+        run_dir: Directory of the run with faults.
+        planned: The faults that were to happen.
+        strikes: Those that have happened.
+        unbroken: Directory of the run without faults; None without one.
+        tolerance: Largest relative difference of a loss that holds.
+        min_ettr: Smallest share of the time in steps that count that holds; None for any.
+        setting: The cluster, the command and the machine, in words.
+        problems: What went wrong already.
+    """
+    history, events = read_history(run_dir), list(ungroup_steps(read_entries(run_dir)))
+    found = recoveries(events, strikes)
+    counted = {step.step: step.loss for step in history.steps}
+    others = {} if unbroken is None else {step.step: step.loss for step in read_history(unbroken).steps}
+    retrained = compare_losses(_pairs_of_retrained(events))
+    beside = (
+        None
+        if unbroken is None
+        else compare_losses((s, counted[s], others[s]) for s in sorted(counted.keys() & others))
+    )
+    lost, repeated = count_rows([step.rows for step in history.steps])
+    report = RehearsalReport(
+        name=history.name,
+        run_dir=str(run_dir),
+        setting=tuple(setting),
+        steps=history.step,
+        seconds=history.time_spent.total_s,
+        ettr=history.goodput,
+        rows=history.rows_consumed,
+        rows_lost=lost,
+        rows_repeated=repeated,
+        data_digest=history.data_digest,
+        recoveries=found,
+        retrained=retrained,
+        unbroken=beside,
+        samples=_samples(counted, others, found, events),
+        tolerance=tolerance,
+        problems=(),
+    )
+    verified = verify_run(run_dir, other=unbroken)
+    return replace(report, problems=(*problems, *_problems(report, planned, verified, min_ettr)))
+
+
+def tolerance_of(dtype: str) -> float:
+    """Return the largest relative difference of a step's loss that rounding makes on another number of workers."""
+    return _TOLERANCES[dtype]
+
+
+def compare_losses(pairs: Iterable[tuple[int, float, float]]) -> LossComparison:
+    """Return the largest relative difference of pairs of losses (pure).
+
+    Args:
+        pairs: Step and the two losses.
+    """
+    differences = [(abs(ours / theirs - 1.0) if theirs else abs(ours), step) for step, ours, theirs in pairs]
+    if not differences:
+        return LossComparison()
+    # A loss that is not a number is the largest difference of all.
+    largest, step = max(differences, key=lambda one: (math.isnan(one[0]), one[0]))
+    return LossComparison(steps=len(differences), largest=largest, at_step=step)
+
+
+def count_rows(ranges: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """Return how many rows before the last one are in no range, and how many are in more than one (pure)."""
+    reached = lost = repeated = 0
+    for first, stop in sorted(ranges):
+        lost += max(0, first - reached)
+        repeated += max(0, min(stop, reached) - first)
+        reached = max(reached, stop)
+    return lost, repeated
+
+
+def _pairs_of_retrained(events: Iterable[Event]) -> Iterator[tuple[int, float, float]]:
+    """Yield the losses of each step that was trained by two attempts, one after the other."""
+    losses: dict[int, float] = {}
+    for event in events:
+        if isinstance(event, StepDone):
+            if event.step in losses:
+                yield event.step, event.loss, losses[event.step]
+            losses[event.step] = event.loss
+
+
+def _samples(
+    ours: Mapping[int, float], others: Mapping[int, float], found: Sequence[Recovery], events: Sequence[Event]
+) -> tuple[tuple[int, float, float], ...]:
+    """Return the losses of the first step after each recovery, and of a few steps at equal distances."""
+    both = sorted(ours.keys() & others.keys())
+    if not both:
+        return ()
+    recovered = {one.attempt for one in found}
+    first = {event.attempt: event.step for event in reversed(events) if isinstance(event, StepDone)}
+    steps = {step for attempt, step in first.items() if attempt in recovered}
+    steps |= {both[len(both) * part // _SAMPLES] for part in range(_SAMPLES)} | {both[-1]}
+    return tuple((step, ours[step], others[step]) for step in sorted(steps.intersection(both)))
+
+
+def _problems(
+    report: RehearsalReport, planned: Sequence[Fault], verified: Verification, min_ettr: float | None
+) -> Iterator[str]:
+    """Yield everything that does not hold."""
+    if len(report.recoveries) < len(planned):
+        yield f"only {len(report.recoveries)} of {len(planned)} faults happened before the run ended"
+    for one in report.recoveries:
+        if not one.is_over:
+            yield f"the run did not recover from {one.strike.fault} ({one.strike.what})"
+    if report.rows_lost or report.rows_repeated:
+        yield f"{report.rows_lost} rows were lost, and {report.rows_repeated} repeated"
+    yield from map(str, verified.findings)
+    if not verified.steps:
+        yield "no step was trained"
+    for name, compared in (("steps that were trained again", report.retrained), ("the unbroken run", report.unbroken)):
+        if compared is not None and not compared.largest <= report.tolerance:
+            yield (
+                f"the loss of step {compared.at_step} differs from that of {name} by {compared.largest:.1e}; at most "
+                f"{report.tolerance:.0e} is rounding"
+            )
+    if min_ettr is not None and (report.ettr or 0.0) < min_ettr:
+        share = f"{100 * (report.ettr or 0.0):.1f}%"
+        yield f"{share} of the time went into steps that count; at least {100 * min_ettr:g}% was asked for"

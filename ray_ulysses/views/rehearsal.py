@@ -1,0 +1,126 @@
+"""Renders a rehearsal: what it is going to do, what happens, and its report, in Markdown that is readable as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ray_ulysses.elastic.schedule import MEANINGS, Fault
+from ray_ulysses.forensics.recoveries import Recovery
+from ray_ulysses.forensics.rehearsal_report import LossComparison, RehearsalReport
+from ray_ulysses.views.words import duration, facts, percent
+
+
+def render_intent(name: str, facts_of_it: Sequence[tuple[str, str]], faults: Sequence[Fault]) -> str:
+    """Return what a rehearsal is going to do.
+
+    Args:
+        name: The run that it trains.
+        facts_of_it: Names and values that a person should know before.
+        faults: What is going to happen.
+    """
+    rows = [(clock(fault.at_s), f"{fault.kind:<12} {MEANINGS[fault.kind]}") for fault in faults]
+    return "\n".join(
+        [f"rehearsal {name!r}", *facts(facts_of_it), "  faults, after the run's first step", *facts(rows, "    ")]
+    )
+
+
+def clock(seconds: float) -> str:
+    """Format a time after the first step: ``1:05``."""
+    whole = round(seconds)
+    return f"{whole // 60}:{whole % 60:02d}"
+
+
+def strike_line(at_s: float, what: str) -> str:
+    """Return the line about something that has happened."""
+    return f"{clock(at_s):>6}  {what}"
+
+
+def recovery_line(one: Recovery, began: float) -> str:
+    """Return the line about the first step after a fault.
+
+    Args:
+        one: The recovery.
+        began: When the run's first step had ended, in seconds since the epoch.
+    """
+    assert one.first_step_s is not None
+    at_s = one.strike.at + one.first_step_s - began
+    if one.attempt is None:
+        return f"{clock(at_s):>6}    training goes on"
+    parts = [("noticed", one.detected_s), ("formed", one.formed_s), ("loaded", one.loaded_s)]
+    times = ", ".join(f"{name} after {seconds:.1f} s" for name, seconds in parts if seconds is not None)
+    lost = "no step lost" if not one.lost_steps else f"{one.lost_steps} step{'s' * (one.lost_steps != 1)} lost"
+    paused = "" if one.pause_s is None else f"; training paused for {one.pause_s:.1f} s"
+    again = f"trains again on {one.workers[1]} workers after {one.first_step_s:.1f} s"
+    return f"{clock(at_s):>6}    {again} ({times}); {lost}{paused}"
+
+
+def render_report(report: RehearsalReport, began: float | None = None) -> str:
+    """Return the report in Markdown."""
+    verdict = "everything holds" if report.holds else "DOES NOT HOLD"
+    lines = [f"# Rehearsal {report.name}: {verdict}", "", *report.setting, ""]
+    lines += [f"* {problem}" for problem in report.problems] + [""] * bool(report.problems)
+    lines += _table(("", ""), _totals(report))
+    if report.recoveries:
+        lines += [
+            "",
+            "## What each fault cost",
+            "",
+            "Seconds after the fault; the pause is from the last step before.",
+            "",
+        ]
+        lines += _table(_HEAD, [_row(one) for one in report.recoveries])
+    if report.samples:
+        lines += ["", "## Losses beside the run without faults", ""]
+        rows = [
+            (str(step), f"{ours:.7f}", f"{theirs:.7f}", f"{abs(ours / theirs - 1.0) if theirs else abs(ours):.1e}")
+            for step, ours, theirs in report.samples
+        ]
+        lines += _table(("step", "with faults", "without", "relative difference"), rows)
+    return "\n".join(lines)
+
+
+_HEAD = ("at", "fault", "noticed", "formed", "loaded", "first step", "pause", "steps lost", "workers", "what happened")
+
+
+def _totals(report: RehearsalReport) -> list[tuple[str, str]]:
+    ettr = "-" if report.ettr is None else percent(report.ettr)
+    rows = [
+        ("steps", f"{report.steps:,} in {duration(report.seconds)}"),
+        ("faults", str(len(report.recoveries))),
+        ("rows lost", str(report.rows_lost)),
+        ("rows repeated", str(report.rows_repeated)),
+        ("rows trained", f"{report.rows:,}, read again from the corpus: digest {report.data_digest}"),
+        ("steps lost", f"{report.lost_steps:,} (trained again)"),
+        ("effective training time", f"{ettr} of the time went into steps that count"),
+        ("loss of steps that were trained again", _difference(report.retrained, report.tolerance)),
+    ]
+    if report.unbroken is not None:
+        rows.append(("loss beside a run without faults", _difference(report.unbroken, report.tolerance)))
+    return rows
+
+
+def _difference(found: LossComparison, tolerance: float) -> str:
+    if not found.steps:
+        return "no such step"
+    return f"differs by {found.largest:.1e} at most, in {found.steps:,} steps (rounding: up to {tolerance:.0e})"
+
+
+def _row(one: Recovery) -> tuple[str, ...]:
+    times = (one.detected_s, one.formed_s, one.loaded_s, one.first_step_s, one.pause_s)
+    shown = ["" if seconds is None else f"{seconds:.1f} s" for seconds in times]
+    workers = "" if None in one.workers else f"{one.workers[0]} -> {one.workers[1]}"
+    lost = "" if one.lost_steps is None else str(one.lost_steps)
+    what = one.strike.what
+    if one.is_shared:
+        what += ", in the same restart as above"
+    return (clock(one.strike.fault.at_s), one.strike.fault.kind, *shown, lost, workers, what)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a Markdown table whose columns are aligned."""
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    lines = [head, ["-" * max(3, width) for width in widths], *rows]
+    return [
+        "| " + " | ".join(f"{cell:<{max(3, width)}}" for cell, width in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    ]

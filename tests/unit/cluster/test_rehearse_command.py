@@ -1,0 +1,68 @@
+"""What a rehearsal changes of a configuration, and what it refuses before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ray_ulysses.cli import app, run
+from ray_ulysses.cluster.rehearse_command import rehearsal_config
+from ray_ulysses.config.loading import parse_config
+from tests.unit.config.trees import small_tree
+from tests.unit.data.corpora import text_corpus, varied_texts
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rehearsal")
+    text_corpus(folder, [text * 200 for text in varied_texts(20, longest=400)])
+    tree = small_tree(
+        data__path=str(folder / "corpus"), run__storage=str(folder / "runs"), parallel__sp_size=2,
+        cluster__workers={"min": 2, "max": 4},
+    )  # fmt: skip
+    (folder / "config.yaml").write_text(parse_config(tree).to_yaml())
+    return folder / "config.yaml"
+
+
+def test_only_what_would_end_a_rehearsal_or_touch_the_run_is_changed() -> None:
+    config = parse_config(small_tree(run__stop_step=40, run__storage="/runs", elastic__hang_timeout_s=9.0))
+    local = rehearsal_config(config, address=None, stamp="now")
+    abroad = rehearsal_config(config, address="head:6379", stamp="now")
+    assert local.run_dir == abroad.run_dir == Path("/runs/first-rehearsal-now/first-rehearsal-now")
+    assert (abroad.run.stop_step, abroad.elastic.hang_timeout_s) == (None, 9.0)
+    assert abroad.elastic.max_failures >= 1000 and abroad.elastic.grow_interval_s <= 5.0
+    assert abroad.cluster == config.cluster
+    # The head of a cluster of our own has room for the data stream, and for no worker.
+    assert (local.cluster.cpus_per_worker, local.cluster.data_cpus, local.cluster.workers) == (
+        2.0,
+        0.25,
+        config.cluster.workers,
+    )
+    kept = {"model", "data", "parallel", "optimizer", "schedule", "memory", "checkpoint", "tracking"}
+    assert all(getattr(abroad, name) == getattr(local, name) == getattr(config, name) for name in kept)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--faults", "40s explode"], "the faults can't be rehearsed:\n  - '40s explode': there is no fault 'explode'"),
+        (["--faults", "1s kill-node, 9s kill-node"], "9s kill-node: there would be room for 0 workers"),
+        (["--faults", "1s add-node"], "1s add-node: no node is missing by then"),
+        (["--every", "60s"], "--every=60s: draws random faults at that mean distance; it needs --for, and no --faults"),
+        (["--every", "1m", "--for", "soon"], "--for=soon: is not a time; write it as 90s, 1m30s or 2h"),
+        (["--every", "60s", "--for", "10s"], "no fault is possible within --for=10s"),
+        (["--every", "60s", "--for", "10m", "--kinds", "kill-all"], "--kinds=kill-all: there is no fault 'kill-all'"),
+        (["--nodes", "1"], "30s kill-node: there would be room for 0 workers, and the run needs 2 ("),
+        (["--set", "cluster.gpus_per_worker=1"], "cluster.gpus_per_worker=1: nodes that a rehearsal starts"),
+        (["--set", "cluster.workers=3"], "cluster.workers"),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_rehearsed_is_refused_before_anything_starts(
+    path: Path, options: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray_ulysses.cluster.rehearse_command.LocalCluster", None)
+    assert run(app, ["rehearse", str(path), *options]) == 2
+    assert said in capsys.readouterr().err
+    assert not (path.parent / "runs").exists()

@@ -1,0 +1,92 @@
+"""What a fault cost, as the journal tells it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray_ulysses.elastic.schedule import Fault, FaultKind
+from ray_ulysses.forensics.recoveries import Strike, recoveries
+from ray_ulysses.tracking.events import Event
+from tests.unit.tracking.journals import event
+
+
+def _started(attempt: int, time: float, world: int, resumed: int) -> list[Event]:
+    phase = {"event": "phase", "phase": "building the model", "part": "build"}
+    start = {"event": "attempt_started", "world_size": world, "resumed_step": resumed}
+    return [event({"attempt": attempt, "time": time - 1, **phase}), event({"attempt": attempt, "time": time, **start})]
+
+
+def _steps(attempt: int, time: float, first: int, last: int) -> list[Event]:
+    """One step per second."""
+    fields: dict[str, Any] = {"event": "step", "loss": 1.0, "tokens": 1, "digest": "1", "seconds": 1.0}
+    return [
+        event({"attempt": attempt, "time": time + step - first, "step": step, "rows": (step - 1, step), **fields})
+        for step in range(first, last + 1)
+    ]
+
+
+def _ended(attempt: int, time: float, **fields: Any) -> Event:
+    return event({"event": "attempt_ended", "attempt": attempt, "time": time, "reason": "lost worker 0", **fields})
+
+
+def _strike(kind: FaultKind, at: float) -> Strike:
+    return Strike(fault=Fault(at_s=at, kind=kind), at=at, what=kind)
+
+
+LOST = [
+    *_started(1, 100, 4, 0),
+    *_steps(1, 101, 1, 10),
+    _ended(1, 112.0, detected_at=111.5),
+    *_started(2, 114, 2, 9),
+    *_steps(2, 115, 10, 20),
+]
+
+
+def test_a_lost_node_costs_the_time_to_the_next_step_and_the_steps_that_are_trained_again() -> None:
+    (one,) = recoveries(LOST, [_strike("kill-node", 111.0)])
+    assert (one.attempt, one.lost_steps, one.workers, one.is_shared) == (2, 1, (4, 2), False)
+    assert (one.detected_s, one.formed_s, one.loaded_s, one.first_step_s, one.pause_s) == (0.5, 2.0, 3.0, 4.0, 5.0)
+
+
+def test_a_fault_that_nothing_followed_is_not_over() -> None:
+    (one,) = recoveries(LOST, [_strike("kill-worker", 126.0)])
+    assert not one.is_over and one.workers == (2, None) and one.lost_steps is None
+
+
+def test_training_goes_on_without_an_agent() -> None:
+    early, late = recoveries(LOST, [_strike("kill-agent", 104.5), _strike("kill-agent", 130.0)])
+    assert (early.attempt, early.first_step_s, early.lost_steps) == (None, 0.5, 0)
+    assert not late.is_over
+
+
+def test_two_drains_of_one_restart_are_counted_once() -> None:
+    first, second = recoveries(LOST, [_strike("drain-node", 110.0), _strike("drain-node", 111.0)])
+    assert (first.attempt, second.attempt, first.is_shared, second.is_shared) == (2, 2, False, True)
+    assert (first.lost_steps, second.lost_steps) == (1, 0)
+
+
+def test_an_attempt_that_trained_no_step_is_passed_over_and_its_loss_is_not() -> None:
+    events = [*LOST[:-11], _ended(2, 115.0), *_started(3, 118, 2, 8), *_steps(3, 119, 9, 12)]
+    (one,) = recoveries(events, [_strike("kill-node", 111.0)])
+    assert (one.attempt, one.lost_steps, one.first_step_s) == (3, 2, 8.0)
+
+
+def test_a_node_that_joins_is_followed_by_growth_and_not_by_another_recovery() -> None:
+    events = [
+        *LOST,
+        *_started(3, 130, 2, 20),
+        *_steps(3, 131, 21, 25),
+        *_started(4, 140, 4, 25),
+        *_steps(4, 141, 26, 27),
+    ]
+    joins, dies = recoveries(events, [_strike("add-node", 126.0), _strike("kill-worker", 127.0)])
+    assert (joins.attempt, joins.workers, joins.lost_steps, joins.pause_s) == (4, (2, 4), 0, 6.0)
+    assert (dies.attempt, dies.workers, dies.first_step_s) == (3, (2, 2), 4.0)
+    (alone,) = recoveries(events[:-4], [_strike("add-node", 126.0)])
+    assert not alone.is_over
+
+
+def test_a_drain_costs_no_step_and_pauses_for_less_than_it_takes() -> None:
+    events = [*_started(1, 100, 4, 0), *_steps(1, 101, 1, 10), *_started(2, 114, 2, 10), *_steps(2, 115, 11, 12)]
+    (one,) = recoveries(events, [_strike("drain-node", 104.0)])
+    assert (one.lost_steps, one.first_step_s, one.pause_s, one.detected_s) == (0, 11.0, 5.0, None)

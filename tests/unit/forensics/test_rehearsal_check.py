@@ -1,0 +1,110 @@
+"""What makes a rehearsal fail."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_ulysses.elastic.schedule import Fault
+from ray_ulysses.forensics.recoveries import Strike
+from ray_ulysses.forensics.rehearsal_check import compare_losses, count_rows, report_rehearsal, tolerance_of
+from ray_ulysses.forensics.rehearsal_report import RehearsalReport
+from ray_ulysses.views.rehearsal import render_report
+from tests.unit.forensics.runs import Record, Run, make_run
+
+FAULT = Fault(at_s=2.5, kind="kill-node")
+
+
+@pytest.mark.parametrize(
+    ("ranges", "lost", "repeated"),
+    [
+        ([], 0, 0),
+        ([(0, 4), (4, 8), (8, 12)], 0, 0),
+        ([(4, 8), (0, 4)], 0, 0),
+        ([(0, 4), (8, 12)], 4, 0),
+        ([(2, 4)], 2, 0),
+        ([(0, 4), (3, 8)], 0, 1),
+        ([(0, 4), (0, 4), (4, 8)], 0, 4),
+        ([(0, 10), (2, 4), (12, 14)], 2, 2),
+    ],
+)
+def test_every_row_that_was_lost_or_repeated_is_counted(
+    ranges: list[tuple[int, int]], lost: int, repeated: int
+) -> None:
+    assert count_rows(ranges) == (lost, repeated)
+
+
+def test_the_largest_difference_of_losses_is_found() -> None:
+    found = compare_losses([(1, 2.0, 2.0), (2, 1.0, 1.25), (3, 4.0, 4.04)])
+    assert (found.steps, found.at_step, found.largest) == (3, 2, pytest.approx(0.2))
+    assert compare_losses([]).at_step is None
+    bad = compare_losses([(1, 2.0, 1.0), (2, math.nan, 2.0), (3, 9.0, 1.0)])
+    assert bad.at_step == 2 and not bad.largest <= tolerance_of("fp32")
+
+
+@pytest.fixture
+def runs(tmp_path: Path, corpus: Path) -> tuple[Run, Run]:
+    return make_run(tmp_path / "faults", [corpus]), make_run(tmp_path / "unbroken", [corpus])
+
+
+def _timed(records: list[Record], begin: float) -> list[Record]:
+    return [{**record, "time": begin + number} for number, record in enumerate(records)]
+
+
+def _rehearsed(runs: tuple[Run, Run], again: list[Record] | None = None, **options: Any) -> RehearsalReport:
+    """Report on a run that lost its third step to a fault 2.5 s after its first, and trained it again."""
+    faulty, unbroken = runs
+    faulty.attempt(_timed([faulty.started(), *faulty.steps(1, 3)], 99.0))
+    faulty.attempt(_timed([faulty.started(2), *(again or faulty.steps(3, 6))], 105.0))
+    unbroken.trained(6, finished=True)
+    given: dict[str, Any] = {"planned": [FAULT], "strikes": [Strike(fault=FAULT, at=102.5, what="node 2 is lost")]}
+    given |= {"unbroken": unbroken.folder, "tolerance": 1e-5}
+    return report_rehearsal(faulty.folder, **given | options)
+
+
+def test_a_run_that_lost_no_row_and_has_its_losses_holds(runs: tuple[Run, Run]) -> None:
+    report = _rehearsed(runs)
+    assert report.holds and (report.rows_lost, report.rows_repeated, report.lost_steps) == (0, 0, 1)
+    assert report.unbroken is not None and (report.unbroken.steps, report.unbroken.largest) == (6, 0.0)
+    assert report.retrained.steps == 1 and report.recoveries[0].first_step_s == pytest.approx(3.5)
+    text = render_report(report)
+    assert text.startswith("# Rehearsal faults: everything holds")
+    assert "| rows lost " in text and "| 0:02 | kill-node |" in text and "node 2 is lost" in text
+    assert json.loads(json.dumps(report.to_json()))["rows_lost"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({3: {"rows": [12, 16]}}, "4 rows were lost, and 4 repeated"),
+        ({3: {"loss": 2.1}}, "the loss of step 3 differs from that of steps that were trained again by 5.0e-02"),
+        ({5: {"loss": 2.1}}, "the loss of step 5 differs from that of the unbroken run by 5.0e-02"),
+        ({5: {"loss": math.nan}}, "the loss of step 5 differs from that of the unbroken run by nan"),
+        ({4: {"digest": "00"}}, "step 4 of attempt 2"),
+        ({4: None}, "4 rows were lost, and 0 repeated"),
+    ],
+)
+def test_what_does_not_hold_is_said(runs: tuple[Run, Run], changes: dict[int, Record | None], said: str) -> None:
+    steps = [record | (changes.get(record["step"], {}) or {}) for record in runs[0].steps(3, 6)]
+    report = _rehearsed(runs, [record for record in steps if changes.get(record["step"], {}) is not None])
+    assert not report.holds and any(said in problem for problem in report.problems), report.problems
+    assert "DOES NOT HOLD" in render_report(report) and said in render_report(report)
+
+
+def test_a_fault_that_did_not_happen_or_was_not_survived_is_said(runs: tuple[Run, Run]) -> None:
+    late = Strike(fault=Fault(at_s=20.0, kind="kill-worker"), at=120.0, what="rank 0 is killed")
+    report = _rehearsed(runs, planned=[FAULT, FAULT], strikes=[late], problems=["the command ended with 1"])
+    assert report.problems == (
+        "the command ended with 1",
+        "only 1 of 2 faults happened before the run ended",
+        "the run did not recover from 20s kill-worker (rank 0 is killed)",
+    )
+
+
+def test_too_little_effective_time_is_said(runs: tuple[Run, Run]) -> None:
+    (problem,) = _rehearsed(runs, min_ettr=0.99).problems
+    assert problem.endswith("of the time went into steps that count; at least 99% was asked for")
