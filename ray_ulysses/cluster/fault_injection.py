@@ -38,6 +38,7 @@ _WORDS: Mapping[FaultKind, str] = {"kill-worker": "killed", "crash-worker": "cra
 _TARGET_S = 120.0
 """Longest wait for something that a fault can happen to: after the fault before, workers may not have started yet."""
 _TASK_S = 60.0
+_AGAIN_S = 0.2
 _HEAD = "node:__internal_head__"
 _AGENT_CLASS = "_Agent"
 
@@ -83,14 +84,16 @@ class FaultInjector:
         Raises:
             RunError: There is nothing for too long.
         """
-        deadline = time.monotonic() + _TARGET_S
+        deadline, why = time.monotonic() + _TARGET_S, "no worker of the run was found"
         while self._command.is_running and time.monotonic() < deadline:
-            with contextlib.suppress(RayError, OSError):
+            try:
                 done = self._acts[fault.kind]()
-                if done is not None:
-                    return Strike(fault=fault, at=done[0], what=done[1])
-            time.sleep(0.2)
-        raise RunError(f"{fault}: there was nothing that it could happen to for {_TARGET_S:g} s")
+            except (RayError, OSError, RuntimeError) as error:
+                done, why = None, str(error)
+            if done is not None:
+                return Strike(fault=fault, at=done[0], what=done[1])
+            time.sleep(_AGAIN_S)
+        raise RunError(f"{fault}: could not be made to happen within {_TARGET_S:g} s ({why})")
 
     def look(self) -> str | None:
         """Take a drained node of a cluster of ours away when its time is up; return what happened."""
