@@ -350,10 +350,17 @@ MUTANTS = (
     Mutant(
         name="a mean of means",
         file="ray_ulysses/engine/loss.py",
-        old='reduction="sum"',
-        new='reduction="mean"',
+        old="batch).sum(), num_tokens",
+        new="batch).mean(), num_tokens",
         killer="tests/unit/trainer/test_step.py::"
         "test_the_loss_is_a_mean_over_all_tokens_of_the_step_and_its_gradient_that_of_the_mean",
+    ),
+    Mutant(
+        name="the gradient of the last tile alone",
+        file="ray_ulysses/engine/tiled_loss.py",
+        old="total.add_(part)",
+        new="total.copy_(part)",
+        killer="tests/unit/engine/test_tiled_loss.py::test_tiles_change_no_loss_no_gradient_and_no_prediction[granite]",
     ),
     Mutant(
         name="random state by place and not by row",

@@ -40,6 +40,7 @@ class ShardedBatch:
         documents: Tables of the rows for this rank's part of the ring.
         mesh: The mesh that the rows are sharded over.
         token_ids: The smallest and the largest token id of the whole rows, or ``None`` if they are not on the host.
+        label_weights_BL: fp32 factor of each label's loss; ``None`` for 1.
     """
 
     input_ids_BL: torch.Tensor
@@ -49,6 +50,7 @@ class ShardedBatch:
     documents: PackedDocuments
     mesh: SequenceMesh
     token_ids: tuple[int, int] | None = None
+    label_weights_BL: torch.Tensor | None = None
 
     def model_inputs(self) -> dict[str, Any]:
         """Return the keyword arguments of the model's forward, without labels, since the loss is computed outside."""
@@ -65,6 +67,8 @@ def shard_batch(
     labels: torch.Tensor | None,
     document_lengths: Sequence[int] | Sequence[Sequence[int]] | torch.Tensor | None,
     mesh: SequenceMesh,
+    *,
+    label_weights: torch.Tensor | None = None,
 ) -> ShardedBatch:
     """Return this rank's slice of whole rows; no communication.
 
@@ -77,6 +81,7 @@ def shard_batch(
         document_lengths: Lengths in tokens of the documents packed into each row, in order: one sequence for a
             single row, otherwise one per row. The rest of a row is padding. ``None``: each row is one document.
         mesh: The mesh to shard over. Rows are padded to a multiple of ``mesh.sp_size``, or of twice that with a ring.
+        label_weights: ``[B, S]`` or ``[S]``: factor on the loss of predicting each token. ``None``: 1 for every token.
 
     Returns:
         This rank's slice, with labels shifted inside documents: the last token of a document has no target.
@@ -86,12 +91,7 @@ def shard_batch(
     """
     input_ids_BS = _rows(input_ids, "input_ids")
     labels_BS = input_ids_BS if labels is None else _rows(labels, "labels")
-    if labels_BS.shape != input_ids_BS.shape:
-        raise UserError(
-            f"labels have shape {tuple(labels_BS.shape)}, input_ids {tuple(input_ids_BS.shape)}; they must be equal"
-        )
-    if labels_BS.device != input_ids_BS.device:
-        raise UserError(f"labels are on {labels_BS.device}, input_ids on {input_ids_BS.device}; move them together")
+    _check_alike("labels", labels_BS, input_ids_BS)
     num_rows, num_tokens = input_ids_BS.shape
     lengths = _lengths(document_lengths, num_rows, num_tokens)
     padding = -num_tokens % row_multiple(mesh.sp_size, mesh.ring_size)
@@ -102,6 +102,7 @@ def shard_batch(
     # [B, S] -> [B, S + padding]
     input_ids_BS = torch.nn.functional.pad(input_ids_BS, (0, padding), value=0)
     labels_BS = torch.nn.functional.pad(labels_BS, (0, padding), value=IGNORE_INDEX)
+    weights_BS = _shifted_weights(label_weights, input_ids_BS, padding)
     shifted_BS = torch.full_like(labels_BS, IGNORE_INDEX)
     position_ids_BS = torch.zeros_like(input_ids_BS)
     for row, row_lengths in enumerate(lengths):
@@ -119,7 +120,26 @@ def shard_batch(
         documents=documents,
         mesh=mesh,
         token_ids=_bounds(input_ids_BS),
+        label_weights_BL=None if weights_BS is None else held_tokens(weights_BS, mesh),
     )
+
+
+def _check_alike(name: str, tensor: torch.Tensor, input_ids_BS: torch.Tensor) -> None:
+    if tensor.shape != input_ids_BS.shape:
+        raise UserError(
+            f"{name} have shape {tuple(tensor.shape)}, input_ids {tuple(input_ids_BS.shape)}; they must be equal"
+        )
+    if tensor.device != input_ids_BS.device:
+        raise UserError(f"{name} are on {tensor.device}, input_ids on {input_ids_BS.device}; move them together")
+
+
+def _shifted_weights(weights: torch.Tensor | None, padded_BS: torch.Tensor, padding: int) -> torch.Tensor | None:
+    """Return ``[B, S + padding]``, fp32: position ``t`` has the weight of the token after it."""
+    if weights is None:
+        return None
+    weights_BS = weights.reshape(-1, weights.shape[-1]).float()
+    _check_alike("label_weights", weights_BS, padded_BS[:, : padded_BS.shape[1] - padding])
+    return torch.nn.functional.pad(weights_BS[:, 1:], (0, padding + 1))
 
 
 def _bounds(input_ids_BS: torch.Tensor) -> tuple[int, int] | None:

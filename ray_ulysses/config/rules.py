@@ -254,6 +254,20 @@ def _least_multiple(config: Config, sp_size: int) -> int:
     return 2 * sp_size if takes_ring else sp_size
 
 
+def _tiles_are_shorter_than_rows(config: Config) -> Iterator[Problem]:
+    sp_size, context = config.parallel.sp_size, config.data.context_tokens
+    longest = -(-context // sp_size)
+    tile = config.memory.loss_tile
+    if isinstance(tile, int) and tile > longest:
+        yield Problem(
+            path="memory.loss_tile",
+            value=tile,
+            rule=f"is longer than the {longest} tokens that a rank has of the longest row "
+            f"(data.context_tokens={context} / parallel.sp_size={sp_size}), so nothing would be tiled",
+            hint=f"use at most {longest}, auto or off",
+        )
+
+
 def _warmup_ends_before_the_horizon(config: Config) -> Iterator[Problem]:
     warmup, horizon = config.schedule.warmup_steps, config.schedule.horizon_steps
     if horizon is not None and warmup >= horizon:
@@ -325,6 +339,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _ring_divides_sp,
     _sp_is_allowed,
     _context_holds_the_padding,
+    _tiles_are_shorter_than_rows,
     _warmup_ends_before_the_horizon,
     _evaluation_has_documents,
     _best_has_a_metric,

@@ -67,6 +67,11 @@ class MemorySection(Section):
     """Number of chunks of key-value heads that are exchanged and attended one after the other: more chunks need smaller
     exchange buffers and more collectives. Default 1: all heads at once."""
 
+    loss_tile: Annotated[int, Field(ge=1)] | Literal["auto", "off"] = "auto"
+    """Tokens per rank whose logits are computed at once: the loss goes over tiles, so that the logits of a row never
+    exist together. `auto` makes at least 16 tiles where logits are large; `off` computes all logits at once. Default
+    `auto`."""
+
     zero_stage: Literal[1, 2, 3] = 3
     """DeepSpeed's ZeRO stage, that is, what is sharded over the workers: the optimizer state (1), also the gradients
     (2), or also the weights (3). Default 3; a lower stage communicates less where the weights fit."""

@@ -2,46 +2,122 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch
+from ray_ulysses.engine.model_parts import NoTilesError, find_parts, inner_model, refuse_auxiliary_loss
+from ray_ulysses.engine.tiled_loss import TiledLoss
 from ray_ulysses.errors import UserError
+from ray_ulysses.logging import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ray_ulysses.parallel.mesh import SequenceMesh
+    from ray_ulysses.parallel.tiles import TileSetting
+
+_log = get_logger(__name__)
 
 
-def causal_lm_loss(model: Callable[..., Any], batch: ShardedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenScores:
+    """What a model says of each position of this rank's slice.
+
+    Attributes:
+        losses_BL: fp32 cross-entropy in nats, times the label's weight; 0 where the label is ignored.
+        predictions_BL: int64 id of the most probable next token.
+    """
+
+    losses_BL: torch.Tensor
+    predictions_BL: torch.Tensor
+
+
+def causal_lm_loss(
+    model: Callable[..., Any], batch: ShardedBatch, *, tile: TileSetting = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the forward and return this rank's summed cross-entropy and number of supervised tokens.
 
     Every rank of ``sp`` must call. If all labels of a rank are ignored, its sum is 0 and still takes part in the
-    backward pass, so that its collectives run.
+    backward pass, so that its collectives run. Logits are computed over tiles of tokens, and the gradients of the
+    output head in the forward pass; ranks may have different numbers of tiles.
 
     Args:
         model: The model, or the engine that wraps it.
         batch: This rank's slice.
+        tile: Tokens whose logits exist at once; see :func:`ray_ulysses.parallel.tiles.tile_tokens`. A model that does
+            not consist of a decoder and an output head has one tile with ``auto``.
 
     Returns:
-        ``loss_sum``: fp32 scalar in nats, differentiable. ``num_tokens``: int64 scalar.
+        ``loss_sum``: fp32 scalar in nats, differentiable once. ``num_tokens``: int64 scalar.
 
     Raises:
-        UserError: The model returns an auxiliary loss, which is not a sum over tokens.
+        UserError: The model returns an auxiliary loss, which is not a sum over tokens, or its loss can't be tiled.
     """
+    num_tokens = (batch.labels_BL != IGNORE_INDEX).sum()
+    tiled = _tiled(model, batch, tile)
+    if tiled is not None:
+        return tiled.run(model), num_tokens
+    return _whole_losses(_whole_logits(model, batch), batch).sum(), num_tokens
+
+
+def score_tokens(model: Callable[..., Any], batch: ShardedBatch, *, tile: TileSetting = "auto") -> TokenScores:
+    """Return loss and prediction of each position, without gradients; every rank of ``sp`` must call.
+
+    Args:
+        model: As in :func:`causal_lm_loss`.
+        batch: This rank's slice.
+        tile: As in :func:`causal_lm_loss`.
+    """
+    with torch.no_grad():
+        tiled = _tiled(model, batch, tile, wants_predictions=True)
+        if tiled is None:
+            logits_BLV = _whole_logits(model, batch)
+            losses, predictions = _whole_losses(logits_BLV, batch), logits_BLV.argmax(dim=-1)
+        else:
+            tiled.run(model)
+            assert tiled.predictions_N is not None
+            losses, predictions = tiled.losses_N, tiled.predictions_N
+    shape = batch.labels_BL.shape
+    return TokenScores(losses_BL=losses.view(shape), predictions_BL=predictions.view(shape))
+
+
+def _tiled(model: Any, batch: ShardedBatch, tile: TileSetting, wants_predictions: bool = False) -> TiledLoss | None:
+    """Return the tiled loss of a model, or ``None`` if its logits are to be computed at once."""
+    inner = None if tile == "off" else inner_model(model)
+    if inner is None:
+        return None
+    try:
+        parts = find_parts(inner)
+    except NoTilesError as error:
+        if tile != "auto":
+            raise
+        _warn_once(type(inner).__name__, str(error))
+        return None
+    return TiledLoss(parts=parts, batch=batch, tile=tile, wants_predictions=wants_predictions)
+
+
+@cache
+def _warn_once(name: str, reason: str) -> None:
+    _log.warning("the logits of %s are computed for all tokens at once: %s", name, reason)
+
+
+def _whole_logits(model: Callable[..., Any], batch: ShardedBatch) -> torch.Tensor:
     outputs = model(**batch.model_inputs())
-    if getattr(outputs, "aux_loss", None) is not None:
-        raise UserError(
-            "the model returned an auxiliary (router) loss; it is not a sum over tokens and can't be added up exactly "
-            "over slices of a row: set output_router_logits: false"
-        )
-    logits_BLV = outputs.logits
-    loss_sum = torch.nn.functional.cross_entropy(
-        logits_BLV.flatten(0, 1).float(), batch.labels_BL.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    refuse_auxiliary_loss(outputs)
+    logits_BLV: torch.Tensor = outputs.logits
+    return logits_BLV
+
+
+def _whole_losses(logits_BLV: torch.Tensor, batch: ShardedBatch) -> torch.Tensor:
+    """Return the fp32 loss of each position, ``[B * L]``."""
+    losses_N = torch.nn.functional.cross_entropy(
+        logits_BLV.flatten(0, 1).float(), batch.labels_BL.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
     )
-    return loss_sum, (batch.labels_BL != IGNORE_INDEX).sum()
+    return losses_N if batch.label_weights_BL is None else losses_N * batch.label_weights_BL.flatten()
 
 
 def loss_scale(

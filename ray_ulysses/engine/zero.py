@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ray_ulysses.engine.model_parts import inner_model
 from ray_ulysses.engine.optimizer import parameter_groups
 from ray_ulysses.engine.swap_folder import SwapFolder
 from ray_ulysses.errors import UserError
@@ -139,6 +140,8 @@ def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
     """
     import deepspeed
 
+    if settings.stage == 3:
+        _gather_head_at_once(model)
     groups = parameter_groups(model, settings.weight_decay)
     optimizer = _optimizer(groups, settings)
     config = zero_config(settings)
@@ -150,6 +153,16 @@ def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
     # Closed with the engine, or when the process ends.
     engine.swap_folder = swap_folder
     return engine
+
+
+def _gather_head_at_once(model: nn.Module) -> None:
+    """Make ZeRO-3 gather an output head with modules inside, such as an adapter's, once for all tiles of the loss."""
+    inner = inner_model(model)
+    head = None if inner is None else inner.get_output_embeddings()
+    if head is not None and any(True for _ in head.children()):
+        from deepspeed.utils import set_z3_leaf_module
+
+        set_z3_leaf_module(head, True)
 
 
 def _optimizer(groups: list[dict[str, Any]], settings: ZeroSettings) -> torch.optim.Optimizer:

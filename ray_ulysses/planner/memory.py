@@ -11,6 +11,7 @@ from typing import Literal
 
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.heads import HeadPlan, assign_heads
+from ray_ulysses.parallel.tiles import TileSetting, tile_tokens
 from ray_ulysses.planner.memory_terms import FP32_BYTES, GIB, MemoryTerm, Phase, always, term
 from ray_ulysses.planner.state_memory import StateSharing, device_state, host_state, load_terms
 
@@ -80,6 +81,7 @@ def estimate(
     gradient_checkpointing: bool = True,
     attention_output: Literal["both", "kernel", "none"] = "both",
     attention_chunks: int = 1,
+    loss_tile: TileSetting = "auto",
     init: Literal["pretrained", "random"] = "pretrained",
     accelerator: bool = True,
     host_buffers: int = 2,
@@ -99,6 +101,7 @@ def estimate(
         gradient_checkpointing: Whether layers are recomputed in the backward pass.
         attention_output: What gradient checkpointing keeps of attention's output.
         attention_chunks: Number of chunks in which heads are exchanged and attended.
+        loss_tile: Tokens per rank whose logits exist at once.
         init: Where the weights come from.
         accelerator: Whether each rank has a device, whose runtime takes memory too.
         host_buffers: Copies of a rank's state in host memory from which checkpoints are written.
@@ -121,10 +124,9 @@ def estimate(
         ulysses_size=sp_size // ring_size, ring_size=ring_size, chunks=attention_chunks, kept=attention_output
     )
     device += _activations(shape, local_tokens, attention, value, checkpointed=gradient_checkpointing)
-    device.append(_loss(shape, local_tokens, value))
+    device += _loss(shape, local_tokens, value, loss_tile)
     on_host, on_device = load_terms(shape, init, sharing)
-    device += [] if on_device is None else [on_device]
-    device += [_RUNTIME] if accelerator else []
+    device += [one for one in (on_device, _RUNTIME if accelerator else None) if one is not None]
     return MemoryEstimate(device=tuple(device), host=(*host_state(shape, sharing), on_host))
 
 
@@ -210,10 +212,22 @@ def _attention(shape: ModelShape, tokens: int, split: _AttentionSplit, value: in
     return terms
 
 
-def _loss(shape: ModelShape, tokens: int, value: int) -> MemoryTerm:
-    each = value + 3 * FP32_BYTES
+def _loss(shape: ModelShape, tokens: int, value: int, setting: TileSetting) -> list[MemoryTerm]:
+    # Log-probabilities, and the gradients of these and of the logits; the logits themselves are freed before.
+    each, tile = 3 * FP32_BYTES, tile_tokens(setting, tokens, shape.vocab_size)
+    what = "untiled" if setting == "off" else f"of {tokens:,} per rank"
     text = (
-        f"{tokens:,} tokens per rank x vocabulary {shape.vocab_size:,} x {each} bytes: logits, their fp32 copy, "
-        "log-probabilities and gradient, untiled in this version"
+        f"{tile:,} tokens {what} (memory.loss_tile={setting}) x vocabulary {shape.vocab_size:,} x {each} bytes: "
+        "log-probabilities, their gradient and that of the logits, in fp32"
     )
-    return term("logits", tokens * shape.vocab_size * each, "loss", text)
+    terms = [term("logits", tile * shape.vocab_size * each, "loss", text)]
+    if setting != "off":
+        hidden = tokens * shape.hidden_size * value
+        each = FP32_BYTES + value
+        text = (
+            f"{tokens:,} tokens per rank x {shape.hidden_size:,} x {value} bytes + {shape.embedding_parameters:,} "
+            f"parameters x {each} bytes: gradients of the hidden states and of the output head (summed in fp32, and of "
+            "one tile), which are made in the forward pass"
+        )
+        terms.append(term("gradients of the head's tiles", hidden + shape.embedding_parameters * each, "loss", text))
+    return terms

@@ -118,6 +118,7 @@ class _Change:
     shard_weights: bool = False
     offload: bool = False
     checkpointing: bool = False
+    tiled_loss: bool = False
     without_peer_memory: bool = False
 
     def describe(self) -> str:
@@ -129,6 +130,7 @@ class _Change:
             "memory.zero_stage=3": self.shard_weights,
             "memory.offload_optimizer=cpu": self.offload,
             "memory.gradient_checkpointing=true": self.checkpointing,
+            "memory.loss_tile=auto": self.tiled_loss,
             "elastic.peer_memory=false": self.without_peer_memory,
         }
         return " with ".join(text for text, is_changed in parts.items() if is_changed)
@@ -147,6 +149,7 @@ def _memory_with(config: Config, shape: ModelShape, change: _Change) -> MemoryEs
         gradient_checkpointing=change.checkpointing or config.memory.gradient_checkpointing,
         attention_output=config.memory.attention_output,
         attention_chunks=config.memory.attention_chunks,
+        loss_tile="auto" if change.tiled_loss else config.memory.loss_tile,
         init=config.model.init,
         accelerator=config.cluster.gpus_per_worker > 0,
         host_buffers=config.checkpoint.host_buffers,
@@ -176,6 +179,8 @@ def _changes(config: Config, shape: ModelShape) -> Iterator[_Change]:
     can_offload = config.memory.offload_optimizer == "none"
     if config.elastic.peer_memory:
         yield _Change(without_peer_memory=True)
+    if config.memory.loss_tile != "auto":
+        yield _Change(tiled_loss=True)
     if not config.memory.gradient_checkpointing:
         yield _Change(checkpointing=True)
     if config.memory.zero_stage < 3:

@@ -200,6 +200,7 @@ def _take_step(attempt: _Attempt, source: RowSource, position: RunPosition) -> S
         device=worker.device,
         accumulation=attempt.accumulation,
         seed=config.run.seed,
+        loss_tile=config.memory.loss_tile,
         flags=lambda: _flags(attempt),
         before_update=attempt.before_update,
     )
@@ -237,7 +238,9 @@ def _evaluate(attempt: _Attempt, outcome: StepOutcome) -> StepOutcome:
     clock = attempt.context.worker.clock
     started = clock.monotonic()
     slices = _beating(attempt, "evaluation", outcome.position.step, _evaluation_slices(attempt))
-    loss, tokens = evaluate(attempt.engine, slices, attempt.mesh, attempt.context.worker.device)
+    context = attempt.context
+    tile = context.run.config.memory.loss_tile
+    loss, tokens = evaluate(attempt.engine, slices, attempt.mesh, context.worker.device, tile)
     attempt.recorder.evaluated(outcome.position.step, loss, tokens, clock.monotonic() - started)
     return replace(outcome, metrics={**outcome.metrics, "eval_loss": loss})
 

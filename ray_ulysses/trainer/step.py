@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ray_ulysses.attention.batch import ShardedBatch
     from ray_ulysses.data.read.reader import RowSlice
     from ray_ulysses.parallel.mesh import SequenceMesh
+    from ray_ulysses.parallel.tiles import TileSetting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +62,7 @@ def train_step(
     device: torch.device,
     accumulation: int,
     seed: int,
+    loss_tile: TileSetting = "auto",
     flags: Callable[[], Flags] = Flags,
     before_update: Callable[[], None] = _nothing,
 ) -> StepResult:
@@ -76,6 +78,7 @@ def train_step(
         device: Where batches go.
         accumulation: Micro-batches per step.
         seed: Base of the random state; each row has its own, regardless of the rank that trains it.
+        loss_tile: Tokens per rank whose logits exist at once.
         flags: Returns this rank's flags; called at the end of the step.
         before_update: Called before the weights are updated, on every rank.
 
@@ -90,7 +93,7 @@ def train_step(
     for row in slices:
         batch = batch_of(row, mesh, device)
         torch.manual_seed(mix_int(mix_int(seed) ^ (row.row % 2**64)) >> 1)
-        row_loss, _ = causal_lm_loss(engine, batch)
+        row_loss, _ = causal_lm_loss(engine, batch, tile=loss_tile)
         engine.backward(row_loss * scale)
         if steps == accumulation - 1:
             before_update()
@@ -108,7 +111,13 @@ def train_step(
     return _agree(losses, grad_norm, checksums, received, rows, tokens, flags(), mesh)
 
 
-def evaluate(engine: Any, slices: Iterable[RowSlice], mesh: SequenceMesh, device: torch.device) -> tuple[float, int]:
+def evaluate(
+    engine: Any,
+    slices: Iterable[RowSlice],
+    mesh: SequenceMesh,
+    device: torch.device,
+    loss_tile: TileSetting = "auto",
+) -> tuple[float, int]:
     """Return the mean loss over evaluation rows, and their supervised tokens; every rank must call, equally often."""
     engine.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=device)
@@ -116,7 +125,7 @@ def evaluate(engine: Any, slices: Iterable[RowSlice], mesh: SequenceMesh, device
         with torch.no_grad():
             for row in slices:
                 batch: ShardedBatch = batch_of(row, mesh, device)
-                row_loss, num_tokens = causal_lm_loss(engine, batch)
+                row_loss, num_tokens = causal_lm_loss(engine, batch, tile=loss_tile)
                 totals[0] += row_loss.double()
                 totals[1] += num_tokens
     finally:

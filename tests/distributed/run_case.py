@@ -201,8 +201,8 @@ def _poison(row: int, kind: str) -> None:
         trained[0] = one.row
         return real_batch(one, *arguments)
 
-    def causal_lm_loss(engine: Any, batch: Any) -> Any:
-        loss, tokens = real_loss(engine, batch)
+    def causal_lm_loss(engine: Any, batch: Any, **options: Any) -> Any:
+        loss, tokens = real_loss(engine, batch, **options)
         if trained[0] == row:
             loss = loss * float("nan") if kind == "loss" else _BadGradient.apply(loss)
         return loss, tokens

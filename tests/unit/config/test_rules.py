@@ -41,6 +41,11 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
         "use 4, 6, 8, 12, 24, or null to choose automatically",
     ),
     (
+        {"memory__loss_tile": 40, "data__context_tokens": 64, "parallel__sp_size": 2},
+        "memory.loss_tile=40: is longer than the 32 tokens that a rank has of the longest row "
+        "(data.context_tokens=64 / parallel.sp_size=2), so nothing would be tiled; use at most 32, auto or off",
+    ),
+    (
         {"parallel__sp_size": 3, "parallel__allowed_sp": [1, 2]},
         "parallel.sp_size=3: is not in parallel.allowed_sp (1, 2); "
         "use one of these, or add it to allowed_sp of a new run",

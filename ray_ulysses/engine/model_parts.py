@@ -1,0 +1,190 @@
+"""Finds the decoder and the output head of a model, and runs the model's own forward without its decoder."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, is_dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ray_ulysses.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import nn
+
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+
+
+class NoTilesError(UserError):
+    """A model's forward can't be run over tiles of tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelParts:
+    """The parts of a causal language model.
+
+    Attributes:
+        model: The ``PreTrainedModel`` inside all wrappers.
+        forward: The forward of its class.
+        decoder: Name of its child that turns token ids into hidden states.
+        head: Name of its child that turns hidden states into logits.
+        head_module: That child.
+        bare_head: A stand-in for it without hooks, so that a hook that gathers weights does so once for all tiles.
+    """
+
+    model: Any
+    forward: Callable[..., Any]
+    decoder: str
+    head: str
+    head_module: nn.Module
+    bare_head: nn.Module
+
+    def decoded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model's own forward up to the end of its decoder, and return the decoder's output."""
+        decoder = self.model.get_submodule(self.decoder)
+
+        def decode(*args: Any, **kwargs: Any) -> Any:
+            raise _Decoded(decoder(*args, **kwargs))
+
+        try:
+            self.forward(self._with({self.decoder: decode}), *args, **kwargs)
+        except _Decoded as reached:
+            output = reached.output
+        else:
+            raise NoTilesError(f"{type(self.model).__name__} does not call its child {self.decoder!r}; {_INSTEAD}")
+        if not is_dataclass(output) or not hasattr(output, "last_hidden_state"):
+            raise NoTilesError(
+                f"the decoder of {type(self.model).__name__} returns {type(output).__name__} instead of an output with "
+                f"last_hidden_state; {_INSTEAD}"
+            )
+        return output
+
+    def logits_function(
+        self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the model's forward after its decoder, a function from hidden states ``[1, T, H]`` to logits.
+
+        Args:
+            output: The decoder's output for all tokens.
+            args: Positional arguments of the model's forward.
+            kwargs: Its keyword arguments.
+        """
+
+        def logits_of(hidden_1TH: torch.Tensor) -> torch.Tensor:
+            def decode(*args: Any, **kwargs: Any) -> Any:
+                return replace(output, last_hidden_state=hidden_1TH)
+
+            stand_in = self._with({self.decoder: decode, self.head: self.bare_head})
+            result = self.forward(stand_in, *args, **kwargs)
+            refuse_auxiliary_loss(result)
+            logits_1TV: torch.Tensor = result.logits
+            return logits_1TV
+
+        return logits_of
+
+    def _with(self, children: dict[str, Any]) -> Any:
+        """Return a stand-in for the model that has other children."""
+        stand_in = object.__new__(type(self.model))
+        # An attribute of the instance comes before a child, and need not be a module.
+        stand_in.__dict__ = {**self.model.__dict__, **children}
+        return stand_in
+
+
+_INSTEAD = "its loss can't be computed over tiles: set memory.loss_tile: off (causal_lm_loss(..., tile='off'))"
+
+
+class _Decoded(Exception):
+    """Ends a model's forward after its decoder."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+
+def refuse_auxiliary_loss(output: Any) -> None:
+    """Raise if a model's output has a loss that is not a sum over tokens.
+
+    Raises:
+        UserError: The model returned an auxiliary loss.
+    """
+    if getattr(output, "aux_loss", None) is not None:
+        raise UserError(
+            "the model returned an auxiliary (router) loss; it is not a sum over tokens and can't be added up exactly "
+            "over slices of a row: set output_router_logits: false"
+        )
+
+
+def inner_model(model: Any) -> Any:
+    """Return the outermost ``PreTrainedModel`` in a model or in an engine that wraps it; ``None`` without one."""
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, nn.Module):
+        return None
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+
+
+def find_parts(model: Any) -> ModelParts:
+    """Find the decoder and the output head of a model.
+
+    Args:
+        model: A ``PreTrainedModel``.
+
+    Raises:
+        NoTilesError: The model is built in another way, or its forward was replaced.
+    """
+    name, forward = type(model).__name__, _own_forward(model)
+    embeddings, logits = model.get_input_embeddings(), model.get_output_embeddings()
+    children = {name: child for name, child in model.named_children() if any(True for _ in child.parameters())}
+    decoders = [name for name, child in children.items() if any(one is embeddings for one in child.modules())]
+    rest = {name: child for name, child in children.items() if name not in decoders}
+    heads = [name for name, child in rest.items() if any(one is logits for one in child.modules())]
+    has_more = len(rest) > 1 or any(True for _ in model.named_parameters(recurse=False))
+    if len(decoders) != 1 or len(heads) != 1 or has_more:
+        found = ", ".join(children) or "none"
+        raise NoTilesError(
+            f"{name} is not one decoder and one output head (children with weights: {found}); {_INSTEAD}"
+        )
+    head = rest[heads[0]]
+    return ModelParts(
+        model=model, forward=forward, decoder=decoders[0], head=heads[0], head_module=head, bare_head=_unhooked(head)
+    )
+
+
+def _own_forward(module: Any) -> Callable[..., Any]:
+    """Return the forward of a module's class, as a function of the module.
+
+    Raises:
+        NoTilesError: Something has replaced it.
+    """
+    kind = type(module)
+    owner = next(one for one in kind.__mro__ if "forward" in vars(one))
+    forward = vars(module).get("forward", vars(owner)["forward"])
+    forward = getattr(forward, "__func__", forward)
+    if "forward" in vars(module) or getattr(forward, "__module__", None) != owner.__module__:
+        raise NoTilesError(
+            f"the forward of {kind.__name__} was replaced by one of {getattr(forward, '__module__', forward)}, such as "
+            "a kernel that fuses output head and loss; tiles run the model's own forward, so the two exclude each "
+            "other: leave that kernel out, or set memory.loss_tile: off (causal_lm_loss(..., tile='off'))"
+        )
+    own: Callable[..., Any] = forward
+    return own
+
+
+def _unhooked(module: nn.Module) -> nn.Module:
+    """Return a stand-in for a module that has the same parameters, and no hooks on it and in it."""
+    stand_in: nn.Module = object.__new__(type(module))
+    children = {name: child if child is None else _unhooked(child) for name, child in module._modules.items()}
+    none: dict[str, Any] = {name: OrderedDict() for name in _HOOKS}
+    stand_in.__dict__ = {**module.__dict__, **none, "_modules": children, "_compiled_call_impl": None}
+    return stand_in

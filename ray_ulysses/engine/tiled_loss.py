@@ -1,0 +1,196 @@
+"""The loss over tiles of tokens, so that the logits of a whole row never exist at once.
+
+The model's own forward runs up to the end of its decoder. Its output head is then called once with all hidden states,
+so that an engine gathers the head once, and goes over tiles: each one runs the rest of the model's forward (scale,
+soft-cap, bias) and the cross-entropy, and makes the gradients of hidden states and weights at once. The backward pass
+only multiplies these by the gradient of the loss.
+
+Legend: B rows, L tokens of this rank's slice, N = B * L, T tokens of a tile, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch
+from ray_ulysses.errors import UserError
+from ray_ulysses.parallel.tiles import TileSetting, tile_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+
+    from ray_ulysses.engine.model_parts import ModelParts
+
+
+@dataclass(slots=True, kw_only=True)
+class TiledLoss:
+    """One forward of a model whose loss is computed over tiles.
+
+    Attributes:
+        parts: The model's decoder and head.
+        batch: This rank's slice.
+        tile: Tokens per tile.
+        wants_predictions: Whether the most probable token of each position is found.
+        losses_N: fp32 loss of each position, after the forward; 0 where the label is ignored.
+        predictions_N: int64 ids of the most probable tokens, if wanted.
+    """
+
+    parts: ModelParts
+    batch: ShardedBatch
+    tile: TileSetting
+    wants_predictions: bool = False
+    losses_N: torch.Tensor = field(init=False)
+    predictions_N: torch.Tensor | None = field(init=False, default=None)
+    _logits_of: Callable[[torch.Tensor], torch.Tensor] | None = field(init=False, default=None)
+
+    def run(self, model: Callable[..., Any]) -> torch.Tensor:
+        """Call the model, or the engine that wraps it, and return the sum of its losses (fp32 scalar)."""
+        head = self.parts.head_module
+        with _replaced_forward(self.parts.model, self._forward), _replaced_forward(head, self._head_forward):
+            loss_sum: torch.Tensor = model(**self.batch.model_inputs())
+        return loss_sum
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def _forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Stand in for the forward of the model."""
+        output = self.parts.decoded(args, kwargs)
+        self._logits_of = self.parts.logits_function(output, args, kwargs)
+        # Called with its hooks, which gather weights, and with positional tensors, which they look for.
+        loss_sum: torch.Tensor = self.parts.head_module(output.last_hidden_state)
+        return loss_sum
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _head_forward(self, hidden_BLH: torch.Tensor) -> torch.Tensor:
+        """Stand in for the forward of the head, whose weights are gathered now."""
+        head = self.parts.head_module
+        _refuse_ungathered(head)
+        weights = [weight for weight in head.parameters() if weight.requires_grad]
+        loss_sum: torch.Tensor = _SumOfTiles.apply(  # type: ignore[no-untyped-call]
+            self, torch.is_grad_enabled(), hidden_BLH.flatten(0, 1), *weights
+        )
+        return loss_sum
+
+    def gradients(
+        self, hidden_NH: torch.Tensor, weights: tuple[torch.Tensor, ...], wants_gradients: bool
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+        """Go over all tiles; return the gradients of the summed loss, those of the weights summed in fp32."""
+        labels_N, label_weights = self.batch.labels_BL.flatten(), self.batch.label_weights_BL
+        num_tokens = len(labels_N)
+        self.losses_N = torch.empty(num_tokens, dtype=torch.float32, device=hidden_NH.device)
+        if self.wants_predictions:
+            self.predictions_N = torch.empty_like(labels_N)
+        d_hidden_NH = torch.empty_like(hidden_NH) if wants_gradients and hidden_NH.requires_grad else None
+        d_weights: list[torch.Tensor | None] = [None] * len(weights)
+        step = self._tile_tokens(num_tokens)
+        for start in range(0, num_tokens, step):
+            part = slice(start, start + step)
+            hidden_TH = hidden_NH[part].detach()
+            wanted = [*weights] if d_hidden_NH is None else [hidden_TH.requires_grad_(), *weights]
+            with torch.set_grad_enabled(wants_gradients and bool(wanted)):
+                losses_T = self._losses(hidden_TH, part)
+            scales_T = None if label_weights is None else label_weights.flatten()[part].to(losses_T.dtype)
+            self.losses_N[part] = losses_T.detach() if scales_T is None else losses_T.detach() * scales_T
+            if not losses_T.requires_grad:
+                continue
+            ones_T = torch.ones_like(losses_T) if scales_T is None else scales_T
+            found: list[torch.Tensor | None] = [*torch.autograd.grad(losses_T, wanted, ones_T, allow_unused=True)]
+            del losses_T
+            if d_hidden_NH is not None:
+                d_hidden_TH = found.pop(0)
+                assert d_hidden_TH is not None
+                d_hidden_NH[part] = d_hidden_TH
+            _add(d_weights, found)
+        return d_hidden_NH, d_weights
+
+    def _losses(self, hidden_TH: torch.Tensor, part: slice) -> torch.Tensor:
+        assert self._logits_of is not None
+        logits_TV = self._logits_of(hidden_TH[None])[0]
+        if self.predictions_N is not None:
+            self.predictions_N[part] = logits_TV.detach().argmax(dim=-1)
+        return torch.nn.functional.cross_entropy(
+            logits_TV.float(), self.batch.labels_BL.flatten()[part], ignore_index=IGNORE_INDEX, reduction="none"
+        )
+
+    def _tile_tokens(self, num_tokens: int) -> int:
+        width = getattr(self.parts.model.get_output_embeddings(), "out_features", None)
+        return tile_tokens(self.tile, num_tokens, width or self.parts.model.config.get_text_config().vocab_size)
+
+
+class _SumOfTiles(torch.autograd.Function):
+    """The sum of the losses, whose gradients are made in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: TiledLoss, wants_gradients: bool, hidden_NH: torch.Tensor, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the sum (fp32 scalar)."""
+        ctx.gradients = loss.gradients(hidden_NH, weights, wants_gradients)
+        ctx.dtypes = [weight.dtype for weight in weights]
+        ctx.step = loss._tile_tokens(len(hidden_NH))
+        return loss.losses_N.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Multiply the gradients by that of the loss, in place."""
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "the gradients of the tiled loss were kept for one backward pass (retain_graph=True): set "
+                "memory.loss_tile: off (causal_lm_loss(..., tile='off')) for a second one"
+            )
+        (d_hidden_NH, d_weights), ctx.gradients = ctx.gradients, None
+        if d_hidden_NH is not None:
+            # In fp32: a bf16 tensor times a scalar would round the scalar.
+            for d_hidden_TH in d_hidden_NH.split(ctx.step):
+                d_hidden_TH.copy_(d_hidden_TH.float() * d_loss)
+        scaled = [
+            None if one is None else one.mul_(d_loss).to(dtype)
+            for one, dtype in zip(d_weights, ctx.dtypes, strict=True)
+        ]
+        return None, None, d_hidden_NH, *scaled
+
+
+def _add(sums: list[torch.Tensor | None], parts: list[torch.Tensor | None]) -> None:
+    """Add gradients of a tile in fp32: in bf16 the error would grow with the number of tiles."""
+    for place, part in enumerate(parts):
+        if part is None:
+            continue
+        total = sums[place]
+        if total is None:
+            sums[place] = part.to(torch.promote_types(part.dtype, torch.float32), copy=True)
+        else:
+            total.add_(part)
+
+
+def _refuse_ungathered(head: nn.Module) -> None:
+    """Raise if ZeRO-3 has not gathered the weights of modules inside the head, since it was not told to."""
+    for name, weight in head.named_parameters():
+        status = getattr(weight, "ds_status", None)
+        if status is not None and status.name != "AVAILABLE":
+            raise UserError(
+                f"the output head's {name} is sharded by ZeRO-3 while the head runs over tiles; mark the head before "
+                "the engine is built, deepspeed.utils.set_z3_leaf_module(model.get_output_embeddings(), True), or use "
+                "causal_lm_loss(..., tile='off')"
+            )
+
+
+@contextmanager
+def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace the forward of one module object, inside its hooks and wrappers."""
+    attributes = vars(module)
+    before = attributes.get("forward")
+    attributes["forward"] = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del attributes["forward"]
+        else:
+            attributes["forward"] = before
