@@ -9,7 +9,7 @@ to end its wait for the workers. The seams used for that are private to it, and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +67,7 @@ class WorkerGroupWatch(WorkerGroupCallback):
             record_hang=partial(record_hang, run.config.run_dir, writer=book.writer),
         )
         if scaling is not None:
-            scaling.coordinate(self._coordinator)
+            scaling.coordinate(self._coordinator, self._use_nodes)
 
     def before_worker_group_start(self, worker_group_context: WorkerGroupContext) -> None:
         """Put each worker of an elastic run on the node that was chosen for it."""
@@ -80,15 +80,16 @@ class WorkerGroupWatch(WorkerGroupCallback):
         nodes = {rank: worker.metadata.node_id for rank, worker in enumerate(workers)}
         self._addresses = {worker.metadata.node_id: worker.metadata.node_ip for worker in workers}
         self._memory.prepare(self._addresses)
-        worker_group.execute(announce, self._coordinator.begin(nodes, self._wanted))
+        announcement = self._coordinator.begin(nodes, self._wanted)
+        worker_group.execute(announce, announcement)
         if self._scaling is not None:
-            self._scaling.hold_room(True)
+            self._scaling.begin(announcement)
 
     def after_worker_group_shutdown(self, worker_group_context: WorkerGroupContext) -> None:
         """Count the places as free again; those of a group that could not start were given back before."""
         self._coordinator.end()
         if self._scaling is not None:
-            self._scaling.hold_room(False)
+            self._scaling.end()
 
     def after_worker_group_abort(self, worker_group_context: WorkerGroupContext) -> None:
         """Do as after a shutdown."""
@@ -109,11 +110,19 @@ class WorkerGroupWatch(WorkerGroupCallback):
                 # Until the coordinator has decided what follows, nothing has failed, and nothing has ended.
                 is_missed = group.workers[worker].is_lost and group.phase == "training"
                 status.running, status.error = not (is_missed or group.phase == "ended"), None
+            statuses = worker_group_status.worker_statuses
+            if group.phase != "ended" and not any(status.running for status in statuses.values()):
+                # Those that joined later train on.
+                statuses[0].running = True
         if self._scaling is not None:
             for status in worker_group_status.worker_statuses.values():
                 # The members leave a node that is to go by themselves; Ray would restart all when its time is up.
                 status.preemption_info = None
             self._scaling.polled(worker_group_status)
+
+    def _use_nodes(self, addresses: Mapping[str, str]) -> None:
+        self._addresses = self._addresses | dict(addresses)
+        self._memory.prepare(self._addresses)
 
     def _decide(self, question: reform.Judge, group: reform.Group) -> tuple[frozenset[str], bool]:
         """Record the failure of a generation; return nodes that can't be used, and whether the run may continue."""

@@ -14,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -27,7 +28,8 @@ from ray.train.v2._internal.execution.scaling_policy import NoopDecision, Resize
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.cluster.capacity import Demand, Node, node_of, room_for_workers
-from ray_ulysses.elastic.growth import is_worth_growing
+from ray_ulysses.cluster.joining import JoiningWorkers
+from ray_ulysses.elastic.growth import is_worth_growing, place_more
 from ray_ulysses.elastic.reform import MoveAsked, NodesUnusable
 from ray_ulysses.elastic.sizing import Sizing, decide_resize, decide_start
 from ray_ulysses.errors import RunError
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus, WorkerGroupState
 
     from ray_ulysses.run.settings import ResolvedRun
+    from ray_ulysses.supervision.channel import Announcement
     from ray_ulysses.supervision.coordinator import Coordinator
 
 _LOOK_EVERY_S = 1.0
@@ -57,17 +60,18 @@ class WorkerScaling(ScalingPolicy):
 
     Args:
         run: The run.
-        session: The command's name, which requests to its workers carry.
+        job: What every worker is given; its ``session`` is the command's name, which requests to workers carry.
         scaling_config: Ray Train's, for its requests to an autoscaler.
         clock: Time.
     """
 
     def __init__(
-        self, run: ResolvedRun, session: str, scaling_config: ScalingConfig, clock: Clock | None = None
+        self, run: ResolvedRun, job: Mapping[str, Any], scaling_config: ScalingConfig, clock: Clock | None = None
     ) -> None:
         super().__init__(cast("Any", scaling_config))
-        self._config, self._session, self._clock = run.config, session, clock or SystemClock()
+        self._config, self._session, self._clock = run.config, str(job["session"]), clock or SystemClock()
         self._demand = Demand.of(run)
+        self._joining = JoiningWorkers(job, self._demand, run.config.elastic.worker_start_timeout_s)
         self._placed: dict[str, int] = {}
         self._holds_room = False
         self._coordinator: Coordinator | None = None
@@ -86,7 +90,7 @@ class WorkerScaling(ScalingPolicy):
             nodes = reachable(steady_nodes())
             self._seen, placed = decide_start(
                 self._seen,
-                free=self._room(nodes),
+                free=self._room(nodes, self._held),
                 total=room_for_workers(self._demand, {node: node_of(one["Resources"]) for node, one in nodes.items()}),
                 wanted=self._demand.wanted,
                 now=self._clock.monotonic(),
@@ -113,13 +117,24 @@ class WorkerScaling(ScalingPolicy):
         """Return the label selector of each worker that is about to start: the node that was chosen for it."""
         return [{RAY_NODE_ID_KEY: node} for node, workers in self._placed.items() for _ in range(workers)]
 
-    def coordinate(self, coordinator: Coordinator) -> None:
-        """Follow the members that this coordinator chooses among the workers."""
-        self._coordinator = coordinator
+    def coordinate(self, coordinator: Coordinator, use_nodes: Callable[[Mapping[str, str]], object]) -> None:
+        """Follow the members that this coordinator chooses among the workers.
 
-    def hold_room(self, holds: bool) -> None:
-        """Note whether a worker group holds its places, which are free for the one that replaces it."""
-        self._holds_room = holds
+        Args:
+            coordinator: The coordinator.
+            use_nodes: Prepares nodes that the run has not used yet, given their addresses by node id.
+        """
+        self._coordinator, self._use_nodes = coordinator, use_nodes
+
+    def begin(self, announcement: Announcement) -> None:
+        """Note that a worker group has started, and holds its places."""
+        self._holds_room = True
+        self._joining.begin(announcement)
+
+    def end(self) -> None:
+        """Note that the worker group has ended: its places are free for the one that replaces it."""
+        self._holds_room = False
+        self._joining.end()
 
     def polled(self, status: WorkerGroupPollStatus) -> None:
         """Ask the workers to end where another number is better, and have those that did started again."""
@@ -137,18 +152,23 @@ class WorkerScaling(ScalingPolicy):
 
     def _look(self, now: float) -> None:
         config, group = self._config, None if self._coordinator is None else self._coordinator.group
-        if group is None or group.phase != "training":
+        if self._coordinator is None or group is None or group.phase != "training":
             return
+        self._joining.forget({number for number, worker in group.workers.items() if worker.is_lost})
         placed, nodes = group.num_placed, steady_nodes()
         self._seen, resize = decide_resize(
             self._seen,
             placed=placed,
-            room=self._room(nodes),
+            room=self._room(nodes, self._held),
             wanted=self._demand.wanted,
             now=now,
             grow_interval_s=config.elastic.grow_interval_s,
         )
-        if resize is None or stop_requested(config.run_dir, self._session) is not None:
+        if stop_requested(config.run_dir, self._session) is not None:
+            return
+        if resize is None:
+            if self._joining.are_awaited and self._joining.have_joined(group, now):
+                self._move()
             return
         if not resize.must:
             pace = run_pace(config.run_dir)
@@ -159,16 +179,31 @@ class WorkerScaling(ScalingPolicy):
                 return
             if not is_worth_growing(workers, resize.workers, seconds_left=pace.seconds_left, restart_s=pace.start_s):
                 return
-        if resize.must and self._coordinator is not None:
+            more = place_more(workers, self._room(nodes, {}), self._demand.wanted)
+            if workers + sum(more.values()) >= resize.workers and not self._joining.are_awaited:
+                # The others train on until these are ready.
+                self._use_nodes({node: nodes[node]["NodeManagerAddress"] for node in more})
+                self._joining.start(group, more, now)
+                return
+        else:
             # The workers that stay go on by themselves if they are enough.
-            self._coordinator.post(NodesUnusable(nodes=frozenset(self._placed) - frozenset(nodes)))
-            self._coordinator.post(MoveAsked())
-        request_stop(config.run_dir, self._session, "resize")
+            self._coordinator.post(NodesUnusable(nodes=frozenset(placed) - frozenset(nodes)))
+        self._move()
 
-    def _room(self, nodes: Mapping[str, Any]) -> dict[str, int]:
-        """Return how many workers each node has room for, with those of the present worker group taken as free."""
+    def _move(self) -> None:
+        """Have the workers save and end; they form again, at the number that is best then."""
+        assert self._coordinator is not None
+        self._coordinator.post(MoveAsked())
+        request_stop(self._config.run_dir, self._session, "resize")
+
+    @property
+    def _held(self) -> Mapping[str, int]:
+        """The places of the present workers."""
+        return Counter(self._placed if self._holds_room else {}) + Counter(self._joining.placed)
+
+    def _room(self, nodes: Mapping[str, Any], held: Mapping[str, int]) -> dict[str, int]:
+        """Return how many workers each node has room for, with places that are held taken as free."""
         free = state.state.available_resources_per_node()
-        held = self._placed if self._holds_room else {}
         cpus, gpus = self._demand.cpus, self._demand.gpus
         there = {node: node_of(free.get(node, {})) for node in nodes}
         return room_for_workers(

@@ -24,7 +24,8 @@ from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
 
 _SLACK_CPUS = 1.0
-_WORKER_CLASS = "RayTrainWorker"
+_WORKER_CLASSES = ("RayTrainWorker", "JoinedWorker")
+"""Those that Ray Train starts, and those that join them later (`ray_ulysses.cluster.joining`)."""
 _MEMORY_THRESHOLD = 0.95
 """Share of the memory in use at which Ray 2.60 kills workers."""
 _log = get_logger(__name__)
@@ -197,4 +198,4 @@ def workers_of_job(job: str) -> list[dict[str, Any]]:
         RayError: Ray does not answer; so do OSError and RuntimeError say.
     """
     actors = state.actors(job_id=ray.JobID.from_hex(job), actor_state_name="ALIVE").values()
-    return [actor for actor in actors if str(actor["ActorClassName"]).endswith(_WORKER_CLASS)]
+    return [actor for actor in actors if str(actor["ActorClassName"]).endswith(_WORKER_CLASSES)]

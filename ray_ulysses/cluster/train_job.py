@@ -272,6 +272,7 @@ def _trainer(
     config, cluster = run.config, run.config.cluster
     for name, value in _controller_environment(config).items():
         os.environ.setdefault(name, value)
+    job = {"config": config.model_dump(mode="json"), **command}
     scaling = ScalingConfig(
         num_workers=cluster.workers.max,
         use_gpu=cluster.gpus_per_worker > 0,
@@ -282,9 +283,9 @@ def _trainer(
         train_worker,
         run=run,
         book=replace(book, writer=CONTROLLER),
-        scaling=None if cluster.workers.is_fixed else WorkerScaling(run, book.session, scaling),
+        scaling=None if cluster.workers.is_fixed else WorkerScaling(run, job, scaling),
         look=look,
-        train_loop_config={"config": config.model_dump(mode="json"), **command},
+        train_loop_config=job,
         torch_config=SupervisedTorchConfig("nccl" if cluster.gpus_per_worker else "gloo"),
         scaling_config=scaling,
         run_config=RunConfig(

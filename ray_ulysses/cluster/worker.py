@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -22,6 +22,7 @@ from ray_ulysses.supervision.order import Job
 from ray_ulysses.supervision.supervisor import Supervisor
 
 if TYPE_CHECKING:
+    from ray_ulysses.checkpoint.notice import Notice
     from ray_ulysses.config import Config
     from ray_ulysses.data.read.streamed_source import Streams
 
@@ -35,21 +36,44 @@ def train_worker(job: dict[str, Any]) -> str:
         job: ``config``, the configuration as a mapping, ``session``, the command's name, and when the command began
             (``command_started``) and requested its workers (``workers_asked``).
     """
+    context = ray.train.get_context()
+    return supervise(
+        job, _announcement(), context.get_world_rank(), context.get_local_rank(), notice=preemption_noticed
+    )
+
+
+def supervise(
+    job: Mapping[str, Any],
+    announcement: Announcement,
+    worker: int,
+    local_rank: int,
+    *,
+    notice: Callable[[Collection[str]], Notice | None] = lambda nodes: None,
+    joins_late: bool = False,
+) -> str:
+    """Supervise the attempts of a worker of this process.
+
+    Args:
+        job: What `train_worker` takes.
+        announcement: How the coordinator is reached.
+        worker: The worker's number.
+        local_rank: The worker's number on its node.
+        notice: Returns the notice that one of the nodes that it is given will be taken away, or None.
+        joins_late: Whether it joins the others only once a child could start at once.
+    """
     configure_logging()
     config = parse_config(job["config"])
     session = str(job["session"])
     text = refusal(config.run_dir, session)
     if text is not None:
         raise UserError(text)
-    context = ray.train.get_context()
-    host = ray.util.get_node_ip_address()
-    local_rank, device = context.get_local_rank(), "cpu"
+    host, device = ray.util.get_node_ip_address(), "cpu"
     if config.cluster.gpus_per_worker:
         local_rank = _gpu_index()
         device = f"cuda:{local_rank}"
     supervisor = Supervisor(
-        _announcement(),
-        worker=context.get_world_rank(),
+        announcement,
+        worker=worker,
         cluster_node=ray.get_runtime_context().get_node_id(),
         host=host,
         job=Job(
@@ -62,7 +86,8 @@ def train_worker(job: dict[str, Any]) -> str:
             device=device,
         ),
         make_streams=_stream_maker(config),
-        notice=preemption_noticed,
+        notice=notice,
+        joins_late=joins_late,
     )
     return supervisor.run()
 

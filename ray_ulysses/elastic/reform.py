@@ -129,7 +129,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Joined:
-    """A supervisor has connected, or is ready for another child at another port."""
+    """A supervisor has connected; one that was not there at the start is a member from the next generation on."""
 
     worker: int
     place: Place
@@ -247,7 +247,8 @@ def reduce(group: Group, event: Event, now: float) -> tuple[Group, tuple[Action,
         return group, ()
     match event:
         case Joined():
-            group = _with(group, event.worker, replace(group.workers[event.worker], place=event.place))
+            known = group.workers.get(event.worker, Supervised())
+            group = _with(group, event.worker, replace(known, place=event.place))
         case ChildEnded():
             group = _child_ended(group, event, now)
         case WorkerLost():

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from ray_ulysses.elastic.placement import WorkerRange, place_workers
 
 SETTLE_S = 5.0
-"""Nodes that come or go within this time cost one restart, and room that is about to become free is waited for."""
+"""Nodes that come within this time are one reason to grow, and room that is about to become free is waited for."""
+LEAVE_S = 2.0
+"""Nodes that are announced to go within this time are left together; every second is one of their last."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +97,7 @@ def decide_resize(
     if possible is None or not (leaves or (may_grow and _num(possible) > _num(placed))):
         return replace(seen, since=None), None
     seen, waited_s = seen.waited(now)
-    if waited_s < SETTLE_S:
+    if waited_s < (LEAVE_S if leaves else SETTLE_S):
         return seen, None
     settled = replace(seen, since=None, grew_at=seen.grew_at if leaves else now)
     return settled, Resize(workers=_num(possible), must=leaves)

@@ -193,7 +193,10 @@ class Coordinator:
 
     def _accept(self, first: dict[str, Any], writer: asyncio.StreamWriter) -> _Connected | None:
         present = self._present
-        known = present is not None and first["group"] == present.number and first["worker"] in present.group.workers
+        known = present is not None and first["group"] == present.number
+        if known and present is not None and present.group.phase == "gathering":
+            # Others may join those that train.
+            known = first["worker"] in present.group.workers
         if not known or not hmac.compare_digest(str(first["token"]), self._token):
             return None
         assert present is not None

@@ -69,3 +69,12 @@ class LauncherProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(END_S)
         return -signal.SIGKILL
+
+
+def process_state(pid: int) -> str:
+    """Return the state of a process as the kernel abbreviates it; empty if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as stream:
+            return stream.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.errors import PeerError, RunError
 from ray_ulysses.supervision.channel import Announcement, Channel
-from ray_ulysses.supervision.launcher_process import END_S, LauncherProcess
+from ray_ulysses.supervision.launcher_process import END_S, LauncherProcess, process_state
 from ray_ulysses.supervision.order import (
     STACKS_SIGNAL,
     Exited,
@@ -82,6 +82,7 @@ class Supervisor:
         make_streams: Makes the streams of rows of one child; None where children read rows themselves.
         launcher: Module that is executed as the launcher.
         notice: Returns the notice that one of the cluster's nodes that it is given will be taken away, or None.
+        joins_late: Whether it joins only once a child could start at once; the others train meanwhile.
     """
 
     def __init__(
@@ -95,10 +96,11 @@ class Supervisor:
         make_streams: Callable[[], Streams] | None,
         launcher: str = "ray_ulysses.supervision.launcher",
         notice: Callable[[Collection[str]], Notice | None] = lambda nodes: None,
+        joins_late: bool = False,
     ) -> None:
         self._announcement, self._worker, self._cluster_node, self._host = announcement, worker, cluster_node, host
         self._job, self._make_streams, self._launcher, self._notice = job, make_streams, launcher, notice
-        self._selector = selectors.DefaultSelector()
+        self._joins_late, self._selector = joins_late, selectors.DefaultSelector()
         self._listener = self._listen()
         self._child: _Child | None = None
         self._error: BaseException | None = None
@@ -113,7 +115,9 @@ class Supervisor:
         """
         channel = None
         try:
-            self._launch()
+            launched = self._launch()
+            if self._joins_late:
+                launched.is_ready = isinstance(launched.receive(), Ready)
             channel = self._connect()
             self._selector.register(channel, selectors.EVENT_READ)
             while True:
@@ -127,7 +131,7 @@ class Supervisor:
                     elif key.fileobj is self._launched:
                         self._hear_launcher(channel)
                 self._watch(channel)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError) as error:
             raise PeerError(f"the worker lost touch with the coordinator of its group ({error})") from error
         finally:
             self._end()
@@ -297,7 +301,7 @@ class Supervisor:
             "micro_batch": progress.micro_batch,
             # Before its first sign the launcher imports.
             "idle_s": now - (progress.at if progress.beats else child.started_at),
-            "state": "" if child.pid is None else _state(child.pid),
+            "state": "" if child.pid is None else process_state(child.pid),
             "steps": progress.steps,
             "step_s": progress.step_s,
         }
@@ -316,7 +320,7 @@ class Supervisor:
 
     def _look_for_stop(self, child: _Child, now: float) -> None:
         assert child.pid is not None
-        if _state(child.pid) != "T":
+        if process_state(child.pid) != "T":
             child.stopped_since = None
             return
         child.stopped_since = now if child.stopped_since is None else child.stopped_since
@@ -389,12 +393,3 @@ def _described(error: BaseException, result: Result | None) -> dict[str, Any]:
     if result is None or result.error is None:
         return {"error": {"kind": "lost", "what": str(error)}, "is_final": False}
     return {"error": {"kind": result.kind, "what": result.what}, "is_final": result.is_final}
-
-
-def _state(pid: int) -> str:
-    """Return the state of a process as the kernel abbreviates it; empty if it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat") as stream:
-            return stream.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""

@@ -41,9 +41,7 @@ class Nodes:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path, **cpus: float) -> None:
         self.cpus, self.free, self.time_s, self.run_dir = dict(cpus), dict(cpus), 0.0, run_dir
-        monkeypatch.setattr(
-            scaling, "steady_nodes", lambda: {n: {"Resources": {"CPU": c}} for n, c in self.cpus.items()}
-        )
+        monkeypatch.setattr(scaling, "steady_nodes", self._steady)
         monkeypatch.setattr(scaling, "reachable", lambda nodes: dict(nodes))
         monkeypatch.setattr(scaling.time, "sleep", self._sleep)
         monkeypatch.setattr(scaling.state.state, "available_resources_per_node", lambda: {
@@ -51,7 +49,9 @@ class Nodes:
         })  # fmt: skip
 
     def _steady(self) -> dict[str, Any]:
-        return {node: {"Resources": {"CPU": cpus}} for node, cpus in self.cpus.items()}
+        return {
+            node: {"NodeManagerAddress": f"host-{node}", "Resources": {"CPU": cpus}} for node, cpus in self.cpus.items()
+        }
 
     def _sleep(self, seconds: float) -> None:
         self.time_s += seconds
@@ -67,18 +67,43 @@ class Members:
     """A coordinator whose workers train where they were placed, until the test says otherwise."""
 
     def __init__(self, placed: dict[str, int]) -> None:
-        self.group: Any = SimpleNamespace(phase="training", num_placed=placed)
+        self.group: Any = SimpleNamespace(phase="training", num_placed=placed, workers={})
         self.posted: list[reform.Event] = []
 
     def post(self, event: reform.Event) -> None:
         self.posted.append(event)
 
 
+class Joining:
+    """Workers that join: they are there when the test says so."""
+
+    def __init__(self) -> None:
+        self.placed: dict[str, int] = {}
+        self.are_awaited = self.are_there = False
+
+    def begin(self, announcement: Any) -> None:
+        pass
+
+    def end(self) -> None:
+        self.placed, self.are_awaited = {}, False
+
+    def forget(self, lost: set[int]) -> None:
+        pass
+
+    def start(self, group: Any, places: dict[str, int], now: float) -> None:
+        self.placed, self.are_awaited = dict(places), True
+
+    def have_joined(self, group: Any, now: float) -> bool:
+        self.are_awaited = not self.are_there
+        return self.are_there
+
+
 def policy_on(nodes: Nodes, tmp_path: Path, least: int = 2, most: int = 4) -> WorkerScaling:
     config = make_config(tmp_path, tmp_path, cluster__workers={"min": least, "max": most}, parallel__sp_size=2)
     config.run_dir.mkdir(exist_ok=True)
     of_ray: Any = ScalingConfig(num_workers=most, resources_per_worker={"CPU": 1.0})
-    policy = WorkerScaling(resolve_run(config), SESSION, of_ray, clock=nodes)
+    policy = WorkerScaling(resolve_run(config), {"session": SESSION}, of_ray, clock=nodes)
+    policy._joining = Joining()  # type: ignore[assignment]
     policy._maybe_send_resource_request = lambda: None  # type: ignore[method-assign]
     return policy
 
@@ -91,9 +116,10 @@ def start(policy: WorkerScaling, nodes: Nodes, *, starts: bool = True) -> list[s
             placed = [next(iter(selector.values())) for selector in policy.selectors()]
             assert len(placed) == decision.num_workers
             if starts:
-                policy.hold_room(True)
+                announcement: Any = None
+                policy.begin(announcement)
                 members: Any = Members({node: placed.count(node) for node in placed})
-                policy.coordinate(members)
+                policy.coordinate(members, lambda addresses: None)
                 for node in placed:
                     nodes.free[node] -= 1
             return placed
@@ -150,9 +176,10 @@ def test_too_few_places_start_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert start(policy, nodes) == ["b", "b"]
 
 
-def test_a_run_asks_its_workers_to_end_when_a_node_joins_and_growth_pays(
+def test_a_run_grows_onto_a_node_that_joins_once_the_workers_there_are_ready(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Where growth pays: the others train until then, and Ray restarts nothing."""
     nodes = Nodes(monkeypatch, tmp_path, a=2)
     policy = policy_on(nodes, tmp_path)
     run_dir = policy._config.run_dir
@@ -166,6 +193,30 @@ def test_a_run_asks_its_workers_to_end_when_a_node_joins_and_growth_pays(
     assert stop_requested(run_dir, SESSION) is None, "half of 100 s is not ten times 30 s"
     pace = Pace(seconds_left=1_000.0, start_s=30.0)
     nodes.time_s += policy._config.elastic.grow_interval_s
+    members, joining = policy._coordinator, policy._joining
+    used: list[Any] = []
+    policy.coordinate(members, used.append)
+    for _ in range(4):
+        assert stop_requested(run_dir, SESSION) is None
+        poll(policy, RUNNING, RUNNING)
+        nodes.time_s += SETTLE_S
+    assert joining.placed == {"b": 2} and used == [{"b": "host-b"}] and not members.posted
+    joining.are_there = True
+    poll(policy, RUNNING, RUNNING)
+    assert stop_requested(run_dir, SESSION) == "resize" and members.posted == [reform.MoveAsked()]
+
+
+def test_a_run_is_restarted_where_places_of_lost_workers_are_free_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ray Train's group keeps them, so that no worker can join there."""
+    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
+    policy = policy_on(nodes, tmp_path)
+    run_dir = policy._config.run_dir
+    assert start(policy, nodes) == ["a", "a", "b", "b"]
+    members: Any = policy._coordinator
+    members.group.num_placed = {"a": 2}
+    monkeypatch.setattr(scaling, "run_pace", lambda _: Pace(seconds_left=1_000.0, start_s=30.0))
     for _ in range(2):
         assert stop_requested(run_dir, SESSION) is None
         poll(policy, RUNNING, RUNNING)
@@ -206,7 +257,7 @@ def test_workers_that_do_not_train_are_left_alone(monkeypatch: pytest.MonkeyPatc
         nodes.time_s += SETTLE_S
     assert stop_requested(policy._config.run_dir, SESSION) is None
     # It continues on the node that is left: nothing leaves.
-    members.group = SimpleNamespace(phase="training", num_placed={"a": 2})
+    members.group = SimpleNamespace(phase="training", num_placed={"a": 2}, workers={})
     for _ in range(3):
         poll(policy, RUNNING)
         nodes.time_s += SETTLE_S
@@ -295,8 +346,23 @@ def test_a_worker_that_failed_counts_as_ended_only_once_that_is_decided(
     watch: Any = WorkerGroupWatch.__new__(WorkerGroupWatch)
     watch._scaling = None
     members: Any = Members({})
-    members.group = SimpleNamespace(phase=phase, gave_up=False, workers={0: SimpleNamespace(is_lost=is_lost)})
+    members.group = SimpleNamespace(phase=phase, gave_up=False, workers={1: SimpleNamespace(is_lost=is_lost)})
     watch._coordinator = members
     status = WorkerStatus(running=True, error=RuntimeError("its process is gone"))
-    watch.after_worker_group_poll_status(WorkerGroupPollStatus(worker_statuses={0: status}))
+    watch.after_worker_group_poll_status(
+        WorkerGroupPollStatus(worker_statuses={0: WorkerStatus(running=phase != "ended"), 1: status})
+    )
     assert (status.running, status.error) == (running, None) and bool(members.posted) is not is_lost
+
+
+def test_workers_that_joined_later_train_on_when_all_of_rays_are_lost() -> None:
+    """Otherwise Ray would take the run for finished."""
+    watch: Any = WorkerGroupWatch.__new__(WorkerGroupWatch)
+    watch._scaling, watch._coordinator = None, Members({})
+    for phase in ("training", "ended"):
+        workers = {0: SimpleNamespace(is_lost=True), 1: SimpleNamespace(is_lost=False)}
+        watch._coordinator.group = SimpleNamespace(phase=phase, gave_up=False, workers=workers)
+        status = WorkerStatus(running=True, error=RuntimeError("its process is gone"))
+        polled = WorkerGroupPollStatus(worker_statuses={0: status})
+        watch.after_worker_group_poll_status(polled)
+        assert polled.finished is (phase == "ended") and not polled.errors

@@ -1,0 +1,192 @@
+"""Starts workers beside Ray Train's worker group, on nodes that have joined: a run grows without a restart.
+
+They train with the others from the next generation on. To Ray Train, whose group has a fixed size, they don't exist:
+the coordinator alone knows them, and when Ray restarts its workers, these end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]
+from ray.exceptions import RayError
+
+from ray_ulysses.cluster.capacity import Demand
+from ray_ulysses.cluster.worker import supervise
+from ray_ulysses.elastic.reform import Group
+from ray_ulysses.logging import get_logger
+from ray_ulysses.supervision.channel import Announcement
+
+_log = get_logger(__name__)
+
+
+class JoinedWorker:
+    """The actor of one worker."""
+
+    def gpus(self) -> list[str]:
+        """Return the GPUs that Ray has given it."""
+        return [str(one) for one in ray.get_gpu_ids()]
+
+    def supervise(
+        self, job: Mapping[str, Any], announcement: Announcement, worker: int, local_rank: int, shown: list[str]
+    ) -> str:
+        """Supervise this worker's attempts, as the workers of Ray Train do; joins once a child could start at once.
+
+        Args:
+            job: What `ray_ulysses.cluster.worker.train_worker` takes.
+            announcement: How the coordinator is reached.
+            worker: The worker's number.
+            local_rank: The worker's number on its node.
+            shown: GPUs of all workers that start on the node with it, which NCCL reaches directly where it sees them.
+        """
+        if shown:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shown)
+        return supervise(job, announcement, worker, local_rank, joins_late=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Joining:
+    """Workers that were started together, and are waited for.
+
+    Attributes:
+        actors: Their actors, by number.
+        asked: The GPUs of each, once it has its place, by number.
+        nodes: Their nodes, by number.
+        until: When they are given up.
+        running: What they return in the end, by number, once they supervise.
+    """
+
+    actors: Mapping[int, Any]
+    asked: Mapping[int, Any]
+    nodes: Mapping[int, str]
+    until: float
+    running: dict[int, Any]
+
+
+class JoiningWorkers:
+    """The workers that have joined one worker group, and those that are about to.
+
+    Args:
+        job: What every worker is given.
+        demand: The run's demand for resources per worker.
+        patience_s: Longest wait for workers that start, in seconds.
+    """
+
+    def __init__(self, job: Mapping[str, Any], demand: Demand, patience_s: float) -> None:
+        self._job, self._demand, self._patience_s = job, demand, patience_s
+        self._announcement: Announcement | None = None
+        self._joined: dict[int, Any] = {}
+        self._nodes: dict[int, str] = {}
+        self._joining: _Joining | None = None
+
+    @property
+    def placed(self) -> dict[str, int]:
+        """How many places they hold, by node id."""
+        placed: dict[str, int] = {}
+        for node in self._nodes.values():
+            placed[node] = placed.get(node, 0) + 1
+        return placed
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether some were started that have not joined."""
+        return self._joining is not None
+
+    def begin(self, announcement: Announcement) -> None:
+        """Note the coordinator of a new worker group."""
+        self._announcement = announcement
+
+    def start(self, group: Group, places: Mapping[str, int], now: float) -> None:
+        """Start workers; returns at once.
+
+        Args:
+            group: The workers that there are.
+            places: How many to start on each node, by node id.
+            now: Seconds on a clock that only moves forward.
+        """
+        number = max((*group.workers, *self._nodes), default=-1) + 1
+        nodes = dict(enumerate((node for node, count in places.items() for _ in range(count)), number))
+        actor: Any = ray.remote(num_cpus=self._demand.cpus, num_gpus=self._demand.gpus, max_restarts=0)(JoinedWorker)
+        actors = {
+            number: actor.options(label_selector={RAY_NODE_ID_KEY: node}).remote() for number, node in nodes.items()
+        }
+        asked = {number: actor.gpus.remote() for number, actor in actors.items()}
+        self._nodes |= nodes
+        self._joining = _Joining(actors=actors, asked=asked, nodes=nodes, until=now + self._patience_s, running={})
+        _log.info("the run grows: %d workers are started on %d nodes that joined", len(actors), len(places))
+
+    def have_joined(self, group: Group, now: float) -> bool:
+        """Look after the workers that were started, and return whether all of them could train now.
+
+        Args:
+            group: The workers that there are.
+            now: Seconds on a clock that only moves forward.
+        """
+        joining = self._joining
+        assert joining is not None
+        try:
+            self._go_on(joining)
+        except RayError as error:
+            return self._give_up(joining, str(error).splitlines()[0])
+        if all(number in group.workers and group.workers[number].is_there for number in joining.nodes):
+            self._joined |= joining.actors
+            self._joining = None
+            return True
+        return self._give_up(joining, "they did not start in time") if now >= joining.until else False
+
+    def _go_on(self, joining: _Joining) -> None:
+        """Have the workers supervise once all have their places.
+
+        Raises:
+            RayError: One of them has failed.
+        """
+        if joining.running:
+            ended, _ = ray.wait(list(joining.running.values()), timeout=0)
+            ray.get(ended)
+            return
+        _, missing = ray.wait(list(joining.asked.values()), num_returns=len(joining.asked), timeout=0)
+        if missing:
+            return
+        gpus = dict(zip(joining.asked, ray.get(list(joining.asked.values())), strict=True))
+        for node in set(joining.nodes.values()):
+            here = [number for number, its_node in joining.nodes.items() if its_node == node]
+            shown = sorted((one for number in here for one in gpus[number]), key=lambda one: (len(one), one))
+            for local_rank, number in enumerate(here, self.placed[node] - len(here)):
+                joining.running[number] = joining.actors[number].supervise.remote(
+                    self._job, self._announcement, number, local_rank, shown
+                )
+
+    def _give_up(self, joining: _Joining, reason: str) -> bool:
+        _log.warning("the run does not grow now: %d workers were started, and %s", len(joining.actors), reason)
+        self._joining = None
+        _kill(joining.actors)
+        self._nodes = {number: node for number, node in self._nodes.items() if number not in joining.actors}
+        return False
+
+    def forget(self, lost: Collection[int]) -> None:
+        """Give the places of workers back that are lost.
+
+        Args:
+            lost: The numbers of all workers that are lost.
+        """
+        gone = self._joined.keys() & lost
+        _kill({number: self._joined.pop(number) for number in gone})
+        self._nodes = {number: node for number, node in self._nodes.items() if number not in gone}
+
+    def end(self) -> None:
+        """End all of them, since the worker group has ended."""
+        _kill(self._joined)
+        if self._joining is not None:
+            _kill(self._joining.actors)
+        self._joined, self._nodes, self._joining, self._announcement = {}, {}, None, None
+
+
+def _kill(actors: Mapping[int, Any]) -> None:
+    for actor in actors.values():
+        with contextlib.suppress(RayError, ValueError, RuntimeError):
+            ray.kill(actor)
