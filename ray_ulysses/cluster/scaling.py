@@ -30,7 +30,7 @@ from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.cluster.capacity import Demand, Node, node_of, room_for_workers
 from ray_ulysses.cluster.joining import JoiningWorkers
 from ray_ulysses.elastic.growth import is_worth_growing, place_more
-from ray_ulysses.elastic.reform import MoveAsked, NodesUnusable
+from ray_ulysses.elastic.reform import Group, MoveAsked, NodesUnusable
 from ray_ulysses.elastic.sizing import Sizing, decide_resize, decide_start
 from ray_ulysses.errors import RunError
 from ray_ulysses.run.requests import clear_stop, request_stop, stop_requested
@@ -166,29 +166,33 @@ class WorkerScaling(ScalingPolicy):
         )
         if stop_requested(config.run_dir, self._session) is not None:
             return
-        if resize is None:
-            if self._joining.are_awaited and self._joining.have_joined(group, now):
-                self._move()
-            return
-        if not resize.must:
-            pace = run_pace(config.run_dir)
-            workers = sum(placed.values())
-            if pace is None:
-                # Before the first step nothing is known of what growth costs; this look does not count.
-                self._seen = replace(self._seen, grew_at=None)
-                return
-            if not is_worth_growing(workers, resize.workers, seconds_left=pace.seconds_left, restart_s=pace.start_s):
-                return
-            more = place_more(workers, self._room(nodes, {}), self._demand.wanted)
-            if workers + sum(more.values()) >= resize.workers and not self._joining.are_awaited:
-                # The others train on until these are ready.
-                self._use_nodes({node: nodes[node]["NodeManagerAddress"] for node in more})
-                self._joining.start(group, more, now)
-                return
-        else:
+        if resize is not None and resize.must:
             # The workers that stay go on by themselves if they are enough.
             self._coordinator.post(NodesUnusable(nodes=frozenset(placed) - frozenset(nodes)))
-        self._move()
+            self._move()
+        elif self._joining.are_awaited:
+            if self._joining.have_joined(group, now):
+                self._move()
+        elif resize is not None:
+            self._grow(group, resize.workers, nodes, now)
+
+    def _grow(self, group: Group, possible: int, nodes: Mapping[str, Any], now: float) -> None:
+        """Have workers join where that pays; the others train on until they are ready."""
+        workers, pace = len(group.members), run_pace(self._config.run_dir)
+        if pace is None or len(reachable(nodes)) < len(nodes):
+            # Nothing is known of what growth costs, or the head does not know yet of a node that is gone: this look
+            # does not count.
+            self._seen = replace(self._seen, grew_at=None)
+            return
+        if not is_worth_growing(workers, possible, seconds_left=pace.seconds_left, restart_s=pace.start_s):
+            return
+        more = place_more(workers, self._room(nodes, {}), self._demand.wanted)
+        if workers + sum(more.values()) < possible:
+            # Places of workers that were lost: Ray Train's group keeps them until it is started again.
+            request_stop(self._config.run_dir, self._session, "resize")
+            return
+        self._use_nodes({node: nodes[node]["NodeManagerAddress"] for node in more})
+        self._joining.start(group, more, now)
 
     def _move(self) -> None:
         """Have the workers save and end; they form again, at the number that is best then."""

@@ -1,14 +1,14 @@
-"""Secrets reach the workers that need them and stand in no file and no output of a run, Ray's own logs included."""
+"""Secrets reach the workers that need them and stand in no file and no output of a run, Ray's own logs included.
+
+Those that an embedded Ray inherits are looked for in `tests.cluster.test_train_job`.
+"""
 
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -17,30 +17,12 @@ from ray.cluster_utils import Cluster
 
 from ray_ulysses.config import Config
 from ray_ulysses.tracking.history import read_history
+from tests.cluster.planted_secrets import NAMES, files_with, plant
 from tests.distributed.run_case import make_config, make_corpus
 from tests.s3_server import S3Server, serve_s3
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 TIMEOUT_S = 500.0
-NAMES = (
-    "AWS_ACCESS_KEY_ID",
-    "AWS_SECRET_ACCESS_KEY",
-    "HF_TOKEN",
-    "MLFLOW_TRACKING_USERNAME",
-    "MLFLOW_TRACKING_PASSWORD",
-)
-
-
-@pytest.fixture
-def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where each Ray of the test keeps its sessions; short, for a Unix socket's path has at most 107 characters."""
-    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
-    for name in (*NAMES, "RAY_ADDRESS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RAY_TMPDIR", str(folder))
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +36,6 @@ def s3() -> Iterator[S3Server]:
         yield server
 
 
-def plant() -> dict[str, str]:
-    return {name: f"planted-{uuid.uuid4().hex}" for name in NAMES}
-
-
 def train(config: Config, folder: Path, environment: Mapping[str, str]) -> tuple[int, str]:
     folder.mkdir(exist_ok=True)
     path, log = folder / "config.yaml", folder / "log.txt"
@@ -68,33 +46,6 @@ def train(config: Config, folder: Path, environment: Mapping[str, str]) -> tuple
             command, stdout=stream, stderr=subprocess.STDOUT, env={**os.environ, **environment}, timeout=TIMEOUT_S
         )
     return done.returncode, log.read_text()
-
-
-def files_with(secrets: Mapping[str, str], *folders: Path) -> dict[str, set[str]]:
-    """Return the files, anywhere below the folders, that hold a secret, and which; by name."""
-    found: dict[str, set[str]] = {}
-    num_read = 0
-    for path in (path for folder in folders for path in folder.rglob("*")):
-        if path.is_file() and not path.is_symlink():
-            num_read += 1
-            content = path.read_bytes()
-            held = {name for name, value in secrets.items() if value.encode() in content}
-            if held:
-                found[str(path)] = held
-    assert num_read > 20
-    return found
-
-
-def test_an_embedded_ray_inherits_secrets_and_writes_none(corpus: Path, tmp_path: Path, ray_folder: Path) -> None:
-    config = make_config(
-        tmp_path / "runs", corpus, run__stop_step=2, parallel__sp_size=1, cluster__workers=1,
-        cluster__cpus_per_worker=0.25, data__engine="ray", tracking__enabled=True,
-    )  # fmt: skip
-    secrets = plant()
-    code, text = train(config, tmp_path / "command", secrets)
-    assert code == 0, text
-    assert list(ray_folder.rglob("runtime_env_agent.log")), "Ray's logs are not where they are looked for"
-    assert files_with(secrets, tmp_path, ray_folder) == {}
 
 
 @pytest.mark.slow

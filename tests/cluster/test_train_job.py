@@ -19,6 +19,7 @@ from ray_ulysses.run.ownership import claim_checkpoints
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.tracking.events import CheckpointCommitted
 from ray_ulysses.tracking.history import RunHistory, read_history
+from tests.cluster.planted_secrets import files_with, plant
 from tests.distributed.harness import run_ranks
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
 from tests.polling import wait_until
@@ -103,7 +104,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_corpus(tmp_path_factory.mktemp("data"))
 
 
-def test_a_run_goes_on_over_completion_stop_kill_and_resize(corpus: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_over_completion_stop_kill_and_resize(
+    corpus: Path, tmp_path: Path, ray_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = plant()
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+
     def config_for(workers: int, sp_size: int, stop_step: int, name: str = "run") -> Config:
         return make_config(
             tmp_path / "runs", corpus, run__name=name, run__stop_step=stop_step, parallel__sp_size=sp_size,
@@ -155,15 +162,12 @@ def test_a_run_goes_on_over_completion_stop_kill_and_resize(corpus: Path, tmp_pa
     assert not alive, "workers outlive the command that started them"
     last = read_history(config.run_dir).step + 3
 
-    # To the end; again: complete; nothing is started.
+    # To the end.
     code, text = train(config_for(1, 1, last), tmp_path / "third")
     assert code == 0, text
     assert f"step={last}/{last} loss=" in text
     assert "mlflow ui" in text and "mean of last" in text
     assert "raylet" not in text and "Dataset" not in text and "Progress bars" not in text
-    code, text = train(config_for(1, 1, last), tmp_path / "again")
-    assert code == 0, text
-    assert f"complete at step {last}" in text
 
     ours = read_history(config.run_dir)
     unbroken = config_for(1, 1, last, name="unbroken")
@@ -171,6 +175,9 @@ def test_a_run_goes_on_over_completion_stop_kill_and_resize(corpus: Path, tmp_pa
     check_against_unbroken(ours, unbroken.model_copy(update={"data": data}))
     check_inspect(config, tmp_path)
     check_mlflow(config, ours)
+    # All of them were in the environment of the commands, and an embedded Ray inherits it.
+    assert list(ray_folder.rglob("runtime_env_agent.log")), "Ray's logs are not where they are looked for"
+    assert files_with(secrets, tmp_path, ray_folder) == {}
 
 
 def check_against_unbroken(ours: RunHistory, config: Config) -> None:

@@ -67,7 +67,9 @@ class Members:
     """A coordinator whose workers train where they were placed, until the test says otherwise."""
 
     def __init__(self, placed: dict[str, int]) -> None:
-        self.group: Any = SimpleNamespace(phase="training", num_placed=placed, workers={})
+        self.group: Any = SimpleNamespace(
+            phase="training", num_placed=placed, workers={}, members=range(sum(placed.values()))
+        )
         self.posted: list[reform.Event] = []
 
     def post(self, event: reform.Event) -> None:
@@ -215,13 +217,13 @@ def test_a_run_is_restarted_where_places_of_lost_workers_are_free_again(
     run_dir = policy._config.run_dir
     assert start(policy, nodes) == ["a", "a", "b", "b"]
     members: Any = policy._coordinator
-    members.group.num_placed = {"a": 2}
+    members.group.num_placed, members.group.members = {"a": 2}, range(2)
     monkeypatch.setattr(scaling, "run_pace", lambda _: Pace(seconds_left=1_000.0, start_s=30.0))
     for _ in range(2):
         assert stop_requested(run_dir, SESSION) is None
         poll(policy, RUNNING, RUNNING)
         nodes.time_s += SETTLE_S
-    assert stop_requested(run_dir, SESSION) == "resize"
+    assert stop_requested(run_dir, SESSION) == "resize" and not members.posted, "not for the coordinator"
     assert not poll(policy, RUNNING, WorkerStatus(running=False, return_value=RESIZED)).errors, "not before all ended"
     ended = poll(policy, *(WorkerStatus(running=False, return_value=RESIZED) for _ in range(2)))
     assert is_resize(ended.get_worker_group_error())

@@ -1,0 +1,34 @@
+"""Plants secrets in the environment of commands, and looks for them in what these leave behind."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+NAMES = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "HF_TOKEN",
+    "MLFLOW_TRACKING_USERNAME",
+    "MLFLOW_TRACKING_PASSWORD",
+)
+
+
+def plant() -> dict[str, str]:
+    return {name: f"planted-{uuid.uuid4().hex}" for name in NAMES}
+
+
+def files_with(secrets: Mapping[str, str], *folders: Path) -> dict[str, set[str]]:
+    """Return the files, anywhere below the folders, that hold a secret, and which; by name."""
+    found: dict[str, set[str]] = {}
+    num_read = 0
+    for path in (path for folder in folders for path in folder.rglob("*")):
+        if path.is_file() and not path.is_symlink():
+            num_read += 1
+            content = path.read_bytes()
+            held = {name for name, value in secrets.items() if value.encode() in content}
+            if held:
+                found[str(path)] = held
+    assert num_read > 20
+    return found
