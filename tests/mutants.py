@@ -676,6 +676,29 @@ MUTANTS = (
         "::test_workers_that_form_again_are_not_charged_for_where_the_attempt_moved_the_run_on",
     ),
     Mutant(
+        name="a run is restarted for every node that joins",
+        file="ray_ulysses/cluster/scaling.py",
+        old="        if workers + sum(more.values()) < possible:",
+        new="        if True:",
+        killer="tests/unit/cluster/test_scaling.py"
+        "::test_a_run_grows_onto_a_node_that_joins_once_the_workers_there_are_ready",
+    ),
+    Mutant(
+        name="members are asked to move before those that join are there",
+        file="ray_ulysses/cluster/scaling.py",
+        old="            if self._joining.have_joined(group, now):\n                self._move()",
+        new="            self._joining.have_joined(group, now)\n            self._move()",
+        killer="tests/unit/cluster/test_scaling.py"
+        "::test_a_run_grows_onto_a_node_that_joins_once_the_workers_there_are_ready",
+    ),
+    Mutant(
+        name="a run whose workers all joined later is taken for finished",
+        file="ray_ulysses/cluster/controller.py",
+        old="                statuses[0].running = True",
+        new="                pass",
+        killer="tests/unit/cluster/test_scaling.py::test_workers_that_joined_later_train_on_when_all_of_rays_are_lost",
+    ),
+    Mutant(
         name="children that are started beside those of the generation before",
         file="ray_ulysses/elastic/reform.py",
         old="    if running:\n        if waited_s < STOP_S:\n            return group, ()\n",

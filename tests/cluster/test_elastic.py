@@ -20,8 +20,8 @@ from tests.distributed.run_case import make_config, make_corpus
 from tests.polling import wait_until
 from tests.unit.tracking.journals import read_events
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
-TIMEOUT_S = 240.0
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
+TIMEOUT_S = 400.0
 
 
 @pytest.fixture

@@ -46,9 +46,9 @@ BUG = RankError(rank=0, kind="raised", what="ValueError: boom")
 class Coordinated:
     """A group on nodes of two workers each, sp_size 2, and a clock that the test moves."""
 
-    def __init__(self, workers: int = 4, least: int = 2) -> None:
+    def __init__(self, workers: int = 4, least: int = 2, most: int | None = None) -> None:
         self.now = 0.0
-        wanted = WorkerRange(least=least, most=workers, sp_size=2)
+        wanted = WorkerRange(least=least, most=most or workers, sp_size=2)
         self.group = Group(wanted=wanted, workers={number: Supervised() for number in range(workers)})
 
     def see(self, event: Event) -> tuple[Action, ...]:
@@ -237,6 +237,22 @@ def test_members_that_were_asked_to_move_go_on_without_the_node_that_leaves() ->
     assert one.end(3, status="resized") == (Finish(status="resized"),)
 
 
+def test_workers_that_join_later_are_members_of_the_next_generation() -> None:
+    one = training(most=8)
+    for worker in (4, 5, 6):
+        assert one.see(Joined(worker=worker, place=place(worker))) == () and one.group.members == (0, 1, 2, 3)
+    one.see(MoveAsked())
+    actions = [one.end(worker, status="resized") for worker in range(4)]
+    (start,) = actions[-1]
+    assert isinstance(start, Start) and start.members == (0, 1, 2, 3, 4, 5), "whole groups only"
+    # Whatever makes the next generation; and they fail as any other does.
+    one.see(Joined(worker=7, place=place(7)))
+    one.see(WorkerLost(worker=4, what="gone"))
+    one.stop_rest()
+    (start,) = one.see(Judged(generation=2, may_continue=True))
+    assert isinstance(start, Start) and start.members == (0, 1, 2, 3, 6, 7)
+
+
 def test_a_stop_that_overtakes_a_move_ends_the_run() -> None:
     one = training()
     one.see(NodesUnusable(nodes=frozenset({"a"})))
@@ -259,6 +275,7 @@ _EVENTS = st.one_of(
     st.builds(lambda w, e, s, g: ("end", w, e, s, g), st.integers(0, 7), st.sampled_from([KILLED, PEER, BUG, None]),
               st.sampled_from(["finished", "resized", None]), st.integers(-1, 0)),
     st.builds(lambda w: ("lost", w), st.integers(0, 7)),
+    st.builds(lambda w: ("join", w), st.integers(8, 11)),
     st.builds(lambda n: ("unusable", n), st.frozensets(st.sampled_from("abcd"), max_size=2)),
     st.sampled_from([("move",), ("tick", 0.1), ("tick", 2.0), ("tick", 6.0), ("yes",), ("no",)]),
 )  # fmt: skip
@@ -267,7 +284,7 @@ _EVENTS = st.one_of(
 @given(st.lists(_EVENTS, max_size=60))
 @settings(max_examples=examples(300), deadline=None)
 def test_on_any_history_one_generation_trains_and_it_is_never_stuck(history: list[tuple[Any, ...]]) -> None:
-    one = training(workers=8)
+    one = training(workers=8, most=12)
     running: set[int] = set(range(8))
     """Workers whose children may be alive, as only their supervisors know."""
     for event in history:
@@ -278,6 +295,8 @@ def test_on_any_history_one_generation_trains_and_it_is_never_stuck(history: lis
                 actions += one.see(ChildEnded(worker=worker, generation=generation + past, report=report, port=1))
                 if past == 0:
                     running.discard(worker)
+            case ("join", worker):
+                actions += one.see(Joined(worker=worker, place=place(worker)))
             case ("lost", worker):
                 actions += one.see(WorkerLost(worker=worker, what="gone"))
                 running.discard(worker)
