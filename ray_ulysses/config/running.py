@@ -172,8 +172,8 @@ class ElasticSection(Section):
     image."""
 
     grow_interval_s: float = Field(default=600.0, gt=0.0)
-    """Minimum time between two restarts of an elastic run (`cluster.workers` with `min` and `max`) on more workers, in
-    seconds. A run grows only where that saves ten times what the restart costs. Default 600."""
+    """Minimum time between two attempts of an elastic run (`cluster.workers` with `min` and `max`) to continue on more
+    workers, in seconds. A run grows only where that saves ten times what a start costs. Default 600."""
 
     peer_memory: bool = True
     """Whether the newest state is also kept in host memory, each worker's part on its own node and on a partner node,
