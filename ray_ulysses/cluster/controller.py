@@ -122,7 +122,10 @@ class WorkerGroupWatch(WorkerGroupCallback):
 
     def _use_nodes(self, addresses: Mapping[str, str]) -> None:
         self._addresses = self._addresses | dict(addresses)
-        self._memory.prepare(self._addresses)
+        self._prepare_memory()
+
+    def _prepare_memory(self) -> None:
+        self._memory.prepare({node: host for node, host in self._addresses.items() if node not in self._gone})
 
     def _decide(self, question: reform.Judge, group: reform.Group) -> tuple[frozenset[str], bool]:
         """Record the failure of a generation; return nodes that can't be used, and whether the run may continue."""
@@ -132,7 +135,7 @@ class WorkerGroupWatch(WorkerGroupCallback):
             alive = reachable({one["NodeID"]: one for one in ray.nodes() if one["Alive"]}).keys()
             self._gone = frozenset(known - alive)
             unusable = frozenset(known - (alive & steady_nodes().keys()))
-            self._memory.prepare({node: host for node, host in self._addresses.items() if node not in self._gone})
+            self._prepare_memory()
         noticed = Noticed(
             memory_step=self._memory.newest_step(self._gone),
             ago_s=self._clock.monotonic() - group.fault_at,
