@@ -26,9 +26,9 @@ from ray_ulysses.vault.wire import (
 )
 
 ANSWER_S = 2.0
-"""Longest wait for a connection and its greeting, in seconds: a node that is gone must not hold up a recovery."""
+"""Longest wait for a connection, in seconds: a node that is gone must not hold up a recovery."""
 PROGRESS_S = 10.0
-"""Longest wait within a request for any news, in seconds: an agent may be busy with many gigabytes."""
+"""Longest wait for any news of an agent whose node answers, in seconds: it may be busy with many gigabytes."""
 SMALL_BYTES = 2**20
 
 
@@ -42,8 +42,8 @@ class AgentClient:
     Args:
         address: ``host:port``.
         token: The run's secret.
-        answer_s: Longest wait for a connection and its greeting, in seconds.
-        progress_s: Longest wait for news within a request, in seconds.
+        answer_s: Longest wait for a connection, in seconds.
+        progress_s: Longest wait for its greeting, and for news within a request, in seconds.
     """
 
     def __init__(self, address: str, token: str, *, answer_s: float = ANSWER_S, progress_s: float = PROGRESS_S) -> None:
@@ -172,8 +172,8 @@ class AgentClient:
             raise self._gone(error) from error
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _call(connection, token=self._token)
             connection.settimeout(self._progress_s)
+            _call(connection, token=self._token)
         except _Refused as refusal:
             connection.close()
             raise refusal.error from None

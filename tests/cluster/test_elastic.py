@@ -68,7 +68,8 @@ def test_an_elastic_run_follows_its_nodes(cluster: Cluster, tmp_path: Path) -> N
             [sys.executable, "-m", "ray_ulysses", "train", str(path)], stdout=log, stderr=log, start_new_session=True
         )
     try:
-        _wait_for_steps(command, config, [4])
+        # By then the first states are in peer memory.
+        _wait_for_steps(command, config, [4], steps=8)
         # Without notice: as a spot node that is taken away.
         second.kill_all_processes(allow_graceful=False, wait=True)
         cluster.worker_nodes.discard(second)
