@@ -656,7 +656,7 @@ MUTANTS = (
     Mutant(
         name="a restart for every node that drains",
         file="ray_ulysses/elastic/sizing.py",
-        old="    if waited_s < SETTLE_S:\n        return seen, None\n    settled",
+        old="    if waited_s < (LEAVE_S if leaves else SETTLE_S):\n        return seen, None\n    settled",
         new="    settled",
         killer="tests/unit/elastic/test_sizing.py::test_nodes_that_drain_one_after_the_other_cost_one_restart",
     ),
@@ -802,8 +802,8 @@ MUTANTS = (
     Mutant(
         name="places of the workers that are replaced counted as taken",
         file="ray_ulysses/cluster/scaling.py",
-        old="held = self._placed if self._holds_room else {}",
-        new="held: dict[str, int] = {}",
+        old="Counter(self._placed if self._holds_room else {})",
+        new="Counter()",
         killer="tests/unit/cluster/test_scaling.py::test_a_lost_node_leaves_a_smaller_run_at_once",
     ),
     Mutant(
@@ -811,7 +811,8 @@ MUTANTS = (
         file="ray_ulysses/cluster/scaling.py",
         old='one.error = one.error or Resized("the workers are started again at another number")',
         new="pass",
-        killer="tests/unit/cluster/test_scaling.py::test_a_run_asks_its_workers_to_end_when_a_node_joins_and_growth_pays",
+        killer="tests/unit/cluster/test_scaling.py"
+        "::test_a_run_is_restarted_where_places_of_lost_workers_are_free_again",
     ),
     Mutant(
         name="a cloud's deadline read on the wrong clock",

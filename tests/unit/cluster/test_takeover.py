@@ -15,12 +15,13 @@ import ray_ulysses.supervision.child as child
 from ray_ulysses.checkpoint import FencedError
 from ray_ulysses.checkpoint.fence import claim_attempt
 from ray_ulysses.cluster.train_job import end_if_lost
-from ray_ulysses.cluster.worker import train_worker
+from ray_ulysses.cluster.worker import supervise
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run.refusals import refusal, refuse_if_taken_over
 from ray_ulysses.storage import LocalStore, RunLock
 from ray_ulysses.storage.lock import LOCK_FILE
 from ray_ulysses.storage.lock_watch import LockWatch
+from ray_ulysses.supervision.channel import Announcement
 from ray_ulysses.supervision.order import Job, Order
 from ray_ulysses.supervision.shared_progress import SharedProgress
 from ray_ulysses.tracking.journal import AttemptJournal
@@ -178,4 +179,4 @@ def test_a_worker_that_was_fenced_by_another_command_is_not_started_again(
     )
     assert isinstance(result.error, FencedError)
     with pytest.raises(UserError, match="another command has taken the run over"):
-        train_worker(job)
+        supervise(job, Announcement(host="", port=0, token="", group=0), worker=0, local_rank=0)
