@@ -13,10 +13,10 @@ CORPUS := runs/corpus-stdlib
 ELASTIC := configs/llama-tiny_cpu_sp2-elastic_2k.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo rehearse soak test test-unit test-all mutants check format docs
+.PHONY: help install demo rehearse soak test test-unit test-all test-faults mutants check format docs
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP)  ## Make the environment in .venv
 
@@ -52,6 +52,9 @@ test-unit: $(STAMP)  ## Run the unit tests, in two processes
 
 test-all: $(STAMP)  ## Run every test, the whole parity matrix included
 	$(BIN)/python -m pytest
+
+test-faults: $(STAMP)  ## Strike runs with each fault in each phase, and store the table of what they did
+	STORE_FAULTS="make test-faults" $(BIN)/python -m pytest tests/distributed/test_faults.py
 
 mutants: $(STAMP)  ## Plant known bugs one by one and check that a test catches each
 	$(BIN)/python -m tests.mutants

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -40,3 +41,12 @@ class FilesAndOneCluster(LoadFileScheduling):
 def result_table() -> ResultTable:
     """An empty table of results."""
     return ResultTable()
+
+
+@pytest.fixture(scope="session")
+def fault_table() -> Iterator[ResultTable]:
+    """The table of the fault matrix, stored where a run of the whole matrix asks for it."""
+    table = ResultTable()
+    yield table
+    if "STORE_FAULTS" in os.environ and table.rows:
+        table.write("faults", "Faults, what the run did, and what they cost", by=os.environ["STORE_FAULTS"])

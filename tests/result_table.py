@@ -22,15 +22,15 @@ class ResultTable:
         """Add a row; every row has the same columns."""
         self.rows.append(row)
 
-    def write(self, name: str, title: str) -> Path:
-        """Write ``results/<name>.md`` and return its path."""
+    def write(self, name: str, title: str, by: str = "make test-all") -> Path:
+        """Write ``results/<name>.md``, as a command's result, and return its path."""
         columns = list(self.rows[0])
         lines = [
             f"# {title}",
             "",
             f"{datetime.date.today().isoformat()}, commit {_commit()}, {len(self.rows)} cases; Python "
             f"{platform.python_version()}, torch {version('torch')}, deepspeed {version('deepspeed')}, "
-            f"transformers {version('transformers')}; CPU, gloo. Written by `make test-all`.",
+            f"transformers {version('transformers')}; CPU, gloo. Written by `{by}`.",
             "",
             "| " + " | ".join(columns) + " |",
             "|" + " --- |" * len(columns),

@@ -156,6 +156,10 @@ class WorkerScaling(ScalingPolicy):
             return
         self._joining.forget({number for number, worker in group.workers.items() if worker.is_lost})
         placed, nodes = group.num_placed, steady_nodes()
+        announced = group.unusable | (draining_nodes() & placed.keys())
+        if announced != group.unusable:
+            # The loss of such a node is not charged, even where it goes before the others have left it.
+            self._coordinator.post(NodesUnusable(nodes=announced))
         self._seen, resize = decide_resize(
             self._seen,
             placed=placed,
@@ -221,8 +225,13 @@ class WorkerScaling(ScalingPolicy):
 
 def steady_nodes() -> dict[str, Any]:
     """Return Ray's entries of the nodes that are alive and not being drained, by node id."""
-    draining = state.state.get_draining_nodes()
+    draining = draining_nodes()
     return {one["NodeID"]: one for one in ray.nodes() if one["Alive"] and one["NodeID"] not in draining}
+
+
+def draining_nodes() -> frozenset[str]:
+    """Return the ids of the nodes of which Ray knows that they are going to be taken away."""
+    return frozenset(state.state.get_draining_nodes())
 
 
 def reachable(nodes: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,67 +1,182 @@
-"""A launcher whose children fail where the test planted it: ``FAULTS`` holds one fault per generation, as JSON."""
+"""A launcher whose children fail where a test plants it: in the folder that ``FAULTS`` names, while they run.
+
+A fault is a JSON object: its ``number``, the ``rank`` that it strikes, ``where`` and its ``kind``, and what that needs.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from ray_ulysses.config import Config
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
 from ray_ulysses.supervision import child, launcher
-from ray_ulysses.supervision.order import Order
-from ray_ulysses.supervision.shared_progress import SharedProgress
+from ray_ulysses.trainer import resume
 from ray_ulysses.trainer.worker import Worker
 
+PLANTED = "fault.json"
+PLACES = ("start", "load", "step", "save", "memory")
+"""Before a state is chosen, in the middle of loading a state, before a micro-batch, and before a state is saved."""
+_START_BEATS = 2
+_COLLECTIVES = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single",
+                "all_gather", "gather")  # fmt: skip
+_WAIT_S = 60.0
 
-def _raise(text: str) -> None:
-    raise ValueError(text)
+
+def plant(folder: Path, fault: dict[str, Any]) -> None:
+    """Plant a fault, which strikes once."""
+    (folder / "new").write_text(json.dumps(fault))
+    (folder / "new").rename(folder / PLANTED)
 
 
-ACTIONS: dict[str, Callable[[str], object]] = {
+def struck_at(folder: Path, number: int) -> float | None:
+    """Return when a fault struck; None if it has not yet."""
+    try:
+        return float((folder / f"struck-{number}").read_text())
+    except FileNotFoundError:
+        return None
+
+
+def _raise(fault: dict[str, Any]) -> None:
+    raise ValueError(f"planted as number {fault['number']}")
+
+
+def _kill_others(fault: dict[str, Any]) -> None:
+    """Kill processes of other ranks or agents."""
+    for pid in fault["pids"]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _spoil(fault: dict[str, Any]) -> None:
+    """Damage what agents hold, and die."""
+    for pid in fault["pids"]:
+        os.kill(pid, fault["signal"])
+    time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _wait(fault: dict[str, Any]) -> None:
+    """Wait for what the test does."""
+    done = Path(os.environ["FAULTS"], f"done-{fault['number']}")
+    deadline = time.monotonic() + _WAIT_S
+    while not done.exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def _skip_collective(fault: dict[str, Any]) -> None:
+    """Have training's thread pass its next collective by, as a rank does that takes another branch than the others."""
+    training = threading.get_ident()
+    real: dict[str, Any] = {name: getattr(dist, name) for name in _COLLECTIVES}
+
+    def put(collectives: Mapping[str, Any]) -> None:
+        for name, one in collectives.items():
+            setattr(dist, name, one)
+            setattr(distributed_c10d, name, one)
+
+    def skipping(name: str) -> Callable[..., Any]:
+        def skip(*arguments: Any, **options: Any) -> Any:
+            if threading.get_ident() != training:
+                return real[name](*arguments, **options)
+            put(real)
+            return _Done() if options.get("async_op") else None
+
+        return skip
+
+    put({name: skipping(name) for name in _COLLECTIVES})
+
+
+class _Done:
+    def wait(self) -> bool:
+        return True
+
+
+def _take_storage_away(fault: dict[str, Any]) -> None:
+    """Put files where the checkpoints' folders were, for a while; whoever brings them back outlives this process."""
+    script = "".join(f"mv {name} {name}.away; : > {name}; " for name in ("checkpoints", "attempts"))
+    subprocess.run(["sh", "-c", script], cwd=fault["run_dir"], check=True)
+    if fault["seconds"] is not None:
+        back = "".join(f"rm {name}; mv {name}.away {name}; " for name in ("checkpoints", "attempts"))
+        subprocess.Popen(
+            ["sh", "-c", f"sleep {fault['seconds']}; {back}"], cwd=fault["run_dir"], start_new_session=True
+        )
+
+
+ACTIONS: dict[str, Callable[[dict[str, Any]], object]] = {
     "raise": _raise,
     "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "crash": lambda _: os.kill(os.getpid(), signal.SIGSEGV),
     "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
     "exit": lambda _: os._exit(3),
     "hang": lambda _: time.sleep(3600),
+    "skip": _skip_collective,
+    "kill others": _kill_others,
+    "spoil": _spoil,
+    "wait": _wait,
+    "storage away": _take_storage_away,
 }
 
 
-def plant(worker: Worker, fault: dict[str, Any], generation: int) -> Worker:
-    """Return the worker with its fault: at the n-th sign of life of the start, or at an event from a step on."""
+def faulty(worker: Worker, folder: Path, pace_s: float) -> Worker:
+    """Return the worker with the faults that are planted for its rank, and with steps that take so long at least."""
     starts = 0
 
-    def fail(name: str, step: int) -> None:
-        if name == fault["where"] and step >= fault["at"]:
-            ACTIONS[fault["kind"]](f"planted in generation {generation}")
+    def fail(where: str, step: int = 0) -> None:
+        try:
+            fault = json.loads((folder / PLANTED).read_text())
+        except FileNotFoundError:
+            return
+        if (fault["where"], fault["rank"]) != (where, worker.rank) or step % fault.get("every", 1):
+            return
+        try:
+            (folder / PLANTED).rename(folder / f"planted-{fault['number']}")
+        except FileNotFoundError:
+            return
+        (folder / "striking").write_text(repr(time.time()))
+        (folder / "striking").rename(folder / f"struck-{fault['number']}")
+        ACTIONS[fault["kind"]](fault)
 
     def beat(phase: Any, step: int) -> None:
         nonlocal starts
         worker.beat(phase, step)
         starts += phase == "start"
-        if phase == "start":
-            fail("start", starts)
+        if phase == "step" or (phase == "start" and starts == _START_BEATS):
+            fail(phase, step + 1)
 
-    return replace(worker, beat=beat, on_event=fail)
+    def on_event(name: str, step: int) -> None:
+        if name == "step":
+            time.sleep(pace_s)
+        elif name in PLACES:
+            fail(name)
+
+    load = resume.load_parts
+
+    def load_parts(*arguments: Any, **options: Any) -> int:
+        loaded = load(*arguments, **options)
+        fail("load")
+        return loaded
+
+    resume.load_parts = load_parts
+    return replace(worker, beat=beat, on_event=on_event)
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Serve orders as the launcher does, with the faults of the environment."""
-    faults = json.loads(os.environ["FAULTS"])
+    folder, pace_s = Path(os.environ["FAULTS"]), float(os.environ["PACE_S"])
     make_worker = child._worker
-
-    def make_faulty(order: Order, config: Config, progress: SharedProgress, streams: tuple[int, int]) -> Worker:
-        worker = make_worker(order, config, progress, streams)
-        fault = faults[order.generation - 1] if order.generation <= len(faults) else None
-        return plant(worker, fault, order.generation) if fault and fault["rank"] == order.rank else worker
-
-    child._worker = make_faulty
-    launcher.main(arguments)
+    child._worker = lambda *given: faulty(make_worker(*given), folder, pace_s)
+    launcher.main([*arguments])
 
 
 if __name__ == "__main__":

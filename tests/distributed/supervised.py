@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from unittest.mock import patch
 
+import psutil
+from ray.train import ScalingConfig
+
+from ray_ulysses.cluster import scaling
+from ray_ulysses.cluster.scaling import WorkerScaling
 from ray_ulysses.config import Config
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.placement import WorkerRange
-from ray_ulysses.logging import configure_logging
-from ray_ulysses.supervision.channel import Announcement
+from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.supervision.coordinator import Coordinator
 from ray_ulysses.supervision.hang_watch import hang_limits
-from ray_ulysses.supervision.order import Job, MemoryOfPeers
-from ray_ulysses.supervision.supervisor import Supervisor
+from ray_ulysses.supervision.order import MemoryOfPeers
 from ray_ulysses.tracking.failures import record_hang
-from ray_ulysses.vault import VaultAgent, partners
+from ray_ulysses.vault import partners
+from tests.distributed.agent_process import AgentProcess
 from tests.distributed.run_case import prepare_attempt
+
+_LOOK_EVERY_S = 0.2
 
 
 @dataclass
@@ -36,75 +43,157 @@ class SupervisedRun:
     Attributes:
         config: The run.
         nodes: The workers' nodes.
-        folder: Where logs go.
+        folder: Where logs and faults go.
         verdicts: Answers of the judge, in order; it says yes when they are used up.
+        pace_s: Seconds that a step takes at least.
+        judge: Judges the failures of generations; by default the verdicts do.
+        draining: Nodes that are going to be taken away.
     """
 
     config: Config
     nodes: Mapping[int, str]
     folder: Path
     verdicts: list[bool] = field(default_factory=list)
-    unusable: frozenset[str] = frozenset()
-    agents: dict[str, VaultAgent] = field(default_factory=dict)
-    faults: Sequence[Mapping[str, Any]] = ()
+    pace_s: float = 0.0
+    judge: Callable[[reform.Judge, reform.Group], bool] | None = None
+    agents: dict[str, AgentProcess] = field(default_factory=dict)
     judged: list[reform.Judge] = field(default_factory=list)
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    draining: set[str] = field(default_factory=set)
+    session: str = "session"
 
     def __enter__(self) -> SupervisedRun:
-        prepare_attempt(self.config, "session")
-        if self.config.elastic.peer_memory:
-            for node in set(self.nodes.values()):
-                self.agents[node] = VaultAgent("token", host="127.0.0.1", limit_bytes=1 << 30)
-        self._addresses = {node: agent.start() for node, agent in self.agents.items()}
-        self.coordinator = Coordinator(
-            self._judge, "127.0.0.1", gather_s=120.0, memory=self._memory, limits=hang_limits(self.config),
-            record_hang=partial(record_hang, self.config.run_dir, writer="controller"),
-        )  # fmt: skip
-        limits = self.config.cluster.workers
-        wanted = WorkerRange(least=limits.min, most=limits.max, sp_size=self.config.parallel.sp_size)
-        announcement = self.coordinator.begin(self.nodes, wanted)
-        for worker, node in self.nodes.items():
-            order = pickle.dumps((announcement, worker, node, self.config.model_dump(mode="json")))
-            log = (self.folder / f"worker-{worker}.log").open("wb")
-            self.processes[worker] = subprocess.Popen(
-                [sys.executable, "-m", "tests.distributed.supervised", order.hex()],
-                stdout=log, stderr=log, start_new_session=True,
-                env={**os.environ, "FAULTS": json.dumps(self.faults)},
-            )  # fmt: skip
+        self._groups, self._closed = 0, threading.Event()
+        self._environment = {"FAULTS": str(self.folder), "PACE_S": str(self.pace_s)}
+        self.begin(self.nodes)
+        self._drains = threading.Thread(target=self._follow_drains, daemon=True)
+        self._drains.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._closed.set()
+        self._drains.join()
+        self.end_workers()
+        self.coordinator.close()
+        for agent in self.agents.values():
+            agent.kill()
+
+    def begin(self, nodes: Mapping[int, str], session: str = "session") -> None:
+        """Start workers, by another driver if it was lost or the session is new; what agents hold stays."""
+        self.end_workers()
+        self.nodes = dict(nodes)
+        limits = self.config.cluster.workers
+        wanted = WorkerRange(least=limits.min, most=limits.max, sp_size=self.config.parallel.sp_size)
+        if not self._groups or session != self.session:
+            self.session = session
+            prepare_attempt(self.config, session)
+            self.coordinator = Coordinator(
+                self._judge, "127.0.0.1", gather_s=120.0, memory=self.memory, limits=hang_limits(self.config),
+                record_hang=partial(record_hang, self.config.run_dir, writer="controller"),
+            )  # fmt: skip
+        self._groups += 1
+        announcement = self.coordinator.begin(self.nodes, wanted)
+        for worker, node in self.nodes.items():
+            order = pickle.dumps((announcement, worker, node, self.config.model_dump(mode="json"), session))
+            log = (self.folder / f"worker-{self._groups}-{worker}.log").open("wb")
+            self.processes[worker] = subprocess.Popen(
+                [sys.executable, "-m", "tests.distributed.supervisor_process", order.hex()],
+                stdout=log, stderr=log, start_new_session=True, env=os.environ | self._environment,
+            )  # fmt: skip
+            log.close()
+
+    def end_workers(self) -> None:
+        """Kill the workers, and wait until nothing that they have started is left."""
         for process in self.processes.values():
             process.kill()
             process.wait()
+        self.processes.clear()
+
+    def lose_driver(self) -> None:
+        """End the coordinator as the death of its process does; the supervisors end by themselves."""
+        self.coordinator.end()
         self.coordinator.close()
-        for agent in self.agents.values():
-            agent.close()
+
+    def pids(self, node: str) -> list[int]:
+        """Return the processes of a node that others depend on: its agent and its supervisors."""
+        agent = [self.agents[node].process.pid] if node in self.agents else []
+        return agent + [self.processes[worker].pid for worker, its_node in self.nodes.items() if its_node == node]
 
     def kill_node(self, node: str) -> None:
         """Kill all that runs on a node, its part of the peer memory included."""
-        for worker, its_node in self.nodes.items():
-            if its_node == node:
-                self.processes[worker].kill()
-        if node in self.agents:
-            self.agents.pop(node).close()
+        for pid in self.pids(node):
+            os.kill(pid, signal.SIGKILL)
 
-    def _memory(self, nodes: Sequence[str]) -> MemoryOfPeers | None:
-        if not self.agents:
+    def own_processes(self) -> list[psutil.Process]:
+        """Return all processes that the run has started, whoever their parents are by now."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("FAULTS") == str(self.folder) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def memory(self, nodes: Sequence[str]) -> MemoryOfPeers | None:
+        """Return the peer memory for members on these nodes, on which agents that have died are started again."""
+        if not self.config.elastic.peer_memory:
             return None
-        agents = {node: self._addresses[node] for node in self.agents}
+        for node in dict.fromkeys(nodes):
+            if node not in self.agents or not self.agents[node].is_alive:
+                self.agents[node] = AgentProcess.start(self._environment)
+        agents = {node: agent.address for node, agent in self.agents.items() if agent.is_alive}
         return MemoryOfPeers(agents=agents, partners=partners(dict.fromkeys(nodes)), token="token")
 
     def logs(self) -> str:
         """Return what the workers have printed."""
         return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("worker-*")))
 
+    def lost_nodes(self) -> frozenset[str]:
+        """Return the nodes on which no worker is left."""
+        alive = {node for worker, node in self.nodes.items() if self.processes[worker].poll() is None}
+        return frozenset(self.nodes.values()) - alive
+
     def _judge(self, question: reform.Judge, group: reform.Group) -> tuple[frozenset[str], bool]:
         self.judged.append(question)
-        may_continue = self.verdicts.pop(0) if self.verdicts else not question.is_final
-        return self.unusable, may_continue
+        unusable = self.lost_nodes() | self.draining
+        if self.judge is not None:
+            return unusable, self.judge(question, group)
+        return unusable, self.verdicts.pop(0) if self.verdicts else not question.is_final
+
+    def _follow_drains(self) -> None:
+        """Look at the nodes as the cluster's scaling policy does, which has members leave those that are draining."""
+        limits = self.config.cluster.workers
+        options: Any = ScalingConfig(num_workers=limits.max, resources_per_worker={"CPU": 1.0})
+        policy = _Policy(resolve_run(self.config), {"session": self.session}, options)
+        while not self._closed.wait(_LOOK_EVERY_S):
+            steady = frozenset(self.nodes.values()) - self.draining - self.lost_nodes()
+            policy.look_at(self.coordinator, steady, frozenset(self.draining), self.nodes, self.session)
+
+
+class _Policy(WorkerScaling):
+    """The scaling policy on nodes that a test names, which have no room for more workers than those there."""
+
+    def look_at(
+        self,
+        coordinator: Coordinator,
+        steady: Collection[str],
+        draining: frozenset[str],
+        nodes: Mapping[int, str],
+        session: str,
+    ) -> None:
+        """Do what is due about draining nodes."""
+        self._placed = {node: [*nodes.values()].count(node) for node in nodes.values()}
+        self._session = session
+        self.coordinate(coordinator, lambda addresses: None)
+        with patch.multiple(scaling, steady_nodes=lambda: dict.fromkeys(steady), draining_nodes=lambda: draining):
+            self._look(self._clock.monotonic())
+
+    def _room(self, nodes: Mapping[str, Any], held: Mapping[str, int]) -> dict[str, int]:
+        group = None if self._coordinator is None else self._coordinator.group
+        return {} if group is None else {node: count for node, count in group.num_placed.items() if node in nodes}
 
 
 def children(process: int) -> list[int]:
@@ -121,33 +210,3 @@ def training_child(supervisor: int) -> int | None:
     except (OSError, ValueError):
         return None
     return found[0] if found else None
-
-
-def main(order: str) -> None:
-    """Supervise one worker."""
-    configure_logging()
-    # A signal to the test ends the supervisors through their pipes.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    announcement, worker, node, config = pickle.loads(bytes.fromhex(order))
-    assert isinstance(announcement, Announcement)
-    job = Job(
-        config=config, session="session", command_started=None, workers_asked=None, node=node,
-        local_rank=worker, device="cpu",
-    )  # fmt: skip
-    supervisor = Supervisor(
-        announcement,
-        worker=worker,
-        cluster_node=node,
-        host="127.0.0.1",
-        job=job,
-        make_streams=None,
-        launcher="tests.distributed.faulty_launcher",
-    )
-    status = supervisor.run()
-    sys.stdout.write(f"status {status}\n")
-    sys.stdout.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -14,7 +14,7 @@ import pytest
 from ray_ulysses.config import Config
 from ray_ulysses.elastic.causes import root_cause
 from ray_ulysses.run.requests import request_stop
-from ray_ulysses.tracking.events import RunHung, StepDone
+from ray_ulysses.tracking.events import StepDone
 from ray_ulysses.tracking.history import AttemptRecord, RunHistory, read_history
 from tests.distributed.run_case import make_config, make_corpus
 from tests.distributed.supervised import SupervisedRun, children, training_child
@@ -135,64 +135,6 @@ def test_members_leave_a_node_that_is_to_go_and_lose_no_step(run: SupervisedRun)
     history = _stop(run, (0, 1, 2, 3))
     assert [one.world_size for one in history.attempts] == [4, 2] and not run.judged
     assert history.lost_steps == 0 and history.attempts[0].reason == "resized"
-
-
-_KINDS = {
-    "raise": "worker {rank} raised ValueError: planted in generation {generation}",
-    "kill": "lost worker {rank} (killed by signal 9)",
-    "crash": "lost worker {rank} (killed by signal 11)",
-    "stop": "lost worker {rank} (its process was stopped (SIGSTOP))",
-    "exit": "lost worker {rank} (ended with exit code 3)",
-    "hang": "has not moved",
-}
-_SOME = [("raise", "step"), ("hang", "step"), ("exit", "start"), ("crash", "in memory")]
-_ALL = [
-    (kind, where)
-    for kind in _KINDS
-    for where in ("step", "start", "memory", "save", "in memory")
-    # That is said in a thread of its own, whose errors and waits do not end the attempt.
-    if (kind, where) not in (("raise", "in memory"), ("hang", "in memory"))
-]
-"""Never two faults of the start in a row, which would be left to Ray Train."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("points", [_SOME, _ALL], ids=["some", "all"])
-def test_each_fault_of_a_child_in_each_phase_is_named_and_survived(
-    tmp_path: Path, points: list[tuple[str, str]]
-) -> None:
-    """Some children fail in their start, while they step, and while they save: one fault per generation."""
-    faults = [
-        # Of the signs of life of a start, the third is in the middle: the state is being chosen or loaded.
-        {"kind": kind, "where": where, "rank": number % 2, "at": 3 if where == "start" else 3 * number + 3}
-        for number, (kind, where) in enumerate(points)
-    ]
-    config = make_config(
-        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=4000, data__epochs=4000, parallel__sp_size=2,
-        cluster__workers=2, checkpoint__every_steps=2, memory__gradient_checkpointing=False,
-        elastic__hang_timeout_s=20.0, elastic__start_hang_timeout_s=60.0,
-    )  # fmt: skip
-    with SupervisedRun(config, {0: "a", 1: "b"}, tmp_path, faults=faults) as run:
-
-        def is_through() -> bool:
-            assert all(process.poll() is None for process in run.processes.values()), run.logs()
-            group, attempts = run.coordinator.group, _attempts(config)
-            assert group is not None
-            is_last = group.generation == len(faults) + 1 and group.phase == "training"
-            return is_last and bool(attempts) and (attempts[-1].last_step or 0) >= 3 * len(faults) + 6
-
-        wait_until(is_through, "all faults are survived", timeout_s=60.0 * len(faults), every_s=0.2, said=run.logs)
-        history = _stop(run, (0, 1))
-        causes = [root_cause(judge.errors).reason for judge in run.judged]
-    for number, (cause, (kind, _)) in enumerate(zip(causes, points, strict=True)):
-        assert _KINDS[kind].format(rank=number % 2, generation=number + 1) in cause, (number, cause)
-    assert [step.step for step in history.steps] == list(range(1, history.step + 1)) and history.status == "stopped"
-    assert history.rows_consumed == history.step * config.data.rows_per_step
-    _same_losses(config)
-    hangs = [event for event in read_events(config.run_dir) if isinstance(event, RunHung)]
-    assert len(hangs) == sum(kind == "hang" for kind, _ in points)
-    assert all("planted" not in hang.text and any("sleep" in stack or "fail" in stack for stack in hang.stacks.values())
-               for hang in hangs)  # fmt: skip
 
 
 @pytest.mark.slow

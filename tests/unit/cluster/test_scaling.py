@@ -41,6 +41,8 @@ class Nodes:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path, **cpus: float) -> None:
         self.cpus, self.free, self.time_s, self.run_dir = dict(cpus), dict(cpus), 0.0, run_dir
+        self.draining: frozenset[str] = frozenset()
+        monkeypatch.setattr(scaling, "draining_nodes", lambda: self.draining)
         monkeypatch.setattr(scaling, "steady_nodes", self._steady)
         monkeypatch.setattr(scaling, "reachable", lambda nodes: dict(nodes))
         monkeypatch.setattr(scaling.time, "sleep", self._sleep)
@@ -68,12 +70,14 @@ class Members:
 
     def __init__(self, placed: dict[str, int]) -> None:
         self.group: Any = SimpleNamespace(
-            phase="training", num_placed=placed, workers={}, members=range(sum(placed.values()))
+            phase="training", num_placed=placed, workers={}, unusable=frozenset(), members=range(sum(placed.values()))
         )
         self.posted: list[reform.Event] = []
 
     def post(self, event: reform.Event) -> None:
         self.posted.append(event)
+        if isinstance(event, reform.NodesUnusable):
+            self.group.unusable = event.nodes
 
 
 class Joining:
@@ -246,6 +250,23 @@ def test_a_draining_node_is_left_whatever_it_costs(monkeypatch: pytest.MonkeyPat
     assert members.posted == [reform.NodesUnusable(nodes=frozenset({"b"})), reform.MoveAsked()]
 
 
+def test_a_node_that_goes_before_the_others_have_left_it_was_announced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its loss is not charged to the run then, however short the notice was."""
+    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
+    policy = policy_on(nodes, tmp_path)
+    start(policy, nodes)
+    members: Any = policy._coordinator
+    del nodes.cpus["b"]
+    poll(policy, RUNNING)
+    assert not members.posted, "a node that is lost without notice was not announced"
+    nodes.draining, nodes.time_s = frozenset({"b"}), scaling._LOOK_EVERY_S
+    poll(policy, RUNNING)
+    assert members.posted == [reform.NodesUnusable(nodes=frozenset({"b"}))]
+    assert stop_requested(policy._config.run_dir, SESSION) is None
+
+
 def test_workers_that_do_not_train_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Their coordinator replaces a generation that failed by itself."""
     nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
@@ -259,7 +280,7 @@ def test_workers_that_do_not_train_are_left_alone(monkeypatch: pytest.MonkeyPatc
         nodes.time_s += SETTLE_S
     assert stop_requested(policy._config.run_dir, SESSION) is None
     # It continues on the node that is left: nothing leaves.
-    members.group = SimpleNamespace(phase="training", num_placed={"a": 2}, workers={})
+    members.group = SimpleNamespace(phase="training", num_placed={"a": 2}, workers={}, unusable=frozenset())
     for _ in range(3):
         poll(policy, RUNNING)
         nodes.time_s += SETTLE_S

@@ -1,0 +1,306 @@
+"""Plants one fault after the other in a run, and holds what must be true after each: the rows of the fault matrix."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ray_ulysses.checkpoint import newest_committed
+from ray_ulysses.cluster.failures import CONTROLLER, FailureBook, FailureJudge, Noticed, failure_book
+from ray_ulysses.elastic import reform
+from ray_ulysses.elastic.causes import root_cause
+from ray_ulysses.run.requests import request_stop
+from ray_ulysses.run_names import JOURNAL_FOLDER, journal_file_name
+from ray_ulysses.tracking.events import AttemptEnded, StartFailed
+from ray_ulysses.tracking.failures import command_failures, describe_failure
+from ray_ulysses.tracking.history import RunHistory, read_history
+from ray_ulysses.tracking.journal import attempt_numbers
+from ray_ulysses.tracking.journal_reader import read_side_files
+from ray_ulysses.vault import VaultStore
+from tests.distributed.faulty_launcher import plant, struck_at
+from tests.distributed.supervised import SupervisedRun, children, training_child
+from tests.polling import wait_until
+from tests.result_table import ResultTable
+
+TIMEOUT_S = 240.0
+
+
+@dataclass
+class Seen:
+    """The newest attempt, as its journal shows it now."""
+
+    number: int = 0
+    started: dict[str, Any] = field(default_factory=dict)
+    steps: dict[int, float] = field(default_factory=dict)
+    """When each step was completed."""
+    committed: list[int] = field(default_factory=list)
+
+
+def judge_of(run: SupervisedRun, of_command: FailureBook) -> Callable[[reform.Judge, reform.Group], bool]:
+    """Return a judge of failures that keeps the run's real budget, as the cluster's does."""
+    judges = FailureJudge(replace(of_command, writer=CONTROLLER))
+
+    def judge(question: reform.Judge, group: reform.Group) -> bool:
+        silent_s = max((error.silent_s for error in question.errors), default=0.0)
+        noticed = Noticed(memory_step=newest_in_memory(run), silent_s=silent_s)
+        return judges.judge(root_cause(question.errors, is_final=question.is_final), noticed)
+
+    return judge
+
+
+def newest_in_memory(run: SupervisedRun) -> int | None:
+    """Return the step of the newest state that is whole in the memory of the nodes that are left."""
+    gone = run.lost_nodes()
+    memory = run.memory(())
+    agents = {} if memory is None else {node: one for node, one in memory.agents.items() if node not in gone}
+    if memory is None or not agents:
+        return None
+    memory = type(memory)(agents=agents, partners={}, token=memory.token)
+    store = VaultStore(memory.addresses(next(iter(agents))))
+    try:
+        manifest = newest_committed(store, "sizes").manifest
+    except OSError:
+        return None
+    finally:
+        store.close()
+    return None if manifest is None else manifest.step
+
+
+class FaultRows:
+    """Strikes a run, row by row, and notes each row in a table.
+
+    Args:
+        run: The run, which trains; it gets a judge that keeps its budget.
+        table: The table.
+    """
+
+    def __init__(self, run: SupervisedRun, table: ResultTable) -> None:
+        self.run, self.table, self.number, self.made = run, table, 0, 0
+        run.judge = judge_of(run, failure_book(run.config, run.session))
+
+    def newest(self) -> Seen:
+        """Return the newest attempt."""
+        run_dir = self.run.config.run_dir
+        numbers = attempt_numbers(run_dir)
+        return self._read(run_dir, numbers[-1]) if numbers else Seen()
+
+    def _read(self, run_dir: Path, number: int) -> Seen:
+        seen = Seen(number=number)
+        file = run_dir / JOURNAL_FOLDER / journal_file_name(number)
+        # The last line may be half written.
+        for line in file.read_text().split("\n")[:-1] if file.exists() else []:
+            event = json.loads(line)
+            if event["event"] == "attempt_started":
+                seen.started = event
+            elif event["event"] == "step":
+                seen.steps[event["step"]] = event["time"]
+            elif event["event"] == "checkpoint_committed":
+                seen.committed.append(event["step"])
+        return seen
+
+    def wait_until_steady(self) -> Seen:
+        """Wait until the newest attempt has committed a checkpoint, and has trained on after that."""
+
+        def is_steady() -> bool:
+            seen = self.newest()
+            return bool(seen.committed) and max(seen.steps, default=0) > seen.committed[0]
+
+        wait_until(is_steady, "training goes on", timeout_s=TIMEOUT_S, every_s=0.1, said=self.run.logs)
+        return self.newest()
+
+    def strike(
+        self,
+        fault: str,
+        place: str,
+        *,
+        kind: str,
+        rank: int = 0,
+        world: int,
+        cause: str | None,
+        goes_on: bool = False,
+        from_storage: bool = False,
+        most_lost: int = 1,
+        do: Callable[[], object] | None = None,
+        **needs: Any,
+    ) -> Seen:
+        """Let a fault happen, wait until training goes on, and return the attempt that does.
+
+        Args:
+            fault: Name of the fault in the table.
+            place: Where it strikes.
+            kind: What the child does there.
+            rank: The rank whose child does it.
+            world: Workers that train afterwards.
+            cause: What the failure's reason must match; None where nothing fails.
+            goes_on: Whether the attempt survives.
+            from_storage: Whether the next attempt must continue from storage; it may where that is as new as memory.
+            most_lost: Most steps that may be lost.
+            do: What the test does while the child waits.
+            needs: What the kind of fault needs.
+        """
+        before, run = self.wait_until_steady(), self.run
+        judged = len(run.judged)
+        at = self._struck(fault, place, do, {"kind": kind, "rank": rank, **needs})
+        after = self._next_steps(f"{fault} in {place}", at, goes_on=goes_on)
+        trained = [self._read(run.config.run_dir, one).steps for one in range(before.number, after.number)]
+        lost = max(0, max((step for steps in trained for step in steps), default=0) - after.started["resumed_step"])
+        came_from = "memory" if "peer memory" in str(after.started["resumed_from"]) else "storage"
+        seconds = min(time for time in after.steps.values() if time > at) - at
+        self.table.add(
+            {
+                "fault": fault, "while": place, "workers": f"{before.started['world_size']} to {world}",
+                "then": "went on" if goes_on else f"from {came_from}", "steps lost": str(lost),
+                "seconds to the next step": f"{seconds:.1f}",
+            }
+        )  # fmt: skip
+        print(self.table.rows[-1], flush=True)
+        self._check(after, world)
+        told = [root_cause(one.errors).reason for one in run.judged[judged:]]
+        assert len(told) == (place in ("start", "load")) + (cause is not None), told
+        assert cause is None or re.search(cause, told[-1]), told
+        assert lost <= most_lost and (not from_storage or came_from == "storage"), after.started
+        return after
+
+    def _struck(self, fault: str, place: str, do: Callable[[], object] | None, needs: dict[str, Any]) -> float:
+        """Plant a fault, and return when it struck."""
+        run, self.number = self.run, self.number + 1
+        plant(run.folder, {"number": self.number, "where": place, **needs})
+        if place in ("start", "load"):
+            self.kill_some_child()
+        wait_until(
+            lambda: struck_at(run.folder, self.number), f"{fault} in {place}", timeout_s=TIMEOUT_S, said=run.logs
+        )
+        at = struck_at(run.folder, self.number)
+        assert at is not None
+        if do is not None:
+            do()
+            (run.folder / f"done-{self.number}").touch()
+        return at
+
+    def _next_steps(self, fault: str, at: float, *, goes_on: bool) -> Seen:
+        """Wait until a few steps were trained after a fault, and return the attempt that did."""
+        run = self.run
+
+        def trains() -> bool:
+            seen = self.newest()
+            is_there = bool(seen.started) and (goes_on or seen.started["time"] > at)
+            return is_there and sum(time > at for time in seen.steps.values()) >= 2
+
+        wait_until(
+            trains, f"training after {fault}", timeout_s=TIMEOUT_S, every_s=0.05,
+            said=lambda: f"{run.coordinator.group}\n{run.judged[-3:]}\n{run.logs()}",
+        )  # fmt: skip
+        return self.newest()
+
+    def begin(self, nodes: int) -> None:
+        """Lose the driver, and start another on the nodes that are left and new ones, so many in all."""
+        run = self.run
+        run.lose_driver()
+        wait_until(
+            lambda: all(one.poll() is not None for one in run.processes.values()), "no worker is left",
+            timeout_s=TIMEOUT_S, said=run.logs,
+        )  # fmt: skip
+        left = [
+            node for node in dict.fromkeys(run.nodes.values()) if node not in run.draining and run.agents[node].is_alive
+        ]
+        self.made += 1
+        names = (left + [f"{chr(ord('a') + number)}{self.made}" for number in range(nodes)])[:nodes]
+        for node in run.agents.keys() - set(names):
+            run.agents.pop(node).kill()
+        run.draining.clear()
+        session = f"session-{self.made}"
+        per_node = len(run.nodes) // len(set(run.nodes.values()))
+        run.judge = judge_of(run, failure_book(run.config, session))
+        run.begin({worker: names[worker // per_node] for worker in range(nodes * per_node)}, session)
+
+    def generation(self) -> int:
+        """Return the number of the generation that trains."""
+        self.wait_until_steady()
+        group = self.run.coordinator.group
+        assert group is not None
+        return group.generation
+
+    def members(self) -> list[tuple[int, str]]:
+        """Return the workers that train and their nodes, by rank."""
+        self.wait_until_steady()
+        group = self.run.coordinator.group
+        assert group is not None
+        return [(worker, self.run.nodes[worker]) for worker in group.members]
+
+    def last_node(self) -> tuple[int, str]:
+        """Return the worker of the last rank, and its node."""
+        return self.members()[-1]
+
+    def first_node(self) -> str:
+        """Return rank 0's node."""
+        return self.members()[0][1]
+
+    def other_nodes(self) -> list[str]:
+        """Return the nodes but rank 0's."""
+        _, *others = dict.fromkeys(node for _, node in self.members())
+        return others
+
+    def rank_beside(self, nodes: Collection[str]) -> int:
+        """Return a rank on another node than these."""
+        return next(rank for rank, (_, node) in enumerate(self.members()) if node not in nodes)
+
+    def kill_some_child(self) -> None:
+        """End a generation, so that another one starts."""
+        group = self.run.coordinator.group
+        assert group is not None
+        child = training_child(self.run.processes[group.members[-1]].pid)
+        assert child is not None
+        os.kill(child, signal.SIGKILL)
+
+    def _check(self, seen: Seen, world: int) -> None:
+        """Check that whole groups train, each on one node that is there, and that nothing else runs."""
+        run, started = self.run, seen.started
+        sp_size = run.config.parallel.sp_size
+        nodes = started["rank_nodes"]
+        assert started["world_size"] == world == len(nodes) and world % sp_size == 0, started
+        assert all(len(set(nodes[at : at + sp_size])) == 1 for at in range(0, world, sp_size)), nodes
+        assert not set(nodes) & (run.lost_nodes() | run.draining), nodes
+
+        def is_tidy() -> bool:
+            alive = [one.pid for one in run.processes.values() if one.poll() is None]
+            agents = sum(agent.is_alive for agent in run.agents.values())
+            launchers = sum(len(children(one)) for one in alive)
+            return launchers == len(alive) and len(run.own_processes()) == 2 * len(alive) + world + agents
+
+        wait_until(is_tidy, "only what trains runs", timeout_s=30.0, every_s=0.2, said=lambda: str(run.own_processes()))
+
+    def failures(self) -> list[AttemptEnded | StartFailed]:
+        """Return the failures that were judged in this session."""
+        return command_failures(read_side_files(self.run.config.run_dir), self.run.session)
+
+    def told(self) -> str:
+        """Return what was said of the last failure."""
+        return describe_failure(self.failures()[-1])
+
+    def finish(self) -> RunHistory:
+        """Stop the run in order, and check that nothing is left of it."""
+        run = self.run
+        self.wait_until_steady()
+        alive = [one for one in run.processes.values() if one.poll() is None]
+        request_stop(run.config.run_dir, run.session)
+        wait_until(lambda: all(one.poll() == 0 for one in alive), "the end", timeout_s=TIMEOUT_S, said=run.logs)
+        self.check_nothing_is_left()
+        history = read_history(run.config.run_dir)
+        assert history.status == "stopped"
+        return history
+
+    def check_nothing_is_left(self) -> None:
+        """Check that agents are all that is left, and end them: what they hold is theirs alone."""
+        run = self.run
+        for agent in run.agents.values():
+            if agent.is_alive:
+                agent.kill()
+        wait_until(
+            lambda: not run.own_processes(), "no process left", timeout_s=20.0, said=lambda: str(run.own_processes())
+        )

@@ -1,0 +1,88 @@
+"""The fault matrix without Ray: each fault in each phase, one after the other in runs that go on.
+
+``make test-faults`` runs it and stores the table.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_ulysses.config import Config
+from ray_ulysses.tracking.events import RunHung
+from ray_ulysses.tracking.history import RunHistory, read_history
+from tests.distributed.fault_rows import FaultRows
+from tests.distributed.faulty_launcher import PLACES
+from tests.distributed.run_case import make_config, make_corpus
+from tests.distributed.supervised import SupervisedRun
+from tests.polling import wait_until
+from tests.result_table import ResultTable
+from tests.unit.tracking.journals import read_events
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(5400)]
+PACE_S = 0.4
+"""A step takes so long: longer than to copy a state, so that a fault costs a step at most."""
+SAVE_EVERY = 4
+PHASES = ("start", "load", "step", "save")
+WITHOUT_SAVE = SAVE_EVERY * 4
+"""Steps that may lie between a checkpoint and the fault: saves in the background while others are due."""
+
+
+def make_faulty(folder: Path, nodes: int, start_hang_s: float = 180.0, **overrides: Any) -> SupervisedRun:
+    """Return a run on nodes of whole sequence-parallel groups, sp_size 2."""
+    most = 2 * nodes
+    config = make_config(
+        folder / "runs", make_corpus(folder), run__stop_step=100_000, data__epochs=4000,
+        cluster__workers={"min": 2, "max": most}, schedule__horizon_steps=4000, optimizer__lr=1e-4,
+        checkpoint__every_steps=SAVE_EVERY, checkpoint__save_timeout_s=10.0, memory__gradient_checkpointing=False,
+        elastic__hang_timeout_s=10.0, elastic__start_hang_timeout_s=start_hang_s, **overrides,
+    )  # fmt: skip
+    places = {worker: "abc"[worker // 2] for worker in range(most)}
+    return SupervisedRun(config, places, folder, pace_s=PACE_S)
+
+
+CHILD_FAULTS = {
+    "exception": ("raise", r"raised ValueError: planted"),
+    "SIGKILL": ("kill", r"killed by signal 9"),
+    "SIGSEGV": ("crash", r"killed by signal 11"),
+    "SIGSTOP": ("stop", r"stopped"),
+    "exit": ("exit", r"exit code 3"),
+    "hang": ("hang", r"(has not|no rank has) moved"),
+    "skipped collective": ("skip", r"(has|have) not moved|no rank has moved|lost touch|raised"),
+}
+
+
+def test_each_fault_of_a_child_is_survived_in_each_phase(tmp_path: Path, fault_table: ResultTable) -> None:
+    with make_faulty(tmp_path, nodes=2, start_hang_s=60.0) as run:
+        rows = FaultRows(run, fault_table)
+        for number, (fault, place) in enumerate((fault, place) for fault in CHILD_FAULTS for place in PLACES):
+            kind, cause = CHILD_FAULTS[fault]
+            rows.strike(fault, place, kind=kind, rank=number % 4, world=4, cause=cause)
+        history = rows.finish()
+        hangs = [event for event in read_events(run.config.run_dir) if isinstance(event, RunHung)]
+        assert sum("in fail" in str(hang.stacks) for hang in hangs) >= len(PLACES), "the stacks show where a rank hangs"
+    check_against_unbroken(run.config, history, tmp_path)
+
+
+def check_against_unbroken(config: Config, history: RunHistory, folder: Path) -> None:
+    """Check that rows, their order and losses are those of a run that nothing has happened to."""
+    assert history.missing_steps == () and history.damaged_records == ()
+    assert [step.step for step in history.steps] == list(range(1, history.step + 1))
+    assert history.rows_consumed == history.step * config.data.rows_per_step
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    tree["run"] |= {"name": "unbroken", "stop_step": history.step}
+    tree["cluster"] |= {"workers": 2}
+    tree["elastic"], tree["tracking"] = {}, {"enabled": False}
+    tree["checkpoint"] |= {"every_steps": history.step}
+    (folder / "unbroken").mkdir()
+    unbroken = Config.model_validate(tree)
+    with SupervisedRun(unbroken, {0: "a", 1: "a"}, folder / "unbroken") as run:
+        processes = run.processes.values()
+        wait_until(lambda: all(one.poll() is not None for one in processes), "the end", timeout_s=1800.0, said=run.logs)
+    reference = read_history(unbroken.run_dir)
+    assert reference.status == "finished" and history.data_digest == reference.data_digest
+    apart = [abs(ours.loss / theirs.loss - 1.0) for ours, theirs in zip(history.steps, reference.steps, strict=True)]
+    print(f"{len(apart)} steps beside an unbroken run: losses at most {max(apart):.1e} apart", flush=True)
+    assert max(apart) <= 1e-5
