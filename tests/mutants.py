@@ -356,6 +356,15 @@ MUTANTS = (
         "test_the_loss_is_a_mean_over_all_tokens_of_the_step_and_its_gradient_that_of_the_mean",
     ),
     Mutant(
+        name="an MLP that is recomputed twice",
+        file="ray_ulysses/engine/tiled_mlp.py",
+        old="        ctx.keeper, ctx.mlp, ctx.tile, ctx.weights = keeper, mlp, tile, weights\n",
+        new="        ctx.keeper, ctx.mlp, ctx.tile, ctx.weights = ctx, mlp, tile, weights\n"
+        "        ctx.save_for_backward(hidden_1NH)\n",
+        killer="tests/unit/engine/test_tiled_mlp.py::"
+        "test_a_checkpointed_layer_computes_12_products_of_a_projection_where_11_are_computed_without_tiles",
+    ),
+    Mutant(
         name="the gradient of the last tile alone",
         file="ray_ulysses/engine/tiled_loss.py",
         old="total.add_(part)",

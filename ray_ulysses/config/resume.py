@@ -73,6 +73,7 @@ FREE: dict[str, str] = {
     "memory.attention_output": "",
     "memory.attention_chunks": "",
     "memory.loss_tile": "gradients agree within rounding",
+    "memory.mlp_tile": "gradients agree within rounding",
     "memory.zero_stage": "a checkpoint of any stage loads at any other",
     "memory.offload_optimizer": "",
     "memory.nvme_path": "",

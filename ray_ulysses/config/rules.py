@@ -257,15 +257,15 @@ def _least_multiple(config: Config, sp_size: int) -> int:
 def _tiles_are_shorter_than_rows(config: Config) -> Iterator[Problem]:
     sp_size, context = config.parallel.sp_size, config.data.context_tokens
     longest = -(-context // sp_size)
-    tile = config.memory.loss_tile
-    if isinstance(tile, int) and tile > longest:
-        yield Problem(
-            path="memory.loss_tile",
-            value=tile,
-            rule=f"is longer than the {longest} tokens that a rank has of the longest row "
-            f"(data.context_tokens={context} / parallel.sp_size={sp_size}), so nothing would be tiled",
-            hint=f"use at most {longest}, auto or off",
-        )
+    for path, tile in (("memory.loss_tile", config.memory.loss_tile), ("memory.mlp_tile", config.memory.mlp_tile)):
+        if isinstance(tile, int) and tile > longest:
+            yield Problem(
+                path=path,
+                value=tile,
+                rule=f"is longer than the {longest} tokens that a rank has of the longest row "
+                f"(data.context_tokens={context} / parallel.sp_size={sp_size}), so nothing would be tiled",
+                hint=f"use at most {longest}, auto or off",
+            )
 
 
 def _warmup_ends_before_the_horizon(config: Config) -> Iterator[Problem]:

@@ -25,6 +25,10 @@ _HOOKS = (
 )
 
 
+_OFF = "memory.loss_tile: off (causal_lm_loss(..., tile='off'))"
+_INSTEAD = f"its loss can't be computed over tiles: set {_OFF}"
+
+
 class NoTilesError(UserError):
     """A model's forward can't be run over tiles of tokens."""
 
@@ -100,9 +104,6 @@ class ModelParts:
         return stand_in
 
 
-_INSTEAD = "its loss can't be computed over tiles: set memory.loss_tile: off (causal_lm_loss(..., tile='off'))"
-
-
 class _Decoded(Exception):
     """Ends a model's forward after its decoder."""
 
@@ -143,7 +144,7 @@ def find_parts(model: Any) -> ModelParts:
     Raises:
         NoTilesError: The model is built in another way, or its forward was replaced.
     """
-    name, forward = type(model).__name__, _own_forward(model)
+    name, forward = type(model).__name__, own_forward(model)
     embeddings, logits = model.get_input_embeddings(), model.get_output_embeddings()
     children = {name: child for name, child in model.named_children() if any(True for _ in child.parameters())}
     decoders = [name for name, child in children.items() if any(one is embeddings for one in child.modules())]
@@ -157,12 +158,18 @@ def find_parts(model: Any) -> ModelParts:
         )
     head = rest[heads[0]]
     return ModelParts(
-        model=model, forward=forward, decoder=decoders[0], head=heads[0], head_module=head, bare_head=_unhooked(head)
+        model=model, forward=forward, decoder=decoders[0], head=heads[0], head_module=head, bare_head=unhooked(head)
     )
 
 
-def _own_forward(module: Any) -> Callable[..., Any]:
+def own_forward(
+    module: Any, setting: str = "memory.loss_tile: off (causal_lm_loss(..., tile='off'))"
+) -> Callable[..., Any]:
     """Return the forward of a module's class, as a function of the module.
+
+    Args:
+        module: The module.
+        setting: The setting that does without tiles, for errors.
 
     Raises:
         NoTilesError: Something has replaced it.
@@ -174,17 +181,17 @@ def _own_forward(module: Any) -> Callable[..., Any]:
     if "forward" in vars(module) or getattr(forward, "__module__", None) != owner.__module__:
         raise NoTilesError(
             f"the forward of {kind.__name__} was replaced by one of {getattr(forward, '__module__', forward)}, such as "
-            "a kernel that fuses output head and loss; tiles run the model's own forward, so the two exclude each "
-            "other: leave that kernel out, or set memory.loss_tile: off (causal_lm_loss(..., tile='off'))"
+            "a fused kernel; tiles run the model's own forward, so the two exclude each other: leave that kernel out, "
+            f"or set {setting}"
         )
     own: Callable[..., Any] = forward
     return own
 
 
-def _unhooked(module: nn.Module) -> nn.Module:
+def unhooked(module: nn.Module) -> nn.Module:
     """Return a stand-in for a module that has the same parameters, and no hooks on it and in it."""
     stand_in: nn.Module = object.__new__(type(module))
-    children = {name: child if child is None else _unhooked(child) for name, child in module._modules.items()}
+    children = {name: child if child is None else unhooked(child) for name, child in module._modules.items()}
     none: dict[str, Any] = {name: OrderedDict() for name in _HOOKS}
     stand_in.__dict__ = {**module.__dict__, **none, "_modules": children, "_compiled_call_impl": None}
     return stand_in

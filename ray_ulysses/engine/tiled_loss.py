@@ -22,7 +22,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.tiles import TileSetting, tile_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
@@ -100,13 +100,11 @@ class TiledLoss:
             if not losses_T.requires_grad:
                 continue
             ones_T = torch.ones_like(losses_T) if scales_T is None else scales_T
-            found: list[torch.Tensor | None] = [*torch.autograd.grad(losses_T, wanted, ones_T, allow_unused=True)]
+            found = torch.autograd.grad(losses_T, wanted, ones_T, allow_unused=True)
             del losses_T
             if d_hidden_NH is not None:
-                d_hidden_TH = found.pop(0)
-                assert d_hidden_TH is not None
-                d_hidden_NH[part] = d_hidden_TH
-            _add(d_weights, found)
+                d_hidden_NH[part] = found[0]
+            add_gradients(d_weights, found[len(wanted) - len(weights) :])
         return d_hidden_NH, d_weights
 
     def _losses(self, hidden_TH: torch.Tensor, part: slice) -> torch.Tensor:
@@ -157,7 +155,7 @@ class _SumOfTiles(torch.autograd.Function):
         return None, None, d_hidden_NH, *scaled
 
 
-def _add(sums: list[torch.Tensor | None], parts: list[torch.Tensor | None]) -> None:
+def add_gradients(sums: list[torch.Tensor | None], parts: Sequence[torch.Tensor | None]) -> None:
     """Add gradients of a tile in fp32: in bf16 the error would grow with the number of tiles."""
     for place, part in enumerate(parts):
         if part is None:

@@ -82,12 +82,13 @@ def estimate(
     attention_output: Literal["both", "kernel", "none"] = "both",
     attention_chunks: int = 1,
     loss_tile: TileSetting = "auto",
+    mlp_tile: TileSetting = "auto",
     init: Literal["pretrained", "random"] = "pretrained",
     accelerator: bool = True,
     host_buffers: int = 2,
     peer_memory: bool = False,
 ) -> MemoryEstimate:
-    """Estimate the memory of one rank while it trains rows of a full context, one at a time.
+    """Return every term of the memory of one rank while it trains rows of a full context, one at a time.
 
     Args:
         shape: The model.
@@ -102,13 +103,11 @@ def estimate(
         attention_output: What gradient checkpointing keeps of attention's output.
         attention_chunks: Number of chunks in which heads are exchanged and attended.
         loss_tile: Tokens per rank whose logits exist at once.
+        mlp_tile: Tokens per rank that an MLP processes at once.
         init: Where the weights come from.
         accelerator: Whether each rank has a device, whose runtime takes memory too.
         host_buffers: Copies of a rank's state in host memory from which checkpoints are written.
         peer_memory: Whether the newest state is kept in the memory of nodes as well.
-
-    Returns:
-        Every term with its source.
     """
     local_tokens, value = -(-context_tokens // sp_size), BYTES_PER_VALUE[dtype]
     sharing = StateSharing(
@@ -123,7 +122,8 @@ def estimate(
     attention = _AttentionSplit(
         ulysses_size=sp_size // ring_size, ring_size=ring_size, chunks=attention_chunks, kept=attention_output
     )
-    device += _activations(shape, local_tokens, attention, value, checkpointed=gradient_checkpointing)
+    tile = tile_tokens(mlp_tile, local_tokens, shape.intermediate_size, least_tiles=1)
+    device += _activations(shape, local_tokens, attention, value, tile, checkpointed=gradient_checkpointing)
     device += _loss(shape, local_tokens, value, loss_tile)
     on_host, on_device = load_terms(shape, init, sharing)
     device += [one for one in (on_device, _RUNTIME if accelerator else None) if one is not None]
@@ -131,32 +131,46 @@ def estimate(
 
 
 def _activations(
-    shape: ModelShape, tokens: int, split: _AttentionSplit, value: int, *, checkpointed: bool
+    shape: ModelShape, tokens: int, split: _AttentionSplit, value: int, mlp_tile: int, *, checkpointed: bool
 ) -> list[MemoryTerm]:
     hidden, layers = shape.hidden_size, shape.num_layers
-    one_layer = [_layer_values(shape, tokens, value), *_attention(shape, tokens, split, value)]
+    one_layer = [_around(shape, tokens, value), *_attention(shape, tokens, split, value)]
+    mlp = _mlp(shape, tokens, value, mlp_tile)
     if checkpointed:
         text = (
             f"{layers} layers x {tokens:,} tokens per rank x {hidden} x {value} bytes: what gradient checkpointing "
             "keeps of each layer"
         )
         saved = term("layer inputs, kept", layers * tokens * hidden * value, "always", text)
-        return [saved, *_kept_attention(shape, tokens, split, value), *one_layer]
+        return [saved, *_kept_attention(shape, tokens, split, value), *one_layer, mlp]
+    is_tiled = mlp_tile < tokens
+    one_layer += [] if is_tiled else [mlp]
     kept = sum(one.bytes for one in one_layer) * layers
     text = f"{layers} layers x {kept // layers:,} bytes of one, since memory.gradient_checkpointing is false"
-    return [term("activations of all layers", kept, "always", text)]
+    return [term("activations of all layers", kept, "always", text), *([mlp] if is_tiled else [])]
 
 
-def _layer_values(shape: ModelShape, tokens: int, value: int) -> MemoryTerm:
+def _around(shape: ModelShape, tokens: int, value: int) -> MemoryTerm:
     # Two norms, each with an fp32 copy, a normalized and a scaled output; the residual sums; the attention's output.
-    around = 2 * (FP32_BYTES + 2 * value) + 3 * value
+    each = shape.hidden_size * (2 * (FP32_BYTES + 2 * value) + 3 * value)
+    text = f"{tokens:,} tokens per rank x {each:,} bytes: norms with fp32 copies, and residuals"
+    return term("one layer outside attention and MLP", tokens * each, "layer", text)
+
+
+def _mlp(shape: ModelShape, tokens: int, value: int, tile: int) -> MemoryTerm:
     # gate, up, their activation and product are kept for the backward pass, which adds two gradients.
-    each = shape.hidden_size * around + 6 * shape.intermediate_size * value
+    each = 6 * shape.intermediate_size * value
+    if tile >= tokens:
+        text = f"{tokens:,} tokens per rank x {each:,} bytes: six values of its width (four kept, two gradients)"
+        return term("one MLP", tokens * each, "layer", text)
+    weights = 3 * shape.hidden_size * shape.intermediate_size
     text = (
-        f"{tokens:,} tokens per rank x {each:,} bytes: norms with fp32 copies, residuals, and six values of the MLP's "
-        "width (four kept, two gradients)"
+        f"{tile:,} tokens of {tokens:,} per rank (memory.mlp_tile) x {each:,} bytes: six values of its width; and "
+        f"{tokens:,} x {2 * shape.hidden_size * value:,} bytes: its input and its gradient; and {weights:,} weights x "
+        f"{FP32_BYTES + value} bytes: their gradients, summed in fp32, and those of one tile"
     )
-    return term("one layer outside attention", tokens * each, "layer", text)
+    size = tile * each + tokens * 2 * shape.hidden_size * value + weights * (FP32_BYTES + value)
+    return term("one MLP, tiled", size, "layer", text)
 
 
 def _kept_attention(shape: ModelShape, tokens: int, split: _AttentionSplit, value: int) -> list[MemoryTerm]:

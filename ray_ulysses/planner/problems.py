@@ -12,7 +12,7 @@ from ray_ulysses.errors import Problem
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.memory import MemoryEstimate, estimate
 from ray_ulysses.planner.memory_terms import GIB, MemoryTerm
-from ray_ulysses.planner.settings import allowed_sp, ring_size
+from ray_ulysses.planner.settings import allowed_sp, mlp_tile, ring_size
 
 _MOST_WORKERS = 1024
 _MOST_CHOICES = 3
@@ -119,6 +119,7 @@ class _Change:
     offload: bool = False
     checkpointing: bool = False
     tiled_loss: bool = False
+    tiled_mlp: bool = False
     without_peer_memory: bool = False
 
     def describe(self) -> str:
@@ -131,6 +132,7 @@ class _Change:
             "memory.offload_optimizer=cpu": self.offload,
             "memory.gradient_checkpointing=true": self.checkpointing,
             "memory.loss_tile=auto": self.tiled_loss,
+            "memory.mlp_tile=auto": self.tiled_mlp,
             "elastic.peer_memory=false": self.without_peer_memory,
         }
         return " with ".join(text for text, is_changed in parts.items() if is_changed)
@@ -149,6 +151,7 @@ def _memory_with(config: Config, shape: ModelShape, change: _Change) -> MemoryEs
         gradient_checkpointing=change.checkpointing or config.memory.gradient_checkpointing,
         attention_output=config.memory.attention_output,
         attention_chunks=config.memory.attention_chunks,
+        mlp_tile="auto" if change.tiled_mlp or change.checkpointing else mlp_tile(config),
         loss_tile="auto" if change.tiled_loss else config.memory.loss_tile,
         init=config.model.init,
         accelerator=config.cluster.gpus_per_worker > 0,
@@ -181,6 +184,8 @@ def _changes(config: Config, shape: ModelShape) -> Iterator[_Change]:
         yield _Change(without_peer_memory=True)
     if config.memory.loss_tile != "auto":
         yield _Change(tiled_loss=True)
+    if config.memory.mlp_tile != "auto" and config.memory.gradient_checkpointing:
+        yield _Change(tiled_mlp=True)
     if not config.memory.gradient_checkpointing:
         yield _Change(checkpointing=True)
     if config.memory.zero_stage < 3:

@@ -8,6 +8,7 @@ from ray_ulysses.config import Config
 from ray_ulysses.data.plan.plan import PlanSettings
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.layout import ParallelLayout, automatic_ring_size, row_multiple
+from ray_ulysses.parallel.tiles import TileSetting
 from ray_ulysses.planner.flops import token_cost
 
 
@@ -32,6 +33,12 @@ def run_layout(config: Config, shape: ModelShape, world_size: int | None = None)
         sp_size=config.parallel.sp_size,
         ring_size=ring_size(config, shape),
     )
+
+
+def mlp_tile(config: Config) -> TileSetting:
+    """Return the tile of the MLPs: without gradient checkpointing, speed was chosen over memory."""
+    is_chosen = config.memory.mlp_tile != "auto"
+    return config.memory.mlp_tile if is_chosen or config.memory.gradient_checkpointing else "off"
 
 
 def allowed_sp(config: Config, shape: ModelShape) -> tuple[int, ...]:

@@ -18,6 +18,8 @@ FAST = [
     TileCase(head="bias", rows="masked", ulysses_size=2, zero_stage=1, accumulation=3),
     TileCase(head="tied", rows="weighted", ulysses_size=2, accumulation=3),
     TileCase(head="adapter", rows="masked", ulysses_size=2),
+    TileCase(head="mlp", rows="masked", ulysses_size=2),
+    TileCase(head="experts", rows="weighted", ulysses_size=2, accumulation=3),
 ]
 
 

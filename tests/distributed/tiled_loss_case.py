@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, loss_scale, shard_batch
 from ray_ulysses.attention.batch import IGNORE_INDEX
+from ray_ulysses.attention.recompute import checkpoint_contexts
+from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.engine.zero import ZeroSettings, build_engine
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.parallel.tiles import TileSetting
@@ -23,6 +25,7 @@ from tests.distributed.seam_case import gradient_error
 from tests.unit.attention.models import VOCAB, magnified, plain_config, zoo_model
 
 Rows = Literal["short", "masked", "weighted"]
+MLP_TILE = 3
 LENGTHS = ((17, 1, 9, 5), (1, 30, 9), (24,))
 
 
@@ -51,8 +54,10 @@ HEADS: dict[str, Callable[[], Any]] = {
     "bias": _with_bias,
     "tied": lambda: zoo_model("qwen3"),
     "adapter": lambda: _with_adapter(zoo_model("llama")),
+    "mlp": lambda: zoo_model("llama"),
+    "experts": lambda: zoo_model("mixtral"),
 }
-"""Models by what is special about their output head."""
+"""Models by what is special about their output head; of the last two, MLPs go over tiles too, under checkpointing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +101,8 @@ class TileResult:
         loss_error: Relative error of the loss.
         gradient_error: Worst tensor's relative error, divided by what law 1 allows it: at most 1 passes.
         worst_tensor: That tensor's name.
-        head_gathers: How often each weight of the head was gathered in the forward and in the backward passes.
+        head_gathers: How often each weight of the head, or of MLPs over tiles, was gathered in the forward and in the
+            backward passes.
     """
 
     case: TileCase
@@ -182,7 +188,10 @@ def _run_case(case: TileCase) -> TileResult:
         loss_error=abs(float(loss) / int(tokens) - wanted_loss) / abs(wanted_loss),
         gradient_error=error,
         worst_tensor=worst,
-        head_gathers=tuple({name: n for name, n in each.items() if "lm_head" in name} for each in gathers),  # type: ignore[arg-type]
+        head_gathers=tuple(  # type: ignore[arg-type]
+            {name: n for name, n in each.items() if ("mlp" if is_mlp(case.head) else "lm_head") in name}
+            for each in gathers
+        ),
     )
 
 
@@ -192,7 +201,16 @@ def make_engine(head: str, mesh: SequenceMesh, zero_stage: int, accumulation: in
         stage=zero_stage, dtype="fp32", accumulation=accumulation, max_grad_norm=None, learning_rate=1e-3,
         betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, partition_everything=True,
     )  # fmt: skip
-    return build_engine(apply_ulysses(HEADS[head](), mesh), settings)
+    model: Any = apply_ulysses(HEADS[head](), mesh)
+    if is_mlp(head):
+        options = {"use_reentrant": False, "context_fn": checkpoint_contexts("both")}
+        model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        tile_mlps(model, MLP_TILE)
+    return build_engine(model, settings)
+
+
+def is_mlp(head: str) -> bool:
+    return head in ("mlp", "experts")
 
 
 def gradients_of(engine: Any) -> dict[str, torch.Tensor]:

@@ -46,6 +46,11 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
         "(data.context_tokens=64 / parallel.sp_size=2), so nothing would be tiled; use at most 32, auto or off",
     ),
     (
+        {"memory__mlp_tile": 65, "data__context_tokens": 64},
+        "memory.mlp_tile=65: is longer than the 64 tokens that a rank has of the longest row "
+        "(data.context_tokens=64 / parallel.sp_size=1), so nothing would be tiled; use at most 64, auto or off",
+    ),
+    (
         {"parallel__sp_size": 3, "parallel__allowed_sp": [1, 2]},
         "parallel.sp_size=3: is not in parallel.allowed_sp (1, 2); "
         "use one of these, or add it to allowed_sp of a new run",

@@ -64,6 +64,23 @@ def test_peer_memory_takes_a_copy_to_send_from_and_two_copies_of_two_states_per_
     assert "peer memory" not in by_name(estimate(LLAMA_3_8B, **settings).host)
 
 
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_an_mlp_without_tiles_has_six_values_of_its_width_per_token(checkpointed):
+    terms = by_name(
+        estimate(
+            LLAMA_3_8B, world_size=8, sp_size=8, context_tokens=65536, mlp_tile="off", loss_tile="off",
+            gradient_checkpointing=checkpointed,
+        ).device
+    )  # fmt: skip
+    assert ("one MLP" in terms) == checkpointed and "one MLP, tiled" not in terms
+    if checkpointed:
+        assert terms["one MLP"].bytes == 8192 * 6 * 14336 * 2
+    else:
+        assert terms["activations of all layers"].bytes > 32 * 8192 * 6 * 14336 * 2
+    assert terms["logits"].bytes == 8192 * 128256 * 12
+    assert "gradients of the head's tiles" not in terms
+
+
 STATE = ("weights, whole", "weights, sharded", "master weights, fp32", "AdamW moments, fp32", "gradients, fp32")
 
 
@@ -118,6 +135,9 @@ def test_activations_follow_the_tokens_of_a_rank():
     assert terms["logits"].bytes == 523 * 128256 * 12
     head = tokens * 4096 * 2 + 128256 * 4096 * (4 + 2)
     assert terms["gradients of the head's tiles"].bytes == head
+    # 2**26 values of the MLP's width: 4681 tokens. Six values of each, the input and its gradient, and the weights'.
+    mlp = 4681 * 6 * 14336 * 2 + tokens * 2 * 4096 * 2 + 3 * 4096 * 14336 * (4 + 2)
+    assert terms["one MLP, tiled"].bytes == mlp
     assert terms["attention log-sum-exp"].bytes == tokens * 32 * 4
     # q, k, v in one payload, twice; with 8 key-value heads on 8 ranks none is copied.
     assert terms["all-to-all buffers"].bytes == 2 * tokens * (32 + 8 + 8) * 128 * 2

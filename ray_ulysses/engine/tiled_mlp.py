@@ -1,0 +1,195 @@
+"""MLPs over tiles of tokens, so that what is as wide as the MLP never exists for a whole row.
+
+The forward pass keeps only the MLP's input, in a node of its own that comes before the tiles. Under gradient
+checkpointing the layer's recomputation ends there, so that the backward pass computes the MLP once again and not twice:
+12 products of a projection per layer where 11 are computed without tiles. The gradients of the weights are summed over
+tiles in fp32, and each is added to its parameter once.
+
+Legend: N tokens of this rank, T tokens of a tile, H hidden size.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from ray_ulysses.engine.model_parts import NoTilesError, own_forward, unhooked
+from ray_ulysses.engine.tiled_loss import add_gradients
+from ray_ulysses.errors import UserError
+from ray_ulysses.parallel.tiles import TileSetting, tile_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_OFF = "memory.mlp_tile: off"
+
+
+def tile_mlps(model: nn.Module, tile: TileSetting) -> None:
+    """Make the MLPs of a model's layers, dense or of experts, go over tiles; before an engine wraps the model.
+
+    Args:
+        model: A ``PreTrainedModel``.
+        tile: Tokens per tile; see :func:`ray_ulysses.parallel.tiles.tile_tokens`.
+
+    Raises:
+        UserError: The model's layers have no MLP that can be tiled; ``auto`` leaves them as they are.
+    """
+    if tile == "off":
+        return
+    found = list(find_mlps(model))
+    if not found and tile != "auto":
+        raise UserError(
+            f"memory.mlp_tile={tile}: the layers of {type(model).__name__} have no MLP as a module of its own; "
+            f"set {_OFF}"
+        )
+    for mlp in found:
+        try:
+            own_forward(mlp, _OFF)
+        except NoTilesError:
+            if tile != "auto":
+                raise
+            continue
+        # ZeRO-3 then gathers all its weights once for all tiles.
+        mlp._z3_leaf = True  # type: ignore[assignment]
+        mlp._ray_ulysses_tile = tile  # type: ignore[assignment]
+        mlp.forward = MethodType(_forward, mlp)
+
+
+def find_mlps(model: nn.Module) -> Iterator[nn.Module]:
+    """Find the MLP of each layer: a module of several matrices that is not attention."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            for child in layer.children():
+                is_attention = any(type(one).__name__.endswith("Attention") for one in child.modules())
+                if not is_attention and len(_matrices(child)) > 1 and next(child.children(), None) is not None:
+                    yield child
+
+
+def _matrices(module: nn.Module) -> list[torch.Tensor]:
+    return [one for one in module.parameters() if len(getattr(one, "ds_shape", one.shape)) > 1]
+
+
+def mlp_width(mlp: nn.Module) -> int:
+    """Return about how many values per token an MLP makes between its input and its output."""
+    shapes: list[tuple[int, ...]] = [tuple(getattr(one, "ds_shape", one.shape)) for one in _matrices(mlp)]
+    chosen = int(getattr(getattr(mlp, "config", None), "num_experts_per_tok", None) or getattr(mlp, "top_k", None) or 1)
+    return max(max(shape[-2:]) for shape in shapes) * (chosen if any(len(shape) > 2 for shape in shapes) else 1)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stand in for the forward of an MLP."""
+    own = type(self).forward
+    hidden = args[0] if len(args) == 1 and not kwargs else None
+    if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2:
+        return own(self, *args, **kwargs)
+    num_tokens = hidden.shape[:-1].numel()
+    tile = tile_tokens(self._ray_ulysses_tile, num_tokens, mlp_width(self), least_tiles=1)
+    if tile >= num_tokens:
+        return own(self, hidden)
+    # [..., H] -> [1, N, H], whose tiles every MLP takes.
+    hidden_1NH = hidden.reshape(1, num_tokens, hidden.shape[-1])
+    bare = _Bare(self)
+    result = _with_gradients(bare, hidden_1NH, tile) if torch.is_grad_enabled() else bare.all_tiles(hidden_1NH, tile)
+    result = result.view_as(hidden)
+    return (result, *[None] * bare.num_others) if bare.num_others else result
+
+
+def _with_gradients(bare: _Bare, hidden_1NH: torch.Tensor, tile: int) -> torch.Tensor:
+    weights = [weight for weight in bare.mlp.parameters() if weight.requires_grad]
+    if not hidden_1NH.requires_grad:
+        if not weights:
+            return bare.all_tiles(hidden_1NH, tile)
+        # Such as the first layer under frozen embeddings.
+        hidden_1NH = hidden_1NH.detach().requires_grad_()
+    kept_1NH: Any = _KeptInput.apply(hidden_1NH)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Tiles.apply(kept_1NH.grad_fn, bare, tile, kept_1NH, *weights)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Bare:
+    """An MLP without its hooks, whose weights are gathered.
+
+    Attributes:
+        mlp: A stand-in with the same weights.
+        num_others: Number of other results beside the hidden states, such as a router's scores. Layers ignore these
+            unless they are asked for a router's loss, which is refused; None is returned for each.
+    """
+
+    def __init__(self, mlp: nn.Module) -> None:
+        self.mlp = unhooked(mlp)
+        del self.mlp.__dict__["forward"]
+        self.num_others = 0
+
+    def __call__(self, hidden_1TH: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states of a tile."""
+        result = self.mlp(hidden_1TH)
+        if isinstance(result, tuple):
+            self.num_others = len(result) - 1
+            result = result[0]
+        if not isinstance(result, torch.Tensor) or result.shape != hidden_1TH.shape:
+            raise UserError(
+                f"{type(self.mlp).__name__} does not return hidden states of its input's shape, so it can't go over "
+                f"tiles; set {_OFF}"
+            )
+        return result
+
+    def all_tiles(self, hidden_1NH: torch.Tensor, tile: int) -> torch.Tensor:
+        """Return the hidden states of all tokens."""
+        result_1NH = torch.empty_like(hidden_1NH)
+        for hidden_1TH, result_1TH in zip(hidden_1NH.split(tile, dim=1), result_1NH.split(tile, dim=1), strict=True):
+            result_1TH.copy_(self(hidden_1TH))
+        return result_1NH
+
+
+class _KeptInput(torch.autograd.Function):
+    """Keeps an MLP's input: the last thing that a layer's recomputation has to make."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_1NH: torch.Tensor) -> torch.Tensor:
+        """Return the input."""
+        ctx.save_for_backward(hidden_1NH)
+        return hidden_1NH.view_as(hidden_1NH)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_1NH: torch.Tensor) -> torch.Tensor:
+        """Return the gradient."""
+        return gradient_1NH
+
+
+class _Tiles(torch.autograd.Function):
+    """An MLP over tiles; saves nothing of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, keeper: Any, mlp: _Bare, tile: int, hidden_1NH: torch.Tensor, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the MLP's result, ``[1, N, H]``."""
+        ctx.keeper, ctx.mlp, ctx.tile, ctx.weights = keeper, mlp, tile, weights
+        return mlp.all_tiles(hidden_1NH, tile)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_result_1NH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Compute the MLP again tile by tile, with its gradients."""
+        (hidden_1NH,) = ctx.keeper.saved_tensors
+        d_hidden_1NH = torch.empty_like(hidden_1NH)
+        sums: list[torch.Tensor | None] = [None] * len(ctx.weights)
+        for start in range(0, hidden_1NH.shape[1], ctx.tile):
+            part = slice(start, start + ctx.tile)
+            hidden_1TH = hidden_1NH[:, part].detach().requires_grad_()
+            with torch.enable_grad():
+                result_1TH = ctx.mlp(hidden_1TH)
+            wanted = [hidden_1TH, *ctx.weights]
+            d_hidden_1TH, *found = torch.autograd.grad(result_1TH, wanted, d_result_1NH[:, part], allow_unused=True)
+            del result_1TH
+            d_hidden_1NH[:, part] = d_hidden_1TH
+            add_gradients(sums, found)
+        scaled = [None if one is None else one.to(weight.dtype) for one, weight in zip(sums, ctx.weights, strict=True)]
+        return None, None, None, d_hidden_1NH, *scaled

@@ -1,0 +1,186 @@
+"""MLPs over tiles of tokens on one process: exact, lean, computed once again and not twice, or refused."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from ray_ulysses import apply_ulysses, causal_lm_loss
+from ray_ulysses.attention.recompute import checkpoint_contexts
+from ray_ulysses.engine.tiled_mlp import tile_mlps
+from ray_ulysses.errors import UserError
+from ray_ulysses.parallel.tiles import TileSetting
+from tests.breadth import fast_only
+from tests.unit.attention.meshes import ALONE
+from tests.unit.attention.models import ARCHITECTURES, zoo_model
+from tests.unit.engine.test_tiled_loss import make_batch, worst
+
+TILE = 7
+
+
+def step(architecture: str, tile: TileSetting, checkpointed: bool, frozen: str = "") -> dict[str, torch.Tensor]:
+    model: Any = apply_ulysses(zoo_model(architecture), ALONE).train()
+    if frozen:
+        model.get_submodule(frozen).requires_grad_(False)
+    if checkpointed:
+        options = {"use_reentrant": False, "context_fn": checkpoint_contexts("both")}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    tile_mlps(model, tile)
+    with torch.no_grad():
+        evaluated, _ = causal_lm_loss(deepcopy(model), make_batch())
+    loss_sum, _ = causal_lm_loss(model, make_batch())
+    torch.testing.assert_close(evaluated, loss_sum.detach())
+    (loss_sum * 0.37).backward()
+    gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return {"loss": loss_sum.detach(), **gradients}
+
+
+@pytest.mark.parametrize("architecture", fast_only(ARCHITECTURES, "llama", "gpt_oss"))
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+def test_tiles_change_no_loss_and_no_gradient(architecture: str, checkpointed: bool) -> None:
+    # Law 1 compares by norm, as experts need: their products have other shapes, and so another order of sums.
+    assert worst(step(architecture, TILE, checkpointed), step(architecture, "off", False)) <= 1e-5
+
+
+@pytest.mark.parametrize("frozen", ["model.embed_tokens", "model.layers.0.mlp", "model"])
+def test_frozen_parts_get_no_gradient(frozen: str) -> None:
+    assert worst(step("llama", TILE, False, frozen), step("llama", "off", False, frozen)) <= 1e-5
+
+
+class Layer(GradientCheckpointingLayer):
+    """A layer of an MLP alone, wide enough that little else counts."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mlp = LlamaMLP(LlamaConfig(hidden_size=16, intermediate_size=width, num_attention_heads=1))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Run the layer."""
+        result: torch.Tensor = hidden + self.mlp(hidden)
+        return result
+
+
+class Work(TorchDispatchMode):
+    """Counts the multiplications of matrix products."""
+
+    products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator."""
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default:
+            self.products += args[0].numel() * args[1].shape[1]
+        return result
+
+
+def layers_of(tile: TileSetting, tokens: int, width: int) -> tuple[nn.Sequential, torch.Tensor]:
+    torch.manual_seed(0)
+    layers = nn.Sequential(Layer(width), Layer(width))
+    tile_mlps(layers, tile)
+    return layers, torch.randn(1, tokens, 16, requires_grad=True)
+
+
+def train(layers: nn.Sequential, hidden: torch.Tensor) -> None:
+    for layer in layers:
+        hidden = checkpoint(layer.forward, hidden, use_reentrant=False)
+    hidden.sum().backward()
+
+
+def test_a_checkpointed_layer_computes_12_products_of_a_projection_where_11_are_computed_without_tiles() -> None:
+    counts = {}
+    for tile in ("off", 64):
+        layers, hidden = layers_of(tile, 512, 64)  # type: ignore[arg-type]
+        with Work() as work:
+            train(layers, hidden)
+        counts[tile] = work.products / (2 * 512 * 64 * 16)
+    assert counts == {"off": 11, 64: 12}
+
+
+def test_the_peak_of_tiled_layers_is_about_a_third_of_that_without() -> None:
+    def peak(tile: TileSetting) -> int:
+        layers, hidden = layers_of(tile, 4096, 512)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+            train(layers, hidden)
+        events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+        now = most = 0
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            now += event.nbytes() if event.name() == "[memory]" else 0
+            most = max(most, now)
+        return most
+
+    assert peak(256) <= 0.35 * peak("off")
+
+
+def test_the_gradients_of_bf16_weights_are_summed_in_fp32() -> None:
+    errors, oracle = {}, {}
+    for name, dtype, tile in (
+        ("oracle", torch.float64, "off"),
+        ("off", torch.bfloat16, "off"),
+        ("64", torch.bfloat16, 64),
+    ):
+        layers, hidden = layers_of(tile, 4096, 32)  # type: ignore[arg-type]
+        layers = layers[:1].bfloat16().to(dtype)
+        layers(hidden.detach().bfloat16().to(dtype)).pow(2).sum().backward()
+        gradient = layers[0].mlp.up_proj.weight.grad.double()
+        oracle.setdefault("up", gradient)
+        errors[name] = float((gradient - oracle["up"]).norm() / oracle["up"].norm())
+    assert errors["64"] <= 1.1 * errors["off"]
+
+
+def own(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden
+
+
+def test_a_kernel_that_replaced_an_mlp_excludes_tiles() -> None:
+    layers = nn.Sequential(Layer(8))
+    layers[0].mlp.forward = MethodType(own, layers[0].mlp)
+    text = (
+        r"^the forward of LlamaMLP was replaced by one of tests\.unit\.engine\.test_tiled_mlp, such as a fused kernel; "
+        r".* leave that kernel out, or set memory\.mlp_tile: off$"
+    )
+    with pytest.raises(UserError, match=text):
+        tile_mlps(layers, 4)
+    tile_mlps(layers, "auto")
+    hidden = torch.ones(1, 3, 16)
+    assert torch.equal(layers(hidden), 2 * hidden)
+
+
+def test_a_model_without_mlps_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"^memory\.mlp_tile=4: the layers of Linear have no MLP .*; set memory\.mlp_tile: "
+    ):
+        tile_mlps(nn.Linear(2, 2), 4)
+    tile_mlps(nn.Linear(2, 2), "auto")
+
+
+class Halves(nn.Module):
+    """An MLP that returns another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projections = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 8))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Run the projections."""
+        result: torch.Tensor = self.projections(hidden)
+        return result
+
+
+def test_an_mlp_that_returns_another_shape_is_refused() -> None:
+    layers = nn.Sequential(Layer(8))
+    layers[0].mlp = Halves()
+    tile_mlps(layers, 4)
+    with pytest.raises(
+        UserError, match=r"^Halves does not return hidden states of its input's shape, so it can't go ove"
+    ):
+        layers(torch.ones(1, 9, 16))
