@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import ray
@@ -42,8 +42,13 @@ _AGAIN_S = 0.2
 _HEAD = "node:__internal_head__"
 _AGENT_CLASS = "_Agent"
 
-Done = tuple[float, str]
-"""When something happened, in seconds since the epoch, and to what, in words."""
+
+class Done(NamedTuple):
+    """Something that has happened: when, in seconds since the epoch, to what, and the node that is lost by it."""
+
+    at: float
+    what: str
+    node: str | None = None
 
 
 class FaultInjector:
@@ -91,7 +96,7 @@ class FaultInjector:
             except (RayError, OSError, RuntimeError) as error:
                 done, why = None, str(error)
             if done is not None:
-                return Strike(fault=fault, at=done[0], what=done[1])
+                return Strike(fault=fault, at=done.at, what=done.what, node=done.node)
             time.sleep(_AGAIN_S)
         raise RunError(f"{fault}: could not be made to happen within {_TARGET_S:g} s ({why})")
 
@@ -123,19 +128,19 @@ class FaultInjector:
         else:
             at = _on_node(worker["Address"]["NodeID"], signal_training, worker["Pid"], _SIGNALS[kind])
         address = worker["Address"]["IPAddress"]
-        return None if at is None else (at, f"a training process on node {address} is {_WORDS[kind]}")
+        return None if at is None else Done(at, f"a training process on node {address} is {_WORDS[kind]}")
 
     def _kill_agent(self) -> Done | None:
         node = self._some_node()
         if node is None or not kill_agent(self._run_key(), node[0]):
             return None
-        return time.time(), f"the agent of peer memory on node {node[1]} is killed"
+        return Done(time.time(), f"the agent of peer memory on node {node[1]} is killed")
 
     def _kill_driver(self) -> Done:
         at = time.time()
         self._command.kill()
         self._command.start()
-        return at, "the command is killed, and started again"
+        return Done(at, "the command is killed, and started again")
 
     def _kill_node(self) -> Done | None:
         node = self._some_node()
@@ -146,7 +151,7 @@ class FaultInjector:
             self._local.kill_node(node[0])
         else:
             at = _on_node(node[0], kill_own_node, ends=True)
-        return at, f"node {node[1]} is lost without notice"
+        return Done(at, f"node {node[1]} is lost without notice", node[1])
 
     def _drain_node(self) -> Done | None:
         node = self._some_node()
@@ -155,13 +160,13 @@ class FaultInjector:
         at = time.time()
         drain_node(node[0], "a rehearsal", at + self._drain_s)
         self._doomed[node[0]] = at + self._drain_s
-        return at, f"node {node[1]} is drained, and is to go in {self._drain_s:g} s"
+        return Done(at, f"node {node[1]} is drained, and is to go in {self._drain_s:g} s", node[1])
 
     def _add_node(self) -> Done | None:
         if self._local is None:
             return None
         node = self._local.add_node()
-        return time.time(), f"node {self._local.nodes[node]} joins"
+        return Done(time.time(), f"node {self._local.nodes[node]} joins")
 
     def _some_node(self) -> tuple[str, str] | None:
         """Return the id and the address of a node with workers of the run that may be lost."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 CALM_S = 10.0
 """The run trains for this long after the last recovery."""
 _LOOK_EVERY_S = 0.5
+_REST_S = 5.0
 _RECOVERY_S = 300.0
 """A run that has not trained for this long after the last fault does not recover."""
 _REMIND_EVERY_S = 20.0
@@ -91,6 +92,7 @@ def rehearse(
     *,
     local: LocalCluster | None,
     for_s: float,
+    patient: bool,
     drain_s: float,
     seed: int,
     say: Callable[[str], object],
@@ -103,6 +105,7 @@ def rehearse(
         faults: What happens, in the order of their times.
         local: The cluster, if it was started for the rehearsal.
         for_s: The run trains for so long at least, in seconds after its first step.
+        patient: Whether a fault waits until the run has recovered from the one before.
         drain_s: Seconds from a drain to the node's end.
         seed: Chooses the nodes and processes that faults happen to.
         say: Prints a line.
@@ -115,7 +118,7 @@ def rehearse(
     command.start()
     try:
         try:
-            _run_faults(watch, command, injector, faults, for_s, say)
+            _run_faults(watch, command, injector, faults, for_s, patient, say)
         except RunError as error:
             problems.append(str(error))
         stopped = command.stop(config.checkpoint.save_timeout_s) if command.is_running else command.wait()
@@ -133,6 +136,7 @@ def _run_faults(
     injector: FaultInjector,
     faults: Sequence[Fault],
     for_s: float,
+    patient: bool,
     say: Callable[[str], object],
 ) -> None:
     """Make the faults happen at their times, and return once the run has recovered from them, or has ended."""
@@ -149,16 +153,22 @@ def _run_faults(
         now_s = time.time() - watch.began
         if gone is not None:
             say(strike_line(now_s, gone))
-        if left and now_s >= left[0].at_s:
+        over_since = _since(over_since, now_s) if all(one.is_over for one in watch.found()) else None
+        is_due = bool(left) and now_s >= left[0].at_s
+        if is_due and (not patient or (over_since is not None and now_s >= over_since + _REST_S)):
+            over_since = None
             strike = injector.inflict(left.pop(0))
             watch.strikes.append(strike)
             say(strike_line(strike.at - watch.began, strike.what))
-        elif not left and all(one.is_over for one in watch.found()):
-            over_since = now_s if over_since is None else over_since
+        elif not left and over_since is not None:
             if now_s >= max(for_s, over_since + CALM_S):
                 return
-        elif not left and time.time() - watch.strikes[-1].at >= _RECOVERY_S:
+        elif watch.strikes and (not left or is_due) and time.time() - watch.strikes[-1].at >= _RECOVERY_S:
             return
+
+
+def _since(before: float | None, now: float) -> float:
+    return now if before is None else before
 
 
 def train_unbroken(config: Config, folder: Path, stop_step: int, say: Callable[[str], object]) -> None:

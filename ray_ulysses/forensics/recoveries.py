@@ -18,11 +18,13 @@ class Strike:
         fault: As it was planned.
         at: When it happened, in seconds since the epoch.
         what: To what, in words.
+        node: Address of the node that is lost by it; None if none is.
     """
 
     fault: Fault
     at: float
     what: str
+    node: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,8 +115,8 @@ def _recovery(strike: Strike, attempts: Sequence[_Attempt], ends: Sequence[float
     """Return what followed a fault: the first attempt that started after it and trained a step."""
     was = next((one for one in reversed(attempts) if one.started.time <= strike.at), None)
     world = None if was is None else was.started.world_size
-    if strike.fault.kind == "kill-agent":
-        # Training goes on without it.
+    if strike.fault.kind == "kill-agent" or (was is not None and _trains_elsewhere(was, strike.node)):
+        # Training goes on.
         later = (step.time - strike.at for one in attempts for step in one.steps if step.time > strike.at)
         return Recovery(strike=strike, first_step_s=min(later, default=None), lost_steps=0, workers=(world, world))
     grows = strike.fault.kind == "add-node"
@@ -138,3 +140,9 @@ def _recovery(strike: Strike, attempts: Sequence[_Attempt], ends: Sequence[float
             workers=(old.started.world_size, one.started.world_size),
         )
     return Recovery(strike=strike, workers=(world, None))
+
+
+def _trains_elsewhere(attempt: _Attempt, node: str | None) -> bool:
+    """Return whether a node that is lost has none of an attempt's ranks, such as one whose workers have yet to join."""
+    ranks = attempt.started.rank_nodes
+    return node is not None and bool(ranks) and not any(rank.endswith(f"/{node}") for rank in ranks)

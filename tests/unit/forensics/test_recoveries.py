@@ -12,7 +12,7 @@ from tests.unit.tracking.journals import event
 
 def _started(attempt: int, time: float, world: int, resumed: int) -> list[Event]:
     phase = {"event": "phase", "phase": "building the model", "part": "build"}
-    start = {"event": "attempt_started", "world_size": world, "resumed_step": resumed}
+    start = {"event": "attempt_started", "world_size": world, "resumed_step": resumed, "rank_nodes": ["a/10.0.0.1"]}
     return [event({"attempt": attempt, "time": time - 1, **phase}), event({"attempt": attempt, "time": time, **start})]
 
 
@@ -29,8 +29,8 @@ def _ended(attempt: int, time: float, **fields: Any) -> Event:
     return event({"event": "attempt_ended", "attempt": attempt, "time": time, "reason": "lost worker 0", **fields})
 
 
-def _strike(kind: FaultKind, at: float) -> Strike:
-    return Strike(fault=Fault(at_s=at, kind=kind), at=at, what=kind)
+def _strike(kind: FaultKind, at: float, node: str | None = None) -> Strike:
+    return Strike(fault=Fault(at_s=at, kind=kind), at=at, what=kind, node=node)
 
 
 LOST = [
@@ -90,3 +90,11 @@ def test_a_drain_costs_no_step_and_pauses_for_less_than_it_takes() -> None:
     events = [*_started(1, 100, 4, 0), *_steps(1, 101, 1, 10), *_started(2, 114, 2, 10), *_steps(2, 115, 11, 12)]
     (one,) = recoveries(events, [_strike("drain-node", 104.0)])
     assert (one.lost_steps, one.first_step_s, one.pause_s, one.detected_s) == (0, 11.0, 5.0, None)
+
+
+def test_the_loss_of_a_node_without_ranks_is_no_interruption() -> None:
+    beside, of_ranks = recoveries(
+        LOST, [_strike("kill-node", 104.5, "0.0.0.1"), _strike("kill-node", 104.5, "10.0.0.1")]
+    )
+    assert (beside.attempt, beside.first_step_s, beside.lost_steps) == (None, 0.5, 0)
+    assert of_ranks.attempt == 2
