@@ -127,7 +127,8 @@ def _recovery(strike: Strike, attempts: Sequence[_Attempt], ends: Sequence[float
         first = one.steps[0]
         old = before if grows or was is None else was
         last = old.steps[-1].time if old.steps else None
-        noticed = next((at for at in ends if strike.at <= at <= one.started.time), None)
+        # Growth is no failure that somebody has to notice.
+        noticed = None if grows else next((at for at in ends if strike.at <= at <= one.started.time), None)
         return Recovery(
             strike=strike,
             attempt=one.started.attempt,
