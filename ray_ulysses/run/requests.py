@@ -18,6 +18,7 @@ are for people and scripts, which know no session: ``touch RUN/save-request``.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from pathlib import Path
@@ -34,8 +35,15 @@ StopReason = Literal["stop", "resize"]
 
 
 def request_stop(run_dir: Path, session: str, reason: StopReason = "stop") -> None:
-    """Ask the running session to save and stop after the current step."""
-    (run_dir / STOP_FILE).write_text(f"{session} {reason}")
+    """Ask the running session to save and stop after the current step; a resize takes no place of a stop for good."""
+    path = run_dir / STOP_FILE
+    if reason == "resize":
+        with contextlib.suppress(FileExistsError), path.open("x") as stream:
+            stream.write(f"{session} {reason}")
+            return
+        if stop_requested(run_dir, session) is not None:
+            return
+    path.write_text(f"{session} {reason}")
 
 
 def stop_requested(run_dir: Path, session: str) -> StopReason | None:

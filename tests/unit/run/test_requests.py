@@ -98,3 +98,15 @@ def test_a_notice_stands_for_as_long_as_its_file(tmp_path: Path) -> None:
 def test_a_notice_may_carry_its_deadline(tmp_path: Path, content: bytes, deadline: float | None) -> None:
     (tmp_path / NOTICE_FILE).write_bytes(content)
     assert preemption_noticed(tmp_path) == Notice(deadline=deadline)
+
+
+def test_a_resize_does_not_take_the_place_of_a_stop(tmp_path: Path) -> None:
+    """The user may ask in the same instant, after the size was found to be wrong."""
+    request_stop(tmp_path, "now")
+    request_stop(tmp_path, "now", "resize")
+    assert stop_requested(tmp_path, "now") == "stop"
+    request_stop(tmp_path, "earlier")
+    request_stop(tmp_path, "now", "resize")
+    assert stop_requested(tmp_path, "now") == "resize"
+    request_stop(tmp_path, "now")
+    assert stop_requested(tmp_path, "now") == "stop"
