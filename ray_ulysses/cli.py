@@ -119,8 +119,11 @@ def plan(
     overrides: Overrides = [],  # noqa: B006
     branch: Branch = False,
     as_json: AsJson = False,
+    price: Annotated[
+        float | None, typer.Option(help="Price of a GPU per hour, for what the run costs.", min=0.0)
+    ] = None,
 ) -> None:
-    """Print what a run will do: layout, rows, padding and memory. Exits with 2 if it can't start.
+    """Print what a run will do: layout, rows, padding, time and memory. Exits with 2 if it can't start.
 
     Starts nothing and needs no GPU and no network. Without a corpus, documents of made-up lengths are assumed.
     """
@@ -129,7 +132,7 @@ def plan(
     from ray_ulysses.views.plan import render_plan
 
     report = report_run(loaded, Path.cwd(), branch=branch)
-    typer.echo(json.dumps(report.to_json(), indent=2) if as_json else render_plan(report))
+    typer.echo(json.dumps(report.to_json(), indent=2) if as_json else render_plan(report, price))
     if report.problems:
         raise typer.Exit(2)
 

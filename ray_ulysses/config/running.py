@@ -326,6 +326,17 @@ class ClusterSection(Section):
     cpus_per_worker: float = Field(default=1.0, gt=0.0)
     """CPUs that one worker reserves; with a fraction, several workers share one. Default 1."""
 
+    device: Literal["A100", "H100", "H200"] | None = None
+    """GPU of the nodes, for which `plan` models the time of a step. Default null: no time is given. Kernel rates are
+    published for these, in their SXM form."""
+
+    gpus_per_node: int = Field(default=8, ge=1)
+    """GPUs per node, which `plan` takes for traffic between nodes. Default 8."""
+
+    network_gbps: float = Field(default=400.0, gt=0.0)
+    """Network bandwidth per GPU in Gbit/s, which `plan` takes for traffic between nodes. Default 400: one adapter for
+    each GPU."""
+
     secrets_file: PlacePath | None = None
     """File of `NAME=VALUE` lines, such as access keys, that the command and each worker read on their own node at the
     start; its variables take precedence over the environment. Only its owner may be able to read it (`chmod 600`).

@@ -29,6 +29,7 @@ from ray_ulysses.planner.problems import (
     vocabulary_problems,
 )
 from ray_ulysses.planner.settings import allowed_sp, run_layout
+from ray_ulysses.planner.throughput import GB, Hardware, Method, StepTime, Work, step_time
 
 _MOST_DP_SIZES = 8
 
@@ -158,6 +159,7 @@ class PlanReport:
         layout: How workers share rows.
         corpus: The prepared corpora.
         data: The data plan.
+        step_time: The modelled time of a step, term by term; None where it is not modelled.
         memory: The memory of one rank, term by term.
         peer_memory: What keeping the newest state in the memory of nodes takes; None if that is turned off.
         device_gib: The device's memory, if configured.
@@ -170,6 +172,7 @@ class PlanReport:
     layout: LayoutFacts
     corpus: CorpusFacts
     data: DataFacts
+    step_time: StepTime | None
     memory: MemoryEstimate
     peer_memory: PeerMemoryFacts | None
     device_gib: float | None
@@ -191,6 +194,8 @@ class PlanReport:
         fields["shape"]["num_parameters"] = self.shape.num_parameters
         fields["memory"]["device_bytes"] = self.memory.device_bytes
         fields["memory"]["host_bytes"] = self.memory.host_bytes
+        if self.step_time is not None:
+            fields["step_time"]["seconds"] = self.step_time.seconds
         fields["problems"] = [str(problem) for problem in self.problems]
         return fields
 
@@ -216,6 +221,7 @@ def build_report(
         layout=_layout(config, shape),
         corpus=_made_up(config, corpora) if isinstance(corpora, PlanInput) else _corpus(corpora),
         data=_data(config, shape, plan),
+        step_time=_step_time(config, shape, plan),
         memory=memory,
         peer_memory=peer_memory_facts(config, shape),
         device_gib=config.memory.device_gib,
@@ -308,6 +314,35 @@ def _data(config: Config, shape: ModelShape, plan: Plan) -> DataFacts:
         base_step=segment.base_step,
         flops_per_step=total / max(1, segment.end_step - segment.base_step),
         **totals,
+    )
+
+
+def _step_time(config: Config, shape: ModelShape, plan: Plan) -> StepTime | None:
+    """Return the modelled time of a mean step; None without a device, and for what is not modelled."""
+    cluster, memory, segment = config.cluster, config.memory, plan.newest
+    offload, layout = memory.offload_optimizer, run_layout(config, shape)
+    is_modelled = config.model.dtype == "bf16" and layout.ulysses_size <= shape.num_heads
+    if cluster.device is None or cluster.gpus_per_worker == 0 or offload == "nvme" or not is_modelled:
+        return None
+    steps = max(1, segment.end_step - segment.base_step)
+    squares = segment.train.stats(0, segment.train.num_rows).sum_squares.sum(dtype=np.float64)
+    return step_time(
+        shape,
+        layout,
+        Work(
+            tokens=(segment.totals.tokens + segment.totals.padding_tokens) / steps,
+            squares=float(squares) / steps,
+            rows=segment.settings.rows_per_step,
+            imbalance=step_times(segment.costs(), segment.settings.rows_per_step, config.dp_size).imbalance,
+        ),
+        Method(
+            zero_stage=memory.zero_stage,
+            offload_optimizer=offload,
+            gradient_checkpointing=memory.gradient_checkpointing,
+            attention_output=memory.attention_output,
+            head_imbalance=assign_heads(shape.num_heads, shape.num_kv_heads, layout.ulysses_size).imbalance,
+        ),
+        Hardware(device=cluster.device, per_node=cluster.gpus_per_node, network=cluster.network_gbps * GB / 8),
     )
 
 

@@ -8,7 +8,7 @@ from ray_ulysses.parallel.heads import HeadPlan
 from ray_ulysses.planner.memory_terms import MemoryTerm
 from ray_ulysses.planner.peer_memory import PeerMemoryFacts
 from ray_ulysses.planner.report import DataFacts, LayoutFacts, PlanReport
-from ray_ulysses.views.words import count, facts, percent, size, wrapped
+from ray_ulysses.views.words import count, duration, facts, percent, size, wrapped
 
 _PHASES = {"always": "", "loss": "in the loss", "layer": "in a layer", "save": "at a save", "load": "at the start"}
 _MOST_SIZES = 8
@@ -16,9 +16,15 @@ _WIDTH = 100
 _FLOPS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"))
 
 
-def render_plan(report: PlanReport) -> str:
-    """Return what a run will do, section by section, and whether it can start."""
+def render_plan(report: PlanReport, price: float | None = None) -> str:
+    """Return what a run will do, section by section, and whether it can start.
+
+    Args:
+        report: What is planned.
+        price: Price of a GPU per hour, in any currency.
+    """
     lines = [f"plan of run {report.name!r}", "", *_model(report), "", *_layout(report), "", *_data(report), ""]
+    lines += [*_time(report, price), ""]
     lines += _memory(report)
     lines += ["", *_peer_memory(report.peer_memory)]
     for note in report.notes:
@@ -120,7 +126,6 @@ def _costs(data: DataFacts) -> list[tuple[str, str]]:
         ("  least possible", ", ".join(f"{dp}: {least:.2f}" for dp, _, least in data.imbalance_by_dp) or "-"),
         ("step time spread", "{:.2f}x (fastest step) to {:.2f}x (slowest step) the mean".format(*data.step_spread)),
         ("work", f"{_flops(data.flops_per_step)} per step on average, causal attention, without recomputation"),
-        ("step time", "not predicted in this version"),
     ]
 
 
@@ -179,6 +184,26 @@ def _segment(data: DataFacts) -> str:
     return f"{data.plan_id}, segment {data.segment} of the run's data, from step {data.base_step:,} on"
 
 
+def _time(report: PlanReport, price: float | None) -> list[str]:
+    modelled, data, world = report.step_time, report.data, report.layout.world_size
+    if modelled is None:
+        said = "time: not modelled; it needs cluster.device, GPUs, bf16, and an optimizer that is not on NVMe"
+        return [said]
+    width = max(len(term.name) for term in modelled.terms)
+    lines = [
+        f"time per step: {modelled.seconds:.3g} s on {world} {modelled.device}, a model and not a measurement; "
+        f"MFU {modelled.mfu:.0%}, HFU {modelled.hfu:.0%}"
+    ]
+    for term in modelled.terms:
+        lines += _row(f"{term.seconds:.3g} s", term.name, width, term.source)
+    steps = None if report.corpus.is_made_up else data.stop_step - data.base_step
+    total_s = modelled.seconds * (steps or 1)
+    what = "  one step" if steps is None else f"  {steps:,} steps: {duration(total_s)} without faults and saves"
+    if price is not None:
+        what += f"; {total_s / 3600 * world * price:,.2f} at {price:g} per GPU and hour"
+    return [*lines, what] if steps is not None or price is not None else lines
+
+
 def _memory(report: PlanReport) -> list[str]:
     memory = report.memory
     limit = "" if report.device_gib is None else f"; memory.device_gib is {report.device_gib:g}"
@@ -218,5 +243,9 @@ def _title(term: MemoryTerm) -> str:
 
 
 def _term(term: MemoryTerm, width: int) -> list[str]:
-    first = f"  {size(term.bytes):>10}  {_title(term):<{width}}  "
-    return textwrap.wrap(term.source, 140, initial_indent=first, subsequent_indent=" " * len(first))
+    return _row(size(term.bytes), _title(term), width, term.source)
+
+
+def _row(value: str, name: str, width: int, source: str) -> list[str]:
+    first = f"  {value:>10}  {name:<{width}}  "
+    return textwrap.wrap(source, 140, initial_indent=first, subsequent_indent=" " * len(first))

@@ -15,7 +15,9 @@ from ray_ulysses.planner.memory_terms import GIB
 
 _CONFIGS = tuple(sorted((Path(__file__).parents[3] / "configs").glob("*.yaml")))
 _BY_NAME = pytest.mark.parametrize("path", _CONFIGS, ids=[path.stem for path in _CONFIGS])
-_NAME = re.compile(r"^(?P<model>[a-z0-9.-]+)_(?:cpu|(?P<gpus>\d+)xh100)_sp(?P<sp>\d+)-dp(?P<dp>\d+)_(?P<context>\d+)k$")
+_NAME = re.compile(
+    r"^(?P<model>[a-z0-9.-]+)_(?:cpu|(?P<gpus>\d+)xh100)_sp(?P<sp>\d+)-(?:elastic|dp(?P<dp>\d+))_(?P<context>\d+)k$"
+)
 # Parameters as the models' own pages state them.
 _PARAMETERS = {"llama3-8b": 8_030_261_248, "qwen3-4b": 4_022_468_096}
 
@@ -30,7 +32,9 @@ def test_there_are_configurations_for_the_demo_and_for_both_models_at_three_cont
     contexts = {
         (match["model"], int(match["context"])) for match in map(_NAME.match, [p.stem for p in _CONFIGS]) if match
     }
-    assert contexts == {("llama-tiny", 8)} | {(model, k) for model in _PARAMETERS for k in (32, 128, 512)}
+    assert contexts == {("llama-tiny", 8), ("llama-tiny", 2)} | {
+        (model, k) for model in _PARAMETERS for k in (32, 128, 512)
+    }
 
 
 @_BY_NAME
@@ -38,7 +42,8 @@ def test_a_configuration_is_what_its_name_says(path: Path) -> None:
     config, match = load_config(path), _NAME.match(path.stem)
     assert match is not None
     assert config.parallel.sp_size == int(match["sp"])
-    assert config.dp_size == int(match["dp"])
+    assert config.cluster.workers.is_fixed is (match["dp"] is not None)
+    assert not match["dp"] or config.dp_size == int(match["dp"])
     assert config.data.context_tokens == int(match["context"]) * 1024
     assert config.cluster.gpus_per_worker == (1 if match["gpus"] else 0)
     assert not match["gpus"] or config.cluster.workers.max == int(match["gpus"])
@@ -73,7 +78,7 @@ def test_the_inline_model_is_the_model(path: Path) -> None:
 
 
 def test_the_demo_is_small_and_holds_every_byte_token() -> None:
-    (demo,) = [path for path in _CONFIGS if "_cpu_" in path.stem]
+    (demo,) = [path for path in _CONFIGS if "_cpu_" in path.stem and "elastic" not in path.stem]
     shape = _shape(demo)
     assert shape.vocab_size >= ByteTokenizer().info.vocab_size
     assert shape.num_parameters <= 2_000_000

@@ -73,3 +73,20 @@ def test_fill_and_padding_each_say_what_they_are_a_share_of():
         f"{computed - 123} of {computed} computed tokens ({(computed - 123) / computed:.2%}); "
         f"rows are padded to a multiple of {data.pad_multiple}\n"
     ) in text
+
+
+def test_the_time_of_a_step_is_told_term_by_term_and_what_the_run_costs():
+    corpus = make_corpus([64] * 9)
+    assert "\ntime: not modelled; it needs cluster.device, GPUs, bf16" in text_of(make_config(), corpus)
+    config = make_config(cluster={"workers": 4, "gpus_per_worker": 1, "device": "H100"}, model={"dtype": "bf16"})
+    report = build_report(config, make_shape(config), corpus, make_plan(config, corpus))
+    assert report.step_time is not None and report.to_json()["step_time"]["seconds"] == report.step_time.seconds
+    text = render_plan(report, 3600.0).partition("\ntime per step: ")[2].partition("\n\n")[0]
+    title, *terms, run = text.splitlines()
+    assert title.startswith(f"{report.step_time.seconds:.3g} s on 4 H100, a model and not a measurement; MFU ")
+    assert [line.split(" s  ")[1].split("  ")[0] for line in terms if " s  " in line] == [
+        term.name for term in report.step_time.terms
+    ]
+    steps = report.data.stop_step
+    cost = report.step_time.seconds * steps * 4
+    assert run.startswith(f"  {steps} steps: 0s without faults and saves; {cost:,.2f} at 3600 per GPU and hour")

@@ -1,0 +1,335 @@
+"""Predicts the time of a step from its work and the rates of a device, term by term, with arithmetic to check by hand.
+
+It is a model and not a measurement. What a device computes was fitted to twelve steps that were measured on one H100
+(`benchmarks/results/step_gpu.md`), which it meets within 10%; links were not. Left out: the fixed cost of a
+micro-batch, stalls of the data stream and of checkpoints, evaluations, and everything that the host adds. Communication
+of a layer's heads is not hidden behind compute; that of weights, gradients and ring blocks is, as far as there is any.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.parallel.layout import ParallelLayout
+from ray_ulysses.planner.flops import peak_bf16_flops
+
+GB = 1e9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceRates:
+    """Rates of a device.
+
+    Attributes:
+        matmul: Share of the dense bf16 peak that large matrix products reach.
+        attention_forward: The same of causal attention over long documents with heads of 128, in its forward kernel.
+        attention_backward: The same in its backward kernel, whose work is counted as twice that of the forward one.
+        memory: Bandwidth of its memory, in bytes per second.
+        link: Bandwidth to another device of its node in one direction, in bytes per second.
+        host: Bandwidth between host and device in one direction, in bytes per second.
+    """
+
+    matmul: float
+    attention_forward: float
+    attention_backward: float
+    memory: float
+    link: float
+    host: float
+
+
+# Hopper: fitted to benchmarks/results/step_gpu.md and kernels_gpu.md (cuDNN); FlashAttention-3 reports the same
+# (https://arxiv.org/abs/2407.08608: causal, heads of 128, 16k: 616 TFLOP/s forward). Ampere was not measured here:
+# FlashAttention-2 (https://arxiv.org/abs/2307.08691: 189 TFLOP/s forward and backward together), and five sixths of the
+# peak for matrix products. Bandwidths are those of the vendors' data sheets, of links in one direction.
+_HOPPER = DeviceRates(
+    matmul=0.75, attention_forward=0.62, attention_backward=0.46, memory=3350 * GB, link=450 * GB, host=64 * GB
+)
+_AMPERE = DeviceRates(
+    matmul=0.83, attention_forward=0.606, attention_backward=0.606, memory=2039 * GB, link=300 * GB, host=32 * GB
+)
+DEVICE_RATES: dict[str, DeviceRates] = {
+    "A100": _AMPERE,
+    "H100": _HOPPER,
+    "H200": replace(_HOPPER, memory=4800 * GB),
+}
+"""Devices for which kernel rates are published, in their SXM form, by the names of `cluster.device`."""
+
+_LINK_SHARE = 0.8
+"""Share of a link's bandwidth that a collective of many megabytes reaches: an assumption."""
+_HOST_MEMORY = 25 * GB
+"""Host memory bandwidth per rank for the optimizer's update there: an assumption."""
+_MEMORY_SHARE = 0.5
+"""Share of the memory's bandwidth that element-wise operations reach: fitted to the measured steps."""
+_SHORT_HEADS = 0.75
+"""Rate of attention with heads narrower than 128 over that with 128: of the measured steps with heads of 64."""
+_RAMP_TOKENS, _RAMP_HEADS = 2000, 10_000
+"""Length of a document at which attention reaches half of its rate: so many tokens, and more where few heads per rank
+keep the device busy; fitted to the measured kernels with 4 and 32 heads."""
+_LAYER_BYTES_OF_HIDDEN, _LAYER_BYTES_OF_HEADS, _LAYER_BYTES_OF_MLP, _BYTES_OF_LOGITS = 84, 20, 10, 40
+"""Bytes that the element-wise operations of a layer move in its forward pass, for each value of the residual stream
+(two norms, 36 each, in fp32 inside; two sums, 6 each), of queries and keys (the rotation), and of the MLP's width (the
+activation and the product), counted from Transformers' modules in bf16; and those of a logit in both passes."""
+_UPDATE_BYTES = 28
+"""Bytes that Adam's update moves per parameter: weight and moments read and written in fp32, and the gradient read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """The mean work of a step.
+
+    Attributes:
+        tokens: Tokens that are computed, padding included.
+        squares: Sum over the pieces of documents of the squared length in tokens.
+        rows: Rows of the step.
+        imbalance: Time of the step over that with level data-parallel groups.
+    """
+
+    tokens: float
+    squares: float
+    rows: int
+    imbalance: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """The machines.
+
+    Attributes:
+        device: Name of a device in `DEVICE_RATES`.
+        per_node: Devices of a node.
+        network: Network bandwidth per device, in bytes per second.
+    """
+
+    device: str
+    per_node: int
+    network: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Method:
+    """What the settings of memory add to the work.
+
+    Attributes:
+        zero_stage: ZeRO's stage.
+        offload_optimizer: Where the optimizer's state is.
+        gradient_checkpointing: Whether layers are computed again in the backward pass.
+        attention_output: What is kept of attention, so that it is not computed again.
+        head_imbalance: Heads of the fullest rank over their mean.
+    """
+
+    zero_stage: Literal[1, 2, 3]
+    offload_optimizer: Literal["none", "cpu"]
+    gradient_checkpointing: bool
+    attention_output: Literal["both", "kernel", "none"]
+    head_imbalance: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeTerm:
+    """One part of a step's time.
+
+    Attributes:
+        name: Short name.
+        seconds: How long it takes, beyond what it is hidden behind.
+        source: How it was computed.
+    """
+
+    name: str
+    seconds: float
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """The modelled time of a step.
+
+    Attributes:
+        device: The device that it is for.
+        terms: Its parts.
+        mfu: Model FLOPs over what all devices could do in that time: recomputed work does not count.
+        hfu: The same with the work that is done again.
+    """
+
+    device: str
+    terms: tuple[TimeTerm, ...]
+    mfu: float
+    hfu: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step."""
+        return sum(term.seconds for term in self.terms)
+
+
+def step_time(shape: ModelShape, layout: ParallelLayout, work: Work, method: Method, hardware: Hardware) -> StepTime:
+    """Model the time of a step in bf16 (pure).
+
+    Args:
+        shape: The model.
+        layout: The workers.
+        work: What a step computes.
+        method: What is kept and what is computed again.
+        hardware: The machines.
+
+    Raises:
+        KeyError: The device has no entry in `DEVICE_RATES`.
+    """
+    rates, peak = DEVICE_RATES[hardware.device], peak_bf16_flops(hardware.device)
+    assert peak is not None
+    parts = _Parts(shape=shape, layout=layout, work=work, method=method, hardware=hardware, rates=rates, peak=peak)
+    compute = [parts.matmul(), parts.attention(), parts.elementwise()]
+    busy_s = sum(term.seconds for term in compute)
+    terms = [*compute, parts.exchange(), parts.ring(compute[1].seconds), parts.weights(busy_s), parts.update()]
+    terms = [term for term in terms if term.seconds > 0]
+    seconds = sum(term.seconds for term in terms)
+    could = seconds * layout.world_size * peak
+    return StepTime(
+        device=hardware.device,
+        terms=tuple(terms),
+        mfu=(parts.matmul_flops(6) + parts.attention_flops(6)) / could,
+        hfu=(parts.matmul_flops(parts.passes) + parts.attention_flops(parts.attention_passes)) / could,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Parts:
+    """The arithmetic of each part."""
+
+    shape: ModelShape
+    layout: ParallelLayout
+    work: Work
+    method: Method
+    hardware: Hardware
+    rates: DeviceRates
+    peak: float
+
+    @property
+    def passes(self) -> int:
+        """FLOPs per multiplied parameter and token: 2 forward, 4 backward, and 2 where a layer is computed again."""
+        return 8 if self.method.gradient_checkpointing else 6
+
+    @property
+    def attention_passes(self) -> int:
+        """FLOPs per squared token and feature, in the same way."""
+        return 8 if self._attends_again else 6
+
+    @property
+    def _attends_again(self) -> bool:
+        return self.method.gradient_checkpointing and self.method.attention_output == "none"
+
+    @property
+    def _rank_tokens(self) -> float:
+        """Tokens of a step per rank, on the slowest data-parallel group."""
+        return self.work.tokens / self.layout.world_size * self.work.imbalance
+
+    def matmul_flops(self, passes: int) -> float:
+        """Return the FLOPs of all ranks outside attention; the output head is not computed again."""
+        shape = self.shape
+        head = shape.embedding_parameters
+        layers = shape.num_parameters - (1 if shape.tied_embeddings else 2) * head
+        return self.work.tokens * (passes * layers + 6 * head)
+
+    def attention_flops(self, passes: int) -> float:
+        """Return the FLOPs of all ranks in attention; the causal mask halves them."""
+        return passes * self.shape.attention_width * self.work.squares
+
+    def matmul(self) -> TimeTerm:
+        """Return the time of the matrix products."""
+        flops = self.matmul_flops(self.passes) / self.layout.world_size * self.work.imbalance
+        text = (
+            f"{flops:.3g} FLOP per rank ({self.passes} per parameter and token) at {self.rates.matmul:.0%} of "
+            f"{self.peak / 1e12:,.0f} TFLOP/s"
+        )
+        return TimeTerm(name="matrix products", seconds=flops / (self.rates.matmul * self.peak), source=text)
+
+    def attention(self) -> TimeTerm:
+        """Return the time of the attention kernels on the rank with the most heads."""
+        level = self.work.imbalance * self.method.head_imbalance / self.layout.world_size
+        forward, backward = (self.attention_flops(part) * level for part in (self.attention_passes - 4, 4))
+        rates, share = self.rates, self._attention_share()
+        seconds = (forward / rates.attention_forward + backward / rates.attention_backward) / (self.peak * share)
+        again = ", forward twice" if self._attends_again else ", not computed again"
+        text = (
+            f"{forward + backward:.3g} FLOP per rank, at {rates.attention_forward * share:.0%} of the peak forward and "
+            f"{rates.attention_backward * share:.0%} backward{again * self.method.gradient_checkpointing}"
+        )
+        return TimeTerm(name="attention", seconds=seconds, source=text)
+
+    def _attention_share(self) -> float:
+        """Return the share of its highest rate that attention reaches with these documents and heads."""
+        length, heads = self.work.squares / self.work.tokens, self.shape.num_heads / self.layout.ulysses_size
+        ramp = length / (length + _RAMP_TOKENS + _RAMP_HEADS / heads)
+        return ramp * (_SHORT_HEADS if self.shape.head_dim < 128 else 1.0)
+
+    def elementwise(self) -> TimeTerm:
+        """Return the time of norms, rotations, activations and sums, which the device's memory bounds."""
+        shape = self.shape
+        heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+        each = (
+            shape.hidden_size * _LAYER_BYTES_OF_HIDDEN
+            + heads * _LAYER_BYTES_OF_HEADS
+            + shape.intermediate_size * _LAYER_BYTES_OF_MLP
+        )
+        times = 4 if self.method.gradient_checkpointing else 3
+        per_token = shape.num_layers * each * times + shape.vocab_size * _BYTES_OF_LOGITS
+        text = (
+            f"{self._rank_tokens:,.0f} tokens per rank x ({shape.num_layers} layers x {each:,} bytes x {times} passes "
+            f"+ {shape.vocab_size:,} logits x {_BYTES_OF_LOGITS}), at {_MEMORY_SHARE:.0%} of "
+            f"{self.rates.memory / GB:,.0f} GB/s"
+        )
+        seconds = self._rank_tokens * per_token / (_MEMORY_SHARE * self.rates.memory)
+        return TimeTerm(name="element-wise", seconds=seconds, source=text)
+
+    def exchange(self) -> TimeTerm:
+        """Return the time of the all-to-alls over heads and sequence, which nothing hides."""
+        ulysses, shape, method = self.layout.ulysses_size, self.shape, self.method
+        # Queries, keys and values, again where they are computed again, and their gradients; the output and its own.
+        again = int(method.gradient_checkpointing)
+        of_queries = 4 + again + (again if method.attention_output != "both" else 0)
+        values = of_queries * shape.num_heads + 2 * (2 + again) * shape.num_kv_heads
+        size = self._rank_tokens * shape.num_layers * values * shape.head_dim * 2 * (ulysses - 1) / ulysses
+        text = (
+            f"{self._rank_tokens:,.0f} tokens per rank x {shape.num_layers} layers x {values} heads x "
+            f"{shape.head_dim} x 2 bytes x {ulysses - 1}/{ulysses}"
+        )
+        return TimeTerm(name="exchange of heads", seconds=size / self._bandwidth(ulysses), source=text)
+
+    def ring(self, attention_s: float) -> TimeTerm:
+        """Return by how much the ring's blocks of keys and values take longer than attention over them."""
+        ring, shape = self.layout.ring_size, self.shape
+        # Keys and values in bf16 forward and backward, and the gradients of both in fp32.
+        size = self._rank_tokens * shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * (2 + 2 + 4) * (ring - 1)
+        seconds = max(0.0, size / self._bandwidth(self.layout.sp_size) - attention_s)
+        return TimeTerm(name="ring", seconds=seconds, source=f"{size / GB:,.1f} GB per rank, behind attention")
+
+    def weights(self, compute_s: float) -> TimeTerm:
+        """Return by how much gathering weights and reducing gradients take longer than all compute."""
+        world, micro_batches = self.layout.world_size, -(-self.work.rows // self.layout.dp_size)
+        once = 2 * self.shape.num_parameters * (world - 1) / world
+        # Stage 3 gathers twice and reduces for each micro-batch; the others reduce and gather once per step.
+        size = 3 * once * micro_batches if self.method.zero_stage == 3 else 3 * once
+        seconds = max(0.0, size / self._bandwidth(world) - compute_s)
+        text = f"{size / GB:,.1f} GB per rank, {micro_batches} micro-batches, behind compute"
+        return TimeTerm(name="weights and gradients", seconds=seconds, source=text)
+
+    def update(self) -> TimeTerm:
+        """Return the time of the optimizer's update."""
+        shard = self.shape.num_parameters / self.layout.world_size
+        if self.method.offload_optimizer == "none":
+            text = f"{shard:,.0f} parameters per rank x {_UPDATE_BYTES} bytes of device memory"
+            return TimeTerm(name="update", seconds=shard * _UPDATE_BYTES / self.rates.memory, source=text)
+        # fp32 gradients down, bf16 weights up.
+        copies_s, update_s = shard * 6 / self.rates.host, shard * _UPDATE_BYTES / _HOST_MEMORY
+        text = f"{shard:,.0f} parameters per rank on the host: {_UPDATE_BYTES} bytes at 25 GB/s, and copies of 6 bytes"
+        return TimeTerm(name="update", seconds=copies_s + update_s, source=text)
+
+    def _bandwidth(self, ranks: int) -> float:
+        """Return the bytes per second of a rank in a collective over so many contiguous ranks."""
+        link, per_node = self.rates.link, self.hardware.per_node
+        if ranks > per_node:
+            # What goes to other nodes leaves through the network; the rest goes beside it.
+            outside = (ranks - per_node) / (ranks - 1)
+            link = min(link / max(1e-9, 1 - outside), self.hardware.network / outside)
+        return _LINK_SHARE * link
