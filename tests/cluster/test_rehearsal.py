@@ -77,8 +77,14 @@ def test_a_cluster_of_others_is_touched_only_once_that_is_confirmed(
     assert "the rehearsal was not confirmed, so nothing was started" in said
     assert not (tmp_path / "runs").exists()
 
-    faults = ("--faults", "5s crash-worker, 20s kill-agent, 30s kill-node", "--compare", "0")
+    faults = (
+        "--faults",
+        "5s crash-worker, 15s stop-worker, 25s kill-agent, 30s kill-driver, 60s kill-node",
+        "--compare",
+        "0",
+    )
     code, said = _rehearse(config, *faults, "--yes", "--out", str(tmp_path / "report.md"), address=cluster.address)
     assert code == 0, said
     report = json.loads((tmp_path / "report.json").read_text())
-    assert [one["workers"][1] for one in report["recoveries"]] == [4, 4, 2]
+    assert report["holds"] and report["unbroken"] is None
+    assert [one["workers"][1] for one in report["recoveries"]] == [4, 4, 4, 4, 2]
