@@ -69,8 +69,8 @@ class MemorySection(Section):
 
     loss_tile: Annotated[int, Field(ge=1)] | Literal["auto", "off"] = "auto"
     """Tokens per rank whose logits are computed at once: the loss goes over tiles, so that the logits of a row never
-    exist together. `auto` makes at least 16 tiles where logits are large; `off` computes all logits at once. Default
-    `auto`."""
+    exist together. `auto` makes tiles of 512 tokens, fewer where the vocabulary is above 131,072, and more where logits
+    are small; `off` computes all logits at once. Default `auto`."""
 
     mlp_tile: Annotated[int, Field(ge=1)] | Literal["auto", "off"] = "auto"
     """Tokens per rank that an MLP, dense or of experts, processes at once, for one product of a projection more per

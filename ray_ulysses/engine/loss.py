@@ -48,7 +48,7 @@ def causal_lm_loss(
     Args:
         model: The model, or the engine that wraps it.
         batch: This rank's slice.
-        tile: Tokens whose logits exist at once; see :func:`ray_ulysses.parallel.tiles.tile_tokens`. A model that does
+        tile: Tokens whose logits exist at once; see :func:`ray_ulysses.parallel.tiles.loss_tile_tokens`. A model that does
             not consist of a decoder and an output head has one tile with ``auto``.
 
     Returns:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch
 from ray_ulysses.errors import UserError
-from ray_ulysses.parallel.tiles import TileSetting, tile_tokens
+from ray_ulysses.parallel.tiles import TileSetting, loss_tile_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -118,7 +118,7 @@ class TiledLoss:
 
     def _tile_tokens(self, num_tokens: int) -> int:
         width = getattr(self.parts.model.get_output_embeddings(), "out_features", None)
-        return tile_tokens(self.tile, num_tokens, width or self.parts.model.config.get_text_config().vocab_size)
+        return loss_tile_tokens(self.tile, num_tokens, width or self.parts.model.config.get_text_config().vocab_size)
 
 
 class _SumOfTiles(torch.autograd.Function):

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from ray_ulysses.engine.model_parts import NoTilesError, own_forward, unhooked
 from ray_ulysses.engine.tiled_loss import add_gradients
 from ray_ulysses.errors import UserError
-from ray_ulysses.parallel.tiles import TileSetting, tile_tokens
+from ray_ulysses.parallel.tiles import TileSetting, mlp_tile_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +33,7 @@ def tile_mlps(model: nn.Module, tile: TileSetting) -> None:
 
     Args:
         model: A ``PreTrainedModel``.
-        tile: Tokens per tile; see :func:`ray_ulysses.parallel.tiles.tile_tokens`.
+        tile: Tokens per tile; see :func:`ray_ulysses.parallel.tiles.mlp_tile_tokens`.
 
     Raises:
         UserError: The model's layers have no MLP that can be tiled; ``auto`` leaves them as they are.
@@ -90,7 +90,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2:
         return own(self, *args, **kwargs)
     num_tokens = hidden.shape[:-1].numel()
-    tile = tile_tokens(self._ray_ulysses_tile, num_tokens, mlp_width(self), least_tiles=1)
+    tile = mlp_tile_tokens(self._ray_ulysses_tile, num_tokens, mlp_width(self))
     if tile >= num_tokens:
         return own(self, hidden)
     # [..., H] -> [1, N, H], whose tiles every MLP takes.

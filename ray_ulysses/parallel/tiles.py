@@ -9,24 +9,37 @@ TileSetting = int | Literal["auto", "off"]
 
 _MOST_VALUES = 1 << 26
 _LEAST_VALUES = 1 << 20
-_LEAST_TILES = 16
+_MOST_LOSS_TOKENS = 512
+_LEAST_LOSS_TILES = 8
 
 
-def tile_tokens(setting: TileSetting, tokens: int, width: int, *, least_tiles: int = _LEAST_TILES) -> int:
-    """Return the tokens per tile; the last tile may have fewer.
+def loss_tile_tokens(setting: TileSetting, tokens: int, vocab_size: int) -> int:
+    """Return the tokens per tile of the loss; the last tile may have fewer.
 
-    ``auto`` makes 16 tiles, more where a tile would have over 2**26 values (256 MiB in fp32), and fewer where it would
-    have under 2**20 (4 MiB), for which tiling is not worth its overhead.
+    ``auto`` makes tiles of 512 tokens: enough that adding up the gradients of the head takes little of the time, and a
+    peak that does not grow with the row. It makes smaller ones where there would be fewer than 8, or where a tile would
+    have over 2**26 logits (256 MiB in fp32), and larger ones where a tile would have under 2**20 (4 MiB).
 
     Args:
         setting: The setting. A tile longer than the row is the whole row: rows differ in length.
         tokens: Tokens that this rank has of a batch.
-        width: Values per token of the result that should not exist for all tokens at once.
-        least_tiles: Other than 16.
+        vocab_size: Logits per token.
     """
-    if setting == "off" or tokens == 0:
-        return max(1, tokens)
-    if setting != "auto":
-        return min(setting, tokens)
-    values = min(_MOST_VALUES, max(_LEAST_VALUES, tokens * width // least_tiles))
-    return min(tokens, max(1, values // width))
+    tile = min(_MOST_LOSS_TOKENS, tokens // _LEAST_LOSS_TILES, _MOST_VALUES // vocab_size)
+    return _tile_tokens(setting, tokens, max(tile, _LEAST_VALUES // vocab_size))
+
+
+def mlp_tile_tokens(setting: TileSetting, tokens: int, width: int) -> int:
+    """Return the tokens per tile of an MLP; ``auto`` makes tiles of up to 2**26 values of its width.
+
+    Args:
+        setting: As in :func:`loss_tile_tokens`.
+        tokens: Tokens that this rank has of a batch.
+        width: Values per token inside the MLP.
+    """
+    return _tile_tokens(setting, tokens, _MOST_VALUES // width)
+
+
+def _tile_tokens(setting: TileSetting, tokens: int, automatic: int) -> int:
+    tile = tokens if setting == "off" else automatic if setting == "auto" else setting
+    return max(1, min(tile, tokens))

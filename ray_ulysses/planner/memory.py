@@ -11,7 +11,7 @@ from typing import Literal
 
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.heads import HeadPlan, assign_heads
-from ray_ulysses.parallel.tiles import TileSetting, tile_tokens
+from ray_ulysses.parallel.tiles import TileSetting, loss_tile_tokens, mlp_tile_tokens
 from ray_ulysses.planner.memory_terms import FP32_BYTES, GIB, MemoryTerm, Phase, always, term
 from ray_ulysses.planner.state_memory import StateSharing, device_state, host_state, load_terms
 
@@ -122,7 +122,7 @@ def estimate(
     attention = _AttentionSplit(
         ulysses_size=sp_size // ring_size, ring_size=ring_size, chunks=attention_chunks, kept=attention_output
     )
-    tile = tile_tokens(mlp_tile, local_tokens, shape.intermediate_size, least_tiles=1)
+    tile = mlp_tile_tokens(mlp_tile, local_tokens, shape.intermediate_size)
     device += _activations(shape, local_tokens, attention, value, tile, checkpointed=gradient_checkpointing)
     device += _loss(shape, local_tokens, value, loss_tile)
     on_host, on_device = load_terms(shape, init, sharing)
@@ -228,7 +228,7 @@ def _attention(shape: ModelShape, tokens: int, split: _AttentionSplit, value: in
 
 def _loss(shape: ModelShape, tokens: int, value: int, setting: TileSetting) -> list[MemoryTerm]:
     # Log-probabilities, and the gradients of these and of the logits; the logits themselves are freed before.
-    each, tile = 3 * FP32_BYTES, tile_tokens(setting, tokens, shape.vocab_size)
+    each, tile = 3 * FP32_BYTES, loss_tile_tokens(setting, tokens, shape.vocab_size)
     what = "untiled" if setting == "off" else f"of {tokens:,} per rank"
     text = (
         f"{tile:,} tokens {what} (memory.loss_tile={setting}) x vocabulary {shape.vocab_size:,} x {each} bytes: "

@@ -4,23 +4,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ulysses.parallel.tiles import tile_tokens
+from ray_ulysses.parallel.tiles import loss_tile_tokens, mlp_tile_tokens
 
 
-@given(tokens=st.integers(1, 1 << 21), width=st.integers(1, 1 << 19))
-def test_a_chosen_tile_is_a_small_part_of_what_is_large(tokens: int, width: int) -> None:
-    tile = tile_tokens("auto", tokens, width)
+@given(tokens=st.integers(1, 1 << 21), vocab_size=st.integers(1, 1 << 19))
+def test_a_chosen_tile_of_the_loss_is_a_small_part_of_what_is_large(tokens: int, vocab_size: int) -> None:
+    tile = loss_tile_tokens("auto", tokens, vocab_size)
     assert 1 <= tile <= tokens
-    assert tile * width <= max(1 << 26, width)
-    if tokens * width > 1 << 22:
-        assert tile * width < max(tokens * width / 4, width + 1)
+    assert tile * vocab_size <= 1 << 26
+    if tokens * vocab_size > 1 << 22:
+        assert tile == 1 or tile * vocab_size < tokens * vocab_size / 4
 
 
 @pytest.mark.parametrize(
-    ("setting", "tokens", "width", "tile"),
+    ("setting", "tokens", "vocab_size", "tile"),
     [
-        ("auto", 131_072, 128_256, 523),
+        ("auto", 131_072, 128_256, 512),
+        ("auto", 131_072, 262_144, 256),
         ("auto", 8_192, 32_000, 512),
+        ("auto", 1_024, 32_000, 128),
         ("auto", 256, 264, 256),
         ("off", 8_192, 32_000, 8_192),
         (100, 8_192, 32_000, 100),
@@ -31,5 +33,10 @@ def test_a_chosen_tile_is_a_small_part_of_what_is_large(tokens: int, width: int)
         (100, 0, 32_000, 1),
     ],
 )
-def test_the_tokens_of_a_tile(setting: int | str, tokens: int, width: int, tile: int) -> None:
-    assert tile_tokens(setting, tokens, width) == tile  # type: ignore[arg-type]
+def test_the_tokens_of_a_tile_of_the_loss(setting: int | str, tokens: int, vocab_size: int, tile: int) -> None:
+    assert loss_tile_tokens(setting, tokens, vocab_size) == tile  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("setting", "tile"), [("auto", 4_681), ("off", 16_384), (100, 100), (20_000, 16_384)], ids=str)
+def test_the_tokens_of_a_tile_of_an_mlp(setting: int | str, tile: int) -> None:
+    assert mlp_tile_tokens(setting, 16_384, 14_336) == tile  # type: ignore[arg-type]
