@@ -41,7 +41,7 @@ point in it: activations, logits and gradients, without weights and optimizer. O
 checkpointed on every side, attention runs in SDPA's kernel for the CPU on all of them. **Slope** is the growth of the
 peak per token between the two lengths, in units of 1,000 bytes. A process is used for one step only. Ours keeps the
 outputs of attention in addition (`memory.attention_output: both`), which Transformers computes again. **Estimate** is
-the sum of the terms of `plan` for the same step, without weights, optimizer and an engine's buffers, which take no part."""
+the sum of the terms of `plan` for the same step, without weights, optimizer and an engine's buffers."""
 
 
 def measure_side(side: str, tokens: int) -> dict[str, float]:

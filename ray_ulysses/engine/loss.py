@@ -48,8 +48,9 @@ def causal_lm_loss(
     Args:
         model: The model, or the engine that wraps it.
         batch: This rank's slice.
-        tile: Tokens whose logits exist at once; see :func:`ray_ulysses.parallel.tiles.loss_tile_tokens`. A model that does
-            not consist of a decoder and an output head has one tile with ``auto``.
+        tile: Tokens whose logits exist at once, as :func:`ray_ulysses.parallel.tiles.loss_tile_tokens` chooses. A model
+            that does not consist of a decoder and an output head, or whose forward was replaced, has one tile with
+            ``auto``.
 
     Returns:
         ``loss_sum``: fp32 scalar in nats, differentiable once. ``num_tokens``: int64 scalar.

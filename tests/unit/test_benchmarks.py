@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    bench_memory,
     best_fit_decreasing,
     checkpoint_report,
     data_report,
@@ -33,6 +34,7 @@ from benchmarks.checkpoint_phases import save_rank
 from benchmarks.checkpoint_sides import SIZES, Trained, load_ours
 from benchmarks.dcp_side import load_dcp
 from benchmarks.document_lengths import LONGEST, log_normal, mixed, near_context, write_log_normal
+from benchmarks.fresh_process import run_fresh
 from benchmarks.synthetic_corpus import write_corpus
 from ray_ulysses.checkpoint import Manifest, newest_committed
 from ray_ulysses.checkpoint.intervals import check_cover
@@ -417,3 +419,37 @@ def test_a_pair_of_peer_memory_compares_the_counted_steps_of_two_blocks() -> Non
     assert pair["step_ratio"] == pytest.approx(1.02) and pair["stall_share"] == pytest.approx(0.005)
     assert pair["cpu_ratio"] == pytest.approx(1.03) and pair["cpu_s"] == pytest.approx(0.03)
     assert pair["kept"] == 1.0
+
+
+@pytest.mark.parametrize(("each_kb", "word"), [(10, "met"), (16, "**not met**")])
+def test_the_slope_of_memory_is_the_growth_of_the_peak_per_token(each_kb: int, word: str) -> None:
+    found = [
+        {
+            "side": side,
+            "tokens": tokens,
+            "cpu_s": 1.0,
+            "peak_bytes": tokens * 1000 * (each_kb if side == "tiled" else 90),
+        }
+        for side in bench_memory.SIDES
+        for tokens in bench_memory.TOKENS
+    ]
+    assert bench_memory.slope_kb(found, "tiled") == pytest.approx(each_kb)
+    record = {
+        "date": "2026-01-01", "commit": "abc", "hardware": "two cores", "versions": {"torch": "2"}, "command": "python",
+        "found": found, "estimates": [{**one, "bytes": 2**20} for one in found],
+    }  # fmt: skip
+    page = bench_memory.page(record)
+    assert page.endswith(f"the slope is at most 15 KB per token: {word}.")
+    assert "at most 0.2 of Transformers': met;" in page
+
+
+@pytest.mark.slow
+def test_a_step_of_8k_tokens_takes_a_fifth_of_the_memory_that_transformers_takes() -> None:
+    script = str(Path(bench_memory.__file__))
+    found = [
+        {"side": side, "tokens": n, **run_fresh([script, "--side", side, "--tokens", str(n)], 600.0)}
+        for side, n in (("transformers", 8192), ("tiled", 8192))
+    ]
+    (peer,), (ours,) = (bench_memory.peaks(found, side, 8192) for side in ("transformers", "tiled"))
+    assert ours <= bench_memory.GOAL_PEAK * peer
+    assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-5)

@@ -124,6 +124,7 @@ def test_the_gradient_of_a_bf16_head_is_as_exact_as_without_tiles_and_the_loss_i
         assert tiled[1] <= 1.1 * untiled[1], num_tiles
 
 
+@pytest.mark.slow
 def test_compiled_models_are_exact_and_their_decoder_is_compiled_once() -> None:
     model, batch = apply_ulysses(zoo_model("gemma2"), ALONE), make_batch()
     wanted = step(model, batch, "off")
