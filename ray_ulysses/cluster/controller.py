@@ -2,8 +2,8 @@
 
 Ray Train 2.60 has no public way to replace its policies, to choose nodes, to see its polls before they are judged, or
 to end its wait for the workers. The seams used for that are private to it, and stand in this file and in `scaling`:
-``_initialize_and_run_controller``, which `WatchedTrainer` implements itself, and the hooks of a `WorkerGroupCallback`
-(canary tests cover them).
+``_initialize_and_run_controller``, which `WatchedTrainer` implements itself, and the hooks of a `WorkerGroupCallback`;
+`seams` looks for them before a run, which does without Ray Train where one is gone (`plain_workers`).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ray.train.v2._internal.execution.worker_group import WorkerGroupContext, WorkerGroupPollStatus
 
     from ray_ulysses.run.settings import ResolvedRun
+    from ray_ulysses.supervision.channel import Announcement
 
 _LOOK_EVERY_S = 0.2
 
@@ -50,6 +51,9 @@ class WorkerGroupWatch(WorkerGroupCallback):
         book: Records and judges failures.
         judge: Judges failures for Ray.
         scaling: The scaling policy of an elastic run.
+
+    Attributes:
+        coordinator: The coordinator.
     """
 
     def __init__(self, run: ResolvedRun, book: FailureBook, judge: FailureJudge, scaling: WorkerScaling | None) -> None:
@@ -58,7 +62,7 @@ class WorkerGroupWatch(WorkerGroupCallback):
         self._memory = NodeMemory(run.config)
         self._gone: frozenset[str] = frozenset()
         self._addresses: dict[str, str] = {}
-        self._coordinator = Coordinator(
+        self.coordinator = Coordinator(
             self._decide,
             ray.util.get_node_ip_address(),
             gather_s=run.config.elastic.worker_start_timeout_s,
@@ -67,7 +71,7 @@ class WorkerGroupWatch(WorkerGroupCallback):
             record_hang=partial(record_hang, run.config.run_dir, writer=book.writer),
         )
         if scaling is not None:
-            scaling.coordinate(self._coordinator, self._use_nodes)
+            scaling.coordinate(self.coordinator, self._use_nodes)
 
     def before_worker_group_start(self, worker_group_context: WorkerGroupContext) -> None:
         """Put each worker of an elastic run on the node that was chosen for it."""
@@ -78,26 +82,40 @@ class WorkerGroupWatch(WorkerGroupCallback):
         """Tell the workers of their coordinator, and count their places."""
         workers = worker_group.get_workers()
         nodes = {rank: worker.metadata.node_id for rank, worker in enumerate(workers)}
-        self._addresses = {worker.metadata.node_id: worker.metadata.node_ip for worker in workers}
+        addresses = {worker.metadata.node_id: worker.metadata.node_ip for worker in workers}
+        worker_group.execute(announce, self.begin(nodes, addresses))
+
+    def begin(self, nodes: Mapping[int, str], addresses: Mapping[str, str]) -> Announcement:
+        """Coordinate new workers from now on, and return how they reach their coordinator.
+
+        Args:
+            nodes: Ray's id of each worker's node.
+            addresses: The addresses of these nodes.
+        """
+        self._addresses = dict(addresses)
         self._memory.prepare(self._addresses)
-        announcement = self._coordinator.begin(nodes, self._wanted)
-        worker_group.execute(announce, announcement)
+        announcement = self.coordinator.begin(nodes, self._wanted)
         if self._scaling is not None:
             self._scaling.begin(announcement)
+        return announcement
 
-    def after_worker_group_shutdown(self, worker_group_context: WorkerGroupContext) -> None:
-        """Count the places as free again; those of a group that could not start were given back before."""
-        self._coordinator.end()
+    def end(self) -> None:
+        """Coordinate no workers until the next ones begin; their places are free again."""
+        self.coordinator.end()
         if self._scaling is not None:
             self._scaling.end()
 
+    def after_worker_group_shutdown(self, worker_group_context: WorkerGroupContext) -> None:
+        """Count the places as free again; those of a group that could not start were given back before."""
+        self.end()
+
     def after_worker_group_abort(self, worker_group_context: WorkerGroupContext) -> None:
         """Do as after a shutdown."""
-        self.after_worker_group_shutdown(worker_group_context)
+        self.end()
 
     def after_worker_group_poll_status(self, worker_group_status: WorkerGroupPollStatus) -> None:
         """Hide workers that are lost and not needed: to Ray they have ended."""
-        group = self._coordinator.group
+        group = self.coordinator.group
         if group is not None and group.gave_up:
             self._judge.leave_to_ray()
         elif group is not None and group.phase != "gathering":
@@ -106,7 +124,7 @@ class WorkerGroupWatch(WorkerGroupCallback):
                     continue
                 if not group.workers[worker].is_lost:
                     what = rank_error(worker, status.error).what
-                    self._coordinator.post(reform.WorkerLost(worker=worker, what=what))
+                    self.coordinator.post(reform.WorkerLost(worker=worker, what=what))
                 # Until the coordinator has decided what follows, nothing has failed, and nothing has ended.
                 is_missed = group.workers[worker].is_lost and group.phase == "training"
                 status.running, status.error = not (is_missed or group.phase == "ended"), None

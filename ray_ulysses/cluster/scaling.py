@@ -84,6 +84,15 @@ class WorkerScaling(ScalingPolicy):
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
         """Start as many workers as the nodes have room for, or none while there are too few places."""
         self._maybe_send_resource_request()  # type: ignore[no-untyped-call]
+        placed = self.choose()
+        if placed is None:
+            return NoopDecision()
+        return ResizeDecision(
+            num_workers=sum(placed.values()), resources_per_worker=self.scaling_config._resources_per_worker_not_none
+        )
+
+    def choose(self) -> dict[str, int] | None:
+        """Return how many workers start on which nodes; None, after a pause, while there are too few places."""
         placed = None
         # A head that does not answer now is asked again.
         with contextlib.suppress(OSError, RuntimeError, RayError):
@@ -98,13 +107,11 @@ class WorkerScaling(ScalingPolicy):
         if placed is None:
             # The controller asks again at once, without a pause of its own.
             time.sleep(_LOOK_EVERY_S)
-            return NoopDecision()
+            return None
         if stop_requested(self._config.run_dir, self._session) == "resize":
             clear_stop(self._config.run_dir)
         self._placed = placed
-        return ResizeDecision(
-            num_workers=sum(placed.values()), resources_per_worker=self.scaling_config._resources_per_worker_not_none
-        )
+        return placed
 
     def make_decision_for_running_worker_group(
         self, worker_group_state: WorkerGroupState, worker_group_status: WorkerGroupPollStatus
@@ -144,8 +151,13 @@ class WorkerScaling(ScalingPolicy):
                 # To Ray Train, workers that end without an error have finished the run.
                 one.error = one.error or Resized("the workers are started again at another number")
             return
+        if not status.errors:
+            self.look()
+
+    def look(self) -> None:
+        """Ask the workers to end where another number is better; called often."""
         now = self._clock.monotonic()
-        if now - self._looked_at >= _LOOK_EVERY_S and not status.errors:
+        if now - self._looked_at >= _LOOK_EVERY_S:
             self._looked_at = now
             with contextlib.suppress(OSError, RuntimeError, RayError):
                 self._look(now)

@@ -27,7 +27,9 @@ from ray_ulysses.cluster.failures import (
     train_until_done,
 )
 from ray_ulysses.cluster.node_watch import watch_nodes
+from ray_ulysses.cluster.plain_workers import PlainWorkers
 from ray_ulysses.cluster.scaling import WorkerScaling
+from ray_ulysses.cluster.seams import seams_missing
 from ray_ulysses.cluster.session import (
     cluster_address,
     cluster_nodes,
@@ -221,6 +223,10 @@ def _run_workers(
         config.elastic, lambda text: view.console.print(text, soft_wrap=True, markup=False), embedded=is_embedded
     )
     start = StartView(view, config, demand.wanted.least)
+    missing = seams_missing()
+    if missing:
+        lack = f"this version of Ray Train lacks {', '.join(missing)}, which ray-ulysses relies on"
+        view.console.print(f"{lack}: the workers run without Ray Train", soft_wrap=True, markup=False)
     signals.workers_start()
     with LockWatch(holds) as watch:
 
@@ -233,7 +239,7 @@ def _run_workers(
 
         command = {"session": session, "command_started": started, "workers_asked": time.time()}
         try:
-            _trainer(run, book, look, command).fit()
+            _trainer(run, book, look, command, missing).fit()
             if config.elastic.peer_memory:
                 # What it holds is on storage by now; agents that can't be reached end by themselves.
                 with contextlib.suppress(RayError, OSError, RuntimeError):
@@ -267,8 +273,8 @@ def end_if_lost(watch: LockWatch, run_dir: Path, session: str) -> None:
 
 
 def _trainer(
-    run: ResolvedRun, book: FailureBook, look: Callable[[], object], command: dict[str, Any]
-) -> WatchedTrainer:
+    run: ResolvedRun, book: FailureBook, look: Callable[[], object], command: dict[str, Any], missing: Sequence[str]
+) -> WatchedTrainer | PlainWorkers:
     config, cluster = run.config, run.config.cluster
     for name, value in _controller_environment(config).items():
         os.environ.setdefault(name, value)
@@ -279,11 +285,14 @@ def _trainer(
         resources_per_worker={"CPU": cluster.cpus_per_worker, "GPU": float(cluster.gpus_per_worker)},
         placement_strategy="PACK",
     )
+    book, policy = replace(book, writer=CONTROLLER), WorkerScaling(run, job, scaling)
+    if missing:
+        return PlainWorkers(run=run, book=book, scaling=policy, look=look, job=job)
     return WatchedTrainer(
         train_worker,
         run=run,
-        book=replace(book, writer=CONTROLLER),
-        scaling=None if cluster.workers.is_fixed else WorkerScaling(run, job, scaling),
+        book=book,
+        scaling=None if cluster.workers.is_fixed else policy,
         look=look,
         train_loop_config=job,
         torch_config=SupervisedTorchConfig("nccl" if cluster.gpus_per_worker else "gloo"),

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import inspect
 import socket
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
-from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
-from ray.train.v2._internal.execution.worker_group import WorkerGroupContext, WorkerGroupPollStatus
+from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import ControllerError
@@ -148,11 +146,6 @@ def test_ray_train_has_the_seams_that_are_used() -> None:
         "make_decision_for_non_running_worker_group", "make_decision_for_running_worker_group",
         "_get_num_workers_for_resource_request",
     }  # fmt: skip
-    assert "label_selector" in {field.name for field in fields(WorkerGroupContext)}
-    assert {"running", "error", "return_value", "preemption_info"} <= {field.name for field in fields(WorkerStatus)}
-    assert {"scaling_policy", "callbacks"} <= set(inspect.signature(TrainController.__init__).parameters)
-    hooks = ("before_worker_group_start", "after_worker_group_shutdown", "after_worker_group_abort")
-    assert all(hasattr(WorkerGroupCallback, hook) for hook in (*hooks, "after_worker_group_poll_status"))
     assert not inspect.isabstract(WorkerScaling)
     assert issubclass(SupervisedController, TrainController)
 
@@ -370,7 +363,7 @@ def test_a_worker_that_failed_counts_as_ended_only_once_that_is_decided(
     watch._scaling = None
     members: Any = Members({})
     members.group = SimpleNamespace(phase=phase, gave_up=False, workers={1: SimpleNamespace(is_lost=is_lost)})
-    watch._coordinator = members
+    watch.coordinator = members
     status = WorkerStatus(running=True, error=RuntimeError("its process is gone"))
     watch.after_worker_group_poll_status(
         WorkerGroupPollStatus(worker_statuses={0: WorkerStatus(running=phase != "ended"), 1: status})
@@ -381,10 +374,10 @@ def test_a_worker_that_failed_counts_as_ended_only_once_that_is_decided(
 def test_workers_that_joined_later_train_on_when_all_of_rays_are_lost() -> None:
     """Otherwise Ray would take the run for finished."""
     watch: Any = WorkerGroupWatch.__new__(WorkerGroupWatch)
-    watch._scaling, watch._coordinator = None, Members({})
+    watch._scaling, watch.coordinator = None, Members({})
     for phase in ("training", "ended"):
         workers = {0: SimpleNamespace(is_lost=True), 1: SimpleNamespace(is_lost=False)}
-        watch._coordinator.group = SimpleNamespace(phase=phase, gave_up=False, workers=workers)
+        watch.coordinator.group = SimpleNamespace(phase=phase, gave_up=False, workers=workers)
         status = WorkerStatus(running=True, error=RuntimeError("its process is gone"))
         polled = WorkerGroupPollStatus(worker_statuses={0: status})
         watch.after_worker_group_poll_status(polled)
