@@ -54,7 +54,8 @@ test-all: $(STAMP)  ## Run every test, the whole parity matrix included
 	$(BIN)/python -m pytest
 
 test-faults: $(STAMP)  ## Strike runs with each fault in each phase, and store the table of what they did
-	STORE_FAULTS="make test-faults" $(BIN)/python -m pytest tests/distributed/test_faults.py
+	STORE_FAULTS="make test-faults" $(BIN)/python -m pytest tests/distributed/test_faults.py \
+		tests/distributed/test_simulated_runs.py tests/cluster/test_without_ray_train.py
 
 mutants: $(STAMP)  ## Plant known bugs one by one and check that a test catches each
 	$(BIN)/python -m tests.mutants

@@ -73,6 +73,24 @@ class Attempt:
     steps: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Happened:
+    """One thing that happened to a node or a worker.
+
+    Attributes:
+        what: What happened.
+        node: The node.
+        worker: The worker's number, if it happened to one.
+        before: Who trained since the event before this one: the group and the generation, and the node of each rank;
+            None if nobody did.
+    """
+
+    what: str
+    node: str = ""
+    worker: int | None = None
+    before: tuple[tuple[int, int], tuple[str, ...]] | None = None
+
+
 class StuckError(AssertionError):
     """The run neither trains nor ends."""
 
@@ -100,6 +118,8 @@ class Simulation:
         self.reforms = 0
         self.loads_from_memory = 0
         self.faults_left = faults
+        self.happened: list[Happened] = []
+        self.training: tuple[tuple[int, int], tuple[str, ...]] | None = None
         self.start_group()
         self.at(TICK_S, self.tick)
         for _ in range(faults):
@@ -122,6 +142,11 @@ class Simulation:
             if self.now > limit_s:
                 raise StuckError(f"at step {self.trained()}: {self.group}")
             do()
+        self.note("end")
+
+    def note(self, what: str, node: str = "", worker: int | None = None) -> None:
+        self.happened.append(Happened(what=what, node=node, worker=worker, before=self.training))
+        self.training = None
 
     def send(self, node: Node, deliver: Callable[[], None]) -> None:
         """Deliver a message to or from a node: at once or late, once or twice; a cut holds it back."""
@@ -314,6 +339,7 @@ class Simulation:
                 self.report(worker, generation, status="finished" if step == LAST_STEP else "resized")
             return
         attempt.steps.append(step + 1)
+        self.training = generation, tuple(self.workers[member].node.name for member in group.members)
         self.keep(step + 1, [*nodes.values()])
         if (step + 1) % 10 == 0:
             self.committed = step + 1
@@ -362,14 +388,19 @@ class Simulation:
                 self.kill(lost)
         elif kind == "drain":
             node.draining = True
+            self.note(kind, node.name)
             self.at(self.draw.uniform(1.0, 60.0), lambda: self.kill(node))
         elif kind == "cut":
             node.cut_until = self.now + self.draw.uniform(0.5, 30.0)
+            self.note(kind, node.name)
+            self.at(node.cut_until - self.now, lambda: self.note("heals", node.name))
         elif kind == "back":
             self.bring_back(node)
 
     def fail(self, worker: Worker, kind: str) -> None:
         child = worker.child
+        if kind == "worker" or child is not None:
+            self.note(kind, worker.node.name, worker.number)
         if kind == "worker":
             worker.alive, worker.child = False, None
         elif child is not None and kind == "hang":
@@ -386,6 +417,7 @@ class Simulation:
     def kill(self, node: Node) -> None:
         if not node.alive:
             return
+        self.note("node", node.name)
         node.alive, node.draining, node.memory = False, False, {}
         for worker in self.workers.values():
             if worker.node is node:
@@ -395,6 +427,7 @@ class Simulation:
     def bring_back(self, node: Node) -> None:
         """A node of the same name comes back empty."""
         if not node.alive:
+            self.note("back", node.name)
             node.alive = True
 
     # What must hold.
