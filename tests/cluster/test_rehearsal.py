@@ -87,4 +87,6 @@ def test_a_cluster_of_others_is_touched_only_once_that_is_confirmed(
     assert code == 0, said
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["holds"] and report["unbroken"] is None
-    assert [one["workers"][1] for one in report["recoveries"]] == [4, 4, 4, 4, 2]
+    workers = [one["workers"][1] for one in report["recoveries"]]
+    # On a slow machine the node is lost before the command that was started again trains.
+    assert workers[:3] == [4, 4, 4] and workers[3] in (2, 4) and workers[4] == 2
