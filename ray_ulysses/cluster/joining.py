@@ -42,7 +42,8 @@ class JoinedWorker:
             announcement: How the coordinator is reached.
             worker: The worker's number.
             local_rank: The worker's number on its node.
-            shown: GPUs of all workers that start on the node with it, which NCCL reaches directly where it sees them.
+            shown: GPUs of all workers that start on the node with it, which NCCL reaches directly where it sees them;
+                it reaches those of workers that were there before through host memory.
         """
         if shown:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shown)
@@ -62,7 +63,7 @@ class _Joining:
     """
 
     actors: Mapping[int, Any]
-    asked: Mapping[int, Any]
+    asked: dict[int, Any]
     nodes: Mapping[int, str]
     until: float
     running: dict[int, Any]
@@ -83,6 +84,7 @@ class JoiningWorkers:
         self._joined: dict[int, Any] = {}
         self._nodes: dict[int, str] = {}
         self._joining: _Joining | None = None
+        self._next = 0
 
     @property
     def placed(self) -> dict[str, int]:
@@ -109,15 +111,17 @@ class JoiningWorkers:
             places: How many to start on each node, by node id.
             now: Seconds on a clock that only moves forward.
         """
-        number = max((*group.workers, *self._nodes), default=-1) + 1
+        # A number is never used again: whoever had it may be cut off, and come back.
+        number = max((self._next, *(worker + 1 for worker in group.workers)))
         nodes = dict(enumerate((node for node, count in places.items() for _ in range(count)), number))
+        self._next = number + len(nodes)
         actor: Any = ray.remote(num_cpus=self._demand.cpus, num_gpus=self._demand.gpus, max_restarts=0)(JoinedWorker)
         actors = {
             number: actor.options(label_selector={RAY_NODE_ID_KEY: node}).remote() for number, node in nodes.items()
         }
-        asked = {number: actor.gpus.remote() for number, actor in actors.items()}
         self._nodes |= nodes
-        self._joining = _Joining(actors=actors, asked=asked, nodes=nodes, until=now + self._patience_s, running={})
+        self._joining = _Joining(actors=actors, asked={}, nodes=nodes, until=now + self._patience_s, running={})
+        self._joining.asked.update({number: actor.gpus.remote() for number, actor in actors.items()})
         _log.info("the run grows: %d workers are started on %d nodes that joined", len(actors), len(places))
 
     def have_joined(self, group: Group, now: float) -> bool:
@@ -130,16 +134,16 @@ class JoiningWorkers:
         joining = self._joining
         assert joining is not None
         try:
-            self._go_on(joining)
+            self._go_on(joining, group)
         except RayError as error:
-            return self._give_up(joining, str(error).splitlines()[0])
+            return self._give_up(joining, group, str(error).splitlines()[0])
         if all(number in group.workers and group.workers[number].is_there for number in joining.nodes):
             self._joined |= joining.actors
             self._joining = None
             return True
-        return self._give_up(joining, "they did not start in time") if now >= joining.until else False
+        return self._give_up(joining, group, "they did not start in time") if now >= joining.until else False
 
-    def _go_on(self, joining: _Joining) -> None:
+    def _go_on(self, joining: _Joining, group: Group) -> None:
         """Have the workers supervise once all have their places.
 
         Raises:
@@ -156,16 +160,22 @@ class JoiningWorkers:
         for node in set(joining.nodes.values()):
             here = [number for number, its_node in joining.nodes.items() if its_node == node]
             shown = sorted((one for number in here for one in gpus[number]), key=lambda one: (len(one), one))
-            for local_rank, number in enumerate(here, self.placed[node] - len(here)):
+            others = (one.place for number, one in group.workers.items() if number not in joining.nodes)
+            before = sum(place is not None and place.node == node for place in others)
+            for local_rank, number in enumerate(here, before):
                 joining.running[number] = joining.actors[number].supervise.remote(
                     self._job, self._announcement, number, local_rank, shown
                 )
 
-    def _give_up(self, joining: _Joining, reason: str) -> bool:
+    def _give_up(self, joining: _Joining, group: Group, reason: str) -> bool:
         _log.warning("the run does not grow now: %d workers were started, and %s", len(joining.actors), reason)
+        # A fault meanwhile may have made members of those that were there.
+        members = {number: actor for number, actor in joining.actors.items() if number in group.members}
+        gone = joining.actors.keys() - members.keys()
         self._joining = None
-        _kill(joining.actors)
-        self._nodes = {number: node for number, node in self._nodes.items() if number not in joining.actors}
+        self._joined |= members
+        _kill({number: joining.actors[number] for number in gone})
+        self._nodes = {number: node for number, node in self._nodes.items() if number not in gone}
         return False
 
     def forget(self, lost: Collection[int]) -> None:
@@ -183,7 +193,7 @@ class JoiningWorkers:
         _kill(self._joined)
         if self._joining is not None:
             _kill(self._joining.actors)
-        self._joined, self._nodes, self._joining, self._announcement = {}, {}, None, None
+        self._joined, self._nodes, self._joining, self._announcement, self._next = {}, {}, None, None, 0
 
 
 def _kill(actors: Mapping[int, Any]) -> None:

@@ -33,6 +33,7 @@ from ray_ulysses.elastic.growth import is_worth_growing, place_more
 from ray_ulysses.elastic.reform import Group, MoveAsked, NodesUnusable
 from ray_ulysses.elastic.sizing import Sizing, decide_resize, decide_start
 from ray_ulysses.errors import RunError
+from ray_ulysses.logging import get_logger
 from ray_ulysses.run.requests import clear_stop, request_stop, stop_requested
 from ray_ulysses.tracking.events import RESIZED
 from ray_ulysses.tracking.pace import run_pace
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from ray_ulysses.supervision.channel import Announcement
     from ray_ulysses.supervision.coordinator import Coordinator
 
+_log = get_logger(__name__)
 _LOOK_EVERY_S = 1.0
 _PING_S = 2.0
 """A node whose Ray takes no connection within this time is gone, even if the cluster's head does not know it yet."""
@@ -146,7 +148,10 @@ class WorkerScaling(ScalingPolicy):
     def polled(self, status: WorkerGroupPollStatus) -> None:
         """Ask the workers to end where another number is better, and have those that did started again."""
         statuses = status.worker_statuses.values()
-        if status.finished and any(one.return_value == RESIZED for one in statuses):
+        group = None if self._coordinator is None else self._coordinator.group
+        # All of Ray's workers may be lost, and only others have seen the end.
+        ends = {one.return_value for one in statuses} | {None if group is None else group.status}
+        if status.finished and RESIZED in ends:
             for one in statuses:
                 # To Ray Train, workers that end without an error have finished the run.
                 one.error = one.error or Resized("the workers are started again at another number")
@@ -159,8 +164,13 @@ class WorkerScaling(ScalingPolicy):
         now = self._clock.monotonic()
         if now - self._looked_at >= _LOOK_EVERY_S:
             self._looked_at = now
-            with contextlib.suppress(OSError, RuntimeError, RayError):
+            try:
                 self._look(now)
+            except (OSError, RuntimeError, RayError) as error:
+                _log.debug("the nodes can't be looked at now: %s", error)
+            except Exception:
+                # The number of workers stays; Ray's controller must not end of it.
+                _log.exception("the number of workers can't be looked at")
 
     def _look(self, now: float) -> None:
         config, group = self._config, None if self._coordinator is None else self._coordinator.group

@@ -99,6 +99,7 @@ class Group:
         moves: Whether the generation ends on request, to be followed by one without the unusable nodes.
         last_raised: Text and step of the error that a rank raised in the generation before, if one did.
         gave_up: Whether the failure was left to Ray Train.
+        status: How the last generation ended, if it did not fail.
         gather_until: When workers that have not joined are given up.
     """
 
@@ -114,6 +115,7 @@ class Group:
     moves: bool = False
     last_raised: tuple[str, int] | None = None
     gave_up: bool = False
+    status: str | None = None
     gather_until: float = math.inf
 
     @property
@@ -255,11 +257,8 @@ def reduce(group: Group, event: Event, now: float) -> tuple[Group, tuple[Action,
             group = _worker_lost(group, event, now)
         case RanksHung():
             if event.generation == group.generation and group.phase == "training":
-                hung = {
-                    rank: RankError(rank=rank, kind="lost", what=event.what, silent_s=event.silent_s)
-                    for rank in event.ranks
-                }
-                group = replace(group, lost={**hung, **group.lost})
+                hung = RankError(rank=0, kind="lost", what=event.what, silent_s=event.silent_s)
+                group = replace(group, lost={rank: replace(hung, rank=rank) for rank in event.ranks} | dict(group.lost))
         case NodesUnusable():
             group = replace(group, unusable=event.nodes)
         case MoveAsked():
@@ -297,7 +296,7 @@ def _all_ended(group: Group, statuses: set[str | None]) -> tuple[Group, tuple[Ac
         return formed
     # Flags are agreed on by all ranks, so that they end alike.
     status = min(str(status) for status in statuses)
-    return replace(group, phase="ended"), (Finish(status=status),)
+    return replace(group, phase="ended", status=status), (Finish(status=status),)
 
 
 def _stopping(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:

@@ -68,7 +68,12 @@ class Members:
 
     def __init__(self, placed: dict[str, int]) -> None:
         self.group: Any = SimpleNamespace(
-            phase="training", num_placed=placed, workers={}, unusable=frozenset(), members=range(sum(placed.values()))
+            phase="training",
+            num_placed=placed,
+            status=None,
+            workers={},
+            unusable=frozenset(),
+            members=range(sum(placed.values())),
         )
         self.posted: list[reform.Event] = []
 
@@ -273,7 +278,9 @@ def test_workers_that_do_not_train_are_left_alone(monkeypatch: pytest.MonkeyPatc
         nodes.time_s += SETTLE_S
     assert stop_requested(policy._config.run_dir, SESSION) is None
     # It continues on the node that is left: nothing leaves.
-    members.group = SimpleNamespace(phase="training", num_placed={"a": 2}, workers={}, unusable=frozenset())
+    members.group = SimpleNamespace(
+        phase="training", status=None, num_placed={"a": 2}, workers={}, unusable=frozenset()
+    )
     for _ in range(3):
         poll(policy, RUNNING)
         nodes.time_s += SETTLE_S
@@ -382,3 +389,26 @@ def test_workers_that_joined_later_train_on_when_all_of_rays_are_lost() -> None:
         polled = WorkerGroupPollStatus(worker_statuses={0: status})
         watch.after_worker_group_poll_status(polled)
         assert polled.finished is (phase == "ended") and not polled.errors
+
+
+def test_a_resize_that_only_joined_workers_have_seen_restarts_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nodes = Nodes(monkeypatch, tmp_path, a=2)
+    policy = policy_on(nodes, tmp_path)
+    start(policy, nodes)
+    members: Any = policy._coordinator
+    gone = [WorkerStatus(running=False) for _ in range(2)]
+    assert not poll(policy, *gone).errors, "the run has finished"
+    members.group.status = RESIZED
+    assert is_resize(poll(policy, *gone).get_worker_group_error())
+
+
+def test_a_look_at_the_nodes_that_fails_ends_no_controller(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = Nodes(monkeypatch, tmp_path, a=2)
+    policy = policy_on(nodes, tmp_path)
+    start(policy, nodes)
+    monkeypatch.setattr(policy, "_look", lambda now: {}["a key of a later Ray"])
+    assert not poll(policy, RUNNING, RUNNING).errors and "can't be looked at" in caplog.text
