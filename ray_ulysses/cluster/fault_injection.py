@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import psutil
 import ray
 from ray._private import state
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_ulysses.cluster.local_cluster import LocalCluster
 from ray_ulysses.cluster.node_watch import drain_node
 from ray_ulysses.cluster.session import workers_of_job
 from ray_ulysses.cluster.train_command import TrainCommand
-from ray_ulysses.cluster.vault_agents import kill_agent
+from ray_ulysses.cluster.vault_agents import is_agent, kill_agent
 from ray_ulysses.elastic.schedule import Fault, FaultKind
 from ray_ulysses.errors import RunError
 from ray_ulysses.forensics.recoveries import Strike
@@ -40,7 +40,8 @@ _TARGET_S = 120.0
 _TASK_S = 60.0
 _AGAIN_S = 0.2
 _HEAD = "node:__internal_head__"
-_AGENT_CLASS = "_Agent"
+_CLOCKS_S = 5.0
+"""By how much the clocks of two nodes may differ."""
 
 
 class Done(NamedTuple):
@@ -89,8 +90,8 @@ class FaultInjector:
         Raises:
             RunError: There is nothing for too long.
         """
-        deadline, why = time.monotonic() + _TARGET_S, "no worker of the run was found"
-        while self._command.is_running and time.monotonic() < deadline:
+        began, why = time.monotonic(), "no worker of the run was found"
+        while self._command.is_running and time.monotonic() - began < _TARGET_S:
             try:
                 done = self._acts[fault.kind]()
             except (RayError, OSError, RuntimeError) as error:
@@ -98,7 +99,14 @@ class FaultInjector:
             if done is not None:
                 return Strike(fault=fault, at=done.at, what=done.what, node=done.node)
             time.sleep(_AGAIN_S)
-        raise RunError(f"{fault}: could not be made to happen within {_TARGET_S:g} s ({why})")
+            self.look()
+        after = f"within {time.monotonic() - began:.0f} s" if self._command.is_running else "before the command ended"
+        raise RunError(f"{fault}: could not be made to happen {after} ({why})")
+
+    @property
+    def awaits_an_end(self) -> bool:
+        """Whether a drained node of a cluster of ours has yet to go."""
+        return self._local is not None and any(node in self._local.nodes for node in self._doomed)
 
     def look(self) -> str | None:
         """Take a drained node of a cluster of ours away when its time is up; return what happened."""
@@ -115,8 +123,24 @@ class FaultInjector:
         return sorted(found, key=lambda one: (one["Address"]["IPAddress"], one["Pid"]))
 
     def _jobs(self) -> list[str]:
-        pid = self._command.pid
-        return [one["JobID"] for one in state.state.job_table() if one["DriverPid"] == pid and not one["IsDead"]]
+        """Return the command's own job; a process of another host or container may have the same number.
+
+        Raises:
+            RunError: Which job it is can't be told.
+        """
+        here, began = ray.util.get_node_ip_address(), self._command.started_at - _CLOCKS_S
+        jobs = [
+            one["JobID"]
+            for one in state.state.job_table()
+            if one["DriverPid"] == self._command.pid
+            # The nodes of a cluster of ours have addresses of their own on one machine.
+            and (self._local is not None or one["DriverIPAddress"] == here)
+            and not one["IsDead"]
+            and one["StartTime"] / 1000 >= began
+        ]
+        if len(jobs) > 1:
+            raise RunError(f"the jobs {', '.join(jobs)} of Ray have one process: which one trains can't be told")
+        return jobs
 
     def _signal_worker(self, kind: FaultKind) -> Done | None:
         workers = self._workers()
@@ -131,10 +155,11 @@ class FaultInjector:
         return None if at is None else Done(at, f"a training process on node {address} is {_WORDS[kind]}")
 
     def _kill_agent(self) -> Done | None:
-        node = self._some_node()
-        if node is None or not kill_agent(self._run_key(), node[0]):
+        nodes = {one["Address"]["NodeID"]: one["Address"]["IPAddress"] for one in self._workers()}
+        node = self._draw.choice(list(nodes)) if nodes else None
+        if node is None or not kill_agent(self._run_key(), node):
             return None
-        return Done(time.time(), f"the agent of peer memory on node {node[1]} is killed")
+        return Done(time.time(), f"the agent of peer memory on node {nodes[node]} is killed")
 
     def _kill_driver(self) -> Done:
         at = time.time()
@@ -170,29 +195,37 @@ class FaultInjector:
 
     def _some_node(self) -> tuple[str, str] | None:
         """Return the id and the address of a node with workers of the run that may be lost."""
-        may_go = self._local.nodes if self._local is not None else losable_nodes(self._jobs())
+        may_go = self._local.nodes if self._local is not None else losable_nodes(self._jobs(), self._run_key())
         nodes = {one["Address"]["NodeID"]: one["Address"]["IPAddress"] for one in self._workers()}
         found = [(node, address) for node, address in nodes.items() if node in may_go and node not in self._doomed]
         return self._draw.choice(found) if found else None
 
 
-def losable_nodes(jobs: Collection[str] = ()) -> dict[str, dict[str, Any]]:
+def losable_nodes(jobs: Collection[str] = (), run_key: str = "") -> dict[str, dict[str, Any]]:
     """Return Ray's entries of the nodes of the connected cluster that a rehearsal may take away, by node id.
 
-    These are neither the head's nor the command's, are not drained already, and no other job has an actor there.
+    These are neither the head's nor the command's, are not drained already, and have neither an actor nor the driver of
+    another job. Plain tasks of other jobs are not seen: Ray runs them again elsewhere.
 
     Args:
         jobs: The rehearsal's own jobs.
+        run_key: Names the rehearsal's peer memory, whose agents belong to no job once their driver has ended.
     """
     draining, kept = state.state.get_draining_nodes(), {ray.get_runtime_context().get_node_id()}
-    for actor in state.actors(actor_state_name="ALIVE").values():
-        # Agents of peer memory outlive their job, and hold nothing that its own nodes do not hold.
-        if actor["JobID"] not in jobs and not str(actor["ActorClassName"]).endswith(_AGENT_CLASS):
+    for actor in state.actors().values():
+        is_own = actor["JobID"] in jobs or (run_key and is_agent(actor, run_key))
+        if actor["State"] != "DEAD" and not is_own:
             kept.add(actor["Address"]["NodeID"])
+    drivers = {
+        one["DriverIPAddress"] for one in state.state.job_table() if not one["IsDead"] and one["JobID"] not in jobs
+    }
     return {
         node["NodeID"]: node
         for node in ray.nodes()
-        if node["Alive"] and _HEAD not in node["Resources"] and node["NodeID"] not in kept | draining.keys()
+        if node["Alive"]
+        and _HEAD not in node["Resources"]
+        and node["NodeID"] not in kept | draining.keys()
+        and node["NodeManagerAddress"] not in drivers
     }
 
 
@@ -221,14 +254,34 @@ def kill_own_node() -> None:
 
 
 def _on_node(node: str, function: Callable[..., float | None], *arguments: Any, ends: bool = False) -> Any:
-    """Run a function on a node; of one that ends the node, return when it was called."""
+    """Run a function on a node; of one that ends the node, return when it was called, once that is known to be dead.
+
+    Raises:
+        RayError: It could not be run there in time, and is not going to be, or it has failed.
+    """
     there = NodeAffinitySchedulingStrategy(node, soft=False)
     task: Any = ray.remote(function)
     at = time.time()
     asked = task.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(*arguments)
     try:
         return ray.get(asked, timeout=_TASK_S)
+    except GetTimeoutError:
+        # It must not happen later, to whatever trains then.
+        ray.cancel(asked, force=True)
+        raise
+    except RayTaskError:
+        raise
     except RayError:
-        if ends:
+        if ends and _is_gone(node):
             return at
         raise
+
+
+def _is_gone(node: str) -> bool:
+    """Wait until the cluster's head knows that a node is dead; return whether it does."""
+    deadline = time.monotonic() + _TASK_S
+    while time.monotonic() < deadline:
+        if not any(one["NodeID"] == node and one["Alive"] for one in ray.nodes()):
+            return True
+        time.sleep(_AGAIN_S)
+    return False

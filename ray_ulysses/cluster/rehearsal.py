@@ -21,6 +21,7 @@ from ray_ulysses.errors import RunError
 from ray_ulysses.forensics.recoveries import Recovery, Strike, recoveries
 from ray_ulysses.run.ownership import run_identity
 from ray_ulysses.tracking.events import AttemptStarted, Event, StepDone
+from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.step_groups import ungroup_steps
 from ray_ulysses.views.journal_tail import JournalTail
 from ray_ulysses.views.rehearsal import recovery_line, strike_line
@@ -56,6 +57,7 @@ class _Watch:
 
     tail: JournalTail
     say: Callable[[str], object]
+    most: int
     events: list[Event] = field(default_factory=list)
     strikes: list[Strike] = field(default_factory=list)
     began: float | None = None
@@ -76,7 +78,7 @@ class _Watch:
 
     def found(self) -> tuple[Recovery, ...]:
         """Return what followed each fault so far."""
-        return recoveries(self.events, self.strikes)
+        return recoveries(self.events, self.strikes, most=self.most)
 
     @property
     def workers(self) -> int:
@@ -114,7 +116,7 @@ def rehearse(
     injector = FaultInjector(
         command, lambda: run_identity(config), local=local, drain_s=drain_s, draw=random.Random(seed)
     )
-    watch, problems = _Watch(JournalTail(config.run_dir), say), list[str]()
+    watch, problems = _Watch(JournalTail(config.run_dir), say, config.cluster.workers.max), list[str]()
     command.start()
     try:
         try:
@@ -161,7 +163,7 @@ def _run_faults(
             watch.strikes.append(strike)
             say(strike_line(strike.at - watch.began, strike.what))
         elif not left and over_since is not None:
-            if now_s >= max(for_s, over_since + CALM_S):
+            if now_s >= max(for_s, over_since + CALM_S) and not injector.awaits_an_end:
                 return
         elif watch.strikes and (not left or is_due) and time.time() - watch.strikes[-1].at >= _RECOVERY_S:
             return
@@ -189,6 +191,9 @@ def train_unbroken(config: Config, folder: Path, stop_step: int, say: Callable[[
         code = command.wait()
     finally:
         command.kill()
+    reached = read_history(config.run_dir).step
+    if code == 0 and reached < stop_step:
+        raise RunError(f"the run without faults ended at step {reached} of {stop_step}; see {command.log}")
     if code != 0:
         raise RunError(f"the run without faults ended with {code}; the end of {command.log}:\n{command.last_lines}")
 

@@ -211,7 +211,8 @@ def _faults(
         problems: Sequence[str] = () if faults else [f"no fault is possible within --for={options.lasts}"]
     else:
         text = options.faults or _STORY[is_local]
-        if Path(text).is_file():
+        # A long schedule is no name of a file.
+        with contextlib.suppress(OSError):
             text = Path(text).read_text(encoding="utf-8")
         faults, problems = parse_faults(text)
         problems = [*problems, *schedule_problems(faults, ground)]
@@ -267,7 +268,9 @@ def _intent(request: Request) -> str:
     if request.nodes is not None:
         where = f"a Ray of {request.nodes} nodes of its own on this machine, {request.ground.rooms[0]} workers per node"
     else:
-        where = f"the Ray cluster at {cluster_address(config.cluster.address)}, other work there goes on"
+        where = f"the Ray cluster at {cluster_address(config.cluster.address)}"
+        if not any(fault.kind in LOSES_A_NODE for fault in request.faults):
+            where += ", other work there goes on"
     rows = [
         (
             "trains",
@@ -276,11 +279,15 @@ def _intent(request: Request) -> str:
         ("on", where),
         ("keeps", f"{config.run.storage} (may be deleted afterwards)"),
     ]
+    if config.tracking.enabled:
+        name = config.run.name
+        rows.append(("MLflow", f"runs {name} and {name}-unbroken in experiment {config.tracking.experiment}"))
     notes = []
     if request.nodes is None and any(fault.kind == "kill-node" for fault in request.faults):
         notes.append(
             "kill-node kills Ray on one node of the cluster, with everything that Ray runs there; you have to start it "
-            "again. The node of the head, that of this command, and nodes with actors of other jobs are left alone"
+            "again, tasks of other jobs too. The node of the head, that of this command, and nodes with actors or the "
+            "driver of another job are left alone"
         )
     if request.nodes is None and any(fault.kind == "drain-node" for fault in request.faults):
         notes.append(
@@ -350,6 +357,7 @@ def _rehearse(
         strikes=run.strikes,
         unbroken=unbroken,
         tolerance=tolerance_of(config.model.dtype),
+        most=config.cluster.workers.max,
         min_ettr=None if options.min_ettr is None else options.min_ettr / 100.0,
         setting=_setting(request, options.note),
         problems=problems,

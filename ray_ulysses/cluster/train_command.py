@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 _CODE = (
@@ -22,11 +23,15 @@ class TrainCommand:
     Args:
         config: The configuration file.
         log: The file for its output, which is added to.
+
+    Attributes:
+        started_at: When it was started last, in seconds since the epoch.
     """
 
     def __init__(self, config: Path, log: Path) -> None:
         self.config, self.log = config, log
         self._process: subprocess.Popen[bytes] | None = None
+        self.started_at = 0.0
 
     @property
     def pid(self) -> int:
@@ -47,6 +52,7 @@ class TrainCommand:
 
     def start(self) -> None:
         """Start it."""
+        self.started_at = time.time()
         with self.log.open("ab") as log:
             # Signals of a terminal are for the process that started it.
             self._process = subprocess.Popen(

@@ -106,6 +106,11 @@ def kill_agent(run_key: str, node: str) -> bool:
     return handle is not None
 
 
+def is_agent(actor: Mapping[str, Any], run_key: str) -> bool:
+    """Return whether Ray's entry of an actor is that of an agent of a run."""
+    return actor["ActorClassName"] == _Agent.__name__ and str(actor["Name"]).startswith(_name(run_key, ""))
+
+
 def _name(run_key: str, node: str) -> str:
     return f"{run_key}/{node}"
 

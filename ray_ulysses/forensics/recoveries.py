@@ -81,12 +81,13 @@ class _Attempt:
         return self.steps[-1].step if self.steps else self.started.resumed_step
 
 
-def recoveries(events: Iterable[Event], strikes: Sequence[Strike]) -> tuple[Recovery, ...]:
+def recoveries(events: Iterable[Event], strikes: Sequence[Strike], *, most: int | None = None) -> tuple[Recovery, ...]:
     """Return what followed each fault, as far as the journal tells.
 
     Args:
         events: The run's journal.
         strikes: The faults that have happened, in their order.
+        most: The most workers that the run takes; None if unknown.
     """
     formed: dict[int, float] = {}
     attempts: dict[int, _Attempt] = {}
@@ -104,22 +105,23 @@ def recoveries(events: Iterable[Event], strikes: Sequence[Strike]) -> tuple[Reco
     in_order = [attempts[number] for number in sorted(attempts)]
     found: list[Recovery] = []
     for strike in strikes:
-        one = _recovery(strike, in_order, sorted(ends))
+        one = _recovery(strike, in_order, sorted(ends), most)
         is_shared = one.attempt is not None and any(one.attempt == other.attempt for other in found)
         # What it cost was counted with the fault before.
         found.append(replace(one, is_shared=True, lost_steps=0) if is_shared else one)
     return tuple(found)
 
 
-def _recovery(strike: Strike, attempts: Sequence[_Attempt], ends: Sequence[float]) -> Recovery:
+def _recovery(strike: Strike, attempts: Sequence[_Attempt], ends: Sequence[float], most: int | None) -> Recovery:
     """Return what followed a fault: the first attempt that started after it and trained a step."""
     was = next((one for one in reversed(attempts) if one.started.time <= strike.at), None)
     world = None if was is None else was.started.world_size
-    if strike.fault.kind == "kill-agent" or (was is not None and _trains_elsewhere(was, strike.node)):
+    grows = strike.fault.kind == "add-node"
+    is_needless = strike.fault.kind == "kill-agent" or (grows and world is not None and world == most)
+    if is_needless or (was is not None and _trains_elsewhere(was, strike.node)):
         # Training goes on.
         later = (step.time - strike.at for one in attempts for step in one.steps if step.time > strike.at)
         return Recovery(strike=strike, first_step_s=min(later, default=None), lost_steps=0, workers=(world, world))
-    grows = strike.fault.kind == "add-node"
     for before, one in pairwise(attempts):
         size = before.started.world_size
         if one.started.time <= strike.at or not one.steps or (grows and one.started.world_size <= size):

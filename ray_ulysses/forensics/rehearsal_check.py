@@ -28,6 +28,7 @@ def report_rehearsal(
     strikes: Sequence[Strike],
     unbroken: Path | None,
     tolerance: float,
+    most: int | None = None,
     min_ettr: float | None = None,
     setting: Sequence[str] = (),
     problems: Iterable[str] = (),
@@ -40,12 +41,13 @@ def report_rehearsal(
         strikes: Those that have happened.
         unbroken: Directory of the run without faults; None without one.
         tolerance: Largest relative difference of a loss that holds.
+        most: The most workers that the run takes.
         min_ettr: Smallest share of the time in steps that count that holds; None for any.
         setting: The cluster, the command and the machine, in words.
         problems: What went wrong already.
     """
     history, events = read_history(run_dir), list(ungroup_steps(read_entries(run_dir)))
-    found = recoveries(events, strikes)
+    found = recoveries(events, strikes, most=most)
     counted = {step.step: step.loss for step in history.steps}
     others = {} if unbroken is None else {step.step: step.loss for step in read_history(unbroken).steps}
     retrained = compare_losses(_pairs_of_retrained(events))
@@ -150,6 +152,8 @@ def _problems(
                 f"the loss of step {compared.at_step} differs from that of {name} by {compared.largest:.1e}; at most "
                 f"{report.tolerance:.0e} is rounding"
             )
+    if report.unbroken is not None and not report.unbroken.steps:
+        yield "no step could be compared with the unbroken run"
     if min_ettr is not None and (report.ettr or 0.0) < min_ettr:
         share = f"{100 * (report.ettr or 0.0):.1f}%"
         yield f"{share} of the time went into steps that count; at least {100 * min_ettr:g}% was asked for"

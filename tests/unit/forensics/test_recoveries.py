@@ -83,6 +83,9 @@ def test_a_node_that_joins_is_followed_by_growth_and_not_by_another_recovery() -
     assert (joins.attempt, joins.workers, joins.lost_steps, joins.pause_s) == (4, (2, 4), 0, 6.0)
     assert (dies.attempt, dies.workers, dies.first_step_s) == (3, (2, 2), 4.0)
     (alone,) = recoveries(events[:-4], [_strike("add-node", 126.0)])
+    # A run that has as many workers as it takes does not grow.
+    (needless,) = recoveries(LOST, [_strike("add-node", 104.0)], most=4)
+    assert needless.is_over and needless.attempt is None and needless.workers == (4, 4)
     assert not alone.is_over
 
 

@@ -1,0 +1,125 @@
+"""What a rehearsal may strike: its own workers, and nodes on which nobody else has anything."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import GetTimeoutError, NodeDiedError, RayTaskError
+
+from ray_ulysses.cluster import fault_injection
+from ray_ulysses.cluster.fault_injection import FaultInjector, losable_nodes
+from ray_ulysses.elastic.schedule import Fault
+from ray_ulysses.errors import RunError
+
+OWN, OTHER = "01", "02"
+LOST = "ab" * 28
+
+
+def _node(name: str, **resources: float) -> dict[str, Any]:
+    return {"NodeID": name, "NodeManagerAddress": f"host-{name}", "Alive": True, "Resources": resources}
+
+
+def _actor(node: str, job: str, *, state: str = "ALIVE", kind: str = "Worker", name: str = "") -> dict[str, Any]:
+    return {"ActorClassName": kind, "Name": name, "JobID": job, "State": state, "Address": {"NodeID": node}}
+
+
+def _job(job: str, *, host: str = "host-here", pid: int = 7, start_s: float = 100.0, dead: bool = False
+         ) -> dict[str, Any]:  # fmt: skip
+    return {"JobID": job, "DriverPid": pid, "DriverIPAddress": host, "StartTime": start_s * 1000, "IsDead": dead}
+
+
+class Tables:
+    """Ray's tables, and its answer to a task, as the test fills them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.nodes = [_node("head", **{"node:__internal_head__": 1.0}), _node("here"), _node("a"), _node("b")]
+        self.actors: list[dict[str, Any]] = []
+        self.jobs = [_job(OWN)]
+        self.draining: dict[str, int] = {}
+        self.answer: Any = None
+        self.cancelled: list[Any] = []
+        tables = SimpleNamespace(
+            job_table=lambda: self.jobs,
+            get_draining_nodes=lambda: self.draining,
+        )
+        private = SimpleNamespace(state=tables, actors=lambda: dict(enumerate(self.actors)))
+        monkeypatch.setattr(fault_injection, "state", private)
+        task = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: "asked"))
+        context = SimpleNamespace(get_node_id=lambda: "here")
+        fake = SimpleNamespace(
+            nodes=lambda: self.nodes,
+            get_runtime_context=lambda: context,
+            util=SimpleNamespace(get_node_ip_address=lambda: "host-here"),
+            remote=lambda function: task,
+            get=self._get,
+            cancel=lambda asked, force: self.cancelled.append((asked, force)),
+        )
+        monkeypatch.setattr(fault_injection, "ray", fake)
+
+    def _get(self, asked: Any, timeout: float) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
+    return Tables(monkeypatch)
+
+
+def _injector(*, is_running: bool = True) -> FaultInjector:
+    command: Any = SimpleNamespace(pid=7, started_at=100.0, is_running=is_running)
+    draw: Any = SimpleNamespace(choice=lambda found: found[0])
+    return FaultInjector(command, lambda: "key", local=None, drain_s=1.0, draw=draw)
+
+
+def test_only_nodes_on_which_nobody_else_has_anything_may_be_lost(tables: Tables) -> None:
+    assert losable_nodes([OWN], "key").keys() == {"a", "b"}
+    tables.actors = [_actor("a", OWN), _actor("b", OTHER, state="DEAD")]
+    assert losable_nodes([OWN], "key").keys() == {"a", "b"}
+    for other in (_actor("b", OTHER), _actor("b", OTHER, state="RESTARTING"), _actor("b", OTHER, kind="My_Agent")):
+        tables.actors = [other]
+        assert losable_nodes([OWN], "key").keys() == {"a"}
+    # Peer memory of the rehearsal belongs to a command that was killed; that of others is all that they have.
+    tables.actors = [
+        _actor("a", OTHER, kind="_Agent", name="key/a"),
+        _actor("b", OTHER, kind="_Agent", name="theirs/b"),
+    ]
+    assert losable_nodes([OWN], "key").keys() == {"a"} and losable_nodes([OWN]).keys() == set()
+    tables.actors, tables.draining = [], {"a": 0}
+    tables.jobs.append(_job(OTHER, host="host-b", pid=9))
+    assert losable_nodes([OWN], "key").keys() == set()
+
+
+def test_a_process_of_the_same_number_elsewhere_or_before_is_not_the_command(tables: Tables) -> None:
+    tables.jobs += [_job(OTHER, host="host-a"), _job("03", start_s=10.0), _job("04", dead=True), _job("05", pid=8)]
+    assert _injector()._jobs() == [OWN]
+    tables.jobs.append(_job("06"))
+    with pytest.raises(RunError, match="the jobs 01, 06 of Ray have one process"):
+        _injector()._jobs()
+
+
+def test_a_node_counts_as_lost_only_once_it_is(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill() -> Any:
+        return fault_injection._on_node(LOST, fault_injection.kill_own_node, ends=True)
+
+    tables.answer = GetTimeoutError("busy")
+    with pytest.raises(GetTimeoutError):
+        kill()
+    assert tables.cancelled == [("asked", True)], "it would happen later"
+    tables.answer = RayTaskError("kill_own_node", "it is no raylet", AssertionError())
+    with pytest.raises(RayTaskError):
+        kill()
+    monkeypatch.setattr(fault_injection, "_TASK_S", 0.5)
+    tables.answer, tables.nodes[2] = NodeDiedError("gone"), _node(LOST)
+    with pytest.raises(NodeDiedError):
+        kill()
+    tables.nodes[2] = _node(LOST) | {"Alive": False}
+    assert kill() > 0
+
+
+def test_a_fault_after_the_commands_end_says_so(tables: Tables) -> None:
+    with pytest.raises(RunError, match="could not be made to happen before the command ended"):
+        _injector(is_running=False).inflict(Fault(at_s=1.0, kind="kill-worker"))
