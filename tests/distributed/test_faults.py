@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import pytest
 from ray_ulysses.config import Config
 from ray_ulysses.tracking.events import RunHung
 from ray_ulysses.tracking.history import RunHistory, read_history
+from ray_ulysses.tracking.mlflow_client import open_client
+from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
+from tests.distributed.agent_process import CUT, DAMAGE
 from tests.distributed.fault_rows import FaultRows
 from tests.distributed.faulty_launcher import PLACES
 from tests.distributed.run_case import make_config, make_corpus
@@ -20,6 +24,7 @@ from tests.distributed.supervised import SupervisedRun
 from tests.polling import wait_until
 from tests.result_table import ResultTable
 from tests.unit.tracking.journals import read_events
+from tests.unit.tracking.test_mlflow_server import Server
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(5400)]
 PACE_S = 0.4
@@ -63,6 +68,48 @@ def test_each_fault_of_a_child_is_survived_in_each_phase(tmp_path: Path, fault_t
         history = rows.finish()
         hangs = [event for event in read_events(run.config.run_dir) if isinstance(event, RunHung)]
         assert sum("in fail" in str(hang.stacks) for hang in hangs) >= len(PLACES), "the stacks show where a rank hangs"
+    check_against_unbroken(run.config, history, tmp_path)
+
+
+def test_a_torn_state_is_never_loaded(tmp_path: Path, fault_table: ResultTable) -> None:
+    with make_faulty(tmp_path, nodes=2) as run:
+        rows = FaultRows(run, fault_table)
+        for number, (name, signal_, place) in enumerate(
+            [("damaged copies", DAMAGE, place) for place in PHASES] + [("cut copies", CUT, "step")]
+        ):
+            rows.wait_until_steady()
+            pids = [agent.process.pid for agent in run.agents.values()]
+            rows.strike(
+                f"torn snapshot: {name}", place, kind="spoil", rank=number % 4, world=4, cause="killed by signal 9",
+                from_storage=True, most_lost=WITHOUT_SAVE, pids=pids, signal=int(signal_),
+                every=SAVE_EVERY if place == "step" else 1,
+            )  # fmt: skip
+        history = rows.finish()
+    check_against_unbroken(run.config, history, tmp_path)
+
+
+def test_mlflow_that_goes_away_stops_nothing(tmp_path: Path, fault_table: ResultTable) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (tmp_path / "server").mkdir()
+    server = Server(tmp_path / "server", port)
+    server.start()
+    tracking = {"tracking__enabled": True, "tracking__uri": server.uri}
+    try:
+        with make_faulty(tmp_path, nodes=1, **tracking) as run:
+            rows = FaultRows(run, fault_table)
+            for place in PHASES:
+                rows.strike("MLflow away", place, kind="wait", world=2, cause=None, goes_on=True, do=server.stop)
+                rows.wait_until_steady()
+                server.start()
+            history = rows.finish()
+        identity = TrackingIdentity.load(run.config.run_dir)
+        assert identity is not None and identity.run_id is not None
+        told = open_client(server.uri).get_metric_history(identity.run_id, "loss")
+        assert {metric.step for metric in told} == set(range(1, history.step + 1)), "what was not told at once was kept"
+    finally:
+        server.stop()
     check_against_unbroken(run.config, history, tmp_path)
 
 
