@@ -162,9 +162,7 @@ def find_parts(model: Any) -> ModelParts:
     )
 
 
-def own_forward(
-    module: Any, setting: str = "memory.loss_tile: off (causal_lm_loss(..., tile='off'))"
-) -> Callable[..., Any]:
+def own_forward(module: Any, setting: str = _OFF) -> Callable[..., Any]:
     """Return the forward of a module's class, as a function of the module.
 
     Args:

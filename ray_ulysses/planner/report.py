@@ -212,7 +212,7 @@ def build_report(
         plan: The data plan made from them.
         changed: Problems of resuming the existing run with other settings.
     """
-    memory = configured_memory(config, shape)
+    memory, data = configured_memory(config, shape), _data(config, shape, plan)
     # Lengths and token ids are only known for an existing corpus.
     of_data = () if isinstance(corpora, PlanInput) else _data_problems(config, shape, corpora, plan)
     return PlanReport(
@@ -220,8 +220,8 @@ def build_report(
         shape=shape,
         layout=_layout(config, shape),
         corpus=_made_up(config, corpora) if isinstance(corpora, PlanInput) else _corpus(corpora),
-        data=_data(config, shape, plan),
-        step_time=_step_time(config, shape, plan),
+        data=data,
+        step_time=_step_time(config, shape, plan, data),
         memory=memory,
         peer_memory=peer_memory_facts(config, shape),
         device_gib=config.memory.device_gib,
@@ -317,7 +317,7 @@ def _data(config: Config, shape: ModelShape, plan: Plan) -> DataFacts:
     )
 
 
-def _step_time(config: Config, shape: ModelShape, plan: Plan) -> StepTime | None:
+def _step_time(config: Config, shape: ModelShape, plan: Plan, data: DataFacts) -> StepTime | None:
     """Return the modelled time of a mean step; None without a device, and for what is not modelled."""
     cluster, memory, segment = config.cluster, config.memory, plan.newest
     offload, layout = memory.offload_optimizer, run_layout(config, shape)
@@ -325,15 +325,17 @@ def _step_time(config: Config, shape: ModelShape, plan: Plan) -> StepTime | None
     if cluster.device is None or cluster.gpus_per_worker == 0 or offload == "nvme" or not is_modelled:
         return None
     steps = max(1, segment.end_step - segment.base_step)
-    squares = segment.train.stats(0, segment.train.num_rows).sum_squares.sum(dtype=np.float64)
+    tokens = data.tokens / steps
+    # What of the work is not the tokens' own is that of attention.
+    attention = data.flops_per_step - step_flops(shape, tokens=1, sum_squared_lengths=0) * tokens
     return step_time(
         shape,
         layout,
         Work(
-            tokens=(segment.totals.tokens + segment.totals.padding_tokens) / steps,
-            squares=float(squares) / steps,
-            rows=segment.settings.rows_per_step,
-            imbalance=step_times(segment.costs(), segment.settings.rows_per_step, config.dp_size).imbalance,
+            tokens=tokens + data.padding_tokens / steps,
+            squares=attention / step_flops(shape, tokens=0, sum_squared_lengths=1),
+            rows=data.rows_per_step,
+            imbalance=data.imbalance,
         ),
         Method(
             zero_stage=memory.zero_stage,
