@@ -71,6 +71,7 @@ FREE: dict[str, str] = {
     "parallel.ring_size": "any size that divides the rows, which are padded for `parallel.allowed_sp`",
     "memory.gradient_checkpointing": "",
     "memory.attention_output": "",
+    "memory.offload_activations": "",
     "memory.attention_chunks": "",
     "memory.loss_tile": "gradients agree within rounding",
     "memory.mlp_tile": "gradients agree within rounding",

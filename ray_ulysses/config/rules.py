@@ -152,6 +152,24 @@ def _nvme_has_a_place(config: Config) -> Iterator[Problem]:
         )
 
 
+def _offloaded_activations_are_kept(config: Config) -> Iterator[Problem]:
+    offloaded = list(config.memory.offload_activations)
+    if offloaded and not config.memory.gradient_checkpointing:
+        yield Problem(
+            path="memory.offload_activations",
+            value=offloaded,
+            rule="takes what gradient checkpointing keeps, and memory.gradient_checkpointing is false",
+            hint="set memory.gradient_checkpointing: true, or memory.offload_activations: []",
+        )
+    elif "attention_outputs" in offloaded and config.memory.attention_output == "none":
+        yield Problem(
+            path="memory.offload_activations",
+            value=offloaded,
+            rule="takes the attention outputs that are kept, and memory.attention_output=none keeps none",
+            hint="set memory.attention_output: kernel, or leave attention_outputs out",
+        )
+
+
 def _heads_allow_sp(config: Config) -> Iterator[Problem]:
     if config.model.config is None or config.model.part == "text":
         # The sizes of a decoder inside another model need the defaults of its type, which `plan` reads.
@@ -344,6 +362,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _evaluation_has_documents,
     _best_has_a_metric,
     _nvme_has_a_place,
+    _offloaded_activations_are_kept,
     _kernel_suits_the_device,
     _network_storage_has_a_server,
     _mlflow_reference_has_a_server,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -20,6 +20,9 @@ from ray_ulysses.storage.location import LocationError, absolute_location, parse
 
 SQLITE = "sqlite:///"
 """What the URI of an SQLite database begins with; a path follows."""
+
+KeptActivation = Literal["layer_inputs", "attention_outputs"]
+"""What gradient checkpointing keeps of a layer until the backward pass."""
 
 _TRACKING_SCHEMES = ("http://", "https://", SQLITE, "postgresql", "mysql", "mssql")
 _MOST_WORKERS = 65_536
@@ -63,6 +66,12 @@ class MemorySection(Section):
     collectives per layer), in the kernel's alone (`kernel`: 6 collectives, one output less), or nothing (`none`:
     attention is computed twice). Default `both`, the fastest."""
 
+    offload_activations: tuple[KeptActivation, ...] = Field(default=(), strict=False)
+    """What gradient checkpointing keeps of each layer in host memory instead of on the device until the backward pass,
+    in this order: `layer_inputs`, and `attention_outputs` (what `attention_output` keeps). Copies run beside the
+    computation; two layers' are on the device at once. `plan` adds them to its host memory. Default none, which needs
+    no copies."""
+
     attention_chunks: int = Field(default=1, ge=1)
     """Number of chunks of key-value heads that are exchanged and attended one after the other: more chunks need smaller
     exchange buffers and more collectives. Default 1: all heads at once."""
@@ -94,6 +103,14 @@ class MemorySection(Section):
 
     host_gib: float | None = Field(default=None, gt=0.0)
     """Host memory for one worker, in GiB, that `plan` compares its estimate with. Default null: nothing is refused."""
+
+    @field_validator("offload_activations")
+    @classmethod
+    def _is_in_order(cls, value: tuple[KeptActivation, ...]) -> tuple[KeptActivation, ...]:
+        if list(value) != [one for one in get_args(KeptActivation) if one in value]:
+            kinds = ", ".join(get_args(KeptActivation))
+            raise refusal(f"must be different kinds in the order {kinds}", "write one of them, both, or []")
+        return value
 
 
 class CheckpointSection(Section):

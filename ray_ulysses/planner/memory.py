@@ -6,9 +6,11 @@ workspaces are left out, and temporaries are counted as the formulas say that th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from ray_ulysses.config.running import KeptActivation
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.heads import HeadPlan, assign_heads
 from ray_ulysses.parallel.tiles import TileSetting, loss_tile_tokens, mlp_tile_tokens
@@ -16,6 +18,12 @@ from ray_ulysses.planner.memory_terms import FP32_BYTES, GIB, MemoryTerm, Phase,
 from ray_ulysses.planner.state_memory import StateSharing, device_state, host_state, load_terms
 
 BYTES_PER_VALUE: dict[str, int] = {"bf16": 2, "fp32": 4}
+LAYERS_ON_DEVICE = 2
+"""Layers whose offloaded activations are on the device at once: one that is used, and one whose copies run."""
+_KEPT_TERMS: dict[KeptActivation, str] = {
+    "layer_inputs": "layer inputs, kept",
+    "attention_outputs": "attention outputs, kept",
+}
 _RUNTIME = always(
     "runtime", 2 * GIB, "an assumption: the device's context, loaded kernels and NCCL's buffers; not yet measured"
 )
@@ -80,6 +88,7 @@ def estimate(
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none",
     gradient_checkpointing: bool = True,
     attention_output: Literal["both", "kernel", "none"] = "both",
+    offload_activations: Collection[KeptActivation] = (),
     attention_chunks: int = 1,
     loss_tile: TileSetting = "auto",
     mlp_tile: TileSetting = "auto",
@@ -101,6 +110,7 @@ def estimate(
         offload_optimizer: Where the optimizer's state is stored.
         gradient_checkpointing: Whether layers are recomputed in the backward pass.
         attention_output: What gradient checkpointing keeps of attention's output.
+        offload_activations: What of that, and of the layers' inputs, is kept in host memory.
         attention_chunks: Number of chunks in which heads are exchanged and attended.
         loss_tile: Tokens per rank whose logits exist at once.
         mlp_tile: Tokens per rank that an MLP processes at once.
@@ -111,23 +121,38 @@ def estimate(
     """
     local_tokens, value = -(-context_tokens // sp_size), BYTES_PER_VALUE[dtype]
     sharing = StateSharing(
-        stage=zero_stage,
-        world_size=world_size,
-        value_bytes=value,
-        offload=offload_optimizer,
-        host_buffers=host_buffers,
-        peer_memory=peer_memory,
-    )
+        stage=zero_stage, world_size=world_size, value_bytes=value, offload=offload_optimizer,
+        host_buffers=host_buffers, peer_memory=peer_memory,
+    )  # fmt: skip
     device = device_state(shape, sharing)
     attention = _AttentionSplit(
         ulysses_size=sp_size // ring_size, ring_size=ring_size, chunks=attention_chunks, kept=attention_output
     )
     tile = mlp_tile_tokens(mlp_tile, local_tokens, shape.intermediate_size)
     device += _activations(shape, local_tokens, attention, value, tile, checkpointed=gradient_checkpointing)
+    device, activations = _offloaded(device, offload_activations, shape.num_layers)
     device += _loss(shape, local_tokens, value, loss_tile)
     on_host, on_device = load_terms(shape, init, sharing)
     device += [one for one in (on_device, _RUNTIME if accelerator else None) if one is not None]
-    return MemoryEstimate(device=tuple(device), host=(*host_state(shape, sharing), on_host))
+    return MemoryEstimate(device=tuple(device), host=(*host_state(shape, sharing), *activations, on_host))
+
+
+def _offloaded(
+    device: list[MemoryTerm], offloaded: Collection[KeptActivation], num_layers: int
+) -> tuple[list[MemoryTerm], list[MemoryTerm]]:
+    """Return the terms on the device and in host memory, where those of ``offloaded`` are moved."""
+    rest: list[MemoryTerm] = []
+    host: list[MemoryTerm] = []
+    for one in device:
+        kind = next((kind for kind in offloaded if one.name == _KEPT_TERMS[kind]), None)
+        if kind is None:
+            rest.append(one)
+            continue
+        layers = min(LAYERS_ON_DEVICE, num_layers)
+        text = f"{layers} of {num_layers} layers' at once: on their way to host memory, or back ahead of their use"
+        rest.append(always(f"{one.name.removesuffix(', kept')}, in flight", one.bytes * layers // num_layers, text))
+        host.append(replace(one, source=f"{one.source}; memory.offload_activations has {kind}"))
+    return rest, host
 
 
 def _activations(
@@ -141,7 +166,7 @@ def _activations(
             f"{layers} layers x {tokens:,} tokens per rank x {hidden} x {value} bytes: what gradient checkpointing "
             "keeps of each layer"
         )
-        saved = term("layer inputs, kept", layers * tokens * hidden * value, "always", text)
+        saved = term(_KEPT_TERMS["layer_inputs"], layers * tokens * hidden * value, "always", text)
         return [saved, *_kept_attention(shape, tokens, split, value), *one_layer, mlp]
     is_tiled = mlp_tile < tokens
     one_layer += [] if is_tiled else [mlp]
@@ -187,7 +212,7 @@ def _kept_attention(shape: ModelShape, tokens: int, split: _AttentionSplit, valu
         f"{shape.num_layers} layers x {tokens:,} tokens per rank x {each:,} bytes: output {layouts} and log-sum-exp "
         f"(memory.attention_output={split.kept})"
     )
-    return [term("attention outputs, kept", shape.num_layers * tokens * each, "always", text)]
+    return [term(_KEPT_TERMS["attention_outputs"], shape.num_layers * tokens * each, "always", text)]
 
 
 def _attention(shape: ModelShape, tokens: int, split: _AttentionSplit, value: int) -> list[MemoryTerm]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ray_ulysses.config import Config
 from ray_ulysses.config.rules import ring_problem
+from ray_ulysses.config.running import KeptActivation
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.errors import Problem
 from ray_ulysses.model_shape import ModelShape
@@ -120,6 +121,7 @@ class _Change:
     checkpointing: bool = False
     tiled_loss: bool = False
     tiled_mlp: bool = False
+    offload_activations: tuple[KeptActivation, ...] | None = None
     without_peer_memory: bool = False
 
     def describe(self) -> str:
@@ -133,6 +135,9 @@ class _Change:
             "memory.gradient_checkpointing=true": self.checkpointing,
             "memory.loss_tile=auto": self.tiled_loss,
             "memory.mlp_tile=auto": self.tiled_mlp,
+            f"memory.offload_activations=[{', '.join(self.offload_activations or ())}]": (
+                self.offload_activations is not None
+            ),
             "elastic.peer_memory=false": self.without_peer_memory,
         }
         return " with ".join(text for text, is_changed in parts.items() if is_changed)
@@ -150,6 +155,9 @@ def _memory_with(config: Config, shape: ModelShape, change: _Change) -> MemoryEs
         offload_optimizer="cpu" if change.offload else config.memory.offload_optimizer,
         gradient_checkpointing=change.checkpointing or config.memory.gradient_checkpointing,
         attention_output=config.memory.attention_output,
+        offload_activations=(
+            config.memory.offload_activations if change.offload_activations is None else change.offload_activations
+        ),
         attention_chunks=config.memory.attention_chunks,
         mlp_tile="auto" if change.tiled_mlp or change.checkpointing else mlp_tile(config),
         loss_tile="auto" if change.tiled_loss else config.memory.loss_tile,
@@ -182,6 +190,8 @@ def _changes(config: Config, shape: ModelShape) -> Iterator[_Change]:
     can_offload = config.memory.offload_optimizer == "none"
     if config.elastic.peer_memory:
         yield _Change(without_peer_memory=True)
+    if config.memory.offload_activations:
+        yield _Change(offload_activations=())
     if config.memory.loss_tile != "auto":
         yield _Change(tiled_loss=True)
     if config.memory.mlp_tile != "auto" and config.memory.gradient_checkpointing:
@@ -198,6 +208,10 @@ def _changes(config: Config, shape: ModelShape) -> Iterator[_Change]:
         for size, ring in larger:
             if workers % size == 0:
                 yield _Change(sp_size=size, ring_size=ring, offload=True)
+    if config.memory.gradient_checkpointing:
+        keeps_outputs = config.memory.attention_output != "none"
+        both: tuple[KeptActivation, ...] = ("layer_inputs", "attention_outputs")
+        yield _Change(offload_activations=both if keeps_outputs else both[:1])
     more = 2 * workers
     while more <= _MOST_WORKERS:
         yield _Change(workers=more)

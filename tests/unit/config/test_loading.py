@@ -158,6 +158,14 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(path: str, nearest: str
             "parallel.allowed_sp=[2, 1]",
             "parallel.allowed_sp=[2, 1]: must be different numbers in ascending order",
         ),
+        *(
+            (
+                f"memory.offload_activations=[{first}, layer_inputs]",
+                f"memory.offload_activations=['{first}', 'layer_inputs']: must be different kinds in the order "
+                "layer_inputs, attention_outputs; write one of them, both, or []",
+            )
+            for first in ("attention_outputs", "layer_inputs")
+        ),
         ("parallel.allowed_sp=[]", "parallel.allowed_sp=[]: must be different numbers"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas.1=1.0: must be below 1.0"),
         ("optimizer.lr=.inf", "optimizer.lr=inf: must be a finite number"),

@@ -128,6 +128,18 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
         "set memory.zero_stage: 3, or memory.offload_optimizer: cpu",
     ),
     (
+        {"memory__offload_activations": ["layer_inputs"], "memory__gradient_checkpointing": False},
+        "memory.offload_activations=['layer_inputs']: takes what gradient checkpointing keeps, and "
+        "memory.gradient_checkpointing is false; set memory.gradient_checkpointing: true, or "
+        "memory.offload_activations: []",
+    ),
+    (
+        {"memory__offload_activations": ["layer_inputs", "attention_outputs"], "memory__attention_output": "none"},
+        "memory.offload_activations=['layer_inputs', 'attention_outputs']: takes the attention outputs that are kept, "
+        "and memory.attention_output=none keeps none; set memory.attention_output: kernel, or leave "
+        "attention_outputs out",
+    ),
+    (
         {"run__storage_kind": "nfs"},
         "tracking.uri: run.storage_kind=nfs needs an MLflow server, since SQLite is not safe there; "
         "give the server's http:// or https:// address, or set tracking.enabled=false",
@@ -170,6 +182,8 @@ def test_a_broken_rule_says_the_setting_the_rule_and_the_hint(changes: dict[str,
         {"run__storage_kind": "nfs", "tracking__enabled": False},
         {"memory__offload_optimizer": "nvme", "memory__nvme_path": "/nvme"},
         {"memory__offload_optimizer": "cpu", "memory__zero_stage": 1},
+        {"memory__offload_activations": ["layer_inputs", "attention_outputs"]},
+        {"memory__offload_activations": ["layer_inputs"], "memory__attention_output": "none"},
         {"run__stop_step": 5, "schedule__horizon_steps": 1000},
         {"model__resume_from": "mlflow:demo/40"},
         {"model__resume_from": "runs/demo@40", "tracking__enabled": False},

@@ -47,6 +47,33 @@ def test_offload_moves_the_optimizer_to_the_host():
     assert offloaded.host_bytes == moved + twice + by_name(offloaded.host)["checkpoints, staged"].bytes
 
 
+@pytest.mark.parametrize(
+    ("offloaded", "moved"),
+    [
+        # Rows of 16,384 tokens per rank; 4 bytes per log-sum-exp of 32 heads.
+        (("layer_inputs",), {"layer inputs": 32 * 16384 * 4096 * 2}),
+        (("attention_outputs",), {"attention outputs": 32 * 16384 * (4096 * 2 + 32 * 4)}),
+        (
+            ("layer_inputs", "attention_outputs"),
+            {"layer inputs": 32 * 16384 * 4096 * 2, "attention outputs": 32 * 16384 * (4096 * 2 + 32 * 4)},
+        ),
+    ],
+)
+def test_offloaded_activations_are_on_the_host_but_for_two_layers(offloaded, moved):
+    settings = {"world_size": 8, "sp_size": 8, "context_tokens": 131072, "attention_output": "kernel"}
+    before = estimate(LLAMA_3_8B, **settings)
+    memory = estimate(LLAMA_3_8B, **settings, offload_activations=offloaded)
+    device, host = by_name(memory.device), by_name(memory.host)
+    for name, size in moved.items():
+        assert host[f"{name}, kept"].bytes == by_name(before.device)[f"{name}, kept"].bytes == size
+        assert f"{name}, kept" not in device
+        assert device[f"{name}, in flight"].bytes == size * 2 // 32
+        assert device[f"{name}, in flight"].source.startswith("2 of 32 layers' at once: ")
+    total = sum(moved.values())
+    assert before.device_bytes - memory.device_bytes == total - sum(size * 2 // 32 for size in moved.values())
+    assert memory.host_bytes - before.host_bytes == total
+
+
 def test_a_checkpoint_is_staged_in_two_copies_of_a_ranks_share():
     memory = estimate(LLAMA_3_8B, world_size=8, sp_size=8, context_tokens=131072, init="pretrained")
     assert by_name(memory.host)["checkpoints, staged"].bytes == 2 * (N // 8) * (4 + 8 + 2)

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import yaml
 
 from ray_ulysses.planner.problems import (
     configured_memory,
@@ -102,8 +103,16 @@ def test_memory_that_does_not_fit_is_refused_with_what_does():
     assert "by this estimate these fit: memory.loss_tile=auto; " in text
 
 
-def test_every_hint_of_a_memory_problem_fits():
-    config = llama_config(device_gib=30.0)
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"device_gib": 30.0},
+        {"device_gib": 22.0, "offload_optimizer": "cpu"},
+        {"host_gib": 92.0, "offload_activations": ["layer_inputs"]},
+    ],
+)
+def test_every_hint_of_a_memory_problem_fits(limits):
+    config = llama_config(**limits)
     (text,) = memory_texts(config)
     choices = text.partition("these fit: ")[2].rpartition("; or use")[0].split("; ")
     assert choices
@@ -112,7 +121,7 @@ def test_every_hint_of_a_memory_problem_fits():
         for setting in choice.split(" with "):
             path, _, value = setting.partition("=")
             section, _, field = path.partition(".")
-            tree[section][field] = int(value) if value.isdigit() else value
+            tree[section][field] = yaml.safe_load(value)
         assert memory_texts(type(config).model_validate(tree)) == [], choice
 
 
@@ -136,6 +145,14 @@ def test_what_nothing_helps_says_so():
 def test_host_memory_is_judged_too():
     (text,) = memory_texts(llama_config(host_gib=10.0))
     assert text.startswith("memory.host_gib=10.0: each rank is estimated to take 91.6 GiB")
+
+
+def test_offloaded_activations_that_the_host_has_no_room_for_are_refused_with_the_way_out():
+    # 91.6 GiB without them.
+    (text,) = memory_texts(llama_config(host_gib=92.0, offload_activations=["layer_inputs"]))
+    assert text.startswith("memory.host_gib=92.0: each rank is estimated to take 95.6 GiB")
+    assert "memory.offload_activations=[]" in text
+    assert memory_texts(llama_config(host_gib=96.0, offload_activations=["layer_inputs"])) == []
 
 
 def test_peer_memory_is_counted_and_given_up_first():
