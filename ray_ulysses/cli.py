@@ -119,21 +119,21 @@ def plan(
     overrides: Overrides = [],  # noqa: B006
     branch: Branch = False,
     as_json: AsJson = False,
-    price: Annotated[
-        float | None, typer.Option(help="Price of a GPU per hour, for what the run costs.", min=0.0)
-    ] = None,
+    price: Annotated[float | None, typer.Option(help="Price per GPU and hour, for the run's cost.", min=0.0)] = None,
+    longest: Annotated[bool, typer.Option("--longest", help="Instead: the longest context that fits.")] = False,
+    fit: Annotated[bool, typer.Option("--fit", help="Instead: the nearest settings that fit, and why.")] = False,
 ) -> None:
     """Print what a run will do: layout, rows, padding, time and memory. Exits with 2 if it can't start.
 
     Starts nothing and needs no GPU and no network. Without a corpus, documents of made-up lengths are assumed.
     """
     loaded = _load_config(config, overrides)
-    from ray_ulysses.run.preflight import report_run
-    from ray_ulysses.views.plan import render_plan
+    from ray_ulysses import plan_command as show
 
-    report = report_run(loaded, Path.cwd(), branch=branch)
-    typer.echo(json.dumps(report.to_json(), indent=2) if as_json else render_plan(report, price))
-    if report.problems:
+    asked = (
+        partial(show.show_fit, longest=longest, fit=fit) if longest or fit else partial(show.show_plan, branch, price)
+    )
+    if not asked(loaded, Path.cwd(), as_json):
         raise typer.Exit(2)
 
 

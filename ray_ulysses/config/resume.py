@@ -69,6 +69,7 @@ FREE: dict[str, str] = {
     "data.prefetch_rows": "",
     "parallel.sp_size": "any value of `parallel.allowed_sp`",
     "parallel.ring_size": "any size that divides the rows, which are padded for `parallel.allowed_sp`",
+    "memory.plan": "what was chosen is kept as long as it fits",
     "memory.gradient_checkpointing": "",
     "memory.attention_output": "",
     "memory.offload_activations": "",

@@ -286,6 +286,15 @@ def _tiles_are_shorter_than_rows(config: Config) -> Iterator[Problem]:
             )
 
 
+def _planned_memory_has_a_limit(config: Config) -> Iterator[Problem]:
+    if config.memory.plan == "auto" and config.memory.device_gib is None:
+        yield Problem(
+            path="memory.device_gib",
+            rule="memory.plan=auto chooses what fits it, and it is not given",
+            hint="give the memory of one GPU, such as 79, or set memory.plan: off",
+        )
+
+
 def _warmup_ends_before_the_horizon(config: Config) -> Iterator[Problem]:
     warmup, horizon = config.schedule.warmup_steps, config.schedule.horizon_steps
     if horizon is not None and warmup >= horizon:
@@ -358,6 +367,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _sp_is_allowed,
     _context_holds_the_padding,
     _tiles_are_shorter_than_rows,
+    _planned_memory_has_a_limit,
     _warmup_ends_before_the_horizon,
     _evaluation_has_documents,
     _best_has_a_metric,

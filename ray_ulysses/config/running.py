@@ -57,14 +57,21 @@ class ParallelSection(Section):
 class MemorySection(Section):
     """Trade-offs between memory and speed, and the limits that `plan` compares its estimate with."""
 
+    plan: Literal["auto", "off"] = "off"
+    """`auto` lets the planner choose those settings of this section that the file does not write (tiles, ZeRO stage and
+    limits excepted): the fastest that fit `device_gib` and `host_gib`, by modelled time where `cluster.device` is set,
+    else by a stated order (docs/memory.md). The run's stored configuration has what was chosen, and a resume keeps that
+    as long as it fits. Default `off`: what is not written has its default."""
+
     gradient_checkpointing: bool = True
     """Whether a layer's activations are recomputed in the backward pass instead of kept. Default true: at long context
     they don't fit otherwise."""
 
-    attention_output: Literal["both", "kernel", "none"] = "both"
+    attention_output: Literal["auto", "both", "kernel", "none"] = "auto"
     """What gradient checkpointing keeps of attention: its output in the kernel's and in the model's layout (`both`: 5
     collectives per layer), in the kernel's alone (`kernel`: 6 collectives, one output less), or nothing (`none`:
-    attention is computed twice). Default `both`, the fastest."""
+    attention is computed twice). Default `auto`: `both`, the fastest, where that fits `device_gib` by the estimate of
+    `plan`, else `kernel`, decided before a worker starts; a resume keeps what the run has stored, if that fits."""
 
     offload_activations: tuple[KeptActivation, ...] = Field(default=(), strict=False)
     """What gradient checkpointing keeps of each layer in host memory instead of on the device until the backward pass,

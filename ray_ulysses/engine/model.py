@@ -21,6 +21,7 @@ from ray_ulysses.engine.model_config import (
 )
 from ray_ulysses.engine.text_part import Part, keep_text_part, model_class
 from ray_ulysses.errors import UserError
+from ray_ulysses.planner.settings import kept_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,7 +71,7 @@ def build_model(
     # The cache is for generation, and warns under gradient checkpointing.
     model.config.use_cache = model.config.get_text_config(decoder=True).use_cache = False
     if config.memory.gradient_checkpointing:
-        _checkpoint_layers(model, config.memory.attention_output)
+        _checkpoint_layers(model, kept_attention(config))
     return model
 
 

@@ -6,8 +6,8 @@ from ray_ulysses.config import Config
 from ray_ulysses.config.running import WorkerLimits
 from ray_ulysses.errors import Problem
 from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.planner.configured import configured_memory
 from ray_ulysses.planner.memory_terms import GIB
-from ray_ulysses.planner.problems import configured_memory
 
 RAY_BYTES = 2 * GIB
 """Ray's own processes, those of Ray Train and of the data stream: 2.0 GiB of unshared pages with Ray 2.60."""

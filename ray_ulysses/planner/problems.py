@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ray_ulysses.config import Config
 from ray_ulysses.config.rules import ring_problem
-from ray_ulysses.config.running import KeptActivation
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.errors import Problem
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.planner.memory import MemoryEstimate, estimate
+from ray_ulysses.planner.fit import leanest, nearest
+from ray_ulysses.planner.longest import longest_context
+from ray_ulysses.planner.memory import MemoryEstimate
 from ray_ulysses.planner.memory_terms import GIB, MemoryTerm
-from ray_ulysses.planner.settings import allowed_sp, mlp_tile, ring_size
-
-_MOST_WORKERS = 1024
-_MOST_CHOICES = 3
-
-
-def configured_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
-    """Return the estimate for a configuration as it stands."""
-    return _memory_with(config, shape, _Change())
 
 
 def heads_problems(config: Config, shape: ModelShape) -> Iterator[Problem]:
@@ -93,137 +84,35 @@ def corpus_problems(config: Config, plan: Plan) -> Iterator[Problem]:
 
 
 def memory_problems(config: Config, shape: ModelShape, memory: MemoryEstimate) -> Iterator[Problem]:
-    """Refuse a run that does not fit into the configured memory."""
+    """Refuse a run that does not fit into the configured memory, with the nearest settings that do."""
     limits = (
         ("memory.device_gib", config.memory.device_gib, memory.device_bytes, memory.device),
         ("memory.host_gib", config.memory.host_gib, memory.host_bytes, memory.host),
     )
-    for path, limit_gib, needed, terms in limits:
-        if limit_gib is None or needed <= limit_gib * GIB:
-            continue
+    exceeded = [one for one in limits if one[1] is not None and one[2] > one[1] * GIB]
+    hint = fit_hint(config, shape) if exceeded else ""
+    for path, limit_gib, needed, terms in exceeded:
         yield Problem(
             path=path,
             value=limit_gib,
             rule=f"each rank is estimated to take {needed / GIB:.1f} GiB ({memory.note}), most of it {_largest(terms)}",
-            hint=_hint(config, shape),
+            hint=hint,
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Change:
-    """Settings to try instead of the configured ones; None keeps one."""
-
-    workers: int | None = None
-    sp_size: int | None = None
-    ring_size: int | None = None
-    shard_weights: bool = False
-    offload: bool = False
-    checkpointing: bool = False
-    tiled_loss: bool = False
-    tiled_mlp: bool = False
-    offload_activations: tuple[KeptActivation, ...] | None = None
-    without_peer_memory: bool = False
-
-    def describe(self) -> str:
-        """Return the change as settings."""
-        parts = {
-            f"cluster.workers={self.workers}": self.workers,
-            f"parallel.sp_size={self.sp_size}": self.sp_size,
-            f"parallel.ring_size={self.ring_size}": self.ring_size,
-            "memory.zero_stage=3": self.shard_weights,
-            "memory.offload_optimizer=cpu": self.offload,
-            "memory.gradient_checkpointing=true": self.checkpointing,
-            "memory.loss_tile=auto": self.tiled_loss,
-            "memory.mlp_tile=auto": self.tiled_mlp,
-            f"memory.offload_activations=[{', '.join(self.offload_activations or ())}]": (
-                self.offload_activations is not None
-            ),
-            "elastic.peer_memory=false": self.without_peer_memory,
-        }
-        return " with ".join(text for text, is_changed in parts.items() if is_changed)
-
-
-def _memory_with(config: Config, shape: ModelShape, change: _Change) -> MemoryEstimate:
-    return estimate(
-        shape,
-        world_size=change.workers or config.cluster.workers.min,
-        sp_size=change.sp_size or config.parallel.sp_size,
-        ring_size=ring_size(config, shape, change.sp_size),
-        context_tokens=config.data.context_tokens,
-        dtype=config.model.dtype,
-        zero_stage=3 if change.shard_weights else config.memory.zero_stage,
-        offload_optimizer="cpu" if change.offload else config.memory.offload_optimizer,
-        gradient_checkpointing=change.checkpointing or config.memory.gradient_checkpointing,
-        attention_output=config.memory.attention_output,
-        offload_activations=(
-            config.memory.offload_activations if change.offload_activations is None else change.offload_activations
-        ),
-        attention_chunks=config.memory.attention_chunks,
-        mlp_tile="auto" if change.tiled_mlp or change.checkpointing else mlp_tile(config),
-        loss_tile="auto" if change.tiled_loss else config.memory.loss_tile,
-        init=config.model.init,
-        accelerator=config.cluster.gpus_per_worker > 0,
-        host_buffers=config.checkpoint.host_buffers,
-        peer_memory=config.elastic.peer_memory and not change.without_peer_memory,
+def fit_hint(config: Config, shape: ModelShape) -> str:
+    """Return the nearest settings that fit, or the smallest need if none do."""
+    near, tokens = nearest(config, shape), longest_context(config, shape)
+    shorter = f"data.context_tokens={tokens} at most" if tokens else "a smaller model"
+    if near is not None:
+        return f"by this estimate the nearest that fits is {near.options()} (see `plan --fit`); or use {shorter}"
+    least = leanest(config, shape)
+    device, host = least.memory.device_bytes / GIB, least.memory.host_bytes / GIB
+    options = f", with {least.options()}" if least.changes else ""
+    return (
+        f"by this estimate no setting fits, nor up to 8 times the workers: on these the least need is {device:.1f} GiB "
+        f"per device and {host:.1f} GiB per host{options}; use {shorter}"
     )
-
-
-def _hint(config: Config, shape: ModelShape) -> str:
-    """Return up to three changes that fit by the same estimate, the smallest first."""
-    fitting: list[str] = []
-    for change in _changes(config, shape):
-        if len(fitting) == _MOST_CHOICES:
-            break
-        if _fits(config, _memory_with(config, shape, change)):
-            fitting.append(change.describe())
-    shorter = "a smaller data.context_tokens"
-    if fitting:
-        return f"by this estimate these fit: {'; '.join(fitting)}; or use {shorter}"
-    return f"more workers, a larger parallel.sp_size and offload do not suffice; use {shorter} or a smaller model"
-
-
-def _changes(config: Config, shape: ModelShape) -> Iterator[_Change]:
-    workers, sp_size = config.cluster.workers.min, config.parallel.sp_size
-    # A configured ring is for the configured sp size, so another sp size needs another ring.
-    is_set = config.parallel.ring_size is not None
-    larger = [(n, ring_size(config, shape, n) if is_set else None) for n in allowed_sp(config, shape) if n > sp_size]
-    can_offload = config.memory.offload_optimizer == "none"
-    if config.elastic.peer_memory:
-        yield _Change(without_peer_memory=True)
-    if config.memory.offload_activations:
-        yield _Change(offload_activations=())
-    if config.memory.loss_tile != "auto":
-        yield _Change(tiled_loss=True)
-    if config.memory.mlp_tile != "auto" and config.memory.gradient_checkpointing:
-        yield _Change(tiled_mlp=True)
-    if not config.memory.gradient_checkpointing:
-        yield _Change(checkpointing=True)
-    if config.memory.zero_stage < 3:
-        yield _Change(shard_weights=True)
-    for size, ring in larger:
-        if workers % size == 0:
-            yield _Change(sp_size=size, ring_size=ring)
-    if can_offload:
-        yield _Change(offload=True)
-        for size, ring in larger:
-            if workers % size == 0:
-                yield _Change(sp_size=size, ring_size=ring, offload=True)
-    if config.memory.gradient_checkpointing:
-        keeps_outputs = config.memory.attention_output != "none"
-        both: tuple[KeptActivation, ...] = ("layer_inputs", "attention_outputs")
-        yield _Change(offload_activations=both if keeps_outputs else both[:1])
-    more = 2 * workers
-    while more <= _MOST_WORKERS:
-        yield _Change(workers=more)
-        for size, ring in larger:
-            if more % size == 0:
-                yield _Change(workers=more, sp_size=size, ring_size=ring)
-        more *= 2
-
-
-def _fits(config: Config, memory: MemoryEstimate) -> bool:
-    device, host = config.memory.device_gib, config.memory.host_gib
-    return (device is None or memory.device_bytes <= device * GIB) and (host is None or memory.host_bytes <= host * GIB)
 
 
 def _largest(terms: tuple[MemoryTerm, ...]) -> str:

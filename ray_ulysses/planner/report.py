@@ -16,12 +16,13 @@ from ray_ulysses.data.plan.steps import step_times
 from ray_ulysses.errors import ConfigError, Problem
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.heads import HeadPlan, assign_heads
+from ray_ulysses.planner.choice import Chosen
+from ray_ulysses.planner.configured import configured_memory, configured_time
 from ray_ulysses.planner.flops import step_flops
 from ray_ulysses.planner.memory import MemoryEstimate
 from ray_ulysses.planner.notes import plan_notes
 from ray_ulysses.planner.peer_memory import PeerMemoryFacts, peer_memory_facts
 from ray_ulysses.planner.problems import (
-    configured_memory,
     corpus_problems,
     heads_problems,
     memory_problems,
@@ -29,7 +30,7 @@ from ray_ulysses.planner.problems import (
     vocabulary_problems,
 )
 from ray_ulysses.planner.settings import allowed_sp, run_layout
-from ray_ulysses.planner.throughput import GB, Hardware, Method, StepTime, Work, step_time
+from ray_ulysses.planner.throughput import StepTime, Work
 
 _MOST_DP_SIZES = 8
 
@@ -161,6 +162,7 @@ class PlanReport:
         data: The data plan.
         step_time: The modelled time of a step, term by term; None where it is not modelled.
         memory: The memory of one rank, term by term.
+        chosen: The settings of memory that the planner has chosen, with reasons.
         peer_memory: What keeping the newest state in the memory of nodes takes; None if that is turned off.
         device_gib: The device's memory, if configured.
         problems: Why the run can't start; empty if it can.
@@ -174,6 +176,7 @@ class PlanReport:
     data: DataFacts
     step_time: StepTime | None
     memory: MemoryEstimate
+    chosen: tuple[Chosen, ...]
     peer_memory: PeerMemoryFacts | None
     device_gib: float | None
     problems: tuple[Problem, ...]
@@ -201,7 +204,12 @@ class PlanReport:
 
 
 def build_report(
-    config: Config, shape: ModelShape, corpora: CorpusSet | PlanInput, plan: Plan, changed: tuple[Problem, ...] = ()
+    config: Config,
+    shape: ModelShape,
+    corpora: CorpusSet | PlanInput,
+    plan: Plan,
+    changed: tuple[Problem, ...] = (),
+    chosen: tuple[Chosen, ...] = (),
 ) -> PlanReport:
     """Build the report of a run.
 
@@ -211,6 +219,7 @@ def build_report(
         corpora: The prepared corpora, or documents of made-up lengths in their place.
         plan: The data plan made from them.
         changed: Problems of resuming the existing run with other settings.
+        chosen: What the planner has chosen in the configuration.
     """
     memory, data = configured_memory(config, shape), _data(config, shape, plan)
     # Lengths and token ids are only known for an existing corpus.
@@ -221,8 +230,9 @@ def build_report(
         layout=_layout(config, shape),
         corpus=_made_up(config, corpora) if isinstance(corpora, PlanInput) else _corpus(corpora),
         data=data,
-        step_time=_step_time(config, shape, plan, data),
+        step_time=configured_time(config, shape, _work(plan.newest, shape, data)),
         memory=memory,
+        chosen=chosen,
         peer_memory=peer_memory_facts(config, shape),
         device_gib=config.memory.device_gib,
         problems=(*changed, *heads_problems(config, shape), *of_data, *memory_problems(config, shape, memory)),
@@ -317,34 +327,17 @@ def _data(config: Config, shape: ModelShape, plan: Plan) -> DataFacts:
     )
 
 
-def _step_time(config: Config, shape: ModelShape, plan: Plan, data: DataFacts) -> StepTime | None:
-    """Return the modelled time of a mean step; None without a device, and for what is not modelled."""
-    cluster, memory, segment = config.cluster, config.memory, plan.newest
-    offload, layout = memory.offload_optimizer, run_layout(config, shape)
-    is_modelled = config.model.dtype == "bf16" and layout.ulysses_size <= shape.num_heads
-    if cluster.device is None or cluster.gpus_per_worker == 0 or offload == "nvme" or not is_modelled:
-        return None
+def _work(segment: Segment, shape: ModelShape, data: DataFacts) -> Work:
+    """Return the work of a mean step."""
     steps = max(1, segment.end_step - segment.base_step)
     tokens = data.tokens / steps
     # What of the work is not the tokens' own is that of attention.
     attention = data.flops_per_step - step_flops(shape, tokens=1, sum_squared_lengths=0) * tokens
-    return step_time(
-        shape,
-        layout,
-        Work(
-            tokens=tokens + data.padding_tokens / steps,
-            squares=attention / step_flops(shape, tokens=0, sum_squared_lengths=1),
-            rows=data.rows_per_step,
-            imbalance=data.imbalance,
-        ),
-        Method(
-            zero_stage=memory.zero_stage,
-            offload_optimizer=offload,
-            gradient_checkpointing=memory.gradient_checkpointing,
-            attention_output=memory.attention_output,
-            head_imbalance=assign_heads(shape.num_heads, shape.num_kv_heads, layout.ulysses_size).imbalance,
-        ),
-        Hardware(device=cluster.device, per_node=cluster.gpus_per_node, network=cluster.network_gbps * GB / 8),
+    return Work(
+        tokens=tokens + data.padding_tokens / steps,
+        squares=attention / step_flops(shape, tokens=0, sum_squared_lengths=1),
+        rows=data.rows_per_step,
+        imbalance=data.imbalance,
     )
 
 

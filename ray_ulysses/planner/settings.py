@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from ray_ulysses.config import Config
 from ray_ulysses.data.plan.plan import PlanSettings
@@ -39,6 +40,11 @@ def mlp_tile(config: Config) -> TileSetting:
     """Return the tile of the MLPs: without gradient checkpointing, speed was chosen over memory."""
     is_chosen = config.memory.mlp_tile != "auto"
     return config.memory.mlp_tile if is_chosen or config.memory.gradient_checkpointing else "off"
+
+
+def kept_attention(config: Config) -> Literal["both", "kernel", "none"]:
+    """Return what is kept of attention; an `auto` that no plan has decided, which a run's never is, keeps the most."""
+    return "both" if config.memory.attention_output == "auto" else config.memory.attention_output
 
 
 def allowed_sp(config: Config, shape: ModelShape) -> tuple[int, ...]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from ray_ulysses.config import Config
+from ray_ulysses.config import Config, load_config
 from ray_ulysses.config.job_paths import relative_path_problems
 from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.drawing import Overlong
@@ -20,6 +20,8 @@ from ray_ulysses.engine.model import check_architecture
 from ray_ulysses.engine.model_config import check_described
 from ray_ulysses.errors import ConfigError, Problem, RunError, UserError
 from ray_ulysses.logging import get_logger
+from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.planner.choice import Chosen, chosen_settings
 from ray_ulysses.planner.problems import position_problems
 from ray_ulysses.planner.report import PlanReport, build_report
 from ray_ulysses.planner.settings import plan_settings
@@ -114,7 +116,8 @@ def _prepare(config: Config, problems: list[Problem], *, branch: bool) -> Prepar
     """Return the prepared run; problems are added to ``problems`` as they are found."""
     _check_model_path(config)
     run = resolve_run(config)
-    shape = run.shape
+    config, chosen = _with_choices(config, run.shape)
+    run, shape = replace(run, config=config), run.shape
     num_positions = check_architecture(config).num_positions
     stored = _stored_plan(config.run_dir)
     problems += misfit(run, stored)
@@ -124,7 +127,7 @@ def _prepare(config: Config, problems: list[Problem], *, branch: bool) -> Prepar
     if num_positions is not None:
         longest = _longest_planned(config, corpora, plan.settings.capacity)
         problems += position_problems(config, longest, plan.settings.capacity, num_positions)
-    report = build_report(config, shape, corpora, plan, tuple(problems))
+    report = build_report(config, shape, corpora, plan, tuple(problems), chosen)
     problems[:] = report.problems
     return PreparedRun(
         run=run,
@@ -153,13 +156,33 @@ def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanRepor
     missing = [path for path, _ in absolute.data_sources if not Path(path).exists()]
     if not missing or has_plan(absolute.run_dir / PLAN_FOLDER):
         return prepare_run(config, base, branch=branch).report
-    _check_model_path(absolute)
-    shape = model_shape(absolute)
+    absolute, shape, chosen = planned_memory(config, base)
     check_architecture(absolute)
     settings = plan_settings(absolute, shape)
     documents = stand_in_documents(settings)
     plan = Plan(segments=(build_segment(documents, settings),))
-    return build_report(absolute, shape, documents, plan, changed_settings(absolute, branch=branch))
+    return build_report(absolute, shape, documents, plan, changed_settings(absolute, branch=branch), chosen)
+
+
+def planned_memory(config: Config, base: Path) -> tuple[Config, ModelShape, tuple[Chosen, ...]]:
+    """Return the configuration, paths absolute, as the planner completes it; the model; and what was chosen.
+
+    Reads nothing but the model's configuration and that of an existing run.
+
+    Raises:
+        UserError: One of these can't be read.
+    """
+    config = config.with_absolute_paths(base)
+    _check_model_path(config)
+    shape = model_shape(config)
+    config, chosen = _with_choices(config, shape)
+    return config, shape, chosen
+
+
+def _with_choices(config: Config, shape: ModelShape) -> tuple[Config, tuple[Chosen, ...]]:
+    """Return the configuration with what the planner chooses, or has chosen for the run before."""
+    stored = config.run_dir / CONFIG_FILE
+    return chosen_settings(config, shape, load_config(stored) if stored.is_file() else None)
 
 
 def _stored_plan(run_dir: Path) -> Plan | None:

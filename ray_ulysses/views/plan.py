@@ -214,6 +214,7 @@ def _memory(report: PlanReport) -> list[str]:
         *[line for term in memory.device for line in _term(term, width)],
         f"  host: {size(memory.host_bytes)} at its peak",
         *[line for term in memory.host for line in _term(term, width)],
+        *[line for one in report.chosen for line in wrapped(f"chosen: {one}", _WIDTH)],
     ]
 
 

@@ -16,7 +16,7 @@ from ray_ulysses.planner.memory_terms import GIB
 _CONFIGS = tuple(sorted((Path(__file__).parents[3] / "configs").glob("*.yaml")))
 _BY_NAME = pytest.mark.parametrize("path", _CONFIGS, ids=[path.stem for path in _CONFIGS])
 _NAME = re.compile(
-    r"^(?P<model>[a-z0-9.-]+)_(?:cpu|(?P<gpus>\d+)xh100)_sp(?P<sp>\d+)-(?:elastic|dp(?P<dp>\d+))_(?P<context>\d+)k$"
+    r"^(?P<model>[a-z0-9.-]+)_(?:cpu|(?P<gpus>\d+)xh100)_sp(?P<sp>\d+)(?:-(?:elastic|dp(?P<dp>\d+)))?_(?P<context>\d+)(?P<unit>[km])$"
 )
 # Parameters as the models' own pages state them.
 _PARAMETERS = {"llama3-8b": 8_030_261_248, "qwen3-4b": 4_022_468_096}
@@ -28,11 +28,15 @@ def _shape(path: Path) -> ModelShape:
     return ModelShape.from_config_dict(config.model.config)
 
 
+def _context(match: re.Match[str]) -> int:
+    return int(match["context"]) * (1024 if match["unit"] == "k" else 1024**2)
+
+
 def test_there_are_configurations_for_the_demo_and_for_both_models_at_three_contexts() -> None:
     contexts = {
-        (match["model"], int(match["context"])) for match in map(_NAME.match, [p.stem for p in _CONFIGS]) if match
+        (match["model"], _context(match) // 1024) for match in map(_NAME.match, [p.stem for p in _CONFIGS]) if match
     }
-    assert contexts == {("llama-tiny", 8), ("llama-tiny", 2)} | {
+    assert contexts == {("llama-tiny", 8), ("llama-tiny", 2), ("llama3-8b", 1024)} | {
         (model, k) for model in _PARAMETERS for k in (32, 128, 512)
     }
 
@@ -42,9 +46,9 @@ def test_a_configuration_is_what_its_name_says(path: Path) -> None:
     config, match = load_config(path), _NAME.match(path.stem)
     assert match is not None
     assert config.parallel.sp_size == int(match["sp"])
-    assert config.cluster.workers.is_fixed is (match["dp"] is not None)
+    assert config.cluster.workers.is_fixed is ("elastic" not in path.stem)
     assert not match["dp"] or config.dp_size == int(match["dp"])
-    assert config.data.context_tokens == int(match["context"]) * 1024
+    assert config.data.context_tokens == _context(match)
     assert config.cluster.gpus_per_worker == (1 if match["gpus"] else 0)
     assert not match["gpus"] or config.cluster.workers.max == int(match["gpus"])
 

@@ -1,12 +1,13 @@
 """Everything that can be refused is refused before a worker starts, by a text that names the way out."""
 
 import re
+import shlex
 
 import pytest
 import yaml
 
+from ray_ulysses.planner.configured import configured_memory
 from ray_ulysses.planner.problems import (
-    configured_memory,
     corpus_problems,
     heads_problems,
     memory_problems,
@@ -100,7 +101,7 @@ def test_memory_that_does_not_fit_is_refused_with_what_does():
         r"not a measurement\), most of it logits \(23\.5 GiB\) and attention outputs, kept \(8\.1 GiB\); ",
         text,
     )
-    assert "by this estimate these fit: memory.loss_tile=auto; " in text
+    assert "; by this estimate the nearest that fits is --set memory.loss_tile=auto (see `plan --fit`); " in text
 
 
 @pytest.mark.parametrize(
@@ -111,34 +112,34 @@ def test_memory_that_does_not_fit_is_refused_with_what_does():
         {"host_gib": 92.0, "offload_activations": ["layer_inputs"]},
     ],
 )
-def test_every_hint_of_a_memory_problem_fits(limits):
+def test_the_hint_of_a_memory_problem_fits(limits):
     config = llama_config(**limits)
     (text,) = memory_texts(config)
-    choices = text.partition("these fit: ")[2].rpartition("; or use")[0].split("; ")
-    assert choices
-    for choice in choices:
-        tree = config.model_dump()
-        for setting in choice.split(" with "):
-            path, _, value = setting.partition("=")
-            section, _, field = path.partition(".")
-            tree[section][field] = yaml.safe_load(value)
-        assert memory_texts(type(config).model_validate(tree)) == [], choice
+    command = text.partition("the nearest that fits is ")[2].partition(" (see")[0]
+    tree = config.model_dump()
+    for choice in shlex.split(command.replace("--set ", "")):
+        path, _, value = choice.partition("=")
+        section, _, field = path.partition(".")
+        tree[section][field] = yaml.safe_load(value)
+    assert tree != config.model_dump()
+    assert memory_texts(type(config).model_validate(tree)) == []
 
 
 def test_a_hint_with_another_sp_size_names_a_ring_where_one_is_set():
-    config = llama_config(device_gib=24.0)
+    config = llama_config(device_gib=14.0)
     tree = config.model_dump()
     tree["parallel"] |= {"sp_size": 8, "ring_size": 2}
     tree["cluster"]["workers"] = 32
     (text,) = memory_texts(type(config).model_validate(tree))
-    assert "parallel.sp_size=16 with parallel.ring_size=1" in text
+    assert "--set parallel.sp_size=16 --set parallel.ring_size=1" in text
 
 
 def test_what_nothing_helps_says_so():
     (text,) = memory_texts(llama_config(device_gib=2.0))
     assert text.endswith(
-        "more workers, a larger parallel.sp_size and offload do not suffice; use a smaller data.context_tokens or a "
-        "smaller model"
+        "by this estimate no setting fits, nor up to 8 times the workers: on these the least need is 11.4 GiB per "
+        "device and 114.3 GiB per host, with --set memory.attention_output=none --set "
+        "'memory.offload_activations=[layer_inputs]' --set memory.offload_optimizer=cpu; use a smaller model"
     )
 
 
@@ -158,7 +159,7 @@ def test_offloaded_activations_that_the_host_has_no_room_for_are_refused_with_th
 def test_peer_memory_is_counted_and_given_up_first():
     (text,) = memory_texts(llama_config(host_gib=64.0))
     assert "is estimated to take 91.6 GiB" in text and "peer memory (65.4 GiB)" in text
-    assert "by this estimate these fit: elastic.peer_memory=false; " in text
+    assert "; by this estimate the nearest that fits is --set elastic.peer_memory=false (see `plan --fit`); " in text
 
 
 @pytest.mark.parametrize("device_gib", [16.0, 24.0, 40.0, 48.0])

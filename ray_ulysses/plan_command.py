@@ -1,0 +1,61 @@
+"""Prints what ``plan`` is asked, and returns whether the run can start; imports only what the answer needs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from ray_ulysses.errors import UserError
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+
+
+def show_plan(branch: bool, price: float | None, config: Config, base: Path, as_json: bool) -> bool:
+    """Print what a run will do."""
+    from ray_ulysses.run.preflight import report_run
+    from ray_ulysses.views.plan import render_plan
+
+    report = report_run(config, base, branch=branch)
+    typer.echo(json.dumps(report.to_json(), indent=2) if as_json else render_plan(report, price))
+    return not report.problems
+
+
+def show_fit(config: Config, base: Path, as_json: bool, *, longest: bool, fit: bool) -> bool:
+    """Print the longest context that fits, the nearest settings that fit, or both.
+
+    Raises:
+        UserError: No limit is given.
+    """
+    from ray_ulysses.planner.choice import choices
+    from ray_ulysses.planner.fit import nearest
+    from ray_ulysses.planner.longest import longest_contexts
+    from ray_ulysses.planner.problems import fit_hint
+    from ray_ulysses.run.preflight import planned_memory
+    from ray_ulysses.views.fit import fit_json, longest_json, render_fit, render_longest
+
+    if config.memory.device_gib is None:
+        option = "--longest" if longest else "--fit"
+        raise UserError(
+            f"memory.device_gib is not given, and {option} compares with it: give the memory of one GPU in GiB, as in "
+            "--set memory.device_gib=79"
+        )
+    planned, shape, chosen = planned_memory(config, base)
+    texts, answers, can_start = [], {}, True
+    if longest:
+        # What is left to the planner may differ between lengths.
+        lengths = longest_contexts(config, shape, choices(config, shape))
+        answers["longest"] = longest_json(lengths)
+        texts.append(render_longest(lengths))
+        can_start = lengths.changed is not None
+    if fit:
+        near = nearest(planned, shape)
+        hint = "" if near else fit_hint(planned, shape)
+        answers["fit"] = fit_json(near, hint)
+        texts.append(render_fit(planned, near, hint, chosen))
+        can_start = near is not None
+    typer.echo(json.dumps(answers, indent=2) if as_json else "\n\n".join(texts))
+    return can_start

@@ -1,0 +1,74 @@
+"""Finds the longest context that fits, as configured and with changed settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ray_ulysses.config import Config
+from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.planner.configured import configured_memory, fits
+from ray_ulysses.planner.fit import Found, fits_with, leaner, nearest, product, with_settings
+from ray_ulysses.planner.settings import pad_multiple
+
+_MOST_TOKENS = 1 << 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LongestContexts:
+    """The longest contexts that fit.
+
+    Attributes:
+        configured: As configured, in tokens; 0 if none fits.
+        changed: With the cheapest changes that allow for the longest of all; None if none fits.
+        multiple: What both are multiples of, in tokens.
+    """
+
+    configured: int
+    changed: Found | None
+    multiple: int
+
+
+def longest_contexts(
+    config: Config, shape: ModelShape, choices: Mapping[str, Mapping[Any, int]] | None = None
+) -> LongestContexts:
+    """Return the longest contexts that fit on the configured workers; the configured context does not matter.
+
+    Args:
+        config: The configuration.
+        shape: The model.
+        choices: The settings that it leaves to the planner, and the values of each.
+    """
+    multiple, options = pad_multiple(config, shape), product(choices or {})
+    configured = max(longest_context(with_settings(config, one.settings), shape) for one in options)
+    best = configured
+    # The leanest first: few of the others then reach any further.
+    for candidate in sorted(leaner(config, shape), key=lambda one: -one.cost):
+        if fits_with(config, shape, {**candidate.settings, "data.context_tokens": best + multiple}):
+            best = longest_context(with_settings(config, candidate.settings), shape, above=best)
+    changed = nearest(with_settings(config, {"data.context_tokens": best}), shape) if best else None
+    return LongestContexts(configured=configured, changed=changed, multiple=multiple)
+
+
+def longest_context(config: Config, shape: ModelShape, *, above: int = 0) -> int:
+    """Return the longest context that fits as configured, in tokens, a multiple of the padding.
+
+    Args:
+        config: The configuration; its own context does not matter.
+        shape: The model.
+        above: A context that is known to fit; 0 for none.
+    """
+    multiple = pad_multiple(config, shape)
+
+    def does_fit(number: int) -> bool:
+        changed = with_settings(config, {"data.context_tokens": number * multiple})
+        return fits(changed, configured_memory(changed, shape))
+
+    low, high = above // multiple, above // multiple + 1
+    while high * multiple <= _MOST_TOKENS and does_fit(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if does_fit(middle) else (low, middle)
+    return low * multiple

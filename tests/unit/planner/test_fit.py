@@ -1,0 +1,169 @@
+"""What the planner proposes fits by its own estimate, and nothing cheaper does."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ray_ulysses.config import Config, parse_config
+from ray_ulysses.planner.configured import configured_memory, configured_time, fits, full_rows
+from ray_ulysses.planner.fit import fastest, fits_with, leaner, leanest, nearest, product, with_settings
+from ray_ulysses.planner.longest import longest_context, longest_contexts
+from ray_ulysses.planner.settings import pad_multiple
+from tests.unit.planner.runs import LLAMA_3_8B, make_config, make_shape
+
+
+def llama_config(*, sp_size: int = 4, workers: int = 8, context: int = 131_072, **memory) -> Config:
+    return make_config(
+        LLAMA_3_8B,
+        model={"config": LLAMA_3_8B, "init": "pretrained", "path": "/model"},
+        data={"path": "/corpus", "context_tokens": context, "rows_per_step": 8},
+        parallel={"sp_size": sp_size},
+        cluster={"workers": workers, "gpus_per_worker": 1, "device": "H100"},
+        memory={"device_gib": 79.0, "host_gib": 200.0, "attention_output": "both"} | memory,
+    )
+
+
+def pasted(config: Config, options: list[str]) -> Config:
+    """Return a configuration with options of the command line, as a person pastes them."""
+    return parse_config(
+        config.model_dump(mode="json"), [option.removeprefix("--set ").strip("'") for option in options]
+    )
+
+
+def does_fit(config: Config) -> bool:
+    return fits(config, configured_memory(config, make_shape(config)))
+
+
+def drawn_configs(number: int) -> list[Config]:
+    draw = random.Random(7)
+    return [
+        llama_config(
+            sp_size=draw.choice([1, 2, 4, 8]),
+            workers=draw.choice([8, 16, 32]),
+            context=draw.choice([32, 131, 262, 524, 1048, 2097]) * 1024,
+            device_gib=draw.choice([24.0, 40.0, 79.0]),
+            host_gib=draw.choice([30.0, 100.0, 220.0, None]),
+            zero_stage=draw.choice([2, 3]),
+            loss_tile=draw.choice(["off", "auto", 2048]),
+            mlp_tile=draw.choice(["off", "auto"]),
+            offload_optimizer=draw.choice(["none", "cpu"]),
+            offload_activations=draw.choice([[], ["layer_inputs"]]),
+        )
+        for _ in range(number)
+    ]
+
+
+@pytest.mark.parametrize("config", drawn_configs(24), ids=map(str, range(24)))
+def test_the_nearest_setting_fits_when_it_is_pasted_and_none_of_its_changes_is_superfluous(config: Config) -> None:
+    shape = make_shape(config)
+    near = nearest(config, shape)
+    if near is None:
+        assert not any(fits_with(config, shape, one.settings) for one in leaner(config, shape))
+        return
+    options = [change.option() for change in near.changes]
+    assert does_fit(pasted(config, options))
+    assert near.changes or does_fit(config)
+    for left_out in options:
+        rest = {one.path: getattr_of(near.config, one.path) for one in near.changes if one.option() != left_out}
+        assert not fits_with(config, shape, rest), f"{left_out} is superfluous"
+    for change in near.changes:
+        assert change.after < change.before, "a change is said with a term that it makes smaller"
+
+
+def getattr_of(config: Config, path: str) -> object:
+    section, _, name = path.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def test_the_nearest_setting_is_the_cheapest_of_all_that_fit() -> None:
+    config = llama_config(context=1 << 20)
+    shape = make_shape(config)
+    near = nearest(config, shape)
+    assert near is not None
+    all_of_them = [one for one in leaner(config, shape) if fits_with(config, shape, one.settings)]
+    best = min(all_of_them, key=lambda one: one.cost)
+    assert {change.path for change in near.changes} == set(best.settings)
+    assert with_settings(config, best.settings) == near.config
+
+
+def test_what_fits_needs_no_change() -> None:
+    config = llama_config(sp_size=8)
+    near = nearest(config, make_shape(config))
+    assert near is not None and near.changes == () and near.config == config
+
+
+def test_more_workers_are_proposed_only_where_no_setting_fits() -> None:
+    config = llama_config(context=4 << 20)
+    shape = make_shape(config)
+    assert not any(fits_with(config, shape, one.settings) for one in leaner(config, shape))
+    near = nearest(config, shape)
+    assert near is not None and near.changes[0].option() == "--set cluster.workers=16"
+
+
+def test_an_elastic_run_keeps_both_limits_of_its_workers() -> None:
+    config = llama_config(context=4 << 20, workers={"min": 8, "max": 32})
+    near = nearest(config, make_shape(config))
+    assert near is not None and near.changes[0].option() == "--set 'cluster.workers={min: 16, max: 32}'"
+    assert does_fit(pasted(config, [change.option() for change in near.changes]))
+
+
+def test_a_host_that_is_too_small_for_what_is_moved_to_it_gets_less() -> None:
+    config = llama_config(sp_size=8, host_gib=95.0, offload_activations=["layer_inputs", "attention_outputs"])
+    near = nearest(config, make_shape(config))
+    assert near is not None
+    assert near.options() == "--set 'memory.offload_activations=[]'"
+
+
+def test_the_least_need_is_that_of_the_leanest_setting() -> None:
+    config = llama_config(device_gib=2.0, host_gib=None)
+    shape = make_shape(config)
+    assert nearest(config, shape) is None
+    least = leanest(config, shape).memory.device_bytes
+    assert least == min(
+        configured_memory(with_settings(config, one.settings), shape).device_bytes for one in leaner(config, shape)
+    )
+
+
+@pytest.mark.parametrize("config", drawn_configs(12), ids=map(str, range(12)))
+def test_the_longest_context_fits_and_a_multiple_more_does_not(config: Config) -> None:
+    shape, multiple = make_shape(config), pad_multiple(config, make_shape(config))
+    longest = longest_context(config, shape)
+    assert longest % multiple == 0
+    assert not longest or does_fit(with_settings(config, {"data.context_tokens": longest}))
+    assert not does_fit(with_settings(config, {"data.context_tokens": longest + multiple}))
+
+
+def test_no_setting_reaches_further_than_the_longest_context_with_changes() -> None:
+    config = llama_config()
+    shape = make_shape(config)
+    lengths = longest_contexts(config, shape)
+    assert lengths.changed is not None
+    longest = lengths.changed.config.data.context_tokens
+    assert longest > lengths.configured == longest_context(config, shape)
+    assert does_fit(pasted(lengths.changed.config, []))
+    longer = {"data.context_tokens": longest + lengths.multiple}
+    assert not any(fits_with(config, shape, {**one.settings, **longer}) for one in leaner(config, shape))
+
+
+def test_the_fastest_is_the_one_with_the_least_modelled_time() -> None:
+    config = llama_config(sp_size=8, context=1 << 20)
+    shape = make_shape(config)
+    options = {
+        "memory.attention_output": {"both": 0, "kernel": 2, "none": 16},
+        "memory.offload_activations": {(): 0, ("layer_inputs",): 5, ("layer_inputs", "attention_outputs"): 6},
+        "memory.offload_optimizer": {"none": 0, "cpu": 8},
+    }
+    found = fastest(config, shape, options)
+    assert found is not None and fits_with(config, shape, found)
+
+    def seconds(settings) -> float:
+        changed = with_settings(config, settings)
+        time = configured_time(changed, shape, full_rows(changed))
+        assert time is not None
+        return time.seconds
+
+    fitting = [one for one in product(options) if fits_with(config, shape, one.settings)]
+    assert seconds(found) <= 1.001 * min(seconds(one.settings) for one in fitting)
+    assert found["memory.attention_output"] == "both"
