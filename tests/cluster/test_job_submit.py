@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -11,15 +12,18 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from ray.job_submission import JobStatus, JobSubmissionClient
 
+from ray_ulysses.tracking.events import AttemptStarted
 from ray_ulysses.tracking.history import read_history
 from tests.breadth import fast_only
 from tests.distributed.harness import free_port
 from tests.distributed.run_case import make_config, make_corpus
 from tests.docs_commands import clone, commands
 from tests.polling import wait_until
+from tests.unit.tracking.journals import read_events
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 TIMEOUT_S = 240.0
@@ -49,12 +53,13 @@ def head() -> Iterator[str]:
         _connect(f"http://127.0.0.1:{dashboard}", process)
         yield f"http://127.0.0.1:{dashboard}"
     finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        # Told to end, it waits half a minute for its parts; nothing of them is needed any more.
+        parts = psutil.Process(process.pid).children(recursive=True)
+        for one in (process, *parts):
+            with contextlib.suppress(psutil.Error):
+                one.kill()
+        process.wait()
+        psutil.wait_procs(parts, timeout=30)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -92,6 +97,7 @@ def _wait_for_end(client: JobSubmissionClient, job: str) -> None:
     wait_until(lambda: client.get_job_status(job) in END, "the job ends", timeout_s=TIMEOUT_S, every_s=0.5, said=logs)
 
 
+@pytest.mark.slow
 def test_a_job_with_relative_paths_is_refused_with_the_paths_to_write(
     client: JobSubmissionClient, tmp_path: Path
 ) -> None:
@@ -132,6 +138,41 @@ def test_a_submitted_job_trains_says_when_it_is_complete_and_goes_on(
     assert "step=5/5 loss=" in logs and "resumed_step=3" in logs
     history = read_history(config.run_dir)
     assert [step.rows[0] for step in history.steps] == [6 * index for index in range(5)]
+
+
+@pytest.mark.slow
+def test_a_job_whose_driver_was_killed_goes_on_from_peer_memory_when_it_is_submitted_again(
+    client: JobSubmissionClient, tmp_path: Path
+) -> None:
+    """The agents of peer memory outlive the driver; storage holds nothing that could be used instead."""
+    config = make_config(
+        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=4000, data__epochs=4000, cluster__workers=2,
+        cluster__cpus_per_worker=0.25, checkpoint__every_steps=4000, memory__gradient_checkpointing=False,
+    )  # fmt: skip
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml())
+    entry = f"{sys.executable} {REPOSITORY / 'jobs/train.py'} {path}"
+
+    def trains(attempts: int) -> bool:
+        found = [one for one in read_history(config.run_dir).attempts if one.first_step is not None]
+        return len(found) == attempts and (found[-1].last_step or 0) >= (found[-1].first_step or 0) + 5
+
+    job = client.submit_job(entrypoint=entry)
+    wait_until(lambda: trains(1), "training", timeout_s=TIMEOUT_S, said=lambda: str(client.get_job_logs(job)))
+    command = [sys.executable, str(REPOSITORY / "jobs/train.py"), str(path)]
+    (driver,) = [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == command]
+    driver.kill()
+    _wait_for_end(client, job)
+    assert client.get_job_status(job) == JobStatus.FAILED
+    again = client.submit_job(entrypoint=entry)
+    wait_until(lambda: trains(2), "training again", timeout_s=TIMEOUT_S, said=lambda: str(client.get_job_logs(again)))
+    client.stop_job(again)
+    _wait_for_end(client, again)
+    history = read_history(config.run_dir)
+    assert history.status == "stopped" and history.lost_steps <= 1 and history.missing_steps == ()
+    started = [one for one in read_events(config.run_dir) if isinstance(one, AttemptStarted)]
+    assert "peer memory" in str(started[-1].resumed_from), started[-1]
+    assert [step.step for step in history.steps] == list(range(1, history.step + 1))
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from ray_ulysses.run.ownership import claim_checkpoints
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.tracking.events import CheckpointCommitted
 from ray_ulysses.tracking.history import RunHistory, read_history
+from tests.breadth import fast_only
 from tests.cluster.planted_secrets import files_with, plant
 from tests.distributed.harness import run_ranks
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
@@ -104,8 +105,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_corpus(tmp_path_factory.mktemp("data"))
 
 
-def test_a_run_goes_on_over_completion_stop_kill_and_resize(
-    corpus: Path, tmp_path: Path, ray_folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kills_command", fast_only([False, True], False))
+def test_a_run_goes_on_over_a_lost_rank_a_stop_a_killed_command_and_another_size(
+    corpus: Path, tmp_path: Path, ray_folder: Path, monkeypatch: pytest.MonkeyPatch, kills_command: bool
 ) -> None:
     secrets = plant()
     for name, value in secrets.items():
@@ -148,22 +150,13 @@ def test_a_run_goes_on_over_completion_stop_kill_and_resize(
     reasons = [event.reason for event in read_events(config.run_dir) if isinstance(event, CheckpointCommitted)]
     assert {"steps", "request", "stop"} <= set(reasons)
 
-    # The whole command is killed in the middle of the run with sp=2 on 2 workers, and resumed on one.
-    command = start(config_for(2, 2, 80), tmp_path / "second")
-    try:
-        wait_for_step(config, stopped.step + 5)
-        # Afterwards they are no children of this process any more.
-        workers = worker_processes(config)
-        assert len(workers) == len(training_processes(config)) == 2
-        workers += [process for worker in workers for process in worker.children(recursive=True)]
-    finally:
-        command.kill()
-    _, alive = psutil.wait_procs(workers, timeout=30)
-    assert not alive, "workers outlive the command that started them"
+    if kills_command:
+        kill_in_the_middle(config_for(2, 2, 80), stopped.step + 5, tmp_path / "second")
     last = read_history(config.run_dir).step + 3
 
-    # To the end.
-    code, text = train(config_for(1, 1, last), tmp_path / "third")
+    # To the end, on one rank or with two that share each row.
+    workers, sp_size = (1, 1) if kills_command else (2, 2)
+    code, text = train(config_for(workers, sp_size, last), tmp_path / "third")
     assert code == 0, text
     assert f"step={last}/{last} loss=" in text
     assert "mlflow ui" in text and "mean of last" in text
@@ -177,6 +170,21 @@ def test_a_run_goes_on_over_completion_stop_kill_and_resize(
     # All of them were in the environment of the commands, and an embedded Ray inherits it.
     assert list(ray_folder.rglob("runtime_env_agent.log")), "Ray's logs are not where they are looked for"
     assert files_with(secrets, tmp_path, ray_folder) == {}
+
+
+def kill_in_the_middle(config: Config, step: int, folder: Path) -> None:
+    """Kill the whole command in the middle of the run; its workers end by themselves."""
+    command = start(config, folder)
+    try:
+        wait_for_step(config, step)
+        # Afterwards they are no children of this process any more.
+        workers = worker_processes(config)
+        assert len(workers) == len(training_processes(config)) == 2
+        workers += [process for worker in workers for process in worker.children(recursive=True)]
+    finally:
+        command.kill()
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert not alive, "workers outlive the command that started them"
 
 
 def check_against_unbroken(ours: RunHistory, config: Config) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,87 @@ def test_a_torn_state_is_never_loaded(tmp_path: Path, fault_table: ResultTable) 
                 f"torn snapshot: {name}", place, kind="spoil", rank=number % 4, world=4, cause="killed by signal 9",
                 from_storage=True, most_lost=WITHOUT_SAVE, pids=pids, signal=int(signal_),
                 every=SAVE_EVERY if place == "step" else 1,
+            )  # fmt: skip
+        history = rows.finish()
+    check_against_unbroken(run.config, history, tmp_path)
+
+
+def test_lost_agents_and_supervisors_are_survived_in_each_phase(tmp_path: Path, fault_table: ResultTable) -> None:
+    with make_faulty(tmp_path, nodes=2) as run:
+        rows = FaultRows(run, fault_table)
+        for place in PHASES:
+            worker, node = rows.last_node()
+            agent, supervisor = run.agents[node].process.pid, run.processes[worker].pid
+            rows.strike("agent dies", place, kind="kill others", world=4, cause=None, goes_on=True, pids=[agent])
+            # Now the state is in one agent's memory alone, on the other node.
+            rows.strike(
+                "supervisor dies", place, kind="kill others", world=2, cause=rf"lost worker {worker}", pids=[supervisor]
+            )  # fmt: skip
+            rows.begin(2)
+        history = rows.finish()
+    check_against_unbroken(run.config, history, tmp_path)
+
+
+def test_lost_nodes_and_a_lost_driver_are_survived_in_each_phase(tmp_path: Path, fault_table: ResultTable) -> None:
+    with make_faulty(tmp_path, nodes=2) as run:
+        rows = FaultRows(run, fault_table)
+        for place in PHASES:
+            _, node = rows.last_node()
+            rows.strike(
+                "node killed", place, kind="kill others", world=2, cause=r"lost worker", pids=run.pids(node)
+            )  # fmt: skip
+            rows.begin(2)
+        for place in PHASES:
+            rows.strike("driver killed", place, kind="wait", world=4, cause=None, do=lambda: rows.begin(2))
+        history = rows.finish()
+    check_against_unbroken(run.config, history, tmp_path)
+
+
+def test_a_node_and_its_partner_cost_what_storage_has_not(tmp_path: Path, fault_table: ResultTable) -> None:
+    with make_faulty(tmp_path, nodes=3) as run:
+        rows = FaultRows(run, fault_table)
+        for place in PHASES:
+            lost = rows.other_nodes()
+            rows.strike(
+                "node and its partner", place, kind="kill others", world=2, cause=r"lost worker", from_storage=True,
+                most_lost=WITHOUT_SAVE, pids=[pid for node in lost for pid in run.pids(node)],
+            )  # fmt: skip
+            rows.begin(3)
+        history = rows.finish()
+    check_against_unbroken(run.config, history, tmp_path)
+
+
+def test_drained_nodes_are_left_without_a_lost_step(tmp_path: Path, fault_table: ResultTable) -> None:
+    with make_faulty(tmp_path, nodes=3) as run:
+        rows = FaultRows(run, fault_table)
+        for fault, choose in {
+            "drain": lambda: rows.other_nodes()[-1:],
+            "drain of rank 0's node": lambda: [rows.first_node()],
+            "drain of two": rows.other_nodes,
+        }.items():
+            for place in PHASES:
+                nodes = choose()
+                generation = rows.generation()
+                rows.strike(
+                    fault, place, kind="wait", rank=rows.rank_beside(nodes), world=6 - 2 * len(nodes), cause=None,
+                    most_lost=0 if place in ("step", "save") else 1, do=partial(run.draining.update, nodes),
+                )  # fmt: skip
+                # A generation more where one had to be ended for the fault to strike.
+                assert rows.generation() == generation + 1 + (place in ("start", "load")), "one re-form per notice"
+                rows.begin(3)
+        history = rows.finish()
+    check_against_unbroken(run.config, history, tmp_path)
+
+
+def test_storage_that_goes_away_for_a_while_stops_no_training(tmp_path: Path, fault_table: ResultTable) -> None:
+    with make_faulty(tmp_path, nodes=1) as run:
+        rows = FaultRows(run, fault_table)
+        for place in PHASES:
+            # A start reads from storage what peer memory must continue; it is refused, judged, and tried again.
+            in_start = place in ("start", "load")
+            rows.strike(
+                "storage away", place, kind="storage away", world=2, cause=None, goes_on=not in_start,
+                run_dir=str(run.config.run_dir), seconds=4.0,
             )  # fmt: skip
         history = rows.finish()
     check_against_unbroken(run.config, history, tmp_path)

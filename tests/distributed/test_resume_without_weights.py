@@ -19,7 +19,7 @@ from ray_ulysses.engine.zero_state import state_source
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.trainer import loop
-from tests.breadth import fast_cases
+from tests.breadth import fast_cases, fast_only
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
 
@@ -33,10 +33,7 @@ _ALL_CASES = {
     for tied in (True, False)
     for dtype in ("fp32", "bf16")
 }
-CASES = fast_cases(
-    _ALL_CASES, "zero1-random-untied-bf16", "zero2-pretrained-tied-fp32", "zero3-random-tied-fp32",
-    "zero3-pretrained-untied-bf16",
-)  # fmt: skip
+CASES = fast_cases(_ALL_CASES, "zero2-pretrained-untied-bf16", "zero3-random-tied-fp32")
 
 
 def resuming_worker(rank: int, world_size: int, config: Config, session: str) -> None:
@@ -128,7 +125,7 @@ def test_a_first_start_is_noticed_to_draw(tmp_path: Path, corpus: Path) -> None:
         _run(_config(tmp_path, corpus, LAST), "first", resuming_worker)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", fast_only([2, 3], 3))
 def test_a_checkpoint_that_is_damaged_leaves_nothing_in_the_model(tmp_path: Path, corpus: Path, stage: int) -> None:
     """The older one is loaded into the same engine, which holds part of the newer one by then."""
     config = _config(tmp_path, corpus, LAST, memory__zero_stage=stage)
