@@ -12,6 +12,7 @@ import pytest
 from ray_ulysses.cluster.doctor_command import check_cloud
 from ray_ulysses.cluster.metadata_service import found_provider, metadata_service
 from ray_ulysses.elastic.notices import Provider, UnexpectedAnswerError
+from tests.breadth import fast_only
 from tests.unit.cluster.metadata_fakes import FakeMetadata, fake_metadata
 
 ACTION = "/latest/meta-data/spot/instance-action"
@@ -96,7 +97,7 @@ def test_the_interruption_alone_may_be_absent(fake: FakeMetadata) -> None:
         metadata_service("aws", url=fake.url).notice()
 
 
-@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("provider", fast_only(PROVIDERS, "aws"))
 def test_a_service_that_is_slow_or_away_does_not_hold_the_watch(fake: FakeMetadata, provider: Provider) -> None:
     fake.drips = True
     drip = "x" * 1000

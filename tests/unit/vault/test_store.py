@@ -112,7 +112,9 @@ def test_a_partner_that_stops_answering_while_it_copies_is_replaced_by_the_next_
 def test_an_agent_that_accepts_and_never_answers_is_left_out(agents: Agents) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         addresses = {"a": f"127.0.0.1:{silent.getsockname()[1]}", "b": agents["b"].start()}
-        store = VaultStore(VaultAddresses(agents=addresses, node="a", partner="b", token=TOKEN), answer_s=0.3)
+        store = VaultStore(
+            VaultAddresses(agents=addresses, node="a", partner="b", token=TOKEN), answer_s=5.0, progress_s=5.0
+        )
         store.create(SHARD, [b"state"])
         assert store.nodes == ("b",)
         assert read_bytes(store, SHARD) == b"state"
