@@ -57,8 +57,9 @@ def retry_pause_s(failures: int, max_failed_saves: int) -> float:
 def steps_apart(step_s: float, stall_s: float, failures: int) -> int:
     """Return every how many steps the state is kept in the memory of peers (pure).
 
-    Every step, unless the copy stops training for long: then so rarely that it costs 1% of the time. After saves that
-    failed, more rarely each time. A save that takes longer than a step delays the next one by itself.
+    Every step, unless the copy stops training for long: then so rarely that it costs 1% of the time. A save that failed
+    is tried again after the next step, for an agent that has died is left out by then, and after further failures more
+    rarely each time. A save that takes longer than a step delays the next one by itself.
 
     Args:
         step_s: Seconds per step.
@@ -66,7 +67,7 @@ def steps_apart(step_s: float, stall_s: float, failures: int) -> int:
         failures: Consecutive saves that have failed.
     """
     allowed_s = max(_ALLOWED_STALL_S, _ALLOWED_STALL_SHARE * step_s)
-    return max(math.ceil(stall_s / allowed_s), 1 << min(failures, _MOST_DOUBLINGS))
+    return max(math.ceil(stall_s / allowed_s), 1 << min(max(failures - 1, 0), _MOST_DOUBLINGS))
 
 
 def due(triggers: Triggers, flags: Flags, *, step: int, taken_step: int, last_step: int) -> Reason | None:

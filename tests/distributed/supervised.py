@@ -63,7 +63,7 @@ class SupervisedRun:
     session: str = "session"
 
     def __enter__(self) -> SupervisedRun:
-        self._groups, self._closed = 0, threading.Event()
+        self._groups, self._closed, self._changing = 0, threading.Event(), threading.RLock()
         self._environment = {"FAULTS": str(self.folder), "PACE_S": str(self.pace_s)}
         self.begin(self.nodes)
         self._drains = threading.Thread(target=self._follow_drains, daemon=True)
@@ -82,6 +82,10 @@ class SupervisedRun:
 
     def begin(self, nodes: Mapping[int, str], session: str = "session") -> None:
         """Start workers, by another driver if it was lost or the session is new; what agents hold stays."""
+        with self._changing:
+            self._begin(nodes, session)
+
+    def _begin(self, nodes: Mapping[int, str], session: str) -> None:
         self.end_workers()
         self.nodes = dict(nodes)
         limits = self.config.cluster.workers
@@ -153,7 +157,10 @@ class SupervisedRun:
 
     def lost_nodes(self) -> frozenset[str]:
         """Return the nodes on which no worker is left."""
-        alive = {node for worker, node in self.nodes.items() if self.processes[worker].poll() is None}
+        processes = dict(self.processes)
+        alive = {
+            node for worker, node in self.nodes.items() if worker in processes and processes[worker].poll() is None
+        }
         return frozenset(self.nodes.values()) - alive
 
     def _judge(self, question: reform.Judge, group: reform.Group) -> tuple[frozenset[str], bool]:
@@ -169,8 +176,9 @@ class SupervisedRun:
         options: Any = ScalingConfig(num_workers=limits.max, resources_per_worker={"CPU": 1.0})
         policy = _Policy(resolve_run(self.config), {"session": self.session}, options)
         while not self._closed.wait(_LOOK_EVERY_S):
-            steady = frozenset(self.nodes.values()) - self.draining - self.lost_nodes()
-            policy.look_at(self.coordinator, steady, frozenset(self.draining), self.nodes, self.session)
+            with self._changing:
+                steady = frozenset(self.nodes.values()) - self.draining - self.lost_nodes()
+                policy.look_at(self.coordinator, steady, frozenset(self.draining), self.nodes, self.session)
 
 
 class _Policy(WorkerScaling):
