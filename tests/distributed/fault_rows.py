@@ -199,8 +199,8 @@ class FaultRows:
         return self.newest()
 
     def begin(self, nodes: int) -> None:
-        """Lose the driver, and start another on the nodes that are left and new ones, so many in all."""
-        run = self.run
+        """Lose the driver, start another on the nodes left and new ones, so many in all, and wait until it trains."""
+        run, number = self.run, self.newest().number
         run.lose_driver()
         wait_until(
             lambda: all(one.poll() is not None for one in run.processes.values()), "no worker is left",
@@ -218,6 +218,10 @@ class FaultRows:
         per_node = len(run.nodes) // len(set(run.nodes.values()))
         run.judge = judge_of(run, failure_book(run.config, session))
         run.begin({worker: names[worker // per_node] for worker in range(nodes * per_node)}, session)
+        wait_until(
+            lambda: self.newest().number > number and self.newest().steps, "training goes on", timeout_s=TIMEOUT_S,
+            every_s=0.1, said=run.logs,
+        )  # fmt: skip
 
     def generation(self) -> int:
         """Return the number of the generation that trains."""
