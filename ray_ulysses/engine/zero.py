@@ -61,6 +61,8 @@ def prepare_process(local_rank: int, device_type: str) -> None:
     os.environ["LOCAL_RANK"] = str(local_rank)
     if device_type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
+        # Otherwise ZeRO-3 runs `numactl` in every backward pass, to count devices.
+        os.environ.setdefault("LOCAL_SIZE", "1")
         import deepspeed.ops
 
         deepspeed.ops.__compatible_ops__ = {}

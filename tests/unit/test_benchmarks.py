@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import (
     bench_memory,
+    bench_train,
     best_fit_decreasing,
     checkpoint_report,
     data_report,
@@ -441,6 +442,20 @@ def test_the_slope_of_memory_is_the_growth_of_the_peak_per_token(each_kb: int, w
     page = bench_memory.page(record)
     assert page.endswith(f"the slope is at most 15 KB per token: {word}.")
     assert "at most 0.2 of Transformers': met;" in page
+
+
+@pytest.mark.parametrize(("ours_s", "word"), [(0.1, "met"), (0.16, "**not met**")])
+def test_cpu_time_of_training_is_held_to_its_neighbour(ours_s: float, word: str) -> None:
+    sides = {"transformers": [{"cpu_s": 0.1}, {"cpu_s": 0.2}, {"cpu_s": 0.1}]}
+    sides |= {side: [{"cpu_s": ours_s}, {"cpu_s": 2 * ours_s}, {"cpu_s": ours_s}] for side in bench_train.OURS[1]}
+    record = {
+        "date": "2026-01-01", "commit": "abc", "hardware": "two cores", "versions": {"torch": "2"}, "command": "python",
+        "cases": [{"context": 512, "rows": "packed", "sp_size": 1, "sides": sides}],
+    }  # fmt: skip
+    *_, one, three = bench_train.page(record).splitlines()
+    ratio = f"{ours_s / 0.1:.2f}"
+    for line, side in ((one, "ours-zero1"), (three, "ours-zero3")):
+        assert f"| {side} |" in line and line.endswith(f"| {ratio} ({ratio} to {ratio}) | 1.5 | {word} |")
 
 
 @pytest.mark.slow
