@@ -9,8 +9,9 @@ output's size.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,26 +20,35 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import ray_ulysses.attention.chunked  # noqa: F401  (registers the operators named below)
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 KeptOutput = Literal["both", "kernel", "none"]
 """The layouts of attention's output kept under checkpointing: the kernel's and the model's, only the kernel's, or none
 (attention is then recomputed, for the least memory)."""
 
 
-def checkpoint_contexts(keep: KeptOutput) -> Callable[[], tuple[Any, Any]] | None:
-    """Return the ``context_fn`` of ``torch.utils.checkpoint`` (non-reentrant), or ``None`` to keep nothing."""
+CHANGED_IN_PLACE = "{} was changed in place after the forward; the backward pass needs it unchanged"
+"""The error of what is kept, with its name."""
+
+Stash = Callable[[Any], Callable[[], Any]]
+"""Takes the results of an operator, and returns what gives them back, once."""
+
+
+def checkpoint_contexts(keep: KeptOutput, stash: Stash | None = None) -> Callable[[], tuple[Any, Any]] | None:
+    """Return the ``context_fn`` of ``torch.utils.checkpoint`` (non-reentrant), or ``None`` to keep nothing.
+
+    Args:
+        keep: What is kept.
+        stash: Keeps it until the recomputation; by default where it is. Not for what is compiled.
+    """
     if keep == "none":
         return None
     operators = torch.ops.ray_ulysses
     kept = {operators.attend_payload.default, operators.attend_heads.default, operators.attend_in_chunks.default}
     if keep == "both":
         kept.add(operators.scatter_heads.default)
-    return partial(_contexts, frozenset(kept))
+    return partial(_contexts, frozenset(kept), stash or _hold)
 
 
-def _contexts(kept: frozenset[Any]) -> tuple[Any, Any]:
+def _contexts(kept: frozenset[Any], stash: Stash) -> tuple[Any, Any]:
     """Return the context managers of forward and recomputation.
 
     Torch's own pair is used only under compilation: it requires a recomputation to run the same operators as the
@@ -49,13 +59,25 @@ def _contexts(kept: frozenset[Any]) -> tuple[Any, Any]:
         contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(partial(_policy, kept))
         return contexts
     storage: dict[Any, deque[Any]] = {operator: deque() for operator in kept}
-    return _Keep(storage), _Replay(storage)
+    return _Keep(storage, stash), _Replay(storage)
+
+
+def _hold(values: Any) -> Callable[[], Any]:
+    versions = _versions(values)
+
+    def give_back() -> Any:
+        if _versions(values) != versions:
+            raise RuntimeError(CHANGED_IN_PLACE.format("a result of attention"))
+        return values
+
+    return give_back
 
 
 class _Mode(TorchDispatchMode):
-    def __init__(self, storage: dict[Any, deque[Any]]) -> None:
+    def __init__(self, storage: dict[Any, deque[Callable[[], Any]]], stash: Stash = _hold) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._storage = storage
+        self._stash = stash
 
 
 class _Keep(_Mode):
@@ -65,8 +87,7 @@ class _Keep(_Mode):
         """Run the operator."""
         out = operator(*args, **(kwargs or {}))
         if operator in self._storage:
-            kept = tree_map_only(torch.Tensor, torch.Tensor.detach, out)
-            self._storage[operator].append((kept, _versions(kept)))
+            self._storage[operator].append(self._stash(tree_map_only(torch.Tensor, torch.Tensor.detach, out)))
         return out
 
 
@@ -82,12 +103,7 @@ class _Replay(_Mode):
                 f"the result of {operator} was kept for one backward pass; a checkpointed layer can't run it twice "
                 "(retain_graph=True): set memory.attention_output=none for that"
             )
-        kept, versions = self._storage[operator].popleft()
-        if _versions(kept) != versions:
-            raise RuntimeError(
-                f"the result of {operator} was changed in place after the forward; the backward pass needs it unchanged"
-            )
-        return kept
+        return self._storage[operator].popleft()()
 
 
 def _versions(values: Any) -> list[int]:

@@ -53,6 +53,11 @@ class MemoryEstimate:
         """The same on the host."""
         return _peak(self.host)
 
+    @property
+    def offloaded_bytes(self) -> int:
+        """Host memory of the activations that are kept there."""
+        return sum(one.bytes for one in self.host if one.name in _KEPT_TERMS.values())
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _AttentionSplit:
@@ -203,16 +208,18 @@ def _kept_attention(shape: ModelShape, tokens: int, split: _AttentionSplit, valu
     if split.kept == "none":
         return []
     is_both = split.kept == "both" and split.ulysses_size > 1 and split.chunks == 1
-    share = split.heads(shape).imbalance
-    # The kernel's layout has the heads of the rank with the most; the model's has all heads of this rank's slice.
-    width = shape.attention_width / shape.num_layers * (share + 1 if is_both else share)
-    each = round(width * value + shape.num_heads * share * FP32_BYTES)
+    heads = split.heads(shape)
+    # The kernel's layout has the heads of the rank with the most, for the tokens of all ranks that exchange; the
+    # model's has all heads of this rank's slice. In whole numbers, by which host memory is reserved.
+    in_kernel = heads.max_heads * len(heads.ranks)
+    width = shape.attention_width // shape.num_heads * (in_kernel + (shape.num_heads if is_both else 0))
+    each = width * value + shape.num_layers * in_kernel * FP32_BYTES
     layouts = "in the layouts of kernel and model" if is_both else "in one layout"
     text = (
-        f"{shape.num_layers} layers x {tokens:,} tokens per rank x {each:,} bytes: output {layouts} and log-sum-exp "
-        f"(memory.attention_output={split.kept})"
+        f"{shape.num_layers} layers x {tokens:,} tokens per rank x {each // shape.num_layers:,} bytes: output "
+        f"{layouts} and log-sum-exp (memory.attention_output={split.kept})"
     )
-    return [term(_KEPT_TERMS["attention_outputs"], shape.num_layers * tokens * each, "always", text)]
+    return [term(_KEPT_TERMS["attention_outputs"], tokens * each, "always", text)]
 
 
 def _attention(shape: ModelShape, tokens: int, split: _AttentionSplit, value: int) -> list[MemoryTerm]:

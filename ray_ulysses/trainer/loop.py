@@ -11,12 +11,14 @@ import numpy as np
 from ray_ulysses.attention.ulysses import apply_ulysses
 from ray_ulysses.data.plan.steps import num_micro_batches
 from ray_ulysses.data.read.digest import add_digests
+from ray_ulysses.engine.activation_offload import offload_activations
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.engine.optimizer import learning_rate
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.engine.zero import build_engine, partition_config, prepare_process
 from ray_ulysses.parallel.mesh import SequenceMesh
-from ray_ulysses.planner.settings import mlp_tile
+from ray_ulysses.planner.configured import configured_memory
+from ray_ulysses.planner.settings import kept_attention, mlp_tile
 from ray_ulysses.run.settings import last_step_of, resolve_run, zero_settings
 from ray_ulysses.trainer.agreement import Flags, with_requests
 from ray_ulysses.trainer.bad_steps import StepGuard
@@ -122,6 +124,13 @@ def _run(context: AttemptContext, mesh: SequenceMesh, recorder: Recorder) -> Att
         model = build_model(config, partition_config(settings), start.description)
         apply_ulysses(model, mesh, attention=config.model.attention, chunks=config.memory.attention_chunks)
         tile_mlps(model, mlp_tile(config))
+        offload_activations(
+            model,
+            config.memory.offload_activations,
+            keep=kept_attention(config),
+            budget_bytes=configured_memory(config, run.shape).offloaded_bytes,
+            device=worker.device,
+        )
         engine = build_engine(model, settings)
         engine.train()
         attempt = _Attempt(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from types import MethodType
 from typing import Any
@@ -106,17 +107,22 @@ def test_a_checkpointed_layer_computes_12_products_of_a_projection_where_11_are_
     assert counts == {"off": 11, 64: 12}
 
 
+def peak_bytes(run: Callable[[], Any]) -> int:
+    """Return how much torch's allocator has given out at most."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes() if event.name() == "[memory]" else 0
+        most = max(most, now)
+    return most
+
+
 def test_the_peak_of_tiled_layers_is_about_a_third_of_that_without() -> None:
     def peak(tile: TileSetting) -> int:
         layers, hidden = layers_of(tile, 4096, 512)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-            train(layers, hidden)
-        events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-        now = most = 0
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            now += event.nbytes() if event.name() == "[memory]" else 0
-            most = max(most, now)
-        return most
+        return peak_bytes(lambda: train(layers, hidden))
 
     assert peak(256) <= 0.35 * peak("off")
 

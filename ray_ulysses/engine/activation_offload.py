@@ -1,0 +1,311 @@
+"""Keeps what gradient checkpointing saves of each layer in host memory between the forward and the backward pass.
+
+A layer's input and the results of its attention are copied out when they are made, and copied back one layer ahead of
+the backward pass. Two layers' are on the device at once: in the forward pass the current layer's and those of the one
+before, whose copies may still run; in the backward pass the current layer's and those of the next.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ray_ulysses.attention.recompute import CHANGED_IN_PLACE, KeptOutput, checkpoint_contexts
+from ray_ulysses.engine.host_copies import CpuCopies, CudaCopies, HostCopies
+from ray_ulysses.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ray_ulysses.config.running import KeptActivation
+
+_ALIGNMENT = 64
+_SLABS_PER_LAYER = 4
+
+
+def offload_activations(
+    model: nn.Module,
+    kinds: Collection[KeptActivation],
+    *,
+    keep: KeptOutput,
+    budget_bytes: int,
+    device: torch.device,
+) -> None:
+    """Keep activations of a model's checkpointed layers in host memory; after its checkpointing was enabled.
+
+    Args:
+        model: A ``PreTrainedModel``.
+        kinds: What is kept there; nothing is changed if it is empty.
+        keep: The layouts in which attention's output is kept.
+        budget_bytes: Most host memory that it may take.
+        device: Where the model computes.
+    """
+    if not kinds:
+        return
+    layers: list[Any] = [layer for layer in model.modules() if getattr(layer, "gradient_checkpointing", False)]
+    # Slabs are aligned, which the budget does not count.
+    size = budget_bytes + len(layers) * _SLABS_PER_LAYER * _ALIGNMENT
+    copies = CudaCopies(size, device) if device.type == "cuda" else CpuCopies(size)
+    offload = ActivationOffload(copies, kinds, keep=keep, budget_bytes=size)
+    for layer in layers:
+        layer._gradient_checkpointing_func = partial(offload.checkpoint, layer._gradient_checkpointing_func)
+
+
+@dataclass(slots=True, eq=False)
+class _Slab:
+    """A part of the host memory."""
+
+    start: int
+    stop: int
+    is_free: bool = False
+
+
+class _Slabs:
+    """The host memory, taken like a stack: the backward pass gives back in about the reverse order."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._taken: list[_Slab] = []
+
+    @property
+    def are_free(self) -> bool:
+        """Whether nothing is in use."""
+        return not self._taken
+
+    @property
+    def end(self) -> int:
+        """The end of what is in use."""
+        return self._taken[-1].stop if self._taken else 0
+
+    def take(self, num_bytes: int) -> _Slab:
+        """Take a slab.
+
+        Raises:
+            UserError: There is no room for it.
+        """
+        start = -(-self.end // _ALIGNMENT) * _ALIGNMENT
+        if start + num_bytes > self._budget_bytes:
+            raise UserError(
+                f"memory.offload_activations: {num_bytes:,} bytes more than {start:,} of activations are beyond the "
+                f"{self._budget_bytes:,} bytes of host memory that are planned for them; each forward pass needs its "
+                "backward pass before the next one begins, and where the model keeps more than `plan` counts, set "
+                "memory.offload_activations: []"
+            )
+        slab = _Slab(start, start + num_bytes)
+        self._taken.append(slab)
+        return slab
+
+    def give_back(self, slab: _Slab) -> None:
+        """Give a slab back."""
+        slab.is_free = True
+        while self._taken and self._taken[-1].is_free:
+            self._taken.pop()
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Kept:
+    """A tensor in host memory; given up where it is no longer needed.
+
+    Attributes:
+        layer: Number of its layer's forward.
+        slab: Its place.
+        like: Its shape, strides and type, on the meta device.
+        device: Its device.
+        given_up: Where it leaves its slab.
+        tensor: The tensor on the device, as long as its copy to the host may run.
+        version: Its version when it was copied.
+        target: Where it is copied back to.
+        running: Copies that may run, with their side on the device.
+        is_taken: Whether the backward pass has it.
+    """
+
+    layer: int
+    slab: _Slab
+    like: torch.Tensor
+    device: torch.device
+    given_up: deque[tuple[_Slab, list[tuple[Any, torch.Tensor]]]]
+    tensor: torch.Tensor | None
+    version: int
+    target: torch.Tensor | None = None
+    running: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
+    is_taken: bool = False
+
+    def leave_device(self, copies: HostCopies) -> None:
+        """Free the tensor on the device, after its copy."""
+        if self.tensor is not None:
+            self._check()
+            _wait(copies, self.running)
+            self.tensor = None
+
+    def return_to_device(self, copies: HostCopies) -> None:
+        """Begin to copy the tensor back, if it has left the device."""
+        if self.tensor is None and self.target is None:
+            self.target = torch.empty_like(self.like, device=self.device)
+            flat = _flat(self.target)
+            self.running.append((copies.copy_in(self.slab.start, flat), flat))
+
+    def take(self, copies: HostCopies) -> torch.Tensor:
+        """Return the tensor, on the device."""
+        if self.tensor is None:
+            _wait(copies, self.running)
+        else:
+            self._check()
+        value = self.target if self.tensor is None else self.tensor
+        assert value is not None
+        self.is_taken = True
+        self.tensor = self.target = None
+        self.given_up.append((self.slab, self.running))
+        return value
+
+    def __del__(self) -> None:
+        # Destructors run at any time: no copy is waited for here.
+        if not self.is_taken:
+            self.given_up.append((self.slab, self.running))
+
+    def _check(self) -> None:
+        if self.tensor is not None and self.tensor._version != self.version:
+            raise RuntimeError(CHANGED_IN_PLACE.format("an activation that is copied to host memory"))
+
+
+class ActivationOffload:
+    """Activations of checkpointed layers in host memory."""
+
+    def __init__(
+        self, copies: HostCopies, kinds: Collection[KeptActivation], *, keep: KeptOutput, budget_bytes: int
+    ) -> None:
+        self._copies = copies
+        self._kinds = kinds
+        self._keep = keep
+        self._slabs = _Slabs(budget_bytes)
+        # By the number of the layer's forward, ascending. The graph owns what is kept.
+        self._layers: dict[int, list[weakref.ref[_Kept]]] = {}
+        self._num_layers = 0
+        self._given_up: deque[tuple[_Slab, list[tuple[Any, torch.Tensor]]]] = deque()
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Host memory up to the end of the last slab that is in use."""
+        self._give_back()
+        return self._slabs.end
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def checkpoint(self, own: Callable[..., Any], function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Run a layer as ``own``, a partial of ``torch.utils.checkpoint.checkpoint``, does."""
+        layer: list[int] = []
+
+        def put(tensor: torch.Tensor) -> _Kept:
+            # Without gradients nothing is kept, and no layer counts.
+            if not layer:
+                layer.append(self._begin_layer())
+            return self._put(tensor, layer[0])
+
+        def stash(results: Any) -> Callable[[], Any]:
+            return partial(tree_map, self._take, tree_map(put, results))
+
+        if "attention_outputs" in self._kinds:
+            options["context_fn"] = checkpoint_contexts(self._keep, stash)
+        if "layer_inputs" not in self._kinds:
+            return own(function, *args, **options)
+        hidden = args[0] if args else None
+        if not isinstance(hidden, torch.Tensor):
+            raise UserError(
+                "memory.offload_activations: this model calls its layers with their input by name, so that "
+                "layer_inputs can't be told from the rest; leave layer_inputs out"
+            )
+
+        # The graph keeps the hooks, which must not keep the input.
+        inputs = [hidden.detach()]
+
+        def pack(saved: torch.Tensor) -> Any:
+            return put(inputs.pop()) if inputs and _is_same(saved, inputs[0]) else saved
+
+        # Hooks of what the layer itself saves are the checkpoint's.
+        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
+            return own(function, *args, **options)
+
+    def _begin_layer(self) -> int:
+        """Return the number of a new layer's forward; of those before, only the last one stays on the device."""
+        self._give_back()
+        if self._slabs.are_free:
+            # Layers of a pass that was given up.
+            self._layers.clear()
+        number, self._num_layers = self._num_layers, self._num_layers + 1
+        for one in self._kept_of(number - 2):
+            one.leave_device(self._copies)
+        self._layers[number] = []
+        return number
+
+    def _put(self, tensor: torch.Tensor, layer: int) -> _Kept:
+        self._give_back()
+        # Copied in the order of its storage, so that it comes back with the strides that it has.
+        is_dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+        dense = tensor if is_dense else tensor.contiguous()
+        flat = _flat(dense)
+        slab = self._slabs.take(len(flat))
+        copy = self._copies.copy_out(flat, slab.start)
+        kept = _Kept(
+            layer=layer,
+            slab=slab,
+            like=torch.empty_like(dense, device="meta"),
+            device=tensor.device,
+            given_up=self._given_up,
+            tensor=tensor,
+            version=tensor._version,
+            running=[(copy, flat)],
+        )
+        self._layers[layer].append(weakref.ref(kept))
+        return kept
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        value: torch.Tensor = self._take(packed) if isinstance(packed, _Kept) else packed
+        return value
+
+    def _take(self, kept: _Kept) -> torch.Tensor:
+        """Return a tensor to the backward pass; the rest of its layer, and the next layer, begin to come back."""
+        if kept.is_taken:
+            raise RuntimeError(
+                "an activation was kept in host memory for one backward pass; a checkpointed layer can't run it twice "
+                "(retain_graph=True): set memory.offload_activations: [] for that"
+            )
+        self._give_back()
+        following = next((layer for layer in reversed(self._layers) if layer < kept.layer), -1)
+        for layer in (kept.layer, following):
+            for one in self._kept_of(layer):
+                one.return_to_device(self._copies)
+        value = kept.take(self._copies)
+        if not self._kept_of(kept.layer):
+            del self._layers[kept.layer]
+        return value
+
+    def _kept_of(self, layer: int) -> list[_Kept]:
+        found = (reference() for reference in self._layers.get(layer, ()))
+        return [kept for kept in found if kept is not None and not kept.is_taken]
+
+    def _give_back(self) -> None:
+        while self._given_up:
+            slab, running = self._given_up.popleft()
+            _wait(self._copies, running)
+            self._slabs.give_back(slab)
+
+
+def _wait(copies: HostCopies, running: list[tuple[Any, torch.Tensor]]) -> None:
+    for copy, _ in running:
+        copies.wait(copy)
+    running.clear()
+
+
+def _flat(dense: torch.Tensor) -> torch.Tensor:
+    """Return a view of the bytes of a tensor without gaps, in the order of its storage."""
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    layouts = ((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in (one, other))
+    return len(set(layouts)) == 1

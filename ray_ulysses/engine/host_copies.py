@@ -1,0 +1,156 @@
+"""Copies between a device and one range of host memory, beside the computation.
+
+The range is reserved at once and takes memory as it is used. With CUDA, what is used is pinned piece by piece, so that
+copies are asynchronous: torch's own pinned memory would be rounded up to a power of two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from ray_ulysses.errors import UserError
+
+_log = logging.getLogger(__name__)
+
+PIECE_BYTES = 256 << 20
+"""Bytes that are pinned at once."""
+
+
+class HostCopies(Protocol):
+    """Copies between a device and a range of host memory.
+
+    A copy begins after everything that the caller's computation was given to do before. It has ended for the
+    computation that follows `wait`; until then, neither side of it may be written, freed or, where it is the
+    destination, read.
+    """
+
+    def copy_out(self, source: torch.Tensor, start: int) -> Any:
+        """Begin to copy bytes (uint8, one dimension) to the range from ``start`` on; return what to wait for."""
+
+    def copy_in(self, start: int, target: torch.Tensor) -> Any:
+        """Begin to copy bytes from the range from ``start`` on; return what to wait for."""
+
+    def wait(self, copy: Any) -> None:
+        """Let the computation that follows begin after a copy."""
+
+
+def host_range(num_bytes: int) -> torch.Tensor:
+    """Reserve host memory, uint8; a page takes memory once it is written.
+
+    Raises:
+        UserError: The system refuses that much.
+    """
+    try:
+        reserved = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError, OverflowError) as error:
+        raise UserError(
+            f"memory.offload_activations: {num_bytes:,} bytes of host memory can't be reserved ({error}); use a "
+            "smaller data.context_tokens, a larger parallel.sp_size, or memory.offload_activations: []"
+        ) from error
+    return torch.frombuffer(reserved, dtype=torch.uint8)
+
+
+class CpuCopies:
+    """Copies on the host, which have ended when a call returns."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._range = host_range(num_bytes)
+
+    def copy_out(self, source: torch.Tensor, start: int) -> None:
+        """Copy to the range."""
+        self._range[start : start + len(source)].copy_(source)
+
+    def copy_in(self, start: int, target: torch.Tensor) -> None:
+        """Copy from the range."""
+        target.copy_(self._range[start : start + len(target)])
+
+    def wait(self, copy: None) -> None:
+        """Return at once."""
+
+
+class CudaCopies:
+    """Copies on a stream of their own."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._pinned = PinnedRange(host_range(num_bytes), device)
+        self._stream = torch.cuda.Stream(device)
+
+    def copy_out(self, source: torch.Tensor, start: int) -> torch.cuda.Event:
+        """Begin to copy to the range."""
+        with self._copying() as ended:
+            for host, part in self._pinned.pieces(start, len(source)):
+                host.copy_(source[part], non_blocking=True)
+        return ended
+
+    def copy_in(self, start: int, target: torch.Tensor) -> torch.cuda.Event:
+        """Begin to copy from the range."""
+        with self._copying() as ended:
+            for host, part in self._pinned.pieces(start, len(target)):
+                target[part].copy_(host, non_blocking=True)
+        return ended
+
+    def wait(self, copy: torch.cuda.Event) -> None:
+        """Make the current stream wait."""
+        torch.cuda.current_stream(self._stream.device).wait_event(copy)
+
+    @contextlib.contextmanager
+    def _copying(self) -> Iterator[torch.cuda.Event]:
+        # The caller's stream is asked for each time: a backward pass has its own.
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        ended = torch.cuda.Event()
+        with torch.cuda.stream(self._stream):
+            yield ended
+            ended.record(self._stream)
+
+
+class PinnedRange:
+    """A range of host memory that is pinned as it is used, or stays pageable where that fails."""
+
+    def __init__(self, memory: torch.Tensor, device: torch.device, cudart: Callable[[], Any] | None = None) -> None:
+        self._memory = memory
+        self._device = device
+        self._cudart = cudart or torch.cuda.cudart
+        self._pinned_to = 0
+        self._is_pinnable = True
+
+    def pieces(self, start: int, num_bytes: int) -> Iterator[tuple[torch.Tensor, slice]]:
+        """Yield parts of the range, none of which two pinned pieces share, and where they are in the tensor."""
+        stop = start + num_bytes
+        self._pin_to(stop)
+        while start < stop:
+            end = min(stop, (start // PIECE_BYTES + 1) * PIECE_BYTES)
+            yield self._memory[start:end], slice(num_bytes - (stop - start), num_bytes - (stop - end))
+            start = end
+
+    def _pin_to(self, stop: int) -> None:
+        while self._is_pinnable and self._pinned_to < stop:
+            piece = self._memory[self._pinned_to : self._pinned_to + PIECE_BYTES]
+            cudart = self._cudart()
+            error = int(cudart.cudaHostRegister(piece.data_ptr(), len(piece), 0))
+            if error:
+                self._is_pinnable = False
+                _log.warning(
+                    "memory.offload_activations: host memory can't be pinned beyond %d bytes (CUDA error %d); copies "
+                    "of the rest are slower and keep the computation waiting. Raise the limit of locked memory "
+                    "(ulimit -l, or that of the container)",
+                    self._pinned_to,
+                    error,
+                )
+                # CUDA reports the error again to whoever launches the next kernel.
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros((), device=self._device)
+                return
+            # The piece keeps the memory alive until it is no longer pinned.
+            weakref.finalize(self, _unpin, cudart, piece).atexit = False
+            self._pinned_to += len(piece)
+
+
+def _unpin(cudart: Any, piece: torch.Tensor) -> None:
+    cudart.cudaHostUnregister(piece.data_ptr())

@@ -1,0 +1,94 @@
+"""The range of host memory that activations are copied to: pinned as it is used, or pageable with one warning."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from ray_ulysses.engine import host_copies
+from ray_ulysses.engine.host_copies import CpuCopies, PinnedRange, host_range
+from ray_ulysses.errors import UserError
+
+PIECE = 4096
+
+
+@dataclass
+class Cudart:
+    """Stands in for `torch.cuda.cudart()`."""
+
+    room: int
+    pinned: dict[int, int] = field(default_factory=dict)
+    refused: int = 0
+
+    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
+        """Pin memory while there is room."""
+        if sum(self.pinned.values()) + size > self.room:
+            self.refused += 1
+            return 2
+        self.pinned[pointer] = size
+        return 0
+
+    def cudaHostUnregister(self, pointer: int) -> int:
+        """Unpin memory."""
+        del self.pinned[pointer]
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_copies, "PIECE_BYTES", PIECE)
+
+
+def test_memory_is_pinned_as_it_is_used_and_no_more_than_is_needed() -> None:
+    cudart = Cudart(room=1 << 30)
+    pinned = PinnedRange(host_range(3 * PIECE + 100), torch.device("cpu"), lambda: cudart)
+    assert cudart.pinned == {}
+    parts = list(pinned.pieces(PIECE - 10, PIECE + 30))
+    # No copy reaches over two pieces, which CUDA may refuse.
+    assert [(len(host), part) for host, part in parts] == [
+        (10, slice(0, 10)),
+        (PIECE, slice(10, PIECE + 10)),
+        (20, slice(PIECE + 10, PIECE + 30)),
+    ]
+    assert list(cudart.pinned.values()) == [PIECE] * 3
+    list(pinned.pieces(0, 3 * PIECE + 100))
+    # The last piece is not rounded up.
+    assert list(cudart.pinned.values()) == [PIECE] * 3 + [100]
+    assert [b - a for a, b in zip(cudart.pinned, list(cudart.pinned)[1:], strict=False)] == [PIECE] * 3
+    del pinned, parts
+    gc.collect()
+    assert cudart.pinned == {}
+
+
+def test_memory_that_can_not_be_pinned_stays_pageable_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    cudart = Cudart(room=PIECE)
+    pinned = PinnedRange(host_range(4 * PIECE), torch.device("cpu"), lambda: cudart)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            parts = list(pinned.pieces(0, 4 * PIECE))
+    assert len(parts) == 4
+    assert cudart.refused == 1 and len(cudart.pinned) == 1
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        f"memory.offload_activations: host memory can't be pinned beyond {PIECE} bytes (CUDA error 2); copies of the "
+        "rest are slower"
+    )
+
+
+def test_bytes_come_back_from_where_they_went() -> None:
+    copies = CpuCopies(64)
+    values = torch.arange(10, dtype=torch.uint8)
+    copies.copy_out(values, 50)
+    target = torch.zeros(10, dtype=torch.uint8)
+    copies.copy_in(50, target)
+    copies.wait(None)
+    assert torch.equal(target, values)
+
+
+def test_memory_that_the_system_does_not_have_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^memory\.offload_activations: [\d,]+ bytes of host memory can't be reserved"):
+        host_range(1 << 62)
