@@ -78,6 +78,7 @@ FREE: dict[str, str] = {
     "memory.mlp_tile": "gradients agree within rounding",
     "memory.zero_stage": "a checkpoint of any stage loads at any other",
     "memory.offload_optimizer": "",
+    "memory.offload_param": "",
     "memory.nvme_path": "",
     "memory.device_gib": "",
     "memory.host_gib": "",

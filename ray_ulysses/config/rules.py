@@ -152,6 +152,18 @@ def _nvme_has_a_place(config: Config) -> Iterator[Problem]:
         )
 
 
+def _offloaded_weights_are_sharded(config: Config) -> Iterator[Problem]:
+    memory = config.memory
+    if memory.offload_param != "none" and (memory.zero_stage != 3 or memory.offload_optimizer != "cpu"):
+        yield Problem(
+            path="memory.offload_param",
+            value=memory.offload_param,
+            rule="needs memory.zero_stage=3 and memory.offload_optimizer=cpu, and they are "
+            f"{memory.zero_stage} and {memory.offload_optimizer}",
+            hint="set both, or memory.offload_param: none",
+        )
+
+
 def _offloaded_activations_are_kept(config: Config) -> Iterator[Problem]:
     offloaded = list(config.memory.offload_activations)
     if offloaded and not config.memory.gradient_checkpointing:
@@ -372,6 +384,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _evaluation_has_documents,
     _best_has_a_metric,
     _nvme_has_a_place,
+    _offloaded_weights_are_sharded,
     _offloaded_activations_are_kept,
     _kernel_suits_the_device,
     _network_storage_has_a_server,

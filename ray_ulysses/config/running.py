@@ -101,6 +101,11 @@ class MemorySection(Section):
     """Where the optimizer state is kept: `none` leaves it on the GPU, `cpu` moves it to host memory, `nvme` to files
     under `nvme_path` (`zero_stage` 3 only). Default `none`, which is faster where it fits."""
 
+    offload_param: Literal["none", "cpu"] = "none"
+    """Where each rank's share of the weights is kept between uses: `none` leaves it on the GPU, `cpu` keeps it in host
+    memory, from where every use of a layer fetches it (`zero_stage` 3 with `offload_optimizer: cpu` only). Default
+    `none`."""
+
     nvme_path: PlacePath | None = None
     """Directory on a local disk of each node for `offload_optimizer: nvme`. Default null."""
 

@@ -63,7 +63,12 @@ def measure_step(
     mine = [(dp_rank * accumulation + micro) % 2 for micro in range(accumulation)]
 
     tiny = replace(
-        settings, accumulation=accumulation, offload_optimizer="none", partition_everything=True, max_grad_norm=1.0
+        settings,
+        accumulation=accumulation,
+        offload_optimizer="none",
+        offload_param="none",
+        partition_everything=True,
+        max_grad_norm=1.0,
     )
     with _collected():
         model = apply_ulysses(_tiny_decoder(mesh, dtype, device), mesh, kernel, chunks=chunks)

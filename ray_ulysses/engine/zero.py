@@ -33,6 +33,7 @@ class ZeroSettings:
         dtype: Precision of weights and activations; with bf16, fp32 master weights are kept.
         max_grad_norm: Maximum global gradient norm; ``None`` for no clipping.
         weight_decay: Applied to matrices, not to norms and biases.
+        offload_param: Where each rank's share of the weights is kept, in stage 3.
         nvme_path: Directory for ``offload_optimizer="nvme"``.
         sub_group_elements: Elements updated at once per rank in ZeRO-3; ``None`` for DeepSpeed's default, or with NVMe
             for one with small buffers.
@@ -48,6 +49,7 @@ class ZeroSettings:
     eps: float
     weight_decay: float
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
+    offload_param: Literal["none", "cpu"] = "none"
     nvme_path: str | None = None
     sub_group_elements: int | None = None
     partition_everything: bool = False
@@ -82,6 +84,8 @@ def zero_config(settings: ZeroSettings) -> dict[str, Any]:
     }
     if settings.offload_optimizer != "none":
         zero["offload_optimizer"] = _offload_config(settings)
+    if settings.offload_param != "none":
+        zero["offload_param"] = {"device": settings.offload_param, "pin_memory": torch.cuda.is_available()}
     if settings.stage == 3 and (settings.sub_group_elements or settings.offload_optimizer == "nvme"):
         zero["sub_group_size"] = settings.sub_group_elements or NVME_SUB_GROUP_ELEMENTS
     if settings.stage == 3 and settings.partition_everything:

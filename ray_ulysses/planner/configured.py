@@ -22,6 +22,7 @@ def configured_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
         dtype=config.model.dtype,
         zero_stage=config.memory.zero_stage,
         offload_optimizer=config.memory.offload_optimizer,
+        offload_param=config.memory.offload_param,
         gradient_checkpointing=config.memory.gradient_checkpointing,
         attention_output=kept_attention(config),
         offload_activations=config.memory.offload_activations,

@@ -91,6 +91,7 @@ def estimate(
     dtype: Literal["bf16", "fp32"] = "bf16",
     zero_stage: Literal[1, 2, 3] = 3,
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none",
+    offload_param: Literal["none", "cpu"] = "none",
     gradient_checkpointing: bool = True,
     attention_output: Literal["both", "kernel", "none"] = "both",
     offload_activations: Collection[KeptActivation] = (),
@@ -113,6 +114,7 @@ def estimate(
         dtype: Type of compute.
         zero_stage: Shards the optimizer's state (1), also the gradients (2), or also the weights (3).
         offload_optimizer: Where the optimizer's state is stored.
+        offload_param: Where a rank's share of the weights is stored at stage 3.
         gradient_checkpointing: Whether layers are recomputed in the backward pass.
         attention_output: What gradient checkpointing keeps of attention's output.
         offload_activations: What of that, and of the layers' inputs, is kept in host memory.
@@ -127,15 +129,13 @@ def estimate(
     local_tokens, value = -(-context_tokens // sp_size), BYTES_PER_VALUE[dtype]
     sharing = StateSharing(
         stage=zero_stage, world_size=world_size, value_bytes=value, offload=offload_optimizer,
-        host_buffers=host_buffers, peer_memory=peer_memory,
+        host_buffers=host_buffers, peer_memory=peer_memory, offload_param=offload_param,
     )  # fmt: skip
-    device = device_state(shape, sharing)
     attention = _AttentionSplit(
         ulysses_size=sp_size // ring_size, ring_size=ring_size, chunks=attention_chunks, kept=attention_output
     )
-    tile = mlp_tile_tokens(mlp_tile, local_tokens, shape.intermediate_size)
-    device += _activations(shape, local_tokens, attention, value, tile, checkpointed=gradient_checkpointing)
-    device, activations = _offloaded(device, offload_activations, shape.num_layers)
+    kept = _activations(shape, local_tokens, attention, value, mlp_tile, checkpointed=gradient_checkpointing)
+    device, activations = _offloaded(device_state(shape, sharing) + kept, offload_activations, shape.num_layers)
     device += _loss(shape, local_tokens, value, loss_tile)
     on_host, on_device = load_terms(shape, init, sharing)
     device += [one for one in (on_device, _RUNTIME if accelerator else None) if one is not None]
@@ -161,8 +161,9 @@ def _offloaded(
 
 
 def _activations(
-    shape: ModelShape, tokens: int, split: _AttentionSplit, value: int, mlp_tile: int, *, checkpointed: bool
+    shape: ModelShape, tokens: int, split: _AttentionSplit, value: int, setting: TileSetting, *, checkpointed: bool
 ) -> list[MemoryTerm]:
+    mlp_tile = mlp_tile_tokens(setting, tokens, shape.intermediate_size)
     hidden, layers = shape.hidden_size, shape.num_layers
     one_layer = [_around(shape, tokens, value), *_attention(shape, tokens, split, value)]
     mlp = _mlp(shape, tokens, value, mlp_tile)

@@ -36,6 +36,7 @@ class StateSharing:
         offload: Where the optimizer's state is stored.
         host_buffers: Copies of a rank's state from which checkpoints are written.
         peer_memory: Whether the newest state is kept in the memory of nodes as well.
+        offload_param: Where a rank's share of the weights is stored at stage 3.
     """
 
     stage: Literal[1, 2, 3]
@@ -44,6 +45,7 @@ class StateSharing:
     offload: Literal["none", "cpu", "nvme"]
     host_buffers: int
     peer_memory: bool = False
+    offload_param: Literal["none", "cpu"] = "none"
 
     @property
     def is_fp32(self) -> bool:
@@ -62,7 +64,7 @@ class StateSharing:
 
 def device_state(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
     """Return the state on the device."""
-    terms = [_weights(shape, sharing)]
+    terms = [_weights(shape, sharing)] if sharing.offload_param == "none" else []
     if sharing.offload == "none":
         terms += _optimizer(shape, sharing)
     gradients = _device_gradients(shape, sharing)
@@ -77,7 +79,7 @@ def host_state(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
     """Return the state in host memory beside the device's."""
     shard = sharing.shard(shape)
     each = _each(shape, sharing)
-    terms: list[MemoryTerm] = []
+    terms = [_weights(shape, sharing)] if sharing.offload_param == "cpu" else []
     if sharing.offload == "cpu":
         terms += _optimizer(shape, sharing)
         terms += _host_gradients(shape, sharing)

@@ -121,6 +121,7 @@ def zero_settings(config: Config, accumulation: int) -> ZeroSettings:
         eps=config.optimizer.eps,
         weight_decay=config.optimizer.weight_decay,
         offload_optimizer=config.memory.offload_optimizer,
+        offload_param=config.memory.offload_param,
         # Each run swaps to a directory of its own.
         nvme_path=None if swap_root is None else str(Path(swap_root).expanduser() / config.run.name),
     )

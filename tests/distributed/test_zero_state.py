@@ -131,13 +131,16 @@ def test_another_world_size_restores_bitwise_and_goes_on_the_same(unbroken: _Unb
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
-def test_an_offloaded_optimizer_is_saved_and_restored(
-    unbroken: _Unbroken, tmp_path: Path, dtype: Literal["fp32", "bf16"]
+@pytest.mark.parametrize("offload_param", ["none", "cpu"])
+def test_an_offloaded_optimizer_and_offloaded_weights_are_saved_and_restored(
+    unbroken: _Unbroken, tmp_path: Path, dtype: Literal["fp32", "bf16"], offload_param: Literal["none", "cpu"]
 ) -> None:
     expected, run_dir = unbroken.get(4, dtype)
-    results = _run(
-        2, Leg(load_from=str(run_dir), save_to=str(tmp_path), save_at=SAVED_AT, until=LAST, dtype=dtype, offload="cpu")
-    )
+    leg = Leg(
+        load_from=str(run_dir), save_to=str(tmp_path), save_at=SAVED_AT, until=LAST, dtype=dtype, offload="cpu",
+        offload_param=offload_param,
+    )  # fmt: skip
+    results = _run(2, leg)
     _assert_bitwise(_saved(results), _saved(expected))
     back = _run(4, Leg(load_from=str(tmp_path), until=LAST, dtype=dtype))
     _assert_bitwise(_ends(back), _ends(expected))

@@ -46,6 +46,7 @@ class Leg:
         dtype: Model precision.
         stage: ZeRO stage.
         offload: Where the optimizer's state lives.
+        offload_param: Where each rank's share of the weights lives.
         partition_everything: Keep nothing gathered; otherwise every parameter of this tiny model stays whole.
         num_layers: Another number makes another model.
         all_trained: Nothing is frozen, and there is no buffer.
@@ -60,6 +61,7 @@ class Leg:
     dtype: Literal["fp32", "bf16"] = "fp32"
     stage: Literal[1, 2, 3] = 3
     offload: Literal["none", "cpu"] = "none"
+    offload_param: Literal["none", "cpu"] = "none"
     partition_everything: bool = True
     num_layers: int = 2
     all_trained: bool = False
@@ -170,6 +172,7 @@ def _engine(leg: Leg) -> Any:
         eps=1e-8,
         weight_decay=0.1,
         offload_optimizer=leg.offload,
+        offload_param=leg.offload_param,
         partition_everything=leg.partition_everything,
     )
     if leg.load_from is not None:
@@ -178,6 +181,7 @@ def _engine(leg: Leg) -> Any:
         empty_model._memory = _spoiled
         allocate_weights(model, torch_dtype(leg.dtype), partition_config(settings))
     engine = build_engine(model, settings)
+    assert getattr(engine.optimizer, "offload_param", False) == (leg.offload_param == "cpu")
     engine.optimizer.optimizer.param_groups[1].update(leg.group_settings)
     return engine
 

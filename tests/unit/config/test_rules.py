@@ -128,6 +128,16 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
         "set memory.zero_stage: 3, or memory.offload_optimizer: cpu",
     ),
     (
+        {"memory__offload_param": "cpu", "memory__offload_optimizer": "cpu", "memory__zero_stage": 2},
+        "memory.offload_param='cpu': needs memory.zero_stage=3 and memory.offload_optimizer=cpu, and they are 2 and "
+        "cpu; set both, or memory.offload_param: none",
+    ),
+    (
+        {"memory__offload_param": "cpu"},
+        "memory.offload_param='cpu': needs memory.zero_stage=3 and memory.offload_optimizer=cpu, and they are 3 and "
+        "none; set both, or memory.offload_param: none",
+    ),
+    (
         {"memory__offload_activations": ["layer_inputs"], "memory__gradient_checkpointing": False},
         "memory.offload_activations=['layer_inputs']: takes what gradient checkpointing keeps, and "
         "memory.gradient_checkpointing is false; set memory.gradient_checkpointing: true, or "
@@ -183,6 +193,7 @@ def test_a_broken_rule_says_the_setting_the_rule_and_the_hint(changes: dict[str,
         {"memory__offload_optimizer": "nvme", "memory__nvme_path": "/nvme"},
         {"memory__offload_optimizer": "cpu", "memory__zero_stage": 1},
         {"memory__offload_activations": ["layer_inputs", "attention_outputs"]},
+        {"memory__offload_param": "cpu", "memory__offload_optimizer": "cpu"},
         {"memory__offload_activations": ["layer_inputs"], "memory__attention_output": "none"},
         {"run__stop_step": 5, "schedule__horizon_steps": 1000},
         {"model__resume_from": "mlflow:demo/40"},

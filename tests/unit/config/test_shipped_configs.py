@@ -65,6 +65,7 @@ def test_a_configuration_fits_what_it_names_by_the_estimate(path: Path) -> None:
         zero_stage=config.memory.zero_stage,
         offload_optimizer=config.memory.offload_optimizer,
         gradient_checkpointing=config.memory.gradient_checkpointing,
+        offload_param=config.memory.offload_param,
         offload_activations=config.memory.offload_activations,
     )
     if config.cluster.gpus_per_worker:

@@ -48,6 +48,14 @@ def test_nvme_has_a_buffer_for_each_tensor_of_a_sub_group_that_is_not_too_large(
     assert zero_config(replace(SETTINGS, sub_group_elements=7))["zero_optimization"]["sub_group_size"] == 7
 
 
+def test_offloaded_weights_are_partitioned_to_the_host_while_a_model_is_loaded() -> None:
+    settings = replace(SETTINGS, offload_optimizer="cpu", offload_param="cpu")
+    partition = partition_config(settings)
+    assert partition is not None
+    assert partition["zero_optimization"]["offload_param"] == {"device": "cpu", "pin_memory": False}
+    assert "offload_param" not in zero_config(replace(settings, offload_param="none"))["zero_optimization"]
+
+
 @pytest.mark.parametrize(("stage", "path"), [(2, "/nvme"), (3, None)])
 def test_nvme_without_a_place_or_stage_3_is_refused(stage: Literal[2, 3], path: str | None) -> None:
     settings = replace(SETTINGS, stage=stage, offload_optimizer="nvme", nvme_path=path)

@@ -47,6 +47,14 @@ def test_offload_moves_the_optimizer_to_the_host():
     assert offloaded.host_bytes == moved + twice + by_name(offloaded.host)["checkpoints, staged"].bytes
 
 
+def test_offloaded_weights_are_on_the_host():
+    settings = {"world_size": 8, "sp_size": 8, "context_tokens": 131072, "offload_optimizer": "cpu"}
+    before, memory = estimate(LLAMA_3_8B, **settings), estimate(LLAMA_3_8B, **settings, offload_param="cpu")
+    assert "weights, sharded" not in by_name(memory.device)
+    assert by_name(memory.host)["weights, sharded"].bytes == N // 8 * 2
+    assert before.device_bytes - memory.device_bytes == N // 8 * 2 == memory.host_bytes - before.host_bytes
+
+
 @pytest.mark.parametrize(
     ("offloaded", "moved"),
     [
