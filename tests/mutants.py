@@ -933,6 +933,34 @@ MUTANTS = (
         killer="tests/unit/trainer/test_vaulting.py::"
         "test_the_state_that_an_attempt_started_from_is_kept_until_its_successor_is",
     ),
+    Mutant(
+        name="activations freed on the device before their copy to the host",
+        file="ray_ulysses/engine/activation_offload.py",
+        old="            _wait(copies, self.running)\n            self.tensor = None",
+        new="            self.running.clear()\n            self.tensor = None",
+        killer="tests/unit/engine/test_activation_offload.py::test_copies_that_happen_as_late_as_they_may_change_no_bit[layer_inputs]",
+    ),
+    Mutant(
+        name="activations copied in before they were copied out",
+        file="ray_ulysses/engine/activation_offload.py",
+        old="            _wait(copies, self.running)\n            self.tensor = None",
+        new="            self.tensor = None",
+        killer="tests/unit/engine/test_activation_offload.py::test_copies_that_happen_as_late_as_they_may_change_no_bit[attention_outputs]",
+    ),
+    Mutant(
+        name="a slab used again while it is copied",
+        file="ray_ulysses/engine/activation_offload.py",
+        old="            _wait(self._copies, running)\n            self._slabs",
+        new="            self._slabs",
+        killer="tests/unit/engine/test_activation_offload.py::test_an_exception_leaves_no_slab_in_use_and_the_next_step_is_right[forward]",
+    ),
+    Mutant(
+        name="hooks that keep a layer's input on the device",
+        file="ray_ulysses/engine/activation_offload.py",
+        old="return put(inputs.pop()) if",
+        new="return put(inputs[0]) if",
+        killer="tests/unit/engine/test_activation_offload.py::test_memory_on_the_device_does_not_grow_with_the_layers",
+    ),
 )
 
 

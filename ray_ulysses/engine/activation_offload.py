@@ -248,18 +248,16 @@ class ActivationOffload:
         is_dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
         dense = tensor if is_dense else tensor.contiguous()
         flat = _flat(dense)
-        slab = self._slabs.take(len(flat))
-        copy = self._copies.copy_out(flat, slab.start)
         kept = _Kept(
             layer=layer,
-            slab=slab,
+            slab=self._slabs.take(len(flat)),
             like=torch.empty_like(dense, device="meta"),
             device=tensor.device,
             given_up=self._given_up,
             tensor=tensor,
             version=tensor._version,
-            running=[(copy, flat)],
         )
+        kept.running.append((self._copies.copy_out(flat, kept.slab.start), flat))
         self._layers[layer].append(weakref.ref(kept))
         return kept
 

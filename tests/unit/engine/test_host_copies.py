@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 from ray_ulysses.engine import host_copies
-from ray_ulysses.engine.host_copies import CpuCopies, PinnedRange, host_range
+from ray_ulysses.engine.host_copies import CpuCopies, CudaCopies, PinnedRange, host_range
 from ray_ulysses.errors import UserError
 
 PIECE = 4096
@@ -77,6 +79,66 @@ def test_memory_that_can_not_be_pinned_stays_pageable_with_one_warning(caplog: p
         f"memory.offload_activations: host memory can't be pinned beyond {PIECE} bytes (CUDA error 2); copies of the "
         "rest are slower"
     )
+
+
+class Stream:
+    """Stands in for a stream of CUDA, and records what it is given in order."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log, self.device = name, log, torch.device("cpu")
+
+    def wait_stream(self, other: Stream) -> None:
+        """Wait for what another stream was given."""
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: Event) -> None:
+        """Wait for an event."""
+        self.log.append(f"{self.name} waits for an event of {event.stream}")
+
+
+class Event:
+    """Stands in for an event of CUDA."""
+
+    stream = ""
+
+    def record(self, stream: Stream) -> None:
+        """Record the event."""
+        self.stream = stream.name
+        stream.log.append(f"{stream.name} records")
+
+
+def test_copies_run_on_a_stream_of_their_own_between_the_computation_before_and_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+
+    @contextlib.contextmanager
+    def current(stream: Stream) -> Iterator[None]:
+        log.append(f"on {stream.name}")
+        yield
+        log.append(f"off {stream.name}")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("copies", log))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", current)
+    # The one of the moment: a backward pass has another than the forward pass.
+    streams = iter("abcd")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(next(streams), log))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Cudart(room=1 << 30))
+    copies = CudaCopies(3 * PIECE, torch.device("cpu"))
+    values = torch.arange(2 * PIECE).to(torch.uint8)
+    target = torch.zeros_like(values)
+    for copy in (lambda: copies.copy_out(values, 100), lambda: copies.copy_in(100, target)):
+        copies.wait(copy())
+    assert torch.equal(target, values)
+    assert log == [
+        line
+        for before, after in ("ab", "cd")
+        for line in (
+            f"copies waits for {before}", "on copies", "copies records", "off copies",
+            f"{after} waits for an event of copies",
+        )
+    ]  # fmt: skip
 
 
 def test_bytes_come_back_from_where_they_went() -> None:
