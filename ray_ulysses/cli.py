@@ -128,12 +128,9 @@ def plan(
     Starts nothing and needs no GPU and no network. Without a corpus, documents of made-up lengths are assumed.
     """
     loaded = _load_config(config, overrides)
-    from ray_ulysses import plan_command as show
+    from ray_ulysses.plan_command import answer
 
-    asked = (
-        partial(show.show_fit, longest=longest, fit=fit) if longest or fit else partial(show.show_plan, branch, price)
-    )
-    if not asked(loaded, Path.cwd(), as_json):
+    if not answer(loaded, Path.cwd(), branch=branch, price=price, longest=longest, fit=fit, as_json=as_json):
         raise typer.Exit(2)
 
 
@@ -158,7 +155,7 @@ def train(
         from ray_ulysses.cluster.train_job import train as run_training
         from ray_ulysses.run.preflight import prepare_run
         from ray_ulysses.tracking.mlflow_tracker import is_tracked
-        from ray_ulysses.views.summary import render_summary
+        from ray_ulysses.views.summary import memory_in_words, render_summary
 
         view.phase("planning")
         prepared = prepare_run(loaded, Path.cwd(), branch=branch)
@@ -186,6 +183,7 @@ def train(
         tracking_uri=prepared.config.tracking_uri,
         is_heard=is_tracked(prepared.config.run_dir),
         unigram_nats=prepared.report.corpus.unigram_nats,
+        memory=memory_in_words(prepared.report, view.state.peak_memory_gib, has_gpu=loaded.cluster.gpus_per_worker > 0),
     )
     typer.echo(summary)
 

@@ -14,6 +14,15 @@ if TYPE_CHECKING:
     from ray_ulysses.config import Config
 
 
+def answer(
+    config: Config, base: Path, *, branch: bool, price: float | None, longest: bool, fit: bool, as_json: bool
+) -> bool:
+    """Print the plan, or what was asked about what fits instead of it."""
+    if longest or fit:
+        return show_fit(config, base, as_json, longest=longest, fit=fit)
+    return show_plan(branch, price, config, base, as_json)
+
+
 def show_plan(branch: bool, price: float | None, config: Config, base: Path, as_json: bool) -> bool:
     """Print what a run will do."""
     from ray_ulysses.run.preflight import report_run

@@ -48,6 +48,11 @@ class RankError:
     what: str
     silent_s: float = 0.0
 
+    @property
+    def without_numbers(self) -> str:
+        """What happened, whatever its numbers: those of time and memory differ a little each time."""
+        return re.sub(r"\d+(\.\d+)?", "#", self.what)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
@@ -150,6 +155,8 @@ def _workers(ranks: Sequence[int]) -> str:
 def _hint(error: RankError) -> str:
     if "memory monitor" in error.what:
         return "give the node more memory, or fewer workers, or reduce their memory (see `ray-ulysses plan`)"
+    if "ran out of memory" in error.what:
+        return "change what the error names; `ray-ulysses plan CONFIG --fit` with a lower memory.device_gib says more"
     if "out of memory" in error.what.lower():
         return (
             "reduce a worker's memory: raise parallel.sp_size or memory.attention_chunks, set "

@@ -312,7 +312,7 @@ def _stopping(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
         return group, ()
     reports = [report for worker in group.members if (report := group.workers[worker].report) is not None]
     in_steps = [(one.error, one.step) for one in reports if one.error is not None and one.step > 0]
-    raised = next(((error.what, step) for error, step in in_steps if error.kind == "raised"), None)
+    raised = next(((error.without_numbers, step) for error, step in in_steps if error.kind == "raised"), None)
     # An error that returns at the same step is no accident: the same rows make it.
     is_final = any(report.is_final for report in reports) or (raised is not None and raised == group.last_raised)
     group = replace(

@@ -105,6 +105,8 @@ class TiledLoss:
             if d_hidden_NH is not None:
                 d_hidden_NH[part] = found[0]
             add_gradients(d_weights, found[len(wanted) - len(weights) :])
+            # Before the next tile's are made: those of a head are as large as the head.
+            del found
         return d_hidden_NH, d_weights
 
     def _losses(self, hidden_TH: torch.Tensor, part: slice) -> torch.Tensor:

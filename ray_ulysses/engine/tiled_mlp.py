@@ -191,5 +191,7 @@ class _Tiles(torch.autograd.Function):
             del result_1TH
             d_hidden_1NH[:, part] = d_hidden_1TH
             add_gradients(sums, found)
+            # Before the next tile's are made: they are as large as the MLP.
+            del d_hidden_1TH, found
         scaled = [None if one is None else one.to(weight.dtype) for one, weight in zip(sums, ctx.weights, strict=True)]
         return None, None, None, d_hidden_1NH, *scaled

@@ -28,6 +28,7 @@ _CHOSEN = (
     "memory.offload_activations",
     CHUNKS,
     "memory.offload_optimizer",
+    "memory.offload_param",
     "memory.gradient_checkpointing",
 )
 """What ``memory.plan: auto`` chooses where the file does not write it."""

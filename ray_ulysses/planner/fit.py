@@ -39,13 +39,14 @@ COSTS: Mapping[str, Mapping[Any, int]] = {
         ("layer_inputs", "attention_outputs"): 6,
     },
     "memory.offload_optimizer": {"none": 0, "cpu": 8},
+    "memory.offload_param": {"none": 0, "cpu": 10},
     "memory.gradient_checkpointing": {False: 0, True: 12},
 }
 """Values of settings from the fastest to the leanest, with their cost: a stated order, for what the modelled time of a
 step does not tell. Twice the chunks of attention cost 1, twice the ranks per row 6, and a ring 1."""
 CHUNKS, _CHUNKS_COST = "memory.attention_chunks", 1
 _RANKS_COST, _RING_COST = 6, 1
-_TO_HOST = ("memory.offload_activations", "memory.offload_optimizer")
+_TO_HOST = ("memory.offload_activations", "memory.offload_optimizer", "memory.offload_param")
 _MOST_TIMES_WORKERS = 8
 
 Settings = Mapping[str, Any]

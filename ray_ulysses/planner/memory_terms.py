@@ -8,9 +8,10 @@ from typing import Literal
 GIB = 1 << 30
 FP32_BYTES = 4
 
-Phase = Literal["always", "loss", "layer", "load"]
+Phase = Literal["always", "loss", "layer", "mlp", "attention", "load"]
 """When a term is allocated: during a whole step; in addition only in the loss or in one layer's backward pass, which do
-not coincide; or only while the model is loaded, before all others."""
+not coincide; of the latter, only in that of its MLP or of its attention, which do not coincide either; or only while
+the model is loaded, before all others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

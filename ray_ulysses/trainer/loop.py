@@ -24,6 +24,7 @@ from ray_ulysses.trainer.agreement import Flags, with_requests
 from ray_ulysses.trainer.bad_steps import StepGuard
 from ray_ulysses.trainer.context import AttemptContext, open_attempt
 from ray_ulysses.trainer.data import open_data
+from ray_ulysses.trainer.out_of_memory import memory_explained
 from ray_ulysses.trainer.record import Recorder
 from ray_ulysses.trainer.resume import find_state, resume
 from ray_ulysses.trainer.saving import CheckpointKeeper, StepOutcome
@@ -172,13 +173,15 @@ def _train(attempt: _Attempt, source: RowSource, position: RunPosition) -> Attem
     last_step = last_step_of(config, plan)
     status: Literal["finished", "stopped", "resized"] = "finished"
     while position.step < last_step and status == "finished":
-        outcome = _take_step(attempt, source, position)
+        with memory_explained(attempt.context.run, worker.device, position.step + 1):
+            outcome = _take_step(attempt, source, position)
         position, flags = outcome.position, outcome.flags
         step = position.step
         if flags.stop and step < last_step:
             status = "resized" if flags.resize else "stopped"
         if _due(config.run.eval_every_steps, step, is_last=step == last_step):
-            outcome = _evaluate(attempt, outcome)
+            with memory_explained(attempt.context.run, worker.device, step):
+                outcome = _evaluate(attempt, outcome)
         worker.beat("save", step)
         with attempt.recorder.time.saving():
             attempt.vault.after_step(attempt.engine, outcome, plan.cursor(step))

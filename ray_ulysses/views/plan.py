@@ -10,7 +10,14 @@ from ray_ulysses.planner.peer_memory import PeerMemoryFacts
 from ray_ulysses.planner.report import DataFacts, LayoutFacts, PlanReport
 from ray_ulysses.views.words import count, duration, facts, percent, size, wrapped
 
-_PHASES = {"always": "", "loss": "in the loss", "layer": "in a layer", "save": "at a save", "load": "at the start"}
+_PHASES = {
+    "always": "",
+    "loss": "in the loss",
+    "layer": "in a layer",
+    "mlp": "in its MLP",
+    "attention": "in its attention",
+    "load": "at the start",
+}
 _MOST_SIZES = 8
 _WIDTH = 100
 _FLOPS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"))

@@ -6,12 +6,13 @@ import shlex
 from pathlib import Path
 from statistics import fmean
 
+from ray_ulysses.planner.report import PlanReport
 from ray_ulysses.run_names import SPOOL_FOLDER
 from ray_ulysses.storage.location import join_location
 from ray_ulysses.tracking.history import RunHistory
 from ray_ulysses.tracking.mlflow_page import mlflow_page
 from ray_ulysses.views.time_spent import goodput_in_words
-from ray_ulysses.views.words import count, duration, facts
+from ray_ulysses.views.words import count, duration, facts, size
 
 _LAST_LOSSES = 10
 
@@ -28,6 +29,7 @@ def render_summary(
     tracking_uri: str | None = None,
     is_heard: bool = True,
     unigram_nats: float | None = None,
+    memory: str | None = None,
 ) -> str:
     """Return the result of a run, where it is stored, and how to continue, as aligned lines.
 
@@ -42,6 +44,7 @@ def render_summary(
         tracking_uri: MLflow's URI; None if the run is not tracked.
         is_heard: Whether MLflow has received anything of the run.
         unigram_nats: Entropy of the corpus's bytes, if known; a model that learned anything has a lower loss.
+        memory: The peak of memory beside the planned one, as `memory_in_words` says it.
     """
     rows = [("steps", f"{history.step:,} of {planned_steps:,} planned")]
     last = [step.loss for step in history.steps[-_LAST_LOSSES:]]
@@ -52,6 +55,8 @@ def render_summary(
         rows.append(("byte entropy", f"{unigram_nats:.4f} nats (unigram, of the corpus)"))
     rows.append(("tokens", f"{count(history.tokens)} ({history.tokens:,})"))
     rows.append(("time", duration(elapsed_s)))
+    if memory is not None:
+        rows.append(("memory", memory))
     rows.append(("goodput", goodput_in_words(history.time_spent)))
     committed = [checkpoint for checkpoint in history.checkpoints if checkpoint.committed]
     rows.append(("checkpoint", join_location(location, committed[-1].path) if committed else "none committed"))
@@ -64,6 +69,16 @@ def render_summary(
     else:
         rows.append(("continue", "every planned row is trained; start a new run.name with more data or epochs"))
     return "\n".join([f"run {history.name!r}: {history.status}", *facts(rows)])
+
+
+def memory_in_words(report: PlanReport, peak_gib: float | None, *, has_gpu: bool) -> str | None:
+    """Return the measured peak of memory beside the planned one; None if no step was measured."""
+    if peak_gib is None:
+        return None
+    planned = size(report.memory.device_bytes)
+    if has_gpu:
+        return f"peak {peak_gib:.2f} GiB allocated on the GPU of rank 0; {planned} planned"
+    return f"peak {peak_gib:.2f} GiB resident in rank 0's process, libraries included; {planned} planned without them"
 
 
 def _curves(tracking_uri: str, run_dir: Path) -> list[tuple[str, str]]:

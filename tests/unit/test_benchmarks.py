@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from benchmarks import (
     bench_memory,
+    bench_memory_model,
     bench_train,
     best_fit_decreasing,
     checkpoint_report,
@@ -36,6 +38,7 @@ from benchmarks.checkpoint_sides import SIZES, Trained, load_ours
 from benchmarks.dcp_side import load_dcp
 from benchmarks.document_lengths import LONGEST, log_normal, mixed, near_context, write_log_normal
 from benchmarks.fresh_process import run_fresh
+from benchmarks.stored_result import RESULTS
 from benchmarks.synthetic_corpus import write_corpus
 from ray_ulysses.checkpoint import Manifest, newest_committed
 from ray_ulysses.checkpoint.intervals import check_cover
@@ -468,3 +471,23 @@ def test_a_step_of_8k_tokens_takes_a_fifth_of_the_memory_that_transformers_takes
     (peer,), (ours,) = (bench_memory.peaks(found, side, 8192) for side in ("transformers", "tiled"))
     assert ours <= bench_memory.GOAL_PEAK * peer
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-5)
+
+
+def test_the_planner_s_memory_is_within_a_tenth_of_the_stored_measurements() -> None:
+    record = json.loads((RESULTS / "memory_model.json").read_text())
+    assert len(record["found"]) >= 12 and len(record["tokens"]) == 4
+    for one in record["found"]:
+        # The formulas of today, not those of the day of the measurement.
+        terms = [bench_memory_model.estimated(one["case"], tokens) for tokens in record["tokens"]]
+        slope, total = bench_memory_model.compared({**one, "terms": terms})
+        assert abs(slope - 1) <= bench_memory_model.GOAL, one["case"]
+        assert abs(total - 1) <= bench_memory_model.GOAL, one["case"]
+
+
+def test_a_model_of_memory_that_is_off_is_said_to_be() -> None:
+    record = json.loads((RESULTS / "memory_model.json").read_text())
+    page = bench_memory_model.page(record)
+    assert page.count("| met |") == len(record["found"])
+    wrong = {**record["found"][0], "peaks": [peak * 1.2 for peak in record["found"][0]["peaks"]]}
+    page = bench_memory_model.page({**record, "found": [wrong, *record["found"][1:]]})
+    assert "**not met**" in page and f"outside: {wrong['case']}." in page

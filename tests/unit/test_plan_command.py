@@ -63,14 +63,14 @@ def test_a_million_tokens_of_an_8b_model_fit_one_node_by_settings_that_plan_find
     recorded = load_config(path)
     assert recorded.data.context_tokens >= 1_000_000 and recorded.cluster.workers.max == 8
     assert recorded.memory.host_gib is not None and recorded.memory.host_gib * 2**30 * 8 <= 1.9e12
-    # What the file records is what the planner chooses by itself.
-    sets = [f"--set={setting}" for setting in ("memory.plan=auto", "memory.attention_output=auto")]
-    report = json.loads(told(capsys, path, *sets, "--set=memory.offload_activations=[]", "--json", code=2))
+    # Without what the file moves to the host, it does not fit, and the planner finds what to move.
+    without = "--set=memory.offload_activations=[]"
+    report = json.loads(told(capsys, path, without, "--json", code=2))
     assert report["memory"]["device_bytes"] > 79 * 2**30
-    near = json.loads(told(capsys, path, "--set=memory.offload_activations=[]", "--fit", "--json"))["fit"]["nearest"]
-    assert near["settings"]["memory.offload_activations"] == ["layer_inputs", "attention_outputs"]
+    near = json.loads(told(capsys, path, without, "--fit", "--json"))["fit"]["nearest"]
+    assert near["settings"].keys() == {"memory.offload_activations"} and near["step_s"] < 1000
     text = told(capsys, path)
-    for name in ("layer inputs, kept", "attention outputs, kept", "layer inputs, in flight", "one MLP, tiled"):
+    for name in ("layer inputs, kept", "attention outputs, kept", "layer inputs, in flight", "a norm, backward"):
         assert re.search(rf"[0-9.]+ GiB  {name}", text), name
     lengths = json.loads(told(capsys, path, "--longest", "--json"))["longest"]
     assert lengths["configured"] >= 1_048_576

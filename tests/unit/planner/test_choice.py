@@ -57,6 +57,7 @@ def test_what_the_file_writes_is_never_changed() -> None:
     assert {reason.partition("=")[0] for reason in reasons} == {
         "memory.attention_chunks",
         "memory.gradient_checkpointing",
+        "memory.offload_param",
     }
 
 
@@ -67,7 +68,7 @@ def test_a_plan_makes_a_run_fit_and_says_why(context: int) -> None:
     assert fits(found, configured_memory(found, make_shape(found)))
     assert found.memory.gradient_checkpointing is (context > 8192), "the fastest that fits"
     assert bool(found.memory.offload_activations) is (context > 131_072)
-    assert len(reasons) == 5
+    assert len(reasons) == 6
 
 
 def test_a_resume_keeps_what_was_chosen_even_if_it_would_be_chosen_differently_now() -> None:

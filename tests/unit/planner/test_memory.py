@@ -109,9 +109,14 @@ def test_an_mlp_without_tiles_has_six_values_of_its_width_per_token(checkpointed
     )  # fmt: skip
     assert ("one MLP" in terms) == checkpointed and "one MLP, tiled" not in terms
     if checkpointed:
-        assert terms["one MLP"].bytes == 8192 * 6 * 14336 * 2
+        assert terms["one MLP"].bytes == 8192 * 4 * 14336 * 2
     else:
-        assert terms["activations of all layers"].bytes > 32 * 8192 * 6 * 14336 * 2
+        assert terms["activations of all layers"].bytes > 32 * 8192 * 4 * 14336 * 2
+    # Two gradients take less than the backward pass of the norm before, in fp32, which comes when the MLP's are freed.
+    gradients, norm = 8192 * 2 * 14336 * 2, 8192 * 4096 * 5 * 4
+    assert terms["one MLP, backward" if checkpointed else "a norm, backward"].bytes == (
+        gradients if checkpointed else norm
+    )
     assert terms["logits"].bytes == 8192 * 128256 * 12
     assert "gradients of the head's tiles" not in terms
 
@@ -166,20 +171,35 @@ def test_activations_follow_the_tokens_of_a_rank():
     terms = by_name(estimate(LLAMA_3_8B, world_size=8, sp_size=8, context_tokens=131072).device)
     tokens = 131072 // 8
     assert terms["layer inputs, kept"].bytes == 32 * tokens * 4096 * 2
-    assert terms["logits"].bytes == 512 * 128256 * 12
-    head = tokens * 4096 * 2 + 128256 * 4096 * (4 + 2)
+    # The gradient of a head by one tile is more than the log-probabilities of a tile and two gradients in fp32.
+    assert terms["logits"].bytes == (512 * 128256 + 128256 * 4096) * 2 > 512 * 128256 * 12
+    head = tokens * 4096 * 2 + 128256 * 4096 * 4
     assert terms["gradients of the head's tiles"].bytes == head
-    # 2**26 values of the MLP's width: 4681 tokens. Six values of each, the input and its gradient, and the weights'.
-    mlp = 4681 * 6 * 14336 * 2 + tokens * 2 * 4096 * 2 + 3 * 4096 * 14336 * (4 + 2)
+    # 2**26 values of the MLP's width: 4681 tokens. Six values of each, the gradient of the input, and the weights'.
+    mlp = 4681 * 6 * 14336 * 2 + tokens * 4096 * 2 + 3 * 4096 * 14336 * (4 + 2)
     assert terms["one MLP, tiled"].bytes == mlp
-    assert terms["attention log-sum-exp"].bytes == tokens * 32 * 4
-    # q, k, v in one payload, twice; with 8 key-value heads on 8 ranks none is copied.
-    assert terms["all-to-all buffers"].bytes == 2 * tokens * (32 + 8 + 8) * 128 * 2
+    # What is kept of every layer is not counted for the layer again.
+    assert "attention output" not in terms
+    # q, k, v in one payload; with 8 key-value heads on 8 ranks none is copied.
+    assert terms["all-to-all buffers"].bytes == tokens * (32 + 8 + 8) * 128 * 2
+
+
+def test_what_is_not_kept_of_attention_is_made_again_in_each_layer():
+    settings = {"world_size": 8, "sp_size": 8, "context_tokens": 131072}
+    none = by_name(estimate(LLAMA_3_8B, attention_output="none", **settings).device)
+    kernel = by_name(estimate(LLAMA_3_8B, attention_output="kernel", **settings).device)
+    both = by_name(estimate(LLAMA_3_8B, attention_output="both", **settings).device)
+    of_kernel, of_model = 16384 * (4096 * 2 + 32 * 4), 16384 * 4096 * 2
+    assert none["attention output"].bytes == of_kernel
+    assert none["attention output, exchanged"].bytes == kernel["attention output, exchanged"].bytes == of_model
+    assert kernel["attention outputs, kept"].bytes == 32 * of_kernel
+    assert both["attention outputs, kept"].bytes == 32 * (of_kernel + of_model)
+    assert both.keys() & {"attention output", "attention output, exchanged"} == set()
 
 
 def test_key_value_heads_are_copied_beyond_their_number():
     terms = by_name(estimate(LLAMA_3_8B, world_size=32, sp_size=32, context_tokens=131072).device)
-    assert terms["all-to-all buffers"].bytes == 2 * (131072 // 32) * (32 + 32 + 32) * 128 * 2
+    assert terms["all-to-all buffers"].bytes == (131072 // 32) * (32 + 32 + 32) * 128 * 2
 
 
 UNEVEN = ModelShape.from_config_dict(
@@ -200,9 +220,9 @@ def test_uneven_heads_are_counted_on_the_fullest_rank():
     tokens = 65536 // 4
     # 14 heads on 4 ranks: the fullest has 4, as though there were 16; each needs one of 2 key-value heads.
     query_after, kv_after = 4 * 4 * 64, 4 * 1 * 64
-    assert terms["all-to-all buffers"].bytes == tokens * 2 * 2 * (query_after + 2 * kv_after)
-    around = 2 * 14 * 64 + 2 * 2 * 64
-    assert terms["attention q, k, v and output"].bytes == tokens * 2 * (around + 2 * query_after + 2 * kv_after)
+    payload = query_after + 2 * kv_after
+    assert terms["all-to-all buffers"].bytes == terms["attention q, k and v"].bytes == tokens * 2 * payload
+    assert terms["attention gradients"].bytes == tokens * (2 * (payload + query_after) + 4 * payload)
 
 
 def test_a_ring_holds_keys_twice_and_their_gradients_in_fp32():
@@ -213,7 +233,7 @@ def test_a_ring_holds_keys_twice_and_their_gradients_in_fp32():
     tokens, width = 524288 // 64, 32 * 128
     keys, gradients = 2 * (2 * width * 2), 3 * (2 * width * 4) + width * 4
     assert terms["ring buffers"].bytes == tokens * (keys + gradients)
-    for name in ("all-to-all buffers", "attention q, k, v and output"):
+    for name in ("all-to-all buffers", "attention q, k and v", "attention gradients"):
         assert terms[name].bytes == by_name(without.device)[name].bytes
 
 
@@ -233,8 +253,14 @@ def test_without_checkpointing_every_layer_is_kept():
         estimate(LLAMA_3_8B, world_size=8, sp_size=8, context_tokens=8192, gradient_checkpointing=False).device
     )
     recomputed = by_name(estimate(LLAMA_3_8B, world_size=8, sp_size=8, context_tokens=8192).device)
-    one_layer = sum(term.bytes for term in recomputed.values() if term.phase == "layer")
-    assert kept["activations of all layers"].bytes == 32 * one_layer
+    tokens = 8192 // 8
+    saved = ("a layer's first norm", "a layer's second norm", "attention q, k and v", "one MLP")
+    one_layer = sum(recomputed[name].bytes for name in saved)
+    # And its attention's output in both layouts, which checkpointing keeps with all layers'.
+    outputs = tokens * (2 * 4096 * 2 + 32 * 4)
+    assert kept["activations of all layers"].bytes == 32 * (one_layer + outputs)
+    in_passing = {"attention gradients", "all-to-all buffers", "gradient of a layer's output"}
+    assert in_passing <= kept.keys() & recomputed.keys(), "of one layer only"
 
 
 def test_random_weights_are_drawn_whole_and_pretrained_ones_are_not_moved_whole():
@@ -249,8 +275,9 @@ def test_peak_is_the_largest_sum_alive_together():
     def term(phase, size):
         return MemoryTerm(name=phase, bytes=size, phase=phase, source="")
 
-    together = (term("always", 10), term("loss", 5), term("layer", 7))
+    together = (term("always", 10), term("loss", 5), term("layer", 3), term("mlp", 4), term("attention", 2))
     assert MemoryEstimate(device=(*together, term("load", 3)), host=()).device_bytes == 17
+    assert MemoryEstimate(device=(*together, term("attention", 4)), host=()).device_bytes == 19
     assert MemoryEstimate(device=(*together, term("load", 30)), host=()).device_bytes == 30
     assert MemoryEstimate(device=(), host=()).host_bytes == 0
 

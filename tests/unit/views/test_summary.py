@@ -1,12 +1,13 @@
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
 from ray_ulysses.tracking.start_time import StartTime
 from ray_ulysses.tracking.time_spent import TimeSpent
-from ray_ulysses.views.summary import render_summary
+from ray_ulysses.views.summary import memory_in_words, render_summary
 from tests.unit.views.histories import make_history
 
 
@@ -116,3 +117,20 @@ def test_curves_of_a_tracker_that_heard_nothing_are_not_promised():
     assert "see the curves" not in text
     assert "has received nothing yet; the same command sends it what is stored in /runs/demo/tracking" in text
     assert "MLflow" not in summary_of(make_history(), tracking_uri=None, is_heard=False)
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "said"),
+    [
+        (True, "  memory           peak 61.25 GiB allocated on the GPU of rank 0; 58.0 GiB planned"),
+        (
+            False,
+            "  memory           peak 61.25 GiB resident in rank 0's process, libraries included; 58.0 GiB planned "
+            "without them",
+        ),
+    ],
+)
+def test_the_peak_of_memory_is_said_beside_the_planned_one(has_gpu, said):
+    report = SimpleNamespace(memory=SimpleNamespace(device_bytes=58 << 30))
+    assert said in summary_of(make_history(), memory=memory_in_words(report, 61.25, has_gpu=has_gpu)).splitlines()
+    assert memory_in_words(report, None, has_gpu=has_gpu) is None

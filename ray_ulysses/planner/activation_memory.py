@@ -1,0 +1,229 @@
+"""Estimates the memory of a step's activations: what layers save for the backward pass, and what that works with.
+
+The terms were counted from the allocations of Transformers' Llama and of this package's own functions, one by one, and
+are compared with measured peaks in `benchmarks/results/memory_model.md`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ray_ulysses.config.running import KeptActivation
+from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.parallel.heads import HeadPlan, assign_heads
+from ray_ulysses.parallel.tiles import TileSetting, loss_tile_tokens
+from ray_ulysses.planner.memory_terms import FP32_BYTES, MemoryTerm, always, term
+
+KEPT_TERMS: dict[KeptActivation, str] = {
+    "layer_inputs": "layer inputs, kept",
+    "attention_outputs": "attention outputs, kept",
+}
+_VALUES_OF_NORM = 5
+"""Values in fp32 that the backward pass of a norm works with, for each of its input."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionSplit:
+    """The sharding of attention, and what of it is kept."""
+
+    ulysses_size: int
+    ring_size: int
+    chunks: int
+    kept: Literal["both", "kernel", "none"]
+
+    def heads(self, shape: ModelShape) -> HeadPlan:
+        """Return the heads of each rank; impossible layouts are refused elsewhere."""
+        return assign_heads(shape.num_heads, shape.num_kv_heads, min(self.ulysses_size, shape.num_heads))
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether heads are exchanged in chunks: only what is exchanged is chunked."""
+        return self.ulysses_size > 1 and self.chunks > 1
+
+    def widths(self, shape: ModelShape, chunks: int = 1) -> tuple[int, int]:
+        """Return the features per token of this rank, of queries and of keys, in the kernel's layout.
+
+        The rank with the most heads has them of the tokens of its part of the row; a chunk has at least one of its
+        key-value heads.
+        """
+        heads = self.heads(shape)
+        kv_per_chunk = -(-heads.max_kv_heads // min(chunks, heads.max_kv_heads))
+        queries = heads.max_heads * kv_per_chunk / heads.max_kv_heads
+        return tuple(round(each * self.ulysses_size * shape.head_dim) for each in (queries, kv_per_chunk))  # type: ignore[return-value]
+
+
+def activation_terms(
+    shape: ModelShape, tokens: int, split: AttentionSplit, value: int, mlp_tile: int, *, checkpointed: bool
+) -> list[MemoryTerm]:
+    """Return the terms of the decoder's layers.
+
+    Args:
+        shape: The model.
+        tokens: Tokens per rank.
+        split: The sharding of attention.
+        value: Bytes of a value.
+        mlp_tile: Tokens that an MLP processes at once.
+        checkpointed: Whether layers are recomputed in the backward pass.
+    """
+    hidden, layers, is_tiled = shape.hidden_size, shape.num_layers, mlp_tile < tokens
+    text = f"{tokens:,} tokens per rank x 2 x {shape.head_dim} x {value} bytes: cosines and sines"
+    terms = [always("rotations", tokens * 2 * shape.head_dim * value, text)]
+    saved = _saved(shape, tokens, split, value, is_tiled=is_tiled, checkpointed=checkpointed)
+    if checkpointed:
+        text = (
+            f"{layers} layers x {tokens:,} tokens per rank x {hidden} x {value} bytes: what gradient checkpointing "
+            "keeps of each layer"
+        )
+        terms.append(always(KEPT_TERMS["layer_inputs"], layers * tokens * hidden * value, text))
+        terms += [*_kept_attention(shape, tokens, split, value), *saved]
+    else:
+        kept = sum(one.bytes for one in saved) * layers
+        text = f"{layers} layers x {kept // layers:,} bytes of one, since memory.gradient_checkpointing is false"
+        terms.append(always("activations of all layers", kept, text))
+    text = f"{tokens:,} tokens per rank x {hidden} x {value} bytes: what a layer's backward pass begins with"
+    terms.append(term("gradient of a layer's output", tokens * hidden * value, "layer", text))
+    return [
+        *terms,
+        _mlp_backward(shape, tokens, value, mlp_tile, checkpointed=checkpointed),
+        *_attention_backward(shape, tokens, split, value),
+    ]
+
+
+def _saved(
+    shape: ModelShape, tokens: int, split: AttentionSplit, value: int, *, is_tiled: bool, checkpointed: bool
+) -> list[MemoryTerm]:
+    """Return what one layer saves for its backward pass, besides what checkpointing keeps of it."""
+    hidden, (queries, keys) = shape.hidden_size, split.widths(shape)
+    # A norm saves its input in fp32, normalized and scaled values; in fp32 the first one's input is the layer's.
+    first, second = (0 if value == FP32_BYTES and checkpointed else FP32_BYTES) + 2 * value, FP32_BYTES + 2 * value
+    text = f"{tokens:,} tokens per rank x {hidden} x {first} bytes: its input in fp32, normalized and scaled values"
+    terms = [term("a layer's first norm", tokens * hidden * first, "layer", text)]
+    text = f"{tokens:,} tokens per rank x {hidden} x {second} bytes: its input in fp32, normalized and scaled values"
+    terms.append(term("a layer's second norm", tokens * hidden * second, "mlp", text))
+    inputs = tokens * value * (queries + 2 * keys)
+    text = f"{tokens:,} tokens per rank x {value} bytes x the widths of q, k and v, as the kernel has them"
+    terms.append(term("attention q, k and v", inputs, "layer", text))
+    if split.kept == "none" or not checkpointed:
+        each = queries * value + queries // shape.head_dim * FP32_BYTES
+        text = f"{tokens:,} tokens per rank x {each:,} bytes: output and log-sum-exp, as the kernel has them"
+        terms.append(term("attention output", tokens * each, "layer", text))
+    if split.ulysses_size > 1 and not (split.kept == "both" and checkpointed and not split.has_chunks):
+        width = shape.num_heads * shape.head_dim
+        text = f"{tokens:,} tokens per rank x {width} x {value} bytes: in the model's layout, for its projection"
+        terms.append(term("attention output, exchanged", tokens * width * value, "mlp", text))
+    if not is_tiled:
+        each = 4 * shape.intermediate_size * value
+        text = f"{tokens:,} tokens per rank x {each:,} bytes: gate, up, their activation and product"
+        terms.append(term("one MLP", tokens * each, "mlp", text))
+    return terms
+
+
+def _mlp_backward(shape: ModelShape, tokens: int, value: int, tile: int, *, checkpointed: bool) -> MemoryTerm:
+    """Return what the backward pass of an MLP works with, or of the norm before it, whichever is more."""
+    norm = tokens * shape.hidden_size * _VALUES_OF_NORM * FP32_BYTES
+    if checkpointed and tile >= tokens:
+        # What the MLP has saved is freed by then.
+        norm -= tokens * 4 * shape.intermediate_size * value
+    if tile < tokens:
+        each, weights = 6 * shape.intermediate_size * value, 3 * shape.hidden_size * shape.intermediate_size
+        size = tile * each + tokens * shape.hidden_size * value + weights * (FP32_BYTES + value)
+        text = (
+            f"{tile:,} tokens of {tokens:,} per rank (memory.mlp_tile) x {each:,} bytes: six values of its width; and "
+            f"{tokens:,} x {shape.hidden_size * value:,} bytes: its input's gradient; and {weights:,} weights x "
+            f"{FP32_BYTES + value} bytes: their gradients, summed in fp32, and those of one tile"
+        )
+        name = "one MLP, tiled"
+    else:
+        # The product is not needed any more when the gradients of all three have been made.
+        each = 2 * shape.intermediate_size * value
+        size, name = tokens * each, "one MLP, backward"
+        text = f"{tokens:,} tokens per rank x {each:,} bytes: two gradients of its width"
+    if norm > size:
+        text = f"{tokens:,} tokens per rank x {shape.hidden_size} x {_VALUES_OF_NORM} x {FP32_BYTES} bytes: in fp32"
+        size, name = norm, "a norm, backward"
+    return term(name, size, "mlp", text)
+
+
+def _kept_attention(shape: ModelShape, tokens: int, split: AttentionSplit, value: int) -> list[MemoryTerm]:
+    """Return what gradient checkpointing keeps of attention in every layer, so that it is not recomputed."""
+    if split.kept == "none":
+        return []
+    is_both = split.kept == "both" and split.ulysses_size > 1 and split.chunks == 1
+    heads = split.heads(shape)
+    # The kernel's layout has the heads of the rank with the most, for the tokens of all ranks that exchange; the
+    # model's has all heads of this rank's slice. In whole numbers, by which host memory is reserved.
+    in_kernel = heads.max_heads * len(heads.ranks)
+    width = shape.attention_width // shape.num_heads * (in_kernel + (shape.num_heads if is_both else 0))
+    each = width * value + shape.num_layers * in_kernel * FP32_BYTES
+    layouts = "in the layouts of kernel and model" if is_both else "in one layout"
+    text = (
+        f"{shape.num_layers} layers x {tokens:,} tokens per rank x {each // shape.num_layers:,} bytes: output "
+        f"{layouts} and log-sum-exp (memory.attention_output={split.kept})"
+    )
+    return [term(KEPT_TERMS["attention_outputs"], tokens * each, "always", text)]
+
+
+def _attention_backward(shape: ModelShape, tokens: int, split: AttentionSplit, value: int) -> list[MemoryTerm]:
+    """Return what the backward pass of attention works with."""
+    queries, keys = split.widths(shape, split.chunks if split.ulysses_size > 1 else 1)
+    inputs = queries + 2 * keys
+    text = (
+        f"{tokens:,} tokens per rank x {value} bytes x the widths of q, k, v and output, as the kernel has them, and "
+        "those of q, k and v in fp32, in which a kernel adds up"
+    )
+    size = tokens * ((queries + inputs) * value + inputs * FP32_BYTES)
+    terms = [term("attention gradients", size, "attention", text)]
+    if split.ulysses_size > 1:
+        text = f"{tokens:,} tokens per rank x {value} bytes x {inputs}: a payload of q, k and v on its way"
+        terms.append(term("all-to-all buffers", tokens * value * inputs, "attention", text))
+    if split.ring_size > 1:
+        each = 2 * keys * (2 * value + 3 * FP32_BYTES) + queries * FP32_BYTES
+        text = (
+            f"{tokens:,} tokens per rank x {each} bytes: keys and values held and on their way, their gradients in "
+            "fp32 made, sent and received, and the queries' in fp32"
+        )
+        terms.append(term("ring buffers", tokens * each, "attention", text))
+    return terms
+
+
+def loss_terms(shape: ModelShape, tokens: int, value: int, setting: TileSetting) -> list[MemoryTerm]:
+    """Return the terms of the loss and of the norm before it.
+
+    Args:
+        shape: The model.
+        tokens: Tokens per rank.
+        value: Bytes of a value.
+        setting: Tokens per rank whose logits exist at once.
+    """
+    each = FP32_BYTES + 2 * value
+    text = f"{tokens:,} tokens per rank x {shape.hidden_size} x {each} bytes: its input in fp32, and two values of each"
+    terms = [term("final norm", tokens * shape.hidden_size * each, "loss", text)]
+    # Log-probabilities, and the gradients of these and of the logits; the logits themselves are freed before.
+    each, tile = 3 * FP32_BYTES, loss_tile_tokens(setting, tokens, shape.vocab_size)
+    what = "untiled" if setting == "off" else f"of {tokens:,} per rank"
+    text = (
+        f"{tile:,} tokens {what} (memory.loss_tile={setting}) x vocabulary {shape.vocab_size:,} x {each} bytes: "
+        "log-probabilities, their gradient and that of the logits, in fp32"
+    )
+    logits = tile * shape.vocab_size * each
+    if setting == "off":
+        return [*terms, term("logits", logits, "loss", text)]
+    # The gradient of the head by one tile is made from that of its logits alone.
+    of_tile = (tile * shape.vocab_size + shape.embedding_parameters) * value
+    if of_tile > logits:
+        logits = of_tile
+        text = (
+            f"({tile:,} tokens of {tokens:,} per rank (memory.loss_tile={setting}) x vocabulary "
+            f"{shape.vocab_size:,} + {shape.embedding_parameters:,} parameters) x {value} bytes: gradients of the "
+            "logits and of the head, of one tile"
+        )
+    terms.append(term("logits", logits, "loss", text))
+    # A single tile's gradients become the sums only once its logits are freed.
+    summed = 0 if tile >= tokens else shape.embedding_parameters * FP32_BYTES
+    text = (
+        f"{tokens:,} tokens per rank x {shape.hidden_size:,} x {value} bytes + {summed:,} bytes: gradients of the "
+        "hidden states and of the output head, summed over tiles in fp32, which are made in the forward pass"
+    )
+    terms.append(term("gradients of the head's tiles", tokens * shape.hidden_size * value + summed, "loss", text))
+    return terms

@@ -1,0 +1,106 @@
+"""A step that runs out of memory says the plan, the measurement, the largest terms and what needs less."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ray_ulysses.config import Config, parse_config
+from ray_ulysses.elastic.causes import raised, root_cause
+from ray_ulysses.planner.configured import configured_memory
+from ray_ulysses.planner.memory_terms import GIB
+from ray_ulysses.trainer import loop, out_of_memory
+from tests.unit.planner.runs import LLAMA_3_8B, make_config, make_shape
+
+
+@dataclass(frozen=True)
+class Run:
+    config: Config
+    shape: Any
+
+
+def run_of(**memory: Any) -> Run:
+    config = make_config(
+        LLAMA_3_8B,
+        data={"path": "/corpus", "context_tokens": 262_144, "rows_per_step": 8},
+        parallel={"sp_size": 8},
+        cluster={"workers": 8, "gpus_per_worker": 1},
+        memory={"attention_output": "both", "device_gib": 79.0} | memory,
+    )
+    return Run(config, make_shape(config))
+
+
+def allocation_failure() -> None:
+    """Ask torch for more than any machine has, and get its own error."""
+    torch.empty(1 << 52)
+
+
+def cuda_failure() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB")
+
+
+def host_failure() -> None:
+    raise MemoryError
+
+
+def failed_step(monkeypatch: pytest.MonkeyPatch, run: Run, fail: Any, peak_gib: float, device: str = "cuda") -> str:
+    """Return the text with which an attempt ends whose seventh step fails."""
+    monkeypatch.setattr(loop, "_take_step", lambda *_: fail())
+    monkeypatch.setattr(out_of_memory, "peak_memory_gib", lambda _: peak_gib)
+    monkeypatch.setattr(loop, "last_step_of", lambda *_: 10)
+    context = SimpleNamespace(run=run, worker=SimpleNamespace(device=torch.device(device)))
+    attempt: Any = SimpleNamespace(context=context, plan=None)
+    with pytest.raises(out_of_memory.OutOfMemoryError) as error:
+        loop._train(attempt, None, SimpleNamespace(step=6))  # type: ignore[arg-type]
+    return str(error.value)
+
+
+@pytest.mark.parametrize("fail", [allocation_failure, cuda_failure, host_failure])
+def test_a_step_that_runs_out_of_memory_says_all_there_is_to_know(monkeypatch: pytest.MonkeyPatch, fail: Any) -> None:
+    run = run_of()
+    planned = configured_memory(run.config, run.shape).device_bytes / GIB
+    text = failed_step(monkeypatch, run, fail, 78.5)
+    assert text.startswith(f"step 7 ran out of memory: 78.5 GiB were allocated at its peak, {planned:.3g} planned ")
+    assert "(largest: attention outputs, kept 16.1, layer inputs, kept 8, AdamW moments, fp32 7.48 GiB)" in text
+    options = text.partition("the nearest settings that need less: ")[2]
+    changed = parse_config(run.config.model_dump(mode="json"), shlex.split(options.replace("--set ", "")))
+    assert configured_memory(changed, run.shape).device_bytes / GIB <= 0.9 * planned
+
+
+def test_what_was_there_is_the_limit_where_the_plan_needs_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(device_gib=None)
+    options = failed_step(monkeypatch, run, cuda_failure, 24.0).partition("that need less: ")[2]
+    changed = parse_config(run.config.model_dump(mode="json"), shlex.split(options.replace("--set ", "")))
+    assert configured_memory(changed, run.shape).device_bytes <= 24.0 * GIB
+
+
+def test_a_cpu_s_memory_is_said_to_be_resident_and_no_way_out_is_said_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = failed_step(monkeypatch, run_of(), allocation_failure, 3.0, device="cpu")
+    assert "3 GiB were resident at its peak" in text
+    assert text.endswith("use a smaller data.context_tokens or a smaller model, for no setting needs a tenth less")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), RuntimeError("gloo: connection closed by peer")])
+def test_other_errors_stay_as_they_are(error: RuntimeError, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(loop, "_take_step", lambda *_: fail())
+    monkeypatch.setattr(loop, "last_step_of", lambda *_: 10)
+    context = SimpleNamespace(run=run_of(), worker=SimpleNamespace(device=torch.device("cpu")))
+    with pytest.raises(RuntimeError) as found:
+        loop._train(SimpleNamespace(context=context, plan=None), None, SimpleNamespace(step=6))  # type: ignore[arg-type]
+    assert found.value is error
+
+
+def test_the_run_s_failure_has_the_whole_text_and_points_to_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = failed_step(monkeypatch, run_of(), cuda_failure, 78.5)
+    cause = root_cause([raised(3, out_of_memory.OutOfMemoryError(text))])
+    assert cause.kind == "raised" and cause.rank == 3
+    assert cause.reason.endswith(text), "nothing of it is cut off"
+    assert "`ray-ulysses plan CONFIG --fit`" in cause.hint
