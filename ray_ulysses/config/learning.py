@@ -65,6 +65,58 @@ class RunSection(Section):
         return value
 
 
+class RopeSection(Section):
+    """Rotary positions in place of those in the model's own configuration, by Transformers' names of `rope_parameters`.
+
+    A value that is not given is the model's own where that has the same `rope_type`, else Transformers' default.
+    """
+
+    rope_type: Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"] = "default"
+    """How frequencies are scaled: not at all (`default`), or as in the method of that name. Default `default`."""
+
+    rope_theta: float | None = Field(default=None, gt=1.0)
+    """Base of the frequencies; a longer context wants a larger one. Default null: the model's own."""
+
+    factor: float | None = Field(default=None, ge=1.0, validate_default=True)
+    """By how much the trained positions are extended, such as 8 from 4,096 to 32,768. Default null; every `rope_type`
+    but `default` needs it."""
+
+    original_max_position_embeddings: int | None = Field(default=None, ge=1)
+    """Positions that the model was trained on, for `yarn`, `longrope` and `llama3`. Default null: the model's own."""
+
+    attention_factor: float | None = Field(default=None, gt=0.0)
+    """Factor on the rotated queries and keys, for `yarn` and `longrope`. Default null: by the method's rule."""
+
+    beta_fast: float | None = Field(default=None, gt=0.0)
+    """Rotations above which `yarn` leaves a frequency as it is. Default null: 32."""
+
+    beta_slow: float | None = Field(default=None, gt=0.0)
+    """Rotations below which `yarn` divides a frequency by `factor`. Default null: 1."""
+
+    low_freq_factor: float | None = Field(default=None, gt=0.0)
+    """Of `llama3`, which needs it. Default null."""
+
+    high_freq_factor: float | None = Field(default=None, gt=0.0)
+    """Of `llama3`, which needs it. Default null."""
+
+    short_factor: tuple[float, ...] | None = Field(default=None, strict=False)
+    """Of `longrope`, which needs it: a divisor for each frequency in short documents. Default null."""
+
+    long_factor: tuple[float, ...] | None = Field(default=None, strict=False)
+    """The same in documents longer than `original_max_position_embeddings`. Default null."""
+
+    @field_validator("factor")
+    @classmethod
+    def _is_given_where_frequencies_are_scaled(cls, value: float | None, info: ValidationInfo) -> float | None:
+        kind = info.data.get("rope_type", "default")
+        if value is None and kind != "default":
+            raise refusal(
+                f"rope_type={kind} needs it",
+                "give the context over the positions that the model was trained on, such as 8.0",
+            )
+        return value
+
+
 class ModelSection(Section):
     """The decoder to train, its initial weights, and how its attention is computed."""
 
@@ -85,6 +137,11 @@ class ModelSection(Section):
     """Part of the model that is trained: `text` is the text decoder of a multimodal checkpoint (`docs/multimodal.md`).
     `path` is then the directory of the whole checkpoint, and `export` writes the decoder into a copy of it. Default
     `whole`, for text-only models."""
+
+    rope: RopeSection | Literal["unchanged"] | None = None
+    """Rotary positions of the model that is trained and exported; of a model whose layers have several kinds, those of
+    full attention. A new run whose documents are longer than a pretrained model's positions needs it, if only as
+    `unchanged`. Default null: as in the model's configuration."""
 
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Data type of weights and activations in compute; the optimizer keeps fp32 master weights for bf16. Default

@@ -23,6 +23,7 @@ FIXED: dict[str, str] = {
     "model.init": "another model is another run",
     "model.config": "another model is another run",
     "model.part": "another model is another run",
+    "model.rope": "other positions make another model",
     "model.dtype": "the precision of the weights shapes the loss curve",
     "data.eval_fraction": "it determines which documents are trained on",
     "parallel.allowed_sp": "it determines how rows are padded",
@@ -126,8 +127,12 @@ FREE: dict[str, str] = {
 }
 
 
-_ADDED: dict[str, Any] = {"model.part": "whole"}
+_ADDED: dict[str, Any] = {"model.part": "whole", "model.rope": None}
 """Settings that older checkpoints don't record, with the value they were written under, which is left out."""
+
+
+_SAME: dict[str, dict[str, Any]] = {"model.rope": {"unchanged": None}}
+"""Values that say the same as another one, which they are compared as."""
 
 
 def resume_conflicts(old: Config, new: Config, *, branch: bool = False) -> tuple[Problem, ...]:
@@ -195,4 +200,5 @@ def resume_fingerprint(config: Config) -> str:
 def setting(config: Config, path: str) -> Any:
     """Return the setting with a dotted path as a JSON value, as a file holds it."""
     section, _, name = path.partition(".")
-    return getattr(config, section).model_dump(mode="json", include={name})[name]
+    value = getattr(config, section).model_dump(mode="json", include={name})[name]
+    return _SAME.get(path, {}).get(value, value) if isinstance(value, str) else value

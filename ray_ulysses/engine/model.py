@@ -14,7 +14,6 @@ from ray_ulysses.attention.refusals import refuse_config, refuse_inexact
 from ray_ulysses.engine.empty_model import allocate_weights, without_weights
 from ray_ulysses.engine.model_config import (
     as_user_error,
-    check_described,
     described_config,
     planned_config,
     refuse_no_decoder,
@@ -131,8 +130,6 @@ def _empty_model(config: Config, dtype: torch.dtype, *, is_tied: bool) -> PreTra
     hf_config = described_config(config, is_tied=is_tied)
     if config.model.init == "random":
         dtype = torch.float32
-    else:
-        check_described(config.model.config, hf_config.to_dict(), str(config.model.path))
     refuse_config(hf_config)
     with without_weights():
         model: PreTrainedModel = model_class(hf_config, config.model.part).from_config(
@@ -156,7 +153,6 @@ def _random_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:
 def _pretrained_model(config: Config, dtype: torch.dtype, partition: Mapping[str, Any] | None) -> PreTrainedModel:
     path = str(config.model.path)
     hf_config = described_config(config)
-    check_described(config.model.config, hf_config.to_dict(), path)
     refuse_architecture(hf_config, config.model.part)
     keep_alive = None
     if partition is not None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ray_ulysses.config.learning import RopeSection
+from ray_ulysses.engine.rope import set_rope, stored_positions
 from ray_ulysses.engine.stored_weights import settle_tie
 from ray_ulysses.errors import UserError
 
@@ -28,7 +30,7 @@ def planned_config(config: Config) -> Any:
         UserError: As `described_config`.
     """
     described = config.model.config
-    return described_config(config) if described is None else inline_config(described)
+    return described_config(config) if described is None else _with_rope(inline_config(described), config)
 
 
 def described_config(config: Config, is_tied: bool | None = None) -> Any:
@@ -43,14 +45,36 @@ def described_config(config: Config, is_tied: bool | None = None) -> Any:
         UserError: It can't be read, is of an unknown type, or needs code from the model's repository.
     """
     if config.model.config is not None and config.model.init == "random":
-        return inline_config(config.model.config)
+        return _with_rope(inline_config(config.model.config), config)
     found = _stored_config(str(config.model.path))
     directory = Path(str(config.model.path)).expanduser()
     if is_tied is False and getattr(found, "tie_word_embeddings", False):
         found.tie_word_embeddings = False
     elif is_tied is None and config.model.init == "pretrained" and directory.is_dir():
         settle_tie(found, config.model.part, directory)
-    return found
+    # Before its positions are changed, which the description does not know of.
+    check_described(config.model.config, found.to_dict(), str(config.model.path))
+    return _with_rope(found, config)
+
+
+def trained_positions(config: Config) -> int | None:
+    """Return how many positions a run's model was made for before ``model.rope``; None without rotary positions.
+
+    Raises:
+        UserError: As `described_config`.
+    """
+    described = config.model.config
+    if described is not None and "max_position_embeddings" not in described.get("text_config", described):
+        # The default of a class in Transformers says nothing about this model.
+        return None
+    before = config.model_copy(update={"model": config.model.model_copy(update={"rope": None})})
+    return stored_positions(planned_config(before))
+
+
+def _with_rope(hf_config: Any, config: Config) -> Any:
+    if isinstance(config.model.rope, RopeSection):
+        set_rope(hf_config, config.model.rope, config.data.context_tokens)
+    return hf_config
 
 
 def inline_config(described: Mapping[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from ray_ulysses.config import Config
@@ -34,16 +35,38 @@ def vocabulary_problems(max_token_id: int, vocab_size: int, corpus_path: str) ->
         )
 
 
-def position_problems(config: Config, longest_document: int, row_tokens: int, num_positions: int) -> Iterator[Problem]:
+def position_problems(config: Config, longest_document: int, num_positions: int) -> Iterator[Problem]:
     """Refuse documents that are longer than a model's table of positions."""
-    longest = min(longest_document, row_tokens)
-    if longest > num_positions:
+    if longest_document > num_positions:
         yield Problem(
             path="data.context_tokens",
             value=config.data.context_tokens,
-            rule=f"lets documents of up to {longest} tokens into a row, and the model's table of positions ends at "
-            f"{num_positions}",
+            rule=f"lets documents of up to {longest_document} tokens into a row, and the model's table of positions "
+            f"ends at {num_positions}",
             hint=f"use at most {num_positions}, or a model with rotary positions",
+        )
+
+
+def context_problems(config: Config, longest_document: int, trained_positions: int | None) -> Iterator[Problem]:
+    """Refuse documents beyond a pretrained model's positions where ``model.rope`` does not say what becomes of them.
+
+    Args:
+        config: The configuration of a new run.
+        longest_document: Tokens of the longest document in a row.
+        trained_positions: What the model's configuration says; None without rotary positions.
+    """
+    model = config.model
+    if model.init != "pretrained" or model.rope is not None or trained_positions is None:
+        return
+    if longest_document > trained_positions:
+        factor = math.ceil(longest_document / trained_positions)
+        yield Problem(
+            path="data.context_tokens",
+            value=config.data.context_tokens,
+            rule=f"lets documents of up to {longest_document:,} tokens into a row, and model.path was trained on "
+            f"{trained_positions:,} positions (max_position_embeddings), whose frequencies model.rope does not extend",
+            hint=f"set model.rope, for example to {{rope_theta: ...}} with a larger base or to {{rope_type: yarn, "
+            f"factor: {factor}.0}}; or model.rope: unchanged",
         )
 
 

@@ -17,12 +17,12 @@ from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import has_plan, load_plan
 from ray_ulysses.data.plan.planning import Remainder, build_segment
 from ray_ulysses.engine.model import check_architecture
-from ray_ulysses.engine.model_config import check_described
+from ray_ulysses.engine.model_config import check_described, trained_positions
 from ray_ulysses.errors import ConfigError, Problem, RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.choice import Chosen, chosen_settings
-from ray_ulysses.planner.problems import position_problems
+from ray_ulysses.planner.problems import context_problems, position_problems
 from ray_ulysses.planner.report import PlanReport, build_report
 from ray_ulysses.planner.settings import plan_settings
 from ray_ulysses.planner.stand_in import stand_in_documents
@@ -124,9 +124,11 @@ def _prepare(config: Config, problems: list[Problem], *, branch: bool) -> Prepar
     settings = plan_settings(config, shape, stored.settings if stored else None)
     corpora, plan, remainder = plan_run(run, settings, stored, branch=branch)
     problems += () if problems else other_plan(config, stored, plan, is_branched=remainder is not None)
+    longest = min(_longest_planned(config, corpora, plan.settings.capacity), plan.settings.capacity)
     if num_positions is not None:
-        longest = _longest_planned(config, corpora, plan.settings.capacity)
-        problems += position_problems(config, longest, plan.settings.capacity, num_positions)
+        problems += position_problems(config, longest, num_positions)
+    if stored is None:
+        problems += context_problems(config, longest, trained_positions(config))
     report = build_report(config, shape, corpora, plan, tuple(problems), chosen)
     problems[:] = report.problems
     return PreparedRun(
@@ -161,7 +163,11 @@ def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanRepor
     settings = plan_settings(absolute, shape)
     documents = stand_in_documents(settings)
     plan = Plan(segments=(build_segment(documents, settings),))
-    return build_report(absolute, shape, documents, plan, changed_settings(absolute, branch=branch), chosen)
+    problems = (
+        *changed_settings(absolute, branch=branch),
+        *context_problems(absolute, settings.capacity, trained_positions(absolute)),
+    )
+    return build_report(absolute, shape, documents, plan, problems, chosen)
 
 
 def planned_memory(config: Config, base: Path) -> tuple[Config, ModelShape, tuple[Chosen, ...]]:

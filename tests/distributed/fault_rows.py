@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -167,6 +168,30 @@ class FaultRows:
         assert lost <= most_lost and (not from_storage or came_from == "storage"), after.started
         return after
 
+    def strike_to_the_end(self, fault: str, place: str, *, cause: str, **needs: Any) -> None:
+        """Let a fault happen that re-forming does not survive, and wait until it is left to Ray Train.
+
+        Args:
+            fault: Name of the fault in the table.
+            place: Where it strikes.
+            cause: What the last failure's reason must match.
+            needs: The kind of fault, and what it needs.
+        """
+        before, run = self.wait_until_steady(), self.run
+        at = self._struck(fault, place, None, {"rank": 0, **needs})
+        wait_until(
+            lambda: run.coordinator.group is not None and run.coordinator.group.phase == "ended", "the end",
+            timeout_s=TIMEOUT_S, said=run.logs,
+        )  # fmt: skip
+        seconds, reason = time.time() - at, root_cause(run.judged[-1].errors).reason
+        assert re.search(cause, reason), reason
+        self.table.add(
+            {
+                "fault": fault, "while": place, "workers": f"{before.started['world_size']} to 0",
+                "then": "left to Ray Train", "steps lost": "0", "seconds to the next step": f"ended in {seconds:.1f}",
+            }
+        )  # fmt: skip
+
     def _struck(self, fault: str, place: str, do: Callable[[], object] | None, needs: dict[str, Any]) -> float:
         """Plant a fault, and return when it struck."""
         run, self.number = self.run, self.number + 1
@@ -277,7 +302,11 @@ class FaultRows:
             launchers = sum(len(children(one)) for one in alive)
             return launchers == len(alive) and len(run.own_processes()) == 2 * len(alive) + world + agents
 
-        wait_until(is_tidy, "only what trains runs", timeout_s=30.0, every_s=0.2, said=lambda: str(run.own_processes()))
+        def processes() -> str:
+            named = [(one.pid, one.ppid(), one.cmdline()[1:4], one.create_time()) for one in run.own_processes()]
+            return f"{world} workers on {nodes}, all on {run.nodes}:\n" + "\n".join(map(str, sorted(named)))
+
+        wait_until(is_tidy, "only what trains runs", timeout_s=30.0, every_s=0.2, said=processes)
 
     def failures(self) -> list[AttemptEnded | StartFailed]:
         """Return the failures that were judged in this session."""

@@ -132,6 +132,7 @@ def test_members_leave_a_node_that_is_to_go_and_lose_no_step(run: SupervisedRun)
 
     wait_until(moved, "the second generation", timeout_s=TIMEOUT_S, said=run.logs)
     _wait_for_steps(run, 2)
+    assert [training_child(run.processes[worker].pid) for worker in (2, 3)] == [None, None], "they hold memory"
     history = _stop(run, (0, 1, 2, 3))
     assert [one.world_size for one in history.attempts] == [4, 2] and not run.judged
     assert history.lost_steps == 0 and history.attempts[0].reason == "resized"

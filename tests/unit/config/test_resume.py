@@ -83,6 +83,7 @@ _OTHER: dict[str, Any] = {
     "model.init": "pretrained",
     "model.config": None,
     "model.part": "text",
+    "model.rope": {"rope_theta": 1e6},
     "model.dtype": "bf16",
     "data.path": "other",
     "data.context_tokens": 2048,

@@ -232,7 +232,8 @@ def test_members_that_were_asked_to_move_go_on_without_the_node_that_leaves() ->
     one.see(MoveAsked())
     for worker in (0, 1, 2):
         one.end(worker, status="resized")
-    (start,) = one.end(3, status="resized")
+    stop, start = one.end(3, status="resized")
+    assert stop == Stop(generation=1), "whoever stays behind holds no memory"
     assert isinstance(start, Start) and start.members == (2, 3)
     # Asked to grow, they end: Ray starts workers on the nodes that have joined.
     one.end(2, status="resized")
@@ -245,7 +246,8 @@ def test_workers_that_join_later_are_members_of_the_next_generation() -> None:
         assert one.see(Joined(worker=worker, place=place(worker))) == () and one.group.members == (0, 1, 2, 3)
     one.see(MoveAsked())
     actions = [one.end(worker, status="resized") for worker in range(4)]
-    (start,) = actions[-1]
+    stop, start = actions[-1]
+    assert stop == Stop(generation=1)
     assert isinstance(start, Start) and start.members == (0, 1, 2, 3, 4, 5), "whole groups only"
     # Whatever makes the next generation; and they fail as any other does.
     one.see(Joined(worker=7, place=place(7)))

@@ -1,0 +1,150 @@
+"""`model.rope` builds the model that Transformers builds from a configuration with these positions, and exports it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ray_ulysses.config import Config
+from ray_ulysses.config.loading import parse_config
+from ray_ulysses.config.resume import resume_conflicts, resume_settings
+from ray_ulysses.engine.model import build_model
+from ray_ulysses.engine.model_config import described_config, trained_positions
+from ray_ulysses.errors import ConfigError, UserError
+from ray_ulysses.export.architecture import describe
+from ray_ulysses.planner.problems import context_problems
+
+TRAINED, CONTEXT, HEAD = 64, 256, 16
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": HEAD, "max_position_embeddings": TRAINED,
+}  # fmt: skip
+GEMMA: dict[str, Any] = LLAMA | {
+    "model_type": "gemma3_text", "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+ROPES: dict[str, dict[str, Any]] = {
+    "theta": {"rope_theta": 5e5},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e4, "beta_fast": 16.0},
+    "longrope": {
+        "rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * (HEAD // 2), "long_factor": [2.0] * (HEAD // 2),
+    },
+    "llama3": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}  # fmt: skip
+
+
+def config_of(model: dict[str, Any], rope: Any = None, **changes: Any) -> Config:
+    tree: dict[str, Any] = {
+        "run": {"name": "run", "storage": "/runs"},
+        "model": {"init": "random", "dtype": "fp32", "config": model, "rope": rope, **changes},
+        "data": {"path": "/corpus", "context_tokens": CONTEXT, "rows_per_step": 1},
+        "parallel": {"sp_size": 1},
+        "optimizer": {"lr": 1e-3},
+        "cluster": {"workers": 1},
+        "memory": {"gradient_checkpointing": False},
+    }
+    return parse_config(tree)
+
+
+def wanted(rope: dict[str, Any]) -> Any:
+    """The configuration as somebody writes it for Transformers alone."""
+    parameters = {"rope_type": "default", "rope_theta": 10_000.0, **rope}
+    if rope.get("rope_type") in ("yarn", "longrope", "llama3"):
+        parameters["original_max_position_embeddings"] = TRAINED
+    fields = {name: value for name, value in LLAMA.items() if name != "model_type"}
+    most = TRAINED if rope.get("rope_type") == "dynamic" else CONTEXT
+    return AutoConfig.for_model("llama", **fields | {"rope_parameters": parameters, "max_position_embeddings": most})
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.randint(0, LLAMA["vocab_size"], (1, CONTEXT), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=ids, use_cache=False).logits
+    return found
+
+
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+def test_logits_are_those_of_a_transformers_model_built_with_it_and_so_after_export(
+    tmp_path: Path, rope: dict[str, Any]
+) -> None:
+    config = config_of(LLAMA, rope)
+    model = build_model(config)
+    reference: Any = AutoModelForCausalLM.from_config(wanted(rope)).float()
+    reference.load_state_dict(model.state_dict())
+    ours = logits(model)
+    torch.testing.assert_close(ours, logits(reference), rtol=1e-5, atol=1e-6)
+    plain: Any = build_model(config_of(LLAMA))
+    assert (logits(plain) - ours).norm() > 1e-3 * ours.norm(), "the positions make a difference"
+
+    # What an export holds.
+    for name, content in describe(config, "fp32").files().items():
+        (tmp_path / name).write_bytes(content)
+    loaded: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)).float()
+    loaded.load_state_dict(model.state_dict())
+    torch.testing.assert_close(ours, logits(loaded), rtol=1e-5, atol=1e-6)
+
+
+def test_layers_with_windows_keep_their_positions() -> None:
+    before, after = described_config(config_of(GEMMA)), described_config(config_of(GEMMA, ROPES["linear"]))
+    assert after.rope_parameters["sliding_attention"] == before.rope_parameters["sliding_attention"]
+    assert after.rope_parameters["full_attention"]["factor"] == 4.0
+    assert after.max_position_embeddings == CONTEXT
+
+
+def test_pretrained_weights_get_the_positions_and_the_description_is_of_the_model_before(tmp_path: Path) -> None:
+    fields = {name: value for name, value in LLAMA.items() if name != "model_type"}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **fields)).save_pretrained(tmp_path)
+    config = config_of(LLAMA, ROPES["yarn"], init="pretrained", path=str(tmp_path))
+    model: Any = build_model(config)
+    assert model.config.rope_parameters["rope_type"] == "yarn" and trained_positions(config) == TRAINED
+    reference: Any = AutoModelForCausalLM.from_config(wanted(ROPES["yarn"])).float()
+    reference.load_state_dict(model.state_dict())
+    torch.testing.assert_close(logits(model), logits(reference), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rope", "text"),
+    [
+        ({"rope_type": "yarn"}, r"model\.rope.*factor.*rope_type=yarn needs it"),
+        ({"rope_type": "ntk"}, r"model\.rope"),
+        ({"theta": 5e5}, r"model\.rope"),
+    ],
+    ids=["no-factor", "unknown-type", "unknown-name"],
+)
+def test_a_setting_that_says_nothing_is_refused(rope: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        config_of(LLAMA, rope)
+
+
+def test_what_transformers_does_not_accept_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"model\.rope: Transformers does not accept rope_type=llama3"):
+        described_config(config_of(LLAMA, {"rope_type": "llama3", "factor": 4.0}))
+    learned = {"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": 1, "vocab_size": 64}
+    with pytest.raises(UserError, match=r"model\.rope: gpt2 has no rotary positions"):
+        described_config(config_of(learned | LLAMA | {"model_type": "gpt2"}, ROPES["theta"]))
+
+
+def test_documents_beyond_the_trained_positions_need_a_choice() -> None:
+    config = config_of(LLAMA, init="pretrained", path="/model")
+    (problem,) = context_problems(config, CONTEXT, TRAINED)
+    assert str(problem) == (
+        "data.context_tokens=256: lets documents of up to 256 tokens into a row, and model.path was trained on 64 "
+        "positions (max_position_embeddings), whose frequencies model.rope does not extend; set model.rope, for "
+        "example to {rope_theta: ...} with a larger base or to {rope_type: yarn, factor: 4.0}; or model.rope: unchanged"
+    )
+    assert not [*context_problems(config, TRAINED, TRAINED)] and not [*context_problems(config, CONTEXT, None)]
+    for rope in ("unchanged", ROPES["yarn"]):
+        assert not [*context_problems(config_of(LLAMA, rope, init="pretrained", path="/model"), CONTEXT, TRAINED)]
+
+
+def test_a_run_keeps_its_positions() -> None:
+    plain, unchanged, yarn = config_of(LLAMA), config_of(LLAMA, "unchanged"), config_of(LLAMA, ROPES["yarn"])
+    assert not resume_conflicts(plain, unchanged) and resume_settings(plain) == resume_settings(unchanged)
+    (conflict,) = resume_conflicts(plain, yarn)
+    assert "model.rope" in str(conflict) and "other positions make another model" in str(conflict)
+    assert "model.rope" not in resume_settings(plain), "runs that were stored before there was the setting go on"
