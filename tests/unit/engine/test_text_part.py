@@ -23,7 +23,7 @@ from tests.unit.config.trees import small_tree
 
 
 def config_of(base: Path, **changes: Any) -> Config:
-    model = {"init": "pretrained", "path": str(base), "part": "text", "dtype": "fp32", **changes}
+    model = {"init": "pretrained", "path": str(base), "part": "text", "dtype": "fp32", "rope": "unchanged"} | changes
     return parse_config(small_tree() | {"model": model})
 
 
