@@ -148,7 +148,7 @@ class FaultRows:
         before, run = self.wait_until_steady(), self.run
         judged = len(run.judged)
         at = self._struck(fault, place, do, {"kind": kind, "rank": rank, **needs})
-        after = self._next_steps(f"{fault} in {place}", at, goes_on=goes_on)
+        after = self._next_steps(f"{fault} in {place}", at, world, goes_on=goes_on)
         trained = [self._read(run.config.run_dir, one).steps for one in range(before.number, after.number)]
         lost = max(0, max((step for steps in trained for step in steps), default=0) - after.started["resumed_step"])
         came_from = "memory" if "peer memory" in str(after.started["resumed_from"]) else "storage"
@@ -208,13 +208,13 @@ class FaultRows:
             (run.folder / f"done-{self.number}").touch()
         return at
 
-    def _next_steps(self, fault: str, at: float, *, goes_on: bool) -> Seen:
-        """Wait until a few steps were trained after a fault, and return the attempt that did."""
+    def _next_steps(self, fault: str, at: float, world: int, *, goes_on: bool) -> Seen:
+        """Wait until so many workers have trained a few steps after a fault, and return the attempt that did."""
         run = self.run
 
         def trains() -> bool:
             seen = self.newest()
-            is_there = bool(seen.started) and (goes_on or seen.started["time"] > at)
+            is_there = seen.started.get("world_size") == world and (goes_on or seen.started["time"] > at)
             return is_there and sum(time > at for time in seen.steps.values()) >= 2
 
         wait_until(
