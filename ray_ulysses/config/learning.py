@@ -68,18 +68,19 @@ class RunSection(Section):
 class RopeSection(Section):
     """Rotary positions in place of those in the model's own configuration, by Transformers' names of `rope_parameters`.
 
-    A value that is not given is the model's own where that has the same `rope_type`, else Transformers' default.
+    A value that is not given is the model's own where `rope_type` does not change, else Transformers' default.
     """
 
-    rope_type: Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"] = "default"
-    """How frequencies are scaled: not at all (`default`), or as in the method of that name. Default `default`."""
+    rope_type: Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"] | None = None
+    """How frequencies are scaled: not at all (`default`), or as in the method of that name. Default null: as the model
+    has it."""
 
     rope_theta: float | None = Field(default=None, gt=1.0)
     """Base of the frequencies; a longer context wants a larger one. Default null: the model's own."""
 
-    factor: float | None = Field(default=None, ge=1.0, validate_default=True)
-    """By how much the trained positions are extended, such as 8 from 4,096 to 32,768. Default null; every `rope_type`
-    but `default` needs it."""
+    factor: float | None = Field(default=None, ge=1.0)
+    """By how much the trained positions are extended, such as 8 from 4,096 to 32,768; every scaling needs it. Default
+    null: the model's own."""
 
     original_max_position_embeddings: int | None = Field(default=None, ge=1)
     """Positions that the model was trained on, for `yarn`, `longrope` and `llama3`. Default null: the model's own."""
@@ -94,27 +95,16 @@ class RopeSection(Section):
     """Rotations below which `yarn` divides a frequency by `factor`. Default null: 1."""
 
     low_freq_factor: float | None = Field(default=None, gt=0.0)
-    """Of `llama3`, which needs it. Default null."""
+    """Of `llama3`, which needs it. Default null: the model's own."""
 
     high_freq_factor: float | None = Field(default=None, gt=0.0)
-    """Of `llama3`, which needs it. Default null."""
+    """Of `llama3`, which needs it. Default null: the model's own."""
 
     short_factor: tuple[float, ...] | None = Field(default=None, strict=False)
-    """Of `longrope`, which needs it: a divisor for each frequency in short documents. Default null."""
+    """Of `longrope`, which needs it: a divisor for each frequency in short documents. Default null: the model's own."""
 
     long_factor: tuple[float, ...] | None = Field(default=None, strict=False)
-    """The same in documents longer than `original_max_position_embeddings`. Default null."""
-
-    @field_validator("factor")
-    @classmethod
-    def _is_given_where_frequencies_are_scaled(cls, value: float | None, info: ValidationInfo) -> float | None:
-        kind = info.data.get("rope_type", "default")
-        if value is None and kind != "default":
-            raise refusal(
-                f"rope_type={kind} needs it",
-                "give the context over the positions that the model was trained on, such as 8.0",
-            )
-        return value
+    """The same in documents longer than `original_max_position_embeddings`. Default null: the model's own."""
 
 
 class ModelSection(Section):

@@ -201,4 +201,7 @@ def setting(config: Config, path: str) -> Any:
     """Return the setting with a dotted path as a JSON value, as a file holds it."""
     section, _, name = path.partition(".")
     value = getattr(config, section).model_dump(mode="json", include={name})[name]
+    if path == "model.rope" and isinstance(value, dict):
+        # What is not given may get company in later versions.
+        return {name: given for name, given in value.items() if given is not None}
     return _SAME.get(path, {}).get(value, value) if isinstance(value, str) else value

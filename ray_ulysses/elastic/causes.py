@@ -9,6 +9,9 @@ from typing import Literal
 
 from ray_ulysses.errors import PeerError
 
+OUT_OF_MEMORY = "ran out of memory"
+"""What the text of a failure for lack of memory holds."""
+
 Kind = Literal["preempted", "lost", "raised", "consequence", "start", "controller"]
 """A node that was taken away as announced, a worker whose process is gone, an error of a worker's own, an error that
 another rank's end has caused, workers that did not start, and the end of the process that supervises them."""
@@ -50,8 +53,8 @@ class RankError:
 
     @property
     def without_numbers(self) -> str:
-        """What happened, whatever its numbers: those of time and memory differ a little each time."""
-        return re.sub(r"\d+(\.\d+)?", "#", self.what)
+        """What happened; of a lack of memory without its numbers, which differ a little each time."""
+        return re.sub(r"\d+(\.\d+)?", "#", self.what) if OUT_OF_MEMORY in self.what else self.what
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

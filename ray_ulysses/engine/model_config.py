@@ -63,10 +63,11 @@ def trained_positions(config: Config) -> int | None:
     Raises:
         UserError: As `described_config`.
     """
-    described = config.model.config
+    described, path = config.model.config, str(config.model.path)
     if described is not None and "max_position_embeddings" not in described.get("text_config", described):
         # The default of a class in Transformers says nothing about this model.
-        return None
+        is_here = config.model.init == "pretrained" and Path(path).expanduser().is_dir()
+        return stored_positions(_stored_config(path)) if is_here else None
     before = config.model_copy(update={"model": config.model.model_copy(update={"rope": None})})
     return stored_positions(planned_config(before))
 

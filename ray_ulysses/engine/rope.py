@@ -14,8 +14,17 @@ if TYPE_CHECKING:
     from ray_ulysses.config.learning import RopeSection
 
 _FULL = "full_attention"
-_WITH_ORIGINAL = ("yarn", "longrope", "llama3")
+_ORIGINAL = "original_max_position_embeddings"
 _OF_EVERY_TYPE = ("rope_theta", "partial_rotary_factor")
+_TAKES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow"),
+    "longrope": ("factor", _ORIGINAL, "attention_factor", "short_factor", "long_factor"),
+    "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
+}
+"""What each scaling takes; the first one it needs, since it must not follow from the context."""
 
 
 def stored_positions(hf_config: Any) -> int | None:
@@ -52,20 +61,38 @@ def set_rope(hf_config: Any, rope: RopeSection, context_tokens: int) -> None:
         raise UserError(f"model.rope: {text.model_type} has rotary positions for {', '.join(kinds)}, none for {_FULL}")
     changed = _merged(stored[_FULL] if kinds else stored, rope, trained)
     text.rope_parameters = {**stored, _FULL: changed} if kinds else changed
-    if trained is not None and rope.rope_type != "dynamic":
+    if _ORIGINAL in changed and hasattr(text, _ORIGINAL):
+        # Transformers takes this one where a configuration has both, as Phi 3 does.
+        setattr(text, _ORIGINAL, changed[_ORIGINAL])
+    if trained is not None and changed["rope_type"] != "dynamic":
         text.max_position_embeddings = max(trained, context_tokens)
     try:
         text.standardize_rope_params()
         text.validate_rope()
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"model.rope: Transformers does not accept rope_type={rope.rope_type} so: {error}") from error
+        raise UserError(f"model.rope: Transformers does not accept {changed}: {error}") from error
 
 
 def _merged(stored: Mapping[str, Any], rope: RopeSection, trained: int | None) -> dict[str, Any]:
     given = {name: value for name, value in rope.model_dump().items() if value is not None}
     given |= {name: list(value) for name, value in given.items() if isinstance(value, tuple)}
-    is_same = stored.get("rope_type", "default") == rope.rope_type
-    kept = {name: value for name, value in stored.items() if is_same or name in _OF_EVERY_TYPE}
-    if rope.rope_type in _WITH_ORIGINAL and trained is not None:
-        kept.setdefault("original_max_position_embeddings", trained)
-    return {**kept, **given}
+    own = str(stored.get("rope_type", "default"))
+    kind = str(given.get("rope_type", own))
+    if not given:
+        raise UserError("model.rope: says nothing; give a rope_theta or a rope_type, or write `unchanged`")
+    takes = _TAKES.get(kind, ())
+    if unused := sorted(given.keys() - {"rope_type", "rope_theta", *takes}):
+        raise UserError(
+            f"model.rope: {', '.join(unused)} would change nothing with rope_type={kind}, which takes "
+            f"{', '.join(('rope_theta', *takes))}; leave it out, or give another rope_type"
+        )
+    kept = {name: value for name, value in stored.items() if kind == own or name in _OF_EVERY_TYPE}
+    if _ORIGINAL in takes and trained is not None:
+        kept.setdefault(_ORIGINAL, trained)
+    merged = {**kept, **given, "rope_type": kind}
+    if takes and takes[0] not in merged:
+        raise UserError(
+            f"model.rope: rope_type={kind} needs factor; give the context over the positions that the model was "
+            "trained on, such as 8.0"
+        )
+    return merged

@@ -166,7 +166,7 @@ def leanest(config: Config, shape: ModelShape) -> Found:
 
     def excess(candidate: Candidate) -> float:
         changed = with_settings(config, candidate.settings)
-        if not _is_allowed(config, changed):
+        if not is_allowed(config, changed):
             return math.inf
         memory = configured_memory(changed, shape)
         return max(memory.device_bytes / GIB / limits[0], memory.host_bytes / GIB / limits[1])
@@ -185,17 +185,21 @@ def found(config: Config, shape: ModelShape, settings: Settings) -> Found:
     )
 
 
-def leaner(config: Config, shape: ModelShape, more: Settings | None = None) -> Iterator[Candidate]:
+def leaner(
+    config: Config, shape: ModelShape, more: Settings | None = None, *, is_host_full: bool | None = None
+) -> Iterator[Candidate]:
     """Return every candidate that is as lean as the configuration or leaner, setting by setting.
 
     Args:
         config: The configuration.
         shape: The model.
         more: Settings that every candidate has, such as more workers.
+        is_host_full: Whether what is on the host may come back to the device; None if it is beyond its limit now.
     """
     more = more or {}
     host_gib = config.memory.host_gib
-    is_host_full = host_gib is not None and configured_memory(config, shape).host_bytes > host_gib * GIB
+    if is_host_full is None:
+        is_host_full = host_gib is not None and configured_memory(config, shape).host_bytes > host_gib * GIB
     of_settings = {
         path: _leaner_values(config, path, is_either_way=is_host_full and path in _TO_HOST) for path in COSTS
     }
@@ -222,10 +226,10 @@ def yaml_value(value: Any) -> str:
 def fits_with(config: Config, shape: ModelShape, settings: Settings) -> bool:
     """Return whether a run fits with changes that its other settings allow."""
     changed = with_settings(config, settings)
-    return fits(changed, configured_memory(changed, shape)) and _is_allowed(config, changed)
+    return fits(changed, configured_memory(changed, shape)) and is_allowed(config, changed)
 
 
-def _is_allowed(config: Config, changed: Config) -> bool:
+def is_allowed(config: Config, changed: Config) -> bool:
     """Return whether changed settings break no rule; what is wrong without the changes is said elsewhere."""
     known = {problem.path for problem in broken_rules(config)}
     return all(problem.path in known for problem in broken_rules(changed))

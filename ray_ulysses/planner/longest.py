@@ -9,7 +9,7 @@ from typing import Any
 from ray_ulysses.config import Config
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.configured import configured_memory, fits
-from ray_ulysses.planner.fit import Found, fits_with, leaner, nearest, product, with_settings
+from ray_ulysses.planner.fit import Found, fits_with, is_allowed, leaner, nearest, product, with_settings
 from ray_ulysses.planner.settings import pad_multiple
 
 _MOST_TOKENS = 1 << 32
@@ -40,11 +40,13 @@ def longest_contexts(
         shape: The model.
         choices: The settings that it leaves to the planner, and the values of each.
     """
-    multiple, options = pad_multiple(config, shape), product(choices or {})
-    configured = max(longest_context(with_settings(config, one.settings), shape) for one in options)
-    best = configured
+    multiple = pad_multiple(config, shape)
+    options = (with_settings(config, one.settings) for one in product(choices or {}))
+    configured = max((longest_context(one, shape) for one in options if is_allowed(config, one)), default=0)
+    # At some context the host is full.
+    best, is_host_full = configured, config.memory.host_gib is not None
     # The leanest first: few of the others then reach any further.
-    for candidate in sorted(leaner(config, shape), key=lambda one: -one.cost):
+    for candidate in sorted(leaner(config, shape, is_host_full=is_host_full), key=lambda one: -one.cost):
         if fits_with(config, shape, {**candidate.settings, "data.context_tokens": best + multiple}):
             best = longest_context(with_settings(config, candidate.settings), shape, above=best)
     changed = nearest(with_settings(config, {"data.context_tokens": best}), shape) if best else None

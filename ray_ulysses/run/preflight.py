@@ -127,7 +127,7 @@ def _prepare(config: Config, problems: list[Problem], *, branch: bool) -> Prepar
     longest = min(_longest_planned(config, corpora, plan.settings.capacity), plan.settings.capacity)
     if num_positions is not None:
         problems += position_problems(config, longest, num_positions)
-    if stored is None:
+    if stored is None or plan.settings.capacity > stored.settings.capacity:
         problems += context_problems(config, longest, trained_positions(config))
     report = build_report(config, shape, corpora, plan, tuple(problems), chosen)
     problems[:] = report.problems

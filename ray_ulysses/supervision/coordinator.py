@@ -211,8 +211,11 @@ class Coordinator:
             self._heard_of_progress(worker, message)
             return
         present = self._present
-        if present is not None and present.hangs is not None and worker in present.group.members:
-            present.hangs.done(present.group.members.index(worker))
+        hangs = None if present is None else present.hangs
+        # One that joined late answers for a generation that is over.
+        is_of_now = hangs is not None and message["generation"] == hangs.generation
+        if present is not None and hangs is not None and is_of_now and worker in present.group.members:
+            hangs.done(present.group.members.index(worker))
         error = message.get("error")
         report = reform.Report(
             status=message.get("status"),

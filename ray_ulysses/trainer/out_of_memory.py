@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ray_ulysses.elastic.causes import OUT_OF_MEMORY
 from ray_ulysses.errors import RunError
 from ray_ulysses.planner.shortage import shortage
 from ray_ulysses.trainer.step_meter import peak_memory_gib
@@ -47,4 +48,4 @@ def memory_explained(run: ResolvedRun, device: torch.device, step: int) -> Itera
             raise
         what = "allocated" if device.type == "cuda" else "resident"
         said = shortage(run.config, run.shape, peak_memory_gib(device), what)
-        raise OutOfMemoryError(f"step {step} ran out of memory: {said}") from error
+        raise OutOfMemoryError(f"step {step} {OUT_OF_MEMORY}: {said}") from error

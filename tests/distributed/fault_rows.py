@@ -126,6 +126,7 @@ class FaultRows:
         cause: str | None,
         goes_on: bool = False,
         from_storage: bool = False,
+        from_memory: bool = False,
         most_lost: int = 1,
         do: Callable[[], object] | None = None,
         **needs: Any,
@@ -141,6 +142,7 @@ class FaultRows:
             cause: What the failure's reason must match; None where nothing fails.
             goes_on: Whether the attempt survives.
             from_storage: Whether the next attempt must continue from storage; it may where that is as new as memory.
+            from_memory: Whether it must continue from peer memory.
             most_lost: Most steps that may be lost.
             do: What the test does while the child waits.
             needs: What the kind of fault needs.
@@ -166,6 +168,7 @@ class FaultRows:
         assert len(told) == (place in ("start", "load")) + (cause is not None), told
         assert cause is None or re.search(cause, told[-1]), told
         assert lost <= most_lost and (not from_storage or came_from == "storage"), after.started
+        assert not from_memory or came_from == "memory", after.started
         return after
 
     def strike_to_the_end(self, fault: str, place: str, *, cause: str, **needs: Any) -> None:

@@ -104,7 +104,7 @@ class _Done:
 
 def _take_storage_away(fault: dict[str, Any]) -> None:
     """Put files where the checkpoints' folders were, for a while; whoever brings them back outlives this process."""
-    script = "".join(f"mv {name} {name}.away; : > {name}; " for name in ("checkpoints", "attempts"))
+    script = "set -e; " + "".join(f"mv {name} {name}.away; : > {name}; " for name in ("checkpoints", "attempts"))
     subprocess.run(["sh", "-c", script], cwd=fault["run_dir"], check=True)
     if fault["seconds"] is not None:
         back = "".join(f"rm {name}; mv {name}.away {name}; " for name in ("checkpoints", "attempts"))

@@ -98,7 +98,8 @@ def test_lost_agents_and_supervisors_are_survived_in_each_phase(tmp_path: Path, 
             rows.strike("agent dies", place, kind="kill others", world=4, cause=None, goes_on=True, pids=[agent])
             # Now the state is in one agent's memory alone, on the other node.
             rows.strike(
-                "supervisor dies", place, kind="kill others", world=2, cause=rf"lost worker {worker}", pids=[supervisor]
+                "supervisor dies", place, kind="kill others", world=2, cause=rf"lost worker {worker}",
+                pids=[supervisor], from_memory=place == "step",
             )  # fmt: skip
             rows.begin(2)
         history = rows.finish()

@@ -108,21 +108,45 @@ def test_pretrained_weights_get_the_positions_and_the_description_is_of_the_mode
 
 
 @pytest.mark.parametrize(
-    ("rope", "text"),
-    [
-        ({"rope_type": "yarn"}, r"model\.rope.*factor.*rope_type=yarn needs it"),
-        ({"rope_type": "ntk"}, r"model\.rope"),
-        ({"theta": 5e5}, r"model\.rope"),
-    ],
-    ids=["no-factor", "unknown-type", "unknown-name"],
+    "rope", [{"rope_type": "ntk"}, {"theta": 5e5}, {"factor": 0.5}], ids=["unknown-type", "unknown-name", "shorter"]
 )
-def test_a_setting_that_says_nothing_is_refused(rope: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
+def test_an_unknown_setting_is_refused(rope: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"model\.rope"):
         config_of(LLAMA, rope)
 
 
+@pytest.mark.parametrize(
+    ("rope", "text"),
+    [
+        ({}, r"model\.rope: says nothing; give a rope_theta or a rope_type, or write `unchanged`"),
+        ({"factor": 8.0}, r"model\.rope: factor would change nothing with rope_type=default, which takes rope_theta"),
+        (
+            {"rope_type": "linear", "factor": 2.0, "beta_fast": 16.0},
+            r"beta_fast would change nothing with rope_ty",
+        ),
+        ({"rope_type": "yarn"}, r"model\.rope: rope_type=yarn needs factor; give the context over the positions"),
+    ],
+    ids=["nothing", "factor-alone", "of-another-type", "no-factor"],
+)
+def test_a_setting_that_would_change_nothing_is_refused(rope: dict[str, Any], text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        described_config(config_of(LLAMA, rope))
+
+
+def test_a_larger_base_keeps_the_scaling_that_the_model_has() -> None:
+    scaled = LLAMA | {"rope_parameters": wanted(ROPES["llama3"]).rope_parameters}
+    for rope in ({"rope_theta": 5e6}, {"rope_theta": 5e6, "rope_type": "llama3"}):
+        found = described_config(config_of(scaled, rope)).rope_parameters
+        assert found == scaled["rope_parameters"] | {"rope_theta": 5e6}
+
+
+def test_the_positions_of_a_part_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.part=text exports into a copy of the whole checkpoint"):
+        config_of(LLAMA, ROPES["yarn"], part="text", init="pretrained", path="/model")
+
+
 def test_what_transformers_does_not_accept_is_refused_by_name() -> None:
-    with pytest.raises(UserError, match=r"model\.rope: Transformers does not accept rope_type=llama3"):
+    with pytest.raises(UserError, match=r"model\.rope: Transformers does not accept .*low_freq_factor"):
         described_config(config_of(LLAMA, {"rope_type": "llama3", "factor": 4.0}))
     learned = {"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": 1, "vocab_size": 64}
     with pytest.raises(UserError, match=r"model\.rope: gpt2 has no rotary positions"):

@@ -236,3 +236,24 @@ def test_a_judge_that_does_not_come_back_leaves_the_failure_to_ray(
     one.ends()
     assert "ends the run" in one.hears("give up")["reason"]
     released.set()
+
+
+def test_the_end_of_a_generation_that_is_over_says_nothing_of_the_next(coordinator: Coordinator, judge: Judged) -> None:
+    one, two = _both(coordinator)
+    one.ends(error={"kind": "raised", "what": "a fault"})
+    assert two.hears("stop")["generation"] == 1
+    two.ends()
+    assert one.hears("start")["generation"] == two.hears("start")["generation"] == 2
+    # As a worker answers that joined late, and was told to stop what it never had.
+    two.ends()
+    one.beats(4, idle_s=31.0, generation=2)
+    two.beats(3, idle_s=31.0, generation=2)
+    for played in (one, two):
+        played.hears("stacks")
+        played.socket.sendall(encode({"type": "stacks", "generation": 2, "text": "in sleep"}))
+    assert one.hears("stop")["generation"] == 2
+    one.ends(generation=2)
+    two.ends(generation=2)
+    one.hears("start")
+    ((text, _),) = judge.hangs
+    assert text.startswith("rank 1 has not moved for"), "it is watched"
