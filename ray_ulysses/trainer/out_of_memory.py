@@ -32,6 +32,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and not isinstance(error, RunError) and bool(_TEXT.search(str(error)))
 
 
+def _is_of_host(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 @contextmanager
 def memory_explained(run: ResolvedRun, device: torch.device, step: int) -> Iterator[None]:
     """Raise `OutOfMemoryError` in place of an allocation's error.
@@ -46,6 +50,8 @@ def memory_explained(run: ResolvedRun, device: torch.device, step: int) -> Itera
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        what = "allocated" if device.type == "cuda" else "resident"
-        said = shortage(run.config, run.shape, peak_memory_gib(device), what)
+        is_on_host = device.type == "cuda" and _is_of_host(error)
+        measured = torch.device("cpu") if is_on_host else device
+        what = "allocated" if measured.type == "cuda" else "resident"
+        said = shortage(run.config, run.shape, peak_memory_gib(measured), what, is_on_host=is_on_host)
         raise OutOfMemoryError(f"step {step} {OUT_OF_MEMORY}: {said}") from error

@@ -60,11 +60,21 @@ def failed_step(monkeypatch: pytest.MonkeyPatch, run: Run, fail: Any, peak_gib: 
     return str(error.value)
 
 
-@pytest.mark.parametrize("fail", [allocation_failure, cuda_failure, host_failure])
-def test_a_step_that_runs_out_of_memory_says_all_there_is_to_know(monkeypatch: pytest.MonkeyPatch, fail: Any) -> None:
+@pytest.mark.parametrize("fail", [allocation_failure, host_failure])
+def test_a_host_that_runs_out_beside_its_device_is_told_apart(monkeypatch: pytest.MonkeyPatch, fail: Any) -> None:
+    run = run_of(offload_activations=["layer_inputs", "attention_outputs"])
+    planned = configured_memory(run.config, run.shape).host_bytes / GIB
+    text = failed_step(monkeypatch, run, fail, 200.0)
+    assert text.startswith(f"step 7 ran out of memory: 200 GiB were resident at its peak, {planned:.3g} planned ")
+    options = text.partition("the nearest settings that need less: ")[2]
+    changed = parse_config(run.config.model_dump(mode="json"), shlex.split(options.replace("--set ", "")))
+    assert configured_memory(changed, run.shape).host_bytes / GIB <= 0.9 * planned
+
+
+def test_a_step_that_runs_out_of_memory_says_all_there_is_to_know(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of()
     planned = configured_memory(run.config, run.shape).device_bytes / GIB
-    text = failed_step(monkeypatch, run, fail, 78.5)
+    text = failed_step(monkeypatch, run, cuda_failure, 78.5)
     assert text.startswith(f"step 7 ran out of memory: 78.5 GiB were allocated at its peak, {planned:.3g} planned ")
     assert "(largest: attention outputs, kept 16.1, layer inputs, kept 8, AdamW moments, fp32 7.48 GiB)" in text
     options = text.partition("the nearest settings that need less: ")[2]
