@@ -160,6 +160,17 @@ class ModelSection(Section):
             return value
         return absolute_location(value, base)
 
+    @field_validator("rope")
+    @classmethod
+    def _is_exported(cls, value: RopeSection | str | None, info: ValidationInfo) -> RopeSection | str | None:
+        if isinstance(value, RopeSection) and info.data.get("part") == "text":
+            raise refusal(
+                "changes positions of the text decoder, and model.part=text exports into a copy of the whole "
+                "checkpoint, whose config.json stays as it is",
+                "change config.json of model.path instead, and set model.rope: unchanged",
+            )
+        return value
+
     @field_validator("resume_from")
     @classmethod
     def _names_a_checkpoint(cls, value: str | None, info: ValidationInfo) -> str | None:

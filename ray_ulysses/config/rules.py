@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
-from ray_ulysses.config.learning import RopeSection
 from ray_ulysses.config.reference_to_checkpoint import MlflowReference, parse_reference
 from ray_ulysses.config.schema import Config
 from ray_ulysses.errors import NOT_GIVEN, Problem, UserError
@@ -299,16 +298,6 @@ def _tiles_are_shorter_than_rows(config: Config) -> Iterator[Problem]:
             )
 
 
-def _a_part_keeps_its_positions(config: Config) -> Iterator[Problem]:
-    if config.model.part == "text" and isinstance(config.model.rope, RopeSection):
-        yield Problem(
-            path="model.rope",
-            rule="changes the text decoder's positions, and model.part=text exports into a copy of the whole "
-            "checkpoint, whose config.json stays as it is",
-            hint="change config.json of model.path instead, and set model.rope: unchanged",
-        )
-
-
 def _planned_memory_has_a_limit(config: Config) -> Iterator[Problem]:
     if config.memory.plan == "auto" and config.memory.device_gib is None:
         yield Problem(
@@ -390,7 +379,6 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _sp_is_allowed,
     _context_holds_the_padding,
     _tiles_are_shorter_than_rows,
-    _a_part_keeps_its_positions,
     _planned_memory_has_a_limit,
     _warmup_ends_before_the_horizon,
     _evaluation_has_documents,
