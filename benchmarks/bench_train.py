@@ -162,7 +162,6 @@ def _deepspeed(rank: int, world_size: int, config: Any) -> tuple[list[float], fl
         model_name_or_path=model, core_attn_implementation="sdpa", sequence_parallel_size=world_size,
         micro_batch_size=1, seq_length_is_variable=True,
     )  # fmt: skip
-    model.config._attn_implementation = "ulysses"
     settings = {
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": ROWS_PER_STEP,
         "zero_optimization": {"stage": 3}, "gradient_clipping": MAX_GRAD_NORM, "zero_allow_untested_optimizer": True,
