@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ray_ulysses import __version__
+from ray_ulysses import __version__, evaluate_command
 from ray_ulysses.errors import INTERRUPTED, RunError, UserError
 
 if TYPE_CHECKING:
@@ -315,24 +315,19 @@ def export(
     The directory appears complete or not at all. The check needs CPU memory for the model in fp32;
     without it, a few hundred MiB are enough for any model.
     """
+    options = dict(locals())
     from ray_ulysses.export.request import ExportRequest
     from ray_ulysses.forensics.request import check_run
 
-    request = ExportRequest.from_options(
-        run,
-        step=step,
-        out=out,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        tokenizer=tokenizer,
-        check=check,
-        overwrite=overwrite,
-    )
+    request = ExportRequest.from_options(options.pop("run"), **options)
     check_run(run)
     from ray_ulysses.export.export_run import export_run
     from ray_ulysses.views.export import render_export
 
     typer.echo(render_export(export_run(request, partial(typer.echo, err=True))))
+
+
+app.command(epilog=evaluate_command.EXAMPLE)(evaluate_command.evaluate)
 
 
 @app.command(epilog="Example: ray-ulysses doctor --storage /mnt/shared/runs")

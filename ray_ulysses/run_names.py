@@ -15,6 +15,7 @@ in the run's directory                                 holds
 ``stop-request``, ``save-request``,                    requests; see `run.requests`
 ``preemption-notice``
 ``export/step-00000200/``                              exported models
+``evaluation/step-00000200/``                          results of evaluations
 =====================================================  ==============================================================
 
 =====================================================  ============================================================== in
@@ -51,6 +52,7 @@ STOP_FILE = "stop-request"
 SAVE_FILE = "save-request"
 NOTICE_FILE = "preemption-notice"
 EXPORT_FOLDER = "export"
+EVALUATION_FOLDER = "evaluation"
 
 OWNER_FILE = "owner.json"
 ATTEMPT_FOLDER = "attempts"

@@ -27,13 +27,13 @@ def model_class(hf_config: Any, part: Part) -> Any:
     Raises:
         UserError: The model has no such part.
     """
-    is_multimodal = _is_multimodal(hf_config)
-    if part == "whole" and is_multimodal:
+    has_parts = is_multimodal(hf_config)
+    if part == "whole" and has_parts:
         raise UserError(
             f"model_type={hf_config.model_type!r}: this is a multimodal model, whose text decoder can be "
             "trained; set model.part: text (it is then exported back into the whole checkpoint)"
         )
-    if part == "text" and not is_multimodal:
+    if part == "text" and not has_parts:
         raise UserError(
             f"model.part=text: a model with model_type={hf_config.model_type!r} is not multimodal; leave "
             "model.part out to train a text model"
@@ -48,7 +48,8 @@ def auto_class(part: Part) -> Any:
     return AutoModelForMultimodalLM if part == "text" else AutoModelForCausalLM
 
 
-def _is_multimodal(hf_config: Any) -> bool:
+def is_multimodal(hf_config: Any) -> bool:
+    """Return whether a model has a text decoder beside other parts."""
     from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
     return type(hf_config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and hf_config.get_text_config(decoder=True) != hf_config

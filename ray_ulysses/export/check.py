@@ -18,13 +18,13 @@ from safetensors import SafetensorError
 
 from ray_ulysses.attention.batch import shard_batch, unshard
 from ray_ulysses.attention.ulysses import apply_ulysses
-from ray_ulysses.engine.model import build_model
 from ray_ulysses.engine.stored_weights import without_progress_bar
 from ray_ulysses.engine.text_part import Part, auto_class
 from ray_ulysses.errors import RunError
+from ray_ulysses.export.live_model import live_model
 from ray_ulysses.export.report import CheckResult
 from ray_ulysses.export.sample import Sample
-from ray_ulysses.export.stream import ElementRange, WeightReader
+from ray_ulysses.export.stream import WeightReader
 from ray_ulysses.export.tensors import Stored
 from ray_ulysses.parallel.mesh import SequenceMesh
 
@@ -100,14 +100,7 @@ def _live_logits(
     config: Config, model_config: Mapping[str, Any], stored: Mapping[str, Stored], weights: WeightReader, sample: Sample
 ) -> torch.Tensor:
     """Return the logits of all documents, concatenated, of shape ``[T, V]``."""
-    from transformers.initialization import no_init_weights
-
-    with no_init_weights():
-        # Every weight is filled from the checkpoint: nothing is initialized, and the base model is not read.
-        model: Any = build_model(_filled_config(config, model_config))
-    # Transformers 5.23 ties weights in the function that initializes them.
-    model.tie_weights()
-    not_finite = _fill(model, stored, weights)
+    model, not_finite = live_model(config, model_config, stored, weights)
     mesh = SequenceMesh.from_group(None)
     apply_ulysses(model.eval(), mesh, attention="math")
     tokens = torch.tensor([[token for document in sample.documents for token in document]])
@@ -126,33 +119,6 @@ def _diverged(not_finite: Sequence[str]) -> RunError:
         f"the export failed its check: the live model's logits are not finite, {where}: the run had diverged by that "
         "step. Nothing was published; export an earlier step with --step, or this one with --no-check"
     )
-
-
-def _filled_config(config: Config, model_config: Mapping[str, Any]) -> Config:
-    model = config.model.model_copy(update={"init": "random", "config": dict(model_config), "dtype": "fp32"})
-    memory = config.memory.model_copy(update={"gradient_checkpointing": False})
-    return config.model_copy(update={"model": model, "memory": memory})
-
-
-def _fill(model: Any, stored: Mapping[str, Stored], weights: WeightReader) -> list[str]:
-    """Fill a model's tensors; tied tensors are stored once.
-
-    Returns:
-        The names of the weights that are not finite.
-    """
-    targets: dict[str, torch.Tensor] = model.state_dict()
-    by_key = {place.key: targets[name] for name, place in stored.items()}
-    not_finite: dict[str, None] = {}
-    ranges = [ElementRange(stored=place, start=0, stop=targets[name].numel()) for name, place in stored.items()]
-    for part, values in weights.read_ahead(ranges):
-        target = by_key[part.stored.key]
-        assert target.is_contiguous(), f"{part.stored.key} is not contiguous in the model"
-        target.view(-1)[part.start : part.stop].copy_(values)
-        # A buffer may hold infinities, as a mask does.
-        kind, name = part.stored.key.split("/", 1)
-        if kind != "buffer" and not bool(values.isfinite().all()):
-            not_finite[name] = None
-    return list(not_finite)
 
 
 @torch.no_grad()

@@ -1,0 +1,56 @@
+"""The command ``evaluate``; `cli` registers it."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EXAMPLE = "Example: ray-ulysses evaluate runs/llama-tiny --lengths 1k,4k --data held-out"
+
+
+def evaluate(
+    model: Annotated[Path, typer.Argument(metavar="RUN|MODEL_DIR", help="A run's directory, or a model directory.")],
+    step: Annotated[str, typer.Option(help="Of a run: a committed step, latest, or best.")] = "latest",
+    task: Annotated[str, typer.Option(help="loss, retrieval or all.")] = "all",
+    lengths: Annotated[
+        str | None, typer.Option(help="Context lengths in tokens, such as 1k,16k.  [default: 1k, 4k, ... the model's]")
+    ] = None,
+    depths: Annotated[int, typer.Option(help="Number of depths at which facts are hidden.")] = 5,
+    cases: Annotated[int, typer.Option(help="Questions per length and depth.")] = 5,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of documents for the loss by position.")] = 262144,
+    data: Annotated[
+        Path | None, typer.Option(help="Prepared corpus of held-out documents.  [default: the run's own]")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Directory of a tokenizer, or `bytes`.  [default: the corpus's]")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="What the model computes in: model (its own), fp32 or bf16.")] = "model",
+    sp_size: Annotated[
+        int | None, typer.Option(help="Processes of this machine that share a row.  [default: one per GPU, else 1]")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of documents, facts and places.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of the results.  [default: RUN/evaluation/step-XXXXXXXX]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure what a model makes of long contexts: held-out loss and retrieval. Generates and downloads nothing.
+
+    loss: by position in the document, and of the same tokens given more and more of what stands before them.
+    retrieval: facts hidden in held-out documents, by length and depth; an answer counts if each of its
+    tokens is the most probable one. Writes evaluation.json and a picture, and tells the run's MLflow run.
+    """
+    options = dict(locals())
+    del options["as_json"]
+    from ray_ulysses.evaluation.request import EvaluationRequest
+
+    request = EvaluationRequest.from_options(options.pop("model"), **options)
+    from ray_ulysses.evaluation.run_evaluation import run_evaluation
+    from ray_ulysses.views.evaluation import render_evaluation
+
+    report, written = run_evaluation(request, partial(typer.echo, err=True))
+    typer.echo(json.dumps(report.to_json(), indent=2) if as_json else render_evaluation(report, written))

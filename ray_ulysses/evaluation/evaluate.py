@@ -1,0 +1,210 @@
+"""Evaluates a model, from the checks before any weight is read to the report; every rank of ``sp`` runs it alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ray_ulysses.clock import SystemClock
+from ray_ulysses.errors import UserError
+from ray_ulysses.evaluation.held_out import HeldOut, held_out_documents
+from ray_ulysses.evaluation.held_out_loss import SPAN_TOKENS, context_gain, position_loss, usable_contexts
+from ray_ulysses.evaluation.model_source import ModelSource, find_model
+from ray_ulysses.evaluation.needles import Haystack, needle_rows
+from ray_ulysses.evaluation.passage import Passage, PassageScores, Score
+from ray_ulysses.evaluation.report import EvaluationReport
+from ray_ulysses.evaluation.request import EvaluationRequest, default_lengths
+from ray_ulysses.evaluation.results import KINDS, ContextGain, PositionLoss, RetrievalCell
+from ray_ulysses.evaluation.retrieval import retrieval_cells
+from ray_ulysses.evaluation.scoring import score_passages
+from ray_ulysses.evaluation.text_tokenizer import find_tokenizer
+from ray_ulysses.run.settings import versions
+
+if TYPE_CHECKING:
+    import torch
+
+    from ray_ulysses.parallel.mesh import SequenceMesh
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Prepared:
+    """An evaluation that can start.
+
+    Attributes:
+        request: The options.
+        source: The model.
+        held: The documents.
+        haystack: The documents and the tokenizer of retrieval; None without it.
+        contexts: Contexts whose gain is measured; empty for none.
+        lengths: Lengths of rows of retrieval.
+        longest: Tokens of a document whose loss is measured at most.
+        notes: What a reader of the numbers must know.
+    """
+
+    request: EvaluationRequest
+    source: ModelSource
+    held: HeldOut
+    haystack: Haystack | None
+    contexts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    longest: int
+    notes: tuple[str, ...]
+
+
+def prepare_evaluation(request: EvaluationRequest) -> Prepared:
+    """Find the model, the documents and the tokenizer, and refuse what can't be evaluated; reads no weights.
+
+    Raises:
+        UserError: Names the option and the way out.
+        RunError: The checkpoint can't be used.
+    """
+    source = find_model(request)
+    held = held_out_documents(request.data, request.run_dir)
+    largest = max(corpus.max_token_id for corpus in held.corpora.corpora)
+    if largest >= source.vocab_size:
+        raise UserError(
+            f"--data: its documents hold token {largest}, and the model has a vocabulary of {source.vocab_size}; "
+            "prepare them with the model's own tokenizer"
+        )
+    lengths = request.lengths or default_lengths(source.context_tokens)
+    notes = [f"the losses are of training text ({held.words}): give held-out documents with --data"] * (
+        held.is_training_text and "loss" in request.tasks
+    )
+    contexts: tuple[int, ...] = ()
+    if "loss" in request.tasks:
+        contexts, more = _contexts(request, source, held, lengths)
+        notes += more
+    haystack = None
+    if "retrieval" in request.tasks:
+        model_dir = None if request.is_run else request.model
+        haystack = Haystack(held, find_tokenizer(held, request.tokenizer, model_dir))
+        # Raises if a row has no room for its questions.
+        for kind in KINDS:
+            next(needle_rows(haystack, kind, length=lengths[0], depths=(0.5,), cases=1, seed=request.seed))
+    _refuse_positions(source, max(*lengths, *(one + SPAN_TOKENS for one in contexts)))
+    rotary = source.rotary_positions
+    if rotary is not None and lengths[-1] > max(rotary, source.context_tokens):
+        notes.append(
+            f"lengths above {max(rotary, source.context_tokens):,} tokens are beyond the positions of the model"
+        )
+    return Prepared(
+        request=request,
+        source=source,
+        held=held,
+        haystack=haystack,
+        contexts=contexts,
+        lengths=lengths,
+        longest=max(lengths[-1], 2),
+        notes=tuple(notes),
+    )
+
+
+def _contexts(
+    request: EvaluationRequest, source: ModelSource, held: HeldOut, lengths: tuple[int, ...]
+) -> tuple[tuple[int, ...], list[str]]:
+    """Return the contexts whose gain is measured, and notes on those that are left out."""
+    wanted = lengths
+    if not request.lengths:
+        # A span and its longest context fill the model's context.
+        last = max(source.context_tokens - SPAN_TOKENS, 1)
+        wanted = (*(one for one in lengths if one < last), last)
+    usable = usable_contexts(held.lengths, wanted)
+    if len(usable) == len(wanted):
+        return usable, []
+    left_out = ", ".join(f"{one:,}" for one in wanted[len(usable) :])
+    return usable, [
+        f"context gain: no document has {left_out} tokens before a span of {SPAN_TOKENS}, the longest has "
+        f"{int(held.lengths.max()):,} in all"
+    ]
+
+
+def _refuse_positions(source: ModelSource, longest: int) -> None:
+    if source.num_positions is not None and longest > source.num_positions:
+        raise UserError(
+            f"--lengths: rows of {longest} tokens (a context with its span of {SPAN_TOKENS}, or a length) are beyond "
+            f"the model's table of {source.num_positions} positions, which has no rotary ones to extend; give shorter "
+            f"lengths, at most {max(source.num_positions - SPAN_TOKENS, 2)}"
+        )
+
+
+def evaluate(prepared: Prepared, mesh: SequenceMesh, device: torch.device, say: Say) -> EvaluationReport:
+    """Load the model and measure what the request asks for; every rank of ``sp`` must call.
+
+    Args:
+        prepared: The evaluation.
+        mesh: The mesh that rows are sharded over.
+        device: Device of this process.
+        say: Called with one line per stage.
+
+    Raises:
+        UserError: The model can't be computed exactly on this mesh.
+        RunError: The weights can't be read, or a loss is not finite.
+    """
+    clock = SystemClock()
+    started = clock.monotonic()
+    request, source = prepared.request, prepared.source
+    say(f"loading {request.model}" + ("" if source.step is None else f", step {source.step:,}"))
+    model = source.load(mesh, device)
+    by_position, gain, cells = measure(prepared, model, mesh, device, say)
+    notes = list(prepared.notes)
+    if "loss" in request.tasks and by_position is None:
+        notes.append("loss: no token of the chosen documents may be a label")
+    return EvaluationReport(
+        model=str(request.model),
+        step=source.step,
+        dtype=source.dtype,
+        data=prepared.held.words,
+        is_training_text=prepared.held.is_training_text,
+        sp_size=mesh.sp_size,
+        seed=request.seed,
+        lengths=prepared.lengths,
+        versions=versions(),
+        notes=tuple(notes),
+        position_loss=by_position,
+        context_gain=gain,
+        retrieval=cells,
+        seconds=round(clock.monotonic() - started, 3),
+    )
+
+
+def measure(
+    prepared: Prepared, model: Callable[..., Any], mesh: SequenceMesh, device: torch.device, say: Say
+) -> tuple[PositionLoss | None, ContextGain | None, tuple[RetrievalCell, ...]]:
+    """Return the loss by position, the context gain and the cells of retrieval; every rank of ``sp`` must call."""
+    request, held = prepared.request, prepared.held
+    row_tokens = max(*prepared.lengths, *(one + SPAN_TOKENS for one in prepared.contexts), prepared.longest)
+
+    def score(passages: Iterator[Passage]) -> Iterator[PassageScores]:
+        return score_passages(model, passages, mesh, row_tokens=row_tokens, device=device)
+
+    by_position, gain = None, None
+    if "loss" in request.tasks:
+        say(f"loss over {request.max_tokens:,} tokens")
+        by_position = position_loss(
+            held, score, longest=prepared.longest, max_tokens=request.max_tokens, seed=request.seed
+        )
+    if prepared.contexts:
+        say(f"loss of the same tokens with {', '.join(f'{one:,}' for one in prepared.contexts)} tokens of context")
+        gain = context_gain(held, score, contexts=prepared.contexts, num_spans=4 * request.cases, seed=request.seed)
+    return by_position, gain, tuple(_retrieval(prepared, score, say))
+
+
+def _retrieval(prepared: Prepared, score: Score, say: Say) -> Iterator[RetrievalCell]:
+    request = prepared.request
+    if prepared.haystack is None:
+        return
+    for kind in KINDS:
+        for length in prepared.lengths:
+            say(f"retrieval, {kind}: rows of {length:,} tokens")
+            yield from retrieval_cells(
+                prepared.haystack,
+                score,
+                kind=kind,
+                length=length,
+                num_depths=request.depths,
+                cases=request.cases,
+                seed=request.seed,
+            )

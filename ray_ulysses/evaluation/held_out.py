@@ -1,0 +1,117 @@
+"""The documents that a model is evaluated on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources
+from ray_ulysses.errors import UserError
+from ray_ulysses.evaluation.passage import Passage
+from ray_ulysses.export.planned_data import DATA_ERRORS, PlannedData, planned_data
+
+_GIVE = "give a corpus of held-out documents, made by `ray-ulysses prepare`: --data CORPUS"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class HeldOut:
+    """Documents of at least two tokens.
+
+    Attributes:
+        corpora: What they are read from.
+        numbers: int64, their numbers there.
+        lengths: int64, the tokens of each, end token included.
+        words: Where they come from, for people.
+        is_training_text: Whether the model was trained on them, so that its losses say nothing about new text.
+    """
+
+    corpora: CorpusSet
+    numbers: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    words: str
+    is_training_text: bool
+
+    def read(self, place: int, start: int, length: int) -> NDArray[np.int64]:
+        """Return tokens of the document at a place of ``numbers``."""
+        return self.corpora.read(int(self.numbers[place]), start, length)
+
+    def passage(self, place: int, start: int, length: int, first_scored: int = 1) -> Passage:
+        """Return tokens of a document as a text, of which those from ``first_scored`` on that may be labels count."""
+        is_scored = np.arange(length) >= first_scored
+        mask = self.corpora.label_mask(int(self.numbers[place]), start, start + length)
+        return Passage(
+            tokens=self.read(place, start, length), is_scored=is_scored if mask is None else is_scored & mask
+        )
+
+
+def held_out_documents(data: Path | None, run_dir: Path | None) -> HeldOut:
+    """Return the documents of a corpus, else those that a run held out, else those that it was trained on.
+
+    Args:
+        data: Directory of a prepared corpus; None for the run's own.
+        run_dir: The run that is evaluated; None for a model directory.
+
+    Raises:
+        UserError: There are none, or they can't be read.
+    """
+    if data is not None:
+        return _given(data, run_dir)
+    if run_dir is None:
+        raise UserError(f"--data: is not given, and a model directory names no documents; {_GIVE}")
+    try:
+        planned = planned_data(run_dir)
+        if planned is None:
+            raise UserError("it has no data plan")
+        return _planned(planned)
+    except DATA_ERRORS as error:
+        raise UserError(
+            f"--data: is not given, and the run's own documents can't be read ({error}); {_GIVE}"
+        ) from error
+
+
+def _given(data: Path, run_dir: Path | None) -> HeldOut:
+    try:
+        corpora = open_sources([(str(data), None)])
+    except UserError as error:
+        raise UserError(f"--data={str(data)!r}: {error}") from error
+    trained_on = _trained_on(run_dir)
+    is_training_text = corpora.sources[0].fingerprint in trained_on
+    words = f"all documents of {data}" + (", which the run was trained on" if is_training_text else "")
+    return _of(corpora, None, words=words, is_training_text=is_training_text)
+
+
+def _trained_on(run_dir: Path | None) -> set[str]:
+    """Return the fingerprints of a run's corpora, as far as its plan can be read."""
+    try:
+        planned = None if run_dir is None else planned_data(run_dir)
+    except UserError:
+        return set()
+    return set() if planned is None else {source.fingerprint for source in planned.sources}
+
+
+def _planned(planned: PlannedData) -> HeldOut:
+    corpora, rows = CorpusSet(planned.sources), planned.plan.evaluation
+    if rows.num_rows == 0:
+        words = "the run's own training text, since it held no documents out"
+        return _of(corpora, None, words=words, is_training_text=True)
+    numbers = {piece.document for row in range(rows.num_rows) for piece in rows.pieces(row)}
+    words = "the documents that the run held out (data.eval_fraction)"
+    return _of(corpora, np.array(sorted(numbers), dtype=np.int64), words=words, is_training_text=False)
+
+
+def _of(corpora: CorpusSet, numbers: NDArray[np.int64] | None, *, words: str, is_training_text: bool) -> HeldOut:
+    lengths = np.concatenate([corpus.lengths for corpus in corpora.corpora]).astype(np.int64)
+    numbers = np.arange(lengths.size) if numbers is None else numbers
+    numbers = numbers[lengths[numbers] > 1]
+    if numbers.size == 0:
+        raise UserError(f"--data: none of {words} has two tokens or more; {_GIVE}")
+    return HeldOut(
+        corpora=corpora,
+        numbers=numbers,
+        lengths=lengths[numbers],
+        words=words,
+        is_training_text=is_training_text,
+    )

@@ -1,0 +1,165 @@
+"""Finds the model to evaluate, a checkpoint of a run or a model directory, and loads it onto a device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ray_ulysses.attention.ulysses import apply_ulysses
+from ray_ulysses.config.loading import parse_config
+from ray_ulysses.engine.model import build_model, refuse_architecture
+from ray_ulysses.engine.model_config import described_config
+from ray_ulysses.engine.rope import stored_positions
+from ray_ulysses.engine.text_part import is_multimodal
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.evaluation.request import DType, EvaluationRequest
+from ray_ulysses.export.architecture import describe
+from ray_ulysses.export.decoder_merge import plan_merge
+from ray_ulysses.export.live_model import live_model
+from ray_ulysses.export.source import find_checkpoint, read_config
+from ray_ulysses.export.stream import WeightReader
+from ray_ulysses.export.tensors import stored_tensors
+
+if TYPE_CHECKING:
+    import torch
+
+    from ray_ulysses.checkpoint.manifest import Manifest
+    from ray_ulysses.config import Config
+    from ray_ulysses.parallel.mesh import SequenceMesh
+    from ray_ulysses.storage import Store
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ModelSource:
+    """A model, found and checked, but not loaded.
+
+    Attributes:
+        config: The run's configuration; of a model directory one that loads it.
+        checkpoint: Store and manifest of a run's checkpoint; None for a model directory.
+        dtype: Type that the model computes in.
+        weights: Which weights of a checkpoint are taken.
+        context_tokens: The context that it was trained on, as far as it says.
+        rotary_positions: Positions that it was made for, with rotary ones; None without.
+        num_positions: Positions that its table has; None without a table.
+        num_heads: Attention heads of a layer.
+        vocab_size: Size of its vocabulary.
+    """
+
+    config: Config
+    checkpoint: tuple[Store, Manifest] | None
+    dtype: str
+    weights: DType
+    context_tokens: int
+    rotary_positions: int | None
+    num_positions: int | None
+    num_heads: int
+    vocab_size: int
+
+    @property
+    def step(self) -> int | None:
+        """Return the checkpoint's step; None for a model directory."""
+        return None if self.checkpoint is None else self.checkpoint[1].step
+
+    def load(self, mesh: SequenceMesh, device: torch.device) -> Any:
+        """Return the model on a device, prepared for a mesh, in evaluation mode; every rank must call.
+
+        Raises:
+            UserError: It can't be computed exactly on this mesh.
+            RunError: The checkpoint is damaged, or does not fit the model.
+        """
+        model = self._built().eval().to(device)
+        return apply_ulysses(model, mesh)
+
+    def _built(self) -> Any:
+        config = self.config
+        if self.checkpoint is None:
+            return build_model(config)
+        store, manifest = self.checkpoint
+        if config.model.part == "text":
+            merge = plan_merge(config, manifest.state)
+            meta, stored = merge.model, merge.stored
+        else:
+            meta = describe(config, "model").model
+            stored = stored_tensors(meta, manifest.state, self.weights, config.model.dtype)
+        model, not_finite = live_model(config, meta.config.to_dict(), stored, WeightReader(store, manifest), self.dtype)
+        if not_finite:
+            raise RunError(
+                f"the checkpoint of step {manifest.step} holds {len(not_finite)} weights that are not finite "
+                f"({not_finite[0]}): the run had diverged by that step; evaluate an earlier one with --step"
+            )
+        return model
+
+
+def find_model(request: EvaluationRequest) -> ModelSource:
+    """Return the model of a request; reads no weights.
+
+    Raises:
+        UserError: There is no such checkpoint, or the model can't be evaluated exactly.
+        RunError: The checkpoint is damaged, or its storage does not answer.
+    """
+    checkpoint = None
+    if request.is_run:
+        config = read_config(request.model)
+        checkpoint = find_checkpoint(config, request.model, request.step)
+        dtype = config.model.dtype if request.dtype == "model" else request.dtype
+    else:
+        config = _directory_config(request.model, request.dtype)
+        dtype = config.model.dtype
+    hf_config = described_config(config)
+    num_positions = refuse_architecture(hf_config, config.model.part).num_positions
+    text = hf_config.get_text_config(decoder=True)
+    rotary = stored_positions(hf_config)
+    if request.is_run:
+        context_tokens = config.data.context_tokens
+    else:
+        context_tokens = num_positions or rotary or getattr(text, "max_position_embeddings", None) or 2**13
+    return ModelSource(
+        config=config,
+        checkpoint=checkpoint,
+        dtype=dtype,
+        weights=request.dtype,
+        context_tokens=context_tokens,
+        rotary_positions=rotary,
+        num_positions=num_positions,
+        num_heads=int(text.num_attention_heads),
+        vocab_size=int(text.vocab_size),
+    )
+
+
+def _directory_config(path: Path, dtype: DType) -> Config:
+    """Return a configuration with which the engine loads a model directory, as at the start of a run."""
+    fields = _read_fields(path)
+    if dtype == "model":
+        # Weights in fp16 are computed with in fp32, as the engine has no fp16.
+        stored = str(fields.get("dtype") or fields.get("torch_dtype"))
+        dtype = "bf16" if stored.removeprefix("torch.") == "bfloat16" else "fp32"
+    tree = {
+        "run": {"name": "evaluation", "storage": str(path)},
+        "model": {"path": str(path), "init": "pretrained", "dtype": dtype, "part": _part(path)},
+        "data": {"path": str(path), "context_tokens": 1024, "rows_per_step": 1},
+        "memory": {"gradient_checkpointing": False},
+        "cluster": {"workers": 1},
+    }
+    return parse_config(tree)
+
+
+def _read_fields(path: Path) -> Mapping[str, Any]:
+    try:
+        fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"MODEL={str(path)!r}: its config.json can't be read ({error}); restore it") from error
+    return fields if isinstance(fields, dict) else {}
+
+
+def _part(path: Path) -> str:
+    from transformers import AutoConfig
+
+    try:
+        found = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError):
+        # Loading says what is wrong with it.
+        return "whole"
+    return "text" if is_multimodal(found) else "whole"

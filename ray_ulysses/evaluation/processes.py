@@ -1,0 +1,98 @@
+"""Runs an evaluation on this machine: in this process, or in one process per rank of ``sp``."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
+
+from ray_ulysses.errors import RunError, UlyssesError
+from ray_ulysses.evaluation.evaluate import Prepared, Say, evaluate, prepare_evaluation
+from ray_ulysses.evaluation.report import EvaluationReport
+from ray_ulysses.evaluation.request import EvaluationRequest
+from ray_ulysses.parallel.layout import automatic_ring_size
+from ray_ulysses.parallel.mesh import SequenceMesh
+
+
+def evaluate_locally(prepared: Prepared, say: Say) -> EvaluationReport:
+    """Evaluate on this machine's GPUs, or on its CPU.
+
+    Args:
+        prepared: The evaluation; without ``sp_size`` it takes every GPU, or one process without GPUs.
+        say: Called with one line per stage.
+
+    Raises:
+        UserError: The model can't be computed exactly on so many processes.
+        RunError: The weights can't be read, a loss is not finite, or a process died.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    size = prepared.request.sp_size or max(num_gpus, 1)
+    if num_gpus and size > num_gpus:
+        raise RunError(f"--sp-size={size}: needs a GPU for each process, and this machine has {num_gpus}; use fewer")
+    if size == 1:
+        device = torch.device("cuda", 0) if num_gpus else torch.device("cpu")
+        return evaluate(prepared, SequenceMesh.from_group(None), device, say)
+    with tempfile.TemporaryDirectory(prefix="evaluate-") as folder:
+        try:
+            spawn(_run_rank, (size, folder, prepared.request), nprocs=size)
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            raise _failure(Path(folder), size) or RunError(
+                f"--sp-size={size}: process {error.error_index} ended without a result ({_reason(error)}); use fewer "
+                "processes or shorter lengths if memory is short"
+            ) from error
+        report: EvaluationReport = pickle.loads((Path(folder) / "report").read_bytes())
+        return report
+
+
+def _run_rank(rank: int, size: int, folder: str, request: EvaluationRequest) -> None:
+    is_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if is_gpu else torch.device("cpu")
+    if is_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
+        # Otherwise gloo resolves the host's name, which often fails in containers.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        dist.init_process_group(
+            "nccl" if is_gpu else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size
+        )
+        prepared = prepare_evaluation(request)
+        ring_size = automatic_ring_size(size, prepared.source.num_heads)
+        mesh = SequenceMesh.from_group(dist.group.WORLD, ring_size=ring_size)
+        report = evaluate(prepared, mesh, device, _say if rank == 0 else _be_silent)
+    except UlyssesError as error:
+        (Path(folder) / f"error-{rank}").write_bytes(pickle.dumps((type(error), str(error))))
+        raise
+    if rank == 0:
+        (Path(folder) / "report").write_bytes(pickle.dumps(report))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _failure(folder: Path, size: int) -> UlyssesError | None:
+    """Return the error that the first rank raised on purpose."""
+    for path in (folder / f"error-{rank}" for rank in range(size)):
+        if path.is_file():
+            kind, text = pickle.loads(path.read_bytes())
+            found: UlyssesError = kind(text)
+            return found
+    return None
+
+
+def _reason(error: ProcessRaisedException | ProcessExitedException) -> str:
+    return str(error).strip().splitlines()[-1]
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # noqa: T201 -- the line of a process of its own
+
+
+def _be_silent(line: str) -> None:
+    del line

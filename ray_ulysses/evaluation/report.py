@@ -1,0 +1,111 @@
+"""The result of an evaluation as one JSON object, as metrics, and as files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ray_ulysses.errors import RunError
+from ray_ulysses.evaluation.heat_map import heat_map
+from ray_ulysses.evaluation.results import KINDS, ContextGain, PositionLoss, RetrievalCell
+from ray_ulysses.storage.atomic import write_text
+
+JSON_FILE, PICTURE_FILE = "evaluation.json", "retrieval.svg"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationReport:
+    """What was measured, and how.
+
+    Attributes:
+        model: Directory of the run or model.
+        step: The checkpoint's step; None for a model directory.
+        dtype: Type that the model computed in.
+        data: The documents, in words.
+        is_training_text: Whether the model was trained on them.
+        sp_size: Processes that shared a row.
+        seed: Seed of everything drawn.
+        lengths: Contexts and lengths of rows that were asked for, or chosen.
+        versions: Versions of the libraries.
+        notes: What a reader of the numbers must know.
+        position_loss: The loss by position, if measured.
+        context_gain: The loss by context, if measured.
+        retrieval: Cells of all kinds and lengths, if measured.
+        seconds: Wall-clock time.
+    """
+
+    model: str
+    step: int | None
+    dtype: str
+    data: str
+    is_training_text: bool
+    sp_size: int
+    seed: int
+    lengths: tuple[int, ...]
+    versions: dict[str, str]
+    notes: tuple[str, ...]
+    position_loss: PositionLoss | None
+    context_gain: ContextGain | None
+    retrieval: tuple[RetrievalCell, ...]
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object of ``evaluation.json``: all fields, and the mean of each sum."""
+        found: dict[str, Any] = {"format_version": 1, **json.loads(json.dumps(asdict(self)))}
+        if self.position_loss is not None:
+            found["position_loss"]["loss"] = self.position_loss.loss
+            for fields, one in zip(found["position_loss"]["bins"], self.position_loss.bins, strict=True):
+                fields["loss"] = one.loss
+        for fields, cell in zip(found["retrieval"], self.retrieval, strict=True):
+            fields["accuracy"] = cell.accuracy
+        return found
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers that are worth a curve: losses, gains, and accuracies over all depths of a length."""
+        found: dict[str, float] = {}
+        if self.position_loss is not None:
+            found["evaluation/loss"] = self.position_loss.loss
+            found |= {f"evaluation/loss_from_{one.first}": one.loss for one in self.position_loss.bins}
+        if self.context_gain is not None:
+            found |= {f"evaluation/gain_{one.context_tokens}": one.gain for one in self.context_gain.contexts[1:]}
+        return found | {
+            f"evaluation/{kind}_{length}": sum(cell.correct for cell in cells) / sum(cell.cases for cell in cells)
+            for (kind, length), cells in self.grids().items()
+        }
+
+    def grids(self) -> Mapping[tuple[str, int], Sequence[RetrievalCell]]:
+        """Return the cells of each kind and length, in the order of depths."""
+        grids: dict[tuple[str, int], list[RetrievalCell]] = {(kind, one): [] for kind in KINDS for one in self.lengths}
+        for cell in self.retrieval:
+            grids[cell.kind, cell.length].append(cell)
+        return {key: cells for key, cells in grids.items() if cells}
+
+    def files(self) -> dict[str, str]:
+        """Return the files of the result by name."""
+        files = {JSON_FILE: json.dumps(self.to_json(), indent=2) + "\n"}
+        if self.retrieval:
+            files[PICTURE_FILE] = heat_map(self.grids(), title=_title(self))
+        return files
+
+    def write(self, out: Path) -> None:
+        """Write the files, each whole or not at all; those of an earlier evaluation are replaced.
+
+        Raises:
+            RunError: The directory can't be written.
+        """
+        try:
+            for name, text in self.files().items():
+                write_text(out / name, text)
+            if not self.retrieval:
+                (out / PICTURE_FILE).unlink(missing_ok=True)
+        except OSError as error:
+            raise RunError(
+                f"--out={str(out)!r}: can't be written ({error.strerror or error}); give another directory"
+            ) from error
+
+
+def _title(report: EvaluationReport) -> str:
+    return Path(report.model).name + ("" if report.step is None else f", step {report.step:,}")

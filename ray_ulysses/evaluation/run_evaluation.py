@@ -1,0 +1,55 @@
+"""Runs the command ``evaluate``: checks, measures, writes the files and tells MLflow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ray_ulysses.config.job_paths import refuse_relative_in_job
+from ray_ulysses.evaluation.evaluate import Say, prepare_evaluation
+from ray_ulysses.evaluation.processes import evaluate_locally
+from ray_ulysses.evaluation.report import EvaluationReport
+from ray_ulysses.run_names import EVALUATION_FOLDER, step_folder
+from ray_ulysses.tracking.mlflow_evaluation import track_evaluation
+
+if TYPE_CHECKING:
+    from ray_ulysses.evaluation.request import EvaluationRequest
+
+
+def run_evaluation(request: EvaluationRequest, say: Say) -> tuple[EvaluationReport, Path]:
+    """Evaluate a model, write the result, and add it to the run's MLflow run if there is one.
+
+    Args:
+        request: The options.
+        say: Called with one line per stage.
+
+    Returns:
+        The report, and the directory of its files.
+
+    Raises:
+        UserError: An option can't be satisfied.
+        RunError: The weights can't be read, a loss is not finite, or the result can't be written.
+    """
+    refuse_relative_in_job("--out", request.out or request.model)
+    prepared = prepare_evaluation(request)
+    for note in prepared.notes:
+        say(f"note: {note}")
+    out = request.out or _default_out(request, prepared.source.step)
+    report = evaluate_locally(prepared, say)
+    report.write(out)
+    if request.is_run and report.step is not None:
+        problem = track_evaluation(
+            request.model,
+            report.step,
+            report.metrics(),
+            {f"{EVALUATION_FOLDER}/{out.name}/{name}": text for name, text in report.files().items()},
+        )
+        if problem:
+            say(f"note: MLflow was not told ({problem}); the files are complete")
+    return report, out
+
+
+def _default_out(request: EvaluationRequest, step: int | None) -> Path:
+    if step is not None:
+        return request.model / EVALUATION_FOLDER / Path(step_folder(step)).name
+    return Path(EVALUATION_FOLDER) / request.model.resolve().name

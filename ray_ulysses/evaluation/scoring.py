@@ -1,0 +1,84 @@
+"""Scores the tokens of texts with a model, one forward per row of packed texts, sharded over ``sp``.
+
+Nothing is generated: greedy decoding gives an answer exactly if each of its tokens is the most probable one after the
+tokens before it, which one forward over text and answer shows. Logits exist for one tile of tokens at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ray_ulysses.attention.batch import IGNORE_INDEX, shard_batch, unshard
+from ray_ulysses.engine.loss import score_tokens
+from ray_ulysses.errors import RunError
+from ray_ulysses.evaluation.passage import Passage, PassageScores
+
+if TYPE_CHECKING:
+    from ray_ulysses.parallel.mesh import SequenceMesh
+
+
+def score_passages(
+    model: Callable[..., Any],
+    passages: Iterable[Passage],
+    mesh: SequenceMesh,
+    *,
+    row_tokens: int,
+    device: torch.device | None = None,
+) -> Iterator[PassageScores]:
+    """Yield the scores of each text, in order; every rank of ``sp`` must call, with the same texts.
+
+    Args:
+        model: A model in evaluation mode that ``apply_ulysses`` has prepared for the mesh.
+        passages: The texts.
+        mesh: The mesh that rows are sharded over.
+        row_tokens: Texts are packed into rows of at most so many tokens; a longer one has a row of its own.
+        device: Device of the model; None for the CPU.
+
+    Raises:
+        RunError: A loss is not finite.
+    """
+    for row in _rows(passages, row_tokens):
+        yield from _score_row(model, row, mesh, device or torch.device("cpu"))
+
+
+def _rows(passages: Iterable[Passage], row_tokens: int) -> Iterator[list[Passage]]:
+    row: list[Passage] = []
+    num_tokens = 0
+    for passage in passages:
+        if row and num_tokens + passage.tokens.size > row_tokens:
+            yield row
+            row, num_tokens = [], 0
+        row.append(passage)
+        num_tokens += passage.tokens.size
+    if row:
+        yield row
+
+
+def _score_row(
+    model: Callable[..., Any], row: Sequence[Passage], mesh: SequenceMesh, device: torch.device
+) -> Iterator[PassageScores]:
+    tokens = torch.from_numpy(np.concatenate([one.tokens for one in row]))
+    is_scored = torch.from_numpy(np.concatenate([one.is_scored for one in row]))
+    labels = torch.where(is_scored, tokens, IGNORE_INDEX)
+    batch = shard_batch(tokens.to(device), labels.to(device), [one.tokens.size for one in row], mesh)
+    scores = score_tokens(model, batch)
+    is_correct_BL = scores.predictions_BL == batch.labels_BL
+    local_BL2 = torch.stack([scores.losses_BL.float(), is_correct_BL.float()], dim=-1)
+    # In the order of the row; position t holds what is said of token t + 1.
+    found_T2 = unshard(local_BL2, batch)[0].double().cpu().numpy()
+    if not np.isfinite(found_T2).all():
+        raise RunError(
+            "the model's losses on these texts are not finite: it has diverged, or its dtype overflows; evaluate an "
+            "earlier step with --step, or compute with --dtype fp32"
+        )
+    start = 0
+    for one in row:
+        stop = start + one.tokens.size
+        losses, is_correct = np.zeros(one.tokens.size), np.zeros(one.tokens.size, dtype=np.bool_)
+        losses[1:], is_correct[1:] = found_T2[start : stop - 1, 0], found_T2[start : stop - 1, 1] > 0
+        yield PassageScores(losses=losses, is_correct=is_correct)
+        start = stop

@@ -1,0 +1,41 @@
+"""Adds the result of an evaluation to the MLflow run of a run directory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from ray_ulysses.errors import without_secret
+from ray_ulysses.tracking.mlflow_client import open_client
+from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
+
+
+def track_evaluation(run_dir: Path, step: int, metrics: Mapping[str, float], files: Mapping[str, str]) -> str:
+    """Log metrics and texts; does nothing if the run was never tracked.
+
+    Args:
+        run_dir: The run's directory, which names its MLflow run.
+        step: Step of the checkpoint that was evaluated.
+        metrics: Values by name.
+        files: Texts by path of the artifact.
+
+    Returns:
+        Why MLflow did not take all of it; empty if it did, or there was nothing to tell.
+    """
+    try:
+        identity = TrackingIdentity.load(run_dir)
+        if identity is None or identity.run_id is None:
+            return ""
+        from mlflow.entities import Metric
+
+        client = open_client(identity.uri)
+        now = round(time.time() * 1000)
+        points = [Metric(key=name, value=value, timestamp=now, step=step) for name, value in metrics.items()]
+        client.log_batch(identity.run_id, metrics=points, synchronous=True)
+        for name, text in files.items():
+            client.log_text(identity.run_id, text, name)
+    except Exception as error:
+        # Of any type and from any depth of MLflow: an outage must not cost the result, which is written already.
+        return without_secret(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason'}")
+    return ""

@@ -1,0 +1,193 @@
+"""``ray-ulysses evaluate`` of a run and of its export is the same, and what it can't do is refused with a way out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from ray_ulysses.cli import app, run
+from ray_ulysses.errors import UserError
+from ray_ulysses.evaluation.request import default_lengths, parse_lengths
+from tests.unit.attention.models import ARCHITECTURES, zoo_model
+from tests.unit.data.corpora import text_corpus, varied_texts
+from tests.unit.export.runs import fields_of, word_tokenizer, write_checkpoint, write_config
+from tests.unit.forensics.runs import make_run
+
+VOCAB = 320
+SMALL = ("--lengths", "900", "--depths", "2", "--cases", "1", "--max-tokens", "3000", "--json")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text_corpus(tmp_path_factory.mktemp("held"), varied_texts(10, longest=2500)).path
+
+
+def make_trained(run_dir: Path, architecture: str = "llama", dtype: str = "fp32", **changes: Any) -> None:
+    """Write a run of a model that reads bytes, with a checkpoint."""
+    model = zoo_model(architecture, vocab_size=VOCAB)
+    write_config(run_dir, fields_of(ARCHITECTURES[architecture](vocab_size=VOCAB)), dtype, **changes)
+    write_checkpoint(run_dir, model, dtype=dtype)
+
+
+class Told:
+    """Runs the command in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: object, code: int = 0) -> str:
+        assert run(app, ["evaluate", *map(str, arguments)]) == code
+        captured = self._capsys.readouterr()
+        return captured.err.strip() if code else captured.out
+
+    def json(self, *arguments: object) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self(*arguments))
+        return found
+
+
+@pytest.fixture
+def told(capsys: pytest.CaptureFixture[str]) -> Told:
+    return Told(capsys)
+
+
+@pytest.mark.parametrize(("architecture", "dtype"), [("gemma2", "fp32"), ("qwen3", "bf16")])
+def test_a_run_and_its_exports_give_the_same_numbers(
+    told: Told, corpus: Path, tmp_path: Path, architecture: str, dtype: str
+) -> None:
+    make_trained(tmp_path / "run", architecture, dtype)
+    assert run(app, ["export", str(tmp_path / "run"), "--out", str(tmp_path / "hf"), "--no-check"]) == 0
+    told._capsys.readouterr()
+    ours = told.json(tmp_path / "run", "--data", corpus, *SMALL)
+    theirs = told.json(tmp_path / "hf", "--data", corpus, *SMALL, "--out", tmp_path / "out")
+    assert (ours["step"], theirs["step"], ours["dtype"], theirs["dtype"]) == (4, None, dtype, dtype)
+    for name in ("position_loss", "context_gain", "retrieval"):
+        assert ours[name] == theirs[name], name
+    written = tmp_path / "run/evaluation/step-00000004"
+    assert json.loads((written / "evaluation.json").read_text()) == ours
+    ElementTree.parse(written / "retrieval.svg")
+    bins = ours["position_loss"]["bins"]
+    assert sum(one["tokens"] for one in bins) == ours["position_loss"]["tokens"]
+    assert sum(one["loss_sum"] for one in bins) == pytest.approx(ours["position_loss"]["loss_sum"], rel=1e-12)
+    assert len(ours["retrieval"]) == 3 * 1 * 2
+
+
+def test_a_bf16_run_is_evaluated_in_fp32_from_its_master_weights(told: Told, corpus: Path, tmp_path: Path) -> None:
+    make_trained(tmp_path / "run", "llama", "bf16")
+    make_trained(tmp_path / "masters", "llama", "fp32")
+    options = ("--data", corpus, "--task", "loss", *SMALL)
+    upcast = told.json(tmp_path / "run", *options, "--dtype", "fp32")
+    assert upcast["position_loss"] == told.json(tmp_path / "masters", *options)["position_loss"]
+    assert upcast["position_loss"] != told.json(tmp_path / "run", *options)["position_loss"]
+
+
+def test_a_runs_own_documents_are_those_held_out_and_training_text_is_said(
+    told: Told, corpus: Path, tmp_path: Path
+) -> None:
+    from dataclasses import replace
+
+    from tests.unit.forensics.runs import SETTINGS
+
+    for name, fraction in (("without", 0.0), ("with", 0.4)):
+        planned = make_run(tmp_path / name, [corpus], replace(SETTINGS, eval_fraction=fraction, eval_rows=100))
+        assert planned.plan.evaluation.num_rows == 0 or fraction
+        make_trained(tmp_path / name, data__path=str(corpus))
+    options = (*SMALL, "--max-tokens", "99999")
+    trained = told.json(tmp_path / "without", *options)
+    assert trained["is_training_text"] and trained["data"].startswith("the run's own training text")
+    assert any(note.startswith("the losses are of training text") for note in trained["notes"])
+    held = told.json(tmp_path / "with", *options)
+    assert not held["is_training_text"] and "held out" in held["data"] and held["notes"] == []
+    assert held["position_loss"]["documents"] < trained["position_loss"]["documents"] == 10
+    given = told.json(tmp_path / "without", "--data", corpus, *SMALL)
+    assert given["is_training_text"] and given["data"].endswith("which the run was trained on")
+
+
+def test_the_table_names_what_was_measured(told: Told, corpus: Path, tmp_path: Path) -> None:
+    make_trained(tmp_path / "run")
+    text = told(tmp_path / "run", "--data", corpus, *SMALL[:-1])
+    for line in (
+        "loss by position, nats per token, ",
+        "loss of the same 4 spans of ",
+        "retrieval, key_value: right answers of 1 per length and depth (chance 1e-05)",
+        "length  depth 0%  depth 100%  all  chance among the numbers shown",
+    ):
+        assert line in text
+
+
+def test_lengths_are_powers_of_four_up_to_the_context() -> None:
+    assert parse_lengths("4k, 1k,100,1024,1M") == (100, 1024, 4096, 2**20)
+    assert default_lengths(8192) == (1024, 4096, 8192)
+    assert default_lengths(512) == (512,)
+    for text in ("", "1k,", "x", "1", "-5", "1.5k", "9" * 20):
+        with pytest.raises(UserError, match="--lengths="):
+            parse_lengths(text)
+
+
+def test_what_can_not_be_evaluated_is_refused_with_a_way_out(told: Told, corpus: Path, tmp_path: Path) -> None:
+    make_trained(tmp_path / "run")
+    write_config(tmp_path / "untrained", fields_of(ARCHITECTURES["llama"](vocab_size=VOCAB)))
+    zoo_model("llama", vocab_size=100).save_pretrained(tmp_path / "narrow")
+    zoo_model("llama", vocab_size=VOCAB).save_pretrained(tmp_path / "hf")
+    zoo_model("gpt2", vocab_size=VOCAB).save_pretrained(tmp_path / "gpt2")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text("{}")
+    folder, data = tmp_path / "run", ("--data", corpus)
+    refused: dict[tuple[object, ...], str] = {
+        (tmp_path / "nowhere",): "is neither a run (no config.yaml) nor a model directory (no config.json); give",
+        (tmp_path / "adapter",): "is an adapter, without the model that it belongs to; merge the two, or give the run",
+        (folder, "--task", "speed"): "--task=speed: must be one of loss, retrieval, all",
+        (folder, "--lengths", "1z"): "is not a number of tokens of 2 or more; write them as 1024 or 1k",
+        (folder, "--cases", "0"): "--cases=0: must be at least 1",
+        (folder, "--sp-size", "0"): "--sp-size=0: must be at least 1, the number of processes",
+        (folder, "--dtype", "int8"): "--dtype=int8: must be one of model, fp32, bf16",
+        (folder, "--step", "3", *data): "--step=3: is not a committed step of this run; give one of 4",
+        (tmp_path / "hf", "--step", "3"): "--step=3: is for a run, and ",
+        (tmp_path / "untrained", *data): "RUN: has no committed checkpoint in ",
+        (folder,): "--data: is not given, and the run's own documents can't be read (it has no data plan); give a",
+        (tmp_path / "hf",): "--data: is not given, and a model directory names no documents; give a corpus",
+        (
+            folder,
+            "--data",
+            tmp_path,
+        ): "is not a prepared corpus (no corpus.json); create one with `ray-ulysses prepare`",
+        (tmp_path / "narrow", *data): "--data: its documents hold token 256, and the model has a vocabulary of 100",
+        (folder, "--tokenizer", tmp_path / "x", *data): "no such directory; use 'bytes', or the local directory",
+        (folder, "--lengths", "200", *data): "--lengths=200: has no room for the facts and questions of",
+        (
+            tmp_path / "gpt2",
+            "--task",
+            "loss",
+            "--lengths",
+            "100,256",
+            *data,
+        ): "the model's table of 256 positions, which has no rotary",
+    }
+    for arguments, text in refused.items():
+        said = told(*arguments, code=2)
+        # Beside it only what Transformers says of itself.
+        assert said.rpartition("\n")[2].startswith("error: ") and text in said, (arguments, said)
+
+
+def test_documents_of_another_tokenizer_are_refused_for_retrieval(told: Told, corpus: Path, tmp_path: Path) -> None:
+    zoo_model("llama", vocab_size=VOCAB).save_pretrained(tmp_path / "hf")
+    for path in word_tokenizer(tmp_path / "words", 5).glob("tokenizer*"):
+        (tmp_path / "hf" / path.name).write_bytes(path.read_bytes())
+    said = told(tmp_path / "hf", "--data", corpus, *SMALL, code=2)
+    assert "prepared with the tokenizer bytes, which gives other tokens than the model's own in" in said
+    assert (
+        told.json(tmp_path / "hf", "--data", corpus, "--task", "loss", *SMALL, "--out", tmp_path / "out")["retrieval"]
+        == []
+    )
+
+
+def test_contexts_that_no_document_has_are_named(told: Told, corpus: Path, tmp_path: Path) -> None:
+    make_trained(tmp_path / "run")
+    found = told.json(tmp_path / "run", "--data", corpus, "--task", "loss", *SMALL, "--lengths", "64,1m")
+    assert [one["context_tokens"] for one in found["context_gain"]["contexts"]] == [64]
+    assert any(
+        note.startswith("context gain: no document has 1,048,576 tokens before a span") for note in found["notes"]
+    )
