@@ -30,8 +30,9 @@ from benchmarks.fresh_process import peak_rss_bytes, run_fresh
 from benchmarks.stored_result import RESULTS, command, provenance, say, store
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.corpus_set import open_sources, plan_input
-from ray_ulysses.data.plan.plan import Plan, PlanSettings
+from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import load_plan, write_segment
+from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.read.streamed_source import MAX_BLOCKS
 
 CONTEXT_TOKENS = 131_072

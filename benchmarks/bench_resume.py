@@ -63,8 +63,8 @@ def first_row(plan_folder: Path, step: int) -> dict[str, Any]:
 def plan_corpus(corpus_folder: Path, plan_folder: Path) -> dict[str, Any]:
     """Plan a corpus as a run does: lengths from its sidecar, the plan to disk."""
     from ray_ulysses.data.plan.corpus_set import open_sources, plan_input
-    from ray_ulysses.data.plan.plan import PlanSettings
     from ray_ulysses.data.plan.plan_files import write_segment
+    from ray_ulysses.data.plan.segment import PlanSettings
 
     start = time.perf_counter()
     documents = plan_input(open_sources([(str(corpus_folder), None)]))

@@ -201,10 +201,13 @@ def _rows(config: Any) -> list[list[tuple[Any, Any, Any]]]:
     """Return the run's rows by step: ids, labels and positions, each [1, tokens]."""
     import torch
 
+    from ray_ulysses.data.plan.plan_files import load_plan
     from ray_ulysses.data.read.row_source import DirectSource
-    from ray_ulysses.trainer.data import open_data
+    from ray_ulysses.run_names import PLAN_FOLDER
+    from ray_ulysses.trainer.data import open_rows
 
-    plan, reader = open_data(config)
+    plan = load_plan(config.run_dir / PLAN_FOLDER)
+    reader = open_rows(config, plan)
     source = DirectSource(reader, plan, 0, 1, 0, 1)
     rows = [
         [

@@ -644,8 +644,8 @@ MUTANTS = (
     Mutant(
         name="a schedule that follows where the run stops",
         file="ray_ulysses/engine/optimizer.py",
-        old="span = max(1, horizon_steps - warmup_steps)",
-        new="span = max(1, min(horizon_steps, 6) - warmup_steps)",
+        old="(step - first) / max(1, horizon_steps - first)",
+        new="(step - first) / max(1, min(horizon_steps, 6) - first)",
         killer="tests/unit/engine/test_optimizer.py::test_the_rate_warms_up_linearly_and_falls_along_half_a_cosine",
     ),
     Mutant(
@@ -768,16 +768,16 @@ MUTANTS = (
     Mutant(
         name="members that move restart through Ray",
         file="ray_ulysses/elastic/reform.py",
-        old='if group.moves and statuses == {"resized"} and (',
-        new="if False and (",
+        old='continued = {"stage", "resized"} if group.moves else {"stage"}',
+        new='continued = {"stage"}',
         killer="tests/unit/elastic/test_reform.py"
         "::test_members_that_were_asked_to_move_go_on_without_the_node_that_leaves",
     ),
     Mutant(
         name="a stop of the user is taken for a move",
         file="ray_ulysses/elastic/reform.py",
-        old='if group.moves and statuses == {"resized"} and (',
-        new="if group.moves and (",
+        old='continued = {"stage", "resized"} if group.moves else {"stage"}',
+        new='continued = {"stage", "resized", "stopped"} if group.moves else {"stage"}',
         killer="tests/unit/elastic/test_reform.py::test_a_stop_that_overtakes_a_move_ends_the_run",
     ),
     Mutant(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ray_ulysses.errors import INTERRUPTED
 from ray_ulysses.run.requests import request_save, request_stop
-from ray_ulysses.tracking.events import RESIZED, STOP_REASONS, AttemptEnded, AttemptStarted
+from ray_ulysses.tracking.events import CONTINUED, STOP_REASONS, AttemptEnded, AttemptStarted
 from ray_ulysses.tracking.step_groups import StepGroup
 from ray_ulysses.views.journal_tail import JournalTail
 
@@ -153,8 +153,8 @@ class UnsavedSteps:
                 self._state = "trained"
             elif isinstance(event, AttemptEnded):
                 # An attempt that ended well has saved, and its workers end by themselves.
-                # Before the attempt after a change of size, nothing is left to save.
-                is_last = event.reason != RESIZED and event.reason.startswith(STOP_REASONS)
+                # Before the attempt after a change of size or stage, nothing is left to save.
+                is_last = event.reason not in CONTINUED and event.reason.startswith(STOP_REASONS)
                 self._state = "saved" if is_last else "none"
 
     def lost(self) -> None:

@@ -285,14 +285,29 @@ class OptimizerSection(Section):
 
 
 class ScheduleSection(Section):
-    """Learning rate over steps: a linear warm-up, then a cosine down to a floor."""
+    """Learning rate over steps: a linear warm-up, then a decay to a floor."""
+
+    kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Curve after the warm-up: half a `cosine` or a `linear` decay from the peak to the floor, `constant` at the peak,
+    or `wsd` (warm-up, stable, decay): constant, then linear to the floor in the last `decay_steps`. Default
+    `cosine`."""
 
     warmup_steps: int = Field(default=100, ge=0)
     """Steps in which the learning rate rises from 0 to its peak. Default 100."""
 
     horizon_steps: int | None = Field(default=None, ge=1)
-    """Step at which the cosine reaches its floor, where the rate then stays. It is independent of `run.stop_step`, so
+    """Step at which the decay reaches its floor, where the rate then stays. It is independent of `run.stop_step`, so
     that stopping and resuming does not change the curve. Default null: all steps of the data plan."""
+
+    decay_steps: int | None = Field(default=None, ge=1)
+    """Steps of the decay of `kind: wsd`, which ends at `horizon_steps`. Default null: a tenth of the horizon."""
 
     min_lr_ratio: float = Field(default=0.1, ge=0.0, le=1.0)
     """Floor of the learning rate, as a fraction of the peak. Default 0.1."""
+
+    @field_validator("decay_steps")
+    @classmethod
+    def _is_of_wsd(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and info.data.get("kind", "wsd") != "wsd":
+            raise refusal("is of schedule.kind=wsd, and another kind is set", "set schedule.kind: wsd, or remove it")
+        return value

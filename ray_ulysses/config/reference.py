@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic.fields import FieldInfo
 
-from ray_ulysses.config.resume import BRANCHABLE, FIXED, FREE
+from ray_ulysses.config.resume import BRANCHABLE, FIXED, FREE, STAGES
 from ray_ulysses.config.schema import section_models
 from ray_ulysses.config.section import Section
+from ray_ulysses.config.stage_section import StageSection
 
 _HEAD = """# Configuration
 
@@ -50,11 +51,24 @@ _BOUNDS = {Ge: ("ge", "≥ {}"), Gt: ("gt", "> {}"), Le: ("le", "≤ {}"), Lt: (
 
 def render_reference() -> str:
     """Return the reference of every setting as Markdown."""
-    parts = [_HEAD, *(_section(name, model) for name, model in section_models().items()), _RESUME]
+    parts = [_HEAD, *(_section(name, model) for name, model in section_models().items()), _stages(), _RESUME]
     rows = [f"| `{path}` | fixed | {reason} |" for path, reason in FIXED.items()]
     rows += [f"| `{path}` | by branch | {reason} |" for path, reason in BRANCHABLE.items()]
+    rows.append(f"| `{STAGES}` | by branch | those that have begun keep what is fixed above |")
     rows += [f"| `{path}` | may change | {note} |" for path, note in FREE.items()]
     return "\n".join(parts) + "\n".join(rows) + "\n"
+
+
+def _stages() -> str:
+    lines = ["## stages", "", "A list of stages, one after the other; without it a run is one stage.", ""]
+    lines += ["| setting | type | default | meaning |", "|---|---|---|---|"]
+    for field, info in StageSection.model_fields.items():
+        lines.append(f"| `stages[].{field}` | {_type(info)} | {_default(info)} | {_meaning(info)} |")
+    return "\n".join([*lines, ""])
+
+
+def _meaning(info: FieldInfo) -> str:
+    return " ".join((info.description or "").split()).replace("|", "\\|")
 
 
 def _section(name: str, model: type[Section]) -> str:
@@ -62,9 +76,8 @@ def _section(name: str, model: type[Section]) -> str:
     lines += ["| setting | type | default | resume | meaning |", "|---|---|---|---|---|"]
     for field, info in model.model_fields.items():
         path = f"{name}.{field}"
-        meaning = " ".join((info.description or "").split()).replace("|", "\\|")
         resume = "fixed" if path in FIXED else "by branch" if path in BRANCHABLE else "may change"
-        lines.append(f"| `{path}` | {_type(info)} | {_default(info)} | {resume} | {meaning} |")
+        lines.append(f"| `{path}` | {_type(info)} | {_default(info)} | {resume} | {_meaning(info)} |")
     return "\n".join([*lines, ""])
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from ray_ulysses.config.difference import Difference, differences
 from ray_ulysses.config.schema import Config
+from ray_ulysses.config.stages import stage_config
 from ray_ulysses.errors import NOT_GIVEN, Problem, shown
 
 #: Settings that stay the same for the life of a run, with the reason.
@@ -32,8 +33,10 @@ FIXED: dict[str, str] = {
     "optimizer.eps": "it shapes the loss curve",
     "optimizer.weight_decay": "it shapes the loss curve",
     "optimizer.max_grad_norm": "it shapes the loss curve",
+    "schedule.kind": "it shapes the loss curve",
     "schedule.warmup_steps": "it shapes the loss curve",
     "schedule.horizon_steps": "it shapes the loss curve",
+    "schedule.decay_steps": "it shapes the loss curve",
     "schedule.min_lr_ratio": "it shapes the loss curve",
     "tracking.experiment": "a run is one MLflow run for its whole life",
 }
@@ -127,7 +130,15 @@ FREE: dict[str, str] = {
 }
 
 
-_ADDED: dict[str, Any] = {"model.part": "whole", "model.rope": None}
+STAGES = "stages"
+"""The stages of a run: those to come may change by a branch."""
+
+_ADDED: dict[str, Any] = {
+    "model.part": "whole",
+    "model.rope": None,
+    "schedule.kind": "cosine",
+    "schedule.decay_steps": None,
+}
 """Settings that older checkpoints don't record, with the value they were written under, which is left out."""
 
 
@@ -144,12 +155,38 @@ def resume_conflicts(old: Config, new: Config, *, branch: bool = False) -> tuple
         branch: Whether settings of the data plan may change.
     """
     paths = {**({} if branch else BRANCHABLE), **FIXED}
-    changed = ((path, reason, differences(setting(old, path), setting(new, path))) for path, reason in paths.items())
+    changed = [(path, reason, differences(setting(old, path), setting(new, path))) for path, reason in paths.items()]
+    if not branch:
+        before, now = ([stage.model_dump(mode="json") for stage in config.stages] for config in (old, new))
+        changed.append((STAGES, "they determine what is trained when", differences(before, now)))
     return tuple(_conflict(old.run.name, path, reason, found) for path, reason, found in changed if found)
 
 
+def stage_conflicts(old: Config, new: Config, num_begun: int) -> tuple[Problem, ...]:
+    """Return a problem for each setting of a stage that has begun which no branch may change.
+
+    Args:
+        old: The configuration stored in the run's directory.
+        new: The configuration to resume with.
+        num_begun: Stages that have begun; 1 for a run without stages.
+    """
+    if max(1, len(new.stages)) < num_begun:
+        rule = f"run '{old.run.name}' has begun {num_begun} stages"
+        return (Problem(path=STAGES, value=len(new.stages), rule=rule, hint="restore the stages that have begun"),)
+    problems: list[Problem] = []
+    for number in range(num_begun):
+        before, now = stage_config(old, number), stage_config(new, number)
+        # What is behind the run has happened; of the stage that it is in, the data may change.
+        fixed = FIXED if number == num_begun - 1 else {**FIXED, **BRANCHABLE}
+        for path, reason in fixed.items():
+            if path not in _NAMES and (found := differences(setting(before, path), setting(now, path))):
+                problems.append(_conflict(old.run.name, f"{STAGES}.{number}: {path}", reason, found))
+    return tuple(problems)
+
+
 def _conflict(run: str, path: str, reason: str, found: tuple[Difference, ...]) -> Problem:
-    instead = "make it a branch of the run with `ray-ulysses train --branch`, " if path in BRANCHABLE else ""
+    may_branch = path in BRANCHABLE or path == STAGES
+    instead = "make it a branch of the run with `ray-ulysses train --branch`, " if may_branch else ""
     hint = f"restore {path} to resume, {instead}or choose another run.name to start a new run"
     if found[0].name:
         rule = f"differs from the one that run '{run}' was started with ({_listed(found)}), and {reason}"

@@ -8,6 +8,7 @@ from typing import cast
 
 from ray_ulysses.config.reference_to_checkpoint import MlflowReference, parse_reference
 from ray_ulysses.config.schema import Config
+from ray_ulysses.config.stages import in_stage, stage_config, stage_problems
 from ray_ulysses.errors import NOT_GIVEN, Problem, UserError
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.storage.location import without_secret
@@ -17,7 +18,11 @@ _SERVERS = ("http://", "https://")
 
 def broken_rules(config: Config) -> tuple[Problem, ...]:
     """Return a problem for each rule between settings that a valid configuration still breaks."""
-    return tuple(problem for rule in _RULES for problem in rule(config))
+    found = [problem for rule in _RULES for problem in rule(config)]
+    for number, stage in enumerate(config.stages):
+        of_stage = [problem for rule in _RULES for problem in rule(stage_config(config, number))]
+        found += [in_stage(problem, stage) for problem in of_stage if problem not in found]
+    return (*found, *stage_problems(config))
 
 
 def broken_rules_of_part(sections: Mapping[str, Mapping[str, object]]) -> tuple[Problem, ...]:

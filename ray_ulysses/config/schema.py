@@ -17,6 +17,7 @@ from ray_ulysses.config.running import (
     TrackingSection,
 )
 from ray_ulysses.config.section import Section
+from ray_ulysses.config.stage_section import StageSection
 from ray_ulysses.config.yaml_text import dump_yaml
 
 
@@ -36,6 +37,7 @@ class Config(Section):
     elastic: ElasticSection = Field(default_factory=ElasticSection)
     tracking: TrackingSection = Field(default_factory=TrackingSection)
     cluster: ClusterSection
+    stages: tuple[StageSection, ...] = Field(default=(), strict=False)
 
     @property
     def run_dir(self) -> Path:
@@ -84,10 +86,9 @@ def setting_paths() -> tuple[str, ...]:
 
 
 def section_models() -> dict[str, type[Section]]:
-    """Return the model of each section by its name, in the order of the schema."""
+    """Return the model of each section by its name, in the order of the schema; stages are a list of their own."""
     models: dict[str, type[Section]] = {}
     for name, field in Config.model_fields.items():
-        model = field.annotation
-        assert isinstance(model, type) and issubclass(model, Section)
-        models[name] = model
+        if isinstance(model := field.annotation, type) and issubclass(model, Section):
+            models[name] = model
     return models

@@ -292,10 +292,10 @@ def _advance(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
 
 
 def _all_ended(group: Group, statuses: set[str | None]) -> tuple[Group, tuple[Action, ...]]:
-    if group.moves and statuses == {"resized"} and (formed := _form(group)) is not None:
+    continued = {"stage", "resized"} if group.moves else {"stage"}
+    if statuses <= continued and (formed := _form(group)) is not None:
         # The children wait to be ended, those on nodes that are left behind too.
         return formed[0], (Stop(generation=group.generation), *formed[1])
-    # Flags are agreed on by all ranks, so that they end alike.
     status = min(str(status) for status in statuses)
     return replace(group, phase="ended", status=status), (Finish(status=status),)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,21 +25,38 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     ]
 
 
-def learning_rate(step: int, *, base_rate: float, warmup_steps: int, horizon_steps: int, min_ratio: float) -> float:
+def learning_rate(
+    step: int,
+    *,
+    base_rate: float,
+    warmup_steps: int,
+    horizon_steps: int,
+    min_ratio: float,
+    kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine",
+    decay_steps: int | None = None,
+) -> float:
     """Return the learning rate of a step.
 
-    Linear warm-up to ``base_rate`` over ``warmup_steps``, then half a cosine down to ``min_ratio * base_rate`` at
+    Linear warm-up to ``base_rate`` over ``warmup_steps``, then a decay to ``min_ratio * base_rate`` at
     ``horizon_steps``, constant afterwards. It depends on the step alone, so no state is saved.
 
     Args:
         step: The step, from 1.
         base_rate: Peak rate.
         warmup_steps: Steps of warm-up; 0 for none.
-        horizon_steps: Step at which the cosine ends, which need not be the last one.
+        horizon_steps: Step at which the decay ends, which need not be the last one.
         min_ratio: Final rate over peak rate.
+        kind: ``cosine`` and ``linear`` decay from the end of the warm-up on, ``wsd`` linearly in the last
+            ``decay_steps``, ``constant`` not at all.
+        decay_steps: Of ``wsd``; None for a tenth of the horizon.
     """
     if step <= warmup_steps:
         return base_rate * step / warmup_steps
-    span = max(1, horizon_steps - warmup_steps)
-    progress = min(1.0, (step - warmup_steps) / span)
-    return base_rate * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
+    if kind == "constant":
+        return base_rate
+    first = warmup_steps
+    if kind == "wsd":
+        first = max(first, horizon_steps - (decay_steps or math.ceil(horizon_steps / 10)))
+    progress = min(1.0, max(0.0, (step - first) / max(1, horizon_steps - first)))
+    left = 0.5 * (1 + math.cos(math.pi * progress)) if kind == "cosine" else 1 - progress
+    return base_rate * (min_ratio + (1 - min_ratio) * left)

@@ -58,7 +58,7 @@ def _data_notes(config: Config, plan: Plan) -> Iterator[str]:
             f"{num_empty} steps have no supervised token: they only apply momentum and decay; use more "
             "data.rows_per_step, or leave documents with long prompts out"
         )
-    if plan.newest.branch is not None and config.schedule.horizon_steps is None:
+    if plan.newest.branch is not None and plan.newest.stage is None and config.schedule.horizon_steps is None:
         before = plan.segments[-2].end_step
         yield (
             f"schedule.horizon_steps is null, so the learning rate's horizon moves from step {before:,} to "

@@ -10,8 +10,9 @@ import numpy as np
 
 from ray_ulysses.config import Config
 from ray_ulysses.data.plan.corpus_set import CorpusSet
-from ray_ulysses.data.plan.plan import Plan, Segment
+from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.planning import PlanInput
+from ray_ulysses.data.plan.segment import Segment
 from ray_ulysses.data.plan.steps import step_times
 from ray_ulysses.errors import ConfigError, Problem
 from ray_ulysses.model_shape import ModelShape
@@ -151,6 +152,45 @@ class DataFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StageFacts:
+    """One stage of a run.
+
+    Attributes:
+        name: Its name.
+        first_step: Its first optimizer step.
+        last_step: Its last one.
+        row_tokens: Most tokens per row.
+        rows_per_step: Rows per global batch.
+        tokens: Tokens of documents in its rows.
+        sp_size: Ranks that share a row.
+        dp_size: Rows that are trained concurrently.
+        lr: Peak learning rate.
+        schedule: Kind of its schedule, or that it goes on with the run's.
+        rope: Its rotary positions.
+        optimizer: Whether the optimizer's moments are kept or reset when it begins.
+        sources: Directories of its corpora.
+        device_bytes: Device memory of one rank.
+        step_seconds: Modelled seconds of a step; None where it is not modelled.
+    """
+
+    name: str
+    first_step: int
+    last_step: int
+    row_tokens: int
+    rows_per_step: int
+    tokens: int
+    sp_size: int
+    dp_size: int
+    lr: float
+    schedule: str
+    rope: str
+    optimizer: str
+    sources: tuple[str, ...]
+    device_bytes: int
+    step_seconds: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanReport:
     """Everything that is reported before a worker starts.
 
@@ -167,6 +207,7 @@ class PlanReport:
         device_gib: The device's memory, if configured.
         problems: Why the run can't start; empty if it can.
         notes: Valid settings that may be unintended.
+        stages: The stages of the run; empty if it has none. The other fields describe the last one.
     """
 
     name: str
@@ -181,6 +222,7 @@ class PlanReport:
     device_gib: float | None
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
+    stages: tuple[StageFacts, ...] = ()
 
     def raise_problems(self) -> None:
         """Raise all problems as one error, if there are any.
@@ -294,16 +336,15 @@ def _made_up(config: Config, documents: PlanInput) -> CorpusFacts:
 
 def _data(config: Config, shape: ModelShape, plan: Plan) -> DataFacts:
     segment = plan.newest
-    stats = segment.train.stats(0, segment.train.num_rows)
-    total = step_flops(
-        shape, tokens=segment.totals.tokens, sum_squared_lengths=int(stats.sum_squares.sum(dtype=np.float64))
-    )
+    stats = segment.train.stats(0, segment.num_rows)
+    tokens = int(stats.document_tokens.sum(dtype=np.int64))
+    total = step_flops(shape, tokens=tokens, sum_squared_lengths=int(stats.sum_squares.sum(dtype=np.float64)))
     times = step_times(segment.costs(), segment.settings.rows_per_step, config.dp_size)
     totals = {
         name: getattr(segment.totals, name)
         for name in (
-            "tokens", "supervised", "padding_tokens", "split_documents", "truncated_documents", "dropped_documents",
-            "lost_tokens", "skipped_documents", "held_out_documents",
+            "split_documents", "truncated_documents", "dropped_documents", "lost_tokens", "skipped_documents",
+            "held_out_documents",
         )
     }  # fmt: skip
     return DataFacts(
@@ -315,6 +356,9 @@ def _data(config: Config, shape: ModelShape, plan: Plan) -> DataFacts:
         num_steps=plan.num_steps,
         stop_step=min(config.run.stop_step or plan.num_steps, plan.num_steps),
         fill=segment.fill,
+        tokens=tokens,
+        supervised=int(stats.supervised.sum(dtype=np.int64)),
+        padding_tokens=int(stats.padded_tokens(segment.settings.pad_multiple).sum()) - tokens,
         packing=segment.settings.packing,
         evaluation_rows=plan.evaluation.num_rows,
         imbalance=times.imbalance,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ray_ulysses.data.plan.mixture import PlannedSource
-from ray_ulysses.data.plan.plan import PlanSettings
 from ray_ulysses.data.plan.planning import PlanInput
+from ray_ulysses.data.plan.segment import PlanSettings
 
 STEPS = 20
 _MOST_DOCUMENTS = 1_000_000

@@ -46,7 +46,7 @@ def settle_completed(prepared: PreparedRun) -> RunHistory | None:
     """
     config = prepared.config
     last_step = prepared.last_step
-    if prepared.remainder is not None and last_step > prepared.remainder.branch.step:
+    if prepared.branched is not None and last_step > prepared.branched.branch.step:
         # Steps that were trained beyond the branch, with the data as they were, do not count.
         return None
     index_journal(config.run_dir)

@@ -57,18 +57,26 @@ def misfit(run: ResolvedRun, stored: Plan | None) -> tuple[Problem, ...]:
     return (Problem(path="parallel.ring_size", value=config.parallel.ring_size, rule=rule, hint=hint),)
 
 
-def other_plan(config: Config, stored: Plan | None, plan: Plan, *, is_branched: bool) -> tuple[Problem, ...]:
+def other_plan(config: Config, stored: Plan | None, plan: Plan, num_new: int) -> tuple[Problem, ...]:
     """Return why the plan that the settings make is not the stored plan of the run.
 
     Args:
         config: The configuration to continue with.
         stored: The run's plan; None where there is no run.
         plan: The plan that the settings make.
-        is_branched: Whether its newest segment is a new one, which need not be stored yet.
+        num_new: Segments at its end that need not be stored yet; stages that they replace may be.
     """
     planned = [segment.plan_id for segment in plan.segments]
     found = planned if stored is None else [segment.plan_id for segment in stored.segments]
-    if stored is None or found == planned or (is_branched and found == planned[:-1]):
+    if stored is None or found == planned:
+        return ()
+    kept = plan.segments[: len(planned) - num_new]
+    replaced = stored.segments[len(kept) :]
+    if (
+        kept
+        and found[: len(kept)] == planned[: len(kept)]
+        and all(one.stage_number > kept[-1].stage_number for one in replaced)
+    ):
         return ()
     rule = f"{config.run_dir / PLAN_FOLDER} holds plan {stored.plan_id}, these settings make plan {plan.plan_id}"
     hint = (

@@ -2,72 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ray_ulysses.checkpoint import newest_committed
-from ray_ulysses.data.corpus.repeats import refuse_repeats
-from ray_ulysses.data.plan.branching import remainder_after
-from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources, plan_input
-from ray_ulysses.data.plan.plan import Plan
-from ray_ulysses.data.plan.plan_files import write_segment
-from ray_ulysses.data.plan.planning import Remainder, build_segment
-from ray_ulysses.errors import RunError
+from ray_ulysses.config import load_config
+from ray_ulysses.config.resume import stage_conflicts
+from ray_ulysses.data.plan.corpus_set import open_sources, plan_input
+from ray_ulysses.data.plan.plan_files import has_plan, load_plan, num_segments, write_segment
+from ray_ulysses.data.plan.stages import num_made, plan_rest, plan_stages
+from ray_ulysses.errors import ConfigError, RunError
+from ray_ulysses.planner.settings import stage_plans
 from ray_ulysses.run.checkpoint_store import storage_answers
 from ray_ulysses.run.start_point import start_of
-from ray_ulysses.run_names import PLAN_FOLDER
+from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
-    from ray_ulysses.data.plan.plan import PlanSettings
+    from ray_ulysses.data.plan.corpus_set import CorpusSet
+    from ray_ulysses.data.plan.plan import Plan
+    from ray_ulysses.data.plan.stages import NewSegment, StagePlan
     from ray_ulysses.run.settings import ResolvedRun
     from ray_ulysses.storage import Store
 
 
-def plan_run(
-    run: ResolvedRun, settings: PlanSettings, stored: Plan | None, *, branch: bool
-) -> tuple[CorpusSet, Plan, Remainder | None]:
-    """Return a run's corpora and plan, and what it had trained where the plan is a new branch; writes nothing.
+def plan_run(run: ResolvedRun, stored: Plan | None, *, branch: bool) -> tuple[CorpusSet, Plan, tuple[NewSegment, ...]]:
+    """Return a run's corpora and plan, and the segments of it that are not stored yet; writes nothing.
 
     A stored plan that was made with these settings is returned as it is, however long it took to make.
 
     Args:
         run: The run.
-        settings: The settings that the configuration plans with.
         stored: The run's plan so far.
         branch: Whether a plan that differs from the stored one continues it.
 
     Raises:
         UserError: A corpus can't be used, or no plan is possible.
+        ConfigError: A branch changes what a stage that has begun is made of.
     """
-    config = run.config
-    corpora = open_sources(config.data_sources, stored.newest.sources if stored else ())
+    stages = stage_plans(run.config, run.shape, stored.settings if stored else None)
+    plan, new = _planned(run, stages, stored, branch=branch)
+    corpora = open_sources(stages[-1].shares, plan.newest.sources)
     for corpus in corpora.corpora:
         corpus.check_files()
-    if stored is not None:
-        if stored.newest.is_made_of(settings, corpora.sources, stored.newest.branch):
-            return corpora, stored, None
-        if branch:
-            refuse_repeats(corpora.corpora, num_known=len(stored.newest.sources))
-            remainder = remainder_after(stored, committed_step(run), corpora.sources, settings.epochs)
-            segment = build_segment(plan_input(corpora), settings, remainder)
-            return corpora, Plan(segments=(*stored.segments, segment)), remainder
+    return corpora, plan, new
+
+
+def _planned(
+    run: ResolvedRun, stages: Sequence[StagePlan], stored: Plan | None, *, branch: bool
+) -> tuple[Plan, tuple[NewSegment, ...]]:
+    if stored is None:
+        return plan_stages(stages)
+    made = num_made(stored, stages)
+    if made == len(stages):
+        return stored, ()
+    if made is not None:
+        # A command was killed while it stored them.
+        return plan_rest(stages, stored)
+    if not branch:
         # The plan that the settings would give: the resume is refused in words, beside the report.
-        corpora = open_sources(config.data_sources)
-    else:
-        refuse_repeats(corpora.corpora)
-    return corpora, Plan(segments=(build_segment(plan_input(corpora), settings),)), None
+        return plan_stages(stages)
+    step = committed_step(run)
+    kept = stored.at_step(step)
+    problems = stage_conflicts(load_config(run.config.run_dir / CONFIG_FILE), run.config, kept.newest.stage_number + 1)
+    if problems:
+        raise ConfigError(problems, source=f"branch of run {run.config.run.name!r}")
+    return plan_stages(stages, kept, step)
 
 
-def store_plan(config: Config, corpora: CorpusSet, plan: Plan, remainder: Remainder | None) -> None:
-    """Write the newest segment of a plan into the run's directory, unless it is stored already.
-
-    Raises:
-        UserError: Another one is stored there.
-    """
-    newest = plan.newest
-    if newest.branch is None or remainder is not None:
-        number = len(plan.segments) - 1
-        write_segment(config.run_dir / PLAN_FOLDER, number, plan_input(corpora), newest.settings, remainder)
+def store_plan(config: Config, new: Sequence[NewSegment]) -> None:
+    """Write new segments of a plan into the run's directory, unless they are stored already."""
+    folder = config.run_dir / PLAN_FOLDER
+    stored = {segment.plan_id for segment in load_plan(folder).segments} if has_plan(folder) else set()
+    for one in new:
+        if one.segment.plan_id not in stored:
+            settings, documents = one.segment.settings, plan_input(one.corpora)
+            write_segment(folder, num_segments(folder), documents, settings, one.remainder, one.part)
 
 
 def committed_step(run: ResolvedRun) -> int:

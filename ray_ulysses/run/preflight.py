@@ -10,12 +10,14 @@ from typing import get_args
 
 from ray_ulysses.config import Config, load_config
 from ray_ulysses.config.job_paths import relative_path_problems
+from ray_ulysses.config.stages import stage_config
 from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.drawing import Overlong
 from ray_ulysses.data.plan.packing_kernels import longest_planned
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import has_plan, load_plan
 from ray_ulysses.data.plan.planning import Remainder, build_segment
+from ray_ulysses.data.plan.stages import NewSegment
 from ray_ulysses.engine.model import check_architecture
 from ray_ulysses.engine.model_config import check_described, trained_positions
 from ray_ulysses.errors import ConfigError, Problem, RunError, UserError
@@ -24,7 +26,8 @@ from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.choice import Chosen, chosen_settings
 from ray_ulysses.planner.problems import context_problems, position_problems
 from ray_ulysses.planner.report import PlanReport, build_report
-from ray_ulysses.planner.settings import plan_settings
+from ray_ulysses.planner.settings import stage_plans, stages_of
+from ray_ulysses.planner.stage_report import report_run_of_stages
 from ray_ulysses.planner.stand_in import stand_in_documents
 from ray_ulysses.run.checkpoint_store import storage_answers
 from ray_ulysses.run.contradictions import changed_settings, misfit, other_plan
@@ -50,7 +53,7 @@ class PreparedRun:
         corpora: Its corpora.
         plan: Its rows; of a segment that is not stored yet only their stats are known.
         report: What ``plan`` prints of it.
-        remainder: What the run had trained where its plan is branched; ``None`` where it is not.
+        new: The segments of the plan that are not stored yet.
         branch: Whether the settings of its data may differ from the stored ones.
         origin: The other run's checkpoint that it starts from, if it does.
     """
@@ -59,7 +62,7 @@ class PreparedRun:
     corpora: CorpusSet
     plan: Plan
     report: PlanReport
-    remainder: Remainder | None
+    new: tuple[NewSegment, ...]
     branch: bool
     origin: Origin | None = None
 
@@ -69,6 +72,11 @@ class PreparedRun:
         return self.run.config
 
     @property
+    def branched(self) -> Remainder | None:
+        """What the run had trained where its plan is branched; None where it is not."""
+        return self.new[0].remainder if self.new and self.branch else None
+
+    @property
     def last_step(self) -> int:
         """Step after which it stops."""
         return last_step_of(self.config, self.plan)
@@ -76,10 +84,10 @@ class PreparedRun:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes that are printed before it starts: the report's, and whether its data change."""
-        if self.remainder is None:
+        if self.branched is None:
             unchanged = "--branch: the data of the run are unchanged; nothing is branched"
             return (*self.report.notes, *([unchanged] if self.branch else []))
-        point, segment = self.remainder.branch, self.plan.newest
+        point, segment = self.branched.branch, self.plan.newest
         return (
             f"--branch: the run's data change after step {point.step:,}, at row {point.row:,} in epoch "
             f"{point.epoch + 1}; plan {segment.plan_id} has {segment.train.num_rows:,} more rows, up to step "
@@ -121,31 +129,35 @@ def _prepare(config: Config, problems: list[Problem], *, branch: bool) -> Prepar
     num_positions = check_architecture(config).num_positions
     stored = _stored_plan(config.run_dir)
     problems += misfit(run, stored)
-    settings = plan_settings(config, shape, stored.settings if stored else None)
-    corpora, plan, remainder = plan_run(run, settings, stored, branch=branch)
-    problems += () if problems else other_plan(config, stored, plan, is_branched=remainder is not None)
-    longest = min(_longest_planned(config, corpora, plan.settings.capacity), plan.settings.capacity)
-    if num_positions is not None:
-        problems += position_problems(config, longest, num_positions)
-    if stored is None or plan.settings.capacity > stored.settings.capacity:
-        problems += context_problems(config, longest, trained_positions(config))
-    report = build_report(config, shape, corpora, plan, tuple(problems), chosen)
+    corpora, plan, new = plan_run(run, stored, branch=branch)
+    problems += () if problems else other_plan(config, stored, plan, len(new))
+    known = 0 if stored is None else max(segment.settings.capacity for segment in stored.segments)
+    for own, cut in stages_of(config, plan):
+        capacity = cut.settings.capacity
+        longest = min(_longest_planned(own, corpora, cut), capacity)
+        if num_positions is not None:
+            problems += position_problems(own, longest, num_positions)
+        if capacity > known:
+            problems += context_problems(own, longest, trained_positions(own))
+    report = report_run_of_stages(config, shape, corpora, plan, tuple(problems), chosen)
     problems[:] = report.problems
     return PreparedRun(
         run=run,
         corpora=corpora,
         plan=plan,
         report=report,
-        remainder=remainder,
+        new=new,
         branch=branch,
         origin=_origin(run, plan),
     )
 
 
-def _longest_planned(config: Config, corpora: CorpusSet, row_tokens: int) -> int:
+def _longest_planned(config: Config, corpora: CorpusSet, plan: Plan) -> int:
     """Return the tokens of the longest document that may be packed into a row; 0 if there is none."""
-    overlong = get_args(Overlong).index(config.data.overlong)
-    used = [corpus for corpus, (_, weight) in zip(corpora.corpora, config.data_sources, strict=True) if weight != 0]
+    overlong, row_tokens = get_args(Overlong).index(config.data.overlong), plan.settings.capacity
+    # An earlier stage knows the first corpora alone.
+    known = zip(corpora.corpora, plan.newest.sources, strict=False)
+    used = [corpus for corpus, source in known if source.is_used]
     return max((int(longest_planned(corpus.lengths, row_tokens, overlong)) for corpus in used), default=0)
 
 
@@ -160,12 +172,14 @@ def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanRepor
         return prepare_run(config, base, branch=branch).report
     absolute, shape, chosen = planned_memory(config, base)
     check_architecture(absolute)
-    settings = plan_settings(absolute, shape)
+    # Without documents, the stages of a run are as long as they are asked to be: the last one is reported.
+    settings = stage_plans(absolute, shape)[-1].settings
     documents = stand_in_documents(settings)
     plan = Plan(segments=(build_segment(documents, settings),))
+    own = stage_config(absolute, len(absolute.stages) - 1)
     problems = (
         *changed_settings(absolute, branch=branch),
-        *context_problems(absolute, settings.capacity, trained_positions(absolute)),
+        *context_problems(own, settings.capacity, trained_positions(own)),
     )
     return build_report(absolute, shape, documents, plan, problems, chosen)
 
@@ -228,14 +242,15 @@ def check_resume(prepared: PreparedRun) -> None:
         ConfigError: Names each setting that differs, and how to start a new run instead.
         UserError: The stored configuration or plan can't be read.
     """
-    config, remainder = prepared.config, prepared.remainder
+    config, remainder = prepared.config, prepared.branched
     stored = _stored_plan(config.run_dir)
     problems = changed_settings(config, branch=prepared.branch) or other_plan(
-        config, stored, prepared.plan, is_branched=remainder is not None
+        config, stored, prepared.plan, len(prepared.new)
     )
     if problems:
         raise ConfigError(problems, source=f"resume of run {config.run.name!r} in {config.run.storage}")
-    if stored is not None and remainder is not None and len(stored.segments) < len(prepared.plan.segments):
+    stored_ids = {segment.plan_id for segment in stored.segments} if stored else set()
+    if stored is not None and remainder is not None and prepared.new[0].segment.plan_id not in stored_ids:
         step, branched = committed_step(prepared.run), remainder.branch.step
         # Rows beyond the branch would be trained on again.
         if step != branched:
@@ -248,7 +263,7 @@ def check_resume(prepared: PreparedRun) -> None:
 def claim_directory(prepared: PreparedRun) -> None:
     """Write configuration and plan into the run's directory; the caller holds the run's lock."""
     config = prepared.config
-    store_plan(config, prepared.corpora, prepared.plan, prepared.remainder)
+    store_plan(config, prepared.new)
     pin_origin(config, prepared.origin)
     LocalStore(config.run_dir).replace(CONFIG_FILE, [config.to_yaml().encode()])
 

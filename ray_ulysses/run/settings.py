@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json
 
+from ray_ulysses.config.stages import stage_config
+from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.settings import run_layout
 from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_store
+from ray_ulysses.run_names import PLAN_FOLDER
 from ray_ulysses.storage.regular import read_regular
 
 if TYPE_CHECKING:
@@ -130,6 +133,17 @@ def zero_settings(config: Config, accumulation: int) -> ZeroSettings:
 def last_step_of(config: Config, plan: Plan) -> int:
     """Return the step after which the run stops: ``run.stop_step``, else the end of the planned data."""
     return plan.num_steps if config.run.stop_step is None else min(config.run.stop_step, plan.num_steps)
+
+
+def config_of_step(config: Config, run_dir: Path, step: int) -> Config:
+    """Return the configuration of the stage that trained a step; a run without stages has one.
+
+    Raises:
+        UserError: The run's plan can't be read.
+    """
+    if not config.stages:
+        return config
+    return stage_config(config, load_plan(run_dir / PLAN_FOLDER).stage_of_step(max(step, 1)))
 
 
 def versions() -> dict[str, str]:

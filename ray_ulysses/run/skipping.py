@@ -5,12 +5,12 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from ray_ulysses.data.plan.branching import remainder_after
-from ray_ulysses.data.plan.corpus_set import open_sources, plan_input
-from ray_ulysses.data.plan.plan_files import load_plan, write_segment
+from ray_ulysses.data.plan.plan_files import load_plan
+from ray_ulysses.data.plan.stages import plan_stages
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.run.planning import committed_step
+from ray_ulysses.planner.settings import stage_plans
+from ray_ulysses.run.planning import committed_step, store_plan
 from ray_ulysses.run_names import PLAN_FOLDER
 from ray_ulysses.tracking.events import BadStep, RowsSkipped
 from ray_ulysses.tracking.journal import AttemptJournal, attempt_numbers
@@ -73,13 +73,14 @@ def _branch(run: ResolvedRun, bad: BadStep) -> tuple[int, str]:
     """Write the segment that leaves the rows out, and return the step it starts from and the id of the plan."""
     config = run.config
     folder = config.run_dir / PLAN_FOLDER
-    stored = load_plan(folder)
-    if stored.plan_id != bad.plan_id:
-        raise RunError(f"they are of plan {bad.plan_id}, and the run's is {stored.plan_id}")
     step = committed_step(run)
+    stored = load_plan(folder)
+    kept = stored.at_step(step)
+    if kept.plan_id != bad.plan_id:
+        raise RunError(f"they are of plan {bad.plan_id}, and the run's is {kept.plan_id}")
     if step == 0 and config.model.resume_from is not None:
         raise RunError("the run has no checkpoint of its own yet; save more often (checkpoint.every_steps)")
-    corpora = open_sources(config.data_sources, stored.newest.sources)
-    remainder = remainder_after(stored, step, corpora.sources, stored.settings.epochs, range(*bad.rows))
-    segment = write_segment(folder, len(stored.segments), plan_input(corpora), stored.settings, remainder)
-    return step, segment.plan_id
+    stages = stage_plans(config, run.shape, stored.settings)
+    plan, new = plan_stages(stages, kept, step, range(*bad.rows))
+    store_plan(config, new)
+    return step, plan.segments[len(kept.segments)].plan_id

@@ -29,7 +29,6 @@ from ray_ulysses.run.requests import clear_stop, stop_requested
 from ray_ulysses.run.secrets_file import use_secrets
 from ray_ulysses.supervision.order import MOST_BYTES, STACKS_SIGNAL, Result
 from ray_ulysses.supervision.remote_streams import RemoteStreams
-from ray_ulysses.trainer.data import moved_sources
 from ray_ulysses.trainer.loop import run_attempt
 from ray_ulysses.trainer.worker import Worker
 
@@ -139,7 +138,7 @@ def _worker(order: Order, config: Config, progress: SharedProgress, streams: tup
             )
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.elastic.collective_timeout_s))
         return StreamedSource(
-            moved_sources(config, plan),
+            reader.sources,
             plan,
             rank=rank,
             layout=layout,

@@ -24,8 +24,12 @@ def _ascending(rows: tuple[int, int]) -> tuple[int, int]:
 
 RESIZED = "resized"
 """Reason of an attempt that ended so that its command can continue with another number of workers."""
-STOP_REASONS = ("stopped", "finished", RESIZED)
+STAGE = "stage"
+"""Reason of an attempt that ended with its stage, so that its command continues with the next one."""
+STOP_REASONS = ("stopped", "finished", RESIZED, STAGE)
 """First words of the reasons of an attempt that ended because it was meant to."""
+CONTINUED = (RESIZED, STAGE)
+"""Those of them after which the command begins another attempt."""
 
 RowRange = Annotated[tuple[Whole, Whole], AfterValidator(_ascending)]
 """The first row and the row after the last."""
@@ -89,6 +93,7 @@ class AttemptStarted(CommandEvent):
         last_step: Step at which it will end; None in journals of earlier versions.
         taken_over: The steps that the run inherited from another one, if any.
         plan_ids: Ids of the segments of its data plan; None in journals of earlier versions.
+        stage: Name of the stage that it trains; None in a run without stages.
     """
 
     event: Literal["attempt_started"] = "attempt_started"
@@ -103,6 +108,7 @@ class AttemptStarted(CommandEvent):
     last_step: Whole | None = None
     taken_over: InheritedSteps | None = None
     plan_ids: tuple[str, ...] | None = None
+    stage: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

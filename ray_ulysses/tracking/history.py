@@ -14,7 +14,7 @@ from ray_ulysses.storage import LocalStore, Store, current_owner
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.counted_steps import Steps, inherited_steps, steps_that_count
 from ray_ulysses.tracking.events import (
-    RESIZED,
+    CONTINUED,
     STOP_REASONS,
     AttemptEnded,
     AttemptStarted,
@@ -273,7 +273,7 @@ def _status(attempts: Sequence[Sequence[Entry]], is_held: bool) -> Status:
     ended = _end(attempts[-1])
     if ended is None:
         return "interrupted"
-    if ended.reason == RESIZED:
+    if ended.reason in CONTINUED:
         # The next attempt of its command has not begun to write.
         return "interrupted"
     return "stopped" if ended.reason.startswith(STOP_REASONS) else "failed"

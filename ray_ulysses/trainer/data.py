@@ -1,4 +1,4 @@
-"""Opens the data of a run in a worker: the stored plan and its corpora."""
+"""Opens the corpora of a run in a worker."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.corpus_set import CorpusSet
-from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.data.read.reader import RowReader
-from ray_ulysses.run_names import PLAN_FOLDER
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -17,17 +15,16 @@ if TYPE_CHECKING:
     from ray_ulysses.data.plan.plan import Plan
 
 
-def open_data(config: Config) -> tuple[Plan, RowReader]:
-    """Return the run's plan and a reader of its rows.
+def open_rows(config: Config, plan: Plan) -> RowReader:
+    """Return a reader of the rows of a stage's plan.
 
     Raises:
-        UserError: The plan or the corpus can't be read, or the corpus is not the one planned with.
+        UserError: A corpus can't be read, or is not the one planned with.
     """
-    plan = load_plan(config.run_dir / PLAN_FOLDER)
-    return plan, RowReader(CorpusSet(moved_sources(config, plan)), plan)
+    return RowReader(CorpusSet(_moved_sources(config, plan)), plan)
 
 
-def moved_sources(config: Config, plan: Plan) -> tuple[PlannedSource, ...]:
+def _moved_sources(config: Config, plan: Plan) -> tuple[PlannedSource, ...]:
     """Return the plan's corpora at their configured paths, and at the planned ones where none is configured.
 
     Raises:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ray_ulysses.attention.ulysses import apply_ulysses
+from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.data.plan.steps import num_micro_batches
 from ray_ulysses.data.read.digest import add_digests
 from ray_ulysses.engine.activation_offload import offload_activations
@@ -20,10 +21,11 @@ from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.planner.configured import configured_memory
 from ray_ulysses.planner.settings import kept_attention, mlp_tile
 from ray_ulysses.run.settings import last_step_of, resolve_run, zero_settings
+from ray_ulysses.run_names import PLAN_FOLDER
 from ray_ulysses.trainer.agreement import Flags, with_requests
 from ray_ulysses.trainer.bad_steps import StepGuard
 from ray_ulysses.trainer.context import AttemptContext, open_attempt
-from ray_ulysses.trainer.data import open_data
+from ray_ulysses.trainer.data import open_rows
 from ray_ulysses.trainer.out_of_memory import memory_explained
 from ray_ulysses.trainer.record import Recorder
 from ray_ulysses.trainer.resume import find_state, resume
@@ -42,8 +44,13 @@ if TYPE_CHECKING:
     from ray_ulysses.data.read.reader import RowReader, RowSlice
     from ray_ulysses.data.read.row_source import RowSource
     from ray_ulysses.elastic.hang import Phase
+    from ray_ulysses.planner.settings import Stage
     from ray_ulysses.run.run_position import RunPosition
+    from ray_ulysses.trainer.resume import StartingState
     from ray_ulysses.trainer.worker import Worker
+
+
+Status = Literal["finished", "stopped", "resized", "stage"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,11 +59,11 @@ class AttemptEnd:
 
     Attributes:
         status: ``finished`` when the last step is done, ``stopped`` on request, ``resized`` when it stopped so that
-            the run can continue with another number of workers.
+            the run can continue with another number of workers, ``stage`` when its stage is done and another follows.
         step: Completed steps.
     """
 
-    status: Literal["finished", "stopped", "resized"]
+    status: Status
     step: int
 
 
@@ -66,7 +73,7 @@ class _Attempt:
 
     context: AttemptContext
     mesh: SequenceMesh
-    plan: Plan
+    stage: Stage
     reader: RowReader
     accumulation: int
     engine: Any
@@ -75,6 +82,11 @@ class _Attempt:
     keeper: CheckpointKeeper
     vault: VaultKeeper
     guard: StepGuard
+
+    @property
+    def plan(self) -> Plan:
+        """The run's plan up to the end of the stage."""
+        return self.stage.plan
 
     def before_update(self) -> None:
         """Keep the next update of the weights behind the copies of the state that are under way."""
@@ -95,32 +107,38 @@ def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
     Raises:
         RunError: The run can't continue; the text says why.
     """
-    # The mesh: who shares rows with whom. The attempt: one number for all, on storage that all share.
+    # The attempt: one number for all, on storage that all share.
     prepare_process(worker.local_rank, worker.device.type)
-    run = resolve_run(config, worker.world_size)
-    mesh = SequenceMesh.from_layout(run.layout, timeout=timedelta(seconds=config.elastic.collective_timeout_s))
-    context, journal = open_attempt(run, worker)
+    context, journal = open_attempt(resolve_run(config, worker.world_size), worker)
     recorder = Recorder.open(context, journal)
     # Warnings of rank 0 reach the person through the journal: a worker's log stays on its node.
     with warnings_forwarded(recorder.warned if worker.rank == 0 else None):
-        return _run(context, mesh, recorder)
+        try:
+            # The data: the plan that the driver has stored. The state: in peer memory or the newest committed
+            # checkpoint, written at any world size. Its step decides in which stage the run is.
+            start = find_state(load_plan(config.run_dir / PLAN_FOLDER), context, recorder)
+            return _run(context, recorder, start)
+        except BaseException as error:
+            recorder.failed(error)
+            raise
 
 
-def _run(context: AttemptContext, mesh: SequenceMesh, recorder: Recorder) -> AttemptEnd:
-    """Build everything, resume, and train to the end."""
-    run, worker = context.run, context.worker
-    config = run.config
-    keeper, vault = CheckpointKeeper(context, recorder), VaultKeeper(context, recorder)
+def _run(whole: AttemptContext, recorder: Recorder, start: StartingState) -> AttemptEnd:
+    """Build everything for the stage that the run is in, resume, and train to its end."""
+    worker, stage, config = whole.worker, start.stage, start.stage.config
+    run = whole.run if config is whole.run.config else resolve_run(config, worker.world_size)
+    context = replace(whole, run=run)
+    ends_stage = not stage.is_last and last_step_of(config, stage.plan) == stage.plan.num_steps
+    keeper, vault = CheckpointKeeper(context, recorder, ends_stage=ends_stage), VaultKeeper(context, recorder)
     try:
-        # The data: the plan that the driver has stored.
-        plan, reader = open_data(config)
-        settings = zero_settings(config, num_micro_batches(plan.most_rows_per_step(1), run.layout.dp_size))
-        if config.run.self_test and not worker.is_tested:
+        # The mesh: who shares rows with whom.
+        mesh = SequenceMesh.from_layout(run.layout, timeout=timedelta(seconds=config.elastic.collective_timeout_s))
+        most_rows = stage.plan.most_rows_per_step(stage.first_step + 1)
+        settings = zero_settings(config, num_micro_batches(most_rows, run.layout.dp_size))
+        if config.run.self_test and (not worker.is_tested or start.step == stage.first_step > 0):
             recorder.phase("self-test")
             check_start(run, worker, mesh, settings)
-        # The state: in peer memory or the newest committed checkpoint, written at any world size. The model: under
-        # ZeRO, with our attention; only a run without a state draws or reads initial weights.
-        start = find_state(plan, context, recorder)
+        # The model: under ZeRO, with our attention; only a run without a state draws or reads initial weights.
         recorder.phase("building the model")
         model = build_model(config, partition_config(settings), start.description)
         apply_ulysses(model, mesh, attention=config.model.attention, chunks=config.memory.attention_chunks)
@@ -134,10 +152,11 @@ def _run(context: AttemptContext, mesh: SequenceMesh, recorder: Recorder) -> Att
         )
         engine = build_engine(model, settings)
         engine.train()
+        reader = open_rows(config, stage.plan)
         attempt = _Attempt(
             context=context,
             mesh=mesh,
-            plan=plan,
+            stage=stage,
             reader=reader,
             accumulation=settings.accumulation,
             engine=engine,
@@ -147,11 +166,11 @@ def _run(context: AttemptContext, mesh: SequenceMesh, recorder: Recorder) -> Att
             vault=vault,
             guard=StepGuard(config.elastic, recorder),
         )
-        position = resume(engine, start, plan, context, recorder)
+        position = resume(engine, start, whole, recorder)
         keeper.resumed(position.step)
         vault.resumed(position.step)
-        recorder.attempt_started(position, last_step_of(config, plan), plan)
-        source = worker.make_source(plan, reader, run.layout, worker.rank)
+        recorder.attempt_started(position, last_step_of(config, stage.plan), stage, run.layout)
+        source = worker.make_source(stage.plan, reader, run.layout, worker.rank)
         try:
             end = _train(attempt, source, position)
         finally:
@@ -159,10 +178,9 @@ def _run(context: AttemptContext, mesh: SequenceMesh, recorder: Recorder) -> Att
         keeper.finish()
         vault.close()
         recorder.ended(end.status, end.step)
-    except BaseException as error:
+    except BaseException:
         vault.close(failed=True)
         keeper.abandon()
-        recorder.failed(error)
         raise
     return end
 
@@ -171,8 +189,10 @@ def _train(attempt: _Attempt, source: RowSource, position: RunPosition) -> Attem
     """Step, evaluate and save until the last step or a request to stop."""
     config, plan, worker = attempt.context.run.config, attempt.plan, attempt.context.worker
     last_step = last_step_of(config, plan)
-    status: Literal["finished", "stopped", "resized"] = "finished"
-    while position.step < last_step and status == "finished":
+    is_end = attempt.stage.is_last or last_step < plan.num_steps
+    last_status: Status = "finished" if is_end else "stage"
+    status = last_status
+    while position.step < last_step and status == last_status:
         with memory_explained(attempt.context.run, worker.device, position.step + 1):
             outcome = _take_step(attempt, source, position)
         position, flags = outcome.position, outcome.flags
@@ -197,13 +217,7 @@ def _take_step(attempt: _Attempt, source: RowSource, position: RunPosition) -> S
     rows = plan.step_rows(step)
     stats = plan.stats(rows)
     started = worker.clock.monotonic()
-    rate = learning_rate(
-        step,
-        base_rate=config.optimizer.lr,
-        warmup_steps=config.schedule.warmup_steps,
-        horizon_steps=config.schedule.horizon_steps or plan.planned_steps(step),
-        min_ratio=config.schedule.min_lr_ratio,
-    )
+    rate = rate_of_step(attempt.stage, step)
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
     result = train_step(
@@ -237,6 +251,21 @@ def _take_step(attempt: _Attempt, source: RowSource, position: RunPosition) -> S
         tokens=position.tokens + result.tokens,
     )
     return StepOutcome(position=done, metrics=metrics, flags=result.flags)
+
+
+def rate_of_step(stage: Stage, step: int) -> float:
+    """Return the learning rate of a step of the run, which a stage trains (pure)."""
+    schedule, start = stage.config.schedule, stage.schedule_start
+    end = stage.plan.planned_steps(step) if stage.schedule_end is None else stage.schedule_end
+    return learning_rate(
+        step - start,
+        base_rate=stage.config.optimizer.lr,
+        warmup_steps=schedule.warmup_steps,
+        horizon_steps=schedule.horizon_steps or end - start,
+        min_ratio=schedule.min_lr_ratio,
+        kind=schedule.kind,
+        decay_steps=schedule.decay_steps,
+    )
 
 
 def _flags(attempt: _Attempt) -> Flags:

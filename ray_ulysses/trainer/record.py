@@ -19,7 +19,8 @@ from ray_ulysses.trainer.time_account import TimeAccount
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint import Damage
     from ray_ulysses.checkpoint.background import Saved
-    from ray_ulysses.data.plan.plan import Plan
+    from ray_ulysses.parallel.layout import ParallelLayout
+    from ray_ulysses.planner.settings import Stage
     from ray_ulysses.run.run_position import RunPosition
     from ray_ulysses.tracking.journal import AttemptJournal
     from ray_ulysses.tracking.step_groups import Entry
@@ -31,6 +32,9 @@ _log = get_logger(__name__)
 _MOST_PENDING = 10_000
 """Records that may wait for the disk, a few MB. Failed saves end a run long before (`checkpoint.max_failed_saves`),
 unless it saves nothing: then the journal is its only trace, and has to be written."""
+
+
+_TRACKED = {"model", "data", "optimizer", "schedule"}
 
 
 class Recorder:
@@ -77,13 +81,13 @@ class Recorder:
         self._context.worker.beat("start", 0)
         self._append("phase", phase=name, part=part, **self._context.worker.command())
 
-    def attempt_started(self, position: RunPosition, last_step: int, plan: Plan) -> None:
-        """Record the attempt's layout, nodes and plan, and the position from which it starts.
+    def attempt_started(self, position: RunPosition, last_step: int, stage: Stage, layout: ParallelLayout) -> None:
+        """Record the attempt's layout, nodes, stage and plan, and the position from which it starts.
 
         Raises:
             RunError: The journal can't be written.
         """
-        config, layout, nodes = self._context.run.config, self._context.run.layout, self._context.nodes
+        config, nodes, plan = self._context.run.config, self._context.nodes, stage.plan
         sizes = {name: getattr(layout, name) for name in ("world_size", "sp_size", "ring_size", "dp_size")}
         self._append(
             "attempt_started",
@@ -96,13 +100,15 @@ class Recorder:
             last_step=last_step,
             **({} if position.inherited is None else {"taken_over": position.inherited.to_json()}),
             plan_ids=[segment.plan_id for segment in plan.segments],
+            **({"stage": stage.name} if config.stages else {}),
             versions=versions(),
         )
         # Without this record nothing else could be attributed to the attempt.
         self._insist()
         self._last_step = position.step
+        stages = {"stages"} if config.stages else set()
         self._tracker.start(
-            params=flat_settings(config.model_dump(mode="json", include={"model", "data", "optimizer", "schedule"})),
+            params=flat_settings(config.model_dump(mode="json", include=_TRACKED | stages)),
             tags={
                 **config.tracking.tags,
                 "run_dir": str(config.run_dir),
@@ -110,6 +116,7 @@ class Recorder:
                 "plan_id": plan.plan_id,
                 "plan_segment": len(plan.segments) - 1,
                 **sizes,
+                **({"stage": stage.name} if config.stages else {}),
                 **{f"version.{name}": number for name, number in versions().items()},
             },
             files=describing_files(config.run_dir),
@@ -214,7 +221,7 @@ class Recorder:
         state: Literal["damaged", "superseded"] = "damaged" if damage.kind == "damaged" else "superseded"
         self._tracker.log_checkpoint(GoneCheckpoint(step=damage.step, attempt=None, state=state, reason=damage.reason))
 
-    def ended(self, status: Literal["finished", "stopped", "resized"], step: int) -> None:
+    def ended(self, status: Literal["finished", "stopped", "resized", "stage"], step: int) -> None:
         """Record that the attempt ended as intended.
 
         Raises:

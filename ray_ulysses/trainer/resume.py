@@ -18,12 +18,15 @@ from ray_ulysses.checkpoint import (
 from ray_ulysses.checkpoint.errors import UnreadableCheckpointError
 from ray_ulysses.checkpoint.fence import is_overtaken, start_attempt
 from ray_ulysses.checkpoint.load import verify_rest
+from ray_ulysses.checkpoint.state import begun_anew
 from ray_ulysses.config.reference_to_checkpoint import SETTING
 from ray_ulysses.config.resume import resume_fingerprint, settings_that_differ
+from ray_ulysses.config.stages import stage_config
 from ray_ulysses.data.plan.cursor import Cursor
 from ray_ulysses.engine.zero_state import import_state
 from ray_ulysses.errors import UlyssesError, UserError
 from ray_ulysses.logging import get_logger
+from ray_ulysses.planner.settings import stage_at
 from ray_ulysses.run.recovery import OtherRun, OwnCheckpoints, PeerMemory
 from ray_ulysses.run.run_position import RunPosition
 from ray_ulysses.run.start_point import start_of
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from ray_ulysses.checkpoint.state import StateDescription
     from ray_ulysses.config import Config
     from ray_ulysses.data.plan.plan import Plan
+    from ray_ulysses.planner.settings import Stage
     from ray_ulysses.run.recovery import Candidate, RecoverySource
     from ray_ulysses.storage.patience import Waiting
     from ray_ulysses.trainer.context import AttemptContext
@@ -49,6 +53,8 @@ class StartingState:
     """The state that an attempt starts from, chosen before there is a model, and where to look if it is damaged.
 
     Attributes:
+        plan: The run's whole plan.
+        stage: The stage that follows the state.
         own: Sources of the run's own states, the nearest first.
         other: The source for a run that has none.
         memory: The one of `own` that offers states in the memory of peers, if there is such memory.
@@ -56,11 +62,18 @@ class StartingState:
         chosen: The state; None for a start at step 0 with initial weights.
     """
 
+    plan: Plan
+    stage: Stage
     own: Sequence[RecoverySource]
     other: RecoverySource
     memory: PeerMemory | None
     passed: tuple[Damage, ...]
     chosen: Candidate | None
+
+    @property
+    def step(self) -> int:
+        """Completed steps of the run once the state is loaded."""
+        return 0 if self.chosen is None else self.chosen.position.step
 
     @property
     def description(self) -> StateDescription | None:
@@ -79,14 +92,16 @@ def find_state(plan: Plan, context: AttemptContext, recorder: Recorder) -> Start
     memory = None if context.vault is None else PeerMemory(run=context.run, store=context.vault.store)
     stored = OwnCheckpoints(run=context.run, patience=_patience(context))
     own: tuple[RecoverySource, ...] = (stored,) if memory is None else (memory, stored)
-    start = StartingState(own=own, other=OtherRun(run=context.run, plan=plan), memory=memory, passed=(), chosen=None)
+    first, other = stage_at(context.run.config, plan, 0), OtherRun(run=context.run, plan=plan)
+    start = StartingState(plan=plan, stage=first, own=own, other=other, memory=memory, passed=(), chosen=None)
     passed: list[Damage] = []
-    chosen = _choose_fitting(start, plan, context, passed)
-    return replace(start, passed=tuple(passed), chosen=chosen)
+    chosen = _choose_fitting(start, context, passed)
+    start = replace(start, passed=tuple(passed), chosen=chosen)
+    return replace(start, stage=stage_at(context.run.config, plan, start.step))
 
 
-def resume(engine: Any, start: StartingState, plan: Plan, context: AttemptContext, recorder: Recorder) -> RunPosition:
-    """Load the chosen state into the engine and return where the run is; every rank must call.
+def resume(engine: Any, start: StartingState, context: AttemptContext, recorder: Recorder) -> RunPosition:
+    """Load the chosen state into the engine of its stage and return where the run is; every rank must call.
 
     Only sizes are checked beforehand, since every byte is verified while it is loaded. A checkpoint that turns out to
     be damaged is set aside with its reason and the previous one is taken. A run of which no checkpoint is whole does
@@ -106,7 +121,7 @@ def resume(engine: Any, start: StartingState, plan: Plan, context: AttemptContex
         place = " from peer memory" if in_memory else "" if is_own else " of another run"
         recorder.phase(f"loading step {step}{place}", "load")
         try:
-            _load(engine, chosen, context, verify_all=is_own)
+            _load(engine, _as_stage_begins(chosen, start.stage), context, verify_all=is_own)
             break
         except DamagedCheckpointError as error:
             if in_memory is not None:
@@ -128,25 +143,37 @@ def resume(engine: Any, start: StartingState, plan: Plan, context: AttemptContex
             # Rank 0 waits for all, since the ranks' clocks differ.
             elif not _on_rank_0(context, waiting.pause):
                 _pass_over(context, passed, Damage(step=step, reason=str(error), kind="unreadable", attempt=attempt))
-        chosen = _choose_fitting(start, plan, context, passed)
+        chosen = _choose_fitting(start, context, passed)
         if chosen is None:
             # The engine was built without weights, and holds a part of that state.
             raise CheckpointError(
                 "the state in peer memory could not be loaded whole, and there is no checkpoint on storage yet; the "
                 "next attempt starts from step 0"
             )
+        if stage_at(context.run.config, start.plan, chosen.position.step).number != start.stage.number:
+            # What was found damaged is set aside, so that the next attempt does not choose it again.
+            _start(context, recorder, chosen.step, passed)
+            raise CheckpointError(
+                f"the state that stage {start.stage.name!r} was to start from is damaged; the next attempt starts from "
+                f"step {chosen.step}, in the stage before"
+            )
     position = RunPosition() if chosen is None else chosen.position
     _start(context, recorder, position.step, passed)
     return position
+
+
+def _as_stage_begins(chosen: Candidate, stage: Stage) -> Candidate:
+    """Return a state without the optimizer's moments where a stage begins with it and has none of them."""
+    if not stage.begins_anew or chosen.position.step != stage.first_step:
+        return chosen
+    return replace(chosen, state=begun_anew(chosen.state, with_optimizer=False))
 
 
 def _patience(context: AttemptContext) -> Patience:
     return Patience(wait_s=5.0, first_pause_s=1.0, clock=context.worker.clock)
 
 
-def _choose_fitting(
-    start: StartingState, plan: Plan, context: AttemptContext, passed: list[Damage]
-) -> Candidate | None:
+def _choose_fitting(start: StartingState, context: AttemptContext, passed: list[Damage]) -> Candidate | None:
     """Choose as `_choose` does; a state in peer memory that does not fit the configuration is passed over.
 
     Raises:
@@ -157,7 +184,7 @@ def _choose_fitting(
         if chosen is None or chosen.source == start.other.name:
             return chosen
         try:
-            _check_own(chosen, context.run.config, plan)
+            _check_own(chosen, context.run.config, start.plan)
             return chosen
         except UserError as error:
             if start.memory is None or chosen.source != start.memory.name:
@@ -300,6 +327,9 @@ def _check_own(chosen: Candidate, config: Config, plan: Plan) -> None:
         UserError: It was written under another configuration, or its place is not in the plan.
     """
     meta = chosen.manifest.meta
+    if config.stages:
+        # That of the stage whose last step the state holds.
+        config = stage_config(config, plan.stage_of_step(max(chosen.step, 1)))
     if meta.config_fingerprint != resume_fingerprint(config):
         differences = settings_that_differ(meta.extra.get("settings", {}), config)
         raise UserError(

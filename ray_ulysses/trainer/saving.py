@@ -58,7 +58,7 @@ class CheckpointKeeper:
     Every rank creates one and calls the same methods after the same steps.
     """
 
-    def __init__(self, context: AttemptContext, recorder: Recorder) -> None:
+    def __init__(self, context: AttemptContext, recorder: Recorder, *, ends_stage: bool = False) -> None:
         config, worker = context.run.config, context.worker
         self._context, self._config, self._worker, self._recorder = context, config, worker, recorder
         section = config.checkpoint
@@ -66,6 +66,7 @@ class CheckpointKeeper:
             every_steps=section.every_steps,
             every_s=None if section.every_minutes is None else 60 * section.every_minutes,
             at_end=section.save_at_end,
+            ends_stage=ends_stage,
         )
         self._retention = Retention(context.run.store, keep_rules(config))
         self.staging = Staging(section.host_buffers, worker.device)

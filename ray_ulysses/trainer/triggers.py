@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from ray_ulysses.trainer.agreement import Flags
 
-Reason = Literal["steps", "minutes", "request", "preemption", "retry", "end", "stop", "resize", "memory"]
+Reason = Literal["steps", "minutes", "request", "preemption", "retry", "end", "stop", "resize", "stage", "memory"]
 """Why a checkpoint was saved."""
 
 
@@ -26,11 +26,13 @@ class Triggers:
         every_steps: Steps between two checkpoints; None for no such rule.
         every_s: Seconds between two checkpoints; None for no such rule.
         at_end: Whether to save at the last step and when the run is stopped.
+        ends_stage: Whether another stage of the run follows the last step, which starts from its checkpoint.
     """
 
     every_steps: int | None
     every_s: float | None
     at_end: bool
+    ends_stage: bool = False
 
 
 def time_is_up(triggers: Triggers, *, last_save: float, now: float) -> bool:
@@ -78,7 +80,7 @@ def due(triggers: Triggers, flags: Flags, *, step: int, taken_step: int, last_st
         flags: What the ranks have agreed on.
         step: Completed steps.
         taken_step: The step whose state was taken last, or that was resumed from.
-        last_step: The run's last step.
+        last_step: The attempt's last step.
     """
     # A failure counts once every rank's thread has finished: a rank that learns of it later would otherwise repeat a
     # save that the others have already begun.
@@ -89,6 +91,7 @@ def due(triggers: Triggers, flags: Flags, *, step: int, taken_step: int, last_st
         ("request", flags.save_requested),
         ("resize", flags.resize),
         ("stop", flags.stop and triggers.at_end),
+        ("stage", step >= last_step and triggers.ends_stage),
         ("end", step >= last_step and triggers.at_end),
         ("steps", triggers.every_steps is not None and step % triggers.every_steps == 0),
         ("minutes", flags.time_is_up),

@@ -7,8 +7,8 @@ import textwrap
 from ray_ulysses.parallel.heads import HeadPlan
 from ray_ulysses.planner.memory_terms import MemoryTerm
 from ray_ulysses.planner.peer_memory import PeerMemoryFacts
-from ray_ulysses.planner.report import DataFacts, LayoutFacts, PlanReport
-from ray_ulysses.views.words import count, duration, facts, percent, size, wrapped
+from ray_ulysses.planner.report import DataFacts, LayoutFacts, PlanReport, StageFacts
+from ray_ulysses.views.words import count, duration, facts, percent, size, table, wrapped
 
 _PHASES = {
     "always": "",
@@ -30,7 +30,11 @@ def render_plan(report: PlanReport, price: float | None = None) -> str:
         report: What is planned.
         price: Price of a GPU per hour, in any currency.
     """
-    lines = [f"plan of run {report.name!r}", "", *_model(report), "", *_layout(report), "", *_data(report), ""]
+    lines = [f"plan of run {report.name!r}", "", *_model(report), ""]
+    if report.stages:
+        lines += ["stages", *_stages(report.stages), ""]
+        lines += [f"what follows is of the last stage, {report.stages[-1].name}", ""]
+    lines += [*_layout(report), "", *_data(report), ""]
     lines += [*_time(report, price), ""]
     lines += _memory(report)
     lines += ["", *_peer_memory(report.peer_memory)]
@@ -82,6 +86,28 @@ def _layout(report: PlanReport) -> list[str]:
             ]
         ),
     ]
+
+
+def _stages(stages: tuple[StageFacts, ...]) -> list[str]:
+    header = ("", "steps", "context", "rows", "tokens", "dp x sp", "lr", "schedule", "optimizer", "memory", "a step")
+    rows = [
+        (
+            one.name,
+            f"{one.first_step:,} to {one.last_step:,}",
+            f"{one.row_tokens:,}",
+            f"{one.rows_per_step:,}",
+            count(one.tokens),
+            f"{one.dp_size} x {one.sp_size}",
+            f"{one.lr:g}",
+            one.schedule,
+            one.optimizer,
+            size(one.device_bytes),
+            "-" if one.step_seconds is None else duration(one.step_seconds),
+        )
+        for one in stages
+    ]
+    more = [(one.name, f"positions: {one.rope}; corpora: {', '.join(one.sources)}") for one in stages]
+    return [*table(header, rows), *facts(more)]
 
 
 def _workers(layout: LayoutFacts) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from ray_ulysses.tracking.events import (
-    RESIZED,
+    CONTINUED,
     STOP_REASONS,
     AttemptEnded,
     AttemptStarted,
@@ -127,7 +127,7 @@ class ProgressState:
                 return replace(self, checkpoint_step=event.step)
             case AttemptEnded() | StartFailed():
                 words = event.reason if event.restarts is None else describe_failure(event)
-                is_last = event.reason != RESIZED and event.reason.startswith(STOP_REASONS)
+                is_last = event.reason not in CONTINUED and event.reason.startswith(STOP_REASONS)
                 awaits = event.restarts is not False and not is_last
                 ended = replace(self, ended=words, phase=None, awaits_workers=awaits)
                 # Without training there is no pace and no ETA.

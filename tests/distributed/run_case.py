@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def make_corpus(folder: Path, files: tuple[str, ...] = STDLIB_FILES) -> Path:
     return folder / "corpus"
 
 
-def make_config(storage: Path, corpus: Path, **overrides: Any) -> Config:
+def make_config(storage: Path, corpus: Path, stages: Sequence[Mapping[str, Any]] = (), **overrides: Any) -> Config:
     """Return a configuration of a tiny model; ``overrides`` are dotted paths with ``__`` for the dot."""
     tree: dict[str, Any] = {
         # Nearly as long as a few steps: left out where it is not the subject.
@@ -69,6 +69,7 @@ def make_config(storage: Path, corpus: Path, **overrides: Any) -> Config:
         # As users train: what a resume changes of the order of collectives meets what recomputation expects.
         "memory": {"gradient_checkpointing": True},
         "cluster": {"workers": 4},
+        **({"stages": list(stages)} if stages else {}),
     }
     for path, value in overrides.items():
         section, name = path.split("__")

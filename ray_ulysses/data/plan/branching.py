@@ -12,8 +12,9 @@ from ray_ulysses.data.corpus.row_groups import GROUP_ROWS
 from ray_ulysses.data.plan.drawing import Fragments
 from ray_ulysses.data.plan.mixture import PlannedSource, first_documents
 from ray_ulysses.data.plan.packing import Pieces
-from ray_ulysses.data.plan.plan import Branch, Plan, Segment
+from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.planning import Remainder
+from ray_ulysses.data.plan.segment import Branch, Segment
 from ray_ulysses.errors import UserError
 
 Int64Array = NDArray[np.int64]

@@ -24,17 +24,8 @@ from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.plan.drawing import Fragments
 from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.packing import Pieces
-from ray_ulysses.data.plan.plan import (
-    PLANNER_VERSION,
-    Branch,
-    EpochInfo,
-    Plan,
-    PlanSettings,
-    Segment,
-    Totals,
-    segment_id,
-)
-from ray_ulysses.data.plan.planning import PlanInput, Remainder, build_segment
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.plan.planning import PlanInput, Remainder, StagePart, build_segment
 from ray_ulysses.data.plan.row_checksums import Checksums, checksums_of, fragment_columns
 from ray_ulysses.data.plan.row_files import (
     ColumnsWriter,
@@ -46,6 +37,16 @@ from ray_ulysses.data.plan.row_files import (
     write_stats,
 )
 from ray_ulysses.data.plan.rows import MemoryRows
+from ray_ulysses.data.plan.segment import (
+    PLANNER_VERSION,
+    Branch,
+    EpochInfo,
+    PlannedStage,
+    PlanSettings,
+    Segment,
+    Totals,
+    segment_id,
+)
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import sync, write_text
 from ray_ulysses.storage.patience import READ_ERRORS
@@ -73,6 +74,7 @@ class _Header:
     settings: PlanSettings
     sources: tuple[PlannedSource, ...]
     branch: Branch | None
+    stage: PlannedStage | None = None
     epochs: tuple[EpochInfo, ...]
     totals: Totals
     num_rows: Whole
@@ -94,6 +96,7 @@ def write_segment(
     documents: PlanInput,
     settings: PlanSettings,
     remainder: Remainder | None = None,
+    stage: StagePart | None = None,
 ) -> Segment:
     """Plan a segment straight to disk; an existing one made from the same is left as it is.
 
@@ -103,6 +106,7 @@ def write_segment(
         documents: The documents to plan.
         settings: Its settings.
         remainder: What the run has left to train; ``None`` for segment 0.
+        stage: The stage that it belongs to; ``None`` in a run without stages.
 
     Returns:
         The segment, read back.
@@ -113,7 +117,8 @@ def write_segment(
     folder = directory / f"segment-{number:04d}"
     if (folder / PLAN_FILE).is_file():
         found = _read_segment(folder)
-        if not found.is_made_of(settings, documents.sources, remainder.branch if remainder else None):
+        branch, length = remainder.branch if remainder else None, stage.length if stage else None
+        if not found.is_made_of(settings, documents.sources, branch, length):
             raise UserError(
                 f"{folder}: already holds plan {found.plan_id}, made from other data, settings or steps; nothing was "
                 "overwritten. Data, seed and context may not change in a run: use another run.name, or "
@@ -124,7 +129,7 @@ def write_segment(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     writer = ColumnsWriter(folder / _PIECES, Pieces)
-    segment = build_segment(documents, settings, remainder, take_pieces=writer.add)
+    segment = build_segment(documents, settings, remainder, stage, take_pieces=writer.add)
     writer.close(segment.checksums.pieces)
     _write_rows(folder, segment)
     for path in (*folder.iterdir(), folder):
@@ -142,11 +147,21 @@ def load_plan(directory: Path) -> Plan:
     folders = _folders(directory)
     if not folders:
         raise UserError(f"{directory}: holds no plan ({PLAN_FILE} is missing)")
-    segments = [_read_segment(folder) for folder in folders]
-    for folder, before, after in zip(folders[1:], segments, segments[1:], strict=False):
-        if after.branch is None or after.branch.plan_id != before.plan_id:
-            raise unreadable_plan(folder / PLAN_FILE, f"it does not continue plan {before.plan_id}")
+    segments: list[Segment] = []
+    for folder in folders:
+        found = _read_segment(folder)
+        while segments and (found.branch is None or found.branch.plan_id != segments[-1].plan_id):
+            # Stages to come are replaced by a branch; what was trained never is.
+            if found.branch is None or segments[-1].branch is None or found.branch.step > segments[-1].base_step:
+                raise unreadable_plan(folder / PLAN_FILE, f"it does not continue plan {segments[-1].plan_id}")
+            segments.pop()
+        segments.append(found)
     return Plan(segments=tuple(segments))
+
+
+def num_segments(directory: Path) -> int:
+    """Return the number of segments that have been committed in the directory, also of those that were replaced."""
+    return len(_folders(directory))
 
 
 def has_plan(directory: Path) -> bool:
@@ -174,19 +189,25 @@ def _header_text(folder: Path, segment: Segment) -> str:
             settings=segment.settings,
             sources=segment.sources,
             branch=segment.branch,
+            stage=segment.stage,
             epochs=segment.epochs,
             totals=segment.totals,
             num_rows=segment.train.num_rows,
             files={name: file_facts(folder / name, text) for name, text in checksums.items()},
         )
     )
+    if segment.stage is None:
+        # Versions that know no stages read a plan without them.
+        del header["stage"]
     return json.dumps({**header, _CHECKSUM: stable_hash(header)}, indent=2) + "\n"
 
 
 def _read_segment(folder: Path) -> Segment:
     header = _read_header(folder)
     files, checksums = header.files, header.checksums()
-    found = segment_id(header.settings, header.sources, header.branch, header.epochs, header.totals, checksums)
+    found = segment_id(
+        header.settings, header.sources, header.branch, header.stage, header.epochs, header.totals, checksums
+    )
     if found != header.plan_id:
         raise UserError(
             f"{folder}: {PLAN_FILE} names plan {header.plan_id}, but its fields give {found}: they were changed since "
@@ -198,6 +219,7 @@ def _read_segment(folder: Path) -> Segment:
         settings=header.settings,
         sources=header.sources,
         branch=header.branch,
+        stage=header.stage,
         epochs=header.epochs,
         fragments=fragments.take(~waits),
         waiting=fragments.take(waits),

@@ -16,9 +16,18 @@ from ray_ulysses.data.plan.drawing import COUNTERS, Drawing, EpochDraw, Fragment
 from ray_ulysses.data.plan.mixture import PlannedSource, check_weights, choose_documents, first_documents
 from ray_ulysses.data.plan.packing import Packer, Pieces
 from ray_ulysses.data.plan.permutation import Permutation
-from ray_ulysses.data.plan.plan import Branch, EpochInfo, PlanSettings, Segment, Totals, segment_id
 from ray_ulysses.data.plan.row_checksums import GroupChecksums, segment_checksums
 from ray_ulysses.data.plan.rows import MemoryRows, RowStats
+from ray_ulysses.data.plan.segment import (
+    Branch,
+    EpochInfo,
+    PlannedStage,
+    PlanSettings,
+    Segment,
+    StageLength,
+    Totals,
+    segment_id,
+)
 from ray_ulysses.data.plan.steps import balance_windows
 from ray_ulysses.data.tokenize.spans import LabelSpans
 from ray_ulysses.errors import UserError
@@ -67,10 +76,26 @@ class Remainder:
     uses: NDArray[np.uint32]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagePart:
+    """The part of a stage that a segment plans.
+
+    Attributes:
+        length: How long the stage is.
+        steps_done: Its steps before the segment.
+        tokens_done: Its tokens of documents before the segment.
+    """
+
+    length: StageLength
+    steps_done: int = 0
+    tokens_done: int = 0
+
+
 def build_segment(
     documents: PlanInput,
     settings: PlanSettings,
     remainder: Remainder | None = None,
+    stage: StagePart | None = None,
     *,
     take_pieces: PieceSink | None = None,
 ) -> Segment:
@@ -80,6 +105,7 @@ def build_segment(
         documents: The documents.
         settings: Seed, context and the rest.
         remainder: What a run has left to train; ``None`` at its beginning.
+        stage: The stage that it belongs to; ``None`` in a run without stages.
         take_pieces: Called with the pieces of training rows, in the order in which rows close.
 
     Returns:
@@ -102,16 +128,18 @@ def build_segment(
             "use a smaller share, a longer corpus, or more data.epochs"
         )
     branch = remainder.branch if remainder else None
+    planned_stage = None if stage is None else _planned_stage(stage, branch.step if branch else 0, train, settings)
     fragments, waiting = (
         (remainder.fragments, remainder.waiting) if remainder else (Fragments.empty(), Fragments.empty())
     )
     totals = planning.totals(train.closed, num_held, num_without)
     checksums = segment_checksums(train, planning.checksums, evaluation, fragments, waiting)
     return Segment(
-        plan_id=segment_id(settings, documents.sources, branch, epochs, totals, checksums),
+        plan_id=segment_id(settings, documents.sources, branch, planned_stage, epochs, totals, checksums),
         settings=settings,
         sources=documents.sources,
         branch=branch,
+        stage=planned_stage,
         epochs=epochs,
         fragments=fragments,
         waiting=waiting,
@@ -290,6 +318,31 @@ class _Planning:
             costs = rows.cost(settings.token_cost)[order]
             order = order[balance_windows(costs, settings.rows_per_step, settings.balance_steps, first_row)]
         return order
+
+
+def _planned_stage(part: StagePart, base_step: int, train: MemoryRows, settings: PlanSettings) -> PlannedStage:
+    """Return the stage with its end.
+
+    Raises:
+        UserError: Its data end before it does, or it has passed its end.
+    """
+    length, name = part.length, f"stages.{part.length.number}"
+    num_steps = steps = -(-train.num_rows // settings.rows_per_step)
+    if length.steps is not None:
+        name, steps = f"{name}.steps={length.steps}", length.steps - part.steps_done
+    elif length.tokens is not None:
+        tokens = train.stats(0, train.num_rows).document_tokens
+        ends = np.cumsum(np.add.reduceat(tokens, np.arange(0, tokens.size, settings.rows_per_step), dtype=np.int64))
+        name, left = f"{name}.tokens={length.tokens}", length.tokens - part.tokens_done
+        steps = int(np.searchsorted(ends, left)) + 1 if left > 0 else 0
+    if steps > num_steps:
+        raise UserError(
+            f"{name}: the data of the stage end after {part.steps_done + num_steps} steps; shorten it, or give it more "
+            "documents or data.epochs"
+        )
+    if steps < 1:
+        raise UserError(f"{name}: the stage has trained {part.steps_done} steps already; make it longer than that")
+    return PlannedStage(length=length, end_step=base_step + steps)
 
 
 def _with_first_pieces(rows: RowStats, num_pieces: int) -> RowStats:

@@ -9,6 +9,8 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ray_ulysses.data.plan.corpus_set import CorpusSet
+from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.rows import Piece
 from ray_ulysses.parallel.layout import held_ranges, row_multiple
@@ -184,6 +186,12 @@ class RowReader:
         plan.check_corpus(store.fingerprint)
         self._store = store
         self._plan = plan
+
+    @property
+    def sources(self) -> tuple[PlannedSource, ...]:
+        """Return the corpora that it reads, where it reads those of a run."""
+        assert isinstance(self._store, CorpusSet)
+        return self._store.sources
 
     def read(self, split: Split, row: int, sp_rank: int, sp_size: int, ring_size: int = 1) -> RowSlice:
         """Return one slice of one row.

@@ -17,7 +17,8 @@ import ray
 from ray_ulysses.cluster.stream import RayStreams
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.mixture import PlannedSource
-from ray_ulysses.data.plan.plan import Plan, PlanSettings
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.read.reader import RowReader, RowSlice
 from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.data.read.streamed_source import StreamedSource, window_slots, window_steps

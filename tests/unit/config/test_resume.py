@@ -83,6 +83,8 @@ _OTHER: dict[str, Any] = {
     "model.init": "pretrained",
     "model.config": None,
     "model.part": "text",
+    "schedule.kind": "linear",
+    "schedule.decay_steps": 7,
     "model.rope": {"rope_theta": 1e6},
     "model.dtype": "bf16",
     "data.path": "other",
@@ -109,8 +111,9 @@ _OTHER: dict[str, Any] = {
 
 @pytest.mark.parametrize("path", [*FIXED, *(path for path in BRANCHABLE if path != "data.sources")])
 def test_each_fixed_setting_conflicts_by_itself(path: str) -> None:
-    old = parse_config(small_tree(model__path="m"))
-    changed = small_tree(model__path="m")
+    # The decay of a schedule that has one.
+    kind = {"schedule__kind": "wsd"} if path == "schedule.decay_steps" else {}
+    old, changed = parse_config(small_tree(model__path="m", **kind)), small_tree(model__path="m", **kind)
     section, _, name = path.partition(".")
     changed.setdefault(section, {})[name] = _OTHER[path]
     assert [problem.path for problem in resume_conflicts(old, parse_config(changed))] == [path]

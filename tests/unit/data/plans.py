@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.packing import Pieces
-from ray_ulysses.data.plan.plan import Plan, PlanSettings, Segment
+from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.planning import PlanInput, Remainder, build_segment
 from ray_ulysses.data.plan.rows import MemoryRows
+from ray_ulysses.data.plan.segment import PlanSettings, Segment
 from ray_ulysses.data.tokenize.spans import LabelSpans
 
 

@@ -12,8 +12,9 @@ from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.corpus.format import CorpusInfo
 from ray_ulysses.data.plan.corpus_set import CorpusSet, plan_input
 from ray_ulysses.data.plan.mixture import PlannedSource
-from ray_ulysses.data.plan.plan import Plan, PlanSettings
+from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.planning import build_segment
+from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
 from ray_ulysses.model_shape import ModelShape
 

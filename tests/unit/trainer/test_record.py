@@ -14,6 +14,7 @@ import torch
 import ray_ulysses.trainer.record as module
 from ray_ulysses.checkpoint.exchange import SingleExchange
 from ray_ulysses.errors import RunError
+from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.run.run_position import RunPosition
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.tracking.history import build_history
@@ -97,7 +98,8 @@ def _recorder(folder: Path, **fields: Any) -> Recorder:
 
 def _begin(recorder: Recorder) -> None:
     plan: Any = SimpleNamespace(segments=[SimpleNamespace(plan_id="p")], plan_id="p")
-    recorder.attempt_started(RunPosition(), 10, plan)
+    stage: Any = SimpleNamespace(plan=plan, name="")
+    recorder.attempt_started(RunPosition(), 10, stage, ParallelLayout(world_size=1, sp_size=1))
 
 
 def _train(recorder: Recorder, *steps: int) -> None:

@@ -51,7 +51,7 @@ class FakeRecorder:
 
 
 def _run(store: Store, run_dir: Path) -> Any:
-    config = SimpleNamespace(run_dir=run_dir, model=SimpleNamespace(resume_from=None))
+    config = SimpleNamespace(run_dir=run_dir, model=SimpleNamespace(resume_from=None), stages=())
     return SimpleNamespace(config=config, store=store, location=str(run_dir))
 
 
@@ -128,7 +128,7 @@ def resume(recorder: FakeRecorder, context: Any = None) -> Any:
     context = _context(recorder) if context is None else context
     log: Any = recorder
     plan: Any = None
-    return module.resume(None, module.find_state(plan, context, log), plan, context, log)
+    return module.resume(None, module.find_state(plan, context, log), context, log)
 
 
 def _saved(folder: Path) -> LocalStore:

@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ray_ulysses.data.plan.plan import Plan, PlanSettings
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.plan.plan_files import load_plan
+from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.read.digest import add_digests, row_digest, slice_checksum
 from ray_ulysses.data.read.reader import RowReader, RowSlice
 from ray_ulysses.data.read.row_source import DirectSource
@@ -20,9 +22,10 @@ from ray_ulysses.errors import RunError
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.run.preflight import claim_directory, prepare_run
+from ray_ulysses.run_names import PLAN_FOLDER
 from ray_ulysses.trainer.agreement import Flags
 from ray_ulysses.trainer.batches import batch_checksum, batch_of
-from ray_ulysses.trainer.data import open_data
+from ray_ulysses.trainer.data import open_rows
 from ray_ulysses.trainer.loop import _due, _padded
 from ray_ulysses.trainer.step import StepResult, evaluate, train_step
 from tests.distributed.run_case import make_config, make_corpus
@@ -258,7 +261,8 @@ def test_what_is_done_every_so_many_steps_is_done_at_their_multiples() -> None:
 def test_a_source_is_read_to_the_end_of_a_step_so_that_it_goes_on_to_the_next(tmp_path: Path) -> None:
     config = make_config(tmp_path / "runs", make_corpus(tmp_path))
     claim_directory(prepare_run(config, Path("/")))
-    plan, reader = open_data(config)
+    plan = load_plan(config.run_dir / PLAN_FOLDER)
+    reader = open_rows(config, plan)
     source = DirectSource(reader, plan, 0, 1, 0, 1)
     run = SimpleNamespace(layout=ParallelLayout(world_size=1, sp_size=1))
     context = SimpleNamespace(run=run, rank=0)

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from ray_ulysses.data.plan.branching import remainder_after
 from ray_ulysses.data.plan.mixture import PlannedSource
-from ray_ulysses.data.plan.plan import Branch, Plan, PlanSettings
+from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import load_plan, write_segment
 from ray_ulysses.data.plan.planning import PlanInput
+from ray_ulysses.data.plan.segment import Branch, PlanSettings
 from ray_ulysses.errors import UserError
 from tests.breadth import examples
 from tests.unit.data.plans import segment_in_memory

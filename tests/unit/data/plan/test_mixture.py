@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_ulysses.data.plan.mixture import PlannedSource, check_weights
-from ray_ulysses.data.plan.plan import PlanSettings, Segment
 from ray_ulysses.data.plan.planning import PlanInput
+from ray_ulysses.data.plan.segment import PlanSettings, Segment
 from ray_ulysses.errors import UserError
 from tests.breadth import examples
 from tests.unit.data.plans import segment_in_memory

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_ulysses.data.plan.plan import EpochInfo, Plan, PlanSettings, Segment
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.plan.segment import EpochInfo, PlanSettings, Segment
 from ray_ulysses.errors import UserError
 from tests.breadth import examples
 from tests.unit.data.plan.test_branches import Corpora, begin, branch, corpus

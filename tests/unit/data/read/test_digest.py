@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ray_ulysses.data.plan.plan import PlanSettings
+from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.read.digest import add_digests, checksum, from_int64, row_digest, slice_checksum, to_int64
 from ray_ulysses.data.read.reader import RowReader
 from tests.unit.data.corpora import MemoryStore

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_ulysses.data.plan.plan import Plan, PlanSettings
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.read.digest import add_digests, row_digest, slice_checksum
 from ray_ulysses.data.read.reader import IGNORE_INDEX, RowReader, RowSlice
 from ray_ulysses.data.read.row_source import DirectSource

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ulysses.data.plan.plan import PlanSettings
 from ray_ulysses.data.plan.rows import Piece
+from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.read.reader import IGNORE_INDEX, RowReader, RowSlice, slice_row
 from ray_ulysses.errors import UserError
 from tests.unit.data.corpora import MemoryStore

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_ulysses.data.plan.plan import PlanSettings
+from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.read.reader import IGNORE_INDEX, RowReader
 from ray_ulysses.data.tokenize.spans import LabelSpans
 from tests.breadth import examples

@@ -1,0 +1,107 @@
+"""Resolves the stages of a run: the configuration that holds in each, and the rules that they keep to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ray_ulysses.config.learning import RopeSection
+from ray_ulysses.config.schema import Config
+from ray_ulysses.config.stage_section import StageSection
+from ray_ulysses.errors import Problem
+
+#: Where a setting of a stage goes, by section and name.
+_PLACES = {
+    "context_tokens": "data.context_tokens",
+    "rows_per_step": "data.rows_per_step",
+    "sp_size": "parallel.sp_size",
+    "rope": "model.rope",
+    "lr": "optimizer.lr",
+}
+
+
+def stage_config(config: Config, number: int) -> Config:
+    """Return the configuration of a stage: a run without stages with the settings that hold in it.
+
+    Args:
+        config: The run's configuration, which is returned as it is if it has no stages.
+        number: Number of the stage, from 0.
+    """
+    if not config.stages:
+        return config
+    stage = config.stages[number]
+    changes: dict[str, dict[str, Any]] = {}
+    for name, place in _PLACES.items():
+        if (value := getattr(stage, name)) is not None:
+            section, _, setting = place.partition(".")
+            changes.setdefault(section, {})[setting] = value
+    if stage.path is not None or stage.sources is not None:
+        changes.setdefault("data", {}).update(path=stage.path, sources=stage.sources)
+    if stage.sp_size not in (None, config.parallel.sp_size):
+        # A ring is configured for the largest size alone.
+        changes["parallel"]["ring_size"] = None
+    sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
+    if stage.schedule is not None:
+        sections["schedule"] = stage.schedule
+    return config.model_copy(update={**sections, "stages": ()})
+
+
+def stage_problems(config: Config) -> Iterator[Problem]:
+    """Yield a problem for each rule about stages that a configuration breaks."""
+    names = [stage.name for stage in config.stages]
+    for number, stage in enumerate(config.stages):
+        path, is_last = f"stages.{number}", number == len(config.stages) - 1
+        if stage.name in names[:number]:
+            yield Problem(
+                path=f"{path}.name", value=stage.name, rule="is another stage's name", hint="choose another one"
+            )
+        if stage.steps is not None and stage.tokens is not None:
+            rule = f"stages.{number}.tokens={stage.tokens} says how long the stage is, too"
+            yield Problem(path=f"{path}.steps", value=stage.steps, rule=rule, hint="remove one of them")
+        elif stage.steps is None and stage.tokens is None and not is_last:
+            rule = "every stage but the last needs a length"
+            yield Problem(path=f"{path}.steps", rule=rule, hint="give its steps, or its tokens")
+        if stage.path is not None and stage.sources is not None:
+            hint = "list every corpus under sources, and remove path"
+            yield Problem(path=f"{path}.path", value=stage.path, rule="its sources list corpora too", hint=hint)
+        yield from _within_the_run(config, stage, path)
+    if config.stages and config.model.resume_from is not None and config.model.resume_state == "all":
+        yield Problem(
+            path="model.resume_state",
+            value="all",
+            rule="continues another run at its step, and this run has stages of its own",
+            hint="set model.resume_state: weights or optimizer",
+        )
+
+
+def _within_the_run(config: Config, stage: StageSection, path: str) -> Iterator[Problem]:
+    """Require that a stage takes no more than the run is planned for, and changes a model that can be exported."""
+    if isinstance(stage.rope, RopeSection) and config.model.part == "text":
+        yield Problem(
+            path=f"{path}.rope",
+            rule="changes positions of the text decoder, and model.part=text exports into a copy of the whole "
+            "checkpoint, whose config.json stays as it is",
+            hint="change config.json of model.path instead, for the whole run",
+        )
+    context, sp_size = config.data.context_tokens, config.parallel.sp_size
+    if stage.context_tokens is not None and stage.context_tokens > context:
+        yield Problem(
+            path=f"{path}.context_tokens",
+            value=stage.context_tokens,
+            rule=f"is above data.context_tokens={context}, which is the longest context of the run",
+            hint=f"use at most {context}, or set data.context_tokens={stage.context_tokens}",
+        )
+    if stage.sp_size is not None and sp_size % stage.sp_size:
+        sizes = ", ".join(str(size) for size in range(1, sp_size + 1) if sp_size % size == 0)
+        yield Problem(
+            path=f"{path}.sp_size",
+            value=stage.sp_size,
+            rule=f"does not divide parallel.sp_size={sp_size}, the largest of the run, by which workers are placed",
+            hint=f"use {sizes}",
+        )
+
+
+def in_stage(problem: Problem, stage: StageSection) -> Problem:
+    """Return a problem of a stage's configuration, which names the stage."""
+    return replace(problem, rule=f"{problem.rule} (in stage {stage.name!r})")

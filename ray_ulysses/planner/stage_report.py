@@ -1,0 +1,78 @@
+"""The report of a run of several stages: that of its last one, with a summary and the problems of all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ray_ulysses.config import Config
+from ray_ulysses.config.stage_section import StageSection
+from ray_ulysses.config.stages import in_stage
+from ray_ulysses.data.plan.corpus_set import CorpusSet
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.errors import Problem
+from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.planner.choice import Chosen
+from ray_ulysses.planner.report import PlanReport, StageFacts, build_report
+from ray_ulysses.planner.settings import stage_at, stages_of
+
+
+def report_run_of_stages(
+    config: Config,
+    shape: ModelShape,
+    corpora: CorpusSet,
+    plan: Plan,
+    changed: tuple[Problem, ...],
+    chosen: tuple[Chosen, ...],
+) -> PlanReport:
+    """Build the report of a run; arguments as of `build_report`. One without stages is reported as it is."""
+    if not config.stages:
+        return build_report(config, shape, corpora, plan, changed, chosen)
+    facts: list[StageFacts] = []
+    found: list[Problem] = []
+    problems, notes = list(changed), dict[str, None]()
+    for stage, (own, cut) in zip(config.stages, stages_of(config, plan), strict=True):
+        if cut.num_steps < plan.num_steps:
+            # The run stops in a later stage, if it does.
+            own = own.model_copy(update={"run": own.run.model_copy(update={"stop_step": None})})
+        report = build_report(own, shape, corpora, cut, (), chosen)
+        problems += [in_stage(problem, stage) for problem in report.problems if problem not in found]
+        found += report.problems
+        notes |= dict.fromkeys(report.notes)
+        facts.append(_facts(config, stage, own, plan, cut, report))
+    return replace(report, problems=tuple(problems), notes=tuple(notes), stages=tuple(facts))
+
+
+def _facts(config: Config, stage: StageSection, own: Config, plan: Plan, cut: Plan, report: PlanReport) -> StageFacts:
+    number = cut.newest.stage_number
+    first_step = cut.stage_start(number)
+    segments = [segment for segment in cut.segments if segment.stage_number == number]
+    ends = [*(one.base_row for one in segments[1:]), cut.num_rows]
+    tokens = sum(
+        int(one.train.stats(0, end - one.base_row).document_tokens.sum(dtype="int64"))
+        for one, end in zip(segments, ends, strict=True)
+    )
+    return StageFacts(
+        name=stage.name,
+        first_step=first_step + 1,
+        last_step=cut.num_steps,
+        row_tokens=report.data.row_tokens,
+        rows_per_step=report.data.rows_per_step,
+        tokens=tokens,
+        sp_size=report.layout.sp_size,
+        dp_size=report.layout.dp_size,
+        lr=own.optimizer.lr,
+        schedule=own.schedule.kind if stage.schedule is not None else "the run's",
+        rope=_rope(own),
+        optimizer="reset" if stage_at(config, plan, first_step).begins_anew else "kept",
+        sources=tuple(source.path for source in cut.newest.sources if source.is_used),
+        device_bytes=report.memory.device_bytes,
+        step_seconds=None if report.step_time is None else report.step_time.seconds,
+    )
+
+
+def _rope(config: Config) -> str:
+    rope = config.model.rope
+    if rope is None or isinstance(rope, str):
+        return "the model's"
+    given = rope.model_dump(exclude_none=True)
+    return ", ".join(f"{name.removeprefix('rope_')} {value}" for name, value in given.items())

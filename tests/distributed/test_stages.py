@@ -1,0 +1,232 @@
+"""A run of three stages: other contexts, layouts, positions, corpora and schedules, through kills."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from ray_ulysses.config import Config
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.plan.plan_files import load_plan
+from ray_ulysses.engine.model import build_model
+from ray_ulysses.tracking.events import StepDone
+from ray_ulysses.tracking.history import RunHistory, read_history
+from ray_ulysses.tracking.mlflow_client import open_client
+from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
+from tests.distributed.run_case import MORE_FILES, make_config, make_corpus, prepare_attempt, run_worker
+from tests.distributed.supervised import SupervisedRun
+from tests.polling import wait_until
+from tests.unit.tracking.journals import read_events
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+TIMEOUT_S = 200.0
+BORDERS = (4, 7)
+LAST_STEP = 10
+THETAS = (10_000.0, 40_000.0, 160_000.0)
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("data")
+    return make_corpus(folder / "first", ("bisect.py", "cmd.py", "copy.py")), make_corpus(folder / "more", MORE_FILES)
+
+
+def config_of(storage: Path, corpora: tuple[Path, Path], **overrides: Any) -> Config:
+    first = corpora[0]
+    stages = [
+        {"name": "short", "steps": 4, "context_tokens": 128, "rows_per_step": 8, "sp_size": 1, "path": str(first)},
+        {
+            "name": "middle", "steps": 3, "context_tokens": 256, "rope": {"rope_theta": THETAS[1]}, "lr": 2e-3,
+            "schedule": {"kind": "wsd", "warmup_steps": 1, "decay_steps": 1, "min_lr_ratio": 0.0},
+        },
+        {
+            "name": "long", "steps": 3, "rope": {"rope_theta": THETAS[2]}, "rows_per_step": 3, "optimizer": "reset",
+            "schedule": {"kind": "linear", "warmup_steps": 0, "min_lr_ratio": 0.5},
+        },
+    ]  # fmt: skip
+    settings = {
+        "run__stop_step": None, "data__path": None, "data__sources": [{"path": str(path)} for path in corpora],
+        "data__context_tokens": 512, "schedule__warmup_steps": 2, "schedule__horizon_steps": None,
+        "checkpoint__every_steps": None, "checkpoint__save_at_end": False, "cluster__workers": 2, "optimizer__lr": 3e-3,
+        "memory__gradient_checkpointing": False,
+    }  # fmt: skip
+    return make_config(storage, first, stages, **{**settings, **overrides})
+
+
+def reference_rate(step: int) -> float:
+    """The learning rate as the stages say it, spelled out."""
+    if step <= 4:
+        # The run's cosine, over all ten steps.
+        progress = max(0.0, (step - 2) / 8)
+        return 3e-3 * (step / 2 if step <= 2 else 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+    if step <= 7:
+        return {5: 2e-3, 6: 2e-3, 7: 0.0}[step]
+    return 3e-3 * {8: 5 / 6, 9: 4 / 6, 10: 3 / 6}[step]
+
+
+@pytest.fixture(scope="module")
+def unbroken(corpora: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A run in one command: its workers form again at each border."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    tracking = {"tracking__enabled": True, "tracking__uri": f"sqlite:///{folder / 'mlflow.db'}"}
+    config = config_of(folder / "runs", corpora, **tracking)
+    with SupervisedRun(config, {0: "a", 1: "a"}, folder) as run:
+        wait_until(
+            lambda: all(process.poll() == 0 for process in run.processes.values()), "the end", timeout_s=TIMEOUT_S,
+            said=run.logs,
+        )  # fmt: skip
+    return config
+
+
+def losses(config: Config) -> dict[int, float]:
+    return {step.step: step.loss for step in read_history(config.run_dir).steps}
+
+
+def test_one_command_trains_all_stages_each_in_an_attempt_of_its_own(unbroken: Config) -> None:
+    history = read_history(unbroken.run_dir)
+    assert history.status == "finished" and history.step == LAST_STEP
+    attempts = [(one.first_step, one.last_step, one.sp_size, one.dp_size, one.reason) for one in history.attempts]
+    assert attempts == [(1, 4, 1, 2, "stage"), (5, 7, 2, 1, "stage"), (8, 10, 2, 1, "finished")]
+    assert {one.world_size for one in history.attempts} == {2}
+
+
+def test_every_token_of_the_stages_is_trained_once(unbroken: Config, corpora: tuple[Path, Path]) -> None:
+    plan = load_plan(unbroken.run_dir / "plan")
+    history = read_history(unbroken.run_dir)
+    assert [step.rows for step in history.steps] == [
+        (rows.start, rows.stop) for rows in (plan.step_rows(step) for step in range(1, LAST_STEP + 1))
+    ]
+    trained = Counter(
+        (piece.document, piece.start + at + 1)
+        for step in range(1, LAST_STEP + 1)
+        for row in plan.step_rows(step)
+        for piece in plan.pieces(row)
+        for at in range(piece.num_labels)
+    )
+    assert set(trained.values()) == {1} and sum(trained.values()) == sum(step.tokens for step in history.steps)
+    first = Corpus.open(corpora[0]).num_documents
+    of_stage = {
+        number: {piece.document < first for row in rows for piece in plan.pieces(row)}
+        for number, rows in enumerate((range(32), range(32, plan.num_rows)))
+    }
+    assert of_stage[0] == {True} and False in of_stage[1]
+
+
+def test_losses_and_rates_are_those_of_one_process_that_follows_the_stages(
+    unbroken: Config, corpora: tuple[Path, Path]
+) -> None:
+    plan = load_plan(unbroken.run_dir / "plan")
+    documents = [
+        corpus.read(n, 0, int(length))
+        for corpus in map(Corpus.open, corpora)
+        for n, length in enumerate(corpus.lengths)
+    ]
+    ours = losses(unbroken)
+    for step, loss in reference_losses(unbroken, plan, documents):
+        assert abs(ours[step] - loss) / loss <= 1e-5, step
+    rates = {event.step: event.learning_rate for event in read_events(unbroken.run_dir) if isinstance(event, StepDone)}
+    assert rates == pytest.approx({step: reference_rate(step) for step in range(1, LAST_STEP + 1)}, rel=1e-12)
+
+
+def reference_losses(config: Config, plan: Plan, documents: list[Any]) -> Iterator[tuple[int, float]]:
+    """Train in one process, with a model of Transformers' own and AdamW of torch's."""
+    torch.manual_seed(0)
+    weights: dict[str, torch.Tensor] = {
+        name: value.detach().clone() for name, value in build_model(config, None).state_dict().items()
+    }
+    state: dict[str, Any] | None = None
+    for stage, steps in enumerate((range(1, 5), range(5, 8), range(8, 11))):
+        fields = {
+            **(config.model.config or {}),
+            "rope_parameters": {"rope_type": "default", "rope_theta": THETAS[stage]},
+        }
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**fields), attn_implementation="eager")
+        model.load_state_dict(weights)
+        decays = [value for value in model.parameters() if value.dim() > 1]
+        others = [value for value in model.parameters() if value.dim() < 2]
+        groups = [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+        if state is not None and stage < 2:
+            optimizer.load_state_dict(state)
+        for step in steps:
+            loss = reference_step(model, optimizer, plan, documents, step)
+            yield step, loss
+        weights, state = model.state_dict(), optimizer.state_dict()
+
+
+def reference_step(model: Any, optimizer: Any, plan: Plan, documents: list[Any], step: int) -> float:
+    optimizer.zero_grad()
+    total, tokens = 0.0, plan.step_tokens(step)
+    for row in plan.step_rows(step):
+        for piece in plan.pieces(row):
+            if not piece.num_labels:
+                continue
+            text = torch.tensor(documents[piece.document][piece.start : piece.start + piece.length + 1])
+            logits = model(input_ids=text[: piece.length][None]).logits[0, : piece.num_labels]
+            loss = functional.cross_entropy(logits, text[1 : piece.num_labels + 1], reduction="sum")
+            (loss / tokens).backward()
+            total += float(loss.detach())
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = reference_rate(step)
+    optimizer.step()
+    return total / tokens
+
+
+def test_mlflow_has_one_run_with_its_newest_stage(unbroken: Config) -> None:
+    client = open_client(str(unbroken.tracking_uri))
+    (experiment,) = [one for one in client.search_experiments() if one.name == unbroken.tracking.experiment]
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.data.tags["stage"] == "long" and run.info.status == "FINISHED"
+    steps = [metric.step for metric in client.get_metric_history(run.info.run_id, "loss")]
+    assert steps == list(range(1, LAST_STEP + 1))
+
+
+@pytest.mark.parametrize(
+    ("kill", "resumed"),
+    [
+        ((1, "step", 2), 0),
+        ((0, "save", 4), 0),
+        pytest.param((0, "saved", 4), 4, marks=pytest.mark.slow),
+        ((1, "step", 6), 5),
+        pytest.param((0, "save", 7), 5, marks=pytest.mark.slow),
+        pytest.param((1, "step", 9), 7, marks=pytest.mark.slow),
+    ],
+    ids=["in the first stage", "in the save at a border", "after it", "in the second", "at its border", "in the last"],
+)
+def test_a_run_that_is_killed_in_or_between_stages_is_the_one_that_was_not(
+    unbroken: Config, corpora: tuple[Path, Path], tmp_path: Path, kill: tuple[int, str, int], resumed: int
+) -> None:
+    config = config_of(tmp_path, corpora, checkpoint__every_steps=5)
+    prepare_attempt(config, "first")
+    killed = False
+    while not killed:
+        outcomes = run_ranks_to_outcomes(run_worker, 2, config, "first", kill=kill, timeout_s=TIMEOUT_S)
+        killed = not all(outcome.ok for outcome in outcomes)
+    # On four workers now.
+    config = config_of(tmp_path, corpora, checkpoint__every_steps=5, cluster__workers=4)
+    prepare_attempt(config, "second")
+    ends: list[tuple[str, int]] = []
+    while not ends or ends[-1][0] == "stage":
+        ends.append(run_ranks(run_worker, 4, config, "second", timeout_s=TIMEOUT_S)[0])
+    assert ends[-1] == ("finished", LAST_STEP)
+    ours = read_history(config.run_dir)
+    assert_same(ours, read_history(unbroken.run_dir))
+    first = next(one for one in ours.attempts if one.world_size == 4)
+    assert (first.first_step or 0) - 1 == resumed
+
+
+def assert_same(ours: RunHistory, theirs: RunHistory) -> None:
+    assert [step.rows for step in ours.steps] == [step.rows for step in theirs.steps]
+    assert ours.data_digest == theirs.data_digest
+    for mine, other in zip(ours.steps, theirs.steps, strict=True):
+        assert abs(mine.loss - other.loss) / other.loss <= 1e-5
