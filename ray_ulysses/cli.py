@@ -309,6 +309,7 @@ def export(
     ] = None,
     check: Annotated[bool, typer.Option(help="Load the export and compare its logits with the live model's.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another export in the directory.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Write a whole model, not the adapter alone.")] = False,
 ) -> None:
     """Write a committed checkpoint as a Hugging Face model directory, streamed in bounded memory.
 

@@ -24,6 +24,23 @@ EXACT_FAMILIES: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedPart:
+    """How much of a model is trained, where adapters are.
+
+    Attributes:
+        added: Parameters of the adapters.
+        trained: Parameters that are trained, those included.
+        has_embedding: Whether the token embedding is among them.
+        has_head: Whether the output head is.
+    """
+
+    added: int
+    trained: int
+    has_embedding: bool
+    has_head: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
     """The sizes of a causal decoder.
 
@@ -41,6 +58,7 @@ class ModelShape:
         layer_parameters: Parameters of one decoder layer.
         is_exact: Whether the parameter counts are exact (see ``EXACT_FAMILIES``) or an estimate for a Llama-like
             model.
+        part: What is trained of it; None for everything.
     """
 
     model_type: str
@@ -55,6 +73,7 @@ class ModelShape:
     tied_embeddings: bool
     layer_parameters: int
     is_exact: bool
+    part: TrainedPart | None = None
 
     @property
     def embedding_parameters(self) -> int:
@@ -63,9 +82,32 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """Every parameter once: layers, final norm, embedding, and the output head unless it is tied."""
+        """Every parameter once: layers, final norm, embedding, the output head unless it is tied, and adapters."""
         heads = 1 if self.tied_embeddings else 2
-        return self.num_layers * self.layer_parameters + self.hidden_size + heads * self.embedding_parameters
+        added = 0 if self.part is None else self.part.added
+        return self.num_layers * self.layer_parameters + self.hidden_size + heads * self.embedding_parameters + added
+
+    @property
+    def trained_parameters(self) -> int:
+        """Parameters that have a gradient and a state of the optimizer."""
+        return self.num_parameters if self.part is None else self.part.trained
+
+    @property
+    def frozen_matrices(self) -> int:
+        """Frozen parameters that multiply: all but an untied input embedding, which is a lookup."""
+        frozen = self.num_parameters - self.trained_parameters
+        is_lookup = self.part is not None and not self.part.has_embedding and not self.tied_embeddings
+        return frozen - (self.embedding_parameters if is_lookup else 0)
+
+    @property
+    def head_is_trained(self) -> bool:
+        """Whether the output head has a gradient."""
+        return self.part is None or self.part.has_head
+
+    @property
+    def embedding_is_trained(self) -> bool:
+        """Whether the token embedding has a gradient."""
+        return self.part is None or self.part.has_embedding
 
     def level_sp_sizes(self) -> tuple[int, ...]:
         """Return, in ascending order, the sp sizes that give each rank equally many query heads without a ring."""

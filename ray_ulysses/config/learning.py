@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from ray_ulysses.config.adapter import AdapterSection
 from ray_ulysses.config.reference_to_checkpoint import ReferenceProblem, RunReference, parse_reference
 from ray_ulysses.config.section import NamedPlace, PlacePath, Section, base_of, refusal
 from ray_ulysses.storage.location import absolute_location
@@ -133,6 +134,10 @@ class ModelSection(Section):
     full attention. A new run whose documents are longer than a pretrained model's positions needs it, if only as
     `unchanged`. Default null: as in the model's configuration."""
 
+    adapter: AdapterSection | None = None
+    """Trains low-rank adapters beside frozen weights instead of all weights (`docs/adapters.md`): `rank`, `alpha`,
+    `rslora`, `targets`, `modules_to_save`, `train_embeddings`, `train_norms`. Default null: all weights are trained."""
+
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Data type of weights and activations in compute; the optimizer keeps fp32 master weights for bf16. Default
     `bf16`, the fast type on all supported GPUs; use `fp32` on CPU."""
@@ -168,6 +173,17 @@ class ModelSection(Section):
                 "changes positions of the text decoder, and model.part=text exports into a copy of the whole "
                 "checkpoint, whose config.json stays as it is",
                 "change config.json of model.path instead, and set model.rope: unchanged",
+            )
+        return value
+
+    @field_validator("adapter")
+    @classmethod
+    def _is_of_a_whole_model(cls, value: AdapterSection | None, info: ValidationInfo) -> AdapterSection | None:
+        if value is not None and info.data.get("part") == "text":
+            raise refusal(
+                "adapts a whole model, and model.part=text exports into a copy of a multimodal checkpoint",
+                "leave model.adapter out to train the text decoder",
+                value.kind,
             )
         return value
 

@@ -25,6 +25,7 @@ FIXED: dict[str, str] = {
     "model.config": "another model is another run",
     "model.part": "another model is another run",
     "model.rope": "other positions make another model",
+    "model.adapter": "it determines which weights are trained",
     "model.dtype": "the precision of the weights shapes the loss curve",
     "data.eval_fraction": "it determines which documents are trained on",
     "parallel.allowed_sp": "it determines how rows are padded",
@@ -136,6 +137,7 @@ STAGES = "stages"
 _ADDED: dict[str, Any] = {
     "model.part": "whole",
     "model.rope": None,
+    "model.adapter": None,
     "schedule.kind": "cosine",
     "schedule.decay_steps": None,
 }

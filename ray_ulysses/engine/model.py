@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from safetensors import SafetensorError
 
 from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
 from ray_ulysses.attention.refusals import refuse_config, refuse_inexact
+from ray_ulysses.engine.adapter import add_adapter, trained_part
 from ray_ulysses.engine.empty_model import allocate_weights, without_weights
 from ray_ulysses.engine.model_config import (
     as_user_error,
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from ray_ulysses.attention.probe import ProbeResult
     from ray_ulysses.checkpoint.state import StateDescription
     from ray_ulysses.config import Config
+    from ray_ulysses.model_shape import TrainedPart
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -46,7 +49,7 @@ def build_model(
     not depend on the world size. ``init: pretrained`` loads weights; with ``partition``, each parameter is partitioned
     when it is loaded, so that no device holds the whole model (each rank's host reads all weights once). With
     ``state``, nothing is initialized or loaded: the parameters hold no values until that state is imported, and with
-    ``partition`` no host or device ever holds the whole model.
+    ``partition`` no host or device ever holds the whole model. With ``model.adapter`` it is a ``PeftModel``.
 
     Args:
         config: The run's configuration.
@@ -65,12 +68,15 @@ def build_model(
         model = _pretrained_model(config, dtype, partition)
     if config.model.part == "text":
         keep_text_part(model)
-    if state is not None:
-        allocate_weights(model, dtype, partition)
     # The cache is for generation, and warns under gradient checkpointing.
     model.config.use_cache = model.config.get_text_config(decoder=True).use_cache = False
     if config.memory.gradient_checkpointing:
         _checkpoint_layers(model, kept_attention(config))
+    if config.model.adapter is not None:
+        with nullcontext() if state is None else without_weights():
+            model = add_adapter(model, config.model.adapter, config.run.seed)
+    if state is not None:
+        allocate_weights(model, dtype, partition)
     return model
 
 
@@ -84,6 +90,17 @@ def _checkpoint_layers(model: PreTrainedModel, kept: KeptOutput) -> None:
     else:
         # Transformers before 5.23 has only the older name.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+
+def find_trained_part(config: Config) -> TrainedPart | None:
+    """Return how much of a run's model is trained with its adapter; None without one. Reads no weights.
+
+    Raises:
+        UserError: The configuration can't be read, or the adapter does not suit the model.
+    """
+    if config.model.adapter is None:
+        return None
+    return trained_part(_meta_model(planned_config(config), "whole"), config.model.adapter)
 
 
 def check_architecture(config: Config) -> ProbeResult:
@@ -111,6 +128,12 @@ def refuse_architecture(hf_config: Any, part: Part = "whole") -> ProbeResult:
     Raises:
         UserError: Names the architecture or setting, the reason, and a solution.
     """
+    model = _meta_model(hf_config, part)
+    return refuse_inexact(model, model.config.get_text_config(decoder=True), None)
+
+
+def _meta_model(hf_config: Any, part: Part) -> Any:
+    """Return the trained part of a model on the meta device."""
     # First, so that architectures that can't be built as a decoder get a specific error.
     refuse_config(hf_config)
     builder = model_class(hf_config, part)
@@ -122,7 +145,7 @@ def refuse_architecture(hf_config: Any, part: Part = "whole") -> ProbeResult:
         )
     if part == "text":
         keep_text_part(model)
-    return refuse_inexact(model, model.config.get_text_config(decoder=True), None)
+    return model
 
 
 def _empty_model(config: Config, dtype: torch.dtype, *, is_tied: bool) -> PreTrainedModel:

@@ -16,6 +16,7 @@ from ray_ulysses.engine.rope import stored_positions
 from ray_ulysses.engine.text_part import is_multimodal
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.evaluation.request import DType, EvaluationRequest
+from ray_ulysses.export.adapters import adapted_tensors
 from ray_ulysses.export.architecture import describe
 from ray_ulysses.export.decoder_merge import plan_merge
 from ray_ulysses.export.live_model import live_model
@@ -83,7 +84,11 @@ class ModelSource:
             meta, stored = merge.model, merge.stored
         else:
             meta = describe(config, "model").model
-            stored = stored_tensors(meta, manifest.state, self.weights, config.model.dtype)
+            dtype = config.model.dtype
+            if config.model.adapter is None:
+                stored = stored_tensors(meta, manifest.state, self.weights, dtype)
+            else:
+                stored = adapted_tensors(manifest.state, self.weights, dtype)
         model, not_finite = live_model(config, meta.config.to_dict(), stored, WeightReader(store, manifest), self.dtype)
         if not_finite:
             raise RunError(

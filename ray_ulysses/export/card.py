@@ -47,7 +47,8 @@ def model_card(report: ExportReport) -> bytes:
         serve_line(report, "."),
         "```",
     ]
-    return (_FRONT + "\n" + "\n".join(lines) + "\n").encode()
+    front = _FRONT.replace("transformers", "peft", 1) if report.is_adapter else _FRONT
+    return (front + "\n" + "\n".join(lines) + "\n").encode()
 
 
 def context_words(report: ExportReport) -> str:
@@ -62,14 +63,30 @@ def context_words(report: ExportReport) -> str:
 
 def python_lines(report: ExportReport, path: str) -> list[str]:
     """Return the Python lines that load a directory."""
-    classes, quoted = report.loaded_with, json.dumps(path, ensure_ascii=False)
-    lines = [f'model = {report.loaded_with}.from_pretrained({quoted}, dtype="auto")']
+    quoted = json.dumps(path, ensure_ascii=False)
+    classes, imports, lines = [report.loaded_with], [], []
+    if not report.is_adapter:
+        lines.append(f'model = {report.loaded_with}.from_pretrained({quoted}, dtype="auto")')
+    elif "config.json" not in report.files:
+        classes, imports = [], [f"from peft import {report.loaded_with}"]
+        lines.append(f'model = {report.loaded_with}.from_pretrained({quoted}, dtype="auto")')
+    else:
+        # The base model with the positions of the training.
+        classes, imports = ["AutoConfig", "AutoModelForCausalLM"], ["from peft import PeftConfig, PeftModel"]
+        lines += [
+            f"base = PeftConfig.from_pretrained({quoted}).base_model_name_or_path",
+            f"config = AutoConfig.from_pretrained({quoted})",
+            'base = AutoModelForCausalLM.from_pretrained(base, config=config, dtype="auto")',
+            f"model = PeftModel.from_pretrained(base, {quoted})",
+        ]
     if report.has_tokenizer:
-        classes += ", AutoTokenizer"
+        classes.append("AutoTokenizer")
         lines.append(f"tokenizer = AutoTokenizer.from_pretrained({quoted})")
-    return [f"from transformers import {classes}", *lines]
+    return [*imports, *([f"from transformers import {', '.join(classes)}"] if classes else []), *lines]
 
 
 def serve_line(report: ExportReport, path: str) -> str:
     """Return the command that serves a directory with vLLM."""
+    if report.is_adapter:
+        return f"vllm serve BASE_MODEL --enable-lora --lora-modules adapter={shlex.quote(path)}"
     return f"vllm serve {shlex.quote(path)} --max-model-len {report.serving_tokens}"

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 
 from ray_ulysses.attention.batch import shard_batch, unshard
 from ray_ulysses.attention.ulysses import apply_ulysses
+from ray_ulysses.engine.model import torch_dtype
 from ray_ulysses.engine.stored_weights import without_progress_bar
 from ray_ulysses.engine.text_part import Part, auto_class
 from ray_ulysses.errors import RunError
@@ -63,6 +64,8 @@ def check_export(
     stored: Mapping[str, Stored],
     weights: WeightReader,
     sample: Sample,
+    *,
+    merged_dtype: torch.dtype | None = None,
 ) -> CheckResult:
     """Compare the logits of an exported directory with those of the live model.
 
@@ -73,14 +76,16 @@ def check_export(
         stored: The place of each tensor in the checkpoint, by its name in the model.
         weights: Reads them.
         sample: The tokens that both models receive.
+        merged_dtype: Type that a model is rounded to whose adapters were merged; None if they were not.
 
     Raises:
         RunError: The directory can't be loaded completely, or the live model has diverged.
     """
-    live = _live_logits(config, model_config, stored, weights, sample)
+    live = _live_logits(config, model_config, stored, weights, sample, merged_dtype)
     # Hooks and modules refer to one another: without this the live model would stay in memory.
     gc.collect()
-    exported = _exported_logits(folder, config.model.part, sample)
+    is_adapter = config.model.adapter is not None and merged_dtype is None
+    exported = _logits(_with_adapter(folder, config) if is_adapter else _exported(folder, config.model.part), sample)
     if live.shape != exported.shape:
         raise RunError(
             f"the export failed its check: logits of shape {list(exported.shape)}, the live model's {list(live.shape)}"
@@ -97,10 +102,19 @@ def check_export(
 
 @torch.no_grad()
 def _live_logits(
-    config: Config, model_config: Mapping[str, Any], stored: Mapping[str, Stored], weights: WeightReader, sample: Sample
+    config: Config,
+    model_config: Mapping[str, Any],
+    stored: Mapping[str, Stored],
+    weights: WeightReader,
+    sample: Sample,
+    merged_dtype: torch.dtype | None,
 ) -> torch.Tensor:
     """Return the logits of all documents, concatenated, of shape ``[T, V]``."""
     model, not_finite = live_model(config, model_config, stored, weights)
+    if merged_dtype is not None:
+        model = model.merge_and_unload()
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(merged_dtype).float()
     mesh = SequenceMesh.from_group(None)
     apply_ulysses(model.eval(), mesh, attention="math")
     tokens = torch.tensor([[token for document in sample.documents for token in document]])
@@ -121,22 +135,49 @@ def _diverged(not_finite: Sequence[str]) -> RunError:
     )
 
 
-@torch.no_grad()
-def _exported_logits(folder: Path, part: Part, sample: Sample) -> torch.Tensor:
-    """Return the logits of all documents, concatenated, of shape ``[T, V]``."""
+def _exported(folder: Path, part: Part) -> Any:
+    """Return the exported model."""
     try:
         with without_progress_bar():
             loaded: Any = auto_class(part).from_pretrained(
                 folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise RunError(
-            f"the export failed its check: from_pretrained can't load it ({error}); nothing was published"
-        ) from error
+        raise _not_loaded("from_pretrained", error) from error
     model, info = loaded
     problems = [f"{kind.replace('_', ' ')} {sorted(map(str, names))[:3]}" for kind, names in info.items() if names]
     if problems:
         raise RunError(f"the export failed its check: from_pretrained finds {', '.join(problems)}")
+    return model
+
+
+def _with_adapter(folder: Path, config: Config) -> Any:
+    """Return the base model, in the precision of the training, with the exported adapter."""
+    from peft import PeftModel
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = str(config.model.path)
+    place = folder if (folder / "config.json").is_file() else path
+    try:
+        with without_progress_bar():
+            base: Any = AutoModelForCausalLM.from_pretrained(
+                path, config=AutoConfig.from_pretrained(place), dtype=torch_dtype(config.model.dtype)
+            )
+            model: Any = PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False)
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise _not_loaded("PeftModel.from_pretrained", error) from error
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    return model
+
+
+def _not_loaded(loader: str, error: Exception) -> RunError:
+    return RunError(f"the export failed its check: {loader} can't load it ({error}); nothing was published")
+
+
+@torch.no_grad()
+def _logits(model: Any, sample: Sample) -> torch.Tensor:
+    """Return the logits of all documents, concatenated, of shape ``[T, V]``."""
     model.eval()
     return torch.cat(
         [model(input_ids=torch.tensor([document]), use_cache=False).logits[0] for document in sample.documents]

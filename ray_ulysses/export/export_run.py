@@ -8,11 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ray_ulysses.checkpoint.manifest import Manifest
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.config.job_paths import refuse_relative_in_job
 from ray_ulysses.engine.text_part import auto_class
-from ray_ulysses.errors import RunError
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.export.adapters import AdapterExport, adapter_export
 from ray_ulysses.export.architecture import Architecture, describe
 from ray_ulysses.export.card import model_card
 from ray_ulysses.export.check import check_export, refuse_small_memory
@@ -25,7 +28,7 @@ from ray_ulysses.export.request import ExportRequest
 from ray_ulysses.export.sample import take_sample
 from ray_ulysses.export.source import find_checkpoint, read_config
 from ray_ulysses.export.stream import WeightReader, write_files
-from ray_ulysses.export.tensors import Stored, published_tensors, stored_tensors
+from ray_ulysses.export.tensors import DTYPES, Stored, published_tensors, stored_tensors
 from ray_ulysses.export.tokenizer_files import TokenizerFiles, find_tokenizer
 from ray_ulysses.run.checkpoint_store import checkpoint_location, storage_answers
 from ray_ulysses.run.settings import config_of_step
@@ -57,6 +60,12 @@ class _Export:
     files: tuple[WeightFile, ...]
     identity: Identity
     merge: DecoderMerge | None
+    adapter: AdapterExport | None
+
+    @property
+    def is_adapter(self) -> bool:
+        """Return whether an adapter alone is exported."""
+        return self.adapter is not None and not self.request.merge
 
     @property
     def all_files(self) -> Sequence[WeightFile | CopiedFile]:
@@ -108,6 +117,8 @@ def export_checkpoint(
         return replace(record.report, out=str(export.out), tokenizer=export.tokenizer.words, was_there=True)
     if request.check:
         trained = sum(tensor.num_elements for file in export.all_files for tensor in file.tensors)
+        if export.adapter is not None:
+            trained = sum(torch.Size(place.shape).numel() for place in export.adapter.live.values())
         refuse_small_memory(export.merge.num_elements if export.merge else trained)
     weights = WeightReader(store, manifest)
     small = _small_files(export)
@@ -133,7 +144,10 @@ def _prepare(store: Store, manifest: Manifest, config: Config, request: ExportRe
     out = request.out or exports / Path(step_folder(manifest.step)).name
     refuse_place(out, (request.run_dir, *([store.root] if isinstance(store, LocalStore) else [])), exports)
     merge: DecoderMerge | None = None
+    adapter: AdapterExport | None = None
     files: tuple[WeightFile, ...] = ()
+    if request.merge and config.model.adapter is None:
+        raise UserError("--merge: the run has no adapter (model.adapter); leave --merge out")
     if config.model.part == "text":
         refuse_options(request)
         merge = plan_merge(config, manifest.state)
@@ -144,8 +158,13 @@ def _prepare(store: Store, manifest: Manifest, config: Config, request: ExportRe
         tokenizer = find_tokenizer(request.run_dir, request.tokenizer)
         architecture = describe(config, request.weights, tokenizer.end_tokens)
         tokenizer.refuse_unknown_tokens(architecture.vocab_size)
-        stored = stored_tensors(architecture.model, manifest.state, request.weights, config.model.dtype)
-        files = lay_out(published_tensors(architecture.model, stored), request.max_shard_bytes)
+        if config.model.adapter is not None:
+            adapter = adapter_export(config, manifest.state, architecture, request)
+            stored, files = adapter.stored, adapter.files
+        else:
+            stored = stored_tensors(architecture.model, manifest.state, request.weights, config.model.dtype)
+        if stored:
+            files = lay_out(published_tensors(architecture.model, stored), request.max_shard_bytes)
     contents = b"".join(name.encode() + b"\0" + content for name, content in sorted(tokenizer.files.items()))
     with storage_answers(checkpoint_location(config, request.run_dir)):
         committed = read_bytes(store, manifest_key(manifest.step))
@@ -155,6 +174,7 @@ def _prepare(store: Store, manifest: Manifest, config: Config, request: ExportRe
         max_shard_bytes=request.max_shard_bytes,
         tokenizer=hashlib.sha256(contents).hexdigest()[:16],
         checked=request.check,
+        merged=request.merge,
     )
     return _Export(
         request=request,
@@ -168,6 +188,7 @@ def _prepare(store: Store, manifest: Manifest, config: Config, request: ExportRe
         files=files,
         identity=identity,
         merge=merge,
+        adapter=adapter,
     )
 
 
@@ -175,7 +196,8 @@ def _small_files(export: _Export) -> dict[str, bytes]:
     """Return the files beside the weights; those of a multimodal checkpoint are copied instead."""
     if export.merge is not None:
         return {}
-    small = export.architecture.files() | export.tokenizer.files
+    own = export.adapter.small if export.adapter and export.is_adapter else export.architecture.files()
+    small = {**own, **export.tokenizer.files}
     if len(export.files) > 1:
         small[INDEX_FILE] = index_json(export.files)
     return small
@@ -203,7 +225,9 @@ def _check(export: _Export, folder: Path, weights: WeightReader, log: _Log) -> C
     sample = take_sample(export.request.run_dir, architecture.vocab_size, architecture.max_positions)
     log(f"checking: {sum(map(len, sample.documents))} tokens through the live model and the exported one")
     model_config: dict[str, Any] = architecture.model.config.to_dict()
-    result = check_export(folder, export.config, model_config, export.stored, weights, sample)
+    stored = export.stored if export.adapter is None else export.adapter.live
+    merged = DTYPES[_precision(export)] if export.request.merge else None
+    result = check_export(folder, export.config, model_config, stored, weights, sample, merged_dtype=merged)
     if not result.holds:
         raise RunError(
             f"the export failed its check: {result.words}; nothing was published. Please report the architecture "
@@ -232,7 +256,7 @@ def _report(export: _Export, check: CheckResult | None, small: dict[str, int]) -
         tokenizer=export.tokenizer.words,
         published_tokenizer=export.tokenizer.published,
         has_tokenizer=export.merge.has_tokenizer if export.merge else bool(export.tokenizer.files),
-        loaded_with=auto_class(export.config.model.part).__name__,
+        loaded_with="AutoPeftModelForCausalLM" if export.is_adapter else auto_class(export.config.model.part).__name__,
         versions=dict(manifest.meta.versions),
         check=check,
         seconds=0.0,
@@ -244,9 +268,18 @@ def _weights_words(export: _Export) -> str:
     """Return the precision of the weights in words."""
     if export.merge is not None:
         return "the text decoder, in the types of the multimodal checkpoint; everything else unchanged"
-    name = export.config.model.dtype if export.request.weights == "model" else export.request.weights
+    name, adapter = _precision(export), export.config.model.adapter
+    if export.is_adapter:
+        assert adapter is not None
+        return f"{name}, an adapter of rank {adapter.rank} and what was trained whole; the base model is not among them"
+    if adapter is not None:
+        return f"{name}, with the adapter of rank {adapter.rank} merged in fp32"
     if name == export.config.model.dtype:
         return f"{name}, as used in training"
     if name == "fp32":
         return "fp32, the optimizer's master weights"
     return f"{name}, rounded from the fp32 master weights"
+
+
+def _precision(export: _Export) -> str:
+    return export.config.model.dtype if export.request.weights == "model" else export.request.weights

@@ -60,7 +60,7 @@ def lay_out(tensors: Sequence[PublishedTensor], max_bytes: int) -> tuple[WeightF
         groups[-1].append(tensor)
         room -= tensor.num_bytes
     return tuple(
-        WeightFile(name=_file_name(number, len(groups)), tensors=_aligned(group))
+        WeightFile(name=_file_name(number, len(groups)), tensors=aligned(group))
         for number, group in enumerate(groups, 1)
     )
 
@@ -80,6 +80,6 @@ def _file_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
-def _aligned(tensors: Sequence[PublishedTensor]) -> tuple[PublishedTensor, ...]:
+def aligned(tensors: Sequence[PublishedTensor]) -> tuple[PublishedTensor, ...]:
     """Return the widest types first, so that every tensor begins at a multiple of its element size."""
     return tuple(sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize))

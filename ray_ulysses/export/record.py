@@ -27,6 +27,7 @@ class Identity:
         max_shard_bytes: Maximum bytes of tensors in a file.
         tokenizer: Hash of the tokenizer's files.
         checked: Whether it was compared with the live model.
+        merged: Whether an adapter was merged.
     """
 
     # A field that this version does not know may distinguish two exports, too.
@@ -37,6 +38,7 @@ class Identity:
     max_shard_bytes: int
     tokenizer: str
     checked: bool
+    merged: bool = False
 
     def differences(self, other: Identity) -> list[str]:
         """Return in words how an existing export differs from this one."""
@@ -47,6 +49,8 @@ class Identity:
             found.append(f"its files hold up to {decimal_size(other.max_shard_bytes)}")
         if self.tokenizer != other.tokenizer:
             found.append("its tokenizer is another one")
+        if self.merged != other.merged:
+            found.append("its adapter is merged" if other.merged else "its adapter is not merged")
         if self.checked and not other.checked:
             found.append("it was not checked")
         return found

@@ -103,6 +103,11 @@ class ExportReport:
         return replace(self, out="", tokenizer=self.published_tokenizer, check=check)
 
     @property
+    def is_adapter(self) -> bool:
+        """Return whether the directory holds an adapter alone."""
+        return "adapter_config.json" in self.files
+
+    @property
     def num_bytes(self) -> int:
         """Return the size of all files."""
         return sum(self.files.values())

@@ -35,6 +35,7 @@ class ExportRequest:
         tokenizer: Directory whose tokenizer is added; None for the one that prepared the run's corpus.
         check: Whether to load the directory and compare it with the live model before it is published.
         overwrite: Whether another export at ``out`` is replaced.
+        merge: Whether an adapter is merged into the weights that it adapts.
     """
 
     run_dir: Path
@@ -45,6 +46,7 @@ class ExportRequest:
     tokenizer: Path | None = None
     check: bool = True
     overwrite: bool = False
+    merge: bool = False
 
     @classmethod
     def from_options(
@@ -58,6 +60,7 @@ class ExportRequest:
         tokenizer: Path | None,
         check: bool,
         overwrite: bool,
+        merge: bool = False,
     ) -> ExportRequest:
         """Parse the options as typed.
 
@@ -76,6 +79,7 @@ class ExportRequest:
             tokenizer=tokenizer,
             check=check,
             overwrite=overwrite,
+            merge=merge,
         )
 
 

@@ -99,6 +99,7 @@ class WeightReader:
         self._store, self._manifest = store, manifest
         self._buffers = [torch.empty(BATCH_BYTES, dtype=torch.uint8) for _ in range(2)]
         self._borders: dict[str, list[int]] = {}
+        self._product: tuple[str, torch.Tensor] | None = None
         for shard in manifest.shards:
             for entry in shard.intervals:
                 if entry.interval.stop > entry.interval.start:
@@ -123,10 +124,40 @@ class WeightReader:
             for number, batch in enumerate(batches(parts, BATCH_BYTES)):
                 ready, job = following, reader.submit(self._read, batch, self._buffers[number % 2])
                 if ready is not None:
-                    yield from _converted(held, ready.result())
+                    yield from self._converted(held, ready.result())
                 following, held = job, batch
             if following is not None:
-                yield from _converted(held, following.result())
+                yield from self._converted(held, following.result())
+
+    def _converted(
+        self, ranges: Sequence[ElementRange], parts: Sequence[TensorPart]
+    ) -> Iterator[tuple[ElementRange, torch.Tensor]]:
+        """Yield the elements that were read in the published type, a bounded number at a time."""
+        for wanted, part in zip(ranges, parts, strict=True):
+            for first in range(0, part.tensor.numel(), _CONVERTED_ELEMENTS):
+                read = part.tensor[first : first + _CONVERTED_ELEMENTS]
+                start = wanted.start + first
+                if wanted.stored.low_rank is not None:
+                    read = read.float() + self._added(wanted.stored)[start : start + read.numel()]
+                values = read.to(wanted.stored.published)
+                if values.dtype == torch.float16 and bool(values.isinf().any()):
+                    _refuse_overflow(wanted.stored.key, read)
+                yield ElementRange(stored=wanted.stored, start=start, stop=start + values.numel()), values
+
+    def _added(self, stored: Stored) -> torch.Tensor:
+        """Return what an adapter adds to a weight, flat and in fp32, computed as PEFT does when it merges."""
+        if self._product is None or self._product[0] != stored.key:
+            assert stored.low_rank is not None
+            a, b = (self._whole(one) for one in (stored.low_rank.a, stored.low_rank.b))
+            product = (b @ a).T if stored.low_rank.is_transposed else b @ a
+            self._product = stored.key, (product * stored.low_rank.scale).flatten()
+        return self._product[1]
+
+    def _whole(self, stored: Stored) -> torch.Tensor:
+        """Return a small tensor in fp32."""
+        wanted = ElementRange(stored=stored, start=0, stop=torch.Size(stored.shape).numel())
+        (part,) = self._read([wanted], torch.empty(wanted.stored_bytes, dtype=torch.uint8))
+        return part.tensor.float().view(stored.shape)
 
     def _read(self, batch: Sequence[ElementRange], buffer: torch.Tensor) -> list[TensorPart]:
         """Fill views of a buffer with the elements of each range, as stored."""
@@ -197,20 +228,6 @@ def write_files(
 def _padded(num_bytes: int) -> int:
     """Return a size rounded up to the alignment of a buffer."""
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-def _converted(
-    ranges: Sequence[ElementRange], parts: Sequence[TensorPart]
-) -> Iterator[tuple[ElementRange, torch.Tensor]]:
-    """Yield the elements that were read in the published type, a bounded number at a time."""
-    for wanted, part in zip(ranges, parts, strict=True):
-        for first in range(0, part.tensor.numel(), _CONVERTED_ELEMENTS):
-            read = part.tensor[first : first + _CONVERTED_ELEMENTS]
-            values = read.to(wanted.stored.published)
-            if values.dtype == torch.float16 and bool(values.isinf().any()):
-                _refuse_overflow(wanted.stored.key, read)
-            start = wanted.start + first
-            yield ElementRange(stored=wanted.stored, start=start, stop=start + values.numel()), values
 
 
 def _refuse_overflow(key: str, read: torch.Tensor) -> None:

@@ -27,6 +27,23 @@ _MOST_NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LowRank:
+    """The product of an adapter, which is added to a weight.
+
+    Attributes:
+        a: The place of the matrix ``[rank, in]``.
+        b: The place of the matrix ``[out, rank]``.
+        scale: Factor on the product.
+        is_transposed: Whether the weight is ``[in, out]``.
+    """
+
+    a: Stored
+    b: Stored
+    scale: float
+    is_transposed: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
     """The place of a tensor of the model in a checkpoint.
 
@@ -35,12 +52,14 @@ class Stored:
         shape: Its shape.
         dtype: Its type in the checkpoint.
         published: Its type in the published files.
+        low_rank: What is added to it in fp32 before it is published.
     """
 
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     published: torch.dtype
+    low_rank: LowRank | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +113,7 @@ def stored_tensors(model: Any, state: StateDescription, weights: WeightType, mod
     found: dict[str, Stored] = {}
     problems = []
     for name, tensor in kept.items():
-        place = _find(name, state, weights, model_dtype)
+        place = find_stored(name, state, weights, model_dtype)
         if place is None:
             problems.append(f"{name} is not in the checkpoint")
         elif place.shape != tuple(tensor.shape):
@@ -209,7 +228,15 @@ def _check_once(model: Any, published: list[PublishedTensor], stored: list[Store
         raise _cannot_stream(model, str(error)) from error
 
 
-def _find(name: str, state: StateDescription, weights: WeightType, model_dtype: str) -> Stored | None:
+def find_stored(name: str, state: StateDescription, weights: WeightType, model_dtype: str) -> Stored | None:
+    """Return the place of a tensor in a checkpoint, by its name in the model; None if it is not stored.
+
+    Args:
+        name: Its name; that of a tied one may be another name of a stored one.
+        state: The state in the checkpoint.
+        weights: Precision of the published trained and frozen weights; buffers keep their own.
+        model_dtype: Precision of the training, ``bf16`` or ``fp32``.
+    """
     name = name if _is_stored(name, state) else state.tied.get(name, name)
     buffer, frozen, model, master = (
         state.tensors.get(f"{kind}/{name}") for kind in ("buffer", "frozen", "model", "fp32")
@@ -237,7 +264,7 @@ def _refuse_adapters(names: set[str]) -> None:
     adapters = sorted(name for name in names if any(mark in f".{name}" for mark in _ADAPTER_MARKS))
     if adapters:
         raise UserError(
-            f"RUN: its checkpoint holds PEFT adapters ({adapters[0]} and {len(adapters) - 1} more tensors), and not "
-            "the settings that peft needs to build them, so no adapter directory can be written; load the checkpoint "
-            "into the PEFT model that was trained and call its save_pretrained"
+            f"RUN: its checkpoint holds PEFT adapters ({adapters[0]} and {len(adapters) - 1} more tensors) that "
+            "model.adapter in its config.yaml does not describe, so no adapter directory can be written; load the "
+            "checkpoint into the PEFT model that was trained and call its save_pretrained"
         )

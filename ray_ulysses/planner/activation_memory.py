@@ -122,23 +122,28 @@ def _saved(
 def _mlp_backward(shape: ModelShape, tokens: int, value: int, tile: int, *, checkpointed: bool) -> MemoryTerm:
     """Return what the backward pass of an MLP works with, or of the norm before it, whichever is more."""
     norm = tokens * shape.hidden_size * _VALUES_OF_NORM * FP32_BYTES
+    # An adapter's product and its scaled copy are made beside that of the frozen weights.
+    of_adapter = 0 if shape.part is None else 2
     if checkpointed and tile >= tokens:
         # What the MLP has saved is freed by then.
         norm -= tokens * 4 * shape.intermediate_size * value
     if tile < tokens:
-        each, weights = 6 * shape.intermediate_size * value, 3 * shape.hidden_size * shape.intermediate_size
+        values = 6 + of_adapter
+        each, weights = values * shape.intermediate_size * value, 3 * shape.hidden_size * shape.intermediate_size
+        weights *= shape.part is None
         size = tile * each + tokens * shape.hidden_size * value + weights * (FP32_BYTES + value)
         text = (
-            f"{tile:,} tokens of {tokens:,} per rank (memory.mlp_tile) x {each:,} bytes: six values of its width; and "
-            f"{tokens:,} x {shape.hidden_size * value:,} bytes: its input's gradient; and {weights:,} weights x "
+            f"{tile:,} tokens of {tokens:,} per rank (memory.mlp_tile) x {each:,} bytes: {values} values of its width; "
+            f"and {tokens:,} x {shape.hidden_size * value:,} bytes: its input's gradient; and {weights:,} weights x "
             f"{FP32_BYTES + value} bytes: their gradients, summed in fp32, and those of one tile"
         )
         name = "one MLP, tiled"
     else:
         # The product is not needed any more when the gradients of all three have been made.
-        each = 2 * shape.intermediate_size * value
+        values = 2 + of_adapter
+        each = values * shape.intermediate_size * value
         size, name = tokens * each, "one MLP, backward"
-        text = f"{tokens:,} tokens per rank x {each:,} bytes: two gradients of its width"
+        text = f"{tokens:,} tokens per rank x {each:,} bytes: {values} gradients of its width"
     if norm > size:
         text = f"{tokens:,} tokens per rank x {shape.hidden_size} x {_VALUES_OF_NORM} x {FP32_BYTES} bytes: in fp32"
         size, name = norm, "a norm, backward"
@@ -210,17 +215,18 @@ def loss_terms(shape: ModelShape, tokens: int, value: int, setting: TileSetting)
     if setting == "off":
         return [*terms, term("logits", logits, "loss", text)]
     # The gradient of the head by one tile is made from that of its logits alone.
-    of_tile = (tile * shape.vocab_size + shape.embedding_parameters) * value
+    head = shape.embedding_parameters if shape.head_is_trained else 0
+    of_tile = (tile * shape.vocab_size + head) * value
     if of_tile > logits:
         logits = of_tile
         text = (
             f"({tile:,} tokens of {tokens:,} per rank (memory.loss_tile={setting}) x vocabulary "
-            f"{shape.vocab_size:,} + {shape.embedding_parameters:,} parameters) x {value} bytes: gradients of the "
-            "logits and of the head, of one tile"
+            f"{shape.vocab_size:,} + {head:,} parameters) x {value} bytes: gradients of the logits and of the head, of "
+            "one tile"
         )
     terms.append(term("logits", logits, "loss", text))
     # A single tile's gradients become the sums only once its logits are freed.
-    summed = 0 if tile >= tokens else shape.embedding_parameters * FP32_BYTES
+    summed = 0 if tile >= tokens else head * FP32_BYTES
     text = (
         f"{tokens:,} tokens per rank x {shape.hidden_size:,} x {value} bytes + {summed:,} bytes: gradients of the "
         "hidden states and of the output head, summed over tiles in fp32, which are made in the forward pass"

@@ -56,7 +56,8 @@ def step_flops(shape: ModelShape, *, tokens: int, sum_squared_lengths: int) -> f
     ``6 N`` per token, where N are the parameters that multiply (all but an untied input embedding, which is a lookup),
     and ``6 d S^2`` per document of S tokens, where d is the width of all layers' heads together: forward, query times
     key and probability times value take ``2 S^2 d`` each, halved by the causal mask, and backward twice that (PaLM,
-    appendix B, https://arxiv.org/abs/2204.02311, which does not halve it). Recomputed work is not counted.
+    appendix B, https://arxiv.org/abs/2204.02311, which does not halve it). Frozen parameters take ``4 N``, since they
+    have no gradients. Recomputed work is not counted.
 
     Args:
         shape: The model.
@@ -65,7 +66,7 @@ def step_flops(shape: ModelShape, *, tokens: int, sum_squared_lengths: int) -> f
     """
     matrix_parameters = shape.num_parameters - (0 if shape.tied_embeddings else shape.embedding_parameters)
     attention = 6 * shape.attention_width * sum_squared_lengths
-    return float(6 * matrix_parameters * tokens + attention)
+    return float((6 * matrix_parameters - 2 * shape.frozen_matrices) * tokens + attention)
 
 
 def token_cost(shape: ModelShape) -> int:

@@ -43,7 +43,7 @@ def peer_memory_facts(config: Config, shape: ModelShape) -> PeerMemoryFacts | No
         host_buffers=config.checkpoint.host_buffers,
         peer_memory=True,
     )
-    part_bytes = sharing.shard(shape) * sharing.stored_bytes
+    part_bytes = sharing.stored_bytes(shape)
     return PeerMemoryFacts(
         kept_bytes=PEER_COPIES * PEER_STATES * part_bytes,
         sent_bytes=part_bytes,

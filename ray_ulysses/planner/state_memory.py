@@ -56,10 +56,27 @@ class StateSharing:
         """Return a rank's share of the parameters."""
         return -(-shape.num_parameters // self.world_size)
 
+    def trained(self, shape: ModelShape) -> int:
+        """Return a rank's share of the trained parameters."""
+        return -(-shape.trained_parameters // self.world_size)
+
     @property
-    def stored_bytes(self) -> int:
-        """Return how many bytes of each parameter a checkpoint holds."""
+    def trained_bytes(self) -> int:
+        """Return how many bytes of each trained parameter a checkpoint holds."""
         return (1 + _MOMENTS) * FP32_BYTES + (0 if self.is_fp32 else self.value_bytes)
+
+    def stored_bytes(self, shape: ModelShape) -> int:
+        """Return how many bytes of a rank's share a checkpoint holds; of frozen parameters the weights alone."""
+        trained = self.trained(shape)
+        return trained * self.trained_bytes + (self.shard(shape) - trained) * self.value_bytes
+
+    def stored_words(self, shape: ModelShape) -> str:
+        """Return the arithmetic of `stored_bytes`."""
+        trained = self.trained(shape)
+        each = f"{_each(shape, self)} x {self.trained_bytes}"
+        if shape.part is None:
+            return f"{each} bytes"
+        return f"({each} + {self.shard(shape) - trained:,} frozen ones x {self.value_bytes}) bytes"
 
 
 def device_state(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
@@ -77,31 +94,31 @@ def device_state(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
 
 def host_state(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
     """Return the state in host memory beside the device's."""
-    shard = sharing.shard(shape)
+    trained = sharing.trained(shape)
     each = _each(shape, sharing)
     terms = [_weights(shape, sharing)] if sharing.offload_param == "cpu" else []
     if sharing.offload == "cpu":
         terms += _optimizer(shape, sharing)
         terms += _host_gradients(shape, sharing)
     if sharing.offload == "nvme":
-        held = min(shard, _NVME_SUB_GROUP)
+        held = min(trained, _NVME_SUB_GROUP)
         text = f"{each} x 4 bytes: accumulated over the micro-batches of a step in fp32"
-        terms.append(always("gradients, fp32", shard * FP32_BYTES, text))
+        terms.append(always("gradients, fp32", trained * FP32_BYTES, text))
         text = f"{_NVME_BUFFERS} buffers x {held:,} parameters x 4 bytes: the sub-group that is stepped on"
         terms.append(always("buffers for NVMe", _NVME_BUFFERS * held * FP32_BYTES, text))
-    size = sharing.stored_bytes
+    size, words = sharing.stored_bytes(shape), sharing.stored_words(shape)
     if sharing.host_buffers:
         text = (
-            f"{sharing.host_buffers} copies (checkpoint.host_buffers) x {each} x {size} bytes: master weights, moments "
-            "and rounded weights of this rank's share, from which checkpoints are written"
+            f"{sharing.host_buffers} copies (checkpoint.host_buffers) x {words}: master weights, moments and rounded "
+            "weights of this rank's share, from which checkpoints are written"
         )
-        terms.append(always("checkpoints, staged", sharing.host_buffers * shard * size, text))
+        terms.append(always("checkpoints, staged", sharing.host_buffers * size, text))
     if sharing.peer_memory:
         text = (
-            f"(1 + {PEER_COPIES} x {PEER_STATES}) x {each} x {size} bytes: a copy to send from, and per worker on its "
+            f"(1 + {PEER_COPIES} x {PEER_STATES}) x {words}: a copy to send from, and per worker on its "
             "node two nodes' copies of two states, of which one is being made (elastic.peer_memory)"
         )
-        terms.append(always("peer memory", (1 + PEER_COPIES * PEER_STATES) * shard * size, text))
+        terms.append(always("peer memory", (1 + PEER_COPIES * PEER_STATES) * size, text))
     return terms
 
 
@@ -121,8 +138,9 @@ def load_terms(
         text = f"{count:,} parameters x 4 bytes: at step 0 each rank draws the whole model from the seed, in fp32"
         host = term("the model, while it is drawn", count * FP32_BYTES, "load", text)
     if sharing.stage < 3:
-        text = f"2 x {count:,} parameters x {value} bytes: DeepSpeed flattens the whole model into a copy"
-        return host, term("the model, beside its flat copy", 2 * count * value, "load", text)
+        flat, what = (count, "the whole model") if shape.part is None else (shape.trained_parameters, "what is trained")
+        text = f"({count:,} + {flat:,} parameters) x {value} bytes: DeepSpeed flattens {what} into a copy"
+        return host, term("the model, beside its flat copy", (count + flat) * value, "load", text)
     if init == "pretrained":
         return host, None
     text = f"{count:,} parameters x {value} bytes: at step 0 DeepSpeed moves it whole to the device, then partitions"
@@ -139,7 +157,7 @@ def _weights(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
 
 
 def _optimizer(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
-    shard, each = sharing.shard(shape), _each(shape, sharing)
+    shard, each = sharing.trained(shape), _each(shape, sharing)
     master = f"{each} x 4 bytes: the optimizer's own copy, which ZeRO-{sharing.stage} shards"
     return [
         always("master weights, fp32", shard * FP32_BYTES, master),
@@ -151,20 +169,20 @@ def _device_gradients(shape: ModelShape, sharing: StateSharing) -> MemoryTerm | 
     """Return the gradients that are accumulated on the device over the micro-batches of a step."""
     if sharing.stage == 1:
         text = (
-            f"{shape.num_parameters:,} parameters x 4 bytes: accumulated over the micro-batches of a step in fp32, "
+            f"{shape.trained_parameters:,} parameters x 4 bytes: accumulated over the micro-batches of a step in fp32, "
             "whole on every rank, since ZeRO-1 does not shard them"
         )
-        return always("gradients, fp32", shape.num_parameters * FP32_BYTES, text)
+        return always("gradients, fp32", shape.trained_parameters * FP32_BYTES, text)
     # With offload, only ZeRO-2 in bf16 accumulates its share on the device, and copies it at the end of a step.
     if sharing.offload == "none" or (sharing.stage == 2 and not sharing.is_fp32):
         text = f"{_each(shape, sharing)} x 4 bytes: accumulated over the micro-batches of a step in fp32"
-        return always("gradients, fp32", sharing.shard(shape) * FP32_BYTES, text)
+        return always("gradients, fp32", sharing.trained(shape) * FP32_BYTES, text)
     return None
 
 
 def _host_gradients(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
     """Return the gradients in host memory: those of the optimizer's step, and the accumulated ones."""
-    shard, each = sharing.shard(shape), _each(shape, sharing)
+    shard, each = sharing.trained(shape), _each(shape, sharing)
     stepped = always(
         "gradients of the step, fp32", shard * FP32_BYTES, f"{each} x 4 bytes: what the optimizer steps with"
     )
@@ -186,7 +204,7 @@ def _gathered(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
 
 def _unreduced(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
     """Return the gradients that are not yet reduced into the accumulated ones."""
-    value, embedding = sharing.value_bytes, shape.embedding_parameters
+    value, embedding = sharing.value_bytes, shape.embedding_parameters if shape.embedding_is_trained else 0
     # ZeRO-1 reduces what it accumulated in fp32; in bf16 without offload it needs no bucket.
     bucket = FP32_BYTES if sharing.stage == 1 else value
     if sharing.stage == 1 and not sharing.is_fp32 and sharing.offload == "none":
@@ -199,4 +217,5 @@ def _unreduced(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
 
 
 def _each(shape: ModelShape, sharing: StateSharing) -> str:
-    return f"{sharing.shard(shape):,} parameters per rank (1/{sharing.world_size})"
+    kind = "trained parameters" if shape.part else "parameters"
+    return f"{sharing.trained(shape):,} {kind} per rank (1/{sharing.world_size})"

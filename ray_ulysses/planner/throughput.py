@@ -225,11 +225,14 @@ class _Parts:
         return self.work.tokens / self.layout.world_size * self.work.imbalance
 
     def matmul_flops(self, passes: int) -> float:
-        """Return the FLOPs of all ranks outside attention; the output head is not computed again."""
+        """Return the FLOPs of all ranks outside attention; the output head is not computed again.
+
+        Frozen weights have no gradients, which take 2 per parameter and token.
+        """
         shape = self.shape
         head = shape.embedding_parameters
         layers = shape.num_parameters - (1 if shape.tied_embeddings else 2) * head
-        return self.work.tokens * (passes * layers + 6 * head)
+        return self.work.tokens * (passes * layers + 6 * head - 2 * shape.frozen_matrices)
 
     def attention_flops(self, passes: int) -> float:
         """Return the FLOPs of all ranks in attention; the causal mask halves them."""
@@ -239,7 +242,8 @@ class _Parts:
         """Return the time of the matrix products."""
         flops = self.matmul_flops(self.passes) / self.layout.world_size * self.work.imbalance
         text = (
-            f"{flops:.3g} FLOP per rank ({self.passes} per parameter and token) at {self.rates.matmul:.0%} of "
+            f"{flops:.3g} FLOP per rank ({self.passes} per parameter and token"
+            f"{f', {self.passes - 2} if frozen' if self.shape.part else ''}) at {self.rates.matmul:.0%} of "
             f"{self.peak / 1e12:,.0f} TFLOP/s"
         )
         return TimeTerm(name="matrix products", seconds=flops / (self.rates.matmul * self.peak), source=text)
@@ -307,16 +311,18 @@ class _Parts:
     def weights(self, compute_s: float) -> TimeTerm:
         """Return by how much gathering weights and reducing gradients take longer than all compute."""
         world, micro_batches = self.layout.world_size, -(-self.work.rows // self.layout.dp_size)
-        once = 2 * self.shape.num_parameters * (world - 1) / world
+        every, trained = (
+            2 * count * (world - 1) / world for count in (self.shape.num_parameters, self.shape.trained_parameters)
+        )
         # Stage 3 gathers twice and reduces for each micro-batch; the others reduce and gather once per step.
-        size = 3 * once * micro_batches if self.method.zero_stage == 3 else 3 * once
+        size = (2 * every + trained) * micro_batches if self.method.zero_stage == 3 else 3 * trained
         seconds = max(0.0, size / self._bandwidth(world) - compute_s)
         text = f"{size / GB:,.1f} GB per rank, {micro_batches} micro-batches, behind compute"
         return TimeTerm(name="weights and gradients", seconds=seconds, source=text)
 
     def update(self) -> TimeTerm:
         """Return the time of the optimizer's update."""
-        shard = self.shape.num_parameters / self.layout.world_size
+        shard = self.shape.trained_parameters / self.layout.world_size
         if self.method.offload_optimizer == "none":
             text = f"{shard:,.0f} parameters per rank x {_UPDATE_BYTES} bytes of device memory"
             return TimeTerm(name="update", seconds=shard * _UPDATE_BYTES / self.rates.memory, source=text)

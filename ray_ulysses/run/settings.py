@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -73,8 +73,17 @@ def model_shape(config: Config) -> ModelShape:
     """Return the shape of the configured model: inline, from a local directory, or from the hub.
 
     Raises:
-        UserError: No model configuration can be read, or it is not a decoder's.
+        UserError: No model configuration can be read, it is not a decoder's, or ``model.adapter`` does not suit it.
     """
+    shape = _whole_shape(config)
+    if config.model.adapter is None:
+        return shape
+    from ray_ulysses.engine.model import find_trained_part
+
+    return replace(shape, part=find_trained_part(config))
+
+
+def _whole_shape(config: Config) -> ModelShape:
     if config.model.part == "text":
         from ray_ulysses.engine.model_config import planned_config
         from ray_ulysses.engine.text_part import model_class, text_fields

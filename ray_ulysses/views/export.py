@@ -32,7 +32,8 @@ def render_export(report: ExportReport) -> str:
 
 
 def _files(report: ExportReport) -> str:
-    files = f"{report.weight_files} of safetensors" if report.weight_files > 1 else "model.safetensors"
+    single = "adapter_model.safetensors" if report.is_adapter else "model.safetensors"
+    files = f"{report.weight_files} of safetensors" if report.weight_files > 1 else single
     others = len(report.files) - report.weight_files
     return f"{files} and {others} more, {decimal_size(report.num_bytes)}"
 

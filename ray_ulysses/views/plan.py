@@ -56,11 +56,22 @@ def _model(report: PlanReport) -> list[str]:
     shape = report.shape
     exact = "" if shape.is_exact else " (an estimate)"
     tied = "tied" if shape.tied_embeddings else "untied"
+    trained = []
+    if shape.part is not None:
+        share = shape.trained_parameters / shape.num_parameters
+        trained = [
+            (
+                "trained",
+                f"{count(shape.trained_parameters)} ({shape.trained_parameters:,}), {share:.2%} of all; adapters have "
+                f"{count(shape.part.added)}",
+            )
+        ]
     return [
         "model",
         *facts(
             [
                 ("parameters", f"{count(shape.num_parameters)} ({shape.num_parameters:,}){exact}, {shape.model_type}"),
+                *trained,
                 ("layers", f"{shape.num_layers} of width {shape.hidden_size}, MLP {shape.intermediate_size}"),
                 ("heads", f"{shape.num_heads} of {shape.head_dim}, {shape.num_kv_heads} key-value heads"),
                 ("vocabulary", f"{shape.vocab_size:,}, {tied} embeddings"),

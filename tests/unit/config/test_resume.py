@@ -86,6 +86,7 @@ _OTHER: dict[str, Any] = {
     "schedule.kind": "linear",
     "schedule.decay_steps": 7,
     "model.rope": {"rope_theta": 1e6},
+    "model.adapter": {"rank": 4},
     "model.dtype": "bf16",
     "data.path": "other",
     "data.context_tokens": 2048,

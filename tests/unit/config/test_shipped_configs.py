@@ -10,8 +10,9 @@ import pytest
 from ray_ulysses.config import load_config
 from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.planner.memory import estimate
+from ray_ulysses.planner.configured import configured_memory
 from ray_ulysses.planner.memory_terms import GIB
+from ray_ulysses.run.settings import model_shape
 
 _CONFIGS = tuple(sorted((Path(__file__).parents[3] / "configs").glob("*.yaml")))
 _BY_NAME = pytest.mark.parametrize("path", _CONFIGS, ids=[path.stem for path in _CONFIGS])
@@ -25,18 +26,19 @@ _PARAMETERS = {"llama3-8b": 8_030_261_248, "qwen3-4b": 4_022_468_096}
 def _shape(path: Path) -> ModelShape:
     config = load_config(path)
     assert config.model.config is not None, "a shipped configuration is planned without a network"
-    return ModelShape.from_config_dict(config.model.config)
+    return model_shape(config)
 
 
 def _context(match: re.Match[str]) -> int:
     return int(match["context"]) * (1024 if match["unit"] == "k" else 1024**2)
 
 
-def test_there_are_configurations_for_the_demo_and_for_both_models_at_three_contexts() -> None:
+def test_there_are_configurations_for_the_demo_for_both_models_at_three_contexts_and_for_each_recipe() -> None:
     contexts = {
         (match["model"], _context(match) // 1024) for match in map(_NAME.match, [p.stem for p in _CONFIGS]) if match
     }
-    assert contexts == {("llama-tiny", 8), ("llama-tiny", 2), ("llama3-8b", 1024)} | {
+    recipes = {("llama3-8b", 1024), ("llama3-8b-lora", 128), ("llama3-8b-chat", 64)}
+    assert contexts == {("llama-tiny", 8), ("llama-tiny", 2)} | recipes | {
         (model, k) for model in _PARAMETERS for k in (32, 128, 512)
     }
 
@@ -56,18 +58,7 @@ def test_a_configuration_is_what_its_name_says(path: Path) -> None:
 @_BY_NAME
 def test_a_configuration_fits_what_it_names_by_the_estimate(path: Path) -> None:
     config = load_config(path)
-    taken = estimate(
-        _shape(path),
-        world_size=config.cluster.workers.max,
-        sp_size=config.parallel.sp_size,
-        context_tokens=config.data.context_tokens,
-        dtype=config.model.dtype,
-        zero_stage=config.memory.zero_stage,
-        offload_optimizer=config.memory.offload_optimizer,
-        gradient_checkpointing=config.memory.gradient_checkpointing,
-        offload_param=config.memory.offload_param,
-        offload_activations=config.memory.offload_activations,
-    )
+    taken = configured_memory(config, _shape(path))
     if config.cluster.gpus_per_worker:
         assert config.memory.device_gib is not None
         assert config.memory.host_gib is not None

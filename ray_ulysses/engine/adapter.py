@@ -1,0 +1,219 @@
+"""Adds trained low-rank adapters to a decoder whose own weights are frozen, with PEFT.
+
+Modules that are trained whole are trained in place, where PEFT would train a copy of each: a tied embedding stays tied,
+and nothing is in memory twice. In the exported directory they are PEFT's ``modules_to_save``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ray_ulysses.config.adapter import ALL_LINEAR, AdapterSection
+from ray_ulysses.errors import UserError
+
+if TYPE_CHECKING:
+    from ray_ulysses.model_shape import TrainedPart
+
+PREFIX = "base_model.model."
+"""Before the name of a tensor of the base model, in a model with adapters and in PEFT's files."""
+_MOST_NAMED = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapted:
+    """What an adapter changes of a model, by the names of its modules.
+
+    Attributes:
+        targets: Linear layers that get an adapter.
+        names: The ends of their names, if only they end so; else the same.
+        whole: Modules whose own weights are trained.
+    """
+
+    targets: tuple[str, ...]
+    names: tuple[str, ...]
+    whole: tuple[str, ...]
+
+
+def add_adapter(model: Any, adapter: AdapterSection, seed: int) -> Any:
+    """Freeze a model and add adapters to it, which change nothing until they are trained.
+
+    Their weights are drawn whole on the host from the seed, also for a model that is sharded: the same on every rank
+    and layout.
+
+    Args:
+        model: A ``PreTrainedModel``, on the meta device, in memory or sharded by ZeRO-3; it is changed.
+        adapter: The settings.
+        seed: The seed of the run.
+
+    Returns:
+        The ``peft.PeftModel``.
+
+    Raises:
+        UserError: PEFT is not installed, or the settings do not suit the model.
+    """
+    adapted = find_adapted(model, adapter)
+    peft = _peft()
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():
+        # PEFT 0.21 asks Transformers 5.23 for `is_gradient_checkpointing` by its older name, to make the embedding's
+        # output require a gradient.
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        # Adapters have the precision of the model: the optimizer has fp32 masters of all trained weights.
+        adapted_model = peft.get_peft_model(model, lora_config(adapter, adapted), autocast_adapter_dtype=False)
+    for name in adapted.whole:
+        model.get_submodule(name).requires_grad_(True)
+    return adapted_model
+
+
+def lora_config(adapter: AdapterSection, adapted: Adapted, **options: Any) -> Any:
+    """Return PEFT's ``LoraConfig``.
+
+    Args:
+        adapter: The settings.
+        adapted: The modules that they name.
+        options: Further options of PEFT.
+    """
+    return _peft().LoraConfig(
+        task_type="CAUSAL_LM",
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,
+        lora_dropout=0.0,
+        use_rslora=adapter.rslora,
+        target_modules=list(adapted.names),
+        **options,
+    )
+
+
+def find_adapted(model: Any, adapter: AdapterSection) -> Adapted:
+    """Return the modules of a model that an adapter changes.
+
+    Raises:
+        UserError: A name matches no module, or one that can't be adapted.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    modules = {name: module for name, module in model.named_modules() if name}
+    wanted = {module for name in adapter.modules_to_save for module in _matching(modules, "modules_to_save", name)}
+    if adapter.train_embeddings:
+        wanted.add(embedding)
+    if adapter.train_norms:
+        wanted |= {module for module in modules.values() if _is_norm(module)}
+    whole = tuple(name for name, module in modules.items() if module in wanted)
+    linear = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)}
+    if adapter.targets == ALL_LINEAR:
+        inside = {one for module in wanted for one in module.modules()}
+        names = {name for name in linear if modules[name] is not head and modules[name] not in inside}
+        return _adapted(names, whole, modules)
+    targets = {module for name in adapter.targets for module in _matching(modules, "targets", name)}
+    names = {name for name, module in modules.items() if module in targets}
+    _refuse_targets(
+        names - linear, "only a linear layer can have an adapter", "train other modules whole, with modules_to_save"
+    )
+    within = {name for name in names for one in whole if f"{name}.".startswith(f"{one}.")}
+    _refuse_targets(within, "they are trained whole as well", "name them in targets or in modules_to_save")
+    tied = {name for name in names if head is not None and modules[name] is head and head.weight is embedding.weight}
+    _refuse_targets(
+        tied,
+        "it shares its weights with the token embedding, which an adapter of the head alone would not change",
+        "set model.adapter.train_embeddings: true to train both whole",
+    )
+    return _adapted(names, whole, modules)
+
+
+def _adapted(targets: set[str], whole: tuple[str, ...], modules: Collection[str]) -> Adapted:
+    ends = {name.rpartition(".")[2] for name in targets}
+    is_exact = {name for name in modules if name.rpartition(".")[2] in ends} == targets
+    names = ends if is_exact else targets
+    return Adapted(targets=tuple(sorted(targets)), names=tuple(sorted(names)), whole=whole)
+
+
+def trained_part(model: Any, adapter: AdapterSection) -> TrainedPart:
+    """Return how much of a model is trained with an adapter; the model, on the meta device, is changed.
+
+    Raises:
+        UserError: As `add_adapter`.
+    """
+    from ray_ulysses.model_shape import TrainedPart
+
+    before = _count(model.parameters())
+    with torch.device("meta"):
+        adapted = add_adapter(model, adapter, seed=0)
+    head = model.get_output_embeddings()
+    head = getattr(head, "base_layer", head)
+    return TrainedPart(
+        added=_count(adapted.parameters()) - before,
+        trained=_count(one for one in adapted.parameters() if one.requires_grad),
+        has_embedding=model.get_input_embeddings().weight.requires_grad,
+        has_head=head is not None and head.weight.requires_grad,
+    )
+
+
+def whole_names(model: Any, adapted: Adapted) -> list[str]:
+    """Return PEFT's ``modules_to_save``: names by whose ends it finds the modules that are trained whole.
+
+    A module that shares its weights with one of them is among them, since PEFT trains and loads copies.
+
+    Args:
+        model: The model without adapters.
+        adapted: What is trained of it.
+    """
+    modules = {name: module for name, module in model.named_modules() if name}
+    inside = {one for name in adapted.whole for one in modules[name].modules()}
+    trained = {id(one) for module in inside for one in module.parameters()}
+    tied = {
+        name
+        for name, module in modules.items()
+        if module not in inside and any(id(one) in trained for one in module.parameters(recurse=False))
+    }
+    wanted = {*adapted.whole, *tied}
+    short = {name.rpartition(".")[2] for name in wanted}
+    found = {name for name in modules if any(name.endswith(end) for end in short)}
+    return sorted(short if found == wanted else wanted)
+
+
+def _count(parameters: Iterable[torch.Tensor]) -> int:
+    return sum(int(torch.Size(getattr(one, "ds_shape", one.shape)).numel()) for one in parameters)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower() and next(module.parameters(recurse=False), None) is not None
+
+
+def _matching(modules: dict[str, nn.Module], setting: str, wanted: str) -> list[nn.Module]:
+    """Return the modules of a name, or of names that end in it after a dot."""
+    found = [module for name, module in modules.items() if f".{name}".endswith(f".{wanted}")]
+    if not any(True for module in found for _ in module.parameters()):
+        ends = list(dict.fromkeys(name.rpartition(".")[2] for name, module in modules.items() if _has_weights(module)))
+        raise UserError(
+            f"model.adapter.{setting}: the model has no module {wanted!r} with weights; name some of "
+            f"{', '.join(ends)}" + (", or use all-linear" if setting == "targets" else "")
+        )
+    return found
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None
+
+
+def _refuse_targets(names: Collection[str], rule: str, hint: str) -> None:
+    if names:
+        shown = ", ".join(sorted(names)[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
+        raise UserError(f"model.adapter.targets={shown}: {rule}; {hint}")
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError(
+            f"model.adapter: PEFT builds the adapters and can't be imported ({error}); install it on every node: "
+            "pip install 'ray-ulysses[adapters]'"
+        ) from error
+    return peft

@@ -1,0 +1,156 @@
+"""Exports the adapters of a run: as PEFT's own files, or merged into the weights that they adapt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ray_ulysses.checkpoint.state import StateDescription
+from ray_ulysses.engine.adapter import PREFIX, Adapted, find_adapted, lora_config, whole_names
+from ray_ulysses.errors import UserError
+from ray_ulysses.export.files import WeightFile, aligned
+from ray_ulysses.export.tensors import LowRank, PublishedTensor, Stored, find_stored, stored_tensors
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+    from ray_ulysses.config.adapter import AdapterSection
+    from ray_ulysses.export.architecture import Architecture
+    from ray_ulysses.export.request import ExportRequest, WeightType
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+SETTINGS_FILE = "adapter_config.json"
+_NAME = "default"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterExport:
+    """What is exported of a run with adapters.
+
+    Attributes:
+        stored: The place of each tensor of a merged model, by its name in it; of an adapter's files, empty.
+        files: The adapter's weight file; empty where it is merged.
+        small: Its settings, by file name.
+        live: The place of each tensor of the model with adapters, by its name in it.
+    """
+
+    stored: dict[str, Stored]
+    files: tuple[WeightFile, ...]
+    small: Mapping[str, bytes]
+    live: dict[str, Stored]
+
+
+def adapter_export(
+    config: Config, state: StateDescription, architecture: Architecture, request: ExportRequest
+) -> AdapterExport:
+    """Return what is exported of a run with ``model.adapter``.
+
+    Args:
+        config: The run's configuration.
+        state: The state in the checkpoint.
+        architecture: The model without adapters.
+        request: The options of the export.
+
+    Raises:
+        UserError: The base model is not stored anywhere, so an adapter alone would be of no use.
+        RunError: The checkpoint does not fit the model.
+    """
+    adapter, model = config.model.adapter, architecture.model
+    assert adapter is not None
+    adapted = find_adapted(model, adapter)
+    live = adapted_tensors(state, "fp32" if request.merge else request.weights, config.model.dtype)
+    # Also where an adapter alone is exported: refuses a checkpoint of another model.
+    plain = stored_tensors(model, _plain(state), request.weights, config.model.dtype)
+    if request.merge:
+        return AdapterExport(stored=_merged(plain, adapter, adapted, model, live), files=(), small={}, live=live)
+    if config.model.init == "random":
+        raise UserError(
+            "RUN: its frozen weights were drawn (model.init: random), so there is no base model that an adapter could "
+            "be added to; export the whole model with --merge"
+        )
+    # Tied weights under both names, since PEFT loads a copy for each.
+    tensors = tuple(
+        PublishedTensor(
+            name=name.replace(f".{_NAME}.", "."), shape=place.shape, dtype=place.published, stored=place, start=0
+        )
+        for name, place in live.items()
+        if not place.key.startswith(("frozen/", "buffer/"))
+    )
+    small = {SETTINGS_FILE: _settings(config, adapter, adapted, model)}
+    if config.model.rope is not None and config.model.rope != "unchanged":
+        # The base model has other positions than those of the training.
+        small["config.json"] = architecture.files()["config.json"]
+    files = (WeightFile(name=WEIGHTS_FILE, tensors=aligned(tensors)),)
+    return AdapterExport(stored={}, files=files, small=small, live=live)
+
+
+def adapted_tensors(state: StateDescription, weights: WeightType, model_dtype: str) -> dict[str, Stored]:
+    """Return the place of each tensor of a model with adapters in a checkpoint, by its name in the model.
+
+    Args:
+        state: The state in the checkpoint.
+        weights: Precision in which the trained weights are read; frozen ones keep theirs.
+        model_dtype: Precision of the training, ``bf16`` or ``fp32``.
+    """
+    found = {}
+    for name in dict.fromkeys([*(key.split("/", 1)[1] for key in state.tensors), *state.tied]):
+        is_frozen = f"frozen/{state.tied.get(name, name)}" in state.tensors
+        place = find_stored(name, state, "model" if is_frozen else weights, model_dtype)
+        if place is not None:
+            found[name] = place
+    return found
+
+
+def _settings(config: Config, adapter: AdapterSection, adapted: Adapted, model: Any) -> bytes:
+    """Return ``adapter_config.json``."""
+    settings = lora_config(
+        adapter,
+        adapted,
+        modules_to_save=whole_names(model, adapted) or None,
+        base_model_name_or_path=str(config.model.path),
+        inference_mode=True,
+    )
+    fields = {name: sorted(value) if isinstance(value, set) else value for name, value in settings.to_dict().items()}
+    return json.dumps(fields, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def _merged(
+    plain: dict[str, Stored], adapter: AdapterSection, adapted: Adapted, model: Any, live: Mapping[str, Stored]
+) -> dict[str, Stored]:
+    """Return the places of a merged model's tensors."""
+    from transformers.pytorch_utils import Conv1D
+
+    scale = adapter.alpha / (adapter.rank**0.5 if adapter.rslora else adapter.rank)
+    targets = set(adapted.targets)
+    merged = {}
+    for name, place in plain.items():
+        kind, stored_name = place.key.split("/", 1)
+        module, _, last = stored_name.rpartition(".")
+        place = replace(place, key=f"{kind}/{_stored_name(stored_name, targets)}")
+        if module in targets and last == "weight":
+            a, b = (live[f"{PREFIX}{module}.lora_{one}.{_NAME}.weight"] for one in "AB")
+            is_transposed = isinstance(model.get_submodule(module), Conv1D)
+            place = replace(place, low_rank=LowRank(a=a, b=b, scale=scale, is_transposed=is_transposed))
+        merged[name] = place
+    return merged
+
+
+def _stored_name(name: str, targets: set[str]) -> str:
+    """Return the name in the checkpoint of a tensor of the model without adapters."""
+    module, _, last = name.rpartition(".")
+    return f"{PREFIX}{module}.base_layer.{last}" if module in targets else f"{PREFIX}{name}"
+
+
+def _plain(state: StateDescription) -> StateDescription:
+    """Return a state as that of the model without adapters, with its names."""
+
+    def renamed(name: str) -> str:
+        return name.removeprefix(PREFIX).replace(".base_layer.", ".")
+
+    tensors = {}
+    for key, spec in state.tensors.items():
+        kind, _, name = key.partition("/")
+        if ".lora_" not in name:
+            tensors[f"{kind}/{renamed(name)}"] = spec
+    return replace(state, tensors=tensors, tied={renamed(a): renamed(b) for a, b in state.tied.items()})

@@ -1,0 +1,156 @@
+"""Adapters by configuration: what is trained, from which weights, and what is refused before a worker starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ray_ulysses.checkpoint.state import StateDescription
+from ray_ulysses.config.loading import parse_config
+from ray_ulysses.engine import adapter as adapter_module
+from ray_ulysses.engine.model import build_model
+from ray_ulysses.engine.optimizer import parameter_groups
+from ray_ulysses.errors import ConfigError, UserError
+from ray_ulysses.run.settings import model_shape
+from tests.unit.config.trees import small_tree
+from tests.unit.engine.test_empty_model import names_shapes_and_types
+
+EXTENSION = {"targets": ["q_proj", "v_proj"], "train_embeddings": True, "train_norms": True}
+
+
+def config_of(adapter: dict[str, Any] | None, *, tied: bool = False, **changes: Any) -> Any:
+    tree = small_tree(**changes)
+    tree["model"]["config"]["tie_word_embeddings"] = tied
+    tree["model"]["adapter"] = adapter
+    return parse_config(tree)
+
+
+def trained_names(model: Any) -> set[str]:
+    return {name.removeprefix("base_model.model.") for name, one in model.named_parameters() if one.requires_grad}
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {},
+        EXTENSION,
+        {"targets": ["down_proj"], "modules_to_save": ["layers.1.self_attn"]},
+        {"modules_to_save": ["mlp"]},
+    ],
+    ids=["linear", "extension", "one-module", "all-but"],
+)
+def test_the_plan_counts_what_is_trained(adapter: dict[str, Any], tied: bool) -> None:
+    config = config_of(adapter, tied=tied)
+    model, shape = build_model(config), model_shape(config)
+    assert shape.num_parameters == sum(one.numel() for one in model.parameters())
+    assert shape.trained_parameters == sum(one.numel() for one in model.parameters() if one.requires_grad)
+    head = model.get_output_embeddings().weight
+    assert shape.head_is_trained == head.requires_grad == (tied and "train_embeddings" in adapter)
+    stepped = [one for group in parameter_groups(model, 0.1) for one in group["params"]]
+    assert sum(one.numel() for one in stepped) == shape.trained_parameters
+
+
+def test_every_linear_layer_but_the_head_has_an_adapter_that_changes_nothing_yet() -> None:
+    adapted, plain = build_model(config_of({"rank": 3})), build_model(config_of(None))
+    kinds = {name.split(".lora_")[0].rpartition(".")[2] for name in trained_names(adapted)}
+    assert kinds == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    ids = torch.arange(9)[None]
+    assert torch.equal(adapted(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
+def test_embeddings_and_norms_are_trained_whole_and_no_copy_is_made() -> None:
+    model = build_model(config_of(EXTENSION, tied=True))
+    whole = {name for name in trained_names(model) if "lora_" not in name}
+    norms = {
+        f"model.layers.{n}.{which}.weight" for n in (0, 1) for which in ("input_layernorm", "post_attention_layernorm")
+    }
+    assert whole == norms | {"model.norm.weight", "model.embed_tokens.weight"}
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_the_first_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
+    build_model(config_of(None)).save_pretrained(tmp_path)
+    pretrained = {"model__init": "pretrained", "model__path": str(tmp_path)}
+    torch.manual_seed(99)
+    first = dict(build_model(config_of({}, **pretrained)).named_parameters())
+    torch.rand(7)
+    again = dict(build_model(config_of({}, **pretrained)).named_parameters())
+    drawn = dict(build_model(config_of({})).named_parameters())
+    other = dict(build_model(config_of({}, run__seed=1, **pretrained)).named_parameters())
+    names = [name for name in first if "lora_A" in name]
+    assert all(torch.equal(first[name], again[name]) and torch.equal(first[name], drawn[name]) for name in names)
+    assert not any(torch.equal(first[name], other[name]) for name in names)
+    assert all(not one.any() for name, one in first.items() if "lora_B" in name)
+
+
+def test_a_model_that_a_state_fills_is_the_same_but_for_its_values() -> None:
+    config = config_of(EXTENSION, model__dtype="bf16")
+    empty = build_model(config, state=StateDescription(tensors={}))
+    assert names_shapes_and_types(empty) == names_shapes_and_types(build_model(config))
+
+
+@pytest.mark.parametrize(
+    ("adapter", "tied", "said"),
+    [
+        ({"targets": ["query"]}, False, "model.adapter.targets: the model has no module 'query' with weights; name"),
+        ({"modules_to_save": ["wte"]}, False, "model.adapter.modules_to_save: the model has no module 'wte' with"),
+        (
+            {"targets": ["embed_tokens"]},
+            False,
+            "model.adapter.targets=model.embed_tokens: only a linear layer can have an adapter; train other modules",
+        ),
+        (
+            {"targets": ["up_proj"], "modules_to_save": ["mlp"]},
+            False,
+            "model.adapter.targets=model.layers.0.mlp.up_proj, model.layers.1.mlp.up_proj: they are trained whole as",
+        ),
+        (
+            {"targets": ["lm_head"]},
+            True,
+            "model.adapter.targets=lm_head: it shares its weights with the token embedding, which an adapter of the",
+        ),
+    ],
+    ids=["target", "module", "embedding", "both", "tied-head"],
+)
+def test_an_adapter_that_does_not_suit_the_model_is_refused(adapter: dict[str, Any], tied: bool, said: str) -> None:
+    with pytest.raises(UserError) as error:
+        model_shape(config_of(adapter, tied=tied))
+    assert str(error.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "said"),
+    [
+        ({"rank": 0}, "model.adapter.rank=0: must be at least 1; use 1 or more"),
+        (
+            {"targets": "q_proj"},
+            "model.adapter.targets='q_proj': must be all-linear or a list of names; write [q_proj]",
+        ),
+        ({"targets": []}, "model.adapter.targets=[]: names no layer, so nothing would be adapted; use all-linear"),
+        ({"targets": ["a", "a"]}, "model.adapter.targets=['a', 'a']: has an empty name, or one twice"),
+        ({"dropout": 0.1}, "model.adapter.dropout=0.1: there is no such setting"),
+    ],
+    ids=["rank", "pattern", "none", "twice", "dropout"],
+)
+def test_a_setting_that_can_not_be_is_refused(adapter: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        config_of(adapter)
+    assert said in str(error.value)
+
+
+def test_an_adapter_of_a_part_is_refused() -> None:
+    with pytest.raises(ConfigError) as error:
+        config_of({}, model__part="text")
+    assert "model.adapter='lora': adapts a whole model, and model.part=text exports into a copy" in str(error.value)
+
+
+def test_a_missing_peft_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    with pytest.raises(
+        UserError, match=r"^model.adapter: PEFT builds the adapters and can't be imported \(.*\); insta"
+    ):
+        adapter_module._peft()
