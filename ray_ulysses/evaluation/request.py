@@ -121,13 +121,13 @@ class EvaluationRequest:
 def _is_run(model: Path) -> bool:
     if (model / CONFIG_FILE).is_file():
         return True
-    if (model / _MODEL_FILE).is_file():
-        return False
     if (model / _ADAPTER_FILE).is_file():
         raise UserError(
-            f"MODEL={str(model)!r}: is an adapter, without the model that it belongs to; merge the two, or give the "
-            "run that trained it"
+            f"MODEL={str(model)!r}: is an adapter, without the model that it belongs to; give the run that trained it, "
+            "or merge the two: export --merge"
         )
+    if (model / _MODEL_FILE).is_file():
+        return False
     raise UserError(
         f"MODEL={str(model)!r}: is neither a run (no {CONFIG_FILE}) nor a model directory (no {_MODEL_FILE}); "
         "give <run.storage>/<run.name>, or a directory that `export` or save_pretrained wrote"

@@ -138,7 +138,7 @@ def test_what_can_not_be_evaluated_is_refused_with_a_way_out(told: Told, corpus:
     folder, data = tmp_path / "run", ("--data", corpus)
     refused: dict[tuple[object, ...], str] = {
         (tmp_path / "nowhere",): "is neither a run (no config.yaml) nor a model directory (no config.json); give",
-        (tmp_path / "adapter",): "is an adapter, without the model that it belongs to; merge the two, or give the run",
+        (tmp_path / "adapter",): "is an adapter, without the model that it belongs to; give the run that",
         (folder, "--task", "speed"): "--task=speed: must be one of loss, retrieval, all",
         (folder, "--lengths", "1z"): "is not a number of tokens of 2 or more; write them as 1024 or 1k",
         (folder, "--cases", "0"): "--cases=0: must be at least 1",
