@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ray_ulysses.config.schema import section_models, setting_paths
+from ray_ulysses.config.stage_section import StageSection
 from ray_ulysses.errors import NOT_GIVEN, Problem
 from ray_ulysses.validation import rule_of, shown_text
 
@@ -92,6 +93,9 @@ def nearest_name(path: str) -> str | None:
     section, _, setting = path.rpartition(".")
     if not section:
         return _closest(setting, tuple(section_models())) or _elsewhere(setting)
+    if section.startswith("stages."):
+        close = _closest(setting, tuple(StageSection.model_fields))
+        return f"{section}.{close}" if close else _elsewhere(setting)
     own = [known for known in setting_paths() if known.startswith(f"{section}.")]
     close = _closest(setting, [known.partition(".")[2] for known in own])
     return f"{section}.{close}" if close else _elsewhere(setting)

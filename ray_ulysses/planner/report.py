@@ -157,11 +157,10 @@ class StageFacts:
 
     Attributes:
         name: Its name.
-        first_step: Its first optimizer step.
-        last_step: Its last one.
+        steps: Its first and last optimizer step; None where no corpus is prepared.
         row_tokens: Most tokens per row.
         rows_per_step: Rows per global batch.
-        tokens: Tokens of documents in its rows.
+        tokens: Tokens of documents in its rows; None where they are not known.
         sp_size: Ranks that share a row.
         dp_size: Rows that are trained concurrently.
         lr: Peak learning rate.
@@ -174,11 +173,10 @@ class StageFacts:
     """
 
     name: str
-    first_step: int
-    last_step: int
+    steps: tuple[int, int] | None
     row_tokens: int
     rows_per_step: int
-    tokens: int
+    tokens: int | None
     sp_size: int
     dp_size: int
     lr: float

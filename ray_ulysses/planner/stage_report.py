@@ -13,7 +13,7 @@ from ray_ulysses.errors import Problem
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.choice import Chosen
 from ray_ulysses.planner.report import PlanReport, StageFacts, build_report
-from ray_ulysses.planner.settings import stage_at, stages_of
+from ray_ulysses.planner.settings import stages_of
 
 
 def report_run_of_stages(
@@ -38,23 +38,47 @@ def report_run_of_stages(
         problems += [in_stage(problem, stage) for problem in report.problems if problem not in found]
         found += report.problems
         notes |= dict.fromkeys(report.notes)
-        facts.append(_facts(config, stage, own, plan, cut, report))
+        facts.append(_trained(stage, own, cut, report))
     return replace(report, problems=tuple(problems), notes=tuple(notes), stages=tuple(facts))
 
 
-def _facts(config: Config, stage: StageSection, own: Config, plan: Plan, cut: Plan, report: PlanReport) -> StageFacts:
+def _trained(stage: StageSection, own: Config, cut: Plan, report: PlanReport) -> StageFacts:
+    """Return the facts of a stage at the end of its plan."""
     number = cut.newest.stage_number
-    first_step = cut.stage_start(number)
     segments = [segment for segment in cut.segments if segment.stage_number == number]
     ends = [*(one.base_row for one in segments[1:]), cut.num_rows]
     tokens = sum(
         int(one.train.stats(0, end - one.base_row).document_tokens.sum(dtype="int64"))
         for one, end in zip(segments, ends, strict=True)
     )
+    steps = (cut.stage_start(number) + 1, cut.num_steps)
+    sources = tuple(source.path for source in cut.newest.sources if source.is_used)
+    return stage_facts(stage, own, report, number, steps, tokens, sources)
+
+
+def stage_facts(
+    stage: StageSection,
+    own: Config,
+    report: PlanReport,
+    number: int,
+    steps: tuple[int, int] | None,
+    tokens: int | None,
+    sources: tuple[str, ...],
+) -> StageFacts:
+    """Return the facts of a stage.
+
+    Args:
+        stage: Its settings.
+        own: The configuration that holds in it.
+        report: The report on it.
+        number: Its number, from 0.
+        steps: Its first and last step; None where no corpus is prepared.
+        tokens: Tokens of documents in its rows; None where they are not known.
+        sources: Directories of its corpora.
+    """
     return StageFacts(
         name=stage.name,
-        first_step=first_step + 1,
-        last_step=cut.num_steps,
+        steps=steps,
         row_tokens=report.data.row_tokens,
         rows_per_step=report.data.rows_per_step,
         tokens=tokens,
@@ -63,8 +87,8 @@ def _facts(config: Config, stage: StageSection, own: Config, plan: Plan, cut: Pl
         lr=own.optimizer.lr,
         schedule=own.schedule.kind if stage.schedule is not None else "the run's",
         rope=_rope(own),
-        optimizer="reset" if stage_at(config, plan, first_step).begins_anew else "kept",
-        sources=tuple(source.path for source in cut.newest.sources if source.is_used),
+        optimizer="reset" if stage.optimizer == "reset" and number > 0 else "kept",
+        sources=sources,
         device_bytes=report.memory.device_bytes,
         step_seconds=None if report.step_time is None else report.step_time.seconds,
     )
@@ -75,4 +99,5 @@ def _rope(config: Config) -> str:
     if rope is None or isinstance(rope, str):
         return "the model's"
     given = rope.model_dump(exclude_none=True)
-    return ", ".join(f"{name.removeprefix('rope_')} {value}" for name, value in given.items())
+    shown = {name: f"{value:g}" if isinstance(value, float) else value for name, value in given.items()}
+    return ", ".join(f"{name.removeprefix('rope_')} {value}" for name, value in shown.items())

@@ -53,21 +53,28 @@ def _planned(
 ) -> tuple[Plan, tuple[NewSegment, ...]]:
     if stored is None:
         return plan_stages(stages)
+    kept, step = stored, 0
+    if branch:
+        step = committed_step(run)
+        kept = stored.at_step(step)
+        _refuse_changed_stages(run.config, kept.newest.stage_number + 1)
     made = num_made(stored, stages)
     if made == len(stages):
         return stored, ()
     if made is not None:
         # A command was killed while it stored them.
         return plan_rest(stages, stored)
-    if not branch:
-        # The plan that the settings would give: the resume is refused in words, beside the report.
-        return plan_stages(stages)
-    step = committed_step(run)
-    kept = stored.at_step(step)
-    problems = stage_conflicts(load_config(run.config.run_dir / CONFIG_FILE), run.config, kept.newest.stage_number + 1)
+    # Without a branch it is the plan that the settings would give: the resume is refused in words, beside the report.
+    return plan_stages(stages, kept, step) if branch else plan_stages(stages)
+
+
+def _refuse_changed_stages(config: Config, num_begun: int) -> None:
+    """Refuse a branch that changes what a stage that has begun is made of."""
+    path = config.run_dir / CONFIG_FILE
+    old = load_config(path) if path.is_file() else config
+    problems = stage_conflicts(old, config, num_begun) if old.stages or config.stages else ()
     if problems:
-        raise ConfigError(problems, source=f"branch of run {run.config.run.name!r}")
-    return plan_stages(stages, kept, step)
+        raise ConfigError(problems, source=f"branch of run {config.run.name!r}")
 
 
 def store_plan(config: Config, new: Sequence[NewSegment]) -> None:

@@ -10,7 +10,7 @@ from typing import get_args
 
 from ray_ulysses.config import Config, load_config
 from ray_ulysses.config.job_paths import relative_path_problems
-from ray_ulysses.config.stages import stage_config
+from ray_ulysses.config.stages import in_stage, stage_config
 from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.drawing import Overlong
 from ray_ulysses.data.plan.packing_kernels import longest_planned
@@ -27,7 +27,7 @@ from ray_ulysses.planner.choice import Chosen, chosen_settings
 from ray_ulysses.planner.problems import context_problems, position_problems
 from ray_ulysses.planner.report import PlanReport, build_report
 from ray_ulysses.planner.settings import stage_plans, stages_of
-from ray_ulysses.planner.stage_report import report_run_of_stages
+from ray_ulysses.planner.stage_report import report_run_of_stages, stage_facts
 from ray_ulysses.planner.stand_in import stand_in_documents
 from ray_ulysses.run.checkpoint_store import storage_answers
 from ray_ulysses.run.contradictions import changed_settings, misfit, other_plan
@@ -172,16 +172,19 @@ def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanRepor
         return prepare_run(config, base, branch=branch).report
     absolute, shape, chosen = planned_memory(config, base)
     check_architecture(absolute)
-    # Without documents, the stages of a run are as long as they are asked to be: the last one is reported.
-    settings = stage_plans(absolute, shape)[-1].settings
-    documents = stand_in_documents(settings)
-    plan = Plan(segments=(build_segment(documents, settings),))
-    own = stage_config(absolute, len(absolute.stages) - 1)
-    problems = (
-        *changed_settings(absolute, branch=branch),
-        *context_problems(own, settings.capacity, trained_positions(own)),
-    )
-    return build_report(absolute, shape, documents, plan, problems, chosen)
+    problems, facts = list(changed_settings(absolute, branch=branch)), []
+    for number, planned in enumerate(stage_plans(absolute, shape)):
+        # Without documents nothing is known of what a stage leaves to the next: each begins with all of its own.
+        documents, own = stand_in_documents(planned.settings), stage_config(absolute, number)
+        plan = Plan(segments=(build_segment(documents, planned.settings),))
+        report = build_report(own, shape, documents, plan, (), chosen)
+        found = [*context_problems(own, planned.settings.capacity, trained_positions(own)), *report.problems]
+        if absolute.stages:
+            stage, paths = absolute.stages[number], tuple(path for path, _ in own.data_sources)
+            facts.append(stage_facts(stage, own, report, number, None, stage.tokens, paths))
+            found = [in_stage(one, stage) for one in found]
+        problems += found
+    return replace(report, problems=tuple(problems), stages=tuple(facts))
 
 
 def planned_memory(config: Config, base: Path) -> tuple[Config, ModelShape, tuple[Chosen, ...]]:

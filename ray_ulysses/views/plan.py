@@ -104,10 +104,10 @@ def _stages(stages: tuple[StageFacts, ...]) -> list[str]:
     rows = [
         (
             one.name,
-            f"{one.first_step:,} to {one.last_step:,}",
+            "-" if one.steps is None else "{:,} to {:,}".format(*one.steps),
             f"{one.row_tokens:,}",
             f"{one.rows_per_step:,}",
-            count(one.tokens),
+            "-" if one.tokens is None else count(one.tokens),
             f"{one.dp_size} x {one.sp_size}",
             f"{one.lr:g}",
             one.schedule,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ray_ulysses.config import load_config
+from ray_ulysses.config import Config, load_config
+from ray_ulysses.config.stages import stage_config
 from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.configured import configured_memory
@@ -17,7 +18,7 @@ from ray_ulysses.run.settings import model_shape
 _CONFIGS = tuple(sorted((Path(__file__).parents[3] / "configs").glob("*.yaml")))
 _BY_NAME = pytest.mark.parametrize("path", _CONFIGS, ids=[path.stem for path in _CONFIGS])
 _NAME = re.compile(
-    r"^(?P<model>[a-z0-9.-]+)_(?:cpu|(?P<gpus>\d+)xh100)_sp(?P<sp>\d+)(?:-(?:elastic|dp(?P<dp>\d+)))?_(?P<context>\d+)(?P<unit>[km])$"
+    r"^(?P<model>[a-z0-9.-]+)_(?:cpu|(?P<gpus>\d+)xh100)_sp(?P<sp>\d+)(?:-(?:elastic|stages|dp(?P<dp>\d+)))?_(?P<context>\d+)(?P<unit>[km])$"
 )
 # Parameters as the models' own pages state them.
 _PARAMETERS = {"llama3-8b": 8_030_261_248, "qwen3-4b": 4_022_468_096}
@@ -57,8 +58,13 @@ def test_a_configuration_is_what_its_name_says(path: Path) -> None:
 
 @_BY_NAME
 def test_a_configuration_fits_what_it_names_by_the_estimate(path: Path) -> None:
-    config = load_config(path)
-    taken = configured_memory(config, _shape(path))
+    whole = load_config(path)
+    for number in range(max(1, len(whole.stages))):
+        _fits(stage_config(whole, number), _shape(path))
+
+
+def _fits(config: Config, shape: ModelShape) -> None:
+    taken = configured_memory(config, shape)
     if config.cluster.gpus_per_worker:
         assert config.memory.device_gib is not None
         assert config.memory.host_gib is not None

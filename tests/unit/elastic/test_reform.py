@@ -240,6 +240,18 @@ def test_members_that_were_asked_to_move_go_on_without_the_node_that_leaves() ->
     assert one.end(3, status="resized") == (Finish(status="resized"),)
 
 
+def test_the_end_of_a_stage_begins_the_next_on_the_same_workers() -> None:
+    one = training()
+    for worker in (0, 1, 2):
+        assert one.end(worker, status="stage") == ()
+    stop, start = one.end(3, status="stage")
+    assert stop == Stop(generation=1)
+    assert isinstance(start, Start) and (start.generation, start.members) == (2, (0, 1, 2, 3))
+    for worker in (0, 1, 2):
+        one.end(worker, status="finished")
+    assert one.end(3, status="finished") == (Finish(status="finished"),)
+
+
 def test_workers_that_join_later_are_members_of_the_next_generation() -> None:
     one = training(most=8)
     for worker in (4, 5, 6):

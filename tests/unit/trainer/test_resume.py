@@ -400,3 +400,43 @@ def test_what_is_damaged_is_not_waited_for(tmp_path: Path, waits: list[float]) -
     recorder = FakeRecorder(store)
     assert choose(recorder).step == 10
     assert waits == [] and [damage.kind for damage in recorder.passed_over] == ["damaged"]
+
+
+def _two_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the second stage, which resets the optimizer, begin after step 20."""
+
+    def stage_at(config: Any, plan: Any, step: int) -> Any:
+        number = int(step >= 20)
+        return SimpleNamespace(number=number, first_step=20 * number, begins_anew=bool(number), name="long")
+
+    monkeypatch.setattr(module, "stage_at", stage_at)
+
+
+def test_a_stage_that_resets_the_optimizer_takes_no_moments_at_its_border(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: dict[str, torch.Tensor]
+) -> None:
+    begun: list[bool] = []
+
+    def begun_anew(description: StateDescription, *, with_optimizer: bool) -> StateDescription:
+        begun.append(with_optimizer)
+        return description
+
+    monkeypatch.setattr(module, "begun_anew", begun_anew)
+    store = _saved(tmp_path)
+    assert resume(FakeRecorder(store)).step == 20 and begun == []
+    _two_stages(monkeypatch)
+    assert resume(FakeRecorder(store)).step == 20 and begun == [False]
+
+
+def test_a_damaged_border_ends_the_attempt_and_the_next_begins_in_the_stage_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: dict[str, torch.Tensor]
+) -> None:
+    """The engine was built for the stage that can't begin."""
+    store = _saved(tmp_path)
+    _flip(store, 20, "fp32/a")
+    _two_stages(monkeypatch)
+    recorder = FakeRecorder(store)
+    with pytest.raises(CheckpointError, match=r"stage 'long' was to start from is damaged; .* from step 10, in the"):
+        resume(recorder)
+    assert [damage.step for damage in recorder.passed_over] == [20]
+    assert resume(FakeRecorder(store, attempt=3)).step == 10

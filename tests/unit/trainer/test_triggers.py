@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ray_ulysses.trainer.agreement import Flags
@@ -48,6 +50,12 @@ def test_without_rules_a_request_still_saves_and_an_end_does_not() -> None:
     assert due(SILENT, Flags(resize=True, stop=True), step=5, taken_step=0, last_step=9) == "resize"
     assert due(SILENT, Flags(stop=True), step=5, taken_step=0, last_step=9) is None
     assert due(SILENT, Flags(), step=9, taken_step=0, last_step=9) is None
+
+
+def test_the_end_of_a_stage_is_saved_whatever_the_rules() -> None:
+    rules = replace(SILENT, ends_stage=True)
+    assert due(rules, Flags(), step=9, taken_step=0, last_step=9) == "stage"
+    assert due(rules, Flags(), step=8, taken_step=0, last_step=9) is None
 
 
 def test_minutes_are_counted_from_the_last_state_taken() -> None:

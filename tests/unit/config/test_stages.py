@@ -1,0 +1,119 @@
+"""The configuration of each stage, and what is refused before one begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_ulysses.config import Config, load_config, parse_config, resume_conflicts
+from ray_ulysses.config.resume import resume_fingerprint, stage_conflicts
+from ray_ulysses.config.stages import stage_config
+from ray_ulysses.errors import ConfigError
+from tests.unit.config.trees import small_tree
+
+STAGES: list[dict[str, Any]] = [
+    {"name": "short", "steps": 10, "context_tokens": 256, "rows_per_step": 16, "sp_size": 1, "path": "runs/short"},
+    {"name": "middle", "tokens": 5000, "lr": 1e-4, "rope": {"rope_theta": 5e5}, "schedule": {"kind": "linear"}},
+    {"name": "long", "sources": [{"path": "a", "weight": 1.0}, {"path": "b", "weight": 3.0}], "optimizer": "reset"},
+]
+
+
+def tree(*stages: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    settings = {"parallel__sp_size": 2, "optimizer__lr": 1e-3, "schedule__warmup_steps": 5, **changes}
+    return {**small_tree(**settings), "stages": [dict(one) for one in stages or STAGES]}
+
+
+def config(*stages: dict[str, Any], **changes: Any) -> Config:
+    return parse_config(tree(*stages, **changes))
+
+
+def refused(*stages: dict[str, Any], **changes: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        config(*stages, **changes)
+    return str(error.value)
+
+
+def test_a_stage_has_its_own_settings_and_the_runs_for_the_rest() -> None:
+    run = config(parallel__ring_size=2)
+    first, middle, last = (stage_config(run, number) for number in range(3))
+    assert (first.data.context_tokens, first.data.rows_per_step, first.parallel.sp_size) == (256, 16, 1)
+    assert first.data_sources == (("runs/short", None),) and first.optimizer.lr == 1e-3
+    assert first.parallel.ring_size is None, "the ring is that of the largest size"
+    assert (middle.data.context_tokens, middle.parallel.sp_size, middle.optimizer.lr) == (1024, 2, 1e-4)
+    assert middle.schedule.kind == "linear" and middle.schedule.warmup_steps == 100, "a schedule of its own"
+    assert middle.model.rope is not None and last.model.rope is None
+    assert last.data_sources == (("a", 1.0), ("b", 3.0)) and last.schedule.warmup_steps == 5
+    assert not any(one.stages for one in (first, middle, last))
+    assert {resume_fingerprint(one) for one in (first, middle, last)} >= {resume_fingerprint(last)}
+    assert resume_fingerprint(middle) != resume_fingerprint(last)
+
+
+def test_a_run_without_stages_is_its_only_one() -> None:
+    run = parse_config(small_tree())
+    assert stage_config(run, 0) is run
+
+
+def test_what_is_stored_loads_again(tmp_path: Path) -> None:
+    run = config()
+    (tmp_path / "config.yaml").write_text(run.to_yaml())
+    assert load_config(tmp_path / "config.yaml") == run
+
+
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [
+        ([{"name": "a"}, {"name": "b"}], "stages.0.steps: every stage but the last needs a length; give its steps"),
+        ([{"name": "a", "steps": 1, "tokens": 1}], "stages.0.steps=1: stages.0.tokens=1 says how long"),
+        ([{"name": "a", "steps": 1}, {"name": "a"}], "stages.1.name='a': is another stage's name"),
+        ([{"name": "a", "context_tokens": 2048}], "stages.0.context_tokens=2048: is above data.context_tokens=1024"),
+        ([{"name": "a", "sp_size": 3}], "stages.0.sp_size=3: does not divide parallel.sp_size=2"),
+        ([{"name": "a", "path": "x", "sources": [{"path": "y"}]}], "stages.0.path='x': its sources list corpora too"),
+        ([{"name": "a", "schedule": {"warmup_steps": 9, "horizon_steps": 9}}], "(in stage 'a')"),
+        ([{"name": "a", "schedule": {"decay_steps": 9}}], "is of schedule.kind=wsd, and another kind is set"),
+        ([{"name": "a", "contxt_tokens": 9}], "(did you mean 'stages.0.context_tokens'?)"),
+        ([{"name": "a b"}], "stages.0.name='a b'"),
+    ],
+)
+def test_what_stages_may_not_say_is_refused_by_name(stages: list[dict[str, Any]], words: str) -> None:
+    assert words in refused(*stages)
+
+
+def test_stages_are_not_those_of_another_run_or_of_a_part_of_a_model() -> None:
+    assert "model.resume_state='all': continues another run" in refused(model__resume_from="other")
+    config(model__resume_from="other", model__resume_state="weights")
+    text = refused({"name": "a", "rope": {"rope_theta": 1e6}}, model__part="text", model__path="m")
+    assert "stages.0.rope: changes positions of the text decoder" in text
+
+
+def test_allowed_sizes_hold_those_of_the_stages() -> None:
+    text = refused(parallel__allowed_sp=[2])
+    assert "parallel.sp_size=1: is not in parallel.allowed_sp (2) (in stage 'short')" in text
+
+
+def test_any_change_of_the_stages_is_a_branch() -> None:
+    changed = [dict(STAGES[0], steps=11), *STAGES[1:]]
+    (problem,) = resume_conflicts(config(), config(*changed))
+    assert str(problem).startswith("stages: differs from the one") and "0.steps: 11, the run has 10" in str(problem)
+    assert "--branch" in str(problem)
+    assert resume_conflicts(config(), config(*changed), branch=True) == ()
+
+
+@pytest.mark.parametrize(
+    ("changed", "num_begun", "words"),
+    [
+        ([STAGES[0], dict(STAGES[1], lr=2e-4), STAGES[2]], 1, None),
+        ([STAGES[0], dict(STAGES[1], lr=2e-4), STAGES[2]], 2, "stages.1: optimizer.lr=0.0002: "),
+        ([dict(STAGES[0], context_tokens=512), *STAGES[1:]], 1, None),
+        ([dict(STAGES[0], context_tokens=512), *STAGES[1:]], 2, "stages.0: data.context_tokens=512: "),
+        (STAGES[:2], 3, "stages=2: run 'first' has begun 3 stages; restore"),
+        (STAGES[:2], 2, None),
+    ],
+)
+def test_a_branch_changes_the_data_of_the_present_and_all_that_is_to_come(
+    changed: list[dict[str, Any]], num_begun: int, words: str | None
+) -> None:
+    problems = [str(problem) for problem in stage_conflicts(config(), config(*changed), num_begun)]
+    assert len(problems) == (0 if words is None else 1)
+    assert words is None or problems[0].startswith(words)

@@ -1,0 +1,162 @@
+"""A run of stages before its workers start: planned as a whole, reported, stored, resumed and branched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_ulysses.config import Config
+from ray_ulysses.data.plan.plan_files import load_plan
+from ray_ulysses.errors import ConfigError, UserError
+from ray_ulysses.planner.settings import stage_at
+from ray_ulysses.run import planning
+from ray_ulysses.run.preflight import PreparedRun, check_resume, claim_directory, prepare_run
+from ray_ulysses.run.settings import config_of_step
+from ray_ulysses.views.plan import render_plan
+from tests.distributed.run_case import MORE_FILES, make_config, make_corpus
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("data")
+    first = make_corpus(folder / "first", ("bisect.py", "cmd.py", "copy.py"))
+    return str(first), str(make_corpus(folder / "more", MORE_FILES))
+
+
+def stages(corpora: tuple[str, str], **last: Any) -> list[dict[str, Any]]:
+    return [
+        {"name": "short", "steps": 4, "context_tokens": 128, "sp_size": 1, "path": corpora[0]},
+        {"name": "middle", "tokens": 9000, "rope": {"rope_theta": 5e4}, "lr": 2e-3, "schedule": {"kind": "wsd"}},
+        {"name": "long", "optimizer": "reset", **last},
+    ]
+
+
+def config_of(storage: Path, corpora: tuple[str, str], given: list[dict[str, Any]], **overrides: Any) -> Config:
+    settings = {"run__stop_step": None, "data__path": None, "data__sources": [{"path": path} for path in corpora]}
+    settings |= {"cluster__workers": 2, "data__context_tokens": 512, "data__rows_per_step": 4}
+    return make_config(storage, Path(corpora[0]), given, **{**settings, **overrides})
+
+
+def prepared(config: Config, *, branch: bool = False) -> PreparedRun:
+    found = prepare_run(config, Path("/"), branch=branch)
+    found.report.raise_problems()
+    check_resume(found)
+    return found
+
+
+def ids(folder: Path) -> list[str]:
+    return [segment.plan_id for segment in load_plan(folder / "run" / "plan").segments]
+
+
+def test_the_plan_is_made_and_shown_before_the_run_and_is_the_same_when_it_resumes(
+    corpora: tuple[str, str], tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, corpora, stages(corpora))
+    first = prepared(config)
+    claim_directory(first)
+    assert ids(tmp_path) == [segment.plan_id for segment in first.plan.segments] and len(first.new) == 3
+    again = prepared(config)
+    assert again.new == () and ids(tmp_path) == [segment.plan_id for segment in again.plan.segments]
+    text = render_plan(first.report)
+    middle = first.plan.stage_start(2)
+    shown = [" ".join(line.split()) for line in text.splitlines()]
+    for words in (
+        "short 1 to 4 128",
+        f"middle 5 to {middle} 512",
+        "middle positions: theta 50000;",
+        "what follows is of",
+    ):
+        assert any(line.startswith(words) for line in shown), words
+    facts = first.report.stages
+    assert [(one.row_tokens, one.sp_size, one.dp_size) for one in facts] == [(128, 1, 2), (512, 2, 1), (512, 2, 1)]
+    assert [one.optimizer for one in facts] == ["kept", "kept", "reset"]
+    assert facts[1].tokens >= 9000 and facts[2].steps == (middle + 1, first.plan.num_steps)
+    assert facts[0].device_bytes < facts[2].device_bytes
+
+
+def test_a_run_at_a_border_is_in_the_stage_that_follows(corpora: tuple[str, str], tmp_path: Path) -> None:
+    config = config_of(tmp_path, corpora, stages(corpora))
+    plan = prepared(config).plan
+    border = plan.stage_start(2)
+    found = [stage_at(config, plan, step) for step in (0, 3, 4, border, plan.num_steps)]
+    assert [one.name for one in found] == ["short", "short", "middle", "long", "long"]
+    assert [one.plan.num_steps for one in found] == [4, 4, border, plan.num_steps, plan.num_steps]
+    assert [one.is_last for one in found] == [False, False, False, True, True]
+    schedules = [(one.schedule_start, one.schedule_end) for one in found]
+    assert schedules == [(0, plan.num_steps)] * 2 + [(4, border)] + [(0, plan.num_steps)] * 2
+    assert [one.begins_anew for one in found] == [False, False, False, True, True]
+
+
+def test_each_step_has_the_configuration_of_its_stage(corpora: tuple[str, str], tmp_path: Path) -> None:
+    config = config_of(tmp_path, corpora, stages(corpora))
+    claim_directory(prepared(config))
+    of_step = {step: config_of_step(config, tmp_path / "run", step) for step in (0, 4, 5)}
+    assert of_step[0] == of_step[4] != of_step[5]
+    assert of_step[4].data.context_tokens == 128 and of_step[5].optimizer.lr == 2e-3
+
+
+def test_a_command_that_died_while_it_stored_the_stages_is_started_again(
+    corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path, corpora, stages(corpora))
+    first, write, written = prepared(config), planning.write_segment, []
+
+    def dies(*arguments: Any) -> Any:
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(arguments)
+        return write(*arguments)
+
+    monkeypatch.setattr(planning, "write_segment", dies)
+    with pytest.raises(KeyboardInterrupt):
+        claim_directory(first)
+    monkeypatch.undo()
+    again = prepared(config)
+    assert len(again.new) == 1
+    claim_directory(again)
+    assert ids(tmp_path) == [segment.plan_id for segment in first.plan.segments]
+
+
+def test_other_stages_need_a_branch_which_replaces_those_to_come(
+    corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim_directory(prepared(config_of(tmp_path, corpora, stages(corpora))))
+    changed = config_of(tmp_path, corpora, stages(corpora, rows_per_step=2))
+    with pytest.raises(ConfigError, match=r"stages: differs from .*2\.rows_per_step: 2, the run has null.*--branch"):
+        prepared(changed)
+    before = ids(tmp_path)
+    # The run has trained two steps of its second stage.
+    monkeypatch.setattr(planning, "committed_step", lambda run: 6)
+    monkeypatch.setattr("ray_ulysses.run.preflight.committed_step", lambda run: 6)
+    branch = prepared(changed, branch=True)
+    claim_directory(branch)
+    loaded = load_plan(tmp_path / "run" / "plan")
+    assert [(one.stage_number, one.base_step) for one in loaded.segments][:3] == [(0, 0), (1, 4), (1, 6)]
+    assert ids(tmp_path)[:2] == before[:2] and loaded.segments[3].settings.rows_per_step == 2
+    assert any("--branch: the run's data change after step 6" in note for note in branch.notes)
+    assert prepared(changed).new == (), "it is the run's own plan now"
+    given = stages(corpora, rows_per_step=2)
+    given[1]["lr"] = 1e-3
+    with pytest.raises(ConfigError, match=r"stages\.1: optimizer\.lr=0\.001: run 'run' was started with 0\.002"):
+        prepared(config_of(tmp_path, corpora, given), branch=True)
+
+
+def test_a_problem_of_any_stage_is_found_beforehand_and_names_it(corpora: tuple[str, str], tmp_path: Path) -> None:
+    model = {
+        "model_type": "gpt2", "vocab_size": 264, "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "n_positions": 200, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
+    }  # fmt: skip
+    given = [{"name": "short", "steps": 4, "context_tokens": 128}, {"name": "long"}]
+    config = config_of(tmp_path, corpora, given, model__config=model)
+    problems = [str(problem) for problem in prepare_run(config, Path("/")).report.problems]
+    assert len(problems) == 1 and "table of positions ends at 200" in problems[0]
+    with pytest.raises(UserError, match=r"stage 'short': stages\.0\.steps=4000: the data of the stage end after"):
+        prepared(config_of(tmp_path, corpora, [dict(given[0], steps=4000), given[1]]))
+
+
+def test_a_stop_in_an_early_stage_is_no_problem_of_the_later_ones(corpora: tuple[str, str], tmp_path: Path) -> None:
+    assert prepared(config_of(tmp_path, corpora, stages(corpora), run__stop_step=3)).last_step == 3
+    late = prepare_run(config_of(tmp_path, corpora, stages(corpora), run__stop_step=9999), Path("/"))
+    assert len([one for one in late.report.problems if one.path == "run.stop_step"]) == 1
