@@ -161,14 +161,14 @@ def _with_adapter(folder: Path, config: Config) -> Any:
     try:
         with without_progress_bar():
             base: Any = AutoModelForCausalLM.from_pretrained(
-                path, config=AutoConfig.from_pretrained(place), dtype=torch_dtype(config.model.dtype)
+                path, config=AutoConfig.from_pretrained(place), dtype=torch.float32
             )
-            model: Any = PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False)
+            # Its weights as they were trained with; not buffers, and not the adapters.
+            for parameter in base.parameters():
+                parameter.data = parameter.data.to(torch_dtype(config.model.dtype)).float()
+            return PeftModel.from_pretrained(base, folder)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise _not_loaded("PeftModel.from_pretrained", error) from error
-    for parameter in model.parameters():
-        parameter.data = parameter.data.float()
-    return model
 
 
 def _not_loaded(loader: str, error: Exception) -> RunError:

@@ -105,7 +105,11 @@ def _import_everything() -> None:
     if not os.path.exists(_GPU_DEVICE):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     importlib.import_module("ray_ulysses.supervision.child")
-    for name in _LAZY:
+    _import(_LAZY)
+
+
+def _import(names: tuple[str, ...]) -> None:
+    for name in names:
         try:
             importlib.import_module(name)
         except ImportError:
@@ -118,6 +122,9 @@ def _import_everything() -> None:
 
 def _start(orders: socket.socket, order: Order, descriptors: list[int]) -> _Child:
     """Fork a child for an order; where that is not safe, become the child and never return."""
+    if order.job.config.get("model", {}).get("adapter") is not None and "peft" not in sys.modules:
+        # Seconds that the next child does not wait for.
+        _import(("peft",))
     if not is_safe_to_fork():
         send(orders, Started(pid=os.getpid(), is_launcher=True))
         _run(order, descriptors, lambda result: send(orders, result))

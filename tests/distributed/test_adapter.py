@@ -67,8 +67,11 @@ def test_the_whole_matrix_of_adapters_layouts_and_stages(bases: dict[bool, str],
                 adapter=adapter, base=bases[is_tied] if is_loaded else "", is_tied=is_tied, is_lean=is_lean,
                 ulysses_size=ulysses_size, ring_size=ring_size, zero_stage=stage, accumulation=accumulation,
             )
-            for adapter, is_tied, is_loaded, is_lean, stage, accumulation in product(
-                ADAPTERS, (False, True), (False, True), (False, True), (1, 2, 3), (1, 3)
+            for adapter, is_tied, stage, (is_loaded, is_lean, accumulation) in product(
+                ADAPTERS,
+                (False, True),
+                (1, 2, 3),
+                ((True, True, 3), (True, False, 1), (False, True, 1), (False, False, 3)),
             )
             # An adapter of a tied head is refused.
             if not (adapter == "head" and is_tied)

@@ -1,0 +1,122 @@
+"""Adapters are exported as PEFT's own files, or merged as PEFT merges them, for every kind of linear layer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from ray_ulysses.config.adapter import AdapterSection
+from ray_ulysses.config.loading import parse_config
+from ray_ulysses.engine.adapter import add_adapter
+from ray_ulysses.errors import UserError
+from tests.breadth import fast_cases
+from tests.unit.attention.models import ARCHITECTURES, zoo_model
+from tests.unit.config.trees import small_tree
+from tests.unit.export.runs import assert_same, export, fields_of, tensors_in, write_checkpoint, write_config
+
+# Conv1D, biases, tied heads, experts, soft-caps, one fused matrix.
+_KINDS = ("gpt2", "qwen2", "gemma2", "mixtral", "llama", "phi3")
+_ADAPTERS: dict[str, dict[str, Any]] = {
+    "linear": {"rank": 3, "alpha": 5},
+    "extension": {"rank": 2, "rslora": True, "train_embeddings": True, "train_norms": True},
+}
+_CASES = {
+    f"{kind}-{adapter}-{dtype}": (kind, adapter, dtype)
+    for kind in _KINDS
+    for adapter in _ADAPTERS
+    for dtype in ("fp32", "bf16")
+}
+
+
+def make_run(folder: Path, kind: str, adapter: dict[str, Any], dtype: str, init: str = "pretrained") -> Any:
+    """Write a base model, and a run that has trained an adapter of it; return the trained model."""
+    torch.manual_seed(4)
+    base = zoo_model(kind)
+    for one in base.parameters():
+        one.data = one.data.to(torch.bfloat16 if dtype == "bf16" else torch.float32).float()
+    base.save_pretrained(folder / "base")
+    model = add_adapter(base, AdapterSection(**adapter), seed=1)
+    frozen = [name for name, one in model.named_parameters() if not one.requires_grad]
+    with torch.no_grad():
+        for one in model.parameters():
+            if one.requires_grad:
+                one.add_(torch.randn(one.shape) * 0.05)
+    model_of = {"init": "random", "config": fields_of(ARCHITECTURES[kind]())}
+    if init == "pretrained":
+        model_of = {"path": str(folder / "base"), "config": None, "init": init}
+    tree = small_tree(run__name="run", run__storage=str(folder), model__dtype=dtype, model__adapter=adapter)
+    tree["model"] |= model_of
+    (folder / "run").mkdir()
+    (folder / "run/config.yaml").write_text(parse_config(tree).to_yaml())
+    write_checkpoint(folder / "run", model, dtype=dtype, frozen=frozen)
+    return model
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=torch.arange(24)[None], use_cache=False).logits
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter", "dtype"), fast_cases(_CASES, "gpt2-linear-fp32", "gemma2-extension-fp32", "qwen2-linear-bf16")
+)
+def test_an_adapter_and_the_merged_model_are_those_of_peft(tmp_path: Path, kind: str, adapter: str, dtype: str) -> None:
+    trained = make_run(tmp_path, kind, _ADAPTERS[adapter], dtype)
+    files = export(tmp_path / "run", weights="fp32", out=tmp_path / "adapter")
+    assert files.check is not None and files.check.holds
+    assert files.parameters >= sum(one.numel() for one in trained.parameters() if one.requires_grad)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    wanted = logits_of(trained)
+    assert float((logits_of(loaded) - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
+
+    merged = export(tmp_path / "run", weights="fp32", out=tmp_path / "merged", merge=True)
+    assert merged.check is not None and merged.check.holds
+    trained.merge_and_unload().save_pretrained(tmp_path / "wanted")
+    assert_same(tensors_in(tmp_path / "merged"), tensors_in(tmp_path / "wanted"))
+
+
+def test_the_settings_name_the_base_model_and_what_was_trained_whole_under_both_names(tmp_path: Path) -> None:
+    make_run(tmp_path, "gemma2", _ADAPTERS["extension"], "fp32")
+    export(tmp_path / "run", check=False, out=tmp_path / "adapter")
+    fields = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert (fields["peft_type"], fields["r"], fields["lora_dropout"], fields["use_rslora"]) == ("LORA", 2, 0.0, True)
+    assert fields["base_model_name_or_path"] == str(tmp_path / "base")
+    assert fields["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert {"embed_tokens", "lm_head", "norm"} < set(fields["modules_to_save"])
+    names = tensors_in(tmp_path / "adapter").keys()
+    assert {"base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"} < names
+    assert not any("default" in name for name in names)
+
+
+def test_an_adapter_and_a_merged_model_are_different_exports(tmp_path: Path) -> None:
+    make_run(tmp_path, "llama", _ADAPTERS["linear"], "fp32")
+    export(tmp_path / "run", check=False)
+    with pytest.raises(UserError, match=r"holds another export of ray-ulysses \(its adapter is not merged\); add"):
+        export(tmp_path / "run", check=False, merge=True)
+
+
+def test_an_adapter_of_weights_that_were_drawn_can_only_be_merged(tmp_path: Path) -> None:
+    make_run(tmp_path, "llama", _ADAPTERS["linear"], "fp32", init="random")
+    with pytest.raises(UserError) as error:
+        export(tmp_path / "run")
+    assert str(error.value) == (
+        "RUN: its frozen weights were drawn (model.init: random), so there is no base model that an adapter could be "
+        "added to; export the whole model with --merge"
+    )
+    assert export(tmp_path / "run", merge=True).check is not None
+
+
+def test_a_run_without_an_adapter_has_nothing_to_merge(tmp_path: Path) -> None:
+    write_config(tmp_path / "run", fields_of(ARCHITECTURES["llama"]()))
+    write_checkpoint(tmp_path / "run", zoo_model("llama"))
+    with pytest.raises(UserError) as error:
+        export(tmp_path / "run", merge=True)
+    assert str(error.value) == "--merge: the run has no adapter (model.adapter); leave --merge out"

@@ -1,0 +1,87 @@
+"""What is frozen has no gradients, no state of the optimizer, and takes no work for gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+
+from ray_ulysses.config.loading import parse_config
+from ray_ulysses.model_shape import ModelShape, TrainedPart
+from ray_ulysses.planner.configured import configured_memory, configured_time, full_rows
+from ray_ulysses.planner.flops import step_flops
+from ray_ulysses.planner.longest import longest_context
+from ray_ulysses.planner.memory import MemoryEstimate, estimate
+from tests.unit.config.trees import small_tree
+
+EIGHT_B = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+}  # fmt: skip
+WHOLE = ModelShape.from_config_dict(EIGHT_B)
+ADDED = 41_943_040
+ADAPTED = replace(WHOLE, part=TrainedPart(added=ADDED, trained=ADDED, has_embedding=False, has_head=False))
+EMBEDDING = 128256 * 4096
+
+
+def test_frozen_weights_take_four_operations_per_token_and_trained_ones_six() -> None:
+    assert ADAPTED.num_parameters == WHOLE.num_parameters + ADDED
+    frozen = WHOLE.num_parameters - EMBEDDING
+    assert step_flops(ADAPTED, tokens=7, sum_squared_lengths=0) == 7 * (4 * frozen + 6 * ADDED)
+    trained = replace(
+        ADAPTED, part=TrainedPart(added=0, trained=WHOLE.num_parameters, has_embedding=True, has_head=True)
+    )
+    assert step_flops(trained, tokens=7, sum_squared_lengths=3) == step_flops(WHOLE, tokens=7, sum_squared_lengths=3)
+
+
+def memory(shape: ModelShape, stage: Literal[1, 2, 3] = 3, **settings: Any) -> dict[str, int]:
+    found: MemoryEstimate = estimate(
+        shape, world_size=8, sp_size=8, context_tokens=65536, zero_stage=stage, peer_memory=True, **settings
+    )
+    return {one.name: one.bytes for one in (*found.device, *found.host)}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_only_trained_weights_have_gradients_and_a_state(stage: Literal[1, 2, 3]) -> None:
+    found = memory(ADAPTED, stage)
+    share = ADDED // 8
+    assert found["master weights, fp32"] == 4 * share
+    assert found["AdamW moments, fp32"] == 8 * share
+    assert found["gradients, fp32"] == 4 * (ADDED if stage == 1 else share)
+    weights = found["weights, sharded" if stage == 3 else "weights, whole"]
+    assert weights == 2 * ADAPTED.num_parameters // (8 if stage == 3 else 1)
+    # Of frozen weights a checkpoint holds the values alone.
+    stored = 14 * share + 2 * (WHOLE.num_parameters // 8)
+    assert abs(found["checkpoints, staged"] - 2 * stored) < 100
+    assert abs(found["peer memory"] - 5 * stored) < 100
+
+
+def test_a_frozen_head_has_no_gradient_to_sum_over_tiles() -> None:
+    frozen, trained = memory(ADAPTED), memory(WHOLE)
+    name = "gradients of the head's tiles"
+    assert trained[name] - frozen[name] == 4 * EMBEDDING
+    assert frozen["gradients, before reduction"] == 2 * 50_000_000
+
+
+def lora(**changes: Any) -> Any:
+    tree = small_tree(
+        model__config=EIGHT_B, model__dtype="bf16", model__adapter={}, cluster__workers=8, cluster__gpus_per_worker=1,
+        cluster__device="H100", parallel__sp_size=8, data__context_tokens=65536, memory__device_gib=79, **changes,
+    )  # fmt: skip
+    return parse_config(tree)
+
+
+def test_a_step_is_modelled_faster_and_a_longer_context_fits() -> None:
+    config = lora()
+    times = [configured_time(config, shape, full_rows(config)) for shape in (ADAPTED, WHOLE)]
+    assert times[0] is not None and times[1] is not None
+    matmul = [{one.name: one.seconds for one in time.terms}["matrix products"] for time in times if time]
+    passes = WHOLE.num_parameters - 2 * EMBEDDING
+    whole, saved = 8 * passes + 6 * EMBEDDING, 2 * (WHOLE.num_parameters - EMBEDDING)
+    assert matmul[0] / matmul[1] == pytest.approx((whole - saved + 8 * ADDED) / whole)
+    assert times[0].seconds < times[1].seconds
+    assert times[0].mfu < times[1].mfu + 0.05
+    assert configured_memory(config, ADAPTED).device_bytes < configured_memory(config, WHOLE).device_bytes
+    longest = [longest_context(config, shape) for shape in (ADAPTED, WHOLE)]
+    assert longest[0] > longest[1]
