@@ -20,7 +20,7 @@ def evaluate(
         str | None, typer.Option(help="Context lengths in tokens, such as 1k,16k.  [default: 1k, 4k, ... the model's]")
     ] = None,
     depths: Annotated[int, typer.Option(help="Number of depths at which facts are hidden.")] = 5,
-    cases: Annotated[int, typer.Option(help="Questions per length and depth.")] = 5,
+    cases: Annotated[int, typer.Option(help="Questions per length and depth.")] = 3,
     max_tokens: Annotated[int, typer.Option(help="Tokens of documents for the loss by position.")] = 262144,
     data: Annotated[
         Path | None, typer.Option(help="Prepared corpus of held-out documents.  [default: the run's own]")

@@ -188,7 +188,7 @@ def measure(
         )
     if prepared.contexts:
         say(f"loss of the same tokens with {', '.join(f'{one:,}' for one in prepared.contexts)} tokens of context")
-        gain = context_gain(held, score, contexts=prepared.contexts, num_spans=4 * request.cases, seed=request.seed)
+        gain = context_gain(held, score, contexts=prepared.contexts, num_spans=8 * request.cases, seed=request.seed)
     return by_position, gain, tuple(_retrieval(prepared, score, say))
 
 

@@ -39,7 +39,7 @@ class ModelSource:
     """A model, found and checked, but not loaded.
 
     Attributes:
-        config: The run's configuration; of a model directory one that loads it.
+        config: The run's configuration at that step; of a model directory one that loads it.
         checkpoint: Store and manifest of a run's checkpoint; None for a model directory.
         dtype: Type that the model computes in.
         weights: Which weights of a checkpoint are taken.

@@ -32,7 +32,7 @@ class EvaluationRequest:
         tasks: What is measured.
         lengths: Contexts before spans and lengths of rows, in tokens, ascending; empty for the default.
         depths: Number of depths of facts.
-        cases: Questions per cell, and spans of the context gain.
+        cases: Questions per cell; the context gain has eight times as many spans.
         max_tokens: Tokens of documents whose loss is measured.
         data: Directory of a prepared corpus; None for the run's own documents.
         tokenizer: Directory of the tokenizer, or ``bytes``; None for that of the corpus or the model.
@@ -48,7 +48,7 @@ class EvaluationRequest:
     tasks: tuple[Task, ...] = TASKS
     lengths: tuple[int, ...] = ()
     depths: int = 5
-    cases: int = 5
+    cases: int = 3
     max_tokens: int = 2**18
     data: Path | None = None
     tokenizer: Path | None = None

@@ -108,7 +108,7 @@ def choose_checkpoint(store: Store, step: StepChoice) -> Manifest:
         raise UserError(f"--step={step}: is not a committed step of this run; give one of {_listed(steps)}")
     found = examine(store, step, "sizes")
     if isinstance(found, Damage):
-        raise RunError(f"{found}; export another step with --step: {_others(steps, step)}")
+        raise RunError(f"{found}; give another step with --step: {_others(steps, step)}")
     return found
 
 
@@ -134,7 +134,7 @@ def _latest(store: Store) -> Manifest:
     # A late commit of a dead attempt never was the run's newest; any other skipped checkpoint is reported.
     passed = [damage for damage in choice.damaged if damage.kind != "superseded"]
     if passed:
-        hint = f"export --step {choice.manifest.step}, which is intact" if choice.manifest else "no other one is intact"
+        hint = f"give --step {choice.manifest.step}, which is intact" if choice.manifest else "no other one is intact"
         raise RunError(f"{passed[0]}; {hint}")
     if choice.manifest is None:
         raise UserError("RUN: has no committed checkpoint that is part of the run; continue it with ray-ulysses train")

@@ -180,18 +180,17 @@ class WeightReader:
             except OSError as silence:
                 return RunError(
                     f"the checkpoint of step {step} can't be read: {error}, and its storage does not answer "
-                    f"({silence.strerror or silence}); nothing was exported"
+                    f"({silence.strerror or silence})"
                 )
             if is_gone:
                 return RunError(
-                    f"the checkpoint of step {step} was deleted while it was exported: the run has continued and keeps "
-                    "only its newest; export again, or raise checkpoint.keep_last"
+                    f"the checkpoint of step {step} was deleted while it was read: the run has continued and keeps "
+                    "only its newest; try again, or raise checkpoint.keep_last"
                 )
             return RunError(
-                f"the checkpoint of step {step} is damaged: {error}; nothing was exported. Export another step, or "
-                "restore the file"
+                f"the checkpoint of step {step} is damaged: {error}; give another step with --step, or restore the file"
             )
-        return RunError(f"{error}; nothing was exported")
+        return RunError(str(error))
 
 
 def element_range(tensor: PublishedTensor) -> ElementRange:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -10,12 +11,16 @@ from xml.etree import ElementTree
 import pytest
 
 from ray_ulysses.cli import app, run
+from ray_ulysses.config.loading import parse_config
 from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.request import default_lengths, parse_lengths
+from ray_ulysses.run.planning import plan_run, store_plan
+from ray_ulysses.run.settings import resolve_run
 from tests.unit.attention.models import ARCHITECTURES, zoo_model
+from tests.unit.config.trees import small_tree
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.export.runs import fields_of, word_tokenizer, write_checkpoint, write_config
-from tests.unit.forensics.runs import make_run
+from tests.unit.forensics.runs import SETTINGS, make_run
 
 VOCAB = 320
 SMALL = ("--lengths", "900", "--depths", "2", "--cases", "1", "--max-tokens", "3000", "--json")
@@ -87,10 +92,6 @@ def test_a_bf16_run_is_evaluated_in_fp32_from_its_master_weights(told: Told, cor
 def test_a_runs_own_documents_are_those_held_out_and_training_text_is_said(
     told: Told, corpus: Path, tmp_path: Path
 ) -> None:
-    from dataclasses import replace
-
-    from tests.unit.forensics.runs import SETTINGS
-
     for name, fraction in (("without", 0.0), ("with", 0.4)):
         planned = make_run(tmp_path / name, [corpus], replace(SETTINGS, eval_fraction=fraction, eval_rows=100))
         assert planned.plan.evaluation.num_rows == 0 or fraction
@@ -111,7 +112,7 @@ def test_the_table_names_what_was_measured(told: Told, corpus: Path, tmp_path: P
     text = told(tmp_path / "run", "--data", corpus, *SMALL[:-1])
     for line in (
         "loss by position, nats per token, ",
-        "loss of the same 4 spans of ",
+        "loss of the same 8 spans of ",
         "retrieval, key_value: right answers of 1 per length and depth (chance 1e-05)",
         "length  depth 0%  depth 100%  all  chance among the numbers shown",
     ):
@@ -191,3 +192,43 @@ def test_contexts_that_no_document_has_are_named(told: Told, corpus: Path, tmp_p
     assert any(
         note.startswith("context gain: no document has 1,048,576 tokens before a span") for note in found["notes"]
     )
+
+
+def test_a_run_with_stages_has_the_positions_of_the_stage_that_trained_the_step(
+    told: Told, corpus: Path, tmp_path: Path
+) -> None:
+    fields = fields_of(ARCHITECTURES["llama"](vocab_size=VOCAB))
+    tree = small_tree(model__config=fields, data__path=str(corpus), cluster__workers=1)
+    tree["run"] |= {"name": "run", "storage": str(tmp_path)}
+    stages = [{"name": "short", "steps": 2, "context_tokens": 256}, {"name": "long", "rope": {"rope_theta": 300.0}}]
+    config = parse_config({**tree, "stages": stages})
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text(config.to_yaml())
+    store_plan(config, plan_run(resolve_run(config), None, branch=False)[2])
+    losses = {}
+    for step in (2, 4):
+        write_checkpoint(tmp_path / "run", zoo_model("llama", vocab_size=VOCAB), step=step)
+        options = ("--data", corpus, "--task", "loss", *SMALL)
+        found = told.json(tmp_path / "run", "--step", step, *options)
+        assert run(app, ["export", str(tmp_path / "run"), "--step", str(step), "--no-check"]) == 0
+        told._capsys.readouterr()
+        exported = tmp_path / f"run/export/step-{step:08d}"
+        assert told.json(exported, *options, "--out", tmp_path / "out")["position_loss"] == found["position_loss"]
+        losses[step] = found["position_loss"]["loss"]
+    # Far above the rounding of fp32 sums.
+    assert abs(losses[2] - losses[4]) > 1e-5
+
+
+def test_a_damaged_checkpoint_ends_with_1_and_names_the_file(told: Told, corpus: Path, tmp_path: Path) -> None:
+    make_trained(tmp_path / "run")
+    (damaged,) = (tmp_path / "run/checkpoints/step-00000004").rglob("rank-00000-of-00002.safetensors")
+    content = bytearray(damaged.read_bytes())
+    header = int.from_bytes(content[:8], "little")
+    places = json.loads(content[8 : 8 + header])
+    start = next(place["data_offsets"][0] for name, place in places.items() if name.startswith("fp32/"))
+    content[8 + header + start] ^= 0x10
+    damaged.write_bytes(content)
+    said = told(tmp_path / "run", "--data", corpus, *SMALL, code=1)
+    assert "error: the checkpoint of step 4 is damaged: " in said and damaged.name in said
+    assert said.endswith("; give another step with --step, or restore the file")
+    assert not (tmp_path / "run/evaluation").exists()

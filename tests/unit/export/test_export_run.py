@@ -291,10 +291,10 @@ def test_a_damaged_file_is_named_and_nothing_is_published(tmp_path: Path, cut: b
     text = str(error.value)
     assert "attempt-0001/rank-00001-of-00002.safetensors" in text
     if cut:
-        assert "export --step 2, which is intact" in text
+        assert "give --step 2, which is intact" in text
     else:
         assert "fp32/model.norm.weight" in text
-        assert "nothing was exported" in text
+        assert "give another step with --step, or" in text
     assert not (tmp_path / "run/export/step-00000004").exists()
     assert export(tmp_path / "run", step=2).step == 2
 
@@ -315,7 +315,7 @@ def test_a_checkpoint_that_retention_deletes_meanwhile_is_told_apart_from_damage
 
     monkeypatch.setattr(module, "write_files", delete_and_write)
     with pytest.raises(
-        RunError, match="of step 4 was deleted while it was exported: the run has continued and keeps only its"
+        RunError, match="of step 4 was deleted while it was read: the run has continued and keeps only its"
     ):
         export(tmp_path / "run")
 

@@ -78,10 +78,10 @@ def test_the_newest_and_a_named_step_are_refused_where_they_can_not_be_read(
     store = spoil(run_dir, 6)
     with pytest.raises(RunError) as error:
         choose_checkpoint(store, "latest")
-    assert str(error.value) == f"the checkpoint of step 6 {what}; export --step 4, which is intact"
+    assert str(error.value) == f"the checkpoint of step 6 {what}; give --step 4, which is intact"
     with pytest.raises(RunError) as error:
         choose_checkpoint(store, 6)
-    assert str(error.value) == f"the checkpoint of step 6 {what}; export another step with --step: 2, 4"
+    assert str(error.value) == f"the checkpoint of step 6 {what}; give another step with --step: 2, 4"
     assert choose_checkpoint(store, 4).step == 4
 
 
