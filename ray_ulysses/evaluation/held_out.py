@@ -93,13 +93,12 @@ def _trained_on(run_dir: Path | None) -> set[str]:
 
 
 def _planned(planned: PlannedData) -> HeldOut:
-    corpora, rows = CorpusSet(planned.sources), planned.plan.evaluation
-    if rows.num_rows == 0:
+    corpora, numbers = CorpusSet(planned.sources), np.flatnonzero(planned.plan.held_out())
+    if numbers.size == 0:
         words = "the run's own training text, since it held no documents out"
         return _of(corpora, None, words=words, is_training_text=True)
-    numbers = {piece.document for row in range(rows.num_rows) for piece in rows.pieces(row)}
     words = "the documents that the run held out (data.eval_fraction)"
-    return _of(corpora, np.array(sorted(numbers), dtype=np.int64), words=words, is_training_text=False)
+    return _of(corpora, numbers, words=words, is_training_text=False)
 
 
 def _of(corpora: CorpusSet, numbers: NDArray[np.int64] | None, *, words: str, is_training_text: bool) -> HeldOut:

@@ -46,7 +46,7 @@ def measure_all(rank: int, world_size: int, corpus: Path, cases: list[tuple[str,
 def _measure(world_size: int, corpus: Path, architecture: str, ring_size: int) -> Measured:
     group: Any = dist.group.WORLD
     mesh = SequenceMesh.from_group(group if world_size > 1 else None, ring_size=ring_size)
-    model = apply_ulysses(zoo_model(architecture, vocab_size=VOCAB).eval(), mesh)
+    model = apply_ulysses(zoo_model(architecture, vocab_size=VOCAB, max_position_embeddings=1024).eval(), mesh)
     held, correct = held_out_documents(corpus, None), 0
 
     def score(passages: Iterator[Passage]) -> Iterator[PassageScores]:

@@ -58,6 +58,11 @@ class EpochDraw:
     held_out: bool
 
 
+def evaluation_split(seed: int, eval_fraction: float) -> tuple[np.uint64, np.uint64]:
+    """Return the key of the hash of documents, and the value below which one is held out for evaluation."""
+    return np.uint64(mix_int(seed)), np.uint64(round(eval_fraction * 2.0**53))
+
+
 class Drawing:
     """The documents that can be drawn, and how they are split.
 
@@ -90,8 +95,7 @@ class Drawing:
         self._split = split
         self._taken = np.empty(0, dtype=np.bool_) if taken is None else taken
         self._overlong = get_args(Overlong).index(overlong)
-        self._split_key = np.uint64(mix_int(seed))
-        self._threshold = np.uint64(round(eval_fraction * 2.0**53))
+        self._split_key, self._threshold = evaluation_split(seed, eval_fraction)
         orders = [
             Permutation.seeded(int(size), seed, number, 0x0C19C1E)
             for number, size in enumerate(np.diff(first_documents))

@@ -61,6 +61,13 @@ def _is_held_out(document, key, threshold):  # type: ignore[no-untyped-def]
     return ((word ^ (word >> np.uint64(31))) >> np.uint64(11)) < threshold
 
 
+@compiled
+def mark_held_out(marks, key, threshold):  # type: ignore[no-untyped-def]
+    """Clear the mark of every document that is not held out."""
+    for document in range(marks.size):
+        marks[document] &= _is_held_out(document, key, threshold)
+
+
 @inlined
 def _is_skipped(document, length, taken, key, threshold, want_held):  # type: ignore[no-untyped-def]
     is_taken = taken.size > 0 and taken[document]

@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.plan.cursor import Cursor
+from ray_ulysses.data.plan.drawing import evaluation_split
 from ray_ulysses.data.plan.mixture import PlannedSource
+from ray_ulysses.data.plan.packing_kernels import mark_held_out
 from ray_ulysses.data.plan.rows import Piece, Rows, RowStats
 from ray_ulysses.data.plan.segment import PlanSettings, Segment
 from ray_ulysses.data.plan.steps import MicroBatches, assign_rows
@@ -62,6 +65,15 @@ class Plan:
     def evaluation(self) -> Rows:
         """Return the newest segment's rows of evaluation."""
         return self.newest.evaluation
+
+    def held_out(self) -> NDArray[np.bool_]:
+        """Return for each document whether every segment that knows it keeps it out of training."""
+        marks = np.empty(0, dtype=np.bool_)
+        for segment in self.segments:
+            added = sum(source.num_documents for source in segment.sources) - marks.size
+            marks = np.concatenate([marks, np.ones(added, dtype=np.bool_)])
+            mark_held_out(marks, *evaluation_split(segment.settings.seed, segment.settings.eval_fraction))
+        return marks
 
     @property
     def leaves_out_rows(self) -> bool:

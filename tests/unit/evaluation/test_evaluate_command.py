@@ -9,9 +9,11 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from ray_ulysses.cli import app, run
-from ray_ulysses.config.loading import parse_config
+from ray_ulysses.config.loading import load_config, parse_config
+from ray_ulysses.engine.model import build_model
 from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.request import default_lengths, parse_lengths
 from ray_ulysses.run.planning import plan_run, store_plan
@@ -232,3 +234,30 @@ def test_a_damaged_checkpoint_ends_with_1_and_names_the_file(told: Told, corpus:
     assert "error: the checkpoint of step 4 is damaged: " in said and damaged.name in said
     assert said.endswith("; give another step with --step, or restore the file")
     assert not (tmp_path / "run/evaluation").exists()
+
+
+def test_a_run_with_adapters_gives_the_numbers_of_its_merged_export(told: Told, corpus: Path, tmp_path: Path) -> None:
+    fields = fields_of(ARCHITECTURES["qwen3"](vocab_size=VOCAB))
+    adapter = {"rank": 3, "targets": ["q_proj", "down_proj"]}
+    write_config(tmp_path / "run", fields, model__adapter=adapter)
+    model = build_model(load_config(tmp_path / "run/config.yaml"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(len(name)))
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    write_checkpoint(tmp_path / "run", model, frozen=frozen)
+    assert run(app, ["export", str(tmp_path / "run"), "--merge", "--out", str(tmp_path / "merged"), "--no-check"]) == 0
+    told._capsys.readouterr()
+    options = ("--data", corpus, *SMALL)
+    ours = told.json(tmp_path / "run", *options)
+    theirs = told.json(tmp_path / "merged", *options, "--out", tmp_path / "out")
+    assert ours["retrieval"] == theirs["retrieval"]
+    assert ours["position_loss"]["loss"] == pytest.approx(theirs["position_loss"]["loss"], abs=1e-6)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.zero_()
+    write_checkpoint(tmp_path / "run", model, frozen=frozen, step=5)
+    without = told.json(tmp_path / "run", *options)
+    assert abs(without["position_loss"]["loss"] - ours["position_loss"]["loss"]) > 1e-4

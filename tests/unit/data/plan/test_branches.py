@@ -350,3 +350,19 @@ def test_a_circle_goes_on_where_it_stopped_when_weights_come_back() -> None:
 def test_a_row_beyond_32_bits_is_refused() -> None:
     with pytest.raises(UserError, match=r"data.context_tokens=4294967296: a row holds at most 2147483647 tokens"):
         begin(Corpora(((20,),), (None,)), replace(SETTINGS, context_tokens=2**32))
+
+
+def test_what_a_plan_says_is_held_out_no_step_trains_and_every_evaluation_reads() -> None:
+    first = Corpora(lengths=((20,) * 60,), weights=(None,))
+    both = Corpora(lengths=((20,) * 60, (25,) * 40), weights=(None, None))
+    settings = replace(SETTINGS, eval_fraction=0.2, eval_rows=1000)
+    for fraction in (0.2, 0.4):
+        plan = begin(first, settings)
+        plan = branch(plan, 3, both, replace(settings, eval_fraction=fraction))
+        held = set(np.flatnonzero(plan.held_out()).tolist())
+        assert held and max(held) >= 60
+        assert held.isdisjoint(document for document, _ in targets_trained(plan))
+        rows = plan.evaluation
+        read = {piece.document for row in range(rows.num_rows) for piece in rows.pieces(row)}
+        assert held <= read and (held == read) == (fraction == 0.2)
+    assert not begin(first).held_out().any()
