@@ -18,7 +18,7 @@ from ray_ulysses.evaluation.request import EvaluationRequest, default_lengths
 from ray_ulysses.evaluation.results import KINDS, ContextGain, PositionLoss, RetrievalCell
 from ray_ulysses.evaluation.retrieval import retrieval_cells
 from ray_ulysses.evaluation.scoring import score_passages
-from ray_ulysses.evaluation.text_tokenizer import find_tokenizer
+from ray_ulysses.evaluation.text_tokenizer import find_tokenizer, refuse_other_tokens
 from ray_ulysses.run.settings import versions
 
 if TYPE_CHECKING:
@@ -78,13 +78,15 @@ def prepare_evaluation(request: EvaluationRequest) -> Prepared:
         contexts, more = _contexts(request, source, held, lengths)
         notes += more
     haystack = None
+    model_dir = None if request.is_run else request.model
+    if model_dir is not None and request.tokenizer is None:
+        refuse_other_tokens(held, model_dir)
     if "retrieval" in request.tasks:
-        model_dir = None if request.is_run else request.model
         haystack = Haystack(held, find_tokenizer(held, request.tokenizer, model_dir))
         # Raises if a row has no room for its questions.
         for kind in KINDS:
             next(needle_rows(haystack, kind, length=lengths[0], depths=(0.5,), cases=1, seed=request.seed))
-    _refuse_positions(source, max(*lengths, *(one + SPAN_TOKENS for one in contexts)))
+    _refuse_positions(source, max([*lengths, *(one + SPAN_TOKENS for one in contexts)]))
     rotary = source.rotary_positions
     if rotary is not None and lengths[-1] > max(rotary, source.context_tokens):
         notes.append(
@@ -97,7 +99,7 @@ def prepare_evaluation(request: EvaluationRequest) -> Prepared:
         haystack=haystack,
         contexts=contexts,
         lengths=lengths,
-        longest=max(lengths[-1], 2),
+        longest=lengths[-1],
         notes=tuple(notes),
     )
 
@@ -175,7 +177,7 @@ def measure(
 ) -> tuple[PositionLoss | None, ContextGain | None, tuple[RetrievalCell, ...]]:
     """Return the loss by position, the context gain and the cells of retrieval; every rank of ``sp`` must call."""
     request, held = prepared.request, prepared.held
-    row_tokens = max(*prepared.lengths, *(one + SPAN_TOKENS for one in prepared.contexts), prepared.longest)
+    row_tokens = max([*prepared.lengths, *(one + SPAN_TOKENS for one in prepared.contexts)])
 
     def score(passages: Iterator[Passage]) -> Iterator[PassageScores]:
         return score_passages(model, passages, mesh, row_tokens=row_tokens, device=device)

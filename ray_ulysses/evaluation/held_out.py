@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources
 from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.passage import Passage
@@ -77,19 +78,26 @@ def _given(data: Path, run_dir: Path | None) -> HeldOut:
         corpora = open_sources([(str(data), None)])
     except UserError as error:
         raise UserError(f"--data={str(data)!r}: {error}") from error
-    trained_on = _trained_on(run_dir)
-    is_training_text = corpora.sources[0].fingerprint in trained_on
+    try:
+        planned = None if run_dir is None else planned_data(run_dir)
+    except UserError:
+        planned = None
+    _refuse_other_tokens(data, corpora.corpora[0], planned)
+    is_training_text = planned is not None and corpora.sources[0].fingerprint in {
+        one.fingerprint for one in planned.sources
+    }
     words = f"all documents of {data}" + (", which the run was trained on" if is_training_text else "")
     return _of(corpora, None, words=words, is_training_text=is_training_text)
 
 
-def _trained_on(run_dir: Path | None) -> set[str]:
-    """Return the fingerprints of a run's corpora, as far as its plan can be read."""
-    try:
-        planned = None if run_dir is None else planned_data(run_dir)
-    except UserError:
-        return set()
-    return set() if planned is None else {source.fingerprint for source in planned.sources}
+def _refuse_other_tokens(data: Path, corpus: Corpus, planned: PlannedData | None) -> None:
+    """Raise if documents have other tokens than those that the run was trained on, as far as its plan says."""
+    trained = {source.tokenizer: source.path for source in (planned.sources if planned else ()) if source.tokenizer}
+    if trained and corpus.tokenizer.fingerprint not in trained:
+        raise UserError(
+            f"--data={str(data)!r}: was prepared with the tokenizer {corpus.tokenizer.name}, and the corpus of the run "
+            f"({next(iter(trained.values()))}) with another one; prepare these documents with that one"
+        )
 
 
 def _planned(planned: PlannedData) -> HeldOut:

@@ -197,7 +197,7 @@ def _shared_out(questions: Sequence[_Question], kind: Kind, length: int) -> Iter
     if least > _MOST_FILLED * length:
         raise UserError(
             f"--lengths={length}: has no room for the facts and questions of {kind}, which take {least} tokens with "
-            f"this tokenizer, and documents around them; use at least {int(least / _MOST_FILLED) + 1}"
+            f"this tokenizer, and documents around them; use at least {int(least / _MOST_FILLED) + 1}, or --task loss"
         )
     while open_ones:
         row, filled = list(examples), taken

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
-from ray_ulysses.errors import RunError, UlyssesError
+from ray_ulysses.errors import RunError, UlyssesError, UserError
 from ray_ulysses.evaluation.evaluate import Prepared, Say, evaluate, prepare_evaluation
 from ray_ulysses.evaluation.report import EvaluationReport
 from ray_ulysses.evaluation.request import EvaluationRequest
@@ -28,13 +28,15 @@ def evaluate_locally(prepared: Prepared, say: Say) -> EvaluationReport:
         say: Called with one line per stage.
 
     Raises:
-        UserError: The model can't be computed exactly on so many processes.
+        UserError: There are not so many GPUs, or the model can't be computed exactly on so many processes.
         RunError: The weights can't be read, a loss is not finite, or a process died.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     size = prepared.request.sp_size or max(num_gpus, 1)
     if num_gpus and size > num_gpus:
-        raise RunError(f"--sp-size={size}: needs a GPU for each process, and this machine has {num_gpus}; use fewer")
+        raise UserError(
+            f"--sp-size={size}: needs a GPU for each process, and this machine has {num_gpus}; use at most {num_gpus}"
+        )
     if size == 1:
         device = torch.device("cuda", 0) if num_gpus else torch.device("cpu")
         return evaluate(prepared, SequenceMesh.from_group(None), device, say)
@@ -68,7 +70,8 @@ def _run_rank(rank: int, size: int, folder: str, request: EvaluationRequest) -> 
         mesh = SequenceMesh.from_group(dist.group.WORLD, ring_size=ring_size)
         report = evaluate(prepared, mesh, device, _say if rank == 0 else _be_silent)
     except UlyssesError as error:
-        (Path(folder) / f"error-{rank}").write_bytes(pickle.dumps((type(error), str(error))))
+        kind = UserError if isinstance(error, UserError) else RunError
+        (Path(folder) / f"error-{rank}").write_bytes(pickle.dumps(kind(str(error))))
         raise
     if rank == 0:
         (Path(folder) / "report").write_bytes(pickle.dumps(report))
@@ -80,8 +83,7 @@ def _failure(folder: Path, size: int) -> UlyssesError | None:
     """Return the error that the first rank raised on purpose."""
     for path in (folder / f"error-{rank}" for rank in range(size)):
         if path.is_file():
-            kind, text = pickle.loads(path.read_bytes())
-            found: UlyssesError = kind(text)
+            found: UlyssesError = pickle.loads(path.read_bytes())
             return found
     return None
 

@@ -12,6 +12,23 @@ _PROBE = "The number of bakimo is 48213, été.\n"
 _GIVE = "give one with --tokenizer DIR, or leave retrieval out with --task loss"
 
 
+def refuse_other_tokens(held: HeldOut, model_dir: Path) -> None:
+    """Refuse documents that a model directory's own tokenizer would have given other tokens, as far as both are there.
+
+    Raises:
+        UserError: The tokenizers differ.
+    """
+    info = held.corpora.corpora[0].tokenizer
+    own, prepared = _loaded(model_dir), _loaded(info.name)
+    if isinstance(own, str) or isinstance(prepared, str):
+        return
+    if own.encode(_PROBE).tolist() != prepared.encode(_PROBE).tolist():
+        raise UserError(
+            f"--data: the documents were prepared with the tokenizer {info.name}, which gives other tokens than the "
+            f"model's own in {model_dir}; prepare them with that one, or give --tokenizer DIR if they are right"
+        )
+
+
 def find_tokenizer(held: HeldOut, given: Path | None, model_dir: Path | None) -> Tokenizer:
     """Return the given tokenizer, else the one that the documents were prepared with, else a model directory's.
 
@@ -21,7 +38,7 @@ def find_tokenizer(held: HeldOut, given: Path | None, model_dir: Path | None) ->
         model_dir: A model directory that may have tokenizer files; None for a run.
 
     Raises:
-        UserError: There is none, or it gives other tokens than the one of the documents or of the model.
+        UserError: There is none.
     """
     if given is not None:
         try:
@@ -29,19 +46,14 @@ def find_tokenizer(held: HeldOut, given: Path | None, model_dir: Path | None) ->
         except UserError as error:
             raise UserError(f"--{error}") from error
     info = held.corpora.corpora[0].tokenizer
-    own = None if model_dir is None else _loaded(model_dir)
     prepared = _loaded(info.name)
-    if isinstance(prepared, str) or prepared.info.fingerprint != info.fingerprint:
+    if not isinstance(prepared, str) and prepared.info.fingerprint == info.fingerprint:
+        return prepared
+    own = None if model_dir is None else _loaded(model_dir)
+    if own is None or isinstance(own, str):
         why = prepared if isinstance(prepared, str) else f"its files in {info.name} have changed"
-        if own is None or isinstance(own, str):
-            raise UserError(f"--tokenizer: is not given, and that of the documents can't be loaded ({why}); {_GIVE}")
-        return own
-    if own is not None and not isinstance(own, str) and own.encode(_PROBE).tolist() != prepared.encode(_PROBE).tolist():
-        raise UserError(
-            f"--data: the documents were prepared with the tokenizer {info.name}, which gives other tokens than the "
-            f"model's own in {model_dir}; prepare them with that one, or give --tokenizer DIR if they are right"
-        )
-    return prepared
+        raise UserError(f"--tokenizer: is not given, and that of the documents can't be loaded ({why}); {_GIVE}")
+    return own
 
 
 def _loaded(name: Path | str) -> Tokenizer | str:

@@ -13,6 +13,8 @@ import torch
 
 from ray_ulysses.cli import app, run
 from ray_ulysses.config.loading import load_config, parse_config
+from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.request import default_lengths, parse_lengths
@@ -20,7 +22,7 @@ from ray_ulysses.run.planning import plan_run, store_plan
 from ray_ulysses.run.settings import resolve_run
 from tests.unit.attention.models import ARCHITECTURES, zoo_model
 from tests.unit.config.trees import small_tree
-from tests.unit.data.corpora import text_corpus, varied_texts
+from tests.unit.data.corpora import text_corpus, varied_texts, write_texts
 from tests.unit.export.runs import fields_of, word_tokenizer, write_checkpoint, write_config
 from tests.unit.forensics.runs import SETTINGS, make_run
 
@@ -175,16 +177,45 @@ def test_what_can_not_be_evaluated_is_refused_with_a_way_out(told: Told, corpus:
         assert said.rpartition("\n")[2].startswith("error: ") and text in said, (arguments, said)
 
 
-def test_documents_of_another_tokenizer_are_refused_for_retrieval(told: Told, corpus: Path, tmp_path: Path) -> None:
+def test_documents_of_another_tokenizer_are_refused(told: Told, corpus: Path, tmp_path: Path) -> None:
     zoo_model("llama", vocab_size=VOCAB).save_pretrained(tmp_path / "hf")
-    for path in word_tokenizer(tmp_path / "words", 5).glob("tokenizer*"):
+    words = word_tokenizer(tmp_path / "words", 5)
+    for path in words.glob("tokenizer*"):
         (tmp_path / "hf" / path.name).write_bytes(path.read_bytes())
-    said = told(tmp_path / "hf", "--data", corpus, *SMALL, code=2)
-    assert "prepared with the tokenizer bytes, which gives other tokens than the model's own in" in said
-    assert (
-        told.json(tmp_path / "hf", "--data", corpus, "--task", "loss", *SMALL, "--out", tmp_path / "out")["retrieval"]
-        == []
-    )
+    for task in ("loss", "retrieval"):
+        said = told(tmp_path / "hf", "--data", corpus, "--task", task, *SMALL, code=2)
+        assert "prepared with the tokenizer bytes, which gives other tokens than the model's own in" in said
+    options = (tmp_path / "hf", "--data", corpus, "--task", "loss", *SMALL, "--out", tmp_path / "out")
+    assert told.json(*options, "--tokenizer", "bytes")["retrieval"] == []
+    make_run(tmp_path / "run", [corpus])
+    make_trained(tmp_path / "run", data__path=str(corpus))
+    source = SourceSpec(paths=(str(write_texts(tmp_path / "texts", ["w1 w2 w3"])),))
+    other = prepare_local(PrepareRequest(sources=source, out=tmp_path / "other", tokenizer=str(words)))
+    said = told(tmp_path / "run", "--data", other.path, "--task", "loss", code=2)
+    assert f"was prepared with the tokenizer {words}, and the corpus of the run ({corpus}) with another one" in said
+
+
+def test_a_corpus_whose_tokenizer_is_gone_needs_one_for_retrieval_alone(told: Told, tmp_path: Path) -> None:
+    make_trained(tmp_path / "run")
+    words = word_tokenizer(tmp_path / "words", 5)
+    source = SourceSpec(paths=(str(write_texts(tmp_path / "texts", ["w1 w2 w3 " * 50, "w2 w4 " * 90])),))
+    other = prepare_local(PrepareRequest(sources=source, out=tmp_path / "other", tokenizer=str(words))).path
+    words.rename(tmp_path / "elsewhere")
+    said = told(tmp_path / "run", "--data", other, *SMALL, code=2)
+    assert "--tokenizer: is not given, and that of the documents can't be loaded (tokenizer=" in said
+    assert said.endswith("give one with --tokenizer DIR, or leave retrieval out with --task loss")
+    assert told.json(tmp_path / "run", "--data", other, "--task", "loss", *SMALL)["position_loss"]["documents"] == 2
+
+
+def test_each_task_is_measured_alone(told: Told, corpus: Path, tmp_path: Path) -> None:
+    make_trained(tmp_path / "run")
+    both = told.json(tmp_path / "run", "--data", corpus, *SMALL)
+    loss = told.json(tmp_path / "run", "--data", corpus, *SMALL, "--task", "loss")
+    assert (loss["position_loss"], loss["context_gain"]) == (both["position_loss"], both["context_gain"])
+    assert loss["retrieval"] == [] and not (tmp_path / "run/evaluation/step-00000004/retrieval.svg").exists()
+    retrieval = told.json(tmp_path / "run", "--data", corpus, *SMALL, "--task", "retrieval")
+    assert retrieval["retrieval"] == both["retrieval"]
+    assert (retrieval["position_loss"], retrieval["context_gain"]) == (None, None)
 
 
 def test_contexts_that_no_document_has_are_named(told: Told, corpus: Path, tmp_path: Path) -> None:
