@@ -520,6 +520,28 @@ MUTANTS = (
         killer="tests/unit/engine/test_empty_model.py::test_shared_frozen_and_marked_parameters_stay_what_they_are",
     ),
     Mutant(
+        name="adapters that each rank draws for itself",
+        file="ray_ulysses/engine/adapter.py",
+        old="    torch.manual_seed(seed)\n",
+        new="",
+        killer="tests/unit/engine/test_adapter.py::test_the_first_weights_depend_on_the_seed_alone",
+    ),
+    Mutant(
+        name="a merged adapter without its scale",
+        file="ray_ulysses/export/stream.py",
+        old="(product * stored.low_rank.scale)",
+        new="product",
+        killer="tests/unit/export/test_adapters.py::"
+        "test_an_adapter_and_the_merged_model_are_those_of_peft[gemma2-extension-fp32]",
+    ),
+    Mutant(
+        name="a frozen weight counted as trained",
+        file="ray_ulysses/planner/state_memory.py",
+        old="return -(-shape.trained_parameters // self.world_size)",
+        new="return self.shard(shape)",
+        killer="tests/unit/planner/test_adapter.py::test_only_trained_weights_have_gradients_and_a_state",
+    ),
+    Mutant(
         name="a guess at when a failure happened",
         file="ray_ulysses/tracking/start_time.py",
         old='(min(last_record, detected), "unknown_s")',

@@ -12,7 +12,7 @@ from ray_ulysses.checkpoint import Manifest
 from ray_ulysses.checkpoint.choice import Damage, committed_steps, examine
 from ray_ulysses.checkpoint.resolve_reference import best_of, nameable, unreadable
 from ray_ulysses.config.reference_to_checkpoint import SETTING, MlflowReference, RunReference, parse_reference
-from ray_ulysses.config.resume import resume_fingerprint, settings_that_differ
+from ray_ulysses.config.resume import resume_fingerprint, setting, settings_that_differ
 from ray_ulysses.data.plan.cursor import Cursor
 from ray_ulysses.errors import UserError
 from ray_ulysses.run.checkpoint_store import checkpoints_of, storage_answers
@@ -87,6 +87,7 @@ def check_origin(origin: Origin, config: Config, plan: Plan) -> Manifest:
     if isinstance(found, Damage):
         raise UserError(f"{SETTING}={origin.reference!r}: {found}; name another step")
     if config.model.resume_state != "all":
+        _check_adapter(found, origin, config)
         return found
     other = "set model.resume_state to weights or optimizer to start a separate run from it"
     if found.meta.config_fingerprint != resume_fingerprint(config):
@@ -101,6 +102,25 @@ def check_origin(origin: Origin, config: Config, plan: Plan) -> Manifest:
     except UserError as error:
         raise UserError(f"{SETTING}={origin.reference!r}: {error}; or {other}") from error
     return found
+
+
+def _check_adapter(found: Manifest, origin: Origin, config: Config) -> None:
+    """Refuse weights that were trained beside others, whose names and sizes do not fit.
+
+    Raises:
+        UserError: Names the two adapters.
+    """
+    theirs, own = (
+        found.meta.extra.get("settings", {}).get("model.adapter"),
+        setting(config, "model.adapter"),
+    )
+    if theirs != own:
+        named = ["no adapter" if one is None else f"model.adapter={one}" for one in (theirs, own)]
+        raise UserError(
+            f"{SETTING}={origin.reference!r}: the checkpoint of step {found.step} of run {found.meta.run!r} has "
+            f"{named[0]} and this run {named[1]}, so its weights do not fit; set the same, or export that run (with "
+            "--merge if it has an adapter) and give the directory as model.path"
+        )
 
 
 def is_there(origin: Origin) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from ray_ulysses.run.origin import Origin, check_origin, find_origin, pin_origin
 from ray_ulysses.run.preflight import PreparedRun, prepare_run
 from ray_ulysses.storage import LocalStore
 from tests.distributed.run_case import make_config, make_corpus
+from tests.unit.checkpoint import fakes
 from tests.unit.checkpoint.fakes import save
 
 
@@ -97,3 +99,22 @@ def test_what_differs_is_named(tmp_path: Path, source: LocalStore) -> None:
     assert settings_that_differ(stored, other) == (
         f"optimizer.lr is 0.0002 and was 0.0001; optimizer.eps is 1e-06 and was {config.optimizer.eps!r}"
     )
+
+
+@pytest.mark.parametrize("is_ours", [True, False], ids=["started-with-one", "trained-with-one"])
+def test_weights_are_not_taken_over_into_a_model_with_another_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ours: bool
+) -> None:
+    source, adapter = LocalStore(tmp_path / "source"), {"rank": 4}
+    config = _config(tmp_path, f"{source.root}@2", model__adapter=adapter if is_ours else None)
+    theirs = _config(tmp_path, f"{source.root}@2", model__adapter=None if is_ours else adapter)
+    monkeypatch.setattr(fakes, "META", replace(fakes.META, extra={"settings": resume_settings(theirs)}))
+    save(source, 2)
+    with pytest.raises(UserError) as refused:
+        _prepared(config)
+    said = str(refused.value)
+    one = "model.adapter={'kind': 'lora', 'rank': 4, 'alpha': 32, 'rslora': False, 'targets': 'all-linear', "
+    assert "@2': the checkpoint of step 2 of run " in said
+    assert f"has no adapter and this run {one}" in said if is_ours else "} and this run no adapter, so" in said
+    assert said.endswith("export that run (with --merge if it has an adapter) and give the directory as model.path")
+    assert _prepared(theirs).origin is not None
