@@ -41,8 +41,11 @@ def evaluate(
     """Measure what a model makes of long contexts: held-out loss and retrieval. Generates and downloads nothing.
 
     loss: by position in the document, and of the same tokens given more and more of what stands before them.
+
     retrieval: facts hidden in held-out documents, by length and depth; an answer counts if each of its
-    tokens is the most probable one. Writes evaluation.json and a picture, and tells the run's MLflow run.
+    tokens is the most probable one.
+
+    Writes evaluation.json and a picture, and tells the run's MLflow run.
     """
     options = dict(locals())
     del options["as_json"]

@@ -1032,6 +1032,37 @@ MUTANTS = (
         new="return put(inputs[0]) if",
         killer="tests/unit/engine/test_activation_offload.py::test_memory_on_the_device_does_not_grow_with_the_layers",
     ),
+    Mutant(
+        name="an evaluation's losses a token late",
+        file="ray_ulysses/evaluation/scoring.py",
+        old="losses[1:], is_correct[1:] = found_T2[start : stop - 1, 0],",
+        new="losses[1:], is_correct[1:] = found_T2[start + 1 : stop, 0],",
+        killer="tests/unit/evaluation/test_scoring.py::test_the_scores_are_those_of_the_model_alone[200-llama]",
+    ),
+    Mutant(
+        name="an answer right by one of its tokens",
+        file="ray_ulysses/evaluation/retrieval.py",
+        old="scores.is_correct[answer.tokens].all()",
+        new="scores.is_correct[answer.tokens].any()",
+        killer="tests/unit/evaluation/test_retrieval.py::"
+        "test_a_model_that_knows_answers_all_and_a_tokens_slip_is_a_wrong_answer",
+    ),
+    Mutant(
+        name="a context of one token less than is said",
+        file="ray_ulysses/evaluation/held_out_loss.py",
+        old="yield held.passage(place, start - context, context + SPAN_TOKENS, first_scored=context)",
+        new="yield held.passage(place, start - context + 1, context + SPAN_TOKENS - 1, first_scored=context - 1)",
+        killer="tests/unit/evaluation/test_held_out_loss.py::"
+        "test_every_context_has_the_same_targets_and_exactly_its_tokens_before_them",
+    ),
+    Mutant(
+        name="documents called held out that an earlier segment trained",
+        file="ray_ulysses/data/plan/packing_kernels.py",
+        old="        marks[document] &= _is_held_out",
+        new="        marks[document] = _is_held_out",
+        killer="tests/unit/data/plan/test_branches.py::"
+        "test_what_a_plan_says_is_held_out_no_step_trains_and_every_evaluation_reads",
+    ),
 )
 
 
