@@ -9,15 +9,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from ray_ulysses import __version__, evaluate_command
+from ray_ulysses import __version__, check_command, evaluate_command
+from ray_ulysses.command_options import AsJson, ConfigPath, Overrides, load_run_config
 from ray_ulysses.errors import INTERRUPTED, RunError, UserError
-
-if TYPE_CHECKING:
-    from ray_ulysses.config import Config
 
 app = typer.Typer(
     help="Train Hugging Face decoders at very long context, exactly, on clusters that may lose nodes.",
@@ -28,16 +26,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-ConfigPath = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="YAML file; see configs/ and docs/configuration.md.")
-]
-Overrides = Annotated[
-    list[str], typer.Option("--set", metavar="A.B=C", help="Override a setting; may be given several times.")
-]
 Branch = Annotated[
     bool, typer.Option("--branch", help="Allow the run's data to change from its newest committed checkpoint on.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def _print_version(is_requested: bool) -> None:
@@ -103,16 +94,6 @@ def prepare(
         typer.echo(line)
 
 
-def _load_config(path: Path, overrides: list[str]) -> Config:
-    """Read a configuration before any slow import, so that its problems are reported at once."""
-    from ray_ulysses.config import load_config
-    from ray_ulysses.run.secrets_file import use_secrets
-
-    loaded = load_config(path, overrides)
-    use_secrets(loaded)
-    return loaded
-
-
 @app.command(epilog="Example: ray-ulysses plan configs/llama-tiny_cpu_sp2-dp2_8k.yaml --set cluster.workers=8")
 def plan(
     config: ConfigPath,
@@ -127,7 +108,7 @@ def plan(
 
     Starts nothing and needs no GPU and no network. Without a corpus, documents of made-up lengths are assumed.
     """
-    loaded = _load_config(config, overrides)
+    loaded = load_run_config(config, overrides)
     from ray_ulysses.plan_command import answer
 
     if not answer(loaded, Path.cwd(), branch=branch, price=price, longest=longest, fit=fit, as_json=as_json):
@@ -143,7 +124,7 @@ def train(
 ) -> None:
     """Train, or resume the run with the same name and storage. Uses the cluster of RAY_ADDRESS, else this machine."""
     started = time.time()
-    loaded = _load_config(config, overrides)
+    loaded = load_run_config(config, overrides)
     from rich.console import Console
 
     from ray_ulysses.views.progress import ProgressView
@@ -285,7 +266,7 @@ def rehearse(
     options = dict(locals())
     for name in ("config", "overrides", "out", "yes"):
         del options[name]
-    loaded = _load_config(config, overrides)
+    loaded = load_run_config(config, overrides)
     from ray_ulysses.cluster.rehearse_command import RehearseOptions, run_rehearsal
 
     def confirm(name: str) -> bool:
@@ -328,6 +309,7 @@ def export(
     typer.echo(render_export(export_run(request, partial(typer.echo, err=True))))
 
 
+app.command(epilog=check_command.EXAMPLE)(check_command.check)
 app.command(epilog=evaluate_command.EXAMPLE)(evaluate_command.evaluate)
 
 

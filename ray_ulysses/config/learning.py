@@ -258,6 +258,10 @@ class DataSection(Section):
     A higher value balances data-parallel groups better at very long context, but moves rows by up to that many steps.
     Default 1: rows stay in their step and are sorted by cost within it."""
 
+    row_order: Literal["shuffled", "costliest"] = "shuffled"
+    """Order of an epoch's rows: `shuffled` by the seed, or the `costliest` first, as `ray-ulysses check` trains them.
+    Default `shuffled`."""
+
     epochs: int = Field(default=1, ge=1, le=10_000)
     """Passes over the training documents, each in a different order. Default 1: long documents are rarely so scarce
     that repeating them is the first choice."""

@@ -55,6 +55,7 @@ BRANCHABLE: dict[str, str] = {
     "data.packing": "it determines how rows are filled",
     "data.overlong": "it determines which tokens are trained on",
     "data.balance_steps": "it determines the rows of every step",
+    "data.row_order": "it determines the rows of every step",
     "data.epochs": "it determines the plan and its length",
     "data.eval_rows": "evaluations must compare the same rows",
 }

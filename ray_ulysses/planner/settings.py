@@ -88,6 +88,7 @@ def plan_settings(config: Config, shape: ModelShape, settled: PlanSettings | Non
         token_cost=settled.token_cost if settled else token_cost(shape),
         eval_fraction=config.data.eval_fraction,
         eval_rows=config.data.eval_rows,
+        row_order=config.data.row_order,
     )
 
 

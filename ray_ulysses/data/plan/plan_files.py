@@ -196,6 +196,7 @@ def _header_text(folder: Path, segment: Segment) -> str:
             files={name: file_facts(folder / name, text) for name, text in checksums.items()},
         )
     )
+    header["settings"] = segment.settings.content()
     if segment.stage is None:
         # Versions that know no stages read a plan without them.
         del header["stage"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from ray_ulysses.data.plan.steps import StepTimes, step_times
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Number, Whole
 
 PLANNER_VERSION = 3
+RowOrder = Literal["shuffled", "costliest"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +38,7 @@ class PlanSettings:
             ``length * (length + token_cost)``.
         eval_fraction: Share of the documents that is kept out of training.
         eval_rows: Most rows per evaluation.
+        row_order: Order of the rows of an epoch: shuffled, or the costliest first.
     """
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
@@ -52,6 +54,11 @@ class PlanSettings:
     token_cost: Whole = 0
     eval_fraction: Number = 0.0
     eval_rows: Whole = 8
+    row_order: RowOrder = "shuffled"
+
+    def content(self) -> dict[str, Any]:
+        """Return what is stored; the order of rows came later than the others."""
+        return {name: value for name, value in asdict(self).items() if (name, value) != ("row_order", "shuffled")}
 
     @property
     def capacity(self) -> int:
@@ -272,7 +279,7 @@ def segment_id(
     """Return the id of a segment with this content."""
     content: dict[str, Any] = {
         "planner": PLANNER_VERSION,
-        "settings": asdict(settings),
+        "settings": settings.content(),
         "sources": [source.identity for source in sources],
         "branch": None if branch is None else branch.content(),
         "epochs": [asdict(info) for info in epochs],

@@ -85,6 +85,7 @@ _OTHER: dict[str, Any] = {
     "model.part": "text",
     "schedule.kind": "linear",
     "schedule.decay_steps": 7,
+    "data.row_order": "costliest",
     "model.rope": {"rope_theta": 1e6},
     "model.adapter": {"rank": 4},
     "model.dtype": "bf16",

@@ -87,6 +87,17 @@ def test_the_plan_of_this_version_never_changes() -> None:
     assert stable_hash(rows)[:16] == "45c225a07f7a8d48"
 
 
+def test_the_costliest_rows_may_come_first() -> None:
+    plan = build_plan(lengths_of(200), "f", replace(SETTINGS, row_order="costliest", epochs=2))
+    shuffled = build_plan(lengths_of(200), "f", replace(SETTINGS, epochs=2))
+    for epoch in range(2):
+        rows = rows_of_epoch(plan, epoch)
+        costs = plan.newest.costs()[rows.start : rows.stop]
+        assert (costs[:-1] >= costs[1:]).all()
+        assert sorted(inputs_of(plan, epoch)) == sorted(inputs_of(shuffled, epoch))
+    assert plan.plan_id != shuffled.plan_id
+
+
 def test_each_epoch_holds_the_same_documents_in_another_order() -> None:
     plan = build_plan(lengths_of(100), "f", replace(SETTINGS, epochs=3))
     first, second, third = (inputs_of(plan, epoch) for epoch in range(3))

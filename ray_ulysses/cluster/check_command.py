@@ -1,0 +1,165 @@
+"""The ``check`` command: a short trial of a run at its full context, before the bill."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from ray_ulysses.cluster.train_job import train
+from ray_ulysses.config.loading import parse_config
+from ray_ulysses.config.stages import stage_config
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.forensics.check_report import CheckReport, Trial, judge
+from ray_ulysses.forensics.rehearsal_check import tolerance_of
+from ray_ulysses.run.preflight import PreparedRun, prepare_run
+from ray_ulysses.run_names import CHECKPOINT_FOLDER
+from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, StepDone
+from ray_ulysses.tracking.journal_reader import read_entries
+from ray_ulysses.tracking.step_groups import ungroup_steps
+from ray_ulysses.views.progress import ProgressView
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+
+_FEWEST_STEPS = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckOptions:
+    """The options of the command line.
+
+    Attributes:
+        steps: Steps before the checkpoint.
+        stage: Name of the stage to check; None for the last one.
+        max_memory: Most memory, in percent of ``memory.device_gib``.
+        keep: Whether what the trial has written is kept.
+    """
+
+    steps: int
+    stage: str | None
+    max_memory: float
+    keep: bool
+
+
+def run_check(config: Config, options: CheckOptions, console: Console, say: Callable[[str], object]) -> CheckReport:
+    """Train a short copy of a run on the cluster, twice, and judge it.
+
+    The copy trains the costliest rows first, saves, trains one more step, and starts again from what it has saved.
+
+    Raises:
+        UserError: The run can't start, or there is no such stage.
+    """
+    started = time.time()
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    trial = trial_config(config.with_absolute_paths(Path.cwd()), options, stamp)
+    prepared = prepare_run(trial, Path.cwd())
+    prepared.report.raise_problems()
+    num_steps = min(options.steps, prepared.plan.num_steps - 2)
+    if num_steps < _FEWEST_STEPS:
+        raise UserError(
+            f"data: the plan of {config.run.name!r} has {prepared.plan.num_steps} steps, and a check needs at least "
+            f"{_FEWEST_STEPS + 2}; use a longer corpus, or fewer data.rows_per_step"
+        )
+    where = trial.run_dir if options.keep else f"{trial.run_dir} (deleted afterwards)"
+    say(f"trains {num_steps + 2} steps of {trial.data.context_tokens:,} tokens of context in {where}")
+    failure: str | None = None
+    try:
+        for last_step in (num_steps + 1, num_steps + 2):
+            _train(_stopping(trial, num_steps, last_step), console, started)
+    except (RunError, UserError) as error:
+        failure = str(error)
+    report = judge(config.run.name, _found(prepared, options, num_steps, failure))
+    if not options.keep:
+        _delete(prepared)
+    return report
+
+
+def trial_config(config: Config, options: CheckOptions, stamp: str) -> Config:
+    """Return the configuration of the trial: the user's, but for what the trial itself decides (pure).
+
+    Args:
+        config: The user's, with absolute paths.
+        options: The options of the command line.
+        stamp: Makes the name unique.
+
+    Raises:
+        UserError: There is no such stage.
+    """
+    names = [stage.name for stage in config.stages]
+    if options.stage is not None and options.stage not in names:
+        known = f"the stages are {', '.join(names)}" if names else "the run has no stages"
+        raise UserError(f"--stage={options.stage}: there is no such stage; {known}")
+    config = stage_config(config, names.index(options.stage) if options.stage is not None else len(names) - 1)
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    tree.pop("stages", None)
+    tree["run"] |= {"name": f"{config.run.name}-check-{stamp}", "stop_step": None, "eval_every_steps": None}
+    tree["run"] |= {"self_test": True}
+    if config.model.resume_state == "all":
+        # The trial has a plan of its own.
+        tree["model"] |= {"resume_state": "weights"}
+    tree["data"] |= {"row_order": "costliest", "epochs": 1}
+    schedule = tree.setdefault("schedule", {})
+    # The peak of the learning rate is a part of the trial.
+    schedule["warmup_steps"] = min(config.schedule.warmup_steps, options.steps // 5)
+    tree["checkpoint"] = {**tree.get("checkpoint", {}), "every_minutes": None, "save_at_end": False, "keep_best": 0}
+    tree["tracking"] = {"enabled": False}
+    # What is loaded is what was written, and the first failure is the answer.
+    tree["elastic"] = {**tree.get("elastic", {}), "peer_memory": False, "max_failures": 0}
+    return parse_config(tree)
+
+
+def _stopping(config: Config, num_steps: int, last_step: int) -> Config:
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    return parse_config(tree, [f"checkpoint.every_steps={num_steps}", f"run.stop_step={last_step}"])
+
+
+def _train(config: Config, console: Console, started: float) -> None:
+    with ProgressView(config.run_dir, name=config.run.name, console=console, log_every_steps=1) as view:
+        view.phase("planning")
+        prepared = prepare_run(config, Path.cwd())
+        prepared.report.raise_problems()
+        view.expect(prepared.last_step)
+        train(prepared, view, started)
+
+
+def _found(prepared: PreparedRun, options: CheckOptions, num_steps: int, failure: str | None) -> Trial:
+    """Read what the trial has done from its journal."""
+    config, plan, report = prepared.config, prepared.plan, prepared.report
+    events = list(ungroup_steps(read_entries(config.run_dir))) if config.run_dir.is_dir() else []
+    attempts = [event for event in events if isinstance(event, AttemptStarted)]
+    steps = [event for event in events if isinstance(event, StepDone)]
+    first = [one for one in steps if one.attempt == attempts[0].attempt] if attempts else []
+    is_loaded = len(attempts) > 1 and attempts[-1].resumed_step > 0
+    return Trial(
+        num_steps=num_steps,
+        row_tokens=plan.settings.capacity,
+        longest_row=plan.row_tokens(0),
+        step_tokens=[int(plan.stats(plan.step_rows(one.step)).document_tokens.sum()) for one in first],
+        steps=first,
+        again=[one for one in steps if is_loaded and one.attempt == attempts[-1].attempt],
+        committed=[event.step for event in events if isinstance(event, CheckpointCommitted)],
+        loaded_step=attempts[-1].resumed_step if is_loaded else None,
+        failure=failure,
+        tolerance=tolerance_of(config.model.dtype),
+        has_gpu=config.cluster.gpus_per_worker > 0,
+        planned_bytes=report.memory.device_bytes,
+        limit_gib=config.memory.device_gib,
+        most_of_limit=options.max_memory / 100,
+        modelled_s=None if report.step_time is None else report.step_time.seconds,
+        is_pretrained=config.model.init == "pretrained",
+    )
+
+
+def _delete(prepared: PreparedRun) -> None:
+    """Delete what the trial has written, its checkpoints on another storage too."""
+    if prepared.config.checkpoint.storage is not None:
+        with contextlib.suppress(OSError):
+            prepared.run.store.delete(CHECKPOINT_FOLDER)
+    shutil.rmtree(prepared.config.run_dir, ignore_errors=True)

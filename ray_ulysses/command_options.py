@@ -1,0 +1,29 @@
+"""Options that several commands share, and how they read a configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+
+ConfigPath = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="YAML file; see configs/ and docs/configuration.md.")
+]
+Overrides = Annotated[
+    list[str], typer.Option("--set", metavar="A.B=C", help="Override a setting; may be given several times.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def load_run_config(path: Path, overrides: list[str]) -> Config:
+    """Read a configuration before any slow import, so that its problems are reported at once."""
+    from ray_ulysses.config import load_config
+    from ray_ulysses.run.secrets_file import use_secrets
+
+    loaded = load_config(path, overrides)
+    use_secrets(loaded)
+    return loaded
