@@ -161,7 +161,7 @@ def test_what_can_not_be_evaluated_is_refused_with_a_way_out(told: Told, corpus:
         ): "is not a prepared corpus (no corpus.json); create one with `ray-ulysses prepare`",
         (tmp_path / "narrow", *data): "--data: its documents hold token 256, and the model has a vocabulary of 100",
         (folder, "--tokenizer", tmp_path / "x", *data): "no such directory; use 'bytes', or the local directory",
-        (folder, "--lengths", "200", *data): "--lengths=200: has no room for the facts and questions of",
+        (folder, "--lengths", "200", *data): "--lengths=200: has no room for the facts and questions of several_keys,",
         (
             tmp_path / "gpt2",
             "--task",

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ulysses.evaluation.held_out import HeldOut
+from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.sources.row_fields import RowFields
+from ray_ulysses.data.sources.units import SourceSpec
+from ray_ulysses.evaluation.held_out import HeldOut, held_out_documents
 from ray_ulysses.evaluation.held_out_loss import (
     SPAN_TOKENS,
     choose_documents,
@@ -122,3 +127,30 @@ def test_the_standard_error_is_that_of_the_paired_differences() -> None:
     assert long.gain == pytest.approx(gains.mean() / 10)
     assert long.standard_error == pytest.approx(gains.std(ddof=1) / 10 / math.sqrt(400))
     assert paired((1, 2), np.ones((2, 1)), np.ones(1, dtype=np.int64))[1].standard_error is None
+
+
+def test_only_supervised_tokens_of_documents_count(tmp_path: Path) -> None:
+    rows = [{"q": "?" * (40 + number), "a": "!" * 700} for number in range(4)]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = SourceSpec(paths=(str(tmp_path / "in.jsonl"),), fields=RowFields(prompt="q", completion="a"))
+    prepare_local(PrepareRequest(sources=source, out=tmp_path / "corpus"))
+    held = held_out_documents(tmp_path / "corpus", None)
+    seen: list[Passage] = []
+
+    def score(passages: Iterator[Passage]) -> Iterator[PassageScores]:
+        for one in passages:
+            seen.append(one)
+            yield PassageScores(losses=one.is_scored * 1.0, is_correct=one.is_scored)
+
+    found = position_loss(held, score, longest=10_000, max_tokens=10**9, seed=0)
+    assert found is not None and found.documents == 4
+    assert all((one.tokens[one.is_scored] != ord("?")).all() for one in seen)
+    assert found.tokens == sum(int(one.is_scored.sum()) for one in seen) == 4 * 701, "the answers and their ends"
+    # 10 tokens of context, so that the first spans begin in the question.
+    gain = context_gain(held, score, contexts=(5, 10), num_spans=100, seed=0)
+    assert gain is not None and gain.spans == 4 * 2
+    inside = sum(
+        int(((one.tokens[-SPAN_TOKENS:] == ord("!")) | (one.tokens[-SPAN_TOKENS:] == 256)).sum()) for one in seen[4:12]
+    )
+    assert [one.tokens for one in gain.contexts] == [inside, inside]
+    assert [one.loss for one in gain.contexts] == [1.0, 1.0]
