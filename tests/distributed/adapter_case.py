@@ -22,7 +22,9 @@ from ray_ulysses.engine.zero_state import state_source
 from ray_ulysses.planner.settings import kept_attention
 from tests.distributed.seam_case import gradient_error
 from tests.distributed.tiled_loss_case import LENGTHS, gradients_of, make_row
+from tests.unit.attention.models import ARCHITECTURES
 from tests.unit.config.trees import small_tree
+from tests.unit.export.runs import fields_of
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "linear": {"rank": 4},
@@ -39,12 +41,14 @@ class AdapterCase:
 
     Attributes:
         adapter: One of `ADAPTERS`.
+        kind: Architecture; empty for a Llama whose head is tied or not.
         base: Directory of the base model; empty to draw it.
         is_tied: Whether the head shares the embedding.
         is_lean: Whether everything that saves memory is on: checkpointing, tiles and offloaded activations.
     """
 
     adapter: str
+    kind: str = ""
     base: str = ""
     is_tied: bool = False
     is_lean: bool = True
@@ -62,13 +66,16 @@ class AdapterCase:
     def label(self) -> str:
         """A readable id."""
         layout = f"u{self.ulysses_size}-r{self.ring_size}-zero{self.zero_stage}-acc{self.accumulation}"
-        kinds = f"{'pretrained' if self.base else 'drawn'}-{'tied' if self.is_tied else 'untied'}"
+        tied = self.kind or ("tied" if self.is_tied else "untied")
+        kinds = f"{'pretrained' if self.base else 'drawn'}-{tied}"
         return f"{self.adapter}-{kinds}-{layout}-{'lean' if self.is_lean else 'plain'}"
 
     def config(self, *, is_lean: bool) -> Config:
         """Return the configuration of its model."""
         tree = small_tree(model__adapter=ADAPTERS[self.adapter], memory__gradient_checkpointing=is_lean)
         tree["model"]["config"]["tie_word_embeddings"] = self.is_tied
+        if self.kind:
+            tree["model"]["config"] = fields_of(ARCHITECTURES[self.kind]())
         if self.base:
             tree["model"] |= {"init": "pretrained", "path": self.base}
         return parse_config(tree)
@@ -87,6 +94,9 @@ def drawn(model: nn.Module) -> Any:
 def reference(case: AdapterCase, dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]:
     """Return loss and gradients of one process: every document alone, Transformers' own attention."""
     model = drawn(build_model(case.config(is_lean=False))).to(dtype)
+    if hasattr(model, "set_experts_implementation"):
+        # Grouped products of experts know no fp64.
+        model.set_experts_implementation("eager")
     total, count = torch.zeros((), dtype=dtype), 0
     for index in range(case.accumulation):
         input_ids, labels, _ = make_row(index, "masked")

@@ -58,6 +58,19 @@ def test_the_gradients_of_every_trained_weight_equal_those_of_one_process(bases:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gemma2", "gpt2", "granite", "mixtral", "phi3", "qwen3"])
+def test_other_architectures_have_the_same_gradients_as_in_one_process(kind: str) -> None:
+    options: dict[str, Any] = {"kind": kind, "ulysses_size": 2}
+    cases = [
+        AdapterCase(adapter="linear", accumulation=3, **options),
+        AdapterCase(adapter="linear", zero_stage=2, is_lean=False, **options),
+        AdapterCase(adapter="extension" if kind not in ("gpt2", "phi3") else "linear", **options),
+    ]
+    for result in run_ranks(run_cases, 2, cases, timeout_s=600)[0]:
+        check(result)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_whole_matrix_of_adapters_layouts_and_stages(bases: dict[bool, str], result_table: ResultTable) -> None:
     failures = []
