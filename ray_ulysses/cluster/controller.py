@@ -128,6 +128,8 @@ class WorkerGroupWatch(WorkerGroupCallback):
                 # Until the coordinator has decided what follows, nothing has failed, and nothing has ended.
                 is_missed = group.workers[worker].is_lost and group.phase == "training"
                 status.running, status.error = not (is_missed or group.phase == "ended"), None
+            if group.phase == "training":
+                self._memory.keep(self._living())
             statuses = worker_group_status.worker_statuses
             if group.phase != "ended" and not any(status.running for status in statuses.values()):
                 # Those that joined later train on.
@@ -143,7 +145,10 @@ class WorkerGroupWatch(WorkerGroupCallback):
         self._prepare_memory()
 
     def _prepare_memory(self) -> None:
-        self._memory.prepare({node: host for node, host in self._addresses.items() if node not in self._gone})
+        self._memory.prepare(self._living())
+
+    def _living(self) -> dict[str, str]:
+        return {node: host for node, host in self._addresses.items() if node not in self._gone}
 
     def _decide(self, question: reform.Judge, group: reform.Group) -> tuple[frozenset[str], bool]:
         """Record the failure of a generation; return nodes that can't be used, and whether the run may continue."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ import ray
 from ray.exceptions import RayError
 
 from ray_ulysses.checkpoint import newest_committed
+from ray_ulysses.clock import SystemClock
 from ray_ulysses.cluster.vault_agents import VaultAgents, ensure_agents
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.ownership import run_identity
@@ -17,11 +19,13 @@ from ray_ulysses.supervision.order import MemoryOfPeers
 from ray_ulysses.vault import VaultStore, partners
 
 if TYPE_CHECKING:
+    from ray_ulysses.clock import Clock
     from ray_ulysses.config import Config
 
 _log = get_logger(__name__)
 _ZONE_LABEL = "ray.io/availability-zone"
 _AGAIN_S = 0.5
+_KEEP_EVERY_S = 15.0
 _START_S = 45.0
 """Longest wait for agents that are being started, while the workers start as well."""
 
@@ -31,9 +35,12 @@ class NodeMemory:
 
     Args:
         config: The run's configuration.
+        clock: Time.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._prepared_at = -math.inf
         self._is_on = config.elastic.peer_memory
         gib = config.elastic.peer_memory_gib
         self._limit_bytes = None if gib is None else int(gib * 2**30)
@@ -51,7 +58,20 @@ class NodeMemory:
             nodes: The address of each node, by its Ray id.
         """
         if self._is_on:
+            self._prepared_at = self._clock.monotonic()
             self._asked = self._pool.submit(ensure_agents, self._run_key, dict(nodes), self._limit_bytes)
+
+    def keep(self, nodes: Mapping[str, str]) -> None:
+        """Start agents that have died again, so that the next generation has them; to be called often, returns at once.
+
+        Those that train leave an agent that has died out, and know no other until they form again.
+
+        Args:
+            nodes: As for `prepare`.
+        """
+        is_idle = self._asked is None or self._asked.done()
+        if is_idle and self._clock.monotonic() - self._prepared_at >= _KEEP_EVERY_S:
+            self.prepare(nodes)
 
     def of(self, members: Sequence[str], gone: Collection[str]) -> MemoryOfPeers | None:
         """Return what the children of a generation need to keep their state in memory, and to find that of before.

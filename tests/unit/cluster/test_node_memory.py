@@ -1,0 +1,88 @@
+"""The agents of peer memory are looked after while a run trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from ray_ulysses.cluster import node_memory
+from ray_ulysses.cluster.node_memory import NodeMemory
+from ray_ulysses.cluster.vault_agents import VaultAgents
+from tests.distributed.run_case import make_config
+
+NODES = {"a": "10.0.0.1"}
+
+
+class _Clock:
+    at = 0.0
+
+    def monotonic(self) -> float:
+        return self.at
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ports that agents have been found at, one after the other."""
+    found: list[str] = []
+
+    def ensure_agents(run_key: str, nodes: dict[str, str], limit_bytes: int | None) -> VaultAgents:
+        found.append(f"10.0.0.1:{7000 + len(found)}")
+        return VaultAgents(addresses=dict.fromkeys(nodes, found[-1]), token="t")
+
+    monkeypatch.setattr(node_memory, "ensure_agents", ensure_agents)
+    monkeypatch.setattr(node_memory.ray, "nodes", list)
+    monkeypatch.setattr(node_memory, "run_identity", lambda config: "run")
+    return found
+
+
+def memory_of(tmp_path: Path, clock: Any, **overrides: Any) -> NodeMemory:
+    return NodeMemory(make_config(tmp_path, tmp_path / "corpus", **overrides), clock)
+
+
+def test_an_agent_that_died_is_there_again_for_the_next_generation(tmp_path: Path, asked: list[str]) -> None:
+    clock = _Clock()
+    memory = memory_of(tmp_path, clock)
+    memory.prepare(NODES)
+    first = memory.of(["a"], ())
+    assert first is not None and first.agents == {"a": asked[0]}
+    for clock.at in (1.0, 14.0, 15.0, 16.0, 29.0):
+        memory.keep(NODES)
+    memory._pool.shutdown(wait=True)
+    assert len(asked) == 2, "looked for once in a while only"
+    again = memory.of(["a"], ())
+    assert again is not None and again.agents == {"a": asked[1]}, "without waiting for a failure to start it"
+
+
+def test_agents_that_are_being_started_are_not_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]
+) -> None:
+    begun, may_end, calls = Event(), Event(), [0]
+
+    def slow(*_: Any) -> VaultAgents:
+        calls[0] += 1
+        begun.set()
+        may_end.wait(30.0)
+        return VaultAgents(addresses={}, token="t")
+
+    monkeypatch.setattr(node_memory, "ensure_agents", slow)
+    clock = _Clock()
+    memory = memory_of(tmp_path, clock)
+    memory.prepare(NODES)
+    assert begun.wait(30.0)
+    clock.at = 100.0
+    memory.keep(NODES)
+    may_end.set()
+    memory._pool.shutdown(wait=True)
+    assert calls == [1]
+
+
+def test_without_peer_memory_nobody_is_asked(tmp_path: Path, asked: list[str]) -> None:
+    clock = _Clock()
+    memory = memory_of(tmp_path, clock, elastic__peer_memory=False)
+    clock.at = 100.0
+    memory.keep(NODES)
+    memory._pool.shutdown(wait=True)
+    assert asked == []
