@@ -51,6 +51,7 @@ class AttemptRecord:
         node: That rank's node; None if unknown.
         seconds_to_first_step: Seconds to the end of its first step, from the start of its command or from the last
             record of the previous attempt of the same command; None without a step.
+        stage: Name of the stage that it trained; None in a run without stages.
     """
 
     world_size: int
@@ -64,6 +65,7 @@ class AttemptRecord:
     rank: int | None = None
     node: str | None = None
     seconds_to_first_step: float | None
+    stage: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,6 +247,7 @@ def _attempt_record(attempt: Sequence[Entry], before: Sequence[Entry] | None) ->
         rank=ended.rank if ended is not None else None,
         node=ended.node if ended is not None else None,
         seconds_to_first_step=round(groups[0].time - _start_time(attempt, before), 3) if groups else None,
+        stage=started.stage,
     )
 
 

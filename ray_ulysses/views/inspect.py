@@ -38,8 +38,12 @@ def render_history(history: RunHistory, plan_history: PlanHistory | None = None)
         lines += _plan_lines(plan_history)
     lines += _time(history.time_spent)
     if history.attempts:
-        header = ("attempt", "workers", "sp", "dp", "from", "steps", "to first step", "ended")
-        rows = [_attempt(number, attempt) for number, attempt in enumerate(history.attempts, start=1)]
+        has_stages = any(attempt.stage is not None for attempt in history.attempts)
+        header = ("attempt", *["stage"] * has_stages, "workers", "sp", "dp", "from", "steps", "to first step", "ended")
+        rows = [
+            (str(number), *[attempt.stage or "-"] * has_stages, *_attempt(attempt))
+            for number, attempt in enumerate(history.attempts, start=1)
+        ]
         lines += ["", "attempts", *table(header, rows)]
     if history.checkpoints:
         shown = history.checkpoints[-_LAST_CHECKPOINTS:]
@@ -116,12 +120,12 @@ def _segment(segment: SegmentRecord) -> tuple[str, ...]:
     return (str(segment.segment), segment.plan_id, *cells, segment.packing, ", ".join(sources))
 
 
-def _attempt(number: int, attempt: AttemptRecord) -> tuple[str, ...]:
+def _attempt(attempt: AttemptRecord) -> tuple[str, ...]:
     steps = "-" if attempt.first_step is None else f"{attempt.first_step}-{attempt.last_step}"
     first = "-" if attempt.seconds_to_first_step is None else duration(attempt.seconds_to_first_step)
     sizes = (str(attempt.world_size), str(attempt.sp_size), str(attempt.dp_size))
     source = "-" if attempt.resumed_from is None else attempt.resumed_from.removeprefix(f"{CHECKPOINT_FOLDER}/")
-    return (str(number), *sizes, source, steps, first, (attempt.reason or "end not recorded").partition("\n")[0])
+    return (*sizes, source, steps, first, (attempt.reason or "end not recorded").partition("\n")[0])
 
 
 def _titled(name: str, shown: int, total: int) -> str:

@@ -97,6 +97,7 @@ def test_one_command_trains_all_stages_each_in_an_attempt_of_its_own(unbroken: C
     attempts = [(one.first_step, one.last_step, one.sp_size, one.dp_size, one.reason) for one in history.attempts]
     assert attempts == [(1, 4, 1, 2, "stage"), (5, 7, 2, 1, "stage"), (8, 10, 2, 1, "finished")]
     assert {one.world_size for one in history.attempts} == {2}
+    assert [one.stage for one in history.attempts] == ["short", "middle", "long"]
 
 
 def test_every_token_of_the_stages_is_trained_once(unbroken: Config, corpora: tuple[Path, Path]) -> None:

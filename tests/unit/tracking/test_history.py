@@ -92,6 +92,7 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
                 "rank": None,
                 "node": None,
                 "seconds_to_first_step": 2.0,
+                "stage": None,
             },
             {
                 "world_size": 2,
@@ -105,6 +106,7 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
                 "rank": None,
                 "node": None,
                 "seconds_to_first_step": 2.0,
+                "stage": None,
             },
         ],
         "checkpoints": [
