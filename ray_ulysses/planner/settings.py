@@ -122,7 +122,7 @@ class Stage:
         config: The configuration that holds in it.
         plan: The run's plan up to its end.
         first_step: Optimizer steps of the run before its first.
-        is_last: Whether the run ends with it.
+        is_last: Whether no stage follows it.
         schedule_start: Steps of the run before those of its schedule.
         schedule_end: Step of the run at which its schedule ends, if it names no horizon; None for that of the plan.
         begins_anew: Whether it begins with an optimizer without moments.
@@ -137,6 +137,12 @@ class Stage:
     schedule_start: int
     schedule_end: int | None
     begins_anew: bool
+
+    @property
+    def ends_the_run(self) -> bool:
+        """Whether the run stops in it, or with it."""
+        stop = self.config.run.stop_step
+        return self.is_last or (stop is not None and stop <= self.plan.num_steps)
 
 
 def stage_at(config: Config, plan: Plan, step: int) -> Stage:

@@ -128,8 +128,8 @@ def _run(whole: AttemptContext, recorder: Recorder, start: StartingState) -> Att
     worker, stage, config = whole.worker, start.stage, start.stage.config
     run = whole.run if config is whole.run.config else resolve_run(config, worker.world_size)
     context = replace(whole, run=run)
-    ends_stage = not stage.is_last and last_step_of(config, stage.plan) == stage.plan.num_steps
-    keeper, vault = CheckpointKeeper(context, recorder, ends_stage=ends_stage), VaultKeeper(context, recorder)
+    keeper = CheckpointKeeper(context, recorder, ends_stage=not stage.ends_the_run)
+    vault = VaultKeeper(context, recorder)
     try:
         # The mesh: who shares rows with whom.
         mesh = SequenceMesh.from_layout(run.layout, timeout=timedelta(seconds=config.elastic.collective_timeout_s))
@@ -189,8 +189,7 @@ def _train(attempt: _Attempt, source: RowSource, position: RunPosition) -> Attem
     """Step, evaluate and save until the last step or a request to stop."""
     config, plan, worker = attempt.context.run.config, attempt.plan, attempt.context.worker
     last_step = last_step_of(config, plan)
-    is_end = attempt.stage.is_last or last_step < plan.num_steps
-    last_status: Status = "finished" if is_end else "stage"
+    last_status: Status = "finished" if attempt.stage.ends_the_run else "stage"
     status = last_status
     while position.step < last_step and status == last_status:
         with memory_explained(attempt.context.run, worker.device, position.step + 1):

@@ -87,6 +87,14 @@ def test_a_run_at_a_border_is_in_the_stage_that_follows(corpora: tuple[str, str]
     schedules = [(one.schedule_start, one.schedule_end) for one in found]
     assert schedules == [(0, plan.num_steps)] * 2 + [(4, border)] + [(0, plan.num_steps)] * 2
     assert [one.begins_anew for one in found] == [False, False, False, True, True]
+    stops = [
+        [
+            stage_at(config_of(tmp_path, corpora, stages(corpora), run__stop_step=stop), plan, step).ends_the_run
+            for step in (0, 4)
+        ]
+        for stop in (None, 3, 4, 5)
+    ]
+    assert stops == [[False, False], [True, True], [True, True], [False, True]], "with the stage that the run stops in"
 
 
 def test_each_step_has_the_configuration_of_its_stage(corpora: tuple[str, str], tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def failed_step(monkeypatch: pytest.MonkeyPatch, run: Run, fail: Any, peak_gib: 
     monkeypatch.setattr(out_of_memory, "peak_memory_gib", lambda _: peak_gib)
     monkeypatch.setattr(loop, "last_step_of", lambda *_: 10)
     context = SimpleNamespace(run=run, worker=SimpleNamespace(device=torch.device(device)))
-    attempt: Any = SimpleNamespace(context=context, plan=None, stage=SimpleNamespace(is_last=True))
+    attempt: Any = SimpleNamespace(context=context, plan=None, stage=SimpleNamespace(ends_the_run=True))
     with pytest.raises(out_of_memory.OutOfMemoryError) as error:
         loop._train(attempt, None, SimpleNamespace(step=6))  # type: ignore[arg-type]
     return str(error.value)
@@ -103,7 +103,7 @@ def test_other_errors_stay_as_they_are(error: RuntimeError, monkeypatch: pytest.
     monkeypatch.setattr(loop, "_take_step", lambda *_: fail())
     monkeypatch.setattr(loop, "last_step_of", lambda *_: 10)
     context = SimpleNamespace(run=run_of(), worker=SimpleNamespace(device=torch.device("cpu")))
-    attempt: Any = SimpleNamespace(context=context, plan=None, stage=SimpleNamespace(is_last=True))
+    attempt: Any = SimpleNamespace(context=context, plan=None, stage=SimpleNamespace(ends_the_run=True))
     with pytest.raises(RuntimeError) as found:
         loop._train(attempt, None, SimpleNamespace(step=6))  # type: ignore[arg-type]
     assert found.value is error
