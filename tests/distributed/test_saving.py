@@ -59,8 +59,8 @@ def test_every_trigger_saves_and_says_so(tmp_path: Path, corpus: Path) -> None:
     history = _run(config, actions={2: "request save", 7: "notice", 8: "notice over"})
     assert [(event.phase, event.part) for event in _events(config, "phase")] == [
         ("opening the data", "build"),
-        ("self-test", "build"),
         ("looking for a checkpoint", "load"),
+        ("self-test", "build"),
         ("building the model", "build"),
     ]
     spent = history.time_spent

@@ -367,6 +367,7 @@ def test_a_worker_that_failed_counts_as_ended_only_once_that_is_decided(
 ) -> None:
     """One that dies after the attempt has ended well must not keep Ray waiting for ever."""
     watch: Any = WorkerGroupWatch.__new__(WorkerGroupWatch)
+    watch._memory, watch._addresses, watch._gone = SimpleNamespace(keep=lambda nodes: None), {}, frozenset()
     watch._scaling = None
     members: Any = Members({})
     members.group = SimpleNamespace(phase=phase, gave_up=False, workers={1: SimpleNamespace(is_lost=is_lost)})
@@ -381,6 +382,7 @@ def test_a_worker_that_failed_counts_as_ended_only_once_that_is_decided(
 def test_workers_that_joined_later_train_on_when_all_of_rays_are_lost() -> None:
     """Otherwise Ray would take the run for finished."""
     watch: Any = WorkerGroupWatch.__new__(WorkerGroupWatch)
+    watch._memory, watch._addresses, watch._gone = SimpleNamespace(keep=lambda nodes: None), {}, frozenset()
     watch._scaling, watch.coordinator = None, Members({})
     for phase in ("training", "ended"):
         workers = {0: SimpleNamespace(is_lost=True), 1: SimpleNamespace(is_lost=False)}
