@@ -788,10 +788,17 @@ MUTANTS = (
         killer="tests/unit/elastic/test_reform.py::test_the_cause_of_consequences_is_waited_for_and_not_for_ever",
     ),
     Mutant(
+        name="a stage that ends the run where its nodes are draining",
+        file="ray_ulysses/elastic/reform.py",
+        old="formed or (_start(group, group.members) if is_stage else None)",
+        new="formed",
+        killer="tests/unit/elastic/test_reform.py::test_a_stage_ends_no_run_whose_nodes_are_all_to_go",
+    ),
+    Mutant(
         name="a stage that ends the run",
         file="ray_ulysses/elastic/reform.py",
-        old='if group.moves else {"stage"}',
-        new="if group.moves else set()",
+        old='is_stage = statuses == {"stage"}',
+        new="is_stage = False",
         killer="tests/unit/elastic/test_reform.py::test_the_end_of_a_stage_begins_the_next_on_the_same_workers",
     ),
     Mutant(
@@ -839,16 +846,16 @@ MUTANTS = (
     Mutant(
         name="members that move restart through Ray",
         file="ray_ulysses/elastic/reform.py",
-        old='continued = {"stage", "resized"} if group.moves else {"stage"}',
-        new='continued = {"stage"}',
+        old='(group.moves and statuses == {"resized"})',
+        new="False",
         killer="tests/unit/elastic/test_reform.py"
         "::test_members_that_were_asked_to_move_go_on_without_the_node_that_leaves",
     ),
     Mutant(
         name="a stop of the user is taken for a move",
         file="ray_ulysses/elastic/reform.py",
-        old='continued = {"stage", "resized"} if group.moves else {"stage"}',
-        new='continued = {"stage", "resized", "stopped"} if group.moves else {"stage"}',
+        old='(group.moves and statuses == {"resized"})',
+        new="group.moves",
         killer="tests/unit/elastic/test_reform.py::test_a_stop_that_overtakes_a_move_ends_the_run",
     ),
     Mutant(

@@ -8,16 +8,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from ray_ulysses.cluster.failures import TrainingFailed
 from ray_ulysses.cluster.train_job import train
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.config.stages import stage_config
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.forensics.check_report import CheckReport, Trial, judge
 from ray_ulysses.forensics.rehearsal_check import tolerance_of
+from ray_ulysses.planner.flops import step_flops
 from ray_ulysses.run.preflight import PreparedRun, prepare_run
 from ray_ulysses.run_names import CHECKPOINT_FOLDER
 from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, StepDone
@@ -55,6 +58,7 @@ def run_check(config: Config, options: CheckOptions, console: Console, say: Call
 
     Raises:
         UserError: The run can't start, or there is no such stage.
+        RunError: The trial was asked to stop, or lost its run to another command.
     """
     started = time.time()
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
@@ -69,16 +73,17 @@ def run_check(config: Config, options: CheckOptions, console: Console, say: Call
         )
     where = trial.run_dir if options.keep else f"{trial.run_dir} (deleted afterwards)"
     say(f"trains {num_steps + 2} steps of {trial.data.context_tokens:,} tokens of context in {where}")
-    failure: str | None = None
     try:
         for last_step in (num_steps + 1, num_steps + 2):
-            _train(_stopping(trial, num_steps, last_step), console, started)
-    except (RunError, UserError) as error:
-        failure = str(error)
-    report = judge(config.run.name, _found(prepared, options, num_steps, failure))
-    if not options.keep:
-        _delete(prepared)
-    return report
+            status = _train(_stopping(trial, num_steps, last_step), console, started)
+            if status != "finished":
+                raise RunError(f"the check of run {config.run.name!r} was ended: its trial is {status}")
+        return judge(config.run.name, _found(prepared, options, num_steps, None))
+    except (TrainingFailed, UserError) as error:
+        return judge(config.run.name, _found(prepared, options, num_steps, str(error)))
+    finally:
+        if not options.keep:
+            _delete(prepared)
 
 
 def trial_config(config: Config, options: CheckOptions, stamp: str) -> Config:
@@ -120,13 +125,14 @@ def _stopping(config: Config, num_steps: int, last_step: int) -> Config:
     return parse_config(tree, [f"checkpoint.every_steps={num_steps}", f"run.stop_step={last_step}"])
 
 
-def _train(config: Config, console: Console, started: float) -> None:
+def _train(config: Config, console: Console, started: float) -> str:
+    """Train to the configured stop, and return how the run ended."""
     with ProgressView(config.run_dir, name=config.run.name, console=console, log_every_steps=1) as view:
         view.phase("planning")
         prepared = prepare_run(config, Path.cwd())
         prepared.report.raise_problems()
         view.expect(prepared.last_step)
-        train(prepared, view, started)
+        return train(prepared, view, started).history.status
 
 
 def _found(prepared: PreparedRun, options: CheckOptions, num_steps: int, failure: str | None) -> Trial:
@@ -136,12 +142,16 @@ def _found(prepared: PreparedRun, options: CheckOptions, num_steps: int, failure
     attempts = [event for event in events if isinstance(event, AttemptStarted)]
     steps = [event for event in events if isinstance(event, StepDone)]
     first = [one for one in steps if one.attempt == attempts[0].attempt] if attempts else []
+    stats = [plan.stats(plan.step_rows(one.step)) for one in first]
+    tokens = [int(one.document_tokens.sum(dtype="int64")) for one in stats]
+    squares = [int(one.sum_squares.sum()) for one in stats]
+    work = [step_flops(report.shape, tokens=a, sum_squared_lengths=b) for a, b in zip(tokens, squares, strict=True)]
     is_loaded = len(attempts) > 1 and attempts[-1].resumed_step > 0
     return Trial(
         num_steps=num_steps,
         row_tokens=plan.settings.capacity,
         longest_row=plan.row_tokens(0),
-        step_tokens=[int(plan.stats(plan.step_rows(one.step)).document_tokens.sum()) for one in first],
+        step_tokens=tokens,
         steps=first,
         again=[one for one in steps if is_loaded and one.attempt == attempts[-1].attempt],
         committed=[event.step for event in events if isinstance(event, CheckpointCommitted)],
@@ -152,7 +162,10 @@ def _found(prepared: PreparedRun, options: CheckOptions, num_steps: int, failure
         planned_bytes=report.memory.device_bytes,
         limit_gib=config.memory.device_gib,
         most_of_limit=options.max_memory / 100,
-        modelled_s=None if report.step_time is None else report.step_time.seconds,
+        # The trial trains the costliest rows: as much longer than the mean step as they are more work.
+        modelled_s=None
+        if report.step_time is None or not work
+        else report.step_time.seconds * median(work) / report.data.flops_per_step,
         is_pretrained=config.model.init == "pretrained",
     )
 

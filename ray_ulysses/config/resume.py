@@ -177,6 +177,10 @@ def stage_conflicts(old: Config, new: Config, num_begun: int) -> tuple[Problem, 
         rule = f"run '{old.run.name}' has begun {num_begun} stages"
         return (Problem(path=STAGES, value=len(new.stages), rule=rule, hint="restore the stages that have begun"),)
     problems: list[Problem] = []
+    for number, (was, is_now) in enumerate(zip(old.stages[:num_begun], new.stages, strict=False)):
+        for name in ("optimizer",) if number == num_begun - 1 else ("optimizer", "steps", "tokens"):
+            if found := differences(getattr(was, name), getattr(is_now, name)):
+                problems.append(_conflict(old.run.name, f"{STAGES}.{number}.{name}", "the stage has begun", found))
     for number in range(num_begun):
         before, now = stage_config(old, number), stage_config(new, number)
         # What is behind the run has happened; of the stage that it is in, the data may change.

@@ -265,8 +265,6 @@ def reduce(group: Group, event: Event, now: float) -> tuple[Group, tuple[Action,
             group = replace(group, moves=group.phase == "training")
         case Judged():
             return _judged(group, event)
-        case Tick():
-            pass
     return _advance(group, now)
 
 
@@ -282,8 +280,7 @@ def _advance(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
             stopping = replace(group, phase="stopping", fault_at=now)
             stopping, actions = _advance(stopping, now)
             return stopping, (Stop(generation=group.generation), *actions)
-        reports = [group.workers[worker].report for worker in group.members]
-        statuses = {None if report is None else report.status for report in reports}
+        statuses = {None if (report := group.workers[one].report) is None else report.status for one in group.members}
         if None not in statuses:
             return _all_ended(group, statuses)
     if group.phase == "stopping":
@@ -292,8 +289,11 @@ def _advance(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
 
 
 def _all_ended(group: Group, statuses: set[str | None]) -> tuple[Group, tuple[Action, ...]]:
-    continued = {"stage", "resized"} if group.moves else {"stage"}
-    if statuses <= continued and (formed := _form(group)) is not None:
+    is_stage = statuses == {"stage"}
+    formed = _form(group) if is_stage or (group.moves and statuses == {"resized"}) else None
+    # Every member of a stage that has ended is there: the same ones go on until they can leave.
+    formed = formed or (_start(group, group.members) if is_stage else None)
+    if formed is not None:
         # The children wait to be ended, those on nodes that are left behind too.
         return formed[0], (Stop(generation=group.generation), *formed[1])
     status = min(str(status) for status in statuses)

@@ -10,6 +10,8 @@ from typing import Any
 
 from ray_ulysses.tracking.events import StepDone
 
+OUT_OF_MEMORY = "ran out of memory"
+"""What the failure of a step without memory says."""
 _GIB = 2**30
 _WARM_STEPS = 3
 """Steps at the beginning whose speed does not count."""
@@ -37,7 +39,7 @@ class Trial:
         planned_bytes: Memory of a rank as planned.
         limit_gib: Memory that there is, in GiB; None if unknown.
         most_of_limit: Share of that memory that it may take.
-        modelled_s: Modelled seconds of a mean step; None where it is not modelled.
+        modelled_s: Modelled seconds of a step with the rows of the trial; None where it is not modelled.
         is_pretrained: Whether the weights were trained before, so that the loss may stay where it is.
     """
 
@@ -117,7 +119,7 @@ def _lines(trial: Trial) -> Iterator[CheckLine]:
 
 def _documents(trial: Trial) -> CheckLine:
     """The self-test compares a packed row with its documents one by one, before the first step of the attempt."""
-    failed = trial.failure is not None and "self-test" in trial.failure
+    failed = trial.failure is not None and "the self-test" in trial.failure
     found = (
         str(trial.failure) if failed else "the self-test passed on the live devices" if trial.steps else "not tested"
     )
@@ -135,6 +137,8 @@ def _trained(trial: Trial) -> CheckLine:
 
 def _memory(trial: Trial) -> CheckLine:
     peak, limit = _peak_gib(trial), trial.limit_gib
+    if trial.failure is not None and OUT_OF_MEMORY in trial.failure:
+        return CheckLine(name="memory", holds=False, found=trial.failure, rule=f"at most {trial.most_of_limit:.0%}")
     if peak is None or limit is None:
         found = "not measured" if peak is None else f"{peak:.2f} GiB; memory.device_gib is not given"
         return CheckLine(name="memory", holds=None, found=found, rule=f"at most {trial.most_of_limit:.0%} of a GPU")
@@ -185,7 +189,7 @@ def _speed(trial: Trial) -> CheckLine:
     found = f"{rate:,.0f} tokens/s, {seconds:.2f} s per step"
     if trial.modelled_s is None:
         return CheckLine(name="speed", holds=None, found=found, rule="not modelled (cluster.device, GPUs and bf16)")
-    rule = f"at most {1 / _LEAST_OF_MODELLED:g} x the modelled {trial.modelled_s:.2f} s of a mean step"
+    rule = f"at most {1 / _LEAST_OF_MODELLED:g} x the modelled {trial.modelled_s:.2f} s"
     holds = seconds <= trial.modelled_s / _LEAST_OF_MODELLED
     return CheckLine(name="speed", holds=holds, found=f"{found} ({seconds / trial.modelled_s:.2f} x)", rule=rule)
 

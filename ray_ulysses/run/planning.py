@@ -56,7 +56,8 @@ def _planned(
     kept, step = stored, 0
     if branch:
         step = committed_step(run)
-        kept = stored.at_step(step)
+        # At its border a stage has not begun.
+        kept = stored.at_step(max(step - 1, 0))
         _refuse_changed_stages(run.config, kept.newest.stage_number + 1)
     made = num_made(stored, stages)
     if made == len(stages):
@@ -65,7 +66,11 @@ def _planned(
         # A command was killed while it stored them.
         return plan_rest(stages, stored)
     # Without a branch it is the plan that the settings would give: the resume is refused in words, beside the report.
-    return plan_stages(stages, kept, step) if branch else plan_stages(stages)
+    if not branch:
+        return plan_stages(stages)
+    if kept.newest.stage is not None and kept.num_steps == step and num_made(kept, stages) is not None:
+        return plan_rest(stages, kept)
+    return plan_stages(stages, kept, step)
 
 
 def _refuse_changed_stages(config: Config, num_begun: int) -> None:

@@ -74,7 +74,11 @@ class PreparedRun:
     @property
     def branched(self) -> Remainder | None:
         """What the run had trained where its plan is branched; None where it is not."""
-        return self.new[0].remainder if self.new and self.branch else None
+        if not self.new or len(self.new) == len(self.plan.segments):
+            return None
+        before, first = self.plan.segments[-len(self.new) - 1], self.new[0]
+        # What follows the end of a stage is a stage to come.
+        return first.remainder if first.segment.stage_number == before.stage_number else None
 
     @property
     def last_step(self) -> int:
@@ -86,7 +90,7 @@ class PreparedRun:
         """Notes that are printed before it starts: the report's, and whether its data change."""
         if self.branched is None:
             unchanged = "--branch: the data of the run are unchanged; nothing is branched"
-            return (*self.report.notes, *([unchanged] if self.branch else []))
+            return (*self.report.notes, *([unchanged] if self.branch and not self.new else []))
         point, segment = self.branched.branch, self.plan.newest
         return (
             f"--branch: the run's data change after step {point.step:,}, at row {point.row:,} in epoch "
@@ -245,7 +249,7 @@ def check_resume(prepared: PreparedRun) -> None:
         ConfigError: Names each setting that differs, and how to start a new run instead.
         UserError: The stored configuration or plan can't be read.
     """
-    config, remainder = prepared.config, prepared.branched
+    config = prepared.config
     stored = _stored_plan(config.run_dir)
     problems = changed_settings(config, branch=prepared.branch) or other_plan(
         config, stored, prepared.plan, len(prepared.new)
@@ -253,10 +257,10 @@ def check_resume(prepared: PreparedRun) -> None:
     if problems:
         raise ConfigError(problems, source=f"resume of run {config.run.name!r} in {config.run.storage}")
     stored_ids = {segment.plan_id for segment in stored.segments} if stored else set()
-    if stored is not None and remainder is not None and prepared.new[0].segment.plan_id not in stored_ids:
-        step, branched = committed_step(prepared.run), remainder.branch.step
-        # Rows beyond the branch would be trained on again.
-        if step != branched:
+    if stored is not None and prepared.new and prepared.new[0].segment.plan_id not in stored_ids:
+        step, branched = committed_step(prepared.run), prepared.new[0].segment.base_step
+        # Rows beyond it would be trained on again.
+        if step > branched:
             raise UserError(
                 f"run {config.run.name!r} has continued to step {step} while its branch from step {branched} was "
                 "planned; stop it and start the same command again"

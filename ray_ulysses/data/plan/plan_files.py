@@ -152,7 +152,8 @@ def load_plan(directory: Path) -> Plan:
         found = _read_segment(folder)
         while segments and (found.branch is None or found.branch.plan_id != segments[-1].plan_id):
             # Stages to come are replaced by a branch; what was trained never is.
-            if found.branch is None or segments[-1].branch is None or found.branch.step > segments[-1].base_step:
+            last = segments[-1]
+            if found.branch is None or last.stage_number == 0 or last.base_step < found.branch.step:
                 raise unreadable_plan(folder / PLAN_FILE, f"it does not continue plan {segments[-1].plan_id}")
             segments.pop()
         segments.append(found)

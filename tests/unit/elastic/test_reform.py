@@ -252,6 +252,17 @@ def test_the_end_of_a_stage_begins_the_next_on_the_same_workers() -> None:
     assert one.end(3, status="finished") == (Finish(status="finished"),)
 
 
+def test_a_stage_ends_no_run_whose_nodes_are_all_to_go() -> None:
+    """Its workers are there, and train until they are taken away."""
+    one = training()
+    one.see(NodesUnusable(nodes=frozenset({"a", "b"})))
+    for worker in (0, 1, 2):
+        one.end(worker, status="stage")
+    stop, start = one.end(3, status="stage")
+    assert stop == Stop(generation=1)
+    assert isinstance(start, Start) and start.members == (0, 1, 2, 3)
+
+
 def test_workers_that_join_later_are_members_of_the_next_generation() -> None:
     one = training(most=8)
     for worker in (4, 5, 6):

@@ -89,6 +89,12 @@ def test_an_attempt_that_ends_for_a_loss_that_is_not_finite_says_so() -> None:
     assert names == ["trains", "finite", "checkpoint written", "checkpoint loaded"]
 
 
+def test_a_step_without_memory_fails_the_memory_whatever_the_run_is_called() -> None:
+    few = {"steps": steps(LOSSES[:3]), "again": [], "committed": [], "loaded_step": None}
+    names = failed(**few, failure="run 'self-test-run': step 4 ran out of memory: 78.9 GiB were allocated")
+    assert "memory" in names and "documents apart" not in names
+
+
 def test_the_loss_of_a_trained_model_may_stay_where_it_is_and_may_not_rise() -> None:
     level = [2.0 + 0.05 * (-1) ** step for step in range(13)]
     stays = {"steps": steps(level), "again": steps([level[-1]], attempt=2, first=13)}

@@ -151,6 +151,87 @@ def test_other_stages_need_a_branch_which_replaces_those_to_come(
         prepared(config_of(tmp_path, corpora, given), branch=True)
 
 
+def at_step(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    monkeypatch.setattr(planning, "committed_step", lambda run: step)
+    monkeypatch.setattr("ray_ulysses.run.preflight.committed_step", lambda run: step)
+
+
+def test_a_branch_that_died_while_it_was_stored_is_started_again(
+    corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim_directory(prepared(config_of(tmp_path, corpora, stages(corpora))))
+    at_step(monkeypatch, 2)
+    given = stages(corpora, rows_per_step=2)
+    given[0]["context_tokens"] = 256
+    changed = config_of(tmp_path, corpora, given)
+    branch, write, written = prepared(changed, branch=True), planning.write_segment, []
+    assert branch.branched is not None and len(branch.new) == 3
+
+    def dies(*arguments: Any) -> Any:
+        if written:
+            raise KeyboardInterrupt
+        written.append(arguments)
+        return write(*arguments)
+
+    monkeypatch.setattr(planning, "write_segment", dies)
+    with pytest.raises(KeyboardInterrupt):
+        claim_directory(branch)
+    monkeypatch.setattr(planning, "write_segment", write)
+    claim_directory(prepared(changed, branch=True))
+    assert ids(tmp_path) == [segment.plan_id for segment in branch.plan.segments]
+    assert prepared(changed).new == ()
+
+
+def test_a_branch_may_add_stages_at_the_end(
+    corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = stages(corpora, steps=5)
+    claim_directory(prepared(config_of(tmp_path, corpora, given)))
+    before = ids(tmp_path)
+    at_step(monkeypatch, 2)
+    longer = config_of(tmp_path, corpora, [*given, {"name": "longer", "lr": 1e-5}])
+    branch = prepared(longer, branch=True)
+    claim_directory(branch)
+    assert ids(tmp_path)[:3] == before and len(ids(tmp_path)) == 4
+    assert not any("unchanged" in note for note in branch.notes)
+    assert prepared(longer).new == ()
+
+
+def test_at_a_border_the_next_stage_may_still_change_and_the_last_one_may_not(
+    corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim_directory(prepared(config_of(tmp_path, corpora, stages(corpora))))
+    before = ids(tmp_path)
+    at_step(monkeypatch, 4)
+    given = stages(corpora)
+    given[1] |= {"lr": 1e-4, "rows_per_step": 2}
+    changed = config_of(tmp_path, corpora, given)
+    claim_directory(prepared(changed, branch=True))
+    loaded = load_plan(tmp_path / "run" / "plan")
+    assert [(one.stage_number, one.base_step) for one in loaded.segments][:2] == [(0, 0), (1, 4)]
+    assert len(loaded.segments) == 3 and ids(tmp_path)[0] == before[0] and ids(tmp_path)[1] != before[1]
+    assert prepared(changed).new == ()
+    # Two steps later, what has been trained keeps its length.
+    at_step(monkeypatch, 6)
+    given[0]["steps"] = 5
+    with pytest.raises(ConfigError, match=r"stages\.0\.steps=5: run 'run' was started with 4, and the stage has begun"):
+        prepared(config_of(tmp_path, corpora, given), branch=True)
+
+
+def test_a_branch_of_stages_that_the_run_has_passed_is_refused(
+    corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim_directory(prepared(config_of(tmp_path, corpora, stages(corpora))))
+    at_step(monkeypatch, 4)
+    given = stages(corpora)
+    given[1]["rows_per_step"] = 2
+    branch = prepared(config_of(tmp_path, corpora, given), branch=True)
+    # Another command trains meanwhile.
+    at_step(monkeypatch, 5)
+    with pytest.raises(UserError, match="has continued to step 5 while its branch from step 4 was planned"):
+        check_resume(branch)
+
+
 def test_a_problem_of_any_stage_is_found_beforehand_and_names_it(corpora: tuple[str, str], tmp_path: Path) -> None:
     model = {
         "model_type": "gpt2", "vocab_size": 264, "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1,
