@@ -68,14 +68,16 @@ def cases() -> list[dict[str, Any]]:
     return found
 
 
-def measured(case: dict[str, Any]) -> dict[str, Any]:
+def measured(case: dict[str, Any], script: str = "one_step.py", limit_s: float = LIMIT_S) -> dict[str, Any]:
     """Return what a fresh process measured."""
-    command = [sys.executable, str(Path(__file__).with_name("one_step.py")), json.dumps(case)]
+    command = [sys.executable, str(Path(__file__).with_name(script)), json.dumps(case)]
+    done = None
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
         found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
-        found = {**case, "failure": f"{type(error).__name__}: no result"}
+        said = "" if done is None else done.stderr[-1500:]
+        found = {**case, "failure": f"{type(error).__name__}: no result", "said": said}
     say(f"{case['title']}, {case['side']}: {found.get('failure') or statistics.median(found['seconds'])}")
     return found
 

@@ -131,6 +131,7 @@ def run_worker(
     vault: tuple[Mapping[str, str], str] | None = None,
     poison: tuple[int, str] | None = None,
     watch: Callable[[str, int], object] = lambda name, step: None,
+    device: str = "cpu",
 ) -> tuple[str, int]:
     """Be one worker of an attempt.
 
@@ -145,6 +146,7 @@ def run_worker(
         environment: Variables for this worker.
         vault: Addresses of two nodes' vault agents and their token; the first half of the ranks is on the first node.
         watch: Called with the name and step of each event of the loop.
+        device: Where it computes.
         poison: ``(row, "loss" or "gradient")``: that becomes NaN where rank 0 trains the row.
         actions: What happens to the run's directory after a step, one of `ACTIONS`; rank 0 does it.
     """
@@ -174,7 +176,7 @@ def run_worker(
         local_rank=rank,
         world_size=world_size,
         node="node" if vault is None else _node_of(rank, world_size, vault[0]),
-        device=torch.device("cpu"),
+        device=torch.device(device),
         session=session,
         make_source=make_source,
         vault=None if vault is None else _addresses(_node_of(rank, world_size, vault[0]), *vault),
