@@ -50,10 +50,10 @@ def cases() -> list[dict[str, Any]]:
         ("1M", 1 << 20, 1, (("ours", OFFLOADED),)),
     ):
         for side, memory in sides:
-            place = "host memory" if memory is OFFLOADED else "the device"
+            place = "in host memory" if memory is OFFLOADED else "on the device"
             found.append(
                 {
-                    "title": f"{title}, kept in {place}",
+                    "title": f"{title}, kept {place}",
                     "side": side,
                     "context": context,
                     "documents": (context,),

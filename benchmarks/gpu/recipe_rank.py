@@ -78,9 +78,8 @@ def make_config(case: dict[str, Any]) -> Config:
     )
 
 
-def our_model(config: Config, shape: ModelShape, mesh: SequenceMesh, device: torch.device) -> Any:
-    """Return the model as the training loop makes it."""
-    model = build_model(config)
+def prepare_ours(model: Any, config: Config, shape: ModelShape, mesh: SequenceMesh, device: torch.device) -> None:
+    """Change the model as the training loop does."""
     apply_ulysses(model, mesh, attention=config.model.attention, chunks=config.memory.attention_chunks)
     tile_mlps(model, mlp_tile(config))
     offload_activations(
@@ -90,7 +89,6 @@ def our_model(config: Config, shape: ModelShape, mesh: SequenceMesh, device: tor
         budget_bytes=configured_memory(config, shape).offloaded_bytes,
         device=device,
     )
-    return model
 
 
 def tiled_peer(case: dict[str, Any], config: Config) -> Any:
@@ -147,7 +145,9 @@ def build(case: dict[str, Any]) -> tuple[Any, Any, dict[str, float]]:
     is_ours = case["side"] == "ours"
     # Weights are drawn on the device, since the host takes minutes for them; the probe needs the host.
     with device, mock.patch.object(engine_model, "refuse_architecture"):
-        model = our_model(config, shape, mesh, device) if is_ours else tiled_peer(case, config)
+        model: Any = build_model(config) if is_ours else tiled_peer(case, config)
+    if is_ours:
+        prepare_ours(model, config, shape, mesh, device)
     engine = build_engine(model, settings)
     del model
     engine.train()

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ from ray_ulysses.config import Config
 from ray_ulysses.tracking.events import AttemptStarted
 from ray_ulysses.tracking.history import read_history
 from tests.cluster.conftest import ray_folder as ray_folder
-from tests.cluster.test_train_job import Command, start, train, training_processes, wait_for_step, worker_processes
+from tests.cluster.test_train_job import Command, start, train, wait_for_step
 from tests.distributed.run_case import make_config, make_corpus
 from tests.unit.tracking.journals import read_events
 
@@ -49,17 +50,27 @@ def command(*arguments: object, log: Path) -> str:
     return done.text
 
 
+def on_the_gpu(running: Command) -> list[psutil.Process]:
+    """Return the processes of a command that use the GPU."""
+    asked = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
+    users = {int(line) for line in subprocess.check_output(asked, text=True).split()}
+    found = [one for one in psutil.Process(running.process.pid).children(recursive=True) if one.pid in users]
+    assert found, [users, [(one.pid, one.ppid(), one.cmdline()) for one in psutil.Process().children(recursive=True)]]
+    return found
+
+
 def test_a_run_is_killed_forms_again_stops_and_goes_on_to_its_export(tmp_path: Path, ray_folder: Path) -> None:
     corpus = make_corpus(tmp_path)
     config = make_run(tmp_path, corpus, 4000)
     running = start(config, tmp_path / "first")
     try:
         wait_for_step(config, 20)
-        workers = {process.pid for process in worker_processes(config)}
         lost_at = read_history(config.run_dir).step
-        training_processes(config)[0].kill()
+        (training,) = on_the_gpu(running)
+        supervisor = training.parents()[1]
+        training.kill()
         wait_for_step(config, lost_at + 40)
-        assert {process.pid for process in worker_processes(config)} == workers, "Ray has restarted nothing"
+        assert on_the_gpu(running)[0].parents()[1] == supervisor, "Ray has restarted nothing"
         running.process.send_signal(signal.SIGTERM)
         assert running.wait() == 0, running.text
     finally:
@@ -83,7 +94,8 @@ def test_a_run_is_killed_forms_again_stops_and_goes_on_to_its_export(tmp_path: P
 
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert loaded.config.hidden_size == MODEL["hidden_size"]
-    print(command("evaluate", tmp_path / "model", "--help", log=tmp_path / "evaluate.txt")[:200])
+    asked = ("evaluate", config.run_dir, "--data", corpus, "--lengths", "1k,2k")
+    print(command(*asked, log=tmp_path / "evaluate.txt")[-3000:])
 
 
 def test_check_passes_a_run_on_a_gpu_and_says_its_memory_and_speed(tmp_path: Path, ray_folder: Path) -> None:
