@@ -824,14 +824,14 @@ MUTANTS = (
     ),
     Mutant(
         name="a run at a border that stays in the stage before",
-        file="ray_ulysses/planner/settings.py",
+        file="ray_ulysses/planner/stages.py",
         old="number = plan.stage_of_step(step + 1)",
         new="number = plan.stage_of_step(max(step, 1))",
         killer="tests/unit/run/test_stages.py::test_a_run_at_a_border_is_in_the_stage_that_follows",
     ),
     Mutant(
         name="a schedule of its own that is counted from the run's beginning",
-        file="ray_ulysses/planner/settings.py",
+        file="ray_ulysses/planner/stages.py",
         old="schedule_start=first_step if has_own else 0,",
         new="schedule_start=0,",
         killer="tests/unit/run/test_stages.py::test_a_run_at_a_border_is_in_the_stage_that_follows",

@@ -13,7 +13,7 @@ from ray_ulysses.errors import Problem
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.choice import Chosen
 from ray_ulysses.planner.report import PlanReport, StageFacts, build_report
-from ray_ulysses.planner.settings import stages_of
+from ray_ulysses.planner.stages import stages_of
 
 
 def report_run_of_stages(

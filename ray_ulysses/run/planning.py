@@ -12,7 +12,7 @@ from ray_ulysses.data.plan.corpus_set import open_sources, plan_input
 from ray_ulysses.data.plan.plan_files import has_plan, load_plan, num_segments, write_segment
 from ray_ulysses.data.plan.stages import num_made, plan_rest, plan_stages
 from ray_ulysses.errors import ConfigError, RunError
-from ray_ulysses.planner.settings import stage_plans
+from ray_ulysses.planner.stages import stage_plans
 from ray_ulysses.run.checkpoint_store import storage_answers
 from ray_ulysses.run.start_point import start_of
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER

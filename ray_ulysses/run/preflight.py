@@ -26,8 +26,8 @@ from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.choice import Chosen, chosen_settings
 from ray_ulysses.planner.problems import context_problems, position_problems
 from ray_ulysses.planner.report import PlanReport, build_report
-from ray_ulysses.planner.settings import stage_plans, stages_of
 from ray_ulysses.planner.stage_report import report_run_of_stages, stage_facts
+from ray_ulysses.planner.stages import stage_plans, stages_of
 from ray_ulysses.planner.stand_in import stand_in_documents
 from ray_ulysses.run.checkpoint_store import storage_answers
 from ray_ulysses.run.contradictions import changed_settings, misfit, other_plan

@@ -9,7 +9,7 @@ from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.data.plan.stages import plan_stages
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.planner.settings import stage_plans
+from ray_ulysses.planner.stages import stage_plans
 from ray_ulysses.run.planning import committed_step, store_plan
 from ray_ulysses.run_names import PLAN_FOLDER
 from ray_ulysses.tracking.events import BadStep, RowsSkipped

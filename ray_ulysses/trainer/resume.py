@@ -26,7 +26,7 @@ from ray_ulysses.data.plan.cursor import Cursor
 from ray_ulysses.engine.zero_state import import_state
 from ray_ulysses.errors import UlyssesError, UserError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.planner.settings import stage_at
+from ray_ulysses.planner.stages import stage_at
 from ray_ulysses.run.recovery import OtherRun, OwnCheckpoints, PeerMemory
 from ray_ulysses.run.run_position import RunPosition
 from ray_ulysses.run.start_point import start_of
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ray_ulysses.checkpoint.state import StateDescription
     from ray_ulysses.config import Config
     from ray_ulysses.data.plan.plan import Plan
-    from ray_ulysses.planner.settings import Stage
+    from ray_ulysses.planner.stages import Stage
     from ray_ulysses.run.recovery import Candidate, RecoverySource
     from ray_ulysses.storage.patience import Waiting
     from ray_ulysses.trainer.context import AttemptContext

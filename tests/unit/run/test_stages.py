@@ -10,7 +10,7 @@ import pytest
 from ray_ulysses.config import Config
 from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.errors import ConfigError, UserError
-from ray_ulysses.planner.settings import stage_at
+from ray_ulysses.planner.stages import stage_at
 from ray_ulysses.run import planning
 from ray_ulysses.run.preflight import PreparedRun, check_resume, claim_directory, prepare_run
 from ray_ulysses.run.settings import config_of_step

@@ -1,0 +1,102 @@
+"""The stages of a run as the planner and the attempts take them: what each is planned from, and trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ray_ulysses.config import Config
+from ray_ulysses.config.stages import stage_config
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.plan.segment import PlanSettings, StageLength
+from ray_ulysses.data.plan.stages import StagePlan
+from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.planner.settings import plan_settings
+
+
+def stage_plans(config: Config, shape: ModelShape, settled: PlanSettings | None = None) -> tuple[StagePlan, ...]:
+    """Return what the plan of each stage is made of; a run without stages is one.
+
+    Args:
+        config: The run's configuration.
+        shape: The model.
+        settled: Settings of an existing run, whose padding and row costs never change.
+    """
+    run = plan_settings(config, shape, settled)
+    if not config.stages:
+        return (StagePlan(name="", settings=run, shares=config.data_sources, length=None),)
+    stages = []
+    for number, stage in enumerate(config.stages):
+        own = stage_config(config, number)
+        settings = replace(plan_settings(own, shape, settled), pad_multiple=run.pad_multiple)
+        length = StageLength(number=number, steps=stage.steps, tokens=stage.tokens)
+        stages.append(StagePlan(name=stage.name, settings=settings, shares=own.data_sources, length=length))
+    return tuple(stages)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """A stage as its attempts train it; a run without stages is one.
+
+    Attributes:
+        number: Its number, from 0.
+        name: Its name; empty in a run without stages.
+        config: The configuration that holds in it.
+        plan: The run's plan up to its end.
+        first_step: Optimizer steps of the run before its first.
+        is_last: Whether no stage follows it.
+        schedule_start: Steps of the run before those of its schedule.
+        schedule_end: Step of the run at which its schedule ends, if it names no horizon; None for that of the plan.
+        begins_anew: Whether it begins with an optimizer without moments.
+    """
+
+    number: int
+    name: str
+    config: Config
+    plan: Plan
+    first_step: int
+    is_last: bool
+    schedule_start: int
+    schedule_end: int | None
+    begins_anew: bool
+
+    @property
+    def ends_the_run(self) -> bool:
+        """Whether the run stops in it, or with it."""
+        stop = self.config.run.stop_step
+        return self.is_last or (stop is not None and stop <= self.plan.num_steps)
+
+
+def stage_at(config: Config, plan: Plan, step: int) -> Stage:
+    """Return the stage that a run is in after ``step`` completed steps: that of the next one, or the last.
+
+    Args:
+        config: The run's configuration.
+        plan: The run's whole plan.
+        step: Completed steps.
+    """
+    if not config.stages:
+        return Stage(
+            number=0, name="", config=config, plan=plan, first_step=0, is_last=True,
+            schedule_start=0, schedule_end=None, begins_anew=False,
+        )  # fmt: skip
+    number = plan.stage_of_step(step + 1)
+    stage, cut, first_step = config.stages[number], plan.through_stage(number), plan.stage_start(number)
+    has_own = stage.schedule is not None
+    return Stage(
+        number=number,
+        name=stage.name,
+        config=stage_config(config, number),
+        plan=cut,
+        first_step=first_step,
+        is_last=number == len(config.stages) - 1,
+        schedule_start=first_step if has_own else 0,
+        schedule_end=cut.num_steps if has_own else plan.num_steps,
+        begins_anew=stage.optimizer == "reset" and number > 0,
+    )
+
+
+def stages_of(config: Config, plan: Plan) -> Iterator[tuple[Config, Plan]]:
+    """Yield the configuration and the plan of each stage of a run, of which one without stages is one."""
+    for number in range(max(1, len(config.stages))):
+        yield stage_config(config, number), plan.through_stage(number) if config.stages else plan
