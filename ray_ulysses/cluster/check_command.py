@@ -16,14 +16,16 @@ from rich.console import Console
 from ray_ulysses.cluster.failures import TrainingFailed
 from ray_ulysses.cluster.train_job import train
 from ray_ulysses.config.loading import parse_config
+from ray_ulysses.config.reference_to_checkpoint import MlflowReference, parse_reference
 from ray_ulysses.config.stages import stage_config
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.forensics.check_report import CheckReport, Trial, judge
 from ray_ulysses.forensics.rehearsal_check import tolerance_of
 from ray_ulysses.planner.flops import step_flops
+from ray_ulysses.run.origin import find_origin
 from ray_ulysses.run.preflight import PreparedRun, prepare_run
 from ray_ulysses.run_names import CHECKPOINT_FOLDER
-from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, StepDone
+from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, CheckpointFailed, StepDone
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.step_groups import ungroup_steps
 from ray_ulysses.views.progress import ProgressView
@@ -54,7 +56,8 @@ class CheckOptions:
 def run_check(config: Config, options: CheckOptions, console: Console, say: Callable[[str], object]) -> CheckReport:
     """Train a short copy of a run on the cluster, twice, and judge it.
 
-    The copy trains the costliest rows first, saves, trains one more step, and starts again from what it has saved.
+    The copy trains the costliest rows in its first step, saves, trains one more step, and starts again from what it
+    has saved.
 
     Raises:
         UserError: The run can't start, or there is no such stage.
@@ -62,7 +65,7 @@ def run_check(config: Config, options: CheckOptions, console: Console, say: Call
     """
     started = time.time()
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    trial = trial_config(config.with_absolute_paths(Path.cwd()), options, stamp)
+    trial = trial_config(starting_from(config.with_absolute_paths(Path.cwd())), options, stamp)
     prepared = prepare_run(trial, Path.cwd())
     prepared.report.raise_problems()
     num_steps = min(options.steps, prepared.plan.num_steps - 2)
@@ -78,12 +81,30 @@ def run_check(config: Config, options: CheckOptions, console: Console, say: Call
             status = _train(_stopping(trial, num_steps, last_step), console, started)
             if status != "finished":
                 raise RunError(f"the check of run {config.run.name!r} was ended: its trial is {status}")
+            if not _found(prepared, options, num_steps, None).committed:
+                # There is nothing to start from again.
+                break
         return judge(config.run.name, _found(prepared, options, num_steps, None))
     except (TrainingFailed, UserError) as error:
         return judge(config.run.name, _found(prepared, options, num_steps, str(error)))
     finally:
         if not options.keep:
             _delete(prepared)
+
+
+def starting_from(config: Config) -> Config:
+    """Return a configuration that names what MLflow knows by its place, since the trial is not tracked.
+
+    Raises:
+        UserError: There is no such checkpoint.
+        RunError: MLflow does not answer.
+    """
+    reference = config.model.resume_from
+    if reference is None or not isinstance(parse_reference(reference), MlflowReference):
+        return config
+    return config.model_copy(
+        update={"model": config.model.model_copy(update={"resume_from": str(find_origin(config))})}
+    )
 
 
 def trial_config(config: Config, options: CheckOptions, stamp: str) -> Config:
@@ -106,7 +127,7 @@ def trial_config(config: Config, options: CheckOptions, stamp: str) -> Config:
     tree.pop("stages", None)
     tree["run"] |= {"name": f"{config.run.name}-check-{stamp}", "stop_step": None, "eval_every_steps": None}
     tree["run"] |= {"self_test": True}
-    if config.model.resume_state == "all":
+    if config.model.resume_from is not None and config.model.resume_state == "all":
         # The trial has a plan of its own.
         tree["model"] |= {"resume_state": "weights"}
     tree["data"] |= {"row_order": "costliest", "epochs": 1}
@@ -116,7 +137,7 @@ def trial_config(config: Config, options: CheckOptions, stamp: str) -> Config:
     tree["checkpoint"] = {**tree.get("checkpoint", {}), "every_minutes": None, "save_at_end": False, "keep_best": 0}
     tree["tracking"] = {"enabled": False}
     # What is loaded is what was written, and the first failure is the answer.
-    tree["elastic"] = {**tree.get("elastic", {}), "peer_memory": False, "max_failures": 0}
+    tree["elastic"] = {**tree.get("elastic", {}), "peer_memory": False, "max_failures": 0, "bad_steps": "stop"}
     return parse_config(tree)
 
 
@@ -155,14 +176,15 @@ def _found(prepared: PreparedRun, options: CheckOptions, num_steps: int, failure
         steps=first,
         again=[one for one in steps if is_loaded and one.attempt == attempts[-1].attempt],
         committed=[event.step for event in events if isinstance(event, CheckpointCommitted)],
+        unsaved=next((event.reason for event in events if isinstance(event, CheckpointFailed)), None),
         loaded_step=attempts[-1].resumed_step if is_loaded else None,
         failure=failure,
         tolerance=tolerance_of(config.model.dtype),
         has_gpu=config.cluster.gpus_per_worker > 0,
         planned_bytes=report.memory.device_bytes,
-        limit_gib=config.memory.device_gib,
+        limit_gib=config.memory.device_gib or (attempts[0].device_gib if attempts else None),
         most_of_limit=options.max_memory / 100,
-        # The trial trains the costliest rows: as much longer than the mean step as they are more work.
+        # Its steps are as much longer than the mean step as their rows are more work.
         modelled_s=None
         if report.step_time is None or not work
         else report.step_time.seconds * median(work) / report.data.flops_per_step,

@@ -259,8 +259,8 @@ class DataSection(Section):
     Default 1: rows stay in their step and are sorted by cost within it."""
 
     row_order: Literal["shuffled", "costliest"] = "shuffled"
-    """Order of an epoch's rows: `shuffled` by the seed, or the `costliest` first, as `ray-ulysses check` trains them.
-    Default `shuffled`."""
+    """Order of an epoch's rows: `shuffled` by the seed; or with the `costliest` in its first step and the others
+    shuffled, as `ray-ulysses check` trains them. Default `shuffled`."""
 
     epochs: int = Field(default=1, ge=1, le=10_000)
     """Passes over the training documents, each in a different order. Default 1: long documents are rarely so scarce

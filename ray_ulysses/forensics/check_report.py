@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ray_ulysses.tracking.events import StepDone
@@ -18,6 +18,14 @@ _WARM_STEPS = 3
 _MOST_OF_PLANNED = 1.1
 _LEAST_OF_MODELLED = 0.5
 _SPREADS = 3.0
+_NOT_REACHED = "not reached"
+_CAUSES = {
+    "the self-test": "documents apart",
+    OUT_OF_MEMORY: "memory",
+    "not finite": "finite",
+    "elastic.loss_spike_mads": "loss",
+}
+"""What the failure of each line says; other failures are told by how far the trial came."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +40,7 @@ class Trial:
         steps: The steps of its first attempt.
         again: Those of its second, which has loaded the checkpoint.
         committed: Steps of its checkpoints.
+        unsaved: Why a checkpoint could not be saved; None if all could.
         loaded_step: Step of the state that the second attempt has loaded; None if there was no second one.
         failure: Why it ended early; None if it did not.
         tolerance: Largest relative difference between the losses of the same step before and after the checkpoint.
@@ -50,6 +59,7 @@ class Trial:
     steps: Sequence[StepDone]
     again: Sequence[StepDone]
     committed: Sequence[int]
+    unsaved: str | None
     loaded_step: int | None
     failure: str | None
     tolerance: float
@@ -67,7 +77,7 @@ class CheckLine:
 
     Attributes:
         name: What is looked at.
-        holds: Whether it is as it should be; None where there is nothing to compare with.
+        holds: Whether it is as it should be; None where there is nothing to compare with, or it was not reached.
         found: What was found.
         rule: What should be.
     """
@@ -101,57 +111,58 @@ class CheckReport:
 
 
 def judge(name: str, trial: Trial) -> CheckReport:
-    """Return the report on a trial run."""
-    return CheckReport(name=name, lines=tuple(_lines(trial)))
+    """Return the report on a trial run: what ended it early fails the one line that it belongs to."""
+    cause = _cause(trial)
+    lines = (_documents, _trained, _memory, _as_planned, _finite, _falling, _speed, _written, _loaded)
+    return CheckReport(name=name, lines=tuple(_with_cause(line(trial), cause, trial.failure) for line in lines))
 
 
-def _lines(trial: Trial) -> Iterator[CheckLine]:
-    yield _documents(trial)
-    yield _trained(trial)
-    yield _memory(trial)
-    yield _as_planned(trial)
-    yield _finite(trial)
-    yield _falling(trial)
-    yield _speed(trial)
-    yield _written(trial)
-    yield _loaded(trial)
+def _cause(trial: Trial) -> str | None:
+    """Return the name of the line that the failure belongs to; None if there was none."""
+    if trial.failure is None:
+        return None
+    for words, line in _CAUSES.items():
+        if words in trial.failure:
+            return line
+    if trial.num_steps in trial.committed and len(trial.steps) > trial.num_steps:
+        return "checkpoint loaded"
+    is_unsaved = trial.unsaved is not None or len(trial.steps) >= trial.num_steps
+    return "checkpoint written" if is_unsaved else "trains"
+
+
+def _with_cause(line: CheckLine, cause: str | None, failure: str | None) -> CheckLine:
+    return line if line.name != cause else replace(line, holds=False, found=str(failure))
 
 
 def _documents(trial: Trial) -> CheckLine:
     """The self-test compares a packed row with its documents one by one, before the first step of the attempt."""
-    failed = trial.failure is not None and "the self-test" in trial.failure
-    found = (
-        str(trial.failure) if failed else "the self-test passed on the live devices" if trial.steps else "not tested"
-    )
+    found = "the self-test passed on the live devices" if trial.steps else _NOT_REACHED
     rule = "attention and gradients of packed documents are those of each alone"
-    return CheckLine(name="documents apart", holds=bool(trial.steps) and not failed, found=found, rule=rule)
+    return CheckLine(name="documents apart", holds=True if trial.steps else None, found=found, rule=rule)
 
 
 def _trained(trial: Trial) -> CheckLine:
-    full = f"{trial.longest_row:,} of {trial.row_tokens:,} tokens in the first row"
-    done = f"{len(trial.steps)} steps, {full}"
-    found = done if trial.failure is None else f"{done}; then: {trial.failure}"
-    rule = f"{trial.num_steps + 1} steps, the costliest rows first"
-    return CheckLine(name="trains", holds=len(trial.steps) > trial.num_steps, found=found, rule=rule)
+    found = f"{len(trial.steps)} steps, {trial.longest_row:,} of {trial.row_tokens:,} tokens in the first row"
+    rule = f"{trial.num_steps + 1} steps, the costliest rows in the first"
+    is_done = len(trial.steps) > trial.num_steps
+    return CheckLine(name="trains", holds=None if trial.failure and not is_done else is_done, found=found, rule=rule)
 
 
 def _memory(trial: Trial) -> CheckLine:
     peak, limit = _peak_gib(trial), trial.limit_gib
-    if trial.failure is not None and OUT_OF_MEMORY in trial.failure:
-        return CheckLine(name="memory", holds=False, found=trial.failure, rule=f"at most {trial.most_of_limit:.0%}")
     if peak is None or limit is None:
-        found = "not measured" if peak is None else f"{peak:.2f} GiB; memory.device_gib is not given"
+        found = _NOT_REACHED if peak is None else f"{peak:.2f} GiB; memory.device_gib is not given"
         return CheckLine(name="memory", holds=None, found=found, rule=f"at most {trial.most_of_limit:.0%} of a GPU")
     share = peak / limit
     rule = f"at most {trial.most_of_limit:.0%}"
-    found = f"{peak:.2f} of {limit:g} GiB ({share:.0%})"
+    found = f"{peak:.2f} of {limit:.4g} GiB ({share:.0%})"
     return CheckLine(name="memory", holds=share <= trial.most_of_limit, found=found, rule=rule)
 
 
 def _as_planned(trial: Trial) -> CheckLine:
     peak, planned = _peak_gib(trial), trial.planned_bytes / _GIB
     if peak is None or not trial.has_gpu:
-        what = "not measured" if peak is None else f"{peak:.2f} GiB resident, libraries included"
+        what = _NOT_REACHED if peak is None else f"{peak:.2f} GiB resident, libraries included"
         return CheckLine(name="memory as planned", holds=None, found=what, rule=f"{planned:.2f} GiB by plan, on a GPU")
     rule = f"at most {_MOST_OF_PLANNED:g} x the planned {planned:.2f} GiB"
     found = f"{peak:.2f} GiB ({peak / planned:.2f} x)"
@@ -160,30 +171,29 @@ def _as_planned(trial: Trial) -> CheckLine:
 
 def _finite(trial: Trial) -> CheckLine:
     bad = [one.step for one in trial.steps if not (math.isfinite(one.loss) and math.isfinite(one.grad_norm or 0.0))]
-    found = f"not in step {', '.join(map(str, bad))}" if bad else "in every step" if trial.steps else "no step"
-    is_bad_step = trial.failure is not None and "not finite" in trial.failure
-    holds = bool(trial.steps) and not bad and not is_bad_step
-    return CheckLine(name="finite", holds=holds, found=str(trial.failure) if is_bad_step else found, rule="every step")
+    found = f"not in step {', '.join(map(str, bad))}" if bad else "in every step" if trial.steps else _NOT_REACHED
+    return CheckLine(name="finite", holds=not bad if trial.steps else None, found=found, rule="every step")
 
 
 def _falling(trial: Trial) -> CheckLine:
-    losses = [one.loss for one in trial.steps if math.isfinite(one.loss)]
+    """The first step, whose rows were chosen by their cost, is left out: the others are a fair sample of the rows."""
+    losses = [one.loss for one in trial.steps[1:] if math.isfinite(one.loss)]
     part = len(losses) // 3
     rule = "does not rise beyond the spread of its steps" if trial.is_pretrained else "falls"
-    if part < 2:
-        return CheckLine(name="loss", holds=False, found=f"{len(losses)} finite losses: too few to tell", rule=rule)
+    if part < 2 or (trial.failure is not None and len(trial.steps) <= trial.num_steps):
+        return CheckLine(name="loss", holds=None, found=_NOT_REACHED, rule=rule)
     first, last = losses[:part], losses[-part:]
     rise = statistics.fmean(last) - statistics.fmean(first)
     spread = math.sqrt((statistics.variance(first) + statistics.variance(last)) / part)
     most = _SPREADS * spread if trial.is_pretrained else 0.0
-    found = f"{statistics.fmean(first):.4f} to {statistics.fmean(last):.4f} (first and last third)"
+    found = f"{statistics.fmean(first):.4f} to {statistics.fmean(last):.4f} (first and last third, from step 2)"
     return CheckLine(name="loss", holds=rise <= most if trial.is_pretrained else rise < 0.0, found=found, rule=rule)
 
 
 def _speed(trial: Trial) -> CheckLine:
     timed = [(one.seconds, tokens) for one, tokens in zip(trial.steps, trial.step_tokens, strict=False)][_WARM_STEPS:]
     if not timed:
-        return CheckLine(name="speed", holds=None, found="not measured", rule="as modelled")
+        return CheckLine(name="speed", holds=None, found=_NOT_REACHED, rule="as modelled")
     seconds = statistics.median(one for one, _ in timed)
     rate = sum(tokens for _, tokens in timed) / sum(one for one, _ in timed)
     found = f"{rate:,.0f} tokens/s, {seconds:.2f} s per step"
@@ -195,9 +205,12 @@ def _speed(trial: Trial) -> CheckLine:
 
 
 def _written(trial: Trial) -> CheckLine:
-    holds = trial.num_steps in trial.committed
-    found = f"step {trial.num_steps} is committed" if holds else trial.failure or "no checkpoint is committed"
-    return CheckLine(name="checkpoint written", holds=holds, found=found, rule="whole on the configured storage")
+    rule = "whole on the configured storage"
+    if trial.num_steps in trial.committed:
+        return CheckLine(name="checkpoint written", holds=True, found=f"step {trial.num_steps} is committed", rule=rule)
+    holds = None if trial.failure is not None else False
+    found = trial.unsaved or (_NOT_REACHED if holds is None else "no checkpoint is committed")
+    return CheckLine(name="checkpoint written", holds=holds, found=found, rule=rule)
 
 
 def _loaded(trial: Trial) -> CheckLine:
@@ -205,9 +218,10 @@ def _loaded(trial: Trial) -> CheckLine:
     before = {one.step: one.loss for one in trial.steps}
     after = {one.step: one.loss for one in trial.again}
     both = [(before[step], after[step]) for step in before.keys() & after.keys()]
+    if trial.num_steps not in trial.committed or (trial.failure is not None and not both):
+        return CheckLine(name="checkpoint loaded", holds=None, found=_NOT_REACHED, rule=rule)
     if trial.loaded_step != trial.num_steps or not both:
-        found = "no attempt has loaded it" if trial.failure is None else trial.failure
-        return CheckLine(name="checkpoint loaded", holds=False, found=found, rule=rule)
+        return CheckLine(name="checkpoint loaded", holds=False, found="no attempt has loaded it", rule=rule)
     difference = max(abs(a - b) / max(abs(a), 1e-12) for a, b in both)
     holds = difference <= trial.tolerance
     return CheckLine(name="checkpoint loaded", holds=holds, found=f"differs by {difference:.1e}", rule=rule)

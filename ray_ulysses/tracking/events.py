@@ -91,9 +91,11 @@ class AttemptStarted(CommandEvent):
         resumed_step: Completed steps of the state that it started from.
         resumed_from: Where that state came from; None at the start of a run.
         last_step: Step at which it will end; None in journals of earlier versions.
+        run_last_step: Step at which the run will end, if that is in a later stage; None if it is not.
         taken_over: The steps that the run inherited from another one, if any.
         plan_ids: Ids of the segments of its data plan; None in journals of earlier versions.
         stage: Name of the stage that it trains; None in a run without stages.
+        device_gib: Memory of rank 0's GPU, in GiB; None on a CPU.
     """
 
     event: Literal["attempt_started"] = "attempt_started"
@@ -106,9 +108,16 @@ class AttemptStarted(CommandEvent):
     resumed_step: Whole
     resumed_from: str | None
     last_step: Whole | None = None
+    run_last_step: Whole | None = None
     taken_over: InheritedSteps | None = None
     plan_ids: tuple[str, ...] | None = None
     stage: str | None = None
+    device_gib: Number | None = None
+
+    @property
+    def end_of_run(self) -> int | None:
+        """Step at which the run will end, in this attempt or a later one; None where it is not known."""
+        return self.last_step if self.run_last_step is None else self.run_last_step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,5 +37,6 @@ def run_pace(run_dir: Path) -> Pace | None:
     start_s = attempts[-1].seconds_to_first_step if attempts else None
     if start_s is None:
         return None
-    left = None if started.last_step is None else (started.last_step - newest.step) * newest.seconds
+    end = started.end_of_run
+    left = None if end is None else (end - newest.step) * newest.seconds
     return Pace(seconds_left=left, start_s=start_s)

@@ -14,6 +14,7 @@ from ray_ulysses.run.settings import flat_settings, versions
 from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.tracker import NullTracker
+from ray_ulysses.trainer.step_meter import device_memory_gib
 from ray_ulysses.trainer.time_account import TimeAccount
 
 if TYPE_CHECKING:
@@ -98,9 +99,11 @@ class Recorder:
             resumed_step=position.step,
             resumed_from=position.resumed_from,
             last_step=last_step,
+            run_last_step=stage.run_last_step,
             **({} if position.inherited is None else {"taken_over": position.inherited.to_json()}),
             plan_ids=[segment.plan_id for segment in plan.segments],
             **({"stage": stage.name} if config.stages else {}),
+            device_gib=device_memory_gib(self._context.worker.device),
             versions=versions(),
         )
         # Without this record nothing else could be attributed to the attempt.

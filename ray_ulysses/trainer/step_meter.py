@@ -54,6 +54,11 @@ class StepMeter:
         return numbers if utilisation is None else {**numbers, "mfu": utilisation}
 
 
+def device_memory_gib(device: torch.device) -> float | None:
+    """Return the memory of a GPU, in GiB; None for a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else None
+
+
 def peak_memory_gib(device: torch.device) -> float:
     """Return the peak memory of this process, in GiB: allocated on a GPU, resident on CPU."""
     if device.type == "cuda":

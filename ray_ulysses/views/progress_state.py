@@ -109,7 +109,7 @@ class ProgressState:
             case AttemptStarted():
                 return replace(
                     self._without_pace(),
-                    total_steps=self.total_steps if event.last_step is None else event.last_step,
+                    total_steps=self.total_steps if event.end_of_run is None else event.end_of_run,
                     attempt=event.attempt,
                     world_size=event.world_size,
                     sp_size=event.sp_size,

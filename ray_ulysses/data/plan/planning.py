@@ -313,12 +313,14 @@ class _Planning:
     def _order(self, rows: RowStats, epoch: int, first_row: int) -> Int64Array:
         # The order of closing follows the rows' fill and keeps pieces of one document together, so rows are shuffled.
         settings = self._settings
-        if settings.row_order == "costliest":
-            return np.argsort(-rows.cost(settings.token_cost), kind="stable")
         order = Permutation.seeded(rows.size, settings.seed, epoch, _ROW_STREAM).elements(0, rows.size)
         if settings.balance_steps > 1:
             costs = rows.cost(settings.token_cost)[order]
             order = order[balance_windows(costs, settings.rows_per_step, settings.balance_steps, first_row)]
+        if settings.row_order == "costliest":
+            # The others stay in the order of training: the losses of steps that are sorted by anything do not compare.
+            first = np.argsort(-rows.cost(settings.token_cost), kind="stable")[: settings.rows_per_step]
+            order = np.concatenate([first, order[~np.isin(order, first)]])
         return order
 
 

@@ -38,7 +38,7 @@ class PlanSettings:
             ``length * (length + token_cost)``.
         eval_fraction: Share of the documents that is kept out of training.
         eval_rows: Most rows per evaluation.
-        row_order: Order of the rows of an epoch: shuffled, or the costliest first.
+        row_order: Order of the rows of an epoch: shuffled, or a step of the costliest first and the others shuffled.
     """
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY

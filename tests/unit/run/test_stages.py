@@ -95,6 +95,9 @@ def test_a_run_at_a_border_is_in_the_stage_that_follows(corpora: tuple[str, str]
         for stop in (None, 3, 4, 5)
     ]
     assert stops == [[False, False], [True, True], [True, True], [False, True]], "with the stage that the run stops in"
+    assert [one.run_last_step for one in found] == [plan.num_steps] * 3 + [None] * 2
+    short = config_of(tmp_path, corpora, stages(corpora), run__stop_step=border + 1)
+    assert [stage_at(short, plan, step).run_last_step for step in (0, 4, border)] == [border + 1, border + 1, None]
 
 
 def test_each_step_has_the_configuration_of_its_stage(corpora: tuple[str, str], tmp_path: Path) -> None:

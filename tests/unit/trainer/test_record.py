@@ -98,7 +98,7 @@ def _recorder(folder: Path, **fields: Any) -> Recorder:
 
 def _begin(recorder: Recorder) -> None:
     plan: Any = SimpleNamespace(segments=[SimpleNamespace(plan_id="p")], plan_id="p")
-    stage: Any = SimpleNamespace(plan=plan, name="")
+    stage: Any = SimpleNamespace(plan=plan, name="", run_last_step=None)
     recorder.attempt_started(RunPosition(), 10, stage, ParallelLayout(world_size=1, sp_size=1))
 
 

@@ -242,6 +242,7 @@ def test_a_phase_is_said_when_it_begins_and_again_while_it_lasts():
 
 def test_an_attempt_says_where_it_stops():
     assert fold(started(last_step=40), total=None).total_steps == 40
+    assert fold(started(last_step=40, run_last_step=90, stage="short"), total=None).total_steps == 90
 
 
 def test_a_tail_gives_each_whole_line_once(tmp_path):

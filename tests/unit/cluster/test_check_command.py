@@ -1,0 +1,58 @@
+"""The configuration of `check`'s trial, and where it starts from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_ulysses.cluster import check_command
+from ray_ulysses.cluster.check_command import CheckOptions, starting_from, trial_config
+from ray_ulysses.config import Config, parse_config
+from ray_ulysses.errors import UserError
+from ray_ulysses.run.origin import Origin
+from tests.unit.config.trees import small_tree
+
+OPTIONS = CheckOptions(steps=20, stage=None, max_memory=75.0, keep=False)
+
+
+def config_of(*stages: dict[str, Any], **changes: Any) -> Config:
+    return parse_config({**small_tree(**changes), "stages": list(stages)})
+
+
+def test_the_trial_is_the_run_but_for_what_it_decides_itself() -> None:
+    config = config_of(elastic__bad_steps="skip", schedule__warmup_steps=100, optimizer__lr=7e-4)
+    trial = trial_config(config, OPTIONS, "now")
+    assert trial.run.name == f"{config.run.name}-check-now" and not trial.tracking.enabled
+    assert (trial.data.row_order, trial.elastic.bad_steps, trial.elastic.max_failures) == ("costliest", "stop", 0)
+    assert (trial.optimizer.lr, trial.schedule.warmup_steps) == (7e-4, 4)
+    assert trial.model == config.model and trial.memory == config.memory
+
+
+def test_a_stage_is_checked_by_its_name_or_the_last() -> None:
+    stages = ({"name": "short", "steps": 3, "context_tokens": 256}, {"name": "long"})
+    config = config_of(*stages)
+    assert trial_config(config, OPTIONS, "now").data.context_tokens == config.data.context_tokens
+    short = CheckOptions(steps=20, stage="short", max_memory=75.0, keep=False)
+    assert trial_config(config, short, "now").data.context_tokens == 256
+    wrong = CheckOptions(steps=20, stage="shrt", max_memory=75.0, keep=False)
+    with pytest.raises(UserError, match=r"--stage=shrt: there is no such stage; the stages are short, long"):
+        trial_config(config, wrong, "now")
+
+
+def test_a_checkpoint_that_mlflow_knows_is_named_by_its_place_since_the_trial_is_not_tracked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
+
+    def find(config: Config) -> Origin:
+        asked.append(config.model.resume_from)
+        return Origin(reference=str(config.model.resume_from), location=str(tmp_path), step=7)
+
+    monkeypatch.setattr(check_command, "find_origin", find)
+    config = config_of(model__resume_from="mlflow:base/best", model__resume_state="weights", tracking__enabled=True)
+    trial = trial_config(starting_from(config), OPTIONS, "now")
+    assert trial.model.resume_from == f"{tmp_path}@7" and asked == ["mlflow:base/best"]
+    other = config_of(model__resume_from="runs/base@7", model__resume_state="weights")
+    assert starting_from(other) is other and len(asked) == 1
