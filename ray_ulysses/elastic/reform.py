@@ -290,6 +290,9 @@ def _advance(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
 
 def _all_ended(group: Group, statuses: set[str | None]) -> tuple[Group, tuple[Action, ...]]:
     is_stage = statuses == {"stage"}
+    if is_stage:
+        # What failed before was mended: this generation has trained a stage to its end.
+        group = replace(group, failed_forms=0, last_raised=None)
     formed = _form(group) if is_stage or (group.moves and statuses == {"resized"}) else None
     # Every member of a stage that has ended is there: the same ones go on until they can leave.
     formed = formed or (_start(group, group.members) if is_stage else None)

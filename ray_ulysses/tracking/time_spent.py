@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ray_ulysses.tracking.counted_steps import StepStack
 from ray_ulysses.tracking.events import (
+    STAGE,
     STOP_REASONS,
     AttemptEnded,
     AttemptStarted,
@@ -40,6 +41,7 @@ class TimeSpent:
         startup_s: From the start of a command to its first step, without `waiting_s`.
         waiting_s: Of a command without a step yet, until its workers were ready (nodes, processes, process group).
         recovery_s: From the last completed step of an attempt that failed to the first step of the next one.
+        stages_s: From the end of a stage to the first step of the next one, in the same command.
         saves_s: Training was blocked by a checkpoint.
         evaluation_s: In evaluations.
         other_s: Between steps for other reasons, and at the end of a command.
@@ -53,6 +55,7 @@ class TimeSpent:
     startup_s: float = 0.0
     waiting_s: float = 0.0
     recovery_s: float = 0.0
+    stages_s: float = 0.0
     saves_s: float = 0.0
     evaluation_s: float = 0.0
     other_s: float = 0.0
@@ -104,6 +107,8 @@ class _Command:
     attempt: int = 0
     attempt_has_stepped: bool = False
     ended_well: bool = False
+    pause: str = "recovery_s"
+    """The part that the time until the next attempt's first step belongs to, after the command's own first."""
     evaluation_s: float = 0.0
 
 
@@ -132,9 +137,11 @@ class TimeLedger:
         if event.attempt != command.attempt:
             if command.attempt:
                 command.start.attempt_vanished(command.end)
+            if not command.ended_well:
+                command.pause = "recovery_s"
             command.attempt, command.attempt_has_stepped, command.ended_well = event.attempt, False, False
             command.evaluation_s = 0.0
-            self._advance(command, event.time, "recovery_s" if command.has_stepped else "waiting_s")
+            self._advance(command, event.time, command.pause if command.has_stepped else "waiting_s")
             command.start.begin(event.time, "unknown_s")
         if isinstance(event, PhaseStarted):
             command.start.phase(event)
@@ -147,6 +154,7 @@ class TimeLedger:
             command.evaluation_s += event.seconds
         elif isinstance(event, AttemptEnded):
             command.start.attempt_ended(event, command.end)
+            command.pause = "stages_s" if event.reason == STAGE else "recovery_s"
             if event.reason.startswith(STOP_REASONS):
                 command.ended_well = True
                 self._add_pause(command, event.saving_seconds, event.time)
@@ -190,7 +198,7 @@ class TimeLedger:
         if command.attempt_has_stepped:
             self._add_pause(command, first.saving_seconds, begin)
         else:
-            self._advance(command, begin, "recovery_s" if command.has_stepped else "startup_s")
+            self._advance(command, begin, command.pause if command.has_stepped else "startup_s")
         command.has_stepped = command.attempt_has_stepped = True
         spent["seconds"][0] = self._advance(command, first.time, "steps_s")
         spent["seconds"][1:] = self._advance_through(command, group)
@@ -260,4 +268,4 @@ def _open_part(command: _Command) -> str:
     """Return the part that the time from a command's last accounted moment to its end belongs to."""
     if command.ended_well or command.attempt_has_stepped:
         return "other_s"
-    return "recovery_s" if command.has_stepped else "startup_s"
+    return command.pause if command.has_stepped else "startup_s"

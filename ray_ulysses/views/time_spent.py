@@ -11,6 +11,7 @@ _NAMES = {
     "startup_s": "start-up",
     "waiting_s": "waiting for workers",
     "recovery_s": "recovery",
+    "stages_s": "between stages",
     "lost_steps_s": "lost steps",
     "saves_s": "saves",
     "evaluation_s": "evaluation",
@@ -66,4 +67,8 @@ def pause_in_words(spent: TimeSpent) -> str | None:
 
 
 def _parts(spent: TimeSpent) -> list[tuple[str, float]]:
-    return [(name, getattr(spent, field)) for field, name in _NAMES.items()]
+    parts = {field: (name, getattr(spent, field)) for field, name in _NAMES.items()}
+    if not spent.stages_s:
+        # Most runs have none.
+        del parts["stages_s"]
+    return list(parts.values())

@@ -252,6 +252,17 @@ def test_the_end_of_a_stage_begins_the_next_on_the_same_workers() -> None:
     assert one.end(3, status="finished") == (Finish(status="finished"),)
 
 
+def test_a_stage_that_was_trained_ends_the_failures_in_a_row() -> None:
+    one = training()
+    one.end(1, error=BUG)
+    one.stop_rest(stepped=False)
+    one.see(Judged(generation=1, may_continue=True))
+    assert one.group.failed_forms == 1
+    for worker in range(4):
+        one.end(worker, status="stage")
+    assert (one.group.generation, one.group.failed_forms, one.group.last_raised) == (3, 0, None)
+
+
 def test_a_stage_ends_no_run_whose_nodes_are_all_to_go() -> None:
     """Its workers are there, and train until they are taken away."""
     one = training()

@@ -126,6 +126,7 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
             "startup_s": 2.0,
             "waiting_s": 0.0,
             "recovery_s": 0.0,
+            "stages_s": 0.0,
             "saves_s": 0.0,
             "evaluation_s": 0.0,
             "other_s": 0.5,

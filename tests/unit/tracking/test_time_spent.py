@@ -72,6 +72,7 @@ def test_a_command_is_counted_from_its_start_and_every_part_of_it_is_named() -> 
         "startup_s": 33.0,
         "waiting_s": 20.0,
         "recovery_s": 0.0,
+        "stages_s": 0.0,
         "saves_s": 5.0,
         "evaluation_s": 2.5,
         "other_s": 7.5,
@@ -201,6 +202,24 @@ def test_a_resize_loses_no_step_and_detects_nothing() -> None:
     assert (spent.saves_s, spent.recovery_s) == (1.0, 9.0)
 
 
+def test_the_time_between_two_stages_is_no_recovery_and_a_failure_there_is() -> None:
+    journal = Journal().claim(1, 10.0, command_started=0.0).start(1, 12.0).step(1, 15.0, 1, seconds=2.0)
+    journal.put("attempt_ended", 1, 16.0, reason="stage", saving_seconds=1.0)
+    journal.claim(2, 20.0, command_started=0.0).start(2, 22.0, resumed=1)
+    assert (journal.spent.stages_s, journal.spent.recovery_s) == (22.0 - 16.0, 0.0)
+    journal.step(2, 25.0, 2, seconds=2.0)
+    spent = journal.spent
+    assert (spent.saves_s, spent.stages_s, spent.recovery_s) == (1.0, 23.0 - 16.0, 0.0)
+    assert spent.recovery == StartTime() and spent.metrics()["time_stages_s"] == 7.0
+    # The attempt is lost, and so is the one that begins the next stage after it.
+    journal.claim(3, 30.0, command_started=0.0).start(3, 30.0, resumed=2).step(3, 32.0, 3, seconds=2.0)
+    assert (journal.spent.stages_s, journal.spent.recovery_s) == (7.0, 5.0)
+    journal.put("attempt_ended", 3, 32.0, reason="stage")
+    journal.claim(4, 33.0, command_started=0.0)
+    journal.claim(5, 40.0, command_started=0.0).start(5, 41.0, resumed=3).step(5, 44.0, 4, seconds=2.0)
+    assert (journal.spent.stages_s, journal.spent.recovery_s) == (8.0, 5.0 + 9.0)
+
+
 def random_run(draw: random.Random) -> Journal:
     """Return commands with attempts that die, resume from any step before, evaluate and save, at random.
 
@@ -238,7 +257,7 @@ def random_run(draw: random.Random) -> Journal:
                 if draw.random() < 0.3:
                     journal.put("evaluation", attempt, later(), step=step, loss=1.0, tokens=1, seconds=draw.random())
             if draw.random() < 0.6:
-                reason = draw.choice(("stopped", "finished", "resized"))
+                reason = draw.choice(("stopped", "finished", "resized", "stage"))
                 journal.put("attempt_ended", attempt, later(), reason=reason, saving_seconds=draw.randint(0, 8) / 8)
             while draw.random() < 0.4:
                 failed()

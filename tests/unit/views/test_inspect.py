@@ -48,6 +48,11 @@ def test_where_the_time_went_is_told_by_name() -> None:
     assert "time" not in render_history(make_history(time_spent=TimeSpent())).splitlines()
 
 
+def test_the_time_between_stages_is_told_of_a_run_that_has_them() -> None:
+    lines = render_history(make_history(time_spent=TimeSpent(steps_s=30.0, stages_s=10.0))).splitlines()
+    assert "    10.0s   25.00%  between stages" in lines
+
+
 def test_what_starts_and_recoveries_went_into_is_told_where_it_is_known() -> None:
     recovery = StartTime(cut_off_s=0.91, detect_s=0.4, form_s=8.06, load_s=2.0, build_s=1.64, unknown_s=0.04)
     spent = TimeSpent(steps_s=26.0, startup_s=3.0, recovery_s=13.05, recovery=recovery)
