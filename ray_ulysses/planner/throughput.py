@@ -1,9 +1,10 @@
 """Predicts the time of a step from its work and the rates of a device, term by term, with arithmetic to check by hand.
 
-It is a model and not a measurement. What a device computes was fitted to twelve steps that were measured on one H100
-(`benchmarks/results/step_gpu.md`), which it meets within 10%; links were not. Left out: the fixed cost of a
-micro-batch, stalls of the data stream and of checkpoints, evaluations, and everything that the host adds. Communication
-of a layer's heads is not hidden behind compute; that of weights, gradients and ring blocks is, as far as there is any.
+It is a model and not a measurement. What a device computes was fitted to sixteen steps that were measured on one H100
+(`benchmarks/results/step_gpu.md`, `recipe_gpu.md`), which it meets within 10%; links were not. Left out: the fixed cost
+of a micro-batch, stalls of the data stream and of checkpoints, evaluations, and everything that the host adds.
+Communication of a layer's heads is not hidden behind compute; that of weights, gradients and ring blocks is, as far as
+there is any.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ class DeviceRates:
     host: float
 
 
-# Hopper: fitted to benchmarks/results/step_gpu.md and kernels_gpu.md (cuDNN); FlashAttention-3 reports the same
+# Hopper: fitted to benchmarks/results/step_gpu.md, recipe_gpu.md and kernels_gpu.md (cuDNN). Steps of minutes run at
+# the device's power limit, slower than kernels that are timed alone; FlashAttention-3 reports a little more
 # (https://arxiv.org/abs/2407.08608: causal, heads of 128, 16k: 616 TFLOP/s forward). Ampere was not measured here:
 # FlashAttention-2 (https://arxiv.org/abs/2307.08691: 189 TFLOP/s forward and backward together), and five sixths of the
 # peak for matrix products. Bandwidths are those of the vendors' data sheets, of links in one direction.
 _HOPPER = DeviceRates(
-    matmul=0.75, attention_forward=0.62, attention_backward=0.46, memory=3350 * GB, link=450 * GB, host=64 * GB
+    matmul=0.75, attention_forward=0.585, attention_backward=0.43, memory=3350 * GB, link=450 * GB, host=64 * GB
 )
 _AMPERE = DeviceRates(
     matmul=0.83, attention_forward=0.606, attention_backward=0.606, memory=2039 * GB, link=300 * GB, host=32 * GB

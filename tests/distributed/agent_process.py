@@ -15,7 +15,7 @@ from ray_ulysses.vault.files import MemoryFile
 
 DAMAGE, CUT = signal.SIGUSR1, signal.SIGUSR2
 """Have an agent change a byte of each file that it holds, or cut each to half of its size; manifests stay whole."""
-SPOIL_S = 1.0
+SPOIL_S = 2.0
 
 
 @dataclass

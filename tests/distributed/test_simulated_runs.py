@@ -17,11 +17,9 @@ from tests.distributed.run_case import make_config, make_corpus
 from tests.distributed.supervised import SupervisedRun, training_child
 from tests.polling import wait_until
 from tests.result_table import ResultTable
-from tests.unit.elastic.simulation import Happened, Simulation
+from tests.unit.elastic.simulation import REPLAYED, Happened, Simulation
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(2400)]
-HISTORIES = [(275, 2, 2, 2), (73, 2, 2, 2), (77, 4, 1, 1), (275, 4, 1, 1), (258, 4, 1, 1)]
-"""Seed, nodes, workers per node, and sp_size: together they hold every kind of event but two lost nodes at once."""
 
 
 class Replay:
@@ -117,7 +115,7 @@ class Replay:
             plant(run.folder, {"number": self.reader.number, "where": "step", "kind": kind, "rank": rank})
 
 
-@pytest.mark.parametrize(("seed", "nodes", "per_node", "sp_size"), HISTORIES)
+@pytest.mark.parametrize(("seed", "nodes", "per_node", "sp_size"), REPLAYED)
 def test_a_simulated_history_is_the_same_on_real_processes(
     tmp_path: Path, seed: int, nodes: int, per_node: int, sp_size: int
 ) -> None:

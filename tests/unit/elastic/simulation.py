@@ -26,7 +26,9 @@ SILENCE_S = 5.0
 CUT_S = 10.0
 """A supervisor that does not hear the coordinator for this long ends its child and itself."""
 LAST_STEP = 120
-_FAULTS = ("child", "child", "bug", "hang", "worker", "node", "drain", "cut", "back", "two nodes")
+REPLAYED = [(275, 2, 2, 2), (73, 2, 2, 2), (77, 4, 1, 1), (275, 4, 1, 1), (114, 4, 1, 1)]
+"""Histories that are replayed on real processes: seed, nodes, workers per node, and sp_size."""
+FAULTS = ("child", "child", "bug", "hang", "worker", "node", "drain", "cut", "back", "two nodes")
 
 
 @dataclass

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.breadth import examples
-from tests.unit.elastic.simulation import LAST_STEP, Simulation
+from tests.unit.elastic.simulation import FAULTS, LAST_STEP, REPLAYED, Simulation
 
 _SHAPES = [(2, 2, 2), (3, 2, 2), (4, 4, 2), (4, 8, 8), (8, 2, 4), (16, 8, 8)]
 """Nodes, workers per node, and sp_size."""
@@ -36,3 +36,14 @@ def test_every_step_is_trained_once_whatever_fails() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_thousand_workers_recover_as_well(seed: int) -> None:
     assert _play(seed, 128, 8, 8, faults=6).reforms > 0
+
+
+def test_the_histories_that_real_processes_replay_hold_every_event_and_wait_for_each() -> None:
+    events = []
+    for seed, nodes, per_node, sp_size in REPLAYED:
+        one = Simulation(seed, nodes=nodes, per_node=per_node, sp_size=sp_size, faults=4)
+        one.run()
+        # An event that comes before anybody trains again can't be replayed at the same moment.
+        assert all(happened.before is not None for happened in one.happened), seed
+        events += [happened.what for happened in one.happened]
+    assert {*FAULTS} - {*events} == {"two nodes"}

@@ -14,6 +14,7 @@ from ray_ulysses.config.running import ClusterSection
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.planner.flops import step_flops
+from ray_ulysses.planner.memory import estimate
 from ray_ulysses.planner.throughput import DEVICE_RATES, GB, Hardware, Method, StepTime, Work, step_time
 from tests.unit.planner.runs import LLAMA_3_8B
 
@@ -59,6 +60,30 @@ def test_steps_that_were_measured_on_a_device_are_met_within_a_tenth(row: dict[s
     assert len(OURS) >= 12 and found == pytest.approx(statistics.median(row["seconds"]), rel=0.10)
 
 
+RECIPES = [
+    row
+    for row in json.loads((Path(__file__).parents[3] / "benchmarks/results/recipe_gpu.json").read_text())["found"]
+    if row["side"] == "ours"
+]
+
+
+@pytest.mark.parametrize("row", RECIPES, ids=lambda row: row["title"])
+def test_whole_recipes_that_were_measured_are_met_in_time_and_memory(row: dict[str, Any]) -> None:
+    """A step of an 8B model at up to a million tokens as one of eight ranks takes it, offload and tiles included."""
+    shape = ModelShape.from_config_dict(row["model"])
+    work = Work(tokens=row["context"], squares=sum(one**2 for one in row["documents"]), rows=1, imbalance=1.0)
+    layout = ParallelLayout(world_size=row["sp"], sp_size=row["sp"], ring_size=1)
+    time = step_time(shape, layout, work, replace(KEPT, attention_output=row["memory"]["attention_output"]), NODE)
+    found = sum(term.seconds for term in time.terms if term.name not in ("exchange of heads", "weights and gradients"))
+    memory = estimate(
+        shape, world_size=row["sp"], sp_size=row["sp"], context_tokens=row["context"], init="random",
+        accelerator=False, **row["memory"],
+    )  # fmt: skip
+    assert len(RECIPES) == 4
+    assert memory.device_bytes / 2**30 == pytest.approx(row["peak_gib"], rel=0.05)
+    assert found == pytest.approx(statistics.median(row["seconds"]), rel=0.10)
+
+
 def test_terms_are_those_that_one_computes_by_hand() -> None:
     time = modelled()
     layers = 8_030_261_248 - 2 * 128_256 * 4096
@@ -67,7 +92,7 @@ def test_terms_are_those_that_one_computes_by_hand() -> None:
     attention = 32 * 4096 * 131_072**2 / 8 / 989.4e12
     # Four heads per rank: half of the rate at 4,500 tokens.
     ramp = 131_072 / (131_072 + 4_500)
-    assert seconds(time, "attention") == pytest.approx(attention * (2 / 0.62 + 4 / 0.46) / ramp)
+    assert seconds(time, "attention") == pytest.approx(attention * (2 / 0.585 + 4 / 0.43) / ramp)
     # Five collectives per layer: q five times, k and v three times each, of 16,384 tokens per rank.
     sent = 16_384 * 32 * (5 * 32 + 6 * 8) * 128 * 2 * 7 / 8
     assert seconds(time, "exchange of heads") == pytest.approx(sent / (0.8 * 450e9))
@@ -79,9 +104,9 @@ def test_terms_are_those_that_one_computes_by_hand() -> None:
 
 
 def test_attention_bounds_what_a_long_row_reaches() -> None:
-    """About 51% of the peak where it is not computed again, and 41% where it is."""
+    """About 47% of the peak where it is not computed again, and 37% where it is."""
     kept, again = modelled(64 * MILLION), modelled(64 * MILLION, attention_output="none")
-    assert 0.49 < kept.mfu < 0.52 and 0.39 < again.mfu < 0.42
+    assert 0.46 < kept.mfu < 0.48 and 0.36 < again.mfu < 0.38
     assert again.hfu == pytest.approx(again.mfu * 8 / 6, rel=0.01)
 
 
