@@ -1,15 +1,18 @@
-"""MLPs over tiles of tokens, so that what is as wide as the MLP never exists for a whole row.
+"""MLPs and norms over tiles of tokens, so that what is as wide as the MLP, or in fp32, never exists for a whole row.
 
 The forward pass keeps only the MLP's input, in a node of its own that comes before the tiles. Under gradient
 checkpointing the layer's recomputation ends there, so that the backward pass computes the MLP once again and not twice:
 12 products of a projection per layer where 11 are computed without tiles. The gradients of the weights are summed over
-tiles in fp32, and each is added to its parameter once.
+tiles in fp32, and each is added to its parameter once. Norms of long rows are computed in the same way: Transformers'
+make five values in fp32 of each of their input in the backward pass, several times what is left of a layer.
 
 Legend: N tokens of this rank, T tokens of a tile, H hidden size.
 """
 
 from __future__ import annotations
 
+import contextlib
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -20,20 +23,20 @@ from torch.autograd.function import once_differentiable
 from ray_ulysses.engine.model_parts import NoTilesError, own_forward, unhooked
 from ray_ulysses.engine.tiled_loss import add_gradients
 from ray_ulysses.errors import UserError
-from ray_ulysses.parallel.tiles import TileSetting, mlp_tile_tokens
+from ray_ulysses.parallel.tiles import TileSetting, mlp_tile_tokens, norm_tile_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _OFF = "memory.mlp_tile: off"
 
 
 def tile_mlps(model: nn.Module, tile: TileSetting) -> None:
-    """Make the MLPs of a model's layers, dense or of experts, go over tiles; before an engine wraps the model.
+    """Make MLPs of a model's layers, dense or of experts, and norms go over tiles; before an engine wraps the model.
 
     Args:
         model: A ``PreTrainedModel``.
-        tile: Tokens per tile; see :func:`ray_ulysses.parallel.tiles.mlp_tile_tokens`.
+        tile: Tokens per tile; see :func:`ray_ulysses.parallel.tiles.mlp_tile_tokens` and ``norm_tile_tokens``.
 
     Raises:
         UserError: The model's layers have no MLP that can be tiled; ``auto`` leaves them as they are.
@@ -55,8 +58,22 @@ def tile_mlps(model: nn.Module, tile: TileSetting) -> None:
             continue
         # ZeRO-3 then gathers all its weights once for all tiles.
         mlp._z3_leaf = True  # type: ignore[assignment]
-        mlp._ray_ulysses_tile = tile  # type: ignore[assignment]
-        mlp.forward = MethodType(_forward, mlp)
+        _go_over_tiles(mlp, partial(_mlp_tile, tile, mlp_width(mlp)))
+    for norm in find_norms(model):
+        # One that was replaced by a fused kernel needs no tiles.
+        with contextlib.suppress(NoTilesError):
+            own_forward(norm, _OFF)
+            _go_over_tiles(norm, partial(norm_tile_tokens, tile))
+
+
+def _go_over_tiles(module: Any, tile_tokens: Callable[[int, int], int]) -> None:
+    """Give a module a forward over tiles, of as many tokens as a function of a row's tokens and width says."""
+    module._ray_ulysses_tile_tokens = tile_tokens
+    module.forward = MethodType(_forward, module)
+
+
+def _mlp_tile(setting: TileSetting, inner_width: int, tokens: int, _width: int) -> int:
+    return mlp_tile_tokens(setting, tokens, inner_width)
 
 
 def find_mlps(model: nn.Module) -> Iterator[nn.Module]:
@@ -68,6 +85,19 @@ def find_mlps(model: nn.Module) -> Iterator[nn.Module]:
             for child in layer.children():
                 is_attention = any(type(one).__name__.endswith("Attention") for one in child.modules())
                 if not is_attention and len(_matrices(child)) > 1 and next(child.children(), None) is not None:
+                    yield child
+
+
+def find_norms(model: nn.Module) -> Iterator[nn.Module]:
+    """Find the norms of hidden states, of layers and after the last one; not torch's own, which are fused already."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for parent in model.modules():
+        children = list(parent.children())
+        if isinstance(parent, GradientCheckpointingLayer) or any(isinstance(one, nn.ModuleList) for one in children):
+            for child in children:
+                is_fused = isinstance(child, nn.LayerNorm | nn.RMSNorm)
+                if type(child).__name__.endswith("Norm") and not is_fused and next(child.children(), None) is None:
                     yield child
 
 
@@ -84,13 +114,13 @@ def mlp_width(mlp: nn.Module) -> int:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stand in for the forward of an MLP."""
+    """Stand in for the forward of an MLP or a norm."""
     own = type(self).forward
     hidden = args[0] if len(args) == 1 and not kwargs else None
     if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2:
         return own(self, *args, **kwargs)
     num_tokens = hidden.shape[:-1].numel()
-    tile = mlp_tile_tokens(self._ray_ulysses_tile, num_tokens, mlp_width(self))
+    tile = self._ray_ulysses_tile_tokens(num_tokens, hidden.shape[-1])
     if tile >= num_tokens:
         return own(self, hidden)
     # [..., H] -> [1, N, H], whose tiles every MLP takes.
@@ -114,7 +144,7 @@ def _with_gradients(bare: _Bare, hidden_1NH: torch.Tensor, tile: int) -> torch.T
 
 
 class _Bare:
-    """An MLP without its hooks, whose weights are gathered.
+    """An MLP or a norm without its hooks, whose weights are gathered.
 
     Attributes:
         mlp: A stand-in with the same weights.
@@ -142,9 +172,15 @@ class _Bare:
 
     def all_tiles(self, hidden_1NH: torch.Tensor, tile: int) -> torch.Tensor:
         """Return the hidden states of all tokens."""
-        result_1NH = torch.empty_like(hidden_1NH)
-        for hidden_1TH, result_1TH in zip(hidden_1NH.split(tile, dim=1), result_1NH.split(tile, dim=1), strict=True):
-            result_1TH.copy_(self(hidden_1TH))
+        result_1NH: torch.Tensor | None = None
+        for start in range(0, hidden_1NH.shape[1], tile):
+            part = slice(start, start + tile)
+            result_1TH = self(hidden_1NH[:, part])
+            if result_1NH is None:
+                # A norm with weights in fp32 has a result in fp32.
+                result_1NH = torch.empty_like(hidden_1NH, dtype=result_1TH.dtype)
+            result_1NH[:, part] = result_1TH
+        assert result_1NH is not None
         return result_1NH
 
 

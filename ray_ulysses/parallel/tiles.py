@@ -9,6 +9,8 @@ TileSetting = int | Literal["auto", "off"]
 
 _MOST_VALUES = 1 << 26
 _LEAST_VALUES = 1 << 20
+_VALUES_OF_NORM_TILE = 1 << 24
+_LEAST_NORM_TILES = 4
 _MOST_LOSS_TOKENS = 512
 _LEAST_LOSS_TILES = 8
 
@@ -38,6 +40,18 @@ def mlp_tile_tokens(setting: TileSetting, tokens: int, width: int) -> int:
         width: Values per token inside the MLP.
     """
     return _tile_tokens(setting, tokens, _MOST_VALUES // width)
+
+
+def norm_tile_tokens(setting: TileSetting, tokens: int, width: int) -> int:
+    """Return the tokens per tile of a norm; ``auto`` makes tiles of 2**24 values where there are at least four.
+
+    Args:
+        setting: As in :func:`loss_tile_tokens`.
+        tokens: Tokens that this rank has of a batch.
+        width: Values per token.
+    """
+    automatic = _VALUES_OF_NORM_TILE // width
+    return _tile_tokens(setting, tokens, automatic if tokens >= _LEAST_NORM_TILES * automatic else tokens)
 
 
 def _tile_tokens(setting: TileSetting, tokens: int, automatic: int) -> int:

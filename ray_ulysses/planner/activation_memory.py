@@ -12,7 +12,7 @@ from typing import Literal
 from ray_ulysses.config.running import KeptActivation
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.heads import HeadPlan, assign_heads
-from ray_ulysses.parallel.tiles import TileSetting, loss_tile_tokens
+from ray_ulysses.parallel.tiles import TileSetting, loss_tile_tokens, mlp_tile_tokens, norm_tile_tokens
 from ray_ulysses.planner.memory_terms import FP32_BYTES, MemoryTerm, always, term
 
 KEPT_TERMS: dict[KeptActivation, str] = {
@@ -53,8 +53,24 @@ class AttentionSplit:
         return tuple(round(each * self.ulysses_size * shape.head_dim) for each in (queries, kv_per_chunk))  # type: ignore[return-value]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiles:
+    """Tokens that are processed at once: of an MLP, and of a norm."""
+
+    mlp: int
+    norm: int
+
+    @classmethod
+    def chosen(cls, setting: TileSetting, tokens: int, shape: ModelShape) -> Tiles:
+        """Return what ``memory.mlp_tile`` makes of a rank's tokens."""
+        return cls(
+            mlp=mlp_tile_tokens(setting, tokens, shape.intermediate_size),
+            norm=norm_tile_tokens(setting, tokens, shape.hidden_size),
+        )
+
+
 def activation_terms(
-    shape: ModelShape, tokens: int, split: AttentionSplit, value: int, mlp_tile: int, *, checkpointed: bool
+    shape: ModelShape, tokens: int, split: AttentionSplit, value: int, tiles: Tiles, *, checkpointed: bool
 ) -> list[MemoryTerm]:
     """Return the terms of the decoder's layers.
 
@@ -63,13 +79,13 @@ def activation_terms(
         tokens: Tokens per rank.
         split: The sharding of attention.
         value: Bytes of a value.
-        mlp_tile: Tokens that an MLP processes at once.
+        tiles: Tokens that MLPs and norms process at once.
         checkpointed: Whether layers are recomputed in the backward pass.
     """
-    hidden, layers, is_tiled = shape.hidden_size, shape.num_layers, mlp_tile < tokens
+    hidden, layers = shape.hidden_size, shape.num_layers
     text = f"{tokens:,} tokens per rank x 2 x {shape.head_dim} x {value} bytes: cosines and sines"
     terms = [always("rotations", tokens * 2 * shape.head_dim * value, text)]
-    saved = _saved(shape, tokens, split, value, is_tiled=is_tiled, checkpointed=checkpointed)
+    saved = _saved(shape, tokens, split, value, tiles, checkpointed=checkpointed)
     if checkpointed:
         text = (
             f"{layers} layers x {tokens:,} tokens per rank x {hidden} x {value} bytes: what gradient checkpointing "
@@ -85,21 +101,28 @@ def activation_terms(
     terms.append(term("gradient of a layer's output", tokens * hidden * value, "layer", text))
     return [
         *terms,
-        _mlp_backward(shape, tokens, value, mlp_tile, checkpointed=checkpointed),
+        _mlp_backward(shape, tokens, value, tiles, checkpointed=checkpointed),
         *_attention_backward(shape, tokens, split, value),
     ]
 
 
 def _saved(
-    shape: ModelShape, tokens: int, split: AttentionSplit, value: int, *, is_tiled: bool, checkpointed: bool
+    shape: ModelShape, tokens: int, split: AttentionSplit, value: int, tiles: Tiles, *, checkpointed: bool
 ) -> list[MemoryTerm]:
     """Return what one layer saves for its backward pass, besides what checkpointing keeps of it."""
     hidden, (queries, keys) = shape.hidden_size, split.widths(shape)
     # A norm saves its input in fp32, normalized and scaled values; in fp32 the first one's input is the layer's.
     first, second = (0 if value == FP32_BYTES and checkpointed else FP32_BYTES) + 2 * value, FP32_BYTES + 2 * value
-    text = f"{tokens:,} tokens per rank x {hidden} x {first} bytes: its input in fp32, normalized and scaled values"
+    what = "its input in fp32, normalized and scaled values"
+    if tiles.norm < tokens:
+        first, second, what = (
+            value if checkpointed else 2 * value,
+            2 * value,
+            "its result, and its input if not a layer's",
+        )
+    text = f"{tokens:,} tokens per rank x {hidden} x {first} bytes: {what}"
     terms = [term("a layer's first norm", tokens * hidden * first, "layer", text)]
-    text = f"{tokens:,} tokens per rank x {hidden} x {second} bytes: its input in fp32, normalized and scaled values"
+    text = f"{tokens:,} tokens per rank x {hidden} x {second} bytes: {what}"
     terms.append(term("a layer's second norm", tokens * hidden * second, "mlp", text))
     inputs = tokens * value * (queries + 2 * keys)
     text = f"{tokens:,} tokens per rank x {value} bytes x the widths of q, k and v, as the kernel has them"
@@ -112,16 +135,20 @@ def _saved(
         width = shape.num_heads * shape.head_dim
         text = f"{tokens:,} tokens per rank x {width} x {value} bytes: in the model's layout, for its projection"
         terms.append(term("attention output, exchanged", tokens * width * value, "mlp", text))
-    if not is_tiled:
+    if tiles.mlp >= tokens:
         each = 4 * shape.intermediate_size * value
         text = f"{tokens:,} tokens per rank x {each:,} bytes: gate, up, their activation and product"
         terms.append(term("one MLP", tokens * each, "mlp", text))
     return terms
 
 
-def _mlp_backward(shape: ModelShape, tokens: int, value: int, tile: int, *, checkpointed: bool) -> MemoryTerm:
+def _mlp_backward(shape: ModelShape, tokens: int, value: int, tiles: Tiles, *, checkpointed: bool) -> MemoryTerm:
     """Return what the backward pass of an MLP works with, or of the norm before it, whichever is more."""
-    norm = tokens * shape.hidden_size * _VALUES_OF_NORM * FP32_BYTES
+    tile, of_norm = tiles.mlp, tiles.norm * _VALUES_OF_NORM * FP32_BYTES
+    if tiles.norm < tokens:
+        # The gradients of the result and of the input of all tokens.
+        of_norm += tokens * 2 * value
+    norm = of_norm * shape.hidden_size
     # An adapter's product and its scaled copy are made beside that of the frozen weights.
     of_adapter = 0 if shape.part is None else 2
     if checkpointed and tile >= tokens:
@@ -145,7 +172,10 @@ def _mlp_backward(shape: ModelShape, tokens: int, value: int, tile: int, *, chec
         size, name = tokens * each, "one MLP, backward"
         text = f"{tokens:,} tokens per rank x {each:,} bytes: {values} gradients of its width"
     if norm > size:
-        text = f"{tokens:,} tokens per rank x {shape.hidden_size} x {_VALUES_OF_NORM} x {FP32_BYTES} bytes: in fp32"
+        text = (
+            f"{tiles.norm:,} tokens of {tokens:,} per rank x {shape.hidden_size} x {_VALUES_OF_NORM} x {FP32_BYTES} "
+            "bytes: in fp32; and, where that is not all, the gradients of its result and its input"
+        )
         size, name = norm, "a norm, backward"
     return term(name, size, "mlp", text)
 
@@ -192,7 +222,7 @@ def _attention_backward(shape: ModelShape, tokens: int, split: AttentionSplit, v
     return terms
 
 
-def loss_terms(shape: ModelShape, tokens: int, value: int, setting: TileSetting) -> list[MemoryTerm]:
+def loss_terms(shape: ModelShape, tokens: int, value: int, setting: TileSetting, norm_tile: int) -> list[MemoryTerm]:
     """Return the terms of the loss and of the norm before it.
 
     Args:
@@ -200,9 +230,12 @@ def loss_terms(shape: ModelShape, tokens: int, value: int, setting: TileSetting)
         tokens: Tokens per rank.
         value: Bytes of a value.
         setting: Tokens per rank whose logits exist at once.
+        norm_tile: Tokens of which the norm before it processes at once.
     """
-    each = FP32_BYTES + 2 * value
-    text = f"{tokens:,} tokens per rank x {shape.hidden_size} x {each} bytes: its input in fp32, and two values of each"
+    each, what = FP32_BYTES + 2 * value, "its input in fp32, and two values of each"
+    if norm_tile < tokens:
+        each, what = 2 * value, "its input and its result"
+    text = f"{tokens:,} tokens per rank x {shape.hidden_size} x {each} bytes: {what}"
     terms = [term("final norm", tokens * shape.hidden_size * each, "loss", text)]
     # Log-probabilities, and the gradients of these and of the logits; the logits themselves are freed before.
     each, tile = 3 * FP32_BYTES, loss_tile_tokens(setting, tokens, shape.vocab_size)

@@ -12,8 +12,14 @@ from typing import Literal
 
 from ray_ulysses.config.running import KeptActivation
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.parallel.tiles import TileSetting, mlp_tile_tokens
-from ray_ulysses.planner.activation_memory import KEPT_TERMS, AttentionSplit, activation_terms, loss_terms
+from ray_ulysses.parallel.tiles import TileSetting
+from ray_ulysses.planner.activation_memory import (
+    KEPT_TERMS,
+    AttentionSplit,
+    Tiles,
+    activation_terms,
+    loss_terms,
+)
 from ray_ulysses.planner.memory_terms import GIB, MemoryTerm, Phase, always
 from ray_ulysses.planner.state_memory import StateSharing, device_state, host_state, load_terms
 
@@ -116,10 +122,10 @@ def estimate(
     attention = AttentionSplit(
         ulysses_size=sp_size // ring_size, ring_size=ring_size, chunks=attention_chunks, kept=attention_output
     )
-    tile = mlp_tile_tokens(mlp_tile, local_tokens, shape.intermediate_size)
-    kept = activation_terms(shape, local_tokens, attention, value, tile, checkpointed=gradient_checkpointing)
+    tiles = Tiles.chosen(mlp_tile, local_tokens, shape)
+    kept = activation_terms(shape, local_tokens, attention, value, tiles, checkpointed=gradient_checkpointing)
     device, activations = _offloaded(device_state(shape, sharing) + kept, offload_activations, shape.num_layers)
-    device += loss_terms(shape, local_tokens, value, loss_tile)
+    device += loss_terms(shape, local_tokens, value, loss_tile, tiles.norm)
     on_host, on_device = load_terms(shape, init, sharing)
     device += [one for one in (on_device, _RUNTIME if accelerator else None) if one is not None]
     return MemoryEstimate(device=tuple(device), host=(*host_state(shape, sharing), *activations, on_host))

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from ray_ulysses import apply_ulysses, causal_lm_loss
 from ray_ulysses.attention.recompute import checkpoint_contexts
@@ -105,6 +105,65 @@ def test_a_checkpointed_layer_computes_12_products_of_a_projection_where_11_are_
             train(layers, hidden)
         counts[tile] = work.products / (2 * 512 * 64 * 16)
     assert counts == {"off": 11, 64: 12}
+
+
+def rms_norm(tokens: int, tile: TileSetting, dtype: torch.dtype = torch.bfloat16) -> tuple[LlamaRMSNorm, torch.Tensor]:
+    torch.manual_seed(0)
+    layer = Layer(32)
+    layer.norm = LlamaRMSNorm(16)
+    torch.nn.init.normal_(layer.norm.weight)
+    tile_mlps(layer.to(dtype), tile)
+    return layer.norm, torch.randn(1, tokens, 16).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_norm_over_tiles_has_the_same_bits_and_sums_its_weight_gradient_in_fp32(dtype: torch.dtype) -> None:
+    found = {}
+    for tile in ("off", 7):
+        norm, hidden = rms_norm(512, tile, dtype)  # type: ignore[arg-type]
+        result = norm(hidden)
+        result.backward(torch.randn(result.shape, generator=torch.Generator().manual_seed(1)).to(dtype))
+        found[tile] = (result.detach(), hidden.grad, norm.weight.grad)
+    for whole, tiled in zip(found["off"][:2], found[7][:2], strict=True):
+        assert torch.equal(whole, tiled)
+    truth_norm, truth_hidden = rms_norm(512, "off", dtype)
+    result = truth_norm.double()(truth_hidden.detach().double())
+    upstream = torch.randn(result.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    result.backward(upstream.to(result.dtype))
+    errors = [worst({"d": one[2].double()}, {"d": truth_norm.weight.grad.double()}) for one in found.values()]
+    assert errors[1] <= 1.1 * errors[0] + 1e-6
+
+
+def test_a_norm_with_weights_in_fp32_keeps_its_result_in_fp32() -> None:
+    for tile in ("off", 7):
+        norm, hidden = rms_norm(64, tile)  # type: ignore[arg-type]
+        assert norm.float()(hidden).dtype == torch.float32
+
+
+def test_a_norm_over_tiles_makes_no_values_in_fp32_of_a_whole_row() -> None:
+    peaks = {}
+    for tile in ("off", 64):
+        norm, hidden = rms_norm(8192, tile)  # type: ignore[arg-type]
+        upstream = torch.ones_like(hidden)
+        peaks[tile] = peak_bytes(lambda norm=norm, hidden=hidden, upstream=upstream: norm(hidden).backward(upstream))  # type: ignore[misc]
+    assert peaks["off"] >= 5 * 8192 * 16 * 4
+    # Its result, and its input's gradient.
+    assert peaks[64] <= 1.3 * 2 * 8192 * 16 * 2
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tiled"),
+    [
+        ("llama", {"model.norm", "model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm"}),
+        # torch's own are one kernel already.
+        ("gpt2", set()),
+    ],
+)
+def test_norms_of_hidden_states_go_over_tiles(architecture: str, tiled: set[str]) -> None:
+    model: Any = zoo_model(architecture)
+    tile_mlps(model, TILE)
+    names = {name for name, one in model.named_modules() if hasattr(one, "_ray_ulysses_tile_tokens")}
+    assert {name for name in names if "norm" in name.lower() and ".1." not in name} == tiled
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ulysses.parallel.tiles import loss_tile_tokens, mlp_tile_tokens
+from ray_ulysses.parallel.tiles import loss_tile_tokens, mlp_tile_tokens, norm_tile_tokens
 
 
 @given(tokens=st.integers(1, 1 << 21), vocab_size=st.integers(1, 1 << 19))
@@ -40,3 +40,17 @@ def test_the_tokens_of_a_tile_of_the_loss(setting: int | str, tokens: int, vocab
 @pytest.mark.parametrize(("setting", "tile"), [("auto", 4_681), ("off", 16_384), (100, 100), (20_000, 16_384)], ids=str)
 def test_the_tokens_of_a_tile_of_an_mlp(setting: int | str, tile: int) -> None:
     assert mlp_tile_tokens(setting, 16_384, 14_336) == tile  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("setting", "tokens", "tile"),
+    [
+        ("auto", 131_072, 4096),
+        ("auto", 16_384, 4096),
+        ("auto", 16_383, 16_383),
+        ("off", 131_072, 131_072),
+        (100, 512, 100),
+    ],
+)
+def test_norms_go_over_tiles_where_a_row_is_long(setting: int | str, tokens: int, tile: int) -> None:
+    assert norm_tile_tokens(setting, tokens, 4096) == tile  # type: ignore[arg-type]

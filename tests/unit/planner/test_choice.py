@@ -27,7 +27,7 @@ def chosen(config: Config, stored: Config | None = None) -> tuple[Config, list[s
     return found, [str(reason) for reason in reasons]
 
 
-@pytest.mark.parametrize(("context", "kept"), [(131_072, "both"), (524_288, "kernel"), (1 << 24, "kernel")])
+@pytest.mark.parametrize(("context", "kept"), [(131_072, "both"), (1 << 20, "kernel"), (1 << 24, "kernel")])
 def test_attention_output_is_both_where_that_fits_else_kernel(context: int, kept: str) -> None:
     found, (reason,) = chosen(config_of(context=context, device_gib=79.0))
     assert found.memory.attention_output == kept

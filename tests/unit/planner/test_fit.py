@@ -95,7 +95,7 @@ def test_what_fits_needs_no_change() -> None:
 
 
 def test_more_workers_are_proposed_only_where_no_setting_fits() -> None:
-    config = llama_config(context=4 << 20)
+    config = llama_config(context=8 << 20)
     shape = make_shape(config)
     assert not any(fits_with(config, shape, one.settings) for one in leaner(config, shape))
     near = nearest(config, shape)
@@ -103,7 +103,7 @@ def test_more_workers_are_proposed_only_where_no_setting_fits() -> None:
 
 
 def test_an_elastic_run_keeps_both_limits_of_its_workers() -> None:
-    config = llama_config(context=4 << 20, workers={"min": 8, "max": 32})
+    config = llama_config(context=8 << 20, workers={"min": 8, "max": 32})
     near = nearest(config, make_shape(config))
     assert near is not None and near.changes[0].option() == "--set 'cluster.workers={min: 16, max: 32}'"
     assert does_fit(pasted(config, [change.option() for change in near.changes]))

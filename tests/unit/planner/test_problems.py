@@ -137,7 +137,7 @@ def test_a_hint_with_another_sp_size_names_a_ring_where_one_is_set():
 def test_what_nothing_helps_says_so():
     (text,) = memory_texts(llama_config(device_gib=2.0))
     assert text.endswith(
-        "by this estimate no setting fits, nor up to 8 times the workers: on these the least need is 8.9 GiB per "
+        "by this estimate no setting fits, nor up to 8 times the workers: on these the least need is 8.6 GiB per "
         "device and 116.2 GiB per host, with --set memory.attention_output=none --set "
         "'memory.offload_activations=[layer_inputs]' --set memory.offload_optimizer=cpu --set "
         "memory.offload_param=cpu; use a smaller model"
