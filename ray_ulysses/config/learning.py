@@ -228,7 +228,7 @@ class DataSection(Section):
 
     path: PlacePath | None = None
     """Directory of a prepared corpus, as `ray-ulysses prepare` writes it, on a path that every node can access. Default
-    null, which is valid only with `sources`."""
+    null, which is valid only with `sources`, or where every one of the `stages` has corpora of its own."""
 
     sources: tuple[SourceSection, ...] | None = Field(default=None, strict=False, min_length=1)
     """Several corpora in place of `path`, each with a `path` and, for all or none of them, a `weight`. Without weights

@@ -25,14 +25,18 @@ def broken_rules(config: Config) -> tuple[Problem, ...]:
     return (*found, *stage_problems(config))
 
 
-def broken_rules_of_part(sections: Mapping[str, Mapping[str, object]]) -> tuple[Problem, ...]:
+def broken_rules_of_part(
+    sections: Mapping[str, Mapping[str, object]], *, has_stages: bool = False
+) -> tuple[Problem, ...]:
     """Return the broken rules of a configuration of which some settings are unusable.
 
     Args:
         sections: The usable settings, by section and name. A rule that needs an unusable setting is skipped, so that
             one mistake is not reported again by every rule that involves it.
+        has_stages: Whether it has stages, whose own settings are not looked at.
     """
-    part = cast(Config, _Part({name: _Part(values) for name, values in sections.items()}))
+    usable = {name: _Part(values) for name, values in sections.items()}
+    part = cast(Config, _Part({**usable, "stages": (None,) * has_stages}))
     problems: list[Problem] = []
     for rule in _RULES:
         try:
@@ -85,7 +89,8 @@ def _weights_have_a_source(config: Config) -> Iterator[Problem]:
 
 def _data_has_a_source(config: Config) -> Iterator[Problem]:
     path, sources = config.data.path, config.data.sources
-    if path is None and sources is None:
+    if path is None and sources is None and not config.stages:
+        # Each stage may have its own; one that has none is asked for it by itself.
         yield Problem(
             path="data.path",
             rule="no corpus is given",

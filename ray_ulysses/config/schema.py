@@ -51,7 +51,7 @@ class Config(Section):
 
     @property
     def data_sources(self) -> tuple[tuple[str, float | None], ...]:
-        """Path and weight of each corpus; None takes all of it."""
+        """Path and weight of each corpus of a run without stages, or of one of its stages; None takes all of it."""
         if self.data.sources is not None:
             return tuple((source.path, source.weight) for source in self.data.sources)
         assert self.data.path is not None, "a rule requires a path or sources"

@@ -47,6 +47,17 @@ def stage_config(config: Config, number: int) -> Config:
     return config.model_copy(update={**sections, "stages": ()})
 
 
+def stage_configs(config: Config) -> Iterator[Config]:
+    """Yield the configuration of each stage of a run, of which one without stages is one."""
+    for number in range(max(1, len(config.stages))):
+        yield stage_config(config, number)
+
+
+def corpus_paths(config: Config) -> tuple[str, ...]:
+    """Return the path of every corpus that a run trains on, each once."""
+    return tuple(dict.fromkeys(path for own in stage_configs(config) for path, _ in own.data_sources))
+
+
 def stage_problems(config: Config) -> Iterator[Problem]:
     """Yield a problem for each rule about stages that a configuration breaks."""
     names = [stage.name for stage in config.stages]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ray_ulysses.config import load_config
+from ray_ulysses.config.stages import corpus_paths
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.plan import Plan
@@ -85,6 +86,6 @@ def _fingerprint_or_none(path: Path) -> str | None:
 def _configured(run_dir: Path) -> tuple[Path, ...]:
     """Return the corpora in the run's configuration; none if it can't be read."""
     try:
-        return tuple(Path(path) for path, _ in load_config(run_dir / CONFIG_FILE).data_sources)
+        return tuple(map(Path, corpus_paths(load_config(run_dir / CONFIG_FILE))))
     except ConfigError:
         return ()

@@ -8,7 +8,6 @@ from typing import Any
 
 from ray_ulysses.config import Config
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.planner.configured import configured_memory, fits
 from ray_ulysses.planner.fit import (
     CHUNKS,
     COSTS,
@@ -100,13 +99,23 @@ def _explained(
     chosen = with_settings(config, found)
     for path, value in found.items():
         first = next(iter(options[path]))
-        reason = "the fastest" + (" that fits" if fits(chosen, configured_memory(chosen, shape)) else "")
+        reason = "the fastest" + (" that fits" if fits_with(config, shape, found) else "")
         if config.memory.device_gib is None:
             reason = "the fastest; memory.device_gib is not given"
         if value != first:
             (saved,) = reasons(with_settings(chosen, {path: first}), shape, {path: value})
+            before, after = _apart(saved.before / GIB, saved.after / GIB)
             reason = (
-                f"with {yaml_value(first)}, {saved.term} would take {saved.before / GIB:.3g} GiB per {saved.place} "
-                f"instead of {saved.after / GIB:.3g}"
+                f"with {yaml_value(first)}, {saved.term} would take {before} GiB per {saved.place} instead of "
+                f"{after} GiB"
             )
         yield Chosen(path=path, value=value, reason=reason)
+
+
+def _apart(larger: float, smaller: float) -> tuple[str, str]:
+    """Return two numbers with as many digits, from three on, as tell them apart."""
+    for digits in range(3, 9):
+        texts = f"{larger:.{digits}g}", f"{smaller:.{digits}g}"
+        if texts[0] != texts[1]:
+            break
+    return texts

@@ -17,6 +17,7 @@ from ray_ulysses.config import Config
 from ray_ulysses.config.resume import setting
 from ray_ulysses.config.rules import broken_rules
 from ray_ulysses.config.running import WorkerLimits
+from ray_ulysses.config.stages import stage_configs
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.layout import automatic_ring_size
 from ray_ulysses.planner.configured import configured_memory, configured_time, fits, full_rows
@@ -168,8 +169,8 @@ def leanest(config: Config, shape: ModelShape) -> Found:
         changed = with_settings(config, candidate.settings)
         if not is_allowed(config, changed):
             return math.inf
-        memory = configured_memory(changed, shape)
-        return max(memory.device_bytes / GIB / limits[0], memory.host_bytes / GIB / limits[1])
+        taken = [configured_memory(own, shape) for own in stage_configs(changed)]
+        return max(max(one.device_bytes / GIB / limits[0], one.host_bytes / GIB / limits[1]) for one in taken)
 
     return found(config, shape, min(leaner(config, shape), key=lambda one: (excess(one), one.cost)).settings)
 
@@ -199,7 +200,8 @@ def leaner(
     more = more or {}
     host_gib = config.memory.host_gib
     if is_host_full is None:
-        is_host_full = host_gib is not None and configured_memory(config, shape).host_bytes > host_gib * GIB
+        on_host = max(configured_memory(own, shape).host_bytes for own in stage_configs(config))
+        is_host_full = host_gib is not None and on_host > host_gib * GIB
     of_settings = {
         path: _leaner_values(config, path, is_either_way=is_host_full and path in _TO_HOST) for path in COSTS
     }
@@ -224,9 +226,10 @@ def yaml_value(value: Any) -> str:
 
 
 def fits_with(config: Config, shape: ModelShape, settings: Settings) -> bool:
-    """Return whether a run fits with changes that its other settings allow."""
+    """Return whether a run fits, in each of its stages, with changes that its other settings allow."""
     changed = with_settings(config, settings)
-    return fits(changed, configured_memory(changed, shape)) and is_allowed(config, changed)
+    fit = all(fits(own, configured_memory(own, shape)) for own in stage_configs(changed))
+    return fit and is_allowed(config, changed)
 
 
 def is_allowed(config: Config, changed: Config) -> bool:

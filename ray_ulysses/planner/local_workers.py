@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ray_ulysses.config import Config
 from ray_ulysses.config.running import WorkerLimits
+from ray_ulysses.config.stages import stage_configs
 from ray_ulysses.errors import Problem
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.configured import configured_memory
@@ -16,10 +17,11 @@ WORKER_BYTES = GIB // 2
 
 
 def local_bytes(config: Config, shape: ModelShape) -> int:
-    """Return the memory of a local Ray with all workers of a run on this machine."""
-    memory = configured_memory(config, shape)
-    on_device = memory.device_bytes if config.cluster.gpus_per_worker == 0 else 0
-    return RAY_BYTES + config.cluster.workers.max * (WORKER_BYTES + memory.host_bytes + on_device)
+    """Return the memory of a local Ray with all workers of a run on this machine, in the stage that takes the most."""
+    has_gpu = config.cluster.gpus_per_worker > 0
+    memories = [configured_memory(own, shape) for own in stage_configs(config)]
+    most = max(memory.host_bytes + (0 if has_gpu else memory.device_bytes) for memory in memories)
+    return RAY_BYTES + config.cluster.workers.max * (WORKER_BYTES + most)
 
 
 def local_problem(config: Config, shape: ModelShape, free_bytes: int) -> Problem | None:

@@ -6,7 +6,7 @@ import pytest
 
 from ray_ulysses.config import Config, parse_config
 from ray_ulysses.errors import ConfigError
-from ray_ulysses.planner.choice import chosen_settings
+from ray_ulysses.planner.choice import _apart, chosen_settings
 from ray_ulysses.planner.configured import configured_memory, fits
 from tests.unit.planner.runs import LLAMA_3_8B, make_config, make_shape
 
@@ -38,6 +38,22 @@ def test_attention_output_without_a_limit_is_both() -> None:
     found, (reason,) = chosen(config_of(context=1 << 24))
     assert found.memory.attention_output == "both"
     assert reason == "memory.attention_output=both: the fastest; memory.device_gib is not given"
+
+
+def test_what_is_chosen_fits_in_every_stage() -> None:
+    config = config_of(context=131_072, device_gib=79.0)
+    stages = [{"name": "wide", "steps": 1, "sp_size": 2}, {"name": "long"}]
+    staged = parse_config({**config.model_dump(mode="json", exclude_unset=True), "stages": stages})
+    alone = parse_config(config.model_dump(mode="json", exclude_unset=True), ["parallel.sp_size=2"])
+    kept = [chosen(one)[0].memory.attention_output for one in (config, alone, staged)]
+    assert kept == ["both", "kernel", "kernel"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "texts"), [((31.2, 15.6), ("31.2", "15.6")), ((15.004, 15.001), ("15.004", "15.001"))]
+)
+def test_sizes_are_told_apart(sizes: tuple[float, float], texts: tuple[str, str]) -> None:
+    assert _apart(*sizes) == texts
 
 
 def test_a_small_host_does_not_decide_what_is_kept_on_the_device() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ray_ulysses.config import Config, load_config
+from ray_ulysses.config import Config, load_config, parse_config
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.configured import configured_memory
 from ray_ulysses.planner.local_workers import RAY_BYTES, WORKER_BYTES, local_bytes, local_problem
@@ -50,6 +50,17 @@ def test_dozens_of_workers_are_refused_with_the_number_that_fits() -> None:
 def test_the_number_that_fits_is_a_multiple_of_sp_size(sp_size: int) -> None:
     text = str(local_problem(*tiny(64, sp_size), local_bytes(*tiny(7)) + WORKER_BYTES // 2))
     assert f"; use {7 // sp_size * sp_size}, which fits" in text
+
+
+def test_the_stage_that_takes_the_most_memory_counts() -> None:
+    # A short row on one rank takes more of it than a long one on four.
+    config, shape = tiny(4, 4)
+    stages = [{"name": "short", "steps": 1, "sp_size": 1}, {"name": "long"}]
+    staged = parse_config({**config.model_dump(mode="json"), "stages": stages})
+    alone = parse_config(config.model_dump(mode="json"), ["parallel.sp_size=1"])
+    assert local_bytes(staged, shape) == local_bytes(alone, shape) > local_bytes(config, shape)
+    free = (local_bytes(alone, shape) + local_bytes(config, shape)) // 2
+    assert local_problem(config, shape, free) is None and local_problem(staged, shape, free) is not None
 
 
 def test_a_machine_that_holds_no_group_is_told_so() -> None:
