@@ -72,6 +72,11 @@ class CheckpointMeta:
     run: Text = ""
     extra: Free = field(default_factory=dict)
 
+    @property
+    def stage(self) -> str:
+        """Name of the stage that trained it; empty in a run without stages."""
+        return str(self.extra.get("stage", ""))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointRef:

@@ -22,7 +22,7 @@ class KeepRules:
     Attributes:
         last: So many of the newest.
         every_steps: Each whose step is a multiple; None for no such rule.
-        best: So many with the lowest value of a metric.
+        best: So many of each stage with the lowest value of a metric.
         best_metric: The metric: ``eval_loss`` or ``loss``.
     """
 
@@ -43,10 +43,12 @@ class Committed:
     Attributes:
         attempt: The attempt that committed it; None if its manifest can't be read: then all of it stays.
         metrics: Its numbers.
+        stage: Name of the stage that trained it; empty in a run without stages.
     """
 
     attempt: int | None
     metrics: Mapping[str, float]
+    stage: str = ""
 
 
 def steps_to_delete(committed: Mapping[int, Committed], *, newest: int, rules: KeepRules) -> tuple[int, ...]:
@@ -87,10 +89,16 @@ def keep_reasons(committed: Mapping[int, Committed], *, newest: int, rules: Keep
 
 
 def best_steps(committed: Mapping[int, Committed], steps: Iterable[int], metric: str, num_steps: int) -> list[int]:
-    """Return the steps with the lowest metric, best first; of equal ones the newer (pure)."""
-    values = {step: committed[step].metrics.get(metric) for step in steps}
-    known = [(value, -step) for step, value in values.items() if value is not None and math.isfinite(value)]
-    return [-step for _, step in sorted(known)[:num_steps]]
+    """Return the steps of each stage with the lowest metric, best first; of equal ones the newer (pure).
+
+    Losses of different stages do not compare, since their contexts and corpora differ.
+    """
+    of_stages: dict[str, list[tuple[float, int]]] = {}
+    for step in steps:
+        value = committed[step].metrics.get(metric)
+        if value is not None and math.isfinite(value):
+            of_stages.setdefault(committed[step].stage, []).append((value, -step))
+    return [-step for known in of_stages.values() for _, step in sorted(known)[:num_steps]]
 
 
 def leftovers(
@@ -208,7 +216,7 @@ def read_committed_facts(store: Store, step: int) -> Committed | None:
         ref, meta = read_facts(store, step)
     except ManifestError as error:
         return None if isinstance(error.__cause__, FileNotFoundError) else Committed(attempt=None, metrics={})
-    return Committed(attempt=ref.attempt, metrics=meta.metrics)
+    return Committed(attempt=ref.attempt, metrics=meta.metrics, stage=meta.stage)
 
 
 def _is_alive(lineage: Lineage, step: int, found: Committed) -> bool:

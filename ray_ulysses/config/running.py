@@ -149,7 +149,8 @@ class CheckpointSection(Section):
     """Checkpoints whose step is a multiple of this number are kept forever. Default null: none."""
 
     keep_best: int = Field(default=0, ge=0)
-    """Number of checkpoints with the lowest `best_metric` that are kept as well. Default 0."""
+    """Number of checkpoints with the lowest `best_metric` that are kept as well, of each of the `stages` if there are
+    any. Default 0."""
 
     best_metric: Literal["eval_loss", "loss"] = "eval_loss"
     """Metric of `keep_best`: the evaluation loss at the checkpoint's step, or its training loss. Default `eval_loss`; a

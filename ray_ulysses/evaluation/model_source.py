@@ -23,7 +23,7 @@ from ray_ulysses.export.live_model import live_model
 from ray_ulysses.export.source import find_checkpoint, read_config
 from ray_ulysses.export.stream import WeightReader
 from ray_ulysses.export.tensors import stored_tensors
-from ray_ulysses.run.settings import config_of_step
+from ray_ulysses.run.settings import config_of_checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +110,7 @@ def find_model(request: EvaluationRequest) -> ModelSource:
     if request.is_run:
         config = read_config(request.model)
         checkpoint = find_checkpoint(config, request.model, request.step)
-        config = config_of_step(config, request.model, checkpoint[1].step)
+        config = config_of_checkpoint(config, checkpoint[1])
         dtype = config.model.dtype if request.dtype == "model" else request.dtype
     else:
         config = _directory_config(request.model, request.dtype)

@@ -31,7 +31,7 @@ from ray_ulysses.export.stream import WeightReader, write_files
 from ray_ulysses.export.tensors import DTYPES, Stored, published_tensors, stored_tensors
 from ray_ulysses.export.tokenizer_files import TokenizerFiles, find_tokenizer
 from ray_ulysses.run.checkpoint_store import checkpoint_location, storage_answers
-from ray_ulysses.run.settings import config_of_step
+from ray_ulysses.run.settings import config_of_checkpoint
 from ray_ulysses.run_names import EXPORT_FOLDER, manifest_key, step_folder
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.storage.store import read_bytes
@@ -92,7 +92,7 @@ def export_run(request: ExportRequest, log: _Log, clock: Clock | None = None) ->
     refuse_relative_in_job("--out", request.out or request.run_dir)
     config = read_config(request.run_dir)
     store, manifest = find_checkpoint(config, request.run_dir, request.step)
-    config = config_of_step(config, request.run_dir, manifest.step)
+    config = config_of_checkpoint(config, manifest)
     return export_checkpoint(store, manifest, config, request, log, clock or SystemClock())
 
 

@@ -199,6 +199,7 @@ def _report(folder: _Folder, events: Sequence[Entry], writing: int | None) -> Ch
         written_at=meta.written_at or _time(events, CheckpointCommitted, folder.step, manifest.attempt),
         reason=meta.reason,
         metrics=dict(meta.metrics),
+        stage=meta.stage,
     )
 
 
@@ -265,7 +266,7 @@ def _with_reasons(reports: Sequence[CheckpointReport], storage: RunStorage, line
         return list(reports)
     rules = keep_rules(storage.config)
     committed = {
-        report.step: Committed(attempt=report.attempt, metrics=report.metrics)
+        report.step: Committed(attempt=report.attempt, metrics=report.metrics, stage=report.stage)
         for report in reports
         if report.committed and (report.attempt is None or lineage.holds(report.step, report.attempt))
     }

@@ -51,6 +51,7 @@ class CheckpointReport:
         written_at: When its state was captured, in seconds since the epoch.
         reason: What triggered the save.
         metrics: Its metrics.
+        stage: Name of the stage that trained it; empty in a run without stages.
         kept: The retention rules that keep it.
         set_aside: Earlier checkpoints of this step that were set aside, oldest first.
         is_swept: Whether a later commit deletes its shards, which no manifest names; only for an uncommitted folder.
@@ -72,6 +73,7 @@ class CheckpointReport:
     written_at: float | None = None
     reason: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    stage: str = ""
     kept: tuple[str, ...] = ()
     set_aside: tuple[SetAside, ...] = ()
     is_swept: bool = False

@@ -44,7 +44,7 @@ class Stage:
         config: The configuration that holds in it.
         plan: The run's plan up to its end.
         first_step: Optimizer steps of the run before its first.
-        run_steps: Optimizer steps of the whole run, as planned.
+        run_plan: The run's whole plan.
         is_last: Whether no stage follows it.
         schedule_start: Steps of the run before those of its schedule.
         schedule_end: Step of the run at which its schedule ends, if it names no horizon; None for that of the plan.
@@ -56,7 +56,7 @@ class Stage:
     config: Config
     plan: Plan
     first_step: int
-    run_steps: int
+    run_plan: Plan
     is_last: bool
     schedule_start: int
     schedule_end: int | None
@@ -72,7 +72,7 @@ class Stage:
     def run_last_step(self) -> int | None:
         """Step after which the run stops, if that is in a later stage; None if it is not."""
         stop = self.config.run.stop_step
-        return None if self.ends_the_run else min(stop or self.run_steps, self.run_steps)
+        return None if self.ends_the_run else min(stop or self.run_plan.num_steps, self.run_plan.num_steps)
 
 
 def stage_at(config: Config, plan: Plan, step: int) -> Stage:
@@ -85,7 +85,7 @@ def stage_at(config: Config, plan: Plan, step: int) -> Stage:
     """
     if not config.stages:
         return Stage(
-            number=0, name="", config=config, plan=plan, first_step=0, run_steps=plan.num_steps, is_last=True,
+            number=0, name="", config=config, plan=plan, first_step=0, run_plan=plan, is_last=True,
             schedule_start=0, schedule_end=None, begins_anew=False,
         )  # fmt: skip
     number = plan.stage_of_step(step + 1)
@@ -97,7 +97,7 @@ def stage_at(config: Config, plan: Plan, step: int) -> Stage:
         config=stage_config(config, number),
         plan=cut,
         first_step=first_step,
-        run_steps=plan.num_steps,
+        run_plan=plan,
         is_last=number == len(config.stages) - 1,
         schedule_start=first_step if has_own else 0,
         schedule_end=cut.num_steps if has_own else plan.num_steps,

@@ -92,4 +92,5 @@ def committed_checkpoint(location: str, ref: CheckpointRef, meta: CheckpointMeta
         zero_stage=meta.zero_stage,
         parent=str(meta.extra.get("parent") or ""),
         written_at=meta.written_at,
+        stage=meta.stage,
     )

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import from_json
 
 from ray_ulysses.config.stages import stage_config
-from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.settings import run_layout
 from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_store
-from ray_ulysses.run_names import PLAN_FOLDER
+from ray_ulysses.run_names import CONFIG_FILE
 from ray_ulysses.storage.regular import read_regular
 
 if TYPE_CHECKING:
+    from ray_ulysses.checkpoint import Manifest
     from ray_ulysses.config import Config
     from ray_ulysses.data.plan.plan import Plan
     from ray_ulysses.engine.zero import ZeroSettings
@@ -144,15 +144,21 @@ def last_step_of(config: Config, plan: Plan) -> int:
     return plan.num_steps if config.run.stop_step is None else min(config.run.stop_step, plan.num_steps)
 
 
-def config_of_step(config: Config, run_dir: Path, step: int) -> Config:
-    """Return the configuration of the stage that trained a step; a run without stages has one.
+def config_of_checkpoint(config: Config, manifest: Manifest) -> Config:
+    """Return the configuration of the stage that trained a checkpoint; a run without stages has one.
 
     Raises:
-        UserError: The run's plan can't be read.
+        UserError: The configuration has no such stage.
     """
     if not config.stages:
         return config
-    return stage_config(config, load_plan(run_dir / PLAN_FOLDER).stage_of_step(max(step, 1)))
+    names = [stage.name for stage in config.stages]
+    if manifest.meta.stage not in names:
+        raise UserError(
+            f"stages: the checkpoint of step {manifest.step} is of stage {manifest.meta.stage!r}, and "
+            f"{config.run_dir / CONFIG_FILE} has {', '.join(names)}; restore that file"
+        )
+    return stage_config(config, names.index(manifest.meta.stage))
 
 
 def versions() -> dict[str, str]:

@@ -80,7 +80,8 @@ def choose(
 
 
 def _best(live: Sequence[TrackedCheckpoint], reference: str) -> TrackedCheckpoint:
-    """Return the checkpoint with the lowest finite loss, the newest of several."""
+    """Return the checkpoint of the newest stage with the lowest finite loss, the newest of several."""
+    live = [one for one in live if one.stage == live[-1].stage]
     for name in _BEST_BY:
         rated = [one for one in live if name in one.metrics and abs(one.metrics[name]) < float("inf")]
         if rated:

@@ -34,6 +34,7 @@ class CommittedCheckpoint:
         zero_stage: ZeRO stage of the ranks that wrote it.
         parent: The checkpoint that its attempt resumed from; empty if none.
         written_at: When it was written, in seconds since the epoch; 0 if unknown.
+        stage: Name of the stage that trained it; empty in a run without stages.
     """
 
     step: int
@@ -50,6 +51,7 @@ class CommittedCheckpoint:
     zero_stage: int | None = None
     parent: str = ""
     written_at: float = 0.0
+    stage: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,6 +132,7 @@ class TrackedCheckpoint:
         cursor: Position in the data.
         digest: Sum of the data digests of all its steps, 16 hexadecimal digits; empty if unknown.
         metrics: Its metrics by name, such as ``loss``.
+        stage: Name of the stage that trained it; empty in a run without stages.
     """
 
     model_id: str
@@ -144,6 +147,7 @@ class TrackedCheckpoint:
     cursor: Mapping[str, Any]
     digest: str
     metrics: Mapping[str, float]
+    stage: str = ""
 
     def is_of(self, step: int, attempt: int | None) -> bool:
         """Return whether it is this step of this attempt; an unknown attempt matches any."""

@@ -231,6 +231,7 @@ def _tracked_checkpoint(model: LoggedModel, run_id: str) -> TrackedCheckpoint | 
         cursor=_json(tags.get("cursor")),
         digest=str(tags.get("digest", "")),
         metrics=_metrics(model),
+        stage=str(tags.get("stage", "")),
     )
 
 
@@ -254,6 +255,7 @@ def _tags(checkpoint: CommittedCheckpoint) -> dict[str, str]:
         "digest": checkpoint.digest,
         "plan_id": checkpoint.plan_id,
         "reason": checkpoint.reason,
+        "stage": checkpoint.stage,
         "parent": checkpoint.parent,
         "zero_stage": _text(checkpoint.zero_stage),
     }
@@ -279,6 +281,7 @@ def _params(checkpoint: CommittedCheckpoint) -> dict[str, str]:
         "step": str(checkpoint.step),
         "attempt": _text(checkpoint.attempt),
         "reason": checkpoint.reason,
+        "stage": checkpoint.stage,
         **{name: _text(value) for name, value in checkpoint.topology.items()},
         "zero_stage": _text(checkpoint.zero_stage),
         "tokens": _text(checkpoint.tokens or None),

@@ -47,6 +47,7 @@ class AttemptContext:
         exchange: Exchanges small values between ranks, over a group apart from training's.
         save_exchange: The same for the threads that save, over a group of their own.
         vault: The memory of peers, and the exchange for its threads; None without.
+        stage: Name of the stage that it trains, once that is known; empty in a run without stages.
     """
 
     run: ResolvedRun
@@ -56,6 +57,7 @@ class AttemptContext:
     exchange: Exchange
     save_exchange: Exchange
     vault: PeerStore | None = None
+    stage: str = ""
 
     @property
     def rank(self) -> int:

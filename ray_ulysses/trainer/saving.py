@@ -268,6 +268,7 @@ def checkpoint_meta(
             "settings": resume_settings(config),
             "journal": recorder.journal_position(),
             "parent": position.resumed_from,
+            **({"stage": context.stage} if context.stage else {}),
         },
     )
 

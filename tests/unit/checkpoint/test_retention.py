@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ray_ulysses.checkpoint import CheckpointRef, KeepRules, Retention, newest_committed
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.fence import claim_attempt, start_attempt
+from ray_ulysses.checkpoint.resolve_reference import best_of
 from ray_ulysses.checkpoint.retention import Committed, keep_reasons, leftovers, steps_to_delete
 from ray_ulysses.storage import LocalStore
 from tests.stores import FaultyStore
@@ -47,6 +48,20 @@ def test_what_any_rule_wants_stays_and_nothing_else_does(
     reasons = keep_reasons(committed, newest=newest, rules=rules)
     assert set(reasons) == set(committed) - set(deleted)
     assert all(reasons.values())
+
+
+def test_the_best_are_those_of_each_stage() -> None:
+    """A longer context has a lower loss, and another corpus another one."""
+    losses = {10: (3.0, "short"), 20: (2.5, "short"), 30: (1.5, "long"), 40: (1.4, "long"), 50: (1.6, "long")}
+    committed = {
+        step: Committed(attempt=1, metrics={"loss": loss}, stage=stage) for step, (loss, stage) in losses.items()
+    }
+    rules = KeepRules(last=1, best=1, best_metric="loss")
+    assert steps_to_delete(committed, newest=50, rules=rules) == (10, 30)
+    assert best_of(committed) == 40
+    assert best_of({step: committed[step] for step in (10, 20)}) == 20
+    committed[50] = Committed(attempt=1, metrics={"loss": 9.0}, stage="next")
+    assert best_of(committed) == 50, "of the newest stage"
 
 
 def test_keeping_nothing_is_refused() -> None:

@@ -18,8 +18,6 @@ from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.request import default_lengths, parse_lengths
-from ray_ulysses.run.planning import plan_run, store_plan
-from ray_ulysses.run.settings import resolve_run
 from tests.unit.attention.models import ARCHITECTURES, zoo_model
 from tests.unit.config.trees import small_tree
 from tests.unit.data.corpora import text_corpus, varied_texts, write_texts
@@ -237,10 +235,11 @@ def test_a_run_with_stages_has_the_positions_of_the_stage_that_trained_the_step(
     config = parse_config({**tree, "stages": stages})
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").write_text(config.to_yaml())
-    store_plan(config, plan_run(resolve_run(config), None, branch=False)[2])
     losses = {}
-    for step in (2, 4):
-        write_checkpoint(tmp_path / "run", zoo_model("llama", vocab_size=VOCAB), step=step)
+    # The checkpoint says which stage it is of: neither the plan nor the corpora are looked at.
+    for step, stage in ((2, "short"), (4, "long")):
+        model = zoo_model("llama", vocab_size=VOCAB)
+        write_checkpoint(tmp_path / "run", model, step=step, extra={"stage": stage})
         options = ("--data", corpus, "--task", "loss", *SMALL)
         found = told.json(tmp_path / "run", "--step", step, *options)
         assert run(app, ["export", str(tmp_path / "run"), "--step", str(step), "--no-check"]) == 0

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ray_ulysses.checkpoint import CheckpointMeta
 from ray_ulysses.config import Config
 from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.errors import ConfigError, UserError
 from ray_ulysses.planner.stages import stage_at
 from ray_ulysses.run import planning
 from ray_ulysses.run.preflight import PreparedRun, check_resume, claim_directory, prepare_run
-from ray_ulysses.run.settings import config_of_step
+from ray_ulysses.run.settings import config_of_checkpoint
 from ray_ulysses.views.plan import render_plan
 from tests.distributed.run_case import MORE_FILES, make_config, make_corpus
+
+FIELDS: dict[str, Any] = {"sp_size": 1, "cursor": {}, "digest": "0", "tokens": 0}
 
 
 @pytest.fixture(scope="module")
@@ -100,12 +104,21 @@ def test_a_run_at_a_border_is_in_the_stage_that_follows(corpora: tuple[str, str]
     assert [stage_at(short, plan, step).run_last_step for step in (0, 4, border)] == [border + 1, border + 1, None]
 
 
-def test_each_step_has_the_configuration_of_its_stage(corpora: tuple[str, str], tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_configuration_of_the_stage_that_it_names(
+    corpora: tuple[str, str], tmp_path: Path
+) -> None:
     config = config_of(tmp_path, corpora, stages(corpora))
-    claim_directory(prepared(config))
-    of_step = {step: config_of_step(config, tmp_path / "run", step) for step in (0, 4, 5)}
-    assert of_step[0] == of_step[4] != of_step[5]
-    assert of_step[4].data.context_tokens == 128 and of_step[5].optimizer.lr == 2e-3
+
+    def of_stage(name: str) -> Config:
+        meta: Any = SimpleNamespace(step=4, meta=CheckpointMeta(**FIELDS, extra={"stage": name}))
+        return config_of_checkpoint(config, meta)
+
+    assert of_stage("short").data.context_tokens == 128 and of_stage("middle").optimizer.lr == 2e-3
+    with pytest.raises(UserError, match=r"stages: the checkpoint of step 4 is of stage 'other', and .* has short, mid"):
+        of_stage("other")
+    without = config_of(tmp_path, corpora, [])
+    meta: Any = SimpleNamespace(step=4, meta=CheckpointMeta(**FIELDS))
+    assert config_of_checkpoint(without, meta) is without
 
 
 def test_a_command_that_died_while_it_stored_the_stages_is_started_again(

@@ -28,6 +28,12 @@ def test_the_latest_is_of_the_latest_attempt_and_not_of_the_largest_step():
     assert chosen(have, "latest") == (20, 2)
 
 
+def test_the_best_is_one_of_the_newest_stage():
+    losses = ((10, 3.0, "short"), (20, 1.0, "short"), (30, 2.0, "long"), (40, 2.5, "long"))
+    have = [tracked(step, metrics={"eval_loss": loss}, stage=stage) for step, loss, stage in losses]
+    assert chosen(have, "best") == (30, 1)
+
+
 def test_the_best_is_of_the_lowest_loss_of_evaluation_else_of_training():
     by_loss = [tracked(step, metrics={"loss": loss}) for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0))]
     assert chosen(by_loss, "best") == (20, 1)
