@@ -6,21 +6,21 @@ import math
 from collections.abc import Iterator
 
 from ray_ulysses.config import Config
-from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.planner.stages import Stage
 
 
-def plan_notes(config: Config, shape: ModelShape, plan: Plan | None) -> tuple[str, ...]:
-    """Return notes on settings of a run that may be unintended.
+def plan_notes(config: Config, shape: ModelShape, stage: Stage | None) -> tuple[str, ...]:
+    """Return notes on settings of a stage that may be unintended.
 
     Args:
-        config: The run's configuration.
+        config: Its configuration.
         shape: The model.
-        plan: Its data plan; None if there is no corpus yet.
+        stage: The stage as it is planned, the only one of a run without stages; None if there is no corpus yet.
     """
     notes = [*_layout_notes(config), *_start_notes(config)]
-    if plan is not None:
-        notes += [*_data_notes(config, plan), *_checkpoint_notes(config, plan)]
+    if stage is not None:
+        notes += [*_data_notes(config, stage), *_checkpoint_notes(config, stage)]
     if not shape.is_exact:
         notes.append(f"the parameter count of model_type {shape.model_type!r} is an estimate")
     return tuple(notes)
@@ -45,11 +45,13 @@ def _start_notes(config: Config) -> Iterator[str]:
         )
 
 
-def _data_notes(config: Config, plan: Plan) -> Iterator[str]:
-    horizon = config.schedule.horizon_steps or plan.num_steps
+def _data_notes(config: Config, stage: Stage) -> Iterator[str]:
+    plan = stage.plan
+    end = plan.num_steps if stage.schedule_end is None else stage.schedule_end
+    horizon = config.schedule.horizon_steps or end - stage.schedule_start
     if config.schedule.warmup_steps >= horizon:
         yield (
-            f"schedule.warmup_steps={config.schedule.warmup_steps} reaches the horizon of {horizon} steps: "
+            f"{stage.schedule}.warmup_steps={config.schedule.warmup_steps} reaches the horizon of {horizon} steps: "
             "the learning rate never decays after its warm-up"
         )
     num_empty = plan.newest.unsupervised_steps()
@@ -66,17 +68,20 @@ def _data_notes(config: Config, plan: Plan) -> Iterator[str]:
         )
 
 
-def _checkpoint_notes(config: Config, plan: Plan) -> Iterator[str]:
+def _checkpoint_notes(config: Config, stage: Stage) -> Iterator[str]:
     checkpoint, evaluation = config.checkpoint, config.run.eval_every_steps
-    every = checkpoint.every_steps
-    last_step = min(config.run.stop_step or plan.num_steps, plan.num_steps)
-    # A run that is shorter than its interval and saves at its end is fine.
-    is_rare = every is None if checkpoint.save_at_end else every is None or every > last_step
+    every, last_step = checkpoint.every_steps, stage.plan.num_steps
+    last_step = min(config.run.stop_step or last_step, last_step)
+    # What is shorter than the interval and saves at its end is fine; a stage that another follows does.
+    saves_at_end = checkpoint.save_at_end or not stage.ends_the_run
+    is_rare = every is None or (not saves_at_end and last_step // every == stage.first_step // every)
     if checkpoint.every_minutes is None and is_rare:
-        when = "only at its end" if checkpoint.save_at_end else "only on demand"
+        what = "stage" if stage.name else "run"
+        when = "only at its end" if saves_at_end else "only on demand"
         yield (
             f"checkpoint.every_steps={every if every is not None else 'null'} and checkpoint.every_minutes=null up to "
-            f"step {last_step:,}: the run saves {when}, and a failure before that loses all progress"
+            f"step {last_step:,}: the {what} saves {when}, and a failure before that loses all progress"
+            f"{f' since step {stage.first_step:,}' if stage.first_step else ''}"
         )
     if checkpoint.keep_best == 0 or checkpoint.best_metric != "eval_loss" or evaluation is None:
         return

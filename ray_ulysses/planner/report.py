@@ -31,6 +31,7 @@ from ray_ulysses.planner.problems import (
     vocabulary_problems,
 )
 from ray_ulysses.planner.settings import allowed_sp, run_layout
+from ray_ulysses.planner.stages import Stage, stage_at
 from ray_ulysses.planner.throughput import StepTime, Work
 
 _MOST_DP_SIZES = 8
@@ -250,8 +251,9 @@ def build_report(
     plan: Plan,
     changed: tuple[Problem, ...] = (),
     chosen: tuple[Chosen, ...] = (),
+    stage: Stage | None = None,
 ) -> PlanReport:
-    """Build the report of a run.
+    """Build the report of a run, or of one of its stages.
 
     Args:
         config: The run's configuration.
@@ -260,9 +262,11 @@ def build_report(
         plan: The data plan made from them.
         changed: Problems of resuming the existing run with other settings.
         chosen: What the planner has chosen in the configuration.
+        stage: The stage; None for a run without stages.
     """
     memory, data = configured_memory(config, shape), _data(config, shape, plan)
     # Lengths and token ids are only known for an existing corpus.
+    is_made_up = isinstance(corpora, PlanInput)
     of_data = () if isinstance(corpora, PlanInput) else _data_problems(config, shape, corpora, plan)
     return PlanReport(
         name=config.run.name,
@@ -276,7 +280,7 @@ def build_report(
         peer_memory=peer_memory_facts(config, shape),
         device_gib=config.memory.device_gib,
         problems=(*changed, *heads_problems(config, shape), *of_data, *memory_problems(config, shape, memory)),
-        notes=plan_notes(config, shape, None if isinstance(corpora, PlanInput) else plan),
+        notes=plan_notes(config, shape, None if is_made_up else stage or stage_at(config, plan, 0)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ray_ulysses.config import Config
@@ -29,17 +30,27 @@ def report_run_of_stages(
         return build_report(config, shape, corpora, plan, changed, chosen)
     facts: list[StageFacts] = []
     found: list[Problem] = []
-    problems, notes = list(changed), dict[str, None]()
-    for stage, (own, cut) in zip(config.stages, stages_of(config, plan), strict=True):
+    problems, notes = list(changed), []
+    for stage, planned in zip(config.stages, stages_of(config, plan), strict=True):
+        own, cut = planned.config, planned.plan
         if cut.num_steps < plan.num_steps:
             # The run stops in a later stage, if it does.
             own = own.model_copy(update={"run": own.run.model_copy(update={"stop_step": None})})
-        report = build_report(own, shape, corpora, cut, (), chosen)
+        report = build_report(own, shape, corpora, cut, (), chosen, planned)
         problems += [in_stage(problem, stage) for problem in report.problems if problem not in found]
         found += report.problems
-        notes |= dict.fromkeys(report.notes)
+        notes.append(report.notes)
         facts.append(_trained(stage, own, cut, report))
-    return replace(report, problems=tuple(problems), notes=tuple(notes), stages=tuple(facts))
+    named = tuple(_named(notes, [stage.name for stage in config.stages]))
+    return replace(report, problems=tuple(problems), notes=named, stages=tuple(facts))
+
+
+def _named(notes: Sequence[Sequence[str]], names: Sequence[str]) -> Iterator[str]:
+    """Yield the notes of all stages, each once; one that is not of all of them names its own."""
+    for note in dict.fromkeys(note for of_stage in notes for note in of_stage):
+        holders = [name for name, of_stage in zip(names, notes, strict=True) if note in of_stage]
+        where = "" if len(holders) == len(names) else f" (stage {', '.join(holders)})"
+        yield f"{note}{where}"
 
 
 def _trained(stage: StageSection, own: Config, cut: Plan, report: PlanReport) -> StageFacts:

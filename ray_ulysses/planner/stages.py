@@ -46,6 +46,7 @@ class Stage:
         first_step: Optimizer steps of the run before its first.
         run_plan: The run's whole plan.
         is_last: Whether no stage follows it.
+        schedule: Where its schedule is set.
         schedule_start: Steps of the run before those of its schedule.
         schedule_end: Step of the run at which its schedule ends, if it names no horizon; None for that of the plan.
         begins_anew: Whether it begins with an optimizer without moments.
@@ -58,6 +59,7 @@ class Stage:
     first_step: int
     run_plan: Plan
     is_last: bool
+    schedule: str
     schedule_start: int
     schedule_end: int | None
     begins_anew: bool
@@ -83,12 +85,21 @@ def stage_at(config: Config, plan: Plan, step: int) -> Stage:
         plan: The run's whole plan.
         step: Completed steps.
     """
+    return _stage(config, plan, plan.stage_of_step(step + 1) if config.stages else 0)
+
+
+def stages_of(config: Config, plan: Plan) -> Iterator[Stage]:
+    """Yield the stages of a run, of which one without stages is one."""
+    for number in range(max(1, len(config.stages))):
+        yield _stage(config, plan, number)
+
+
+def _stage(config: Config, plan: Plan, number: int) -> Stage:
     if not config.stages:
         return Stage(
             number=0, name="", config=config, plan=plan, first_step=0, run_plan=plan, is_last=True,
-            schedule_start=0, schedule_end=None, begins_anew=False,
+            schedule="schedule", schedule_start=0, schedule_end=None, begins_anew=False,
         )  # fmt: skip
-    number = plan.stage_of_step(step + 1)
     stage, cut, first_step = config.stages[number], plan.through_stage(number), plan.stage_start(number)
     has_own = stage.schedule is not None
     return Stage(
@@ -99,13 +110,8 @@ def stage_at(config: Config, plan: Plan, step: int) -> Stage:
         first_step=first_step,
         run_plan=plan,
         is_last=number == len(config.stages) - 1,
+        schedule=f"stages.{number}.schedule" if has_own else "schedule",
         schedule_start=first_step if has_own else 0,
         schedule_end=cut.num_steps if has_own else plan.num_steps,
         begins_anew=stage.optimizer == "reset" and number > 0,
     )
-
-
-def stages_of(config: Config, plan: Plan) -> Iterator[tuple[Config, Plan]]:
-    """Yield the configuration and the plan of each stage of a run, of which one without stages is one."""
-    for number in range(max(1, len(config.stages))):
-        yield stage_config(config, number), plan.through_stage(number) if config.stages else plan

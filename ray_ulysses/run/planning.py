@@ -31,6 +31,8 @@ def plan_run(run: ResolvedRun, stored: Plan | None, *, branch: bool) -> tuple[Co
 
     A stored plan that was made with these settings is returned as it is, however long it took to make.
 
+    Corpora that only trained stages were made of may be gone.
+
     Args:
         run: The run.
         stored: The run's plan so far.
@@ -41,25 +43,27 @@ def plan_run(run: ResolvedRun, stored: Plan | None, *, branch: bool) -> tuple[Co
         ConfigError: A branch changes what a stage that has begun is made of.
     """
     stages = stage_plans(run.config, run.shape, stored.settings if stored else None)
-    plan, new = _planned(run, stages, stored, branch=branch)
-    corpora = open_sources(stages[-1].shares, plan.newest.sources)
+    # Only a run of several segments has corpora that it does not need any more.
+    step = (known_step(run.store) or 0) if stored is not None and len(stored.segments) > 1 else 0
+    plan, new = _planned(run, stages, stored, step, branch=branch)
+    corpora = open_sources(stages[-1].shares, plan.newest.sources).without_gone(plan.sources_after(step))
     for corpus in corpora.corpora:
         corpus.check_files()
     return corpora, plan, new
 
 
 def _planned(
-    run: ResolvedRun, stages: Sequence[StagePlan], stored: Plan | None, *, branch: bool
+    run: ResolvedRun, stages: Sequence[StagePlan], stored: Plan | None, step: int, *, branch: bool
 ) -> tuple[Plan, tuple[NewSegment, ...]]:
     if stored is None:
         return plan_stages(stages)
-    kept, step = stored, 0
+    kept = stored
     if branch:
         step = committed_step(run)
         # At its border a stage has not begun.
         kept = stored.at_step(max(step - 1, 0))
         _refuse_changed_stages(run.config, kept.newest.stage_number + 1)
-    made = num_made(stored, stages)
+    made = num_made(stored, stages, stored.stage_of_step(step + 1))
     if made == len(stages):
         return stored, ()
     if made is not None:

@@ -136,7 +136,8 @@ def _prepare(config: Config, problems: list[Problem], *, branch: bool) -> Prepar
     corpora, plan, new = plan_run(run, stored, branch=branch)
     problems += () if problems else other_plan(config, stored, plan, len(new))
     known = 0 if stored is None else max(segment.settings.capacity for segment in stored.segments)
-    for own, cut in stages_of(config, plan):
+    for stage in stages_of(config, plan):
+        own, cut = stage.config, stage.plan
         capacity = cut.settings.capacity
         longest = min(_longest_planned(own, corpora, cut), capacity)
         if num_positions is not None:
@@ -159,10 +160,9 @@ def _prepare(config: Config, problems: list[Problem], *, branch: bool) -> Prepar
 def _longest_planned(config: Config, corpora: CorpusSet, plan: Plan) -> int:
     """Return the tokens of the longest document that may be packed into a row; 0 if there is none."""
     overlong, row_tokens = get_args(Overlong).index(config.data.overlong), plan.settings.capacity
-    # An earlier stage knows the first corpora alone.
-    known = zip(corpora.corpora, plan.newest.sources, strict=False)
-    used = [corpus for corpus, source in known if source.is_used]
-    return max((int(longest_planned(corpus.lengths, row_tokens, overlong)) for corpus in used), default=0)
+    used = {source.fingerprint for source in plan.newest.sources if source.is_used}
+    there = [corpus for corpus in corpora.corpora if corpus.fingerprint in used]
+    return max((int(longest_planned(corpus.lengths, row_tokens, overlong)) for corpus in there), default=0)
 
 
 def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanReport:

@@ -28,7 +28,7 @@ from ray_ulysses.trainer.context import AttemptContext, open_attempt
 from ray_ulysses.trainer.data import open_rows
 from ray_ulysses.trainer.out_of_memory import memory_explained
 from ray_ulysses.trainer.record import Recorder
-from ray_ulysses.trainer.resume import find_state, resume
+from ray_ulysses.trainer.resume import AnotherStageError, find_state, resume
 from ray_ulysses.trainer.saving import CheckpointKeeper, StepOutcome
 from ray_ulysses.trainer.self_test import check_start
 from ray_ulysses.trainer.step import evaluate, train_step
@@ -59,7 +59,7 @@ class AttemptEnd:
 
     Attributes:
         status: ``finished`` when the last step is done, ``stopped`` on request, ``resized`` when it stopped so that
-            the run can continue with another number of workers, ``stage`` when its stage is done and another follows.
+            the run can continue with another number of workers, ``stage`` when the run goes on in another stage.
         step: Completed steps.
     """
 
@@ -118,6 +118,10 @@ def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
             # checkpoint, written at any world size. Its step decides in which stage the run is.
             start = find_state(load_plan(config.run_dir / PLAN_FOLDER), context, recorder)
             return _run(context, recorder, start)
+        except AnotherStageError as left:
+            # No failure: the same workers go on in the stage before, with that one's model.
+            recorder.ended("stage", left.step)
+            return AttemptEnd(status="stage", step=left.step)
         except BaseException as error:
             recorder.failed(error)
             raise

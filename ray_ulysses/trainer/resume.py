@@ -48,6 +48,18 @@ T = TypeVar("T")
 _log = get_logger(__name__)
 
 
+class AnotherStageError(CheckpointError):
+    """What a stage was to start from is damaged and set aside: the next attempt goes on in a stage before it.
+
+    Attributes:
+        step: Completed steps of the state that it starts from.
+    """
+
+    def __init__(self, text: str, *, step: int) -> None:
+        super().__init__(text)
+        self.step = step
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartingState:
     """The state that an attempt starts from, chosen before there is a model, and where to look if it is damaged.
@@ -110,6 +122,7 @@ def resume(engine: Any, start: StartingState, context: AttemptContext, recorder:
     Raises:
         UserError: The checkpoint belongs to another configuration or plan.
         CheckpointError: None could be loaded, and there should be one.
+        AnotherStageError: The one that could be is of a stage before the engine's.
         FencedError: A newer attempt has taken the run over.
     """
     patience = _patience(context)
@@ -153,9 +166,10 @@ def resume(engine: Any, start: StartingState, context: AttemptContext, recorder:
         if stage_at(context.run.config, start.plan, chosen.position.step).number != start.stage.number:
             # What was found damaged is set aside, so that the next attempt does not choose it again.
             _start(context, recorder, chosen.step, passed)
-            raise CheckpointError(
+            raise AnotherStageError(
                 f"the state that stage {start.stage.name!r} was to start from is damaged; the next attempt starts from "
-                f"step {chosen.step}, in the stage before"
+                f"step {chosen.step}, in the stage before",
+                step=chosen.step,
             )
     position = RunPosition() if chosen is None else chosen.position
     _start(context, recorder, position.step, passed)

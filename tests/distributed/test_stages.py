@@ -226,6 +226,21 @@ def test_a_run_that_is_killed_in_or_between_stages_is_the_one_that_was_not(
     assert (first.first_step or 0) - 1 == resumed
 
 
+def test_a_damaged_border_costs_no_failure(unbroken: Config, corpora: tuple[Path, Path], tmp_path: Path) -> None:
+    config = config_of(tmp_path, corpora, checkpoint__every_steps=2, checkpoint__keep_last=3)
+    prepare_attempt(config, "first")
+    assert run_ranks(run_worker, 2, config, "first", timeout_s=TIMEOUT_S)[0] == ("stage", 4)
+    (shard,) = (config.run_dir / "checkpoints" / "step-00000004").rglob("rank-00001-of-00002.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 0x10
+    shard.write_bytes(content)
+    ends = [run_ranks(run_worker, 2, config, "first", timeout_s=TIMEOUT_S)[0] for _ in range(4)]
+    assert ends == [("stage", 2), ("stage", 4), ("stage", 7), ("finished", LAST_STEP)]
+    history = read_history(config.run_dir)
+    assert_same(history, read_history(unbroken.run_dir))
+    assert [one.reason for one in history.attempts] == ["stage"] * 3 + ["finished"]
+
+
 def assert_same(ours: RunHistory, theirs: RunHistory) -> None:
     assert [step.rows for step in ours.steps] == [step.rows for step in theirs.steps]
     assert ours.data_digest == theirs.data_digest

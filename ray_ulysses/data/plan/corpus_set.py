@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,6 +48,24 @@ class CorpusSet:
             UserError: One can't be opened, or is not the one planned with.
         """
         return tuple(self._corpus(number) for number in range(len(self.sources)))
+
+    def without_gone(self, needed: Collection[str]) -> CorpusSet:
+        """Return these without the corpora that can't be opened and need not be.
+
+        Args:
+            needed: Fingerprints of the others.
+        """
+        kept = [
+            source for number, source in enumerate(self.sources) if source.fingerprint in needed or self._has(number)
+        ]
+        return self if len(kept) == len(self.sources) else CorpusSet(kept, tuple(self._opened.values()))
+
+    def _has(self, number: int) -> bool:
+        try:
+            self._corpus(number)
+        except UserError:
+            return False
+        return True
 
     def read(self, document: int, start: int, length: int) -> NDArray[np.int64]:
         """Return ``length`` tokens of a document from ``start`` on.

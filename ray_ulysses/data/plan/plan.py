@@ -96,6 +96,17 @@ class Plan:
         """Return the plan up to the stage that a run is in after ``step`` completed steps."""
         return self.through_stage(max(one.stage_number for one in self.segments if one.base_step <= step))
 
+    def sources_after(self, step: int) -> frozenset[str]:
+        """Return the fingerprints of the corpora that steps after ``step`` are planned from, or the newest segment."""
+        ends = [*(segment.base_step for segment in self.segments[1:]), None]
+        return frozenset(
+            source.fingerprint
+            for segment, end in zip(self.segments, ends, strict=True)
+            if end is None or end > step
+            for source in segment.sources
+            if source.is_used
+        )
+
     def segment_of_step(self, step: int) -> int:
         """Return the number of the segment that trains step ``step`` (from 1 on)."""
         if not 1 <= step <= self.num_steps:

@@ -52,14 +52,28 @@ class NewSegment:
     part: StagePart | None
 
 
-def num_made(plan: Plan, stages: Sequence[StagePlan]) -> int | None:
-    """Return how many of the stages a plan holds, the first of them, or None if it was made from others."""
+def num_made(plan: Plan, stages: Sequence[StagePlan], num_done: int = 0) -> int | None:
+    """Return how many of the stages a plan holds, the first of them, or None if it was made from others.
+
+    Args:
+        plan: The plan.
+        stages: All stages of the run.
+        num_done: Stages that were trained to their end, whose corpora may be gone.
+
+    Raises:
+        UserError: A corpus of another stage can't be opened.
+    """
     newest = {segment.stage_number: segment for segment in plan.segments}
     if len(newest) > len(stages):
         return None
     for number, segment in newest.items():
         stage = stages[number]
-        sources = open_sources(stage.shares, segment.sources).sources
+        try:
+            sources = open_sources(stage.shares, segment.sources).sources
+        except UserError:
+            if number >= num_done:
+                raise
+            sources = segment.sources
         if not segment.is_made_of(stage.settings, sources, segment.branch, stage.length):
             return None
     return len(newest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -248,6 +249,32 @@ def test_a_branch_of_stages_that_the_run_has_passed_is_refused(
         check_resume(branch)
 
 
+def test_only_corpora_that_are_still_needed_keep_a_run_from_going_on(
+    corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [shutil.copytree(path, tmp_path / f"corpus-{number}") for number, path in enumerate(corpora)]
+    given = [
+        {"name": "short", "steps": 4, "context_tokens": 128, "path": str(paths[0])},
+        {"name": "long", "path": str(paths[1])},
+    ]
+    config = config_of(tmp_path, corpora, given, data__sources=None)
+    first = prepared(config)
+    claim_directory(first)
+    paths[0].rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"corpus-0"):
+        prepared(config)
+    monkeypatch.setattr(planning, "known_step", lambda store: 3)
+    with pytest.raises(UserError, match=r"corpus-0"):
+        prepared(config)
+    monkeypatch.setattr(planning, "known_step", lambda store: 4)
+    again = prepared(config)
+    assert again.new == () and [str(corpus.path) for corpus in again.corpora.corpora] == [str(paths[1])]
+    assert again.report.stages == first.report.stages
+    paths[1].rename(tmp_path / "elsewhere too")
+    with pytest.raises(UserError, match=r"corpus-1"):
+        prepared(config)
+
+
 def test_a_problem_of_any_stage_is_found_beforehand_and_names_it(corpora: tuple[str, str], tmp_path: Path) -> None:
     model = {
         "model_type": "gpt2", "vocab_size": 264, "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1,
@@ -265,3 +292,31 @@ def test_a_stop_in_an_early_stage_is_no_problem_of_the_later_ones(corpora: tuple
     assert prepared(config_of(tmp_path, corpora, stages(corpora), run__stop_step=3)).last_step == 3
     late = prepare_run(config_of(tmp_path, corpora, stages(corpora), run__stop_step=9999), Path("/"))
     assert len([one for one in late.report.problems if one.path == "run.stop_step"]) == 1
+
+
+def notes_of(config: Config) -> list[str]:
+    return [note for note in prepared(config).notes if "warmup" in note or "saves" in note]
+
+
+def test_notes_look_at_each_stage_with_its_own_horizon_and_its_own_checkpoints(
+    corpora: tuple[str, str], tmp_path: Path
+) -> None:
+    plain = {"checkpoint__every_steps": 2}
+    # The stage has four steps, and the run's schedule goes on in the others.
+    given = stages(corpora)
+    given[1]["schedule"] = {"kind": "linear", "warmup_steps": 2}
+    assert notes_of(config_of(tmp_path, corpora, given, schedule__warmup_steps=5, **plain)) == []
+    given[1]["schedule"] = {"kind": "linear", "warmup_steps": 20}
+    (note,) = notes_of(config_of(tmp_path, corpora, given, **plain))
+    assert note.startswith("stages.1.schedule.warmup_steps=20 reaches the horizon of ") and note.endswith(
+        "never decays after its warm-up (stage middle)"
+    )
+    # The end of a stage is a checkpoint, whatever is configured.
+    late = {"checkpoint__every_steps": None, "checkpoint__save_at_end": False}
+    given[1]["schedule"] = {"kind": "linear", "warmup_steps": 2}
+    notes = notes_of(config_of(tmp_path, corpora, given, **late))
+    assert notes[0].endswith(
+        "up to step 4: the stage saves only at its end, and a failure before that loses all progress (stage short)"
+    )
+    assert "the stage saves only at its end, and a failure before that loses all progress since step 4" in notes[1]
+    assert "the stage saves only on demand, and" in notes[2] and notes[2].endswith("(stage long)") and len(notes) == 3

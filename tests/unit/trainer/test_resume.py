@@ -436,7 +436,9 @@ def test_a_damaged_border_ends_the_attempt_and_the_next_begins_in_the_stage_befo
     _flip(store, 20, "fp32/a")
     _two_stages(monkeypatch)
     recorder = FakeRecorder(store)
-    with pytest.raises(CheckpointError, match=r"stage 'long' was to start from is damaged; .* from step 10, in the"):
+    words = r"stage 'long' was to start from is damaged; .* from step 10, in the"
+    with pytest.raises(module.AnotherStageError, match=words) as left:
         resume(recorder)
+    assert left.value.step == 10
     assert [damage.step for damage in recorder.passed_over] == [20]
     assert resume(FakeRecorder(store, attempt=3)).step == 10
