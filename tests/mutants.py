@@ -350,10 +350,32 @@ MUTANTS = (
     Mutant(
         name="a mean of means",
         file="ray_ulysses/engine/loss.py",
-        old="batch).sum(), num_tokens",
-        new="batch).mean(), num_tokens",
+        old="objective_sum = losses_N.sum() if",
+        new="objective_sum = losses_N.mean() if",
         killer="tests/unit/trainer/test_step.py::"
         "test_the_loss_is_a_mean_over_all_tokens_of_the_step_and_its_gradient_that_of_the_mean",
+    ),
+    Mutant(
+        name="a z-loss of labels that are ignored",
+        file="ray_ulysses/engine/tiled_loss.py",
+        old="return losses_T, torch.where(is_counted_T, z_loss * log_z_T.square(), zero)",
+        new="return losses_T, z_loss * log_z_T.square()",
+        killer="tests/unit/engine/test_tiled_loss.py::test_a_z_loss_is_that_of_the_models_own_logits[7-granite]",
+    ),
+    Mutant(
+        name="a z-loss that is reported in the loss",
+        file="ray_ulysses/trainer/step.py",
+        old="+= row_loss.loss_sum.double()",
+        new="+= row_loss.objective_sum.detach().double()",
+        killer="tests/unit/trainer/test_step.py::test_a_z_loss_is_trained_on_and_reported_beside_the_loss",
+    ),
+    Mutant(
+        name="a norm over tiles that keeps the gradient of its last tile alone",
+        file="ray_ulysses/engine/tiled_mlp.py",
+        old="            add_gradients(sums, found)\n",
+        new="            sums = [None if one is None else one.float() for one in found]\n",
+        killer="tests/unit/engine/test_tiled_mlp.py::"
+        "test_a_norm_over_tiles_has_the_same_bits_and_sums_its_weight_gradient_in_fp32[torch.float32]",
     ),
     Mutant(
         name="an MLP that is recomputed twice",

@@ -303,6 +303,11 @@ class OptimizerSection(Section):
     max_grad_norm: float | None = Field(default=1.0, gt=0.0)
     """Maximum norm of the whole gradient, over all ranks; null turns clipping off. Default 1.0."""
 
+    z_loss: float = Field(default=0.0, ge=0.0)
+    """Coefficient of the z-loss, `z_loss * log(Z)**2` per supervised token with `Z` the softmax's denominator, which
+    keeps logits from drifting (https://arxiv.org/abs/2204.02311 uses 1e-4). It is trained on, and reported beside the
+    loss and not in it. Default 0.0: none."""
+
 
 class ScheduleSection(Section):
     """Learning rate over steps: a linear warm-up, then a decay to a floor."""

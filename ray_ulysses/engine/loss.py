@@ -10,7 +10,7 @@ import torch
 
 from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch
 from ray_ulysses.engine.model_parts import NoTilesError, find_parts, inner_model, refuse_auxiliary_loss
-from ray_ulysses.engine.tiled_loss import TiledLoss
+from ray_ulysses.engine.tiled_loss import TiledLoss, token_losses
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
 
@@ -36,10 +36,49 @@ class TokenScores:
     predictions_BL: torch.Tensor
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingLoss:
+    """The loss of this rank's slice.
+
+    Attributes:
+        objective_sum: fp32 scalar to differentiate, once: cross-entropy and z-loss, summed over tokens.
+        loss_sum: fp32 scalar, the summed cross-entropy in nats, without a graph.
+        z_loss_sum: fp32 scalar, the summed z-loss with its coefficient, without a graph; None without one.
+        num_tokens: int64 scalar, supervised tokens.
+    """
+
+    objective_sum: torch.Tensor
+    loss_sum: torch.Tensor
+    z_loss_sum: torch.Tensor | None
+    num_tokens: torch.Tensor
+
+
 def causal_lm_loss(
     model: Callable[..., Any], batch: ShardedBatch, *, tile: TileSetting = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the forward and return this rank's summed cross-entropy and number of supervised tokens.
+
+    `training_loss` without a z-loss. Every rank of ``sp`` must call.
+
+    Args:
+        model: As in :func:`training_loss`.
+        batch: As in :func:`training_loss`.
+        tile: As in :func:`training_loss`.
+
+    Returns:
+        ``loss_sum``: fp32 scalar in nats, differentiable once. ``num_tokens``: int64 scalar.
+
+    Raises:
+        UserError: As :func:`training_loss` does.
+    """
+    found = training_loss(model, batch, tile=tile)
+    return found.objective_sum, found.num_tokens
+
+
+def training_loss(
+    model: Callable[..., Any], batch: ShardedBatch, *, tile: TileSetting = "auto", z_loss: float = 0.0
+) -> TrainingLoss:
+    """Run the forward and return the loss of this rank's slice, as sums over its tokens.
 
     Every rank of ``sp`` must call. If all labels of a rank are ignored, its sum is 0 and still takes part in the
     backward pass, so that its collectives run. Logits are computed over tiles of tokens, and the gradients of the
@@ -51,18 +90,25 @@ def causal_lm_loss(
         tile: Tokens whose logits exist at once, as :func:`ray_ulysses.parallel.tiles.loss_tile_tokens` chooses. A model
             that does not consist of a decoder and an output head, or whose forward was replaced, has one tile with
             ``auto``.
-
-    Returns:
-        ``loss_sum``: fp32 scalar in nats, differentiable once. ``num_tokens``: int64 scalar.
+        z_loss: Coefficient of the z-loss, see :func:`ray_ulysses.engine.tiled_loss.token_losses`.
 
     Raises:
         UserError: The model returns an auxiliary loss, which is not a sum over tokens, or its loss can't be tiled.
     """
     num_tokens = (batch.labels_BL != IGNORE_INDEX).sum()
-    tiled = _tiled(model, batch, tile)
+    tiled = _tiled(model, batch, tile, z_loss=z_loss)
     if tiled is not None:
-        return tiled.run(model), num_tokens
-    return _whole_losses(_whole_logits(model, batch), batch).sum(), num_tokens
+        objective_sum = tiled.run(model)
+        losses_N, z_losses_N = tiled.losses_N, tiled.z_losses_N
+    else:
+        losses_N, z_losses_N = _whole_losses(_whole_logits(model, batch), batch, z_loss)
+        objective_sum = losses_N.sum() if z_losses_N is None else losses_N.sum() + z_losses_N.sum()
+    return TrainingLoss(
+        objective_sum=objective_sum,
+        loss_sum=losses_N.detach().sum(),
+        z_loss_sum=None if z_losses_N is None else z_losses_N.detach().sum(),
+        num_tokens=num_tokens,
+    )
 
 
 def score_tokens(model: Callable[..., Any], batch: ShardedBatch, *, tile: TileSetting = "auto") -> TokenScores:
@@ -77,7 +123,7 @@ def score_tokens(model: Callable[..., Any], batch: ShardedBatch, *, tile: TileSe
         tiled = _tiled(model, batch, tile, wants_predictions=True)
         if tiled is None:
             logits_BLV = _whole_logits(model, batch)
-            losses, predictions = _whole_losses(logits_BLV, batch), logits_BLV.argmax(dim=-1)
+            losses, predictions = _whole_losses(logits_BLV, batch)[0], logits_BLV.argmax(dim=-1)
         else:
             tiled.run(model)
             assert tiled.predictions_N is not None
@@ -86,7 +132,9 @@ def score_tokens(model: Callable[..., Any], batch: ShardedBatch, *, tile: TileSe
     return TokenScores(losses_BL=losses.view(shape), predictions_BL=predictions.view(shape))
 
 
-def _tiled(model: Any, batch: ShardedBatch, tile: TileSetting, wants_predictions: bool = False) -> TiledLoss | None:
+def _tiled(
+    model: Any, batch: ShardedBatch, tile: TileSetting, wants_predictions: bool = False, z_loss: float = 0.0
+) -> TiledLoss | None:
     """Return the tiled loss of a model, or ``None`` if its logits are to be computed at once."""
     inner = None if tile == "off" else inner_model(model)
     if inner is None:
@@ -98,7 +146,7 @@ def _tiled(model: Any, batch: ShardedBatch, tile: TileSetting, wants_predictions
             raise
         _warn_once(type(inner).__name__, str(error))
         return None
-    return TiledLoss(parts=parts, batch=batch, tile=tile, wants_predictions=wants_predictions)
+    return TiledLoss(parts=parts, batch=batch, tile=tile, wants_predictions=wants_predictions, z_loss=z_loss)
 
 
 @cache
@@ -113,12 +161,15 @@ def _whole_logits(model: Callable[..., Any], batch: ShardedBatch) -> torch.Tenso
     return logits_BLV
 
 
-def _whole_losses(logits_BLV: torch.Tensor, batch: ShardedBatch) -> torch.Tensor:
-    """Return the fp32 loss of each position, ``[B * L]``."""
-    losses_N = torch.nn.functional.cross_entropy(
-        logits_BLV.flatten(0, 1).float(), batch.labels_BL.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
-    )
-    return losses_N if batch.label_weights_BL is None else losses_N * batch.label_weights_BL.flatten()
+def _whole_losses(
+    logits_BLV: torch.Tensor, batch: ShardedBatch, z_loss: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the fp32 loss of each position, ``[B * L]``, and its z-loss if there is a coefficient."""
+    losses_N, z_losses_N = token_losses(logits_BLV.flatten(0, 1), batch.labels_BL.flatten(), z_loss)
+    if batch.label_weights_BL is None:
+        return losses_N, z_losses_N
+    weights_N = batch.label_weights_BL.flatten()
+    return losses_N * weights_N, None if z_losses_N is None else z_losses_N * weights_N
 
 
 def loss_scale(

@@ -38,7 +38,9 @@ class TiledLoss:
         batch: This rank's slice.
         tile: Tokens per tile.
         wants_predictions: Whether the most probable token of each position is found.
-        losses_N: fp32 loss of each position, after the forward; 0 where the label is ignored.
+        z_loss: Coefficient of the z-loss, which is added to what is differentiated; see `token_losses`.
+        losses_N: fp32 cross-entropy of each position, after the forward; 0 where the label is ignored.
+        z_losses_N: fp32 z-loss of each position, if there is a coefficient.
         predictions_N: int64 ids of the most probable tokens, if wanted.
     """
 
@@ -46,12 +48,14 @@ class TiledLoss:
     batch: ShardedBatch
     tile: TileSetting
     wants_predictions: bool = False
+    z_loss: float = 0.0
     losses_N: torch.Tensor = field(init=False)
+    z_losses_N: torch.Tensor | None = field(init=False, default=None)
     predictions_N: torch.Tensor | None = field(init=False, default=None)
     _logits_of: Callable[[torch.Tensor], torch.Tensor] | None = field(init=False, default=None)
 
     def run(self, model: Callable[..., Any]) -> torch.Tensor:
-        """Call the model, or the engine that wraps it, and return the sum of its losses (fp32 scalar)."""
+        """Call the model, or the engine that wraps it; return the sum of its losses and z-losses (fp32 scalar)."""
         head = self.parts.head_module
         with _replaced_forward(self.parts.model, self._forward), _replaced_forward(head, self._head_forward):
             loss_sum: torch.Tensor = model(**self.batch.model_inputs())
@@ -86,6 +90,8 @@ class TiledLoss:
         self.losses_N = torch.empty(num_tokens, dtype=torch.float32, device=hidden_NH.device)
         if self.wants_predictions:
             self.predictions_N = torch.empty_like(labels_N)
+        if self.z_loss:
+            self.z_losses_N = torch.empty_like(self.losses_N)
         d_hidden_NH = torch.empty_like(hidden_NH) if wants_gradients and hidden_NH.requires_grad else None
         d_weights: list[torch.Tensor | None] = [None] * len(weights)
         step = self._tile_tokens(num_tokens)
@@ -94,14 +100,18 @@ class TiledLoss:
             hidden_TH = hidden_NH[part].detach()
             wanted = [*weights] if d_hidden_NH is None else [hidden_TH.requires_grad_(), *weights]
             with torch.set_grad_enabled(wants_gradients and bool(wanted)):
-                losses_T = self._losses(hidden_TH, part)
+                losses_T, z_losses_T = self._losses(hidden_TH, part)
+                whole_T = losses_T if z_losses_T is None else losses_T + z_losses_T
             scales_T = None if label_weights is None else label_weights.flatten()[part].to(losses_T.dtype)
-            self.losses_N[part] = losses_T.detach() if scales_T is None else losses_T.detach() * scales_T
-            if not losses_T.requires_grad:
+            for kept_N, one_T in ((self.losses_N, losses_T), (self.z_losses_N, z_losses_T)):
+                if kept_N is not None and one_T is not None:
+                    kept_N[part] = one_T.detach() if scales_T is None else one_T.detach() * scales_T
+            del losses_T, z_losses_T, one_T
+            if not whole_T.requires_grad:
                 continue
-            ones_T = torch.ones_like(losses_T) if scales_T is None else scales_T
-            found = torch.autograd.grad(losses_T, wanted, ones_T, allow_unused=True)
-            del losses_T
+            ones_T = torch.ones_like(whole_T) if scales_T is None else scales_T
+            found = torch.autograd.grad(whole_T, wanted, ones_T, allow_unused=True)
+            del whole_T
             if d_hidden_NH is not None:
                 d_hidden_NH[part] = found[0]
             add_gradients(d_weights, found[len(wanted) - len(weights) :])
@@ -109,18 +119,42 @@ class TiledLoss:
             del found
         return d_hidden_NH, d_weights
 
-    def _losses(self, hidden_TH: torch.Tensor, part: slice) -> torch.Tensor:
+    def _losses(self, hidden_TH: torch.Tensor, part: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert self._logits_of is not None
         logits_TV = self._logits_of(hidden_TH[None])[0]
         if self.predictions_N is not None:
             self.predictions_N[part] = logits_TV.detach().argmax(dim=-1)
-        return torch.nn.functional.cross_entropy(
-            logits_TV.float(), self.batch.labels_BL.flatten()[part], ignore_index=IGNORE_INDEX, reduction="none"
-        )
+        return token_losses(logits_TV, self.batch.labels_BL.flatten()[part], self.z_loss)
 
     def _tile_tokens(self, num_tokens: int) -> int:
         width = getattr(self.parts.model.get_output_embeddings(), "out_features", None)
         return loss_tile_tokens(self.tile, num_tokens, width or self.parts.model.config.get_text_config().vocab_size)
+
+
+def token_losses(
+    logits_TV: torch.Tensor, labels_T: torch.Tensor, z_loss: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the fp32 cross-entropy of each token, and its z-loss if there is a coefficient.
+
+    The z-loss is ``z_loss * log(Z)**2`` with ``Z`` the softmax's denominator: it holds the logits near those of a
+    normalized distribution (https://arxiv.org/abs/2204.02311, section 5). Both are 0 where the label is ignored.
+
+    Args:
+        logits_TV: Logits.
+        labels_T: int64 labels, `IGNORE_INDEX` where there is none.
+        z_loss: The coefficient.
+    """
+    logits_TV = logits_TV.float()
+    if not z_loss:
+        losses_T = torch.nn.functional.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE_INDEX, reduction="none")
+        return losses_T, None
+    # One log-sum-exp for both, so that only one more tensor as wide as the logits is made in the backward pass.
+    log_z_T = logits_TV.logsumexp(dim=-1)
+    of_label_T = logits_TV.gather(-1, labels_T.clamp_min(0)[:, None])[:, 0]
+    is_counted_T = labels_T != IGNORE_INDEX
+    zero = torch.zeros((), dtype=torch.float32, device=logits_TV.device)
+    losses_T = torch.where(is_counted_T, log_z_T - of_label_T, zero)
+    return losses_T, torch.where(is_counted_T, z_loss * log_z_T.square(), zero)
 
 
 class _SumOfTiles(torch.autograd.Function):
@@ -134,7 +168,7 @@ class _SumOfTiles(torch.autograd.Function):
         ctx.gradients = loss.gradients(hidden_NH, weights, wants_gradients)
         ctx.dtypes = [weight.dtype for weight in weights]
         ctx.step = loss._tile_tokens(len(hidden_NH))
-        return loss.losses_N.sum()
+        return loss.losses_N.sum() if loss.z_losses_N is None else loss.losses_N.sum() + loss.z_losses_N.sum()
 
     @staticmethod
     @once_differentiable

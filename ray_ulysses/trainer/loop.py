@@ -233,6 +233,7 @@ def _take_step(attempt: _Attempt, source: RowSource, position: RunPosition) -> S
         accumulation=attempt.accumulation,
         seed=config.run.seed,
         loss_tile=config.memory.loss_tile,
+        z_loss=config.optimizer.z_loss,
         flags=lambda: _flags(attempt),
         before_update=attempt.before_update,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ray_ulysses.data.plan.mixing import mix_int
 from ray_ulysses.data.read.digest import MODULUS, add_digests, from_int64, row_digest, to_int64
-from ray_ulysses.engine.loss import causal_lm_loss, loss_scale
+from ray_ulysses.engine.loss import causal_lm_loss, loss_scale, training_loss
 from ray_ulysses.errors import RunError
 from ray_ulysses.trainer.agreement import NUM_FLAGS, Flags
 from ray_ulysses.trainer.batches import batch_checksum, batch_of
@@ -31,6 +31,7 @@ class StepResult:
 
     Attributes:
         loss: Mean loss over the step's supervised tokens, nats; NaN where there are none.
+        z_loss: Mean z-loss over them, with its coefficient; None without one.
         grad_norm: Norm of its gradient before clipping.
         is_finite: Whether loss and gradient are; if not, the weights are as they were before the step.
         bad_rows: The rows whose own loss is not finite.
@@ -40,6 +41,7 @@ class StepResult:
     """
 
     loss: float
+    z_loss: float | None
     grad_norm: float
     is_finite: bool
     bad_rows: tuple[int, ...]
@@ -63,6 +65,7 @@ def train_step(
     accumulation: int,
     seed: int,
     loss_tile: TileSetting = "auto",
+    z_loss: float = 0.0,
     flags: Callable[[], Flags] = Flags,
     before_update: Callable[[], None] = _nothing,
 ) -> StepResult:
@@ -79,6 +82,7 @@ def train_step(
         accumulation: Micro-batches per step.
         seed: Base of the random state; each row has its own, regardless of the rank that trains it.
         loss_tile: Tokens per rank whose logits exist at once.
+        z_loss: Coefficient of the z-loss.
         flags: Returns this rank's flags; called at the end of the step.
         before_update: Called before the weights are updated, on every rank.
 
@@ -86,21 +90,23 @@ def train_step(
         RunError: The model received other tokens than planned.
     """
     scale = loss_scale(tokens, mesh, zero_stage=engine.zero_optimization_stage(), accumulation=accumulation)
-    # Of each row, and of the fillers.
-    losses = torch.zeros(len(rows) + 1, dtype=torch.float64, device=device)
+    # Of each row, of the fillers, and the z-loss of all.
+    losses = torch.zeros(len(rows) + 2, dtype=torch.float64, device=device)
     checksums = [0] * len(rows)
     received, steps = 0, 0
     for row in slices:
         batch = batch_of(row, mesh, device)
         torch.manual_seed(mix_int(mix_int(seed) ^ (row.row % 2**64)) >> 1)
-        row_loss, _ = causal_lm_loss(engine, batch, tile=loss_tile)
-        engine.backward(row_loss * scale)
+        row_loss = training_loss(engine, batch, tile=loss_tile, z_loss=z_loss)
+        engine.backward(row_loss.objective_sum * scale)
         if steps == accumulation - 1:
             before_update()
         engine.step()
         if not row.is_filler and row.row not in rows:
             raise RunError(f"row {row.row} arrived in a step of rows {rows.start} to {rows.stop - 1}; resume the run")
-        losses[-1 if row.is_filler else row.row - rows.start] += row_loss.detach().double()
+        losses[len(rows) if row.is_filler else row.row - rows.start] += row_loss.loss_sum.double()
+        if row_loss.z_loss_sum is not None:
+            losses[-1] += row_loss.z_loss_sum.double()
         if not row.is_filler:
             checksums[row.row - rows.start] += batch_checksum(batch)
             received += row.num_supervised
@@ -108,7 +114,8 @@ def train_step(
     assert steps == accumulation, f"{steps} micro-batches instead of {accumulation}"
     # ZeRO of DeepSpeed 0.19.8 leaves the weights alone when this is not finite, and says so nowhere else.
     grad_norm = float(engine.get_global_grad_norm())
-    return _agree(losses, grad_norm, checksums, received, rows, tokens, flags(), mesh)
+    found = _agree(losses, grad_norm, checksums, received, rows, tokens, flags(), mesh)
+    return found if z_loss else replace(found, z_loss=None)
 
 
 def evaluate(
@@ -165,11 +172,12 @@ def _agree(
             f"rows {rows.start} to {rows.stop - 1} contained {total} supervised tokens, the plan has {tokens}; "
             "the corpus was changed during the run. Restore data.path and resume"
         )
-    row_losses = losses.tolist()
+    *row_losses, z_loss_sum = losses.tolist()
     loss_sum = sum(row_losses)
     digest = add_digests(*(row_digest(row, from_int64(value)) for row, value in zip(rows, sums, strict=True)))
     return StepResult(
         loss=loss_sum / tokens if tokens else math.nan,
+        z_loss=z_loss_sum / tokens if tokens else math.nan,
         grad_norm=grad_norm,
         is_finite=math.isfinite(loss_sum) and num_bad_norms == 0,
         bad_rows=tuple(row for row, value in zip(rows, row_losses, strict=False) if not math.isfinite(value)),

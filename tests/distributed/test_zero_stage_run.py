@@ -25,7 +25,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(storage: Path, corpus: Path, session: str, **settings: Any) -> Config:
-    config = make_config(storage, corpus, checkpoint__every_steps=2, **settings)
+    # With a z-loss: it too is a sum over tokens, whatever the layout.
+    config = make_config(storage, corpus, checkpoint__every_steps=2, optimizer__z_loss=1e-2, **settings)
     prepare_attempt(config, session)
     run_ranks(run_worker, config.cluster.workers.max, config, session, timeout_s=200)
     return config

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, loss_scale, shard_batch
 from ray_ulysses.attention.batch import IGNORE_INDEX
 from ray_ulysses.attention.recompute import checkpoint_contexts
+from ray_ulysses.engine.loss import training_loss
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.engine.zero import ZeroSettings, build_engine
 from ray_ulysses.parallel.layout import ParallelLayout
@@ -26,6 +27,7 @@ from tests.unit.attention.models import VOCAB, magnified, plain_config, zoo_mode
 
 Rows = Literal["short", "masked", "weighted"]
 MLP_TILE = 3
+Z_LOSS = 0.1
 LENGTHS = ((17, 1, 9, 5), (1, 30, 9), (24,))
 
 
@@ -66,7 +68,7 @@ class TileCase:
 
     Attributes:
         rows: ``short``: rows shorter than the tile. ``masked``: the first rank's labels are all ignored.
-            ``weighted``: every label has a weight, and those of a span have none.
+            ``weighted``: every label has a weight, and those of a span have none; with a z-loss.
     """
 
     head: str
@@ -85,6 +87,11 @@ class TileCase:
     def tile(self) -> int:
         """Tokens per tile."""
         return 64 if self.rows == "short" else 5
+
+    @property
+    def z_loss(self) -> float:
+        """Coefficient of the z-loss."""
+        return Z_LOSS if self.rows == "weighted" else 0.0
 
     @property
     def label(self) -> str:
@@ -140,6 +147,8 @@ def reference(head: str, rows: Rows, num_rows: int, dtype: torch.dtype) -> tuple
             logits = model(input_ids=input_ids[:, part], use_cache=False).logits[0, :-1]
             targets = labels[0, part][1:]
             losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+            if rows == "weighted":
+                losses = losses + Z_LOSS * logits.logsumexp(-1).square() * (targets != IGNORE_INDEX)
             total = total + (losses * weights[0, part][1:].to(dtype)).sum()
             count += int((targets != IGNORE_INDEX).sum())
             start += length
@@ -169,7 +178,7 @@ def _run_case(case: TileCase) -> TileResult:
     loss, gathers = torch.zeros(()), (Counter[str](), Counter[str]())
     for number, batch in enumerate(batches):
         with counted_gathers(engine, gathers[0]):
-            loss_sum, _ = causal_lm_loss(engine, batch, tile=case.tile)
+            loss_sum = training_loss(engine, batch, tile=case.tile, z_loss=case.z_loss).objective_sum
         assert loss_sum.dtype == torch.float32
         loss += loss_sum.detach()
         with counted_gathers(engine, gathers[1]):

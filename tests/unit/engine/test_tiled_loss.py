@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from ray_ulysses import apply_ulysses, causal_lm_loss, shard_batch
 from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch
-from ray_ulysses.engine.loss import score_tokens
+from ray_ulysses.engine.loss import score_tokens, training_loss
 from ray_ulysses.engine.model_parts import find_parts
 from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.tiles import TileSetting
@@ -63,6 +63,42 @@ def test_tiles_change_no_loss_no_gradient_and_no_prediction(architecture: str) -
     assert not tiled.losses_BL.requires_grad
     loss_sum, _ = causal_lm_loss(model, batch, tile=TILE)
     torch.testing.assert_close(loss_sum.detach(), tiled.losses_BL.sum())
+
+
+@pytest.mark.parametrize("architecture", fast_only(ARCHITECTURES, "granite", "gemma2"))
+@pytest.mark.parametrize("tile", [TILE, "off"], ids=str)
+def test_a_z_loss_is_that_of_the_models_own_logits(architecture: str, tile: TileSetting) -> None:
+    model, batch = apply_ulysses(zoo_model(architecture), ALONE), make_batch(weighted=True)
+    coefficient = 0.05
+
+    def ours() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        found = training_loss(model, batch, tile=tile, z_loss=coefficient)
+        assert found.z_loss_sum is not None and not found.loss_sum.requires_grad and not found.z_loss_sum.requires_grad
+        torch.testing.assert_close(found.objective_sum.detach(), found.loss_sum + found.z_loss_sum)
+        (found.objective_sum * 0.37).backward()
+        gradients = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+        return {"loss": found.loss_sum, "z_loss": found.z_loss_sum, **gradients}
+
+    def wanted() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        logits = model(**batch.model_inputs()).logits.float().flatten(0, 1)
+        labels, weights = batch.labels_BL.flatten(), batch.label_weights_BL.flatten()
+        is_counted = labels != IGNORE_INDEX
+        loss = (nn.functional.cross_entropy(logits, labels, reduction="none") * weights).sum()
+        z_loss = (coefficient * logits.logsumexp(-1).square() * weights)[is_counted].sum()
+        ((loss + z_loss) * 0.37).backward()
+        gradients = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+        return {"loss": loss.detach(), "z_loss": z_loss.detach(), **gradients}
+
+    assert worst(ours(), wanted()) <= 1e-5
+
+
+def test_without_a_coefficient_there_is_no_z_loss_and_the_same_bits_as_ever() -> None:
+    model, batch = apply_ulysses(zoo_model("granite"), ALONE), make_batch()
+    found = training_loss(model, batch, tile=TILE)
+    assert found.z_loss_sum is None and torch.equal(found.objective_sum.detach(), found.loss_sum)
+    assert torch.equal(causal_lm_loss(model, batch, tile=TILE)[0], found.objective_sum)
 
 
 class Largest(TorchDispatchMode):

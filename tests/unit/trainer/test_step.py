@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ray_ulysses.attention.batch import IGNORE_INDEX
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.data.plan.segment import PlanSettings
@@ -125,6 +126,24 @@ def test_the_loss_is_a_mean_over_all_tokens_of_the_step_and_its_gradient_that_of
     assert result.loss == pytest.approx(float(wanted.detach()), rel=1e-6)
     assert result.tokens == PLAN.step_tokens(1)
     assert engine.micro_steps == 3
+    assert table.grad is not None and engine.table.grad is not None
+    assert (engine.table.grad - table.grad).norm() <= 1e-5 * table.grad.norm()
+
+
+def test_a_z_loss_is_trained_on_and_reported_beside_the_loss(mesh: SequenceMesh) -> None:
+    engine, plain = FakeEngine(4), FakeEngine(3)
+    slices = slices_of(1)
+    # A filler has no label, and no part in either.
+    result = take(engine, mesh, [*slices, READER.filler(0, 1)], z_loss=0.1)
+    wanted = take(plain, mesh, slices)
+    assert wanted.z_loss is None and result.loss == pytest.approx(wanted.loss, rel=1e-6)
+    table = engine.table.detach().clone().requires_grad_()
+    tokens = torch.from_numpy(np.concatenate([one.input_ids for one in slices]))
+    labels = torch.from_numpy(np.concatenate([one.labels for one in slices]))
+    is_counted = labels != IGNORE_INDEX
+    z_loss = 0.1 * table[tokens].logsumexp(-1).square()[is_counted].mean()
+    (torch.nn.functional.cross_entropy(table[tokens], labels) + z_loss).backward()
+    assert result.z_loss == pytest.approx(float(z_loss.detach()), rel=1e-6)
     assert table.grad is not None and engine.table.grad is not None
     assert (engine.table.grad - table.grad).norm() <= 1e-5 * table.grad.norm()
 
