@@ -7,9 +7,6 @@ checkpointing with its offload. The other seven ranks are emulated (see ``recipe
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
 import statistics
 import sys
 from pathlib import Path
@@ -18,9 +15,10 @@ from typing import Any
 if str(Path(__file__).resolve().parents[2]) not in sys.path:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.gpu.bench_step import measured
-from benchmarks.stored_result import RESULTS, gpu_provenance, origin, say, store, table
+from benchmarks.gpu.bench_step import case_name, run_cases
+from benchmarks.stored_result import origin, table
 
+LIMIT_S = 500.0
 QWEN3_8B = {
     "model_type": "qwen3",
     "vocab_size": 151_936,
@@ -68,27 +66,24 @@ def cases() -> list[dict[str, Any]]:
     return found
 
 
-def _name(case: dict[str, Any]) -> str:
-    return f"{case['title']}: {case['side']}"
-
-
 def markdown(record: dict[str, Any]) -> str:
     """Return the page."""
     lines = []
     for one in record["found"]:
         if "failure" in one:
-            lines.append([_name(one), one["failure"][:200], "", "", "", "", "", one["commit"]])
+            lines.append([case_name(one), one["failure"][:200], "", "", "", "", "", one["commit"]])
             continue
         middle, planned = statistics.median(one["seconds"]), one["planned"]
-        peer = next((o for o in record["found"] if o["title"] == one["title"] and o["side"] != "ours"), one)
-        ratio = "" if "failure" in peer else f"{statistics.median(peer['seconds']) / middle:.2f}"
+        peer = next((o for o in record["found"] if o["context"] == one["context"] and o["side"] != "ours"), None)
+        is_measured = peer is not None and "seconds" in peer
+        ratio = f"{statistics.median(peer['seconds']) / middle:.2f}" if is_measured else ""
         # The runtime's share is outside torch's allocator.
         device = planned["device_gib"] - planned.get("term runtime", 0.0)
         mfu = "" if one["mfu"] is None else f"{one['mfu']:.1%}"
         is_ours = one["side"] == "ours"
         lines.append(
             [
-                _name(one),
+                case_name(one),
                 f"{middle:.1f} ({min(one['seconds']):.1f} to {max(one['seconds']):.1f})",
                 ratio,
                 f"{one['context'] / one['sp'] / middle:,.0f}",
@@ -126,26 +121,8 @@ def markdown(record: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark, show its page and store it."""
-    parser = argparse.ArgumentParser(description="A whole step of an 8B model, as one of eight ranks takes it.")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for recipe_gpu.md and .json")
-    parser.add_argument("--commit", help="the commit, where the tree came without its history")
-    parser.add_argument("--add", action="store_true", help="keep what is stored of other cases, for a short lease")
-    parser.add_argument("--only", default="", help="run the cases in whose title and side this expression is found")
-    parser.add_argument("--limit", type=float, default=500.0, help="seconds that one case may take")
-    options = parser.parse_args(arguments)
-    record: dict[str, Any] = {
-        **gpu_provenance(("torch", "transformers", "deepspeed"), options.commit),
-        "command": "python benchmarks/gpu/bench_recipe.py",
-    }
-    stored = options.out / "recipe_gpu.json"
-    kept = json.loads(stored.read_text())["found"] if options.add and stored.exists() else []
-    results = {_name(one): one for one in kept}
-    for case in [case for case in cases() if re.search(options.only, _name(case))]:
-        found = measured(case, "recipe_rank.py", options.limit)
-        results[_name(case)] = {**found, "commit": record["commit"]}
-        record["found"] = [results[_name(one)] for one in cases() if _name(one) in results]
-        store("recipe_gpu", markdown(record), record, options.out)
-    say(markdown(record))
+    about = "A whole step of an 8B model, as one of eight ranks takes it."
+    run_cases(arguments, about, "recipe_gpu", cases(), markdown, script="recipe_rank.py", limit_s=LIMIT_S)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,8 @@ def measured(case: dict[str, Any], script: str = "one_step.py", limit_s: float =
     return found
 
 
-def _name(case: dict[str, Any]) -> str:
+def case_name(case: dict[str, Any]) -> str:
+    """Return what identifies a case."""
     return f"{case['title']}: {case['side']}"
 
 
@@ -90,7 +92,7 @@ def page_table(found: list[dict[str, Any]]) -> str:
     """Return one table: a line for each side of each case."""
     lines = []
     for one in found:
-        name = _name(one)
+        name = case_name(one)
         if "failure" in one:
             lines.append([name, one["failure"][:120], "", "", "", "", "", one["commit"]])
             continue
@@ -136,28 +138,56 @@ def markdown(record: dict[str, Any]) -> str:
     )
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the benchmark, show its page and store it."""
-    parser = argparse.ArgumentParser(description="A training step on one GPU, ours beside its peers.")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for step_gpu.md and .json")
+def run_cases(
+    arguments: list[str] | None,
+    about: str,
+    name: str,
+    cases: Sequence[dict[str, Any]],
+    markdown: Callable[[dict[str, Any]], str],
+    *,
+    script: str = "one_step.py",
+    limit_s: float = LIMIT_S,
+    at_once: int = 1,
+) -> None:
+    """Run a benchmark's cases as a command asks, show its page and store it after each case.
+
+    Args:
+        arguments: The command's arguments; None for those of this process.
+        about: What the command says of itself.
+        name: Of the page and its figures; the script is ``bench_<name without _gpu>.py``.
+        cases: Every case, in the order of the page.
+        markdown: Makes the page of a record.
+        script: Measures one case in a process of its own.
+        limit_s: Seconds that one case may take.
+        at_once: Processes at once, of which one has the GPU.
+    """
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--out", type=Path, default=RESULTS, help=f"folder for {name}.md and .json")
     parser.add_argument("--commit", help="the commit, where the tree came without its history")
     parser.add_argument("--add", action="store_true", help="keep what is stored of other cases, for a short lease")
     parser.add_argument("--only", default="", help="run the cases in whose title and side this expression is found")
     options = parser.parse_args(arguments)
     record: dict[str, Any] = {
         **gpu_provenance(("torch", "transformers", "deepspeed"), options.commit),
-        "command": "python benchmarks/gpu/bench_step.py",
+        "command": f"python benchmarks/gpu/bench_{name.removesuffix('_gpu')}.py",
     }
-    stored = options.out / "step_gpu.json"
+    stored = options.out / f"{name}.json"
     kept = json.loads(stored.read_text())["found"] if options.add and stored.exists() else []
-    results = {_name(one): one for one in kept}
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
-        chosen = [case for case in cases() if re.search(options.only, _name(case))]
-        for found in pool.map(measured, ({**case, "turn": f"{folder}/turn"} for case in chosen)):
-            results[_name(found)] = {**found, "commit": record["commit"]}
-            record["found"] = [results[_name(case)] for case in cases() if _name(case) in results]
-            store("step_gpu", markdown(record), record, options.out)
+    results = {case_name(one): one for one in kept}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool:
+        chosen = [{**case, "turn": f"{folder}/turn"} for case in cases if re.search(options.only, case_name(case))]
+        for found in pool.map(lambda case: measured(case, script, limit_s), chosen):
+            results[case_name(found)] = {**found, "commit": record["commit"]}
+            record["found"] = [results[case_name(case)] for case in cases if case_name(case) in results]
+            store(name, markdown(record), record, options.out)
     say(markdown(record))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the benchmark, show its page and store it."""
+    run_cases(
+        arguments, "A training step on one GPU, ours beside its peers.", "step_gpu", cases(), markdown, at_once=AT_ONCE
+    )
 
 
 if __name__ == "__main__":
