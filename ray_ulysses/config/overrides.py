@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 from ray_ulysses.config.yaml_text import parse_yaml
 from ray_ulysses.errors import Problem
@@ -20,7 +21,8 @@ def apply_overrides(
     Args:
         tree: The configuration as read from YAML.
         overrides: Texts of the form ``a.b=c``; the value is read as YAML, so that ``[1, 2]`` is a list and
-            an empty one is null. Names that don't exist are left for the schema to refuse.
+            an empty one is null. A number or the name of an entry leads into a list, as in ``stages.long.lr=1e-5``.
+            Names that don't exist are left for the schema to refuse.
     """
     changed = copy.deepcopy(dict(tree))
     problems: list[Problem] = []
@@ -39,16 +41,41 @@ def apply_overrides(
 
 
 def _put(tree: dict[str, object], names: Sequence[str], value: object) -> tuple[Problem, ...]:
-    """Set one value inside nested mappings, in place; missing and null mappings on the way are created."""
-    node = tree
-    for depth, name in enumerate(names[:-1], start=1):
-        below = node.get(name)
+    """Set one value inside nested mappings and lists, in place; missing and null mappings are created."""
+    node: dict[str, object] | list[object] = tree
+    for depth, name in enumerate(names):
+        holder, place = ".".join(names[:depth]), _place(node, name)
+        if place is None:
+            rule = f"{holder} has no entry {name!r}"
+            return (Problem(path="--set", value=".".join(names), rule=rule, hint=_entries(node)),)
+        entries = cast("dict[object, object]", node)
+        if depth == len(names) - 1:
+            entries[place] = value
+            break
+        below = entries.get(place) if isinstance(node, dict) else entries[place]
         if below is None:
-            below = node[name] = {}
-        if not isinstance(below, dict):
-            holder = ".".join(names[:depth])
+            below = entries[place] = {}
+        if not isinstance(below, dict | list):
+            holder = ".".join(names[: depth + 1])
             rule = f"{holder} is a value, not a group of settings"
             return (Problem(path="--set", value=".".join(names), rule=rule, hint=f"set {holder} itself"),)
         node = below
-    node[names[-1]] = value
     return ()
+
+
+def _place(node: Mapping[str, object] | Sequence[object], name: str) -> str | int | None:
+    """Return where a name leads: in a list, such as that of stages, a number from 0 or the name of an entry."""
+    if isinstance(node, Mapping):
+        return name
+    if name.isascii() and name.isdigit():
+        return int(name) if int(name) < len(node) else None
+    return next((number for number, entry in enumerate(node) if _name_of(entry) == name), None)
+
+
+def _entries(node: Mapping[str, object] | Sequence[object]) -> str:
+    named = [name for entry in node if (name := _name_of(entry)) is not None]
+    return f"use a number from 0 to {len(node) - 1}" + (f", or a name: {', '.join(named)}" if named else "")
+
+
+def _name_of(entry: object) -> str | None:
+    return str(entry["name"]) if isinstance(entry, Mapping) and "name" in entry else None

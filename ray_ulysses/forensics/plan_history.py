@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ray_ulysses.config import load_config
 from ray_ulysses.data.plan.plan_files import has_plan, load_plan
-from ray_ulysses.errors import UserError
-from ray_ulysses.run_names import PLAN_FOLDER
+from ray_ulysses.errors import ConfigError, UserError
+from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +38,8 @@ class SegmentRecord:
         rows_per_step: Rows of a global batch.
         packing: The packing method.
         sources: Its corpora.
+        stage: Name of its stage, or the stage's number from 0 where the configuration does not tell; None in a run
+            without stages.
     """
 
     plan_id: str
@@ -47,6 +50,7 @@ class SegmentRecord:
     rows_per_step: int
     packing: str
     sources: tuple[SourceRecord, ...]
+    stage: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +79,7 @@ def read_plan_history(run_dir: Path) -> PlanHistory:
         plan = load_plan(run_dir / PLAN_FOLDER)
     except (UserError, OSError) as error:
         return PlanHistory(problem=str(error))
+    names = _stage_names(run_dir)
     return PlanHistory(
         segments=tuple(
             SegmentRecord(
@@ -86,7 +91,16 @@ def read_plan_history(run_dir: Path) -> PlanHistory:
                 rows_per_step=segment.settings.rows_per_step,
                 packing=segment.settings.packing,
                 sources=tuple(SourceRecord(path=source.path, weight=source.weight) for source in segment.sources),
+                stage=None if segment.stage is None else names.get(segment.stage_number, str(segment.stage_number)),
             )
             for number, segment in enumerate(plan.segments)
         )
     )
+
+
+def _stage_names(run_dir: Path) -> dict[int, str]:
+    """Return the names of a run's stages by their numbers; none if its configuration can't be read."""
+    try:
+        return {number: stage.name for number, stage in enumerate(load_config(run_dir / CONFIG_FILE).stages)}
+    except ConfigError:
+        return {}

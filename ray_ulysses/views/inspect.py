@@ -107,7 +107,13 @@ def _plan_lines(plan_history: PlanHistory) -> list[str]:
     if not plan_history.segments:
         return []
     header = ("segment", "plan", "after step", "from row", "context", "rows per step", "packing", "sources")
-    return ["", "plan", *table(header, [_segment(segment) for segment in plan_history.segments])]
+    rows = [_segment(segment) for segment in plan_history.segments]
+    names = [segment.stage for segment in plan_history.segments]
+    if any(names):
+        # Most runs have none.
+        header = (*header[:2], "stage", *header[2:])
+        rows = [(*row[:2], name or "-", *row[2:]) for name, row in zip(names, rows, strict=True)]
+    return ["", "plan", *table(header, rows)]
 
 
 def _segment(segment: SegmentRecord) -> tuple[str, ...]:

@@ -46,6 +46,33 @@ def test_what_is_not_of_the_form_is_refused_with_an_example(override: str) -> No
     assert "such as --set run.stop_step=200" in str(problem)
 
 
+STAGES = [{"name": "short", "steps": 3}, {"name": "long", "sources": [{"path": "a"}]}]
+
+
+def test_an_entry_of_a_list_is_named_by_its_number_or_its_name() -> None:
+    overrides = ["stages.0.lr=1e-5", "stages.long.schedule.kind=linear", "stages.long.sources.0.weight=2.0"]
+    tree = {**small_tree(), "stages": STAGES}
+    config = parse_config(tree, overrides)
+    assert (config.stages[0].lr, config.stages[1].lr) == (1e-5, None)
+    assert config.stages[1].schedule is not None and config.stages[1].schedule.kind == "linear"
+    assert config.stages[1].sources is not None and config.stages[1].sources[0].weight == 2.0
+    assert tree["stages"] == STAGES, "the tree is left alone"
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("stages.2.lr", "stages has no entry '2'; use a number from 0 to 1, or a name: short, long"),
+        ("stages.lng.lr", "stages has no entry 'lng'; use a number from 0 to 1, or a name: short, long"),
+        ("stages.long.sources.1.path", "stages.long.sources has no entry '1'; use a number from 0 to 0"),
+        ("stages.0.name.x", "stages.0.name is a value, not a group of settings; set stages.0.name itself"),
+    ],
+)
+def test_an_entry_that_a_list_does_not_have_is_refused_with_those_that_it_has(path: str, said: str) -> None:
+    _, (problem,) = apply_overrides({**small_tree(), "stages": STAGES}, [f"{path}=1"])
+    assert str(problem) == f"--set='{path}': {said}"
+
+
 def test_a_path_through_a_value_is_refused() -> None:
     _, (problem,) = apply_overrides(small_tree(), ["run.name.first=1"])
     assert str(problem) == "--set='run.name.first': run.name is a value, not a group of settings; set run.name itself"

@@ -26,6 +26,7 @@ def test_each_edit_of_a_run_is_a_segment(run: Run, corpus: Path, tmp_path: Path)
                 "rows_per_step": 4,
                 "packing": "best_fit",
                 "sources": [{"path": str(corpus), "weight": None}],
+                "stage": None,
             },
             {
                 "plan_id": run.plan.plan_id,
@@ -36,6 +37,7 @@ def test_each_edit_of_a_run_is_a_segment(run: Run, corpus: Path, tmp_path: Path)
                 "rows_per_step": 3,
                 "packing": "concat",
                 "sources": [{"path": str(corpus), "weight": None}, {"path": str(more), "weight": None}],
+                "stage": None,
             },
         ]
     }

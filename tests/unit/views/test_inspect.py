@@ -110,6 +110,12 @@ def test_the_segments_of_the_plan_are_a_line_each():
     assert ", /data/b (weight 0.5)\n" in text
 
 
+def test_segments_of_stages_name_them():
+    segments = (make_segment(0, stage="short"), make_segment(1, stage="long"))
+    text = render_history(make_history(), PlanHistory(segments=segments))
+    assert "  segment   plan  stage  after step" in text and "        1  plan1   long       1,000     4,000" in text
+
+
 def test_a_plan_that_cannot_be_read_is_said_and_one_that_is_not_there_is_not():
     text = render_history(make_history(), PlanHistory(problem="segment-0000: another version"))
     assert "  PLAN: segment-0000: another version" in text
