@@ -859,6 +859,44 @@ MUTANTS = (
         killer="tests/unit/run/test_stages.py::test_a_run_at_a_border_is_in_the_stage_that_follows",
     ),
     Mutant(
+        name="a warm-up of a stage held against the steps of the whole run",
+        file="ray_ulysses/planner/notes.py",
+        old="or end - stage.schedule_start",
+        new="or end",
+        killer="tests/unit/run/test_stages.py::"
+        "test_notes_look_at_each_stage_with_its_own_horizon_and_its_own_checkpoints",
+    ),
+    Mutant(
+        name="memory of the last stage alone",
+        file="ray_ulysses/planner/fit.py",
+        old="fit = all(fits(own, configured_memory(own, shape)) for own in stage_configs(changed))",
+        new="fit = fits(changed, configured_memory(changed, shape))",
+        killer="tests/unit/planner/test_choice.py::test_what_is_chosen_fits_in_every_stage",
+    ),
+    Mutant(
+        name="losses of different stages compared",
+        file="ray_ulysses/checkpoint/retention.py",
+        old="of_stages.setdefault(committed[step].stage, [])",
+        new='of_stages.setdefault("", [])',
+        killer="tests/unit/checkpoint/test_retention.py::test_the_best_are_those_of_each_stage",
+    ),
+    Mutant(
+        name="a border counted as a recovery",
+        file="ray_ulysses/tracking/time_spent.py",
+        old='command.pause = "stages_s" if event.reason == STAGE else "recovery_s"',
+        new='command.pause = "recovery_s"',
+        killer="tests/unit/tracking/test_time_spent.py::"
+        "test_the_time_between_two_stages_is_no_recovery_and_a_failure_there_is",
+    ),
+    Mutant(
+        name="the costliest rows among the losses that check compares",
+        file="ray_ulysses/forensics/check_report.py",
+        old="for one in trial.steps[1:] if",
+        new="for one in trial.steps if",
+        killer="tests/unit/forensics/test_check_report.py::"
+        "test_the_first_step_of_the_costliest_rows_is_not_held_against_the_others",
+    ),
+    Mutant(
         name="an optimizer that is never reset",
         file="ray_ulysses/trainer/resume.py",
         old="if not stage.begins_anew or chosen.position.step != stage.first_step:",

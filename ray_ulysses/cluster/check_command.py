@@ -134,7 +134,8 @@ def trial_config(config: Config, options: CheckOptions, stamp: str) -> Config:
     schedule = tree.setdefault("schedule", {})
     # The peak of the learning rate is a part of the trial.
     schedule["warmup_steps"] = min(config.schedule.warmup_steps, options.steps // 5)
-    tree["checkpoint"] = {**tree.get("checkpoint", {}), "every_minutes": None, "save_at_end": False, "keep_best": 0}
+    saves = {"every_minutes": None, "save_at_end": False, "keep_best": 0}
+    tree["checkpoint"] = {**tree.get("checkpoint", {}), **saves, "max_failed_saves": 0, "failed_saves_patience_s": 0.0}
     tree["tracking"] = {"enabled": False}
     # What is loaded is what was written, and the first failure is the answer.
     tree["elastic"] = {**tree.get("elastic", {}), "peer_memory": False, "max_failures": 0, "bad_steps": "stop"}

@@ -1,4 +1,4 @@
-"""`ray-ulysses check` on a Ray of its own: a run that is ready, and one whose learning rate is not."""
+"""`ray-ulysses check` on a Ray of its own: a run that is ready, and runs with a fault each."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,10 @@ from tests.distributed.run_case import make_config, make_corpus
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def check(folder: Path, *options: str, **overrides: Any) -> tuple[int, dict[str, Any]]:
+def check(
+    folder: Path, *options: str, fault: Callable[[Path], object] | None = None, **overrides: Any
+) -> tuple[int, dict[str, Any]]:
+    """Check a run, while a fault is planted into its trial, whose directory the fault is given."""
     settings = {
         "run__stop_step": None,
         "schedule__horizon_steps": None,
@@ -26,12 +31,79 @@ def check(folder: Path, *options: str, **overrides: Any) -> tuple[int, dict[str,
     config = make_config(folder / "runs", make_corpus(folder), **{**settings, **overrides})
     (folder / "config.yaml").write_text(config.to_yaml())
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    done = subprocess.run(
-        [sys.executable, "-m", "ray_ulysses", "check", folder / "config.yaml", "--steps=12", "--json", *options],
-        capture_output=True, text=True, timeout=600, env=environment, check=False,
-    )  # fmt: skip
-    assert done.returncode in (0, 1), done.stderr[-3000:]
-    return done.returncode, json.loads(done.stdout)
+    command = [sys.executable, "-m", "ray_ulysses", "check", folder / "config.yaml", "--steps=12", "--json", *options]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=(folder / "said").open("w"), text=True, env=environment
+    ) as running:
+        try:
+            if fault is not None:
+                fault(trial_of(folder / "runs", running))
+            told, _ = running.communicate(timeout=600)
+        finally:
+            running.kill()
+    assert running.returncode in (0, 1), (folder / "said").read_text()[-3000:]
+    return running.returncode, json.loads(told)
+
+
+def trial_of(storage: Path, running: subprocess.Popen[str]) -> Path:
+    """Return the directory of the trial, as soon as its settings are in it."""
+    return wait_for(lambda: next(storage.glob("run-check-*/config.yaml"), None), running).parent
+
+
+def wait_for(look: Callable[[], Path | None], running: subprocess.Popen[str] | None = None) -> Path:
+    """Look every few milliseconds: what follows is to be too late for a fault."""
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and (running is None or running.poll() is None):
+        if (found := look()) is not None:
+            return found
+        time.sleep(0.002)
+    raise AssertionError("what the fault waits for did not come")
+
+
+def full_storage(trial: Path) -> None:
+    """Nothing can be created where its checkpoints would be."""
+    (trial / "checkpoints").write_text("")
+
+
+def damaged_checkpoint(trial: Path) -> None:
+    """A byte of a shard changes once it is committed."""
+    folder = trial / "checkpoints" / "step-00000012"
+    wait_for(lambda: path if (path := folder / "manifest.json").is_file() else None)
+    shard = next(folder.rglob("rank-00001-of-00002.safetensors"))
+    with shard.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 0x10]))
+
+
+def damaged_corpus(trial: Path) -> None:
+    """Tokens change after the plan was made and before they are read."""
+    for shard in (trial.parents[1] / "corpus" / "shards").iterdir():
+        content = bytearray(shard.read_bytes())
+        for at in range(4, len(content) - 4096, 64):
+            content[at] ^= 0x10
+        shard.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("line", "fault", "settings"),
+    [
+        ("checkpoint written", full_storage, {}),
+        ("checkpoint loaded", damaged_checkpoint, {}),
+        ("trains", damaged_corpus, {}),
+        ("memory", None, {"memory__device_gib": 0.6}),
+        ("finite", None, {"optimizer__lr": 1e30, "schedule__warmup_steps": 0}),
+    ],
+    ids=["storage that takes nothing", "damaged checkpoint", "damaged corpus", "too much memory", "not finite"],
+)  # fmt: skip
+def test_each_planted_fault_fails_the_line_that_names_it(
+    tmp_path: Path, line: str, fault: Callable[[Path], object] | None, settings: dict[str, Any]
+) -> None:
+    code, report = check(tmp_path, fault=fault, **{"optimizer__lr": 3e-3, **settings})
+    failed = {one["name"]: one["found"] for one in report["lines"] if one["holds"] is False}
+    assert code == 1 and list(failed) == [line], report
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_a_run_that_is_ready_holds_in_every_line_and_leaves_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from ray_ulysses.engine.model import build_model
 from ray_ulysses.tracking.events import StepDone
 from ray_ulysses.tracking.history import RunHistory, read_history
 from ray_ulysses.tracking.mlflow_client import open_client
+from ray_ulysses.trainer import loop
 from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
 from tests.distributed.run_case import MORE_FILES, make_config, make_corpus, prepare_attempt, run_worker
 from tests.distributed.supervised import SupervisedRun
@@ -40,12 +42,21 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_corpus(folder / "first", ("bisect.py", "cmd.py", "copy.py")), make_corpus(folder / "more", MORE_FILES)
 
 
-def config_of(storage: Path, corpora: tuple[Path, Path], **overrides: Any) -> Config:
+def config_of(
+    storage: Path,
+    corpora: tuple[Path, Path],
+    contexts: tuple[int, int, int] = (128, 256, 512),
+    rows: int = 8,
+    **overrides: Any,
+) -> Config:
     first = corpora[0]
     stages = [
-        {"name": "short", "steps": 4, "context_tokens": 128, "rows_per_step": 8, "sp_size": 1, "path": str(first)},
         {
-            "name": "middle", "steps": 3, "context_tokens": 256, "rope": {"rope_theta": THETAS[1]}, "lr": 2e-3,
+            "name": "short", "steps": 4, "context_tokens": contexts[0], "rows_per_step": rows, "sp_size": 1,
+            "path": str(first),
+        },
+        {
+            "name": "middle", "steps": 3, "context_tokens": contexts[1], "rope": {"rope_theta": THETAS[1]}, "lr": 2e-3,
             "schedule": {"kind": "wsd", "warmup_steps": 1, "decay_steps": 1, "min_lr_ratio": 0.0},
         },
         {
@@ -55,7 +66,7 @@ def config_of(storage: Path, corpora: tuple[Path, Path], **overrides: Any) -> Co
     ]  # fmt: skip
     settings = {
         "run__stop_step": None, "data__path": None, "data__sources": [{"path": str(path)} for path in corpora],
-        "data__context_tokens": 512, "schedule__warmup_steps": 2, "schedule__horizon_steps": None,
+        "data__context_tokens": contexts[2], "schedule__warmup_steps": 2, "schedule__horizon_steps": None,
         "checkpoint__every_steps": None, "checkpoint__save_at_end": False, "cluster__workers": 2, "optimizer__lr": 3e-3,
         "memory__gradient_checkpointing": False,
     }  # fmt: skip
@@ -125,17 +136,66 @@ def test_every_token_of_the_stages_is_trained_once(unbroken: Config, corpora: tu
 def test_losses_and_rates_are_those_of_one_process_that_follows_the_stages(
     unbroken: Config, corpora: tuple[Path, Path]
 ) -> None:
-    plan = load_plan(unbroken.run_dir / "plan")
+    assert_follows_the_reference(unbroken, corpora)
+
+
+def assert_follows_the_reference(config: Config, corpora: tuple[Path, Path]) -> None:
+    plan = load_plan(config.run_dir / "plan")
     documents = [
         corpus.read(n, 0, int(length))
         for corpus in map(Corpus.open, corpora)
         for n, length in enumerate(corpus.lengths)
     ]
-    ours = losses(unbroken)
-    for step, loss in reference_losses(unbroken, plan, documents):
+    ours = losses(config)
+    for step, loss in reference_losses(config, plan, documents):
         assert abs(ours[step] - loss) / loss <= 1e-5, step
-    rates = {event.step: event.learning_rate for event in read_events(unbroken.run_dir) if isinstance(event, StepDone)}
+    rates = {event.step: event.learning_rate for event in read_events(config.run_dir) if isinstance(event, StepDone)}
     assert rates == pytest.approx({step: reference_rate(step) for step in range(1, LAST_STEP + 1)}, rel=1e-12)
+
+
+def watched_worker(rank: int, world_size: int, config: Config, session: str, folder: Path) -> tuple[str, int]:
+    """Be a worker that writes the frequencies of its model's positions down after each step."""
+    models: list[torch.nn.Module] = []
+    build = loop.build_model
+
+    def kept(*arguments: Any) -> Any:
+        models.append(build(*arguments))
+        return models[-1]
+
+    def watch(name: str, step: int) -> None:
+        if name == "step":
+            (rotary,) = [module for module in models[-1].modules() if hasattr(module, "inv_freq")]
+            (folder / f"{rank}-{step}.json").write_text(json.dumps(rotary.inv_freq.tolist()))
+
+    loop.build_model = kept
+    return run_worker(rank, world_size, config, session, watch=watch)
+
+
+@pytest.mark.parametrize(
+    ("contexts", "rows"),
+    [((128, 256, 512), 8), pytest.param((1024, 2048, 4096), 4, marks=pytest.mark.slow)],
+    ids=["128 to 512", "1k to 4k"],
+)
+def test_each_step_has_the_context_the_frequencies_and_the_loss_of_its_stage(
+    corpora: tuple[Path, Path], tmp_path: Path, contexts: tuple[int, int, int], rows: int
+) -> None:
+    config = config_of(tmp_path / "runs", corpora, contexts, rows)
+    prepare_attempt(config, "first")
+    ends = [run_ranks(watched_worker, 2, config, "first", tmp_path, timeout_s=TIMEOUT_S) for _ in (*BORDERS, LAST_STEP)]
+    assert [end[0] for end in ends] == [("stage", 4), ("stage", 7), ("finished", LAST_STEP)]
+    plan = load_plan(config.run_dir / "plan")
+    model = config.model.config or {}
+    head_dim = model["hidden_size"] // model["num_attention_heads"]
+    for step in range(1, LAST_STEP + 1):
+        stage = sum(step > border for border in BORDERS)
+        # By their definition, in fp64; the model has them in fp32.
+        expected = [THETAS[stage] ** (-2 * pair / head_dim) for pair in range(head_dim // 2)]
+        for rank in range(2):
+            found = json.loads((tmp_path / f"{rank}-{step}.json").read_text())
+            assert found == pytest.approx(expected, rel=1e-6), (rank, step)
+        longest = max(plan.row_tokens(row) for row in plan.step_rows(step))
+        assert contexts[stage] // 2 < longest <= contexts[stage], step
+    assert_follows_the_reference(config, corpora)
 
 
 def reference_losses(config: Config, plan: Plan, documents: list[Any]) -> Iterator[tuple[int, float]]:

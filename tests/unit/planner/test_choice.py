@@ -41,10 +41,10 @@ def test_attention_output_without_a_limit_is_both() -> None:
 
 
 def test_what_is_chosen_fits_in_every_stage() -> None:
-    config = config_of(context=131_072, device_gib=79.0)
-    stages = [{"name": "wide", "steps": 1, "sp_size": 2}, {"name": "long"}]
+    config = config_of(context=393_216, device_gib=79.0)
+    stages = [{"name": "wide", "steps": 1, "sp_size": 4}, {"name": "long"}]
     staged = parse_config({**config.model_dump(mode="json", exclude_unset=True), "stages": stages})
-    alone = parse_config(config.model_dump(mode="json", exclude_unset=True), ["parallel.sp_size=2"])
+    alone = parse_config(config.model_dump(mode="json", exclude_unset=True), ["parallel.sp_size=4"])
     kept = [chosen(one)[0].memory.attention_output for one in (config, alone, staged)]
     assert kept == ["both", "kernel", "kernel"]
 
