@@ -515,8 +515,8 @@ MUTANTS = (
     Mutant(
         name="the best checkpoint deleted",
         file="ray_ulysses/checkpoint/retention.py",
-        old="return [-step for _, step in sorted(known)[:num_steps]]",
-        new="return [-step for _, step in sorted(known, reverse=True)[:num_steps]]",
+        old="for _, step in sorted(known)[:num_steps]]",
+        new="for _, step in sorted(known, reverse=True)[:num_steps]]",
         killer="tests/unit/checkpoint/test_retention.py::test_the_best_and_every_nth_outlive_the_last",
     ),
     Mutant(
@@ -847,8 +847,8 @@ MUTANTS = (
     Mutant(
         name="a run at a border that stays in the stage before",
         file="ray_ulysses/planner/stages.py",
-        old="number = plan.stage_of_step(step + 1)",
-        new="number = plan.stage_of_step(max(step, 1))",
+        old="plan.stage_of_step(step + 1) if",
+        new="plan.stage_of_step(max(step, 1)) if",
         killer="tests/unit/run/test_stages.py::test_a_run_at_a_border_is_in_the_stage_that_follows",
     ),
     Mutant(

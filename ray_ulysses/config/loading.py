@@ -73,7 +73,7 @@ def _validate(tree: Mapping[str, object]) -> tuple[Config | None, tuple[Problem,
         bad = {tuple(detail["loc"][:2]) for detail in error.errors(include_url=False)}
         return None, (
             *problems_of(error),
-            *broken_rules_of_part(_usable(sections, bad), has_stages=bool(tree.get("stages"))),
+            *broken_rules_of_part(_usable(sections, bad), bool(tree.get("stages"))),
         )
     return config, broken_rules(config)
 

@@ -25,9 +25,7 @@ def broken_rules(config: Config) -> tuple[Problem, ...]:
     return (*found, *stage_problems(config))
 
 
-def broken_rules_of_part(
-    sections: Mapping[str, Mapping[str, object]], *, has_stages: bool = False
-) -> tuple[Problem, ...]:
+def broken_rules_of_part(sections: Mapping[str, Mapping[str, object]], has_stages: bool) -> tuple[Problem, ...]:
     """Return the broken rules of a configuration of which some settings are unusable.
 
     Args:

@@ -291,7 +291,7 @@ def _advance(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
 def _all_ended(group: Group, statuses: set[str | None]) -> tuple[Group, tuple[Action, ...]]:
     is_stage = statuses == {"stage"}
     if is_stage:
-        # What failed before was mended: this generation has trained a stage to its end.
+        # What failed before has not failed again.
         group = replace(group, failed_forms=0, last_raised=None)
     formed = _form(group) if is_stage or (group.moves and statuses == {"resized"}) else None
     # Every member of a stage that has ended is there: the same ones go on until they can leave.
@@ -319,12 +319,8 @@ def _stopping(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
     raised = next(((error.without_numbers, step) for error, step in in_steps if error.kind == "raised"), None)
     # An error that returns at the same step is no accident: the same rows make it.
     is_final = any(report.is_final for report in reports) or (raised is not None and raised == group.last_raised)
-    group = replace(
-        group,
-        phase="judging",
-        last_raised=raised,
-        failed_forms=0 if any(report.stepped for report in reports) else group.failed_forms + 1,
-    )
+    failed_forms = 0 if any(report.stepped for report in reports) else group.failed_forms + 1
+    group = replace(group, phase="judging", last_raised=raised, failed_forms=failed_forms)
     return group, (Judge(generation=group.generation, errors=errors, is_final=is_final),)
 
 

@@ -114,11 +114,6 @@ class AttemptStarted(CommandEvent):
     stage: str | None = None
     device_gib: Number | None = None
 
-    @property
-    def end_of_run(self) -> int | None:
-        """Step at which the run will end, in this attempt or a later one; None where it is not known."""
-        return self.last_step if self.run_last_step is None else self.run_last_step
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepDone(_Event):

@@ -37,6 +37,6 @@ def run_pace(run_dir: Path) -> Pace | None:
     start_s = attempts[-1].seconds_to_first_step if attempts else None
     if start_s is None:
         return None
-    end = started.end_of_run
+    end = started.run_last_step or started.last_step
     left = None if end is None else (end - newest.step) * newest.seconds
     return Pace(seconds_left=left, start_s=start_s)

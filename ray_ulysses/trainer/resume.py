@@ -55,8 +55,11 @@ class AnotherStageError(CheckpointError):
         step: Completed steps of the state that it starts from.
     """
 
-    def __init__(self, text: str, *, step: int) -> None:
-        super().__init__(text)
+    def __init__(self, stage: str, step: int) -> None:
+        super().__init__(
+            f"the state that stage {stage!r} was to start from is damaged; the next attempt starts from step {step}, "
+            "in the stage before"
+        )
         self.step = step
 
 
@@ -166,11 +169,7 @@ def resume(engine: Any, start: StartingState, context: AttemptContext, recorder:
         if stage_at(context.run.config, start.plan, chosen.position.step).number != start.stage.number:
             # What was found damaged is set aside, so that the next attempt does not choose it again.
             _start(context, recorder, chosen.step, passed)
-            raise AnotherStageError(
-                f"the state that stage {start.stage.name!r} was to start from is damaged; the next attempt starts from "
-                f"step {chosen.step}, in the stage before",
-                step=chosen.step,
-            )
+            raise AnotherStageError(start.stage.name, chosen.step)
     position = RunPosition() if chosen is None else chosen.position
     _start(context, recorder, position.step, passed)
     return position

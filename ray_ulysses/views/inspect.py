@@ -106,7 +106,9 @@ def _plan_lines(plan_history: PlanHistory) -> list[str]:
         return ["", f"  PLAN: {plan_history.problem}"]
     if not plan_history.segments:
         return []
-    header = ("segment", "plan", "after step", "from row", "context", "rows per step", "packing", "sources")
+    header: tuple[str, ...] = (
+        "segment", "plan", "after step", "from row", "context", "rows per step", "packing", "sources",
+    )  # fmt: skip
     rows = [_segment(segment) for segment in plan_history.segments]
     names = [segment.stage for segment in plan_history.segments]
     if any(names):

@@ -109,7 +109,7 @@ class ProgressState:
             case AttemptStarted():
                 return replace(
                     self._without_pace(),
-                    total_steps=self.total_steps if event.end_of_run is None else event.end_of_run,
+                    total_steps=event.run_last_step or event.last_step or self.total_steps,
                     attempt=event.attempt,
                     world_size=event.world_size,
                     sp_size=event.sp_size,
