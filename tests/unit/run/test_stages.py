@@ -306,9 +306,9 @@ def test_notes_look_at_each_stage_with_its_own_horizon_and_its_own_checkpoints(
     given = stages(corpora)
     given[1]["schedule"] = {"kind": "linear", "warmup_steps": 2}
     assert notes_of(config_of(tmp_path, corpora, given, schedule__warmup_steps=5, **plain)) == []
-    given[1]["schedule"] = {"kind": "linear", "warmup_steps": 20}
+    given[1]["schedule"] = {"kind": "linear", "warmup_steps": 7}
     (note,) = notes_of(config_of(tmp_path, corpora, given, **plain))
-    assert note.startswith("stages.1.schedule.warmup_steps=20 reaches the horizon of ") and note.endswith(
+    assert note.startswith("stages.1.schedule.warmup_steps=7 reaches the horizon of ") and note.endswith(
         "never decays after its warm-up (stage middle)"
     )
     # The end of a stage is a checkpoint, whatever is configured.
