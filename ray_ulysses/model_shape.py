@@ -22,6 +22,23 @@ _DEFAULT_HEAD_DIM = {"qwen3": 128}
 EXACT_FAMILIES: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose parameter count is exact; a test compares it with Transformers' own modules."""
 
+_LINEAR = frozenset({"linear_attention"})
+HYBRID_LAYER_TYPES: Mapping[str, frozenset[str]] = {
+    "lfm2": frozenset({"conv"}),
+    "lfm2_moe": frozenset({"conv"}),
+    "qwen3_next": _LINEAR,
+    "qwen3_5_text": _LINEAR,
+    "qwen3_5_moe_text": _LINEAR,
+    "olmo_hybrid": _LINEAR,
+    "bamba": _LINEAR,
+    "granitemoehybrid": _LINEAR,
+    "nemotron_h": _LINEAR,
+    "falcon_h1": frozenset({"hybrid"}),
+    "zamba2": _LINEAR | {"hybrid"},
+}
+"""By model type, the layer types that carry state along the sequence and are done exactly (see
+`ray_ulysses.attention.mixer_layouts`)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedPart:
@@ -58,6 +75,9 @@ class ModelShape:
         layer_parameters: Parameters of one decoder layer.
         is_exact: Whether the parameter counts are exact (see ``EXACT_FAMILIES``) or an estimate for a Llama-like
             model.
+        other_parameters: Parameters of layers beyond ``layer_parameters`` each, where layers differ.
+        mixer_layers: Layers that carry state along the sequence: short convolutions, gated delta nets, Mamba.
+        mixer_sp_sizes: Ascending, the sp sizes that can share the heads of those layers.
         part: What is trained of it; None for everything.
     """
 
@@ -73,6 +93,9 @@ class ModelShape:
     tied_embeddings: bool
     layer_parameters: int
     is_exact: bool
+    other_parameters: int = 0
+    mixer_layers: int = 0
+    mixer_sp_sizes: tuple[int, ...] = ()
     part: TrainedPart | None = None
 
     @property
@@ -84,8 +107,9 @@ class ModelShape:
     def num_parameters(self) -> int:
         """Every parameter once: layers, final norm, embedding, the output head unless it is tied, and adapters."""
         heads = 1 if self.tied_embeddings else 2
+        layers = self.num_layers * self.layer_parameters + self.other_parameters
         added = 0 if self.part is None else self.part.added
-        return self.num_layers * self.layer_parameters + self.hidden_size + heads * self.embedding_parameters + added
+        return layers + self.hidden_size + heads * self.embedding_parameters + added
 
     @property
     def trained_parameters(self) -> int:
@@ -110,8 +134,9 @@ class ModelShape:
         return self.part is None or self.part.has_embedding
 
     def level_sp_sizes(self) -> tuple[int, ...]:
-        """Return, in ascending order, the sp sizes that give each rank equally many query heads without a ring."""
-        return tuple(size for size in range(1, self.num_heads + 1) if self.num_heads % size == 0)
+        """Return, in ascending order, the sp sizes that give each rank equally many heads in each layer, no ring."""
+        level = (size for size in range(1, self.num_heads + 1) if self.num_heads % size == 0)
+        return tuple(size for size in level if not self.mixer_layers or size in self.mixer_sp_sizes)
 
     @classmethod
     def from_config_dict(cls, config: Mapping[str, Any], *, source: str = "model.config") -> ModelShape:

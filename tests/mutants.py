@@ -201,6 +201,67 @@ MUTANTS = (
         "test_a_kernel_equals_the_definition_forward_and_backward[math-packed-None-softcap]",
     ),
     Mutant(
+        name="state carried across documents",
+        file="ray_ulysses/attention/mixers.py",
+        old="    return [stop - start for start, stop in pairwise(borders)]\n",
+        new="    return [borders[-1]]\n",
+        killer="tests/unit/attention/test_mixers.py::"
+        "test_a_layer_on_a_packed_row_gives_what_its_module_gives_each_document[qwen3_next]",
+    ),
+    Mutant(
+        name="a convolution that reads the neighbouring document where one is short",
+        file="ray_ulysses/attention/mixers.py",
+        old="    borders = context.documents.full.spans.borders\n",
+        new="    all_borders = context.documents.full.spans.borders\n"
+        "    borders = [one for one in all_borders if one - 1 not in all_borders]\n",
+        killer="tests/unit/attention/test_mixers.py::"
+        "test_a_layer_on_a_packed_row_gives_what_its_module_gives_each_document[lfm2]",
+    ),
+    Mutant(
+        name="decay of the wrong heads: parameters",
+        file="ray_ulysses/attention/mixers.py",
+        old="vector.unflatten(0, (ranks, -1))[rank].clone()",
+        new="vector.unflatten(0, (ranks, -1))[ranks - 1 - rank].clone()",
+        killer="tests/distributed/test_hybrids.py::test_every_hybrid_equals_one_process_on_each_document[2]",
+    ),
+    Mutant(
+        name="decay of the wrong heads: exchange",
+        file="ray_ulysses/attention/mixer_layouts.py",
+        old='"in_proj_ba": (Block(module.num_k_heads, 2 * group),),',
+        new='"in_proj_ba": (Block(module.num_v_heads), Block(module.num_v_heads)),',
+        killer="tests/distributed/test_hybrids.py::test_every_hybrid_equals_one_process_on_each_document[2]",
+    ),
+    Mutant(
+        name="the gate of other channels",
+        file="ray_ulysses/attention/mixers.py",
+        old="result[..., : out.shape[2]]",
+        new="result[..., : out.shape[2]].flip(-1)",
+        killer="tests/unit/attention/test_mixers.py::"
+        "test_a_layer_on_a_packed_row_gives_what_its_module_gives_each_document[bamba]",
+    ),
+    Mutant(
+        name="a group of states sent to the ranks of another group",
+        file="ray_ulysses/attention/mixer_layouts.py",
+        old=".repeat_interleave(ranks // block.units, dim=dim)",
+        new=".repeat(*[1] * dim, ranks // block.units, *[1] * (part.dim() - dim))",
+        killer="tests/distributed/test_hybrids.py::test_every_hybrid_equals_one_process_on_each_document[4]",
+    ),
+    Mutant(
+        name="the exchange after a layer that carries state repeated under checkpointing",
+        file="ray_ulysses/attention/recompute.py",
+        old="kept |= {operators.scatter_heads.default, operators.scatter_channels.default}",
+        new="kept |= {operators.scatter_heads.default}",
+        killer="tests/distributed/test_hybrids.py::"
+        "test_a_layer_that_carries_state_takes_as_many_collectives_as_attention",
+    ),
+    Mutant(
+        name="a ring taken by a hybrid",
+        file="ray_ulysses/attention/refusals.py",
+        old="    if mesh.ring_size > 1:\n",
+        new="    if mesh.ring_size > 99:\n",
+        killer="tests/unit/attention/test_mixers.py::test_a_ring_is_refused",
+    ),
+    Mutant(
         name="attention computed again under checkpointing",
         file="ray_ulysses/attention/recompute.py",
         old="if operator not in self._storage:",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from ray_ulysses.attention.batch import MODEL_INPUT
 from ray_ulysses.attention.dependence import Arrangement, CallRecorder, agree
 from ray_ulysses.attention.masks import MaskFunction, NotAWindow, longer_than_any_window, window_of
+from ray_ulysses.attention.mixers import find_mixers, set_forward
 from ray_ulysses.attention.noise_model import DTYPE, noise_copy, noise_like
 from ray_ulysses.attention.rope import without_documents
 from ray_ulysses.attention.token_operations import TokenOperations
@@ -65,11 +67,13 @@ class ProbeResult:
     Attributes:
         problems: Reasons why the model can't be trained exactly.
         layers: The attention of each attention module, by the module's name.
+        mixers: Names of the layers that carry state along the sequence and can be trained exactly.
         num_positions: Size of the model's smallest table of positions; ``None`` if it has none.
     """
 
     problems: list[str] = field(default_factory=list)
     layers: dict[str, LayerAttention] = field(default_factory=dict)
+    mixers: set[str] = field(default_factory=set)
     num_positions: int | None = None
 
     def add(self, problem: str) -> None:
@@ -157,6 +161,8 @@ def _prepare(copy: Any) -> None:
     if earlier is not None:
         earlier.remove()
     without_documents(copy)
+    for name, mixer, _ in find_mixers(copy):
+        set_forward(mixer, partial(_probe_mixer, name))
     copy.train()
     use_attention(copy, PROBE_NAME)
     if hasattr(copy, "set_experts_implementation"):
@@ -294,6 +300,16 @@ def _probe_attention(
     value_BLKE = value_BKLE.transpose(1, 2)
     out_BLHE = value_BLKE.repeat_interleave(query_BHLD.shape[1] // key_BKLD.shape[1], dim=2)
     return out_BLHE + score_BL[:, :, None, None], None
+
+
+def _probe_mixer(name: str, module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Be a function of each token in place of a layer that carries state, whose own operations are known."""
+    given = kwargs.get(MODEL_INPUT)
+    if not isinstance(given, _Forward):
+        kind = type(module).__name__
+        raise _Lost(f"{kind} does not receive the model's keywords, so the batch's tables can't reach it")
+    given.result.mixers.add(name)
+    return hidden_states
 
 
 def refused_keywords(kwargs: Mapping[str, Any]) -> list[str]:

@@ -3,7 +3,8 @@
 The policy saves the results of the attention operators (output and log-sum-exp). Projections, norms, rotary embeddings
 and the exchange of queries, keys and values (one all-to-all) are recomputed. If the output is kept in both layouts, the
 exchange after attention is not repeated either: 5 collectives per layer instead of 6, for one more tensor of the
-output's size.
+output's size. Layers that carry state are recomputed, since their backward needs their intermediate results; of them,
+only the exchange after them is not repeated.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-import ray_ulysses.attention.chunked  # noqa: F401  (registers the operators named below)
+import ray_ulysses.attention.channel_exchange
+import ray_ulysses.attention.chunked  # noqa: F401
 
 KeptOutput = Literal["both", "kernel", "none"]
 """The layouts of attention's output kept under checkpointing: the kernel's and the model's, only the kernel's, or none
@@ -44,7 +46,7 @@ def checkpoint_contexts(keep: KeptOutput, stash: Stash | None = None) -> Callabl
     operators = torch.ops.ray_ulysses
     kept = {operators.attend_payload.default, operators.attend_heads.default, operators.attend_in_chunks.default}
     if keep == "both":
-        kept.add(operators.scatter_heads.default)
+        kept |= {operators.scatter_heads.default, operators.scatter_channels.default}
     return partial(_contexts, frozenset(kept), stash or _hold)
 
 

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ray_ulysses.attention.mixers import find_mixers, shared_sizes
 from ray_ulysses.attention.probe import ProbeResult, probe_model
 from ray_ulysses.errors import UserError
+from ray_ulysses.model_shape import HYBRID_LAYER_TYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ray_ulysses.parallel.mesh import SequenceMesh
 
@@ -60,7 +62,8 @@ def refuse_config(config: Any) -> None:
         raise UserError(f"{kind} has an encoder; only decoders with causal self-attention can be trained exactly")
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", False):
         raise UserError(f"{kind} is set to attend in both directions; only causal attention is supported")
-    _refuse_layers(kind, sorted(set(getattr(config, "layer_types", None) or ()) - _EXACT_LAYER_TYPES))
+    exact = _EXACT_LAYER_TYPES | HYBRID_LAYER_TYPES.get(kind, frozenset())
+    _refuse_layers(kind, sorted(set(getattr(config, "layer_types", None) or ()) - exact))
     _refuse_noise(values)
     _refuse_unsupported(kind, values)
 
@@ -84,7 +87,8 @@ def refuse_inexact(model: nn.Module, config: Any, mesh: SequenceMesh | None) -> 
     # Some facts are only in the whole model's configuration, such as that there is an encoder.
     if getattr(base.config, "is_encoder_decoder", False):
         raise UserError(f"{kind} has an encoder; only decoders with causal self-attention can be trained exactly")
-    if not getattr(base, "_supports_attention_backend", False):
+    # Transformers does not say it of hybrids; the probe finds attention that the interface does not reach.
+    if not getattr(base, "_supports_attention_backend", False) and not any(find_mixers(base)):
         raise UserError(
             f"{kind} does not take its attention from Transformers' attention interface, so its attention can't be "
             "replaced; use an architecture that supports attention backends (Llama, Qwen, Mistral and most others do)"
@@ -96,6 +100,7 @@ def refuse_inexact(model: nn.Module, config: Any, mesh: SequenceMesh | None) -> 
     if result.problems:
         raise UserError(f"{kind} can't be trained exactly over slices of a row: {'; '.join(result.problems)}")
     if mesh is not None:
+        _refuse_shares(kind, base, result, mesh)
         _refuse_heads(kind, result, mesh)
     return result
 
@@ -164,10 +169,12 @@ def _refuse_unsupported(kind: str, values: Mapping[str, Any]) -> None:
 
 def _refuse_modules(model: nn.Module, kind: str) -> None:
     # A convolution mixes neighbouring tokens; Transformers' Conv1D is a linear layer of GPT-2.
+    known = _known_to_mix(model)
     recurrent = {
         type(module).__name__
-        for module in model.modules()
-        if isinstance(module, _MIXING_MODULES) or any(mark in type(module).__name__ for mark in _RECURRENT_MARKS)
+        for name, module in model.named_modules()
+        if (isinstance(module, _MIXING_MODULES) or any(mark in type(module).__name__ for mark in _RECURRENT_MARKS))
+        and name not in known
     }
     _refuse_layers(kind, sorted(recurrent))
     for name, module in model.named_modules():
@@ -189,6 +196,42 @@ def _refuse_modules(model: nn.Module, kind: str) -> None:
                 f"{kind} has a dropout of {rate} at {name}: dropout above 0 draws different masks on different "
                 "layouts, so a run would depend on its world size; build it with dropout 0.0"
             )
+
+
+def _known_to_mix(model: nn.Module) -> set[str]:
+    """Return the names of layers that carry state and can be trained exactly, and what may be named after them."""
+    known: set[str] = set()
+    for name, mixer, layout in find_mixers(model):
+        parts = name.split(".")
+        known.update(".".join(parts[:count]) for count in range(1, len(parts) + 1))
+        # An adapter of the convolution would be passed over.
+        if type(getattr(mixer, layout.convolution)) is nn.Conv1d:
+            known.add(f"{name}.{layout.convolution}")
+    return known
+
+
+def _refuse_shares(kind: str, model: nn.Module, result: ProbeResult, mesh: SequenceMesh) -> None:
+    """Refuse a mesh whose ranks can't share the heads of the layers that carry state."""
+    if not result.mixers:
+        return
+    most = min((layer.num_heads for layer in result.layers.values()), default=mesh.sp_size)
+    valid = [size for size in shared_sizes(model) if size <= most]
+    if mesh.ring_size > 1:
+        raise UserError(
+            f"parallel.ring_size={mesh.ring_size} passes keys and values around a ring, and {kind} has layers that "
+            f"carry state along the sequence and need whole rows; set parallel.ring_size: 1 and parallel.sp_size to "
+            f"one of {_listed(valid)}"
+        )
+    if mesh.ulysses_size not in valid:
+        shared = sorted({f"{layout.num_units} {layout.unit}" for _, _, layout in find_mixers(model)})
+        raise UserError(
+            f"parallel.sp_size={mesh.sp_size} can't share the {' and '.join(shared)} of {kind} equally; set "
+            f"parallel.sp_size to one of {_listed(valid)}"
+        )
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))
 
 
 def _refuse_heads(kind: str, result: ProbeResult, mesh: SequenceMesh) -> None:

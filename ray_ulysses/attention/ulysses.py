@@ -7,17 +7,18 @@ the forward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ray_ulysses.attention.batch import MODEL_INPUT, ShardedBatch
 from ray_ulysses.attention.chunked import attend_in_chunks
+from ray_ulysses.attention.context import AttentionContext
 from ray_ulysses.attention.exchange import gather_heads, scatter_heads
 from ray_ulysses.attention.forward_checks import check_attached, check_inputs, check_tables
 from ray_ulysses.attention.kernels import Demand, KernelName, choose_kernel
 from ray_ulysses.attention.kernels.call import demand_of
+from ray_ulysses.attention.mixers import mix_documents
 from ray_ulysses.attention.operators import OperatorSettings, attend_heads, attend_payload
 from ray_ulysses.attention.probe import LayerAttention, refused_keywords, use_attention
 from ray_ulysses.attention.refusals import refuse_inexact, refuse_mixed_devices
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from ray_ulysses.attention.documents import PackedDocuments
     from ray_ulysses.parallel.mesh import SequenceMesh
 
 ATTENTION_NAME = "ray_ulysses"
@@ -40,29 +40,6 @@ ATTENTION_NAME = "ray_ulysses"
 _SETTLED_WINDOW = "_ray_ulysses_window"
 
 _log = get_logger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionContext:
-    """The batch's tables and the settings of every attention layer in one forward.
-
-    Attributes:
-        local_tokens: Tokens of a row that this rank holds.
-        ulysses: Name of the group that heads are exchanged over; empty if one rank has all heads.
-        ring: Name of the ring's group; empty without a ring.
-        chunks: Number of parts in which the KV heads are exchanged and attended.
-        announce: Logs the kernel of each kind of layer once.
-    """
-
-    documents: PackedDocuments
-    kernel: str
-    local_tokens: int
-    ulysses: str
-    ulysses_rank: int
-    ulysses_size: int
-    ring: str
-    chunks: int
-    announce: Callable[[Demand], None]
 
 
 def apply_ulysses(
@@ -102,6 +79,7 @@ def apply_ulysses(
     modules = {name: base.get_submodule(name) for name in probed.layers}
     for name, module in modules.items():
         settle_window(module, probed.layers[name].window)
+    modules |= mix_documents(base)
     current = CurrentBatch()
     follow_documents(model, current)
     num_tokens = getattr(base.get_input_embeddings(), "num_embeddings", None)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 
+from ray_ulysses.attention.mixers import find_mixers, shared_sizes
 from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
 from ray_ulysses.attention.refusals import refuse_config, refuse_inexact
 from ray_ulysses.engine.adapter import add_adapter, trained_part
@@ -22,6 +24,7 @@ from ray_ulysses.engine.model_config import (
 )
 from ray_ulysses.engine.text_part import Part, keep_text_part, model_class
 from ray_ulysses.errors import UserError
+from ray_ulysses.model_shape import HYBRID_LAYER_TYPES
 from ray_ulysses.planner.settings import kept_attention
 
 if TYPE_CHECKING:
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
     from ray_ulysses.attention.probe import ProbeResult
     from ray_ulysses.checkpoint.state import StateDescription
     from ray_ulysses.config import Config
-    from ray_ulysses.model_shape import TrainedPart
+    from ray_ulysses.model_shape import ModelShape, TrainedPart
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -101,6 +104,33 @@ def find_trained_part(config: Config) -> TrainedPart | None:
     if config.model.adapter is None:
         return None
     return trained_part(_meta_model(planned_config(config), "whole"), config.model.adapter)
+
+
+def with_mixers(config: Config, shape: ModelShape) -> ModelShape:
+    """Return the shape of a hybrid, whose layers differ, as its modules have it; of any other model as it is.
+
+    Reads no weights. Parameters are those of the modules. Only layers with attention have its heads.
+
+    Raises:
+        UserError: The configuration can't be read, or shows that the model can't be trained exactly.
+    """
+    hf_config = planned_config(config)
+    if hf_config.get_text_config(decoder=True).model_type not in HYBRID_LAYER_TYPES:
+        return shape
+    model = _meta_model(hf_config, config.model.part)
+    mixers = len(list(find_mixers(model)))
+    attention = sum(type(module).__name__.endswith("Attention") for module in model.modules())
+    beside = shape.hidden_size + (1 if shape.tied_embeddings else 2) * shape.embedding_parameters
+    in_layers = sum(parameter.numel() for parameter in model.parameters()) - beside
+    return replace(
+        shape,
+        attention_width=max(1, shape.attention_width // shape.num_layers * attention),
+        layer_parameters=in_layers // shape.num_layers,
+        other_parameters=in_layers % shape.num_layers,
+        is_exact=True,
+        mixer_layers=mixers,
+        mixer_sp_sizes=shared_sizes(model),
+    )
 
 
 def check_architecture(config: Config) -> ProbeResult:

@@ -61,7 +61,7 @@ class ModelParts:
             raise _Decoded(decoder(*args, **kwargs))
 
         try:
-            self.forward(self._with({self.decoder: decode}), *args, **kwargs)
+            self.forward(self._with({self.decoder: _Decoder(decoder, decode)}), *args, **kwargs)
         except _Decoded as reached:
             output = reached.output
         else:
@@ -83,12 +83,13 @@ class ModelParts:
             args: Positional arguments of the model's forward.
             kwargs: Its keyword arguments.
         """
+        decoder = self.model.get_submodule(self.decoder)
 
         def logits_of(hidden_1TH: torch.Tensor) -> torch.Tensor:
             def decode(*args: Any, **kwargs: Any) -> Any:
                 return replace(output, last_hidden_state=hidden_1TH)
 
-            stand_in = self._with({self.decoder: decode, self.head: self.bare_head})
+            stand_in = self._with({self.decoder: _Decoder(decoder, decode), self.head: self.bare_head})
             result = self.forward(stand_in, *args, **kwargs)
             refuse_auxiliary_loss(result)
             logits_1TV: torch.Tensor = result.logits
@@ -102,6 +103,19 @@ class ModelParts:
         # An attribute of the instance comes before a child, and need not be a module.
         stand_in.__dict__ = {**self.model.__dict__, **children}
         return stand_in
+
+
+class _Decoder:
+    """Calls another function in place of a decoder, whose attributes a model's forward may read after it."""
+
+    def __init__(self, decoder: Any, call: Callable[..., Any]) -> None:
+        self._decoder, self._call = decoder, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decoder, name)
 
 
 class _Decoded(Exception):

@@ -281,8 +281,9 @@ def _layouts(config: Config, shape: ModelShape) -> Iterator[Candidate]:
     for size in allowed_sp(config, shape):
         if size < now or config.cluster.workers.min % size or config.cluster.workers.max % size:
             continue
-        # Without copies of key-value heads, a ring may need less than the exchange of heads.
-        for ring in {automatic_ring_size(size, shape.num_heads), -(-size // shape.num_kv_heads)}:
+        # Without copies of key-value heads, a ring may need less than the exchange of heads; a hybrid has none.
+        rings = {automatic_ring_size(size, shape.num_heads), -(-size // shape.num_kv_heads)}
+        for ring in {1} if shape.mixer_layers else rings:
             settings: dict[str, Any] = {} if size == now else {"parallel.sp_size": size}
             same = with_settings(config, settings)
             if size == now or config.parallel.ring_size is not None or ring != ring_size(same, shape, size):

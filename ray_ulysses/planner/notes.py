@@ -23,6 +23,12 @@ def plan_notes(config: Config, shape: ModelShape, stage: Stage | None) -> tuple[
         notes += [*_data_notes(config, stage), *_checkpoint_notes(config, stage)]
     if not shape.is_exact:
         notes.append(f"the parameter count of model_type {shape.model_type!r} is an estimate")
+    if shape.mixer_layers:
+        notes.append(
+            f"{shape.mixer_layers} of {shape.num_layers} layers carry state along the sequence: their parameters are "
+            "counted, but their activations are estimated as those of attention, and their recurrence is not in FLOPs "
+            "and times; measure the peak of memory with `ray-ulysses check`"
+        )
     return tuple(notes)
 
 

@@ -17,10 +17,35 @@ from ray_ulysses.planner.memory_terms import GIB, MemoryTerm
 
 
 def heads_problems(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    """Refuse a ring that leaves more Ulysses ranks than the model has query heads."""
+    """Refuse a ring that leaves more Ulysses ranks than query heads, or sizes that a hybrid can't have."""
     sp_size, ring = config.parallel.sp_size, config.parallel.ring_size
+    if shape.mixer_layers:
+        yield from _mixer_problems(config, shape)
+        return
     if ring is not None and sp_size // ring > shape.num_heads:
         yield ring_problem(sp_size, ring, shape)
+
+
+def _mixer_problems(config: Config, shape: ModelShape) -> Iterator[Problem]:
+    valid = [size for size in shape.mixer_sp_sizes if size <= shape.num_heads]
+    hint = f"use {', '.join(map(str, valid))}"
+    why = f"can't share the heads of the {shape.mixer_layers} layers that carry state along the sequence equally"
+    parallel = config.parallel
+    if parallel.ring_size is not None and parallel.ring_size > 1:
+        yield Problem(
+            path="parallel.ring_size",
+            value=parallel.ring_size,
+            rule=f"passes keys and values around a ring, and {shape.mixer_layers} layers of model_type "
+            f"{shape.model_type!r} carry state along the sequence and need whole rows",
+            hint="use 1 or null",
+        )
+    if parallel.sp_size not in valid:
+        yield Problem(path="parallel.sp_size", value=parallel.sp_size, rule=why, hint=hint)
+    wrong = [size for size in parallel.allowed_sp or () if size not in valid]
+    if wrong:
+        yield Problem(
+            path="parallel.allowed_sp", value=list(parallel.allowed_sp or ()), rule=f"{wrong} {why}", hint=hint
+        )
 
 
 def vocabulary_problems(max_token_id: int, vocab_size: int, corpus_path: str) -> Iterator[Problem]:

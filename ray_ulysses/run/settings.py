@@ -13,7 +13,7 @@ from pydantic_core import from_json
 
 from ray_ulysses.config.stages import stage_config
 from ray_ulysses.errors import UserError
-from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.model_shape import HYBRID_LAYER_TYPES, ModelShape
 from ray_ulysses.planner.settings import run_layout
 from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_store
 from ray_ulysses.run_names import CONFIG_FILE
@@ -76,6 +76,10 @@ def model_shape(config: Config) -> ModelShape:
         UserError: No model configuration can be read, it is not a decoder's, or ``model.adapter`` does not suit it.
     """
     shape = _whole_shape(config)
+    if shape.model_type in HYBRID_LAYER_TYPES:
+        from ray_ulysses.engine.model import with_mixers
+
+        shape = with_mixers(config, shape)
     if config.model.adapter is None:
         return shape
     from ray_ulysses.engine.model import find_trained_part

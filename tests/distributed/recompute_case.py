@@ -71,7 +71,7 @@ def counted_step(rank: int, world_size: int, keep: KeptOutput, ring_size: int, c
         model(**batch.model_inputs())
     once = sum(event.name == _KERNEL for event in forward.events())
     sent: list[tuple[int, int]] = []
-    with _counted_exchanges(sent), profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with counted_exchanges(sent), profile(activities=[ProfilerActivity.CPU]) as profiler:
         loss_sum, _ = causal_lm_loss(model, batch)
         loss_sum.backward()
     events = [event for event in profiler.events() if event.name.startswith(("c10d::", "aten::"))]
@@ -87,7 +87,7 @@ def counted_step(rank: int, world_size: int, keep: KeptOutput, ring_size: int, c
 
 
 @contextmanager
-def _counted_exchanges(into: list[tuple[int, int]]) -> Iterator[None]:
+def counted_exchanges(into: list[tuple[int, int]]) -> Iterator[None]:
     """Note of each exchange of heads how many blocks it sends, and their elements."""
     start = BlockExchange.__init__
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, loss_scale, shard_batch, unshard
 from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch
+from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
 from ray_ulysses.engine.text_part import keep_text_part
 from ray_ulysses.engine.zero import ZeroSettings, build_engine
 from ray_ulysses.parallel.layout import ParallelLayout
@@ -43,6 +44,7 @@ class SeamCase:
         dp_size: Groups of ranks with rows of their own.
         zero_stage: 0 uses no engine: the ranks' gradients are added up as they are.
         accumulation: Micro-batches of a step.
+        kept: What gradient checkpointing keeps of attention; ``None`` without checkpointing.
     """
 
     architecture: str
@@ -51,6 +53,7 @@ class SeamCase:
     dp_size: int = 1
     zero_stage: int = 0
     accumulation: int = len(ROWS)
+    kept: KeptOutput | None = None
 
     @property
     def sp_size(self) -> int:
@@ -66,7 +69,8 @@ class SeamCase:
     def label(self) -> str:
         """A readable id."""
         sizes = f"u{self.ulysses_size}-r{self.ring_size}-dp{self.dp_size}"
-        return f"{self.architecture}-{sizes}-zero{self.zero_stage}-acc{self.accumulation}"
+        policy = "" if self.kept is None else f"-checkpointed-{self.kept}"
+        return f"{self.architecture}-{sizes}-zero{self.zero_stage}-acc{self.accumulation}{policy}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,6 +193,11 @@ def _run_case(case: SeamCase, mesh: SequenceMesh, dp_rank: int, *, is_measuring:
     tokens = torch.stack([(batch.labels_BL != IGNORE_INDEX).sum() for batch in batches]).sum()
     dist.all_reduce(tokens)
     model = apply_ulysses(_trained_model(case.architecture), mesh)
+    if case.kept is not None:
+        options: dict[str, Any] = {"use_reentrant": False, "context_fn": checkpoint_contexts(case.kept)}
+        model.train().gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={name: value for name, value in options.items() if value is not None}
+        )
     train = _step_with_an_engine if case.zero_stage else _step_by_hand
     step = train(case, model, mesh, batches, int(tokens))
     fresh = apply_ulysses(_trained_model(case.architecture), mesh)

@@ -23,6 +23,20 @@ SIZES: dict[str, Any] = {
 _SMALL: dict[str, dict[str, Any]] = {"gemma4_text": {"vocab_size_per_layer_input": VOCAB}}
 _ALTERNATING = ["sliding_attention", "full_attention"]
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "output_router_logits": False}
+_LINEAR = ["linear_attention", "full_attention"]
+_DELTA_NET: dict[str, Any] = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 5,
+    "mamba_chunk_size": 8,
+}
 # Of every kind that some checkpoint sets above 0.
 _NO_DROPOUT = {"attention_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
@@ -129,6 +143,73 @@ ARCHITECTURES: dict[str, Callable[..., PreTrainedConfig]] = {
 }
 """Architectures that are done exactly, each with what sets it apart."""
 
+HYBRIDS: dict[str, Callable[..., PreTrainedConfig]] = {
+    # Short convolutions beside attention, with and without biases; experts.
+    "lfm2": _kind("lfm2", layer_types=["conv", "full_attention"], conv_bias=True, block_auto_adjust_ff_dim=False),
+    "lfm2_moe": _kind(
+        "lfm2_moe",
+        layer_types=["full_attention", "conv"],
+        num_dense_layers=1,
+        num_experts=4,
+        moe_intermediate_size=24,
+        **_EXPERTS,
+    ),
+    # Gated delta nets: two value heads per key head, in one interleaved projection or in several.
+    "qwen3_next": _kind(
+        "qwen3_next",
+        head_dim=8,
+        num_experts=4,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=24,
+        decoder_sparse_step=1,
+        layer_types=_LINEAR,
+        **_DELTA_NET,
+        **_EXPERTS,
+    ),
+    "qwen3_5_text": _kind("qwen3_5_text", head_dim=8, layer_types=_LINEAR, **_DELTA_NET),
+    "qwen3_5_moe_text": _kind(
+        "qwen3_5_moe_text",
+        head_dim=8,
+        num_experts=4,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=24,
+        layer_types=_LINEAR,
+        **_DELTA_NET,
+        **_EXPERTS,
+    ),
+    "olmo_hybrid": _kind("olmo_hybrid", pad_token_id=0, layer_types=_LINEAR, **_DELTA_NET),
+    # Mamba 2 with one group of states for all heads, or a group for two heads.
+    "bamba": _kind("bamba", attn_layer_indices=[1], **_MAMBA),
+    "granitemoehybrid": _kind(
+        "granitemoehybrid", layer_types=_LINEAR, num_local_experts=4, shared_intermediate_size=24, **_MAMBA, **_EXPERTS
+    ),
+    "nemotron_h": _kind(
+        "nemotron_h",
+        layer_types=[*_LINEAR, "mlp"],
+        num_hidden_layers=3,
+        head_dim=8,
+        mamba_num_heads=8,
+        mamba_head_dim=8,
+        n_groups=4,
+        ssm_state_size=5,
+        chunk_size=8,
+    ),
+    "falcon_h1": _kind("falcon_h1", mamba_d_ssm=64, **_MAMBA),
+    "falcon_h1-norm": _kind("falcon_h1", mamba_d_ssm=64, mamba_rms_norm=True, **{**_MAMBA, "mamba_n_groups": 2}),
+    "zamba2": _kind(
+        "zamba2",
+        layers_block_type=["linear_attention", "hybrid"] * 2,
+        num_hidden_layers=4,
+        use_mem_rope=True,
+        n_mamba_heads=8,
+        mamba_headdim=8,
+        mamba_ngroups=2,
+        mamba_d_state=5,
+        chunk_size=8,
+    ),
+}
+"""Architectures with layers that carry state along the sequence, which have no ring."""
+
 
 def plain_config(model_type: str, **changes: Any) -> PreTrainedConfig:
     """Return a small configuration of any architecture, without dropout and auxiliary losses."""
@@ -148,7 +229,7 @@ def zoo_model(architecture: str, dtype: torch.dtype = torch.float32, **changes: 
 
     Weights are large, so that attention is far from uniform; biases, sinks and norms are far from their first values.
     """
-    config = ARCHITECTURES[architecture](**changes)
+    config = {**ARCHITECTURES, **HYBRIDS}[architecture](**changes)
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
     generator = torch.Generator().manual_seed(11)

@@ -19,14 +19,13 @@ from ray_ulysses.engine.model import build_model, refuse_architecture
 from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.mesh import SequenceMesh
 from tests.unit.attention.meshes import ALONE, place
-from tests.unit.attention.models import ARCHITECTURES, tiny_model
+from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, tiny_model
 from tests.unit.config.trees import small_tree
 
 RECURRENT: dict[str, dict[str, Any]] = {
-    "qwen3_next": {"num_hidden_layers": 4, "num_experts": 2, "head_dim": 8},
+    "kimi_linear": {"num_hidden_layers": 4, "num_experts": 2, "head_dim": 8, "pad_token_id": 0},
     "jamba": {"num_hidden_layers": 8, "num_experts": 2, "use_mamba_kernels": False},
     "recurrent_gemma": {"num_hidden_layers": 3, "head_dim": 8},
-    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "llama4_text": {"num_hidden_layers": 4, "head_dim": 8, "num_local_experts": 2},
 }
 STATEFUL = "has layers that carry state along the sequence or use another kind of attention"
@@ -47,8 +46,7 @@ def test_layers_that_carry_state_or_attend_otherwise_are_refused(kind: str) -> N
             "jamba",
             rf"^jamba {STATEFUL} \(linear_attention\); sharding the sequence would give wrong gradients that the",
         ),
-        ("qwen3_next", rf"^qwen3_next {STATEFUL} \(linear_attention\)"),
-        ("falcon_h1", rf"^falcon_h1 {STATEFUL} \(hybrid\)"),
+        ("kimi_linear", rf"^kimi_linear {STATEFUL} \(linear_attention\)"),
         ("mamba", rf"^mamba {STATEFUL} \(linear_attention\)"),
         ("llama4_text", rf"^llama4_text {STATEFUL} \(chunked_attention\)"),
         ("deepseek_v32", rf"^deepseek_v32 {STATEFUL} \(indexed_attention\)"),
@@ -69,11 +67,11 @@ def test_an_architecture_is_refused_from_its_configuration_alone(kind: str, text
 
 
 def test_a_hybrid_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
-    AutoConfig.for_model("qwen3_next").save_pretrained(tmp_path)
+    AutoConfig.for_model("kimi_linear").save_pretrained(tmp_path)
     # Reading this would fail, and say so.
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     tree = small_tree(model__init="pretrained", model__path=str(tmp_path), model__config=None)
-    with pytest.raises(UserError, match=rf"^qwen3_next {STATEFUL}"):
+    with pytest.raises(UserError, match=rf"^kimi_linear {STATEFUL}"):
         build_model(parse_config(tree))
 
 
@@ -92,7 +90,7 @@ def test_positions_that_start_behind_a_padding_token_are_refused() -> None:
         refuse_architecture(config)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "lfm2", "recurrent_gemma"])
+@pytest.mark.parametrize("kind", ["kimi_linear", "recurrent_gemma"])
 def test_an_operation_between_tokens_is_seen_in_a_model_that_nobody_named(kind: str) -> None:
     problems = probe_model(tiny_model(kind, meta=True, **RECURRENT[kind])).problems
     assert "an operation outside its attention mixes tokens (convolution)" in problems
@@ -155,11 +153,11 @@ def test_a_setting_that_is_not_exact_is_refused_with_the_hint(kind: str, changes
         apply_ulysses(tiny_model(kind, meta=True, **changes), ALONE)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS])
 def test_the_architectures_that_can_be_done_exactly_are_taken(
     architecture: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = ARCHITECTURES[architecture]()
+    config = {**ARCHITECTURES, **HYBRIDS}[architecture]()
     refuse_architecture(config)
     assert "could not be looked through" not in caplog.text
     assert config._attn_implementation != "ray_ulysses_probe"

@@ -1,0 +1,35 @@
+"""What one forward passes down to each layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ray_ulysses.attention.documents import PackedDocuments
+    from ray_ulysses.attention.kernels import Demand
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionContext:
+    """The batch's tables and the settings of every attention layer in one forward.
+
+    Attributes:
+        local_tokens: Tokens of a row that this rank holds.
+        ulysses: Name of the group that heads are exchanged over; empty if one rank has all heads.
+        ring: Name of the ring's group; empty without a ring.
+        chunks: Number of parts in which the KV heads are exchanged and attended.
+        announce: Logs the kernel of each kind of layer once.
+    """
+
+    documents: PackedDocuments
+    kernel: str
+    local_tokens: int
+    ulysses: str
+    ulysses_rank: int
+    ulysses_size: int
+    ring: str
+    chunks: int
+    announce: Callable[[Demand], None]

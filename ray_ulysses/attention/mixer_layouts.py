@@ -1,0 +1,237 @@
+"""What each rank has of a layer that carries state along the sequence: heads, groups and channels; pure arithmetic.
+
+Short convolutions, gated delta nets and Mamba 2 work channel by channel or head by head between their input projections
+and their output projection, so that ranks can share the heads as they share those of attention. A layout says of a
+module of Transformers how the channels of its projections and parameters belong to heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Consecutive channels that belong to heads (or groups of heads, or to channels) in their order.
+
+    Attributes:
+        units: Number of heads.
+        width: Channels of each.
+        is_exchanged: Whether whole rows of it are needed; otherwise it stays on the slice.
+    """
+
+    units: int
+    width: int = 1
+    is_exchanged: bool = True
+
+    @property
+    def channels(self) -> int:
+        """Number of channels."""
+        return self.units * self.width
+
+    def local_units(self, ranks: int) -> int:
+        """Number of heads of each rank: at least one, which several ranks share if there are more ranks."""
+        return max(1, self.units // ranks)
+
+    def fits(self, ranks: int) -> bool:
+        """Whether ranks can have equally many, or equally many ranks share each."""
+        return self.units % ranks == 0 or ranks % self.units == 0
+
+
+Blocks = tuple[Block, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixerLayout:
+    """How the channels of a module belong to heads, and which of its attributes say so.
+
+    Attributes:
+        unit: Name of what ranks share, in errors.
+        num_units: Number of them; must be a multiple of the number of ranks.
+        projections: Names of the input projections, and the blocks of their results.
+        output: Name of the output projection, whose input is in the order of heads.
+        convolution: Name of the causal convolution.
+        channels: Blocks of the convolution's channels.
+        vectors: Names of parameters with one value per head.
+        sizes: Attributes that hold a number of channels or heads, and the blocks that they count.
+        head_norm: Name of the norm over each head before the output projection, if there is one.
+        row_norm: Name of the gated norm over all heads, which runs on the slice; its gate is not exchanged.
+        input_scale: Name of the factor on the input, if there is one.
+        projection_scale: Name of the factors on the projections' channels, if there are any.
+    """
+
+    unit: str
+    num_units: int
+    projections: Mapping[str, Blocks]
+    output: str
+    convolution: str
+    channels: Blocks
+    vectors: tuple[str, ...] = ()
+    sizes: Mapping[str, Blocks] = field(default_factory=dict)
+    head_norm: str | None = None
+    row_norm: str | None = None
+    input_scale: str | None = None
+    projection_scale: str | None = None
+
+    def valid_ranks(self) -> tuple[int, ...]:
+        """Return, in ascending order, the numbers of ranks that can share the heads equally."""
+        blocks = [block for blocks in (*self.projections.values(), self.channels) for block in blocks]
+        counts = (ranks for ranks in range(1, self.num_units + 1) if self.num_units % ranks == 0)
+        return tuple(ranks for ranks in counts if all(block.fits(ranks) for block in blocks if block.is_exchanged))
+
+
+def arranged(tensor: torch.Tensor, blocks: Blocks, ranks: int, dim: int) -> torch.Tensor:
+    """Return a tensor with each rank's channels together; differentiable.
+
+    Args:
+        tensor: Its ``dim`` has the channels of the blocks.
+        blocks: The blocks.
+        ranks: Number of ranks that share the heads.
+        dim: The dim of the channels, at least 0.
+
+    Returns:
+        The tensor with ``dim`` replaced by two: the ranks, and the exchanged channels of each, in the blocks' order.
+    """
+    parts = []
+    for part, block in zip(tensor.split([block.channels for block in blocks], dim=dim), blocks, strict=True):
+        if not block.is_exchanged:
+            continue
+        if block.units % ranks == 0:
+            parts.append(part.unflatten(dim, (ranks, -1)))
+        else:
+            # Ranks that share a head each get a copy, whose gradients are added up.
+            parts.append(part.unflatten(dim, (block.units, -1)).repeat_interleave(ranks // block.units, dim=dim))
+    return torch.cat(parts, dim=dim + 1)
+
+
+def local_channels(blocks: Blocks, ranks: int) -> int:
+    """Return the number of channels of one rank, those that are not exchanged included."""
+    return sum(block.local_units(ranks) * block.width for block in blocks)
+
+
+def layout_of(module: nn.Module) -> MixerLayout | None:
+    """Return the layout of a module of Transformers that carries state and can be trained exactly, or ``None``."""
+    kind = type(module)
+    read = _READERS.get(kind.__name__) if kind.__module__.startswith("transformers.models.") else None
+    return None if read is None else read(module)
+
+
+def _short_convolution(module: Any) -> MixerLayout:
+    channels = Block(module.in_proj.out_features // 3)
+    return MixerLayout(
+        unit="channels of the short convolutions",
+        num_units=channels.units,
+        projections={"in_proj": (channels,) * 3},
+        output="out_proj",
+        convolution="conv",
+        channels=(channels,),
+    )
+
+
+def _delta_net(module: Any, projections: Mapping[str, Blocks], *, gate_norm: str, output: str) -> MixerLayout:
+    """Return the layout of a gated delta net, whose value heads share a key head in groups."""
+    keys, values = Block(module.num_k_heads, module.head_k_dim), Block(module.num_v_heads, module.head_v_dim)
+    return MixerLayout(
+        unit="key heads of the gated delta nets",
+        num_units=module.num_k_heads,
+        projections=projections,
+        output=output,
+        convolution="conv1d",
+        channels=(keys, keys, values),
+        vectors=("A_log", "dt_bias"),
+        sizes={
+            "num_k_heads": (Block(module.num_k_heads),),
+            "num_v_heads": (Block(module.num_v_heads),),
+            "key_dim": (keys,),
+            "value_dim": (values,),
+            "conv_dim": (keys, keys, values),
+        },
+        head_norm=gate_norm,
+    )
+
+
+def _qwen3_next(module: Any) -> MixerLayout:
+    # Each key head is followed by its queries' and values', as fix_query_key_value_ordering reads them.
+    group = module.num_v_heads // module.num_k_heads
+    width = 2 * module.head_k_dim + 2 * group * module.head_v_dim
+    projections = {
+        "in_proj_qkvz": (Block(module.num_k_heads, width),),
+        "in_proj_ba": (Block(module.num_k_heads, 2 * group),),
+    }
+    return _delta_net(module, projections, gate_norm="norm", output="out_proj")
+
+
+def _qwen3_5(module: Any) -> MixerLayout:
+    keys, values = Block(module.num_k_heads, module.head_k_dim), Block(module.num_v_heads, module.head_v_dim)
+    heads = Block(module.num_v_heads)
+    projections = {
+        "in_proj_qkv": (keys, keys, values),
+        "in_proj_z": (values,),
+        "in_proj_b": (heads,),
+        "in_proj_a": (heads,),
+    }
+    return _delta_net(module, projections, gate_norm="norm", output="out_proj")
+
+
+def _olmo_hybrid(module: Any) -> MixerLayout:
+    keys, values = Block(module.num_k_heads, module.head_k_dim), Block(module.num_v_heads, module.head_v_dim)
+    heads = Block(module.num_v_heads)
+    projections = {
+        "q_proj": (keys,),
+        "k_proj": (keys,),
+        "v_proj": (values,),
+        "a_proj": (heads,),
+        "b_proj": (heads,),
+        "g_proj": (values,),
+    }
+    return _delta_net(module, projections, gate_norm="o_norm", output="o_proj")
+
+
+def _mamba2(module: Any) -> MixerLayout:
+    # Falcon-H1 may have no norm: then each channel is gated by itself, and the gate is exchanged.
+    has_norm = getattr(module, "mamba_rms_norm", True)
+    inner, heads = Block(module.num_heads, module.head_dim), Block(module.num_heads)
+    state = Block(module.n_groups, module.ssm_state_size)
+    channels = (inner, state, state)
+    is_scaled = hasattr(module, "mup_vector")
+    return MixerLayout(
+        unit="heads of the Mamba layers",
+        num_units=module.num_heads,
+        projections={"in_proj": (Block(inner.units, inner.width, is_exchanged=not has_norm), *channels, heads)},
+        output="out_proj",
+        convolution="conv1d",
+        channels=channels,
+        vectors=("A_log", "dt_bias", "D"),
+        sizes={
+            "num_heads": (heads,),
+            "n_groups": (Block(module.n_groups),),
+            "intermediate_size": (inner,),
+            "conv_dim": channels,
+        },
+        row_norm="norm" if has_norm else None,
+        input_scale="ssm_in_multiplier" if is_scaled else None,
+        projection_scale="mup_vector" if is_scaled else None,
+    )
+
+
+# By class, since a class of another name may order its channels otherwise.
+_READERS: dict[str, Callable[[Any], MixerLayout]] = {
+    "Lfm2ShortConv": _short_convolution,
+    "Lfm2MoeShortConv": _short_convolution,
+    "Qwen3NextGatedDeltaNet": _qwen3_next,
+    "Qwen3_5GatedDeltaNet": _qwen3_5,
+    "Qwen3_5MoeGatedDeltaNet": _qwen3_5,
+    "OlmoHybridGatedDeltaNet": _olmo_hybrid,
+    "BambaMixer": _mamba2,
+    "GraniteMoeHybridMambaLayer": _mamba2,
+    "NemotronHMamba2Mixer": _mamba2,
+    "FalconH1Mixer": _mamba2,
+    "Zamba2MambaMixer": _mamba2,
+}

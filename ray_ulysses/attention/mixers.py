@@ -1,0 +1,186 @@
+"""Layers that carry state along the sequence, over slices of a row: the module's own code on whole documents.
+
+The module's input projections run on this rank's slice. One all-to-all exchanges their results for whole rows of this
+rank's heads or channels. The code of the module's class then runs on each document alone, from an empty state and an
+empty convolution, with a stand-in for the module: its projections return what was exchanged, and its parameters are
+those of this rank's heads. One all-to-all returns the output projection's input to the slices.
+
+A parameter's gradient is that of this rank's heads over the whole row, or of all heads over its slice, so gradients add
+up over ``sp`` as all others do.
+
+Legend: B rows, L tokens of a slice, S tokens of a row, T = B * S, U ranks, C channels of one rank.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from types import MethodType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ray_ulysses.attention.batch import MODEL_INPUT
+from ray_ulysses.attention.channel_exchange import gather_channels, scatter_channels
+from ray_ulysses.attention.context import AttentionContext
+from ray_ulysses.attention.mixer_layouts import MixerLayout, arranged, layout_of, local_channels
+from ray_ulysses.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+def find_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module, MixerLayout]]:
+    """Yield name, module and layout of each layer that carries state and can be trained exactly."""
+    for name, module in model.named_modules():
+        layout = layout_of(module)
+        if layout is not None:
+            yield name, module, layout
+
+
+def shared_sizes(model: nn.Module) -> tuple[int, ...]:
+    """Return, in ascending order, the numbers of ranks that can share the heads of every such layer."""
+    layouts = [layout for _, _, layout in find_mixers(model)]
+    valid = [set(layout.valid_ranks()) for layout in layouts]
+    return tuple(sorted(set.intersection(*valid))) if valid else ()
+
+
+def mix_documents(model: nn.Module) -> dict[str, nn.Module]:
+    """Make every such layer of a model process whole documents while each rank holds slices; return them by name."""
+    mixers = {name: module for name, module, _ in find_mixers(model)}
+    for module in mixers.values():
+        set_forward(module, _forward)
+    return mixers
+
+
+def set_forward(module: Any, forward: Callable[..., torch.Tensor]) -> None:
+    """Replace the forward of one module, not of its class, by a function of the module and the arguments."""
+    # The module is still called as a module, so that an engine's hooks gather its parameters. A method, since a copy
+    # of the model must not run the original's layers.
+    module.forward = MethodType(forward, module)
+
+
+# The documents of each batch would become guards.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _forward(module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    layout = layout_of(module)
+    assert layout is not None
+    return _mix(module, layout, hidden_states, _checked(module, hidden_states, args, kwargs))
+
+
+def _checked(
+    module: nn.Module, hidden_BLH: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> AttentionContext:
+    """Return the context of a call, which must hold nothing that would change the result."""
+    name, context = type(module).__name__, kwargs.get(MODEL_INPUT)
+    if not isinstance(context, AttentionContext):
+        raise UserError(
+            f"{name} was called without the batch's tables; either the model was not called with "
+            "**batch.model_inputs() of shard_batch, or this architecture does not pass keywords on to it"
+        )
+    given = [*args, *(kwargs.get(key) for key in ("attention_mask", "cache_params", "past_key_values"))]
+    if any(one is not None for one in given):
+        raise UserError(f"{name} got a mask or a cache; shard_batch's tables keep documents apart, so pass neither")
+    if hidden_BLH.shape[1] != context.local_tokens:
+        raise UserError(
+            f"{name} got {hidden_BLH.shape[1]} tokens per row; each rank of sp must hold {context.local_tokens} tokens "
+            "of a row: pass **batch.model_inputs() unchanged"
+        )
+    return context
+
+
+def _mix(module: Any, layout: MixerLayout, hidden_BLH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+    """Return the module's output ``[B, L, H]`` on this rank's slice."""
+    ranks, num_rows = context.ulysses_size, hidden_BLH.shape[0]
+    scaled = hidden_BLH * getattr(module, layout.input_scale) if layout.input_scale else hidden_BLH
+    results = {name: getattr(module, name)(scaled) for name in layout.projections}
+    if layout.projection_scale:
+        results = {name: result * getattr(module, layout.projection_scale) for name, result in results.items()}
+    slices = [arranged(results[name], blocks, ranks, dim=2) for name, blocks in layout.projections.items()]
+    widths = [part_BLUC.shape[3] for part_BLUC in slices]
+    rows_TC = gather_channels(torch.cat(slices, dim=3), context.ulysses).flatten(0, 1)
+    parameters = _own_parameters(module, layout, context)
+    outputs = [
+        _whole_document(module, layout, document_NC.split(widths, dim=1), parameters, ranks, hidden_BLH)
+        for document_NC in rows_TC.split(_document_lengths(context))
+    ]
+    rows_BSC = torch.cat(outputs).unflatten(0, (num_rows, -1))
+    # [B, L, U, C] -> [B, L, U * C], in the order of heads
+    out = scatter_channels(rows_BSC, context.ulysses).flatten(2)
+    if layout.row_norm:
+        (result,) = results.values()
+        out = getattr(module, layout.row_norm)(out, result[..., : out.shape[2]]).to(hidden_BLH.dtype)
+    output: torch.Tensor = getattr(module, layout.output)(out)
+    return output
+
+
+def _document_lengths(context: AttentionContext) -> list[int]:
+    """Return the lengths of all documents and of each row's padding, which is one more, rows concatenated."""
+    borders = context.documents.full.spans.borders
+    return [stop - start for start, stop in pairwise(borders)]
+
+
+def _own_parameters(module: Any, layout: MixerLayout, context: AttentionContext) -> dict[str, torch.Tensor | None]:
+    """Return the parameters of this rank's heads: the convolution's, and one value per head.
+
+    They are read once per forward: under ZeRO-3, a parameter is gathered where it is read, on all ranks together, and
+    ranks have different numbers of documents.
+    """
+    ranks, rank = context.ulysses_size, context.ulysses_rank
+    convolution = getattr(module, layout.convolution)
+    heads = {name: getattr(module, name) for name in layout.vectors}
+    own: dict[str, torch.Tensor | None] = {
+        name: vector.unflatten(0, (ranks, -1))[rank].clone() for name, vector in heads.items()
+    }
+    for name in ("weight", "bias"):
+        whole = getattr(convolution, name)
+        own[f"{layout.convolution}.{name}"] = (
+            None if whole is None else arranged(whole, layout.channels, ranks, 0)[rank]
+        )
+    if layout.head_norm:
+        own[layout.head_norm] = getattr(module, layout.head_norm).weight.clone()
+    return own
+
+
+def _whole_document(
+    module: nn.Module,
+    layout: MixerLayout,
+    projected: tuple[torch.Tensor, ...],
+    parameters: dict[str, torch.Tensor | None],
+    ranks: int,
+    hidden: torch.Tensor,
+) -> torch.Tensor:
+    """Run the code of the module's class on one document; return the output projection's input, ``[N, C]``."""
+    own: dict[str, Any] = {"training": False}  # Mamba's fused kernel of training includes the output projection.
+    for (name, blocks), part_NC in zip(layout.projections.items(), projected, strict=True):
+        missing = local_channels(blocks, ranks) - part_NC.shape[1]
+        # A gate that is not exchanged is the first block; the norm that it gates runs on the slice.
+        whole_NC = nn.functional.pad(part_NC, (missing, 0)) if missing else part_NC
+        own[name] = partial(_given, whole_NC.unsqueeze(0))
+    own[layout.convolution] = SimpleNamespace(
+        weight=parameters[f"{layout.convolution}.weight"], bias=parameters[f"{layout.convolution}.bias"]
+    )
+    own |= {name: parameters[name] for name in layout.vectors}
+    own |= {name: local_channels(blocks, ranks) for name, blocks in layout.sizes.items()}
+    own |= {name: 1.0 for name in (layout.input_scale, layout.projection_scale) if name}
+    own |= {name: _given for name in (layout.output, layout.row_norm) if name}
+    if layout.head_norm:
+        norm = getattr(module, layout.head_norm)
+        own[layout.head_norm] = partial(type(norm).forward, _stand_in(norm, {"weight": parameters[layout.head_norm]}))
+    # Only its length and its dtype are read.
+    hidden_1N1 = hidden.new_zeros(1).expand(1, projected[0].shape[0], 1)
+    own_class: Any = type(module)
+    output_1NC: torch.Tensor = own_class.forward(_stand_in(module, own), hidden_1N1)
+    return output_1NC.squeeze(0)
+
+
+def _given(result: torch.Tensor, *_: Any) -> torch.Tensor:
+    return result
+
+
+def _stand_in(module: nn.Module, own: dict[str, Any]) -> Any:
+    """Return an object of the module's class with other values for some attributes, and no parameters but those."""
+    stand_in = object.__new__(type(module))
+    stand_in.__dict__.update({**vars(module), "_parameters": {}, "_buffers": {}, **own})
+    return stand_in

@@ -1,0 +1,75 @@
+"""What hybrids send, and whether anything of one document reaches another through a layer that carries state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, shard_batch, unshard
+from ray_ulysses.attention.mixers import find_mixers
+from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
+from tests.distributed.recompute_case import counted_exchanges
+from tests.unit.attention.models import VOCAB, zoo_model
+
+# No document but the first begins at a slice's border, and one is shorter than a convolution.
+LENGTHS = (11, 17, 1, 9)
+ROW_TOKENS = 48
+CHANGED = slice(11, 28)
+
+
+def _row() -> torch.Tensor:
+    return torch.randint(0, VOCAB, (1, ROW_TOKENS), generator=torch.Generator().manual_seed(5))
+
+
+def leaks(rank: int, world_size: int, architectures: Sequence[str]) -> dict[str, list[str]]:
+    """Change the tokens of the second document; return by architecture the layers that differ by a bit outside it."""
+    mesh = SequenceMesh.from_group(dist.group.WORLD)
+    return {name: _leaking_layers(name, mesh) for name in architectures}
+
+
+def _leaking_layers(architecture: str, mesh: SequenceMesh) -> list[str]:
+    model = apply_ulysses(zoo_model(architecture), mesh)
+    outputs: dict[str, list[torch.Tensor]] = {}
+    for name, module, _ in find_mixers(model):
+        module.register_forward_hook(lambda module, args, out, name=name: outputs.setdefault(name, []).append(out))
+    assert outputs.keys() <= {name for name, _, _ in find_mixers(model)}
+    before = _row()
+    after = before.clone()
+    after[:, CHANGED] = (after[:, CHANGED] + 7) % VOCAB
+    others = torch.ones(sum(LENGTHS), dtype=torch.bool)
+    others[CHANGED] = False
+    for ids in (before, after):
+        batch = shard_batch(ids, None, LENGTHS, mesh)
+        with torch.no_grad():
+            model(**batch.model_inputs())
+    found = []
+    for name, pair in outputs.items():
+        one, other = (unshard(out, batch) for out in pair)
+        assert not torch.equal(one[:, ~others], other[:, ~others])
+        if not torch.equal(one[:, others], other[:, others]):
+            found.append(name)
+    assert outputs
+    return found
+
+
+def exchanges_by_kept(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
+    """Return the all-to-alls of one step of a delta net beside attention, and the elements that they send."""
+    mesh = SequenceMesh.from_group(dist.group.WORLD)
+    kept: tuple[KeptOutput | None, ...] = (None, "both", "kernel", "none")
+    return {one or "plain": _exchanges(mesh, one) for one in kept}
+
+
+def _exchanges(mesh: SequenceMesh, kept: KeptOutput | None) -> tuple[int, int]:
+    model = apply_ulysses(zoo_model("qwen3_next"), mesh).train()
+    if kept is not None:
+        options = {"use_reentrant": False, "context_fn": checkpoint_contexts(kept)}
+        model.gradient_checkpointing_enable(  # type: ignore[operator]
+            gradient_checkpointing_kwargs={name: value for name, value in options.items() if value is not None}
+        )
+    sent: list[tuple[int, int]] = []
+    with counted_exchanges(sent):
+        loss_sum, _ = causal_lm_loss(model, shard_batch(_row(), None, LENGTHS, mesh))
+        loss_sum.backward()
+    return len(sent), sum(elements for _, elements in sent)

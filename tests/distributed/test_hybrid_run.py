@@ -1,0 +1,79 @@
+"""A run of a hybrid: trained, killed, resumed at other sizes of sp and ZeRO, exported, and loaded by Transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ray_ulysses import SequenceMesh, apply_ulysses, shard_batch, unshard
+from ray_ulysses.cli import app
+from ray_ulysses.cli import run as run_cli
+from ray_ulysses.tracking.history import read_history
+from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
+from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+
+QWEN3_NEXT: dict[str, Any] = {
+    "model_type": "qwen3_next",
+    "vocab_size": 264,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "output_router_logits": False,
+}
+STEPS = 6
+
+
+def test_a_hybrid_is_trained_killed_resumed_and_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus = make_corpus(tmp_path, ("bisect.py", "cmd.py", "copy.py"))
+
+    def config_of(folder: str, workers: int, sp_size: int, **changes: Any) -> Any:
+        settings = {"model__config": QWEN3_NEXT, "checkpoint__every_steps": 2, "run__stop_step": STEPS}
+        layout = {"cluster__workers": workers, "parallel__sp_size": sp_size, "parallel__allowed_sp": [1, 2, 4]}
+        return make_config(tmp_path / folder, corpus, **settings, **layout, **changes)
+
+    unbroken = config_of("unbroken", 1, 1, memory__zero_stage=2)
+    prepare_attempt(unbroken, "only")
+    assert run_ranks(run_worker, 1, unbroken, "only", timeout_s=200) == [("finished", STEPS)]
+
+    first = config_of("changing", 4, 2, memory__zero_stage=3)
+    prepare_attempt(first, "first")
+    outcomes = run_ranks_to_outcomes(run_worker, 4, first, "first", kill=(1, "step", 3), timeout_s=200)
+    assert not outcomes[1].ok
+    second = config_of("changing", 4, 4, memory__zero_stage=2)
+    prepare_attempt(second, "second")
+    assert run_ranks(run_worker, 4, second, "second", timeout_s=200) == [("finished", STEPS)] * 4
+
+    wanted, ours = ([step.loss for step in read_history(one.run_dir).steps] for one in (unbroken, second))
+    assert len(ours) == len(wanted) == STEPS
+    assert max(abs(a - b) / b for a, b in zip(ours, wanted, strict=True)) <= 1e-5
+
+    assert run_cli(app, ["export", str(second.run_dir)]) == 0, capsys.readouterr().err
+    out = second.run_dir / f"export/step-{STEPS:08d}"
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    assert type(loaded).__name__ == "Qwen3NextForCausalLM"
+    lengths = (90, 1, 37)
+    ids = torch.randint(0, 256, (1, sum(lengths)), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        alone = torch.cat([loaded(input_ids=part, use_cache=False).logits for part in ids.split(lengths, dim=1)], dim=1)
+        mesh = SequenceMesh.from_group(None)
+        batch = shard_batch(ids, None, lengths, mesh)
+        packed = unshard(apply_ulysses(loaded, mesh)(**batch.model_inputs()).logits, batch)
+    assert float((packed - alone).norm() / alone.norm()) <= 1e-5

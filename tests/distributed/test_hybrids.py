@@ -1,0 +1,101 @@
+"""Law 1 for layers that carry state along the sequence: short convolutions, gated delta nets and Mamba 2."""
+
+from __future__ import annotations
+
+from itertools import accumulate, cycle, product
+
+import pytest
+
+from tests.distributed.harness import run_ranks
+from tests.distributed.hybrid_case import ROW_TOKENS, exchanges_by_kept, leaks
+from tests.distributed.seam_case import ROWS, SeamCase, run_cases
+from tests.distributed.test_seam_parity import check, taken_down
+from tests.result_table import ResultTable
+from tests.unit.attention.models import HYBRIDS
+
+pytestmark = pytest.mark.distributed
+
+KEPT = ("both", "kernel", "none", None)
+CONVOLUTION_TOKENS = 3
+"""Tokens before a token that the shortest convolution of the zoo reads; Mamba's and the delta nets' read one more."""
+
+
+def engine_cases(shape: tuple[int, int]) -> list[SeamCase]:
+    """Return every hybrid under ZeRO 2 and 3 with 1 and 3 micro-batches, the policies of checkpointing in turn."""
+    policies = cycle(KEPT)
+    return [
+        SeamCase(
+            architecture=name,
+            ulysses_size=shape[0],
+            dp_size=shape[1],
+            zero_stage=stage,
+            accumulation=micro_batches,
+            kept=next(policies),
+        )
+        for stage, micro_batches, name in product((2, 3), (1, 3), HYBRIDS)
+    ]
+
+
+@pytest.mark.parametrize("ulysses_size", [2, 4])
+def test_documents_end_inside_the_convolution_on_both_sides_of_a_border_of_slices(ulysses_size: int) -> None:
+    distances = set()
+    for tokens, lengths in ROWS:
+        slice_tokens = -(-tokens // ulysses_size)
+        ends = accumulate(lengths)
+        distances.update(end - rank * slice_tokens for end in ends for rank in range(1, ulysses_size))
+    near = {distance for distance in distances if abs(distance) < CONVOLUTION_TOKENS}
+    assert near >= {-1, 0, 1}
+    assert any(1 in lengths for _, lengths in ROWS) and any(sum(lengths) < tokens for tokens, lengths in ROWS)
+
+
+@pytest.mark.parametrize("ulysses_size", [1, 2, 4])
+def test_every_hybrid_equals_one_process_on_each_document(ulysses_size: int) -> None:
+    chosen = [SeamCase(architecture=name, ulysses_size=ulysses_size) for name in HYBRIDS]
+    for result in run_ranks(run_cases, ulysses_size, chosen, timeout_s=300)[0]:
+        check(result)
+
+
+def test_partitioned_parameters_are_gathered_through_the_module() -> None:
+    # One row each, of different numbers of documents: a gather per document would hang.
+    names = ("lfm2", "qwen3_next", "nemotron_h", "falcon_h1-norm")
+    chosen = [
+        SeamCase(architecture=name, ulysses_size=2, dp_size=2, zero_stage=3, accumulation=2, kept="both")
+        for name in names
+    ]
+    chosen += [SeamCase(architecture="zamba2", ulysses_size=2, dp_size=2, zero_stage=2, accumulation=1, kept="none")]
+    for result in run_ranks(run_cases, 4, chosen, timeout_s=300)[0]:
+        check(result)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_no_bit_of_a_document_reaches_another(world_size: int) -> None:
+    for found in run_ranks(
+        leaks, world_size, ("lfm2", "qwen3_5_text", "olmo_hybrid", "bamba", "zamba2"), timeout_s=120
+    ):
+        assert not any(found.values()), found
+        assert len(found) == 5
+
+
+def test_a_layer_that_carries_state_takes_as_many_collectives_as_attention() -> None:
+    """Forward, recomputation and backward: with the output kept, the exchange after the layer is not repeated."""
+    expected = {"plain": (4, 2, 2), "both": (5, 3, 2), "kernel": (6, 3, 3), "none": (6, 3, 3)}
+    for counts in run_ranks(exchanges_by_kept, 2, timeout_s=120):
+        assert counts.keys() == expected.keys()
+        for kept, (exchanges, gathers, scatters) in expected.items():
+            # Per key head 2 * 6 of queries and keys, 2 * 2 * 5 of values and gates, 2 * 2 of strengths and decays; half
+            # of the heads go to the other rank, and half of the 8 * 5 channels of the output.
+            mixer = ROW_TOKENS // 2 * (gathers * 4 * (12 + 20 + 4) + scatters * 40) // 2
+            # Attention has 4 query heads and 2 KV heads of 8.
+            attention = ROW_TOKENS // 2 * 8 * (exchanges * 4 + gathers * 2 * 2) // 2
+            assert counts[kept] == (2 * exchanges, mixer + attention), kept
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_whole_matrix_of_hybrids(result_table: ResultTable) -> None:
+    failures = []
+    for shape in ((1, 1), (2, 1), (2, 2), (4, 1)):
+        for result in run_ranks(run_cases, shape[0] * shape[1], engine_cases(shape), timeout_s=1500)[0]:
+            failures += taken_down(result, result_table)
+    result_table.write("hybrids", "Law 1 for hybrids: one step against one process, fp32")
+    assert not failures, "\n".join(failures)
