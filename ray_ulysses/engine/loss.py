@@ -43,13 +43,13 @@ class TrainingLoss:
     Attributes:
         objective_sum: fp32 scalar to differentiate, once: cross-entropy and z-loss, summed over tokens.
         loss_sum: fp32 scalar, the summed cross-entropy in nats, without a graph.
-        z_loss_sum: fp32 scalar, the summed z-loss with its coefficient, without a graph; None without one.
+        z_loss_sum: fp32 scalar, the summed z-loss with its coefficient, without a graph; 0 without one.
         num_tokens: int64 scalar, supervised tokens.
     """
 
     objective_sum: torch.Tensor
     loss_sum: torch.Tensor
-    z_loss_sum: torch.Tensor | None
+    z_loss_sum: torch.Tensor
     num_tokens: torch.Tensor
 
 
@@ -103,10 +103,11 @@ def training_loss(
     else:
         losses_N, z_losses_N = _whole_losses(_whole_logits(model, batch), batch, z_loss)
         objective_sum = losses_N.sum() if z_losses_N is None else losses_N.sum() + z_losses_N.sum()
+    loss_sum = losses_N.detach().sum()
     return TrainingLoss(
         objective_sum=objective_sum,
-        loss_sum=losses_N.detach().sum(),
-        z_loss_sum=None if z_losses_N is None else z_losses_N.detach().sum(),
+        loss_sum=loss_sum,
+        z_loss_sum=torch.zeros_like(loss_sum) if z_losses_N is None else z_losses_N.detach().sum(),
         num_tokens=num_tokens,
     )
 

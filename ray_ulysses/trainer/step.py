@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +31,7 @@ class StepResult:
 
     Attributes:
         loss: Mean loss over the step's supervised tokens, nats; NaN where there are none.
-        z_loss: Mean z-loss over them, with its coefficient; None without one.
+        z_loss: Mean z-loss over them, with its coefficient; 0 without one.
         grad_norm: Norm of its gradient before clipping.
         is_finite: Whether loss and gradient are; if not, the weights are as they were before the step.
         bad_rows: The rows whose own loss is not finite.
@@ -41,7 +41,7 @@ class StepResult:
     """
 
     loss: float
-    z_loss: float | None
+    z_loss: float
     grad_norm: float
     is_finite: bool
     bad_rows: tuple[int, ...]
@@ -105,8 +105,7 @@ def train_step(
         if not row.is_filler and row.row not in rows:
             raise RunError(f"row {row.row} arrived in a step of rows {rows.start} to {rows.stop - 1}; resume the run")
         losses[len(rows) if row.is_filler else row.row - rows.start] += row_loss.loss_sum.double()
-        if row_loss.z_loss_sum is not None:
-            losses[-1] += row_loss.z_loss_sum.double()
+        losses[-1] += row_loss.z_loss_sum.double()
         if not row.is_filler:
             checksums[row.row - rows.start] += batch_checksum(batch)
             received += row.num_supervised
@@ -114,8 +113,7 @@ def train_step(
     assert steps == accumulation, f"{steps} micro-batches instead of {accumulation}"
     # ZeRO of DeepSpeed 0.19.8 leaves the weights alone when this is not finite, and says so nowhere else.
     grad_norm = float(engine.get_global_grad_norm())
-    found = _agree(losses, grad_norm, checksums, received, rows, tokens, flags(), mesh)
-    return found if z_loss else replace(found, z_loss=None)
+    return _agree(losses, grad_norm, checksums, received, rows, tokens, flags(), mesh)
 
 
 def evaluate(

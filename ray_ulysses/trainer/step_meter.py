@@ -51,7 +51,7 @@ class StepMeter:
             "peak_memory_gib": peak_memory_gib(self._device),
             "world_size": float(self._world_size),
         }
-        found = {"mfu": utilisation, "z_loss": result.z_loss}
+        found = {"mfu": utilisation, "z_loss": result.z_loss or None}
         return numbers | {name: value for name, value in found.items() if value is not None}
 
 
