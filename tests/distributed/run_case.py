@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,19 +199,22 @@ def _addresses(node: str, agents: Mapping[str, str], token: str) -> VaultAddress
 
 def _poison(row: int, kind: str) -> None:
     """Make the loss, or only its gradient, NaN where this process trains a row."""
-    real_batch, real_loss, trained = step_module.batch_of, step_module.causal_lm_loss, [-1]
+    real_batch, real_loss, trained = step_module.batch_of, step_module.training_loss, [-1]
 
     def batch_of(one: Any, *arguments: Any) -> Any:
         trained[0] = one.row
         return real_batch(one, *arguments)
 
-    def causal_lm_loss(engine: Any, batch: Any, **options: Any) -> Any:
-        loss, tokens = real_loss(engine, batch, **options)
-        if trained[0] == row:
-            loss = loss * float("nan") if kind == "loss" else _BadGradient.apply(loss)
-        return loss, tokens
+    def training_loss(engine: Any, batch: Any, **options: Any) -> Any:
+        found = real_loss(engine, batch, **options)
+        if trained[0] != row:
+            return found
+        if kind == "loss":
+            nan = float("nan")
+            return replace(found, objective_sum=found.objective_sum * nan, loss_sum=found.loss_sum * nan)
+        return replace(found, objective_sum=_BadGradient.apply(found.objective_sum))
 
-    step_module.batch_of, step_module.causal_lm_loss = batch_of, causal_lm_loss  # type: ignore[assignment]
+    step_module.batch_of, step_module.training_loss = batch_of, training_loss  # type: ignore[assignment]
 
 
 class _BadGradient(torch.autograd.Function):
