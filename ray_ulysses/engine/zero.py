@@ -148,6 +148,7 @@ def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
 
     if settings.stage == 3:
         _gather_head_at_once(model)
+        _gather_experts_at_once(model)
     groups = parameter_groups(model, settings.weight_decay)
     optimizer = _optimizer(groups, settings)
     config = zero_config(settings)
@@ -169,6 +170,20 @@ def _gather_head_at_once(model: nn.Module) -> None:
         from deepspeed.utils import set_z3_leaf_module
 
         set_z3_leaf_module(head, True)
+
+
+def _gather_experts_at_once(model: nn.Module) -> None:
+    """Make ZeRO-3 see the experts of a layer as one module.
+
+    Their code calls their activation once for each expert that has a token. DeepSpeed 0.19.8 keeps a trace of all calls
+    per rank, and a rank whose calls change from one micro-batch to the next leaves the others in another collective.
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    for module in model.modules():
+        is_stacked = any(len(getattr(one, "ds_shape", one.shape)) > 2 for one in module.parameters(recurse=False))
+        if is_stacked and next(module.children(), None) is not None:
+            set_z3_leaf_module(module, True)
 
 
 def _optimizer(groups: list[dict[str, Any]], settings: ZeroSettings) -> torch.optim.Optimizer:

@@ -48,9 +48,21 @@ def test_documents_end_inside_the_convolution_on_both_sides_of_a_border_of_slice
     assert any(1 in lengths for _, lengths in ROWS) and any(sum(lengths) < tokens for tokens, lengths in ROWS)
 
 
-@pytest.mark.parametrize("ulysses_size", [1, 2, 4])
-def test_every_hybrid_equals_one_process_on_each_document(ulysses_size: int) -> None:
-    chosen = [SeamCase(architecture=name, ulysses_size=ulysses_size) for name in HYBRIDS]
+OF_EACH_KIND = ("lfm2", "qwen3_next", "nemotron_h", "falcon_h1")
+
+
+@pytest.mark.parametrize(
+    ("ulysses_size", "names"),
+    [
+        (1, OF_EACH_KIND),
+        (2, tuple(HYBRIDS)),
+        (4, OF_EACH_KIND),
+        pytest.param(4, tuple(HYBRIDS), marks=pytest.mark.slow),
+    ],
+    ids=["1", "2", "4", "4-all"],
+)
+def test_every_hybrid_equals_one_process_on_each_document(ulysses_size: int, names: tuple[str, ...]) -> None:
+    chosen = [SeamCase(architecture=name, ulysses_size=ulysses_size) for name in names]
     for result in run_ranks(run_cases, ulysses_size, chosen, timeout_s=300)[0]:
         check(result)
 
@@ -94,8 +106,10 @@ def test_a_layer_that_carries_state_takes_as_many_collectives_as_attention() -> 
 @pytest.mark.timeout(3600)
 def test_the_whole_matrix_of_hybrids(result_table: ResultTable) -> None:
     failures = []
-    for shape in ((1, 1), (2, 1), (2, 2), (4, 1)):
-        for result in run_ranks(run_cases, shape[0] * shape[1], engine_cases(shape), timeout_s=1500)[0]:
+    for shape, stage in product(((1, 1), (2, 1), (2, 2), (4, 1)), (2, 3)):
+        # Fresh processes for each: after dozens of engines in one process a gather has been seen to wait for ever.
+        cases = [case for case in engine_cases(shape) if case.zero_stage == stage]
+        for result in run_ranks(run_cases, shape[0] * shape[1], cases, timeout_s=900)[0]:
             failures += taken_down(result, result_table)
     result_table.write("hybrids", "Law 1 for hybrids: one step against one process, fp32")
     assert not failures, "\n".join(failures)

@@ -192,3 +192,20 @@ def test_only_parameters_that_a_layout_names_are_read() -> None:
             model(**shard_batch(torch.zeros(1, 4).long(), None, None, ALONE).model_inputs())
     finally:
         kind.forward = forward
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_an_engine_sees_as_many_calls_of_modules_whatever_the_documents(architecture: str) -> None:
+    """ZeRO-3 of DeepSpeed 0.19.8 keeps a trace of them on each rank, which ranks must change together."""
+    model, counts = apply_ulysses(hybrid(architecture), ALONE), []
+    calls: list[str] = []
+    for name, module in model.named_modules():
+        # Those of experts are one to the engine.
+        if "experts" not in name:
+            module.register_forward_pre_hook(lambda module, args, name=name: calls.append(name))
+    for lengths in ((12,), (3, 1, 2, 6)):
+        calls.clear()
+        with torch.no_grad():
+            model(**shard_batch(torch.arange(12)[None] % VOCAB, None, lengths, ALONE).model_inputs())
+        counts.append(list(calls))
+    assert counts[0] == counts[1]

@@ -7,8 +7,15 @@ from typing import Literal
 
 import pytest
 
-from ray_ulysses.engine.zero import NVME_SUB_GROUP_ELEMENTS, ZeroSettings, partition_config, zero_config
+from ray_ulysses.engine.zero import (
+    NVME_SUB_GROUP_ELEMENTS,
+    ZeroSettings,
+    _gather_experts_at_once,
+    partition_config,
+    zero_config,
+)
 from ray_ulysses.errors import UserError
+from tests.unit.attention.models import zoo_model
 
 SETTINGS = ZeroSettings(
     dtype="bf16",
@@ -65,3 +72,11 @@ def test_nvme_without_a_place_or_stage_3_is_refused(stage: Literal[2, 3], path: 
         f"memory.offload_optimizer=nvme with memory.nvme_path={path} and memory.zero_stage={stage}: it needs a "
         "directory on a local disk, and stage 3; give both, or use cpu"
     )
+
+
+@pytest.mark.parametrize(("architecture", "number"), [("mixtral", 2), ("llama", 0)])
+def test_the_experts_of_a_layer_are_one_module_to_the_engine(architecture: str, number: int) -> None:
+    model = zoo_model(architecture)
+    _gather_experts_at_once(model)
+    leaves = [module for module in model.modules() if getattr(module, "_z3_leaf", False)]
+    assert len(leaves) == number * (model.config.num_hidden_layers // 2 if number else 1)
