@@ -255,6 +255,21 @@ MUTANTS = (
         "test_a_layer_that_carries_state_takes_as_many_collectives_as_attention",
     ),
     Mutant(
+        name="calls of modules without parameters traced by ZeRO-3",
+        file="ray_ulysses/engine/zero.py",
+        old="        _trace_parameters_only(engine)\n",
+        new="        pass\n",
+        killer="tests/distributed/test_zero_trace.py::"
+        "test_ranks_with_other_documents_experts_and_labels_trace_the_same_calls",
+    ),
+    Mutant(
+        name="experts with modules inside gathered one by one",
+        file="ray_ulysses/engine/zero.py",
+        old='(is_stacked or type(module).__name__.endswith("Experts"))',
+        new="is_stacked",
+        killer="tests/unit/engine/test_zero.py::test_the_experts_of_a_layer_are_one_module_to_the_engine[dbrx-2]",
+    ),
+    Mutant(
         name="a ring taken by a hybrid",
         file="ray_ulysses/attention/refusals.py",
         old="    if mesh.ring_size > 1:\n",

@@ -159,6 +159,8 @@ def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
     # Closed with the engine, or when the process ends.
     engine.swap_folder = swap_folder
+    if settings.stage == 3:
+        _trace_parameters_only(engine)
     return engine
 
 
@@ -173,17 +175,36 @@ def _gather_head_at_once(model: nn.Module) -> None:
 
 
 def _gather_experts_at_once(model: nn.Module) -> None:
-    """Make ZeRO-3 see the experts of a layer as one module.
+    """Make ZeRO-3 gather the experts of a layer together, once per call of the layer.
 
-    Their code calls their activation once for each expert that has a token. DeepSpeed 0.19.8 keeps a trace of all calls
-    per rank, and a rank whose calls change from one micro-batch to the next leaves the others in another collective.
+    Their code may call modules with parameters once for each expert that has a token, as DBRX's does. Ranks have
+    different tokens, so that a gather per call would wait for ranks that make none.
     """
     from deepspeed.utils import set_z3_leaf_module
 
     for module in model.modules():
         is_stacked = any(len(getattr(one, "ds_shape", one.shape)) > 2 for one in module.parameters(recurse=False))
-        if is_stacked and next(module.children(), None) is not None:
+        if (is_stacked or type(module).__name__.endswith("Experts")) and next(module.children(), None) is not None:
             set_z3_leaf_module(module, True)
+
+
+def _trace_parameters_only(engine: Any) -> None:
+    """Make ZeRO-3 trace calls of modules with parameters only.
+
+    DeepSpeed 0.19.8 keeps a trace of all calls on each rank. A rank whose calls change from one micro-batch to the next
+    drops its trace alone, and its next collectives are not those of the other ranks, which wait forever. A module
+    without parameters may be called as often as a rank's data says: an activation, for each expert that has a token.
+    """
+    offload = engine.optimizer.parameter_offload
+    hooks_without_use = {
+        id(hooks)
+        for module in engine.module.modules()
+        if next(module.parameters(), None) is None
+        for hooks in (module._forward_pre_hooks, module._forward_hooks)
+    }
+    for handle in (*offload.forward_hooks, *offload.backward_hooks):
+        if id(handle.hooks_dict_ref()) in hooks_without_use:
+            handle.remove()
 
 
 def _optimizer(groups: list[dict[str, Any]], settings: ZeroSettings) -> torch.optim.Optimizer:

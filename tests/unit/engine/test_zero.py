@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ray_ulysses.engine.zero import (
     NVME_SUB_GROUP_ELEMENTS,
@@ -74,9 +75,18 @@ def test_nvme_without_a_place_or_stage_3_is_refused(stage: Literal[2, 3], path: 
     )
 
 
-@pytest.mark.parametrize(("architecture", "number"), [("mixtral", 2), ("llama", 0)])
+def _dbrx() -> Any:
+    # Its experts are a module with parameters inside, which is called once for each expert that has a token.
+    attention, ffn = {"kv_n_heads": 2, "rope_theta": 1e4}, {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2}
+    config = AutoConfig.for_model(
+        "dbrx", d_model=32, n_heads=4, n_layers=2, vocab_size=61, attn_config=attention, ffn_config=ffn
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(("architecture", "number"), [("mixtral", 2), ("dbrx", 2), ("llama", 0)])
 def test_the_experts_of_a_layer_are_one_module_to_the_engine(architecture: str, number: int) -> None:
-    model = zoo_model(architecture)
+    model = _dbrx() if architecture == "dbrx" else zoo_model(architecture)
     _gather_experts_at_once(model)
     leaves = [module for module in model.modules() if getattr(module, "_z3_leaf", False)]
     assert len(leaves) == number * (model.config.num_hidden_layers // 2 if number else 1)
