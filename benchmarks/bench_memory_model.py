@@ -31,7 +31,7 @@ MODEL: dict[str, int] = {
 }  # fmt: skip
 USUAL: dict[str, Any] = {
     "sp": 1, "ring": 1, "dtype": "fp32", "checkpointing": True, "kept": "both", "chunks": 1, "loss_tile": "auto",
-    "mlp_tile": "off", "kv_heads": 2,
+    "mlp_tile": "off", "kv_heads": 2, "mlp_width": 1024, "head_norms": False,
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "kept both": {},
@@ -54,6 +54,32 @@ CASES: dict[str, dict[str, Any]] = {
     "sp 2, bf16": {"sp": 2, "dtype": "bf16"},
     "sp 2, not checkpointed": {"sp": 2, "checkpointing": False},
     "ring 2": {"sp": 2, "ring": 2},
+    "attention decides": {"mlp_tile": 32, "mlp_width": 256, "kv_heads": 8},
+    "attention decides, bf16": {"mlp_tile": 32, "mlp_width": 256, "kv_heads": 8, "dtype": "bf16"},
+    "attention decides, sp 2, bf16": {"mlp_tile": 32, "mlp_width": 256, "kv_heads": 8, "dtype": "bf16", "sp": 2},
+    "attention decides, ring 2, bf16": {
+        "mlp_tile": 32,
+        "mlp_width": 256,
+        "kv_heads": 8,
+        "dtype": "bf16",
+        "sp": 2,
+        "ring": 2,
+    },
+    "attention decides, sp 2": {"mlp_tile": 32, "mlp_width": 256, "kv_heads": 8, "sp": 2},
+    "attention decides, sp 2, kept none": {"mlp_tile": 32, "mlp_width": 256, "kv_heads": 8, "sp": 2, "kept": "none"},
+    "attention decides, ring 2": {"mlp_tile": 32, "mlp_width": 256, "kv_heads": 8, "sp": 2, "ring": 2},
+    "norms of heads": {"head_norms": True},
+    "norms of heads, bf16": {"head_norms": True, "dtype": "bf16"},
+    "norms of heads, narrow MLP, bf16": {"head_norms": True, "dtype": "bf16", "mlp_width": 256},
+    "norms of heads, tiled": {"head_norms": True, "mlp_tile": 32, "mlp_width": 256},
+    "norms of heads, tiled, bf16": {"head_norms": True, "mlp_tile": 32, "mlp_width": 256, "dtype": "bf16"},
+    "norms of heads, tiled, sp 2, bf16": {
+        "head_norms": True,
+        "mlp_tile": 32,
+        "mlp_width": 256,
+        "dtype": "bf16",
+        "sp": 2,
+    },
 }
 GOAL = 0.10
 TIMEOUT_S = 300.0
@@ -66,16 +92,18 @@ gradients and the optimizer's state exist before. One row is one document; atten
 same terms of `plan`, all but the training state."""
 
 
-def shape_of(case: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes of a case's model."""
-    return MODEL | {"num_key_value_heads": case["kv_heads"]}
+def shape_of(case: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a case's model."""
+    sizes = {"num_key_value_heads": case["kv_heads"], "intermediate_size": case["mlp_width"]}
+    heads = {"model_type": "qwen3", "head_dim": MODEL["hidden_size"] // MODEL["num_attention_heads"]}
+    return MODEL | sizes | (heads if case["head_norms"] else {"model_type": "llama"})
 
 
 def measure_case(name: str, rank: int, port: int) -> list[int]:
     """Take a step at every length in this process, one rank of the case's world, and return the peaks in bytes."""
     import torch
     import torch.distributed as dist
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, shard_batch
     from ray_ulysses.attention.recompute import checkpoint_contexts
@@ -86,9 +114,9 @@ def measure_case(name: str, rank: int, port: int) -> list[int]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=case["sp"])
     mesh = SequenceMesh.from_group(dist.group.WORLD, ring_size=case["ring"])
-    config = LlamaConfig(**shape_of(case), use_cache=False)
+    config = AutoConfig.for_model(**shape_of(case), use_cache=False)
     dtype = torch.bfloat16 if case["dtype"] == "bf16" else torch.float32
-    model: Any = LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=dtype).train()
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype).train()
     if case["checkpointing"]:
         contexts = checkpoint_contexts(case["kept"])
         options = {"use_reentrant": False} | ({} if contexts is None else {"context_fn": contexts})
@@ -130,7 +158,7 @@ def estimated(name: str, tokens: int) -> dict[str, int]:
     from ray_ulysses.planner.memory import MemoryEstimate, estimate
 
     case = USUAL | CASES[name]
-    shape = ModelShape.from_config_dict({"model_type": "llama", **shape_of(case)})
+    shape = ModelShape.from_config_dict(shape_of(case))
     memory = estimate(
         shape, world_size=case["sp"], sp_size=case["sp"], ring_size=case["ring"], context_tokens=tokens * case["sp"],
         dtype=case["dtype"], gradient_checkpointing=case["checkpointing"], attention_output=case["kept"],

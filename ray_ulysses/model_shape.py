@@ -22,6 +22,15 @@ _DEFAULT_HEAD_DIM = {"qwen3": 128}
 EXACT_FAMILIES: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose parameter count is exact; a test compares it with Transformers' own modules."""
 
+# Families that normalize queries and keys by a norm of Transformers' own, in fp32; a test looks at their modules.
+HEAD_NORMS = frozenset((
+    "afmoe", "apertus", "beam", "blt", "doge", "dots1", "exaone4", "exaone_moe", "flex_olmo", "flint",
+    "gemma3_text", "gemma4_text", "gemma4_unified_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
+    "inkling_text", "kolibri1", "laguna", "lfm2", "lfm2_moe", "llama4_text", "mellum", "minimax_m2",
+    "minimax_m3_vl_text", "nanochat", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "qwen3", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_moe", "qwen3_next",
+))  # fmt: skip
+
 _LINEAR = frozenset({"linear_attention"})
 HYBRID_LAYER_TYPES: Mapping[str, frozenset[str]] = {
     "lfm2": frozenset({"conv"}),
@@ -79,6 +88,7 @@ class ModelShape:
         mixer_layers: Layers that carry state along the sequence: short convolutions, gated delta nets, Mamba.
         mixer_sp_sizes: Ascending, the sp sizes that can share the heads of those layers.
         part: What is trained of it; None for everything.
+        has_head_norms: Whether queries and keys are normalized in fp32.
     """
 
     model_type: str
@@ -97,6 +107,7 @@ class ModelShape:
     mixer_layers: int = 0
     mixer_sp_sizes: tuple[int, ...] = ()
     part: TrainedPart | None = None
+    has_head_norms: bool = False
 
     @property
     def embedding_parameters(self) -> int:
@@ -198,6 +209,7 @@ class ModelShape:
                 head_dim,
             ),
             is_exact=model_type in EXACT_FAMILIES,
+            has_head_norms=model_type in HEAD_NORMS or config.get("use_qk_norm") is True,
         )
 
     @classmethod

@@ -3,8 +3,9 @@
 The forward pass keeps only the MLP's input, in a node of its own that comes before the tiles. Under gradient
 checkpointing the layer's recomputation ends there, so that the backward pass computes the MLP once again and not twice:
 12 products of a projection per layer where 11 are computed without tiles. The gradients of the weights are summed over
-tiles in fp32, and each is added to its parameter once. Norms of long rows are computed in the same way: Transformers'
-make five values in fp32 of each of their input in the backward pass, several times what is left of a layer.
+tiles in fp32, and each is added to its parameter once. Norms, of hidden states or of queries and keys, are computed in
+the same way: Transformers' make five values in fp32 of each of their input in the backward pass, several times what is
+left of a layer.
 
 Legend: N tokens of this rank, T tokens of a tile, H hidden size.
 """
@@ -23,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from ray_ulysses.engine.model_parts import NoTilesError, own_forward, unhooked
 from ray_ulysses.engine.tiled_loss import add_gradients
 from ray_ulysses.errors import UserError
-from ray_ulysses.parallel.tiles import TileSetting, mlp_tile_tokens, norm_tile_tokens
+from ray_ulysses.parallel.tiles import TileSetting, mlp_tile_tokens, norm_tile_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ def tile_mlps(model: nn.Module, tile: TileSetting) -> None:
 
     Args:
         model: A ``PreTrainedModel``.
-        tile: Tokens per tile; see :func:`ray_ulysses.parallel.tiles.mlp_tile_tokens` and ``norm_tile_tokens``.
+        tile: Tokens per tile; see :func:`ray_ulysses.parallel.tiles.mlp_tile_tokens` and ``norm_tile_vectors``.
 
     Raises:
         UserError: The model's layers have no MLP that can be tiled; ``auto`` leaves them as they are.
@@ -58,22 +59,33 @@ def tile_mlps(model: nn.Module, tile: TileSetting) -> None:
             continue
         # ZeRO-3 then gathers all its weights once for all tiles.
         mlp._z3_leaf = True  # type: ignore[assignment]
-        _go_over_tiles(mlp, partial(_mlp_tile, tile, mlp_width(mlp)))
+        _go_over_tiles(mlp, partial(_mlp_tile, tile, mlp_width(mlp)), tile)
+    hidden_size = _hidden_size(model)
     for norm in find_norms(model):
         # One that was replaced by a fused kernel needs no tiles.
         with contextlib.suppress(NoTilesError):
             own_forward(norm, _OFF)
-            _go_over_tiles(norm, partial(norm_tile_tokens, tile))
+            _go_over_tiles(norm, partial(_norm_tile, tile, hidden_size), "auto")
 
 
-def _go_over_tiles(module: Any, tile_tokens: Callable[[int, int], int]) -> None:
+def _go_over_tiles(module: Any, tile_tokens: Callable[[int, int], int], setting: TileSetting) -> None:
     """Give a module a forward over tiles, of as many tokens as a function of a row's tokens and width says."""
-    module._ray_ulysses_tile_tokens = tile_tokens
+    module._ray_ulysses_tile_tokens, module._ray_ulysses_tile_setting = tile_tokens, setting
     module.forward = MethodType(_forward, module)
 
 
 def _mlp_tile(setting: TileSetting, inner_width: int, tokens: int, _width: int) -> int:
     return mlp_tile_tokens(setting, tokens, inner_width)
+
+
+def _norm_tile(setting: TileSetting, hidden_size: int | None, vectors: int, width: int) -> int:
+    return norm_tile_vectors(setting, vectors, width, hidden_size or width)
+
+
+def _hidden_size(model: nn.Module) -> int | None:
+    """Return the width of a model's hidden states; None if it has no configuration, as a layer alone."""
+    config = getattr(model, "config", None)
+    return None if config is None else int(config.get_text_config(decoder=True).hidden_size)
 
 
 def find_mlps(model: nn.Module) -> Iterator[nn.Module]:
@@ -89,16 +101,27 @@ def find_mlps(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def find_norms(model: nn.Module) -> Iterator[nn.Module]:
-    """Find the norms of hidden states, of layers and after the last one; not torch's own, which are fused already."""
+    """Find the norms of layers, of attention in them and after the last one, that normalize each vector by itself.
+
+    Left out are torch's own, which are fused already, and those with weights of their own for each head.
+    """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     for parent in model.modules():
         children = list(parent.children())
-        if isinstance(parent, GradientCheckpointingLayer) or any(isinstance(one, nn.ModuleList) for one in children):
+        is_layer = isinstance(parent, GradientCheckpointingLayer) or type(parent).__name__.endswith("Attention")
+        if is_layer or any(isinstance(one, nn.ModuleList) for one in children):
             for child in children:
-                is_fused = isinstance(child, nn.LayerNorm | nn.RMSNorm)
-                if type(child).__name__.endswith("Norm") and not is_fused and next(child.children(), None) is None:
-                    yield child
+                # One that an adapter trains whole is in PEFT's wrapper; a layer may have a list of several.
+                several = getattr(child, "modules_to_save", child)
+                is_several = isinstance(several, nn.ModuleDict | nn.ModuleList)
+                yield from filter(_is_norm, several.children() if is_several else [child])
+
+
+def _is_norm(module: nn.Module) -> bool:
+    is_plain = type(module).__name__.endswith("Norm") and next(module.children(), None) is None
+    is_fused = isinstance(module, nn.LayerNorm | nn.RMSNorm)
+    return is_plain and not is_fused and not _matrices(module)
 
 
 def _matrices(module: nn.Module) -> list[torch.Tensor]:
@@ -123,11 +146,19 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     tile = self._ray_ulysses_tile_tokens(num_tokens, hidden.shape[-1])
     if tile >= num_tokens:
         return own(self, hidden)
-    # [..., H] -> [1, N, H], whose tiles every MLP takes.
-    hidden_1NH = hidden.reshape(1, num_tokens, hidden.shape[-1])
+    # [..., H] -> [1, N, H], whose tiles every MLP takes, in the order of memory: queries may be transposed.
+    order = sorted(range(hidden.dim() - 1), key=hidden.stride, reverse=True)
+    in_memory = hidden.permute(*order, -1)
+    hidden_1NH = in_memory.reshape(1, num_tokens, hidden.shape[-1])
     bare = _Bare(self)
-    result = _with_gradients(bare, hidden_1NH, tile) if torch.is_grad_enabled() else bare.all_tiles(hidden_1NH, tile)
-    result = result.view_as(hidden)
+    try:
+        result = (_with_gradients if torch.is_grad_enabled() else _Bare.all_tiles)(bare, hidden_1NH, tile)
+    except NoTilesError:
+        if self._ray_ulysses_tile_setting != "auto":
+            raise
+        del self.forward
+        return own(self, hidden)
+    result = result.view_as(in_memory).permute(*(order.index(dim) for dim in range(len(order))), -1)
     return (result, *[None] * bare.num_others) if bare.num_others else result
 
 
@@ -164,7 +195,7 @@ class _Bare:
             self.num_others = len(result) - 1
             result = result[0]
         if not isinstance(result, torch.Tensor) or result.shape != hidden_1TH.shape:
-            raise UserError(
+            raise NoTilesError(
                 f"{type(self.mlp).__name__} does not return hidden states of its input's shape, so it can't go over "
                 f"tiles; set {_OFF}"
             )

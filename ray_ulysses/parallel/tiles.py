@@ -10,7 +10,6 @@ TileSetting = int | Literal["auto", "off"]
 _MOST_VALUES = 1 << 26
 _LEAST_VALUES = 1 << 20
 _VALUES_OF_NORM_TILE = 1 << 24
-_LEAST_NORM_TILES = 4
 _MOST_LOSS_TOKENS = 512
 _LEAST_LOSS_TILES = 8
 
@@ -42,16 +41,19 @@ def mlp_tile_tokens(setting: TileSetting, tokens: int, width: int) -> int:
     return _tile_tokens(setting, tokens, _MOST_VALUES // width)
 
 
-def norm_tile_tokens(setting: TileSetting, tokens: int, width: int) -> int:
-    """Return the tokens per tile of a norm; ``auto`` makes tiles of 2**24 values where there are at least four.
+def norm_tile_vectors(setting: TileSetting, vectors: int, width: int, hidden_size: int) -> int:
+    """Return the vectors per tile of a norm; ``auto`` makes tiles of 2**24 values.
 
     Args:
-        setting: As in :func:`loss_tile_tokens`.
-        tokens: Tokens that this rank has of a batch.
-        width: Values per token.
+        setting: As in :func:`loss_tile_tokens`; a number is that of tokens of hidden states with as many values.
+        vectors: Vectors that are normalized, each by itself: tokens that this rank has of a batch, or their heads.
+        width: Values per vector.
+        hidden_size: Values per token of the hidden states.
     """
-    automatic = _VALUES_OF_NORM_TILE // width
-    return _tile_tokens(setting, tokens, automatic if tokens >= _LEAST_NORM_TILES * automatic else tokens)
+    if setting == "off":
+        return max(1, vectors)
+    values = _VALUES_OF_NORM_TILE if setting == "auto" else setting * hidden_size
+    return _tile_tokens("auto", vectors, values // width)
 
 
 def _tile_tokens(setting: TileSetting, tokens: int, automatic: int) -> int:

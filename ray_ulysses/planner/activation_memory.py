@@ -12,7 +12,7 @@ from typing import Literal
 from ray_ulysses.config.running import KeptActivation
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.heads import HeadPlan, assign_heads
-from ray_ulysses.parallel.tiles import TileSetting, loss_tile_tokens, mlp_tile_tokens, norm_tile_tokens
+from ray_ulysses.parallel.tiles import TileSetting, loss_tile_tokens, mlp_tile_tokens, norm_tile_vectors
 from ray_ulysses.planner.memory_terms import FP32_BYTES, MemoryTerm, always, term
 
 KEPT_TERMS: dict[KeptActivation, str] = {
@@ -25,12 +25,13 @@ _VALUES_OF_NORM = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSplit:
-    """The sharding of attention, and what of it is kept."""
+    """The sharding of attention, what of it is kept, and whether its kernel copies its inputs to fp32, as on a CPU."""
 
     ulysses_size: int
     ring_size: int
     chunks: int
     kept: Literal["both", "kernel", "none"]
+    copies_to_fp32: bool = False
 
     def heads(self, shape: ModelShape) -> HeadPlan:
         """Return the heads of each rank; impossible layouts are refused elsewhere."""
@@ -55,17 +56,20 @@ class AttentionSplit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """Tokens that are processed at once: of an MLP, and of a norm."""
+    """Tokens that are processed at once: of an MLP, of a norm of hidden states, and of one of queries."""
 
     mlp: int
     norm: int
+    query_norm: int
 
     @classmethod
     def chosen(cls, setting: TileSetting, tokens: int, shape: ModelShape) -> Tiles:
         """Return what ``memory.mlp_tile`` makes of a rank's tokens."""
         return cls(
             mlp=mlp_tile_tokens(setting, tokens, shape.intermediate_size),
-            norm=norm_tile_tokens(setting, tokens, shape.hidden_size),
+            norm=norm_tile_vectors(setting, tokens, shape.hidden_size, shape.hidden_size),
+            query_norm=norm_tile_vectors(setting, tokens * shape.num_heads, shape.head_dim, shape.hidden_size)
+            // shape.num_heads,
         )
 
 
@@ -102,7 +106,7 @@ def activation_terms(
     return [
         *terms,
         _mlp_backward(shape, tokens, value, tiles, checkpointed=checkpointed),
-        *_attention_backward(shape, tokens, split, value),
+        *_attention_backward(shape, tokens, split, value, tiles),
     ]
 
 
@@ -124,6 +128,13 @@ def _saved(
     terms = [term("a layer's first norm", tokens * hidden * first, "layer", text)]
     text = f"{tokens:,} tokens per rank x {hidden} x {second} bytes: {what}"
     terms.append(term("a layer's second norm", tokens * hidden * second, "mlp", text))
+    if shape.has_head_norms:
+        width = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+        each, what = FP32_BYTES + value, "their input in fp32 and normalized values"
+        if tiles.query_norm < tokens:
+            each, what = value, "their input"
+        text = f"{tokens:,} tokens per rank x {width} x {each} bytes: {what}"
+        terms.append(term("norms of queries and keys", tokens * width * each, "layer", text))
     inputs = tokens * value * (queries + 2 * keys)
     text = f"{tokens:,} tokens per rank x {value} bytes x the widths of q, k and v, as the kernel has them"
     terms.append(term("attention q, k and v", inputs, "layer", text))
@@ -199,8 +210,13 @@ def _kept_attention(shape: ModelShape, tokens: int, split: AttentionSplit, value
     return [term(KEPT_TERMS["attention_outputs"], tokens * each, "always", text)]
 
 
-def _attention_backward(shape: ModelShape, tokens: int, split: AttentionSplit, value: int) -> list[MemoryTerm]:
-    """Return what the backward pass of attention works with."""
+def _attention_backward(
+    shape: ModelShape, tokens: int, split: AttentionSplit, value: int, tiles: Tiles
+) -> list[MemoryTerm]:
+    """Return what the backward pass of attention works with, or of the norm of queries before it, if that is more.
+
+    That is the kernel's: the exchanges of heads before and after it work with less.
+    """
     queries, keys = split.widths(shape, split.chunks if split.ulysses_size > 1 else 1)
     inputs = queries + 2 * keys
     text = (
@@ -209,9 +225,10 @@ def _attention_backward(shape: ModelShape, tokens: int, split: AttentionSplit, v
     )
     size = tokens * ((queries + inputs) * value + inputs * FP32_BYTES)
     terms = [term("attention gradients", size, "attention", text)]
-    if split.ulysses_size > 1:
-        text = f"{tokens:,} tokens per rank x {value} bytes x {inputs}: a payload of q, k and v on its way"
-        terms.append(term("all-to-all buffers", tokens * value * inputs, "attention", text))
+    if split.copies_to_fp32:
+        each = (2 * queries + inputs) * FP32_BYTES
+        text = f"{tokens:,} tokens per rank x {each} bytes: q, k, v, output and its gradient in fp32, on a CPU"
+        terms.append(term("attention inputs in fp32", tokens * each, "attention", text))
     if split.ring_size > 1:
         each = 2 * keys * (2 * value + 3 * FP32_BYTES) + queries * FP32_BYTES
         text = (
@@ -219,6 +236,11 @@ def _attention_backward(shape: ModelShape, tokens: int, split: AttentionSplit, v
             "fp32 made, sent and received, and the queries' in fp32"
         )
         terms.append(term("ring buffers", tokens * each, "attention", text))
+    if shape.has_head_norms and tiles.query_norm >= tokens:
+        each = shape.num_heads * shape.head_dim * _VALUES_OF_NORM * FP32_BYTES
+        if tokens * each > sum(one.bytes for one in terms):
+            text = f"{tokens:,} tokens per rank x {each:,} bytes: {_VALUES_OF_NORM} values of each query in fp32"
+            return [term("norm of queries, backward", tokens * each, "attention", text)]
     return terms
 
 

@@ -110,7 +110,7 @@ def estimate(
         loss_tile: Tokens per rank whose logits exist at once.
         mlp_tile: Tokens per rank that an MLP processes at once.
         init: Where the weights come from.
-        accelerator: Whether each rank has a device, whose runtime takes memory too.
+        accelerator: Whether each rank has a device, whose runtime takes memory too, and whose kernels take bf16.
         host_buffers: Copies of a rank's state in host memory from which checkpoints are written.
         peer_memory: Whether the newest state is kept in the memory of nodes as well.
     """
@@ -120,8 +120,9 @@ def estimate(
         host_buffers=host_buffers, peer_memory=peer_memory, offload_param=offload_param,
     )  # fmt: skip
     attention = AttentionSplit(
-        ulysses_size=sp_size // ring_size, ring_size=ring_size, chunks=attention_chunks, kept=attention_output
-    )
+        ulysses_size=sp_size // ring_size, ring_size=ring_size, chunks=attention_chunks, kept=attention_output,
+        copies_to_fp32=not accelerator and dtype != "fp32",
+    )  # fmt: skip
     tiles = Tiles.chosen(mlp_tile, local_tokens, shape)
     kept = activation_terms(shape, local_tokens, attention, value, tiles, checkpointed=gradient_checkpointing)
     device, activations = _offloaded(device_state(shape, sharing) + kept, offload_activations, shape.num_layers)

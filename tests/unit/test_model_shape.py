@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.model_shape import EXACT_FAMILIES, ModelShape
+from ray_ulysses.model_shape import EXACT_FAMILIES, HEAD_NORMS, ModelShape
+from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, SIZES
 
 LLAMA_3_8B = {
     "model_type": "llama",
@@ -177,3 +178,39 @@ def test_a_layer_that_is_not_there_can_not_differ():
     }
     with pytest.raises(UserError, match=r"per_layer_config has layer 2, but there are 2 layers"):
         ModelShape.from_config_dict(config)
+
+
+def _has_head_norms(model) -> bool:
+    from torch import nn
+
+    attention = [one for one in model.modules() if type(one).__name__.endswith("Attention")]
+    children = [child for one in attention for child in one.children()]
+    return any("Norm" in type(child).__name__ and not isinstance(child, nn.LayerNorm) for child in children)
+
+
+def _on_meta(config):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+# Latent attention normalizes what keys are made of.
+@pytest.mark.parametrize("architecture", sorted({*ARCHITECTURES, *HYBRIDS} - {"deepseek_v3"}))
+def test_whether_queries_are_normalized_is_as_in_transformers_own_modules(architecture):
+    config = {**ARCHITECTURES, **HYBRIDS}[architecture]()
+    assert (config.model_type in HEAD_NORMS) == _has_head_norms(_on_meta(config))
+
+
+@pytest.mark.parametrize("model_type", sorted(HEAD_NORMS - {*ARCHITECTURES, *HYBRIDS}))
+def test_each_family_with_norms_of_heads_has_them(model_type):
+    from transformers import AutoConfig
+
+    own = {
+        "dots1": {"n_routed_experts": 2, "n_shared_experts": 1},
+        "hunyuan_v1_dense": {"head_dim": 8},
+        "hunyuan_v1_moe": {"head_dim": 8},
+    }
+    config = AutoConfig.for_model(model_type, **SIZES, **{"pad_token_id": 0, **own.get(model_type, {})})
+    assert _has_head_norms(_on_meta(config))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -23,7 +24,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.tiles import TileSetting
 from tests.breadth import fast_only
 from tests.unit.attention.meshes import ALONE
-from tests.unit.attention.models import ARCHITECTURES, zoo_model
+from tests.unit.attention.models import ARCHITECTURES, tiny_model, zoo_model
 from tests.unit.engine.test_tiled_loss import make_batch, worst
 
 TILE = 7
@@ -155,15 +156,80 @@ def test_a_norm_over_tiles_makes_no_values_in_fp32_of_a_whole_row() -> None:
     ("architecture", "tiled"),
     [
         ("llama", {"model.norm", "model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm"}),
+        (
+            "qwen3",
+            {"model.norm", "model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm"}
+            | {"model.layers.0.self_attn.q_norm", "model.layers.0.self_attn.k_norm"},
+        ),
         # torch's own are one kernel already.
         ("gpt2", set()),
     ],
 )
-def test_norms_of_hidden_states_go_over_tiles(architecture: str, tiled: set[str]) -> None:
+def test_norms_go_over_tiles(architecture: str, tiled: set[str]) -> None:
     model: Any = zoo_model(architecture)
     tile_mlps(model, TILE)
-    names = {name for name, one in model.named_modules() if hasattr(one, "_ray_ulysses_tile_tokens")}
-    assert {name for name in names if "norm" in name.lower() and ".1." not in name} == tiled
+    assert {name for name in tiled_modules(model) if "norm" in name.lower() and ".1." not in name} == tiled
+
+
+def tiled_modules(model: nn.Module) -> set[str]:
+    return {name for name, one in model.named_modules() if hasattr(one, "_ray_ulysses_tile_tokens")}
+
+
+def test_norms_with_weights_of_their_own_for_each_head_stay_whole() -> None:
+    model: Any = tiny_model("cohere", use_qk_norm=True, pad_token_id=0, num_key_value_heads=4)
+    assert model.model.layers[0].self_attn.q_norm.weight.dim() == 2
+    tile_mlps(model, TILE)
+    assert not [name for name in tiled_modules(model) if name.endswith(("q_norm", "k_norm"))]
+
+
+def test_norms_that_an_adapter_trains_whole_go_over_tiles() -> None:
+    model = get_peft_model(
+        zoo_model("qwen3"), LoraConfig(target_modules=["q_proj"], modules_to_save=["q_norm", "input_layernorm"])
+    )
+    tile_mlps(model, TILE)
+    names = {name for name in tiled_modules(model) if ".modules_to_save." in name and ".1." not in name}
+    assert names == {
+        "base_model.model.model.layers.0.input_layernorm.modules_to_save.default",
+        "base_model.model.model.layers.0.self_attn.q_norm.modules_to_save.default",
+    }
+
+
+def test_norms_in_a_list_go_over_tiles() -> None:
+    layer = Layer(8)
+    layer.norms = nn.ModuleList([LlamaRMSNorm(16), LlamaRMSNorm(16)])
+    tile_mlps(layer, TILE)
+    assert tiled_modules(layer) == {"mlp", "norms.0", "norms.1"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)], ids=str)
+def test_heads_in_any_order_of_memory_have_the_same_bits_and_are_not_copied(
+    dtype: torch.dtype, order: tuple[int, ...]
+) -> None:
+    found = {}
+    for tile in ("off", 7):
+        norm, _ = rms_norm(1, tile, dtype)  # type: ignore[arg-type]
+        # [B, tokens, heads, D], in whose place a model may have [B, heads, tokens, D].
+        heads = torch.randn(2, 50, 3, 16, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
+        permuted = heads.permute(order)
+        result = norm(permuted)
+        assert result.shape == permuted.shape
+        assert result.stride() == permuted.stride()
+        weights = torch.randn(result.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+        result.backward(weights)
+        found[tile] = (result.detach(), heads.grad, norm.weight.grad)
+    assert torch.equal(found["off"][0], found[7][0])
+    assert torch.equal(found["off"][1], found[7][1])
+    if dtype == torch.float32:
+        torch.testing.assert_close(found["off"][2], found[7][2])
+
+
+def test_a_tile_of_heads_has_as_many_values_as_one_of_hidden_states() -> None:
+    model: Any = zoo_model("qwen3")
+    tile_mlps(model, 100)
+    attention = model.model.layers[0].self_attn
+    assert attention.q_norm._ray_ulysses_tile_tokens(10_000, 16) == 100 * 32 // 16
+    assert model.model.norm._ray_ulysses_tile_tokens(10_000, 32) == 100
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
@@ -249,3 +315,16 @@ def test_an_mlp_that_returns_another_shape_is_refused() -> None:
         UserError, match=r"^Halves does not return hidden states of its input's shape, so it can't go ove"
     ):
         layers(torch.ones(1, 9, 16))
+
+
+def test_an_mlp_that_returns_another_shape_is_left_whole_where_tiles_were_not_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ray_ulysses.parallel.tiles._MOST_VALUES", 32)
+    mlp = Halves()
+    layers = nn.Sequential(Layer(8))
+    layers[0].mlp = mlp
+    tile_mlps(layers, "auto")
+    hidden = torch.ones(1, 9, 16)
+    for _ in range(2):
+        torch.testing.assert_close(mlp(hidden), mlp.projections(hidden))

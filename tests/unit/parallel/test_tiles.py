@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ulysses.parallel.tiles import loss_tile_tokens, mlp_tile_tokens, norm_tile_tokens
+from ray_ulysses.parallel.tiles import loss_tile_tokens, mlp_tile_tokens, norm_tile_vectors
 
 
 @given(tokens=st.integers(1, 1 << 21), vocab_size=st.integers(1, 1 << 19))
@@ -43,14 +43,18 @@ def test_the_tokens_of_a_tile_of_an_mlp(setting: int | str, tile: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "tokens", "tile"),
+    ("setting", "vectors", "width", "tile"),
     [
-        ("auto", 131_072, 4096),
-        ("auto", 16_384, 4096),
-        ("auto", 16_383, 16_383),
-        ("off", 131_072, 131_072),
-        (100, 512, 100),
+        ("auto", 131_072, 4096, 4096),
+        ("auto", 4097, 4096, 4096),
+        ("auto", 4096, 4096, 4096),
+        ("off", 131_072, 4096, 131_072),
+        (100, 512, 4096, 100),
+        # Heads: as many values as of hidden states.
+        ("auto", 131_072 * 32, 128, 131_072),
+        (100, 131_072 * 32, 128, 3200),
+        ("off", 0, 128, 1),
     ],
 )
-def test_norms_go_over_tiles_where_a_row_is_long(setting: int | str, tokens: int, tile: int) -> None:
-    assert norm_tile_tokens(setting, tokens, 4096) == tile  # type: ignore[arg-type]
+def test_a_tile_of_a_norm_has_so_many_values(setting: int | str, vectors: int, width: int, tile: int) -> None:
+    assert norm_tile_vectors(setting, vectors, width, 4096) == tile  # type: ignore[arg-type]

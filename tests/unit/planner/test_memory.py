@@ -1,5 +1,8 @@
 """The estimate is arithmetic: every term is held against one that is done by hand here."""
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 
 from ray_ulysses.model_shape import ModelShape
@@ -180,8 +183,8 @@ def test_activations_follow_the_tokens_of_a_rank():
     assert terms["one MLP, tiled"].bytes == mlp
     # What is kept of every layer is not counted for the layer again.
     assert "attention output" not in terms
-    # q, k, v in one payload; with 8 key-value heads on 8 ranks none is copied.
-    assert terms["all-to-all buffers"].bytes == tokens * (32 + 8 + 8) * 128 * 2
+    # With 8 key-value heads on 8 ranks none is copied.
+    assert terms["attention q, k and v"].bytes == tokens * (32 + 8 + 8) * 128 * 2
 
 
 def test_what_is_not_kept_of_attention_is_made_again_in_each_layer():
@@ -199,7 +202,7 @@ def test_what_is_not_kept_of_attention_is_made_again_in_each_layer():
 
 def test_key_value_heads_are_copied_beyond_their_number():
     terms = by_name(estimate(LLAMA_3_8B, world_size=32, sp_size=32, context_tokens=131072).device)
-    assert terms["all-to-all buffers"].bytes == (131072 // 32) * (32 + 32 + 32) * 128 * 2
+    assert terms["attention q, k and v"].bytes == (131072 // 32) * (32 + 32 + 32) * 128 * 2
 
 
 UNEVEN = ModelShape.from_config_dict(
@@ -221,7 +224,7 @@ def test_uneven_heads_are_counted_on_the_fullest_rank():
     # 14 heads on 4 ranks: the fullest has 4, as though there were 16; each needs one of 2 key-value heads.
     query_after, kv_after = 4 * 4 * 64, 4 * 1 * 64
     payload = query_after + 2 * kv_after
-    assert terms["all-to-all buffers"].bytes == terms["attention q, k and v"].bytes == tokens * 2 * payload
+    assert terms["attention q, k and v"].bytes == tokens * 2 * payload
     assert terms["attention gradients"].bytes == tokens * (2 * (payload + query_after) + 4 * payload)
 
 
@@ -233,19 +236,43 @@ def test_a_ring_holds_keys_twice_and_their_gradients_in_fp32():
     tokens, width = 524288 // 64, 32 * 128
     keys, gradients = 2 * (2 * width * 2), 3 * (2 * width * 4) + width * 4
     assert terms["ring buffers"].bytes == tokens * (keys + gradients)
-    for name in ("all-to-all buffers", "attention q, k and v", "attention gradients"):
+    for name in ("attention q, k and v", "attention gradients"):
         assert terms[name].bytes == by_name(without.device)[name].bytes
 
 
-def test_a_ring_of_all_ranks_exchanges_no_heads():
-    terms = by_name(estimate(LLAMA_3_8B, world_size=8, sp_size=8, ring_size=8, context_tokens=131072).device)
-    assert "all-to-all buffers" not in terms
-    assert terms["ring buffers"].bytes > 0
+QWEN3_8B = replace(LLAMA_3_8B, has_head_norms=True)
 
 
-def test_one_rank_exchanges_nothing():
-    terms = by_name(estimate(LLAMA_3_8B, world_size=8, sp_size=1, context_tokens=8192).device)
-    assert "all-to-all buffers" not in terms
+def test_norms_of_queries_and_keys_are_counted():
+    tokens = 1024
+    whole = {"world_size": 8, "sp_size": 8, "context_tokens": 8 * tokens, "mlp_tile": "off"}
+    terms = by_name(estimate(QWEN3_8B, **whole).device)
+    width = (32 + 8) * 128
+    assert terms["norms of queries and keys"].bytes == tokens * width * (4 + 2)
+    # Five values in fp32 of each query are more than what attention's kernel works with.
+    kernel = by_name(estimate(LLAMA_3_8B, **whole).device)["attention gradients"].bytes
+    assert terms["norm of queries, backward"].bytes == tokens * 32 * 128 * 5 * 4 > kernel
+    assert "attention gradients" not in terms
+    tiled = by_name(estimate(QWEN3_8B, **{**whole, "mlp_tile": 512}).device)
+    assert tiled["norms of queries and keys"].bytes == tokens * width * 2
+    assert tiled["attention gradients"].bytes == kernel
+
+
+def test_no_context_takes_less_than_a_shorter_one():
+    # Tiles begin at one length each: of 8B, norms at 4,096 tokens per rank and MLPs at 4,681.
+    peaks = [
+        estimate(QWEN3_8B, world_size=8, sp_size=8, context_tokens=8 * tokens).device_bytes
+        for tokens in range(2048, 40_000, 512)
+    ]
+    assert all(after > 0.99 * before for before, after in pairwise(peaks))
+
+
+def test_a_cpu_copies_what_attention_takes_to_fp32():
+    on_cpu = {"world_size": 1, "sp_size": 1, "context_tokens": 1024, "accelerator": False}
+    terms = by_name(estimate(LLAMA_3_8B, **on_cpu).device)
+    assert terms["attention inputs in fp32"].bytes == 1024 * (3 * 4096 + 2 * 1024) * 4
+    assert "attention inputs in fp32" not in by_name(estimate(LLAMA_3_8B, **on_cpu, dtype="fp32").device)
+    assert "attention inputs in fp32" not in by_name(estimate(LLAMA_3_8B, **{**on_cpu, "accelerator": True}).device)
 
 
 def test_without_checkpointing_every_layer_is_kept():
@@ -259,7 +286,7 @@ def test_without_checkpointing_every_layer_is_kept():
     # And its attention's output in both layouts, which checkpointing keeps with all layers'.
     outputs = tokens * (2 * 4096 * 2 + 32 * 4)
     assert kept["activations of all layers"].bytes == 32 * (one_layer + outputs)
-    in_passing = {"attention gradients", "all-to-all buffers", "gradient of a layer's output"}
+    in_passing = {"attention gradients", "gradient of a layer's output"}
     assert in_passing <= kept.keys() & recomputed.keys(), "of one layer only"
 
 
