@@ -198,19 +198,14 @@ class ModelShape:
             attention_width=query_width,
             vocab_size=sizes["vocab_size"],
             tied_embeddings=bool(config.get("tie_word_embeddings") or False),
+            # Families whose layers differ are an estimate: a layer of the mean width.
             layer_parameters=_layer_parameters(
-                config,
-                model_type,
-                hidden,
-                sizes["intermediate_size"],
-                # Families whose layers differ are an estimate: a layer of the mean width.
-                query_width // num_layers,
-                kv_width // num_layers,
-                head_dim,
+                config, model_type, hidden, sizes["intermediate_size"], query_width // num_layers,
+                kv_width // num_layers, head_dim,
             ),
             is_exact=model_type in EXACT_FAMILIES,
             has_head_norms=model_type in HEAD_NORMS or config.get("use_qk_norm") is True,
-        )
+        )  # fmt: skip
 
     @classmethod
     def from_path(cls, path: Path | str) -> ModelShape:

@@ -454,6 +454,21 @@ MUTANTS = (
         "test_a_norm_over_tiles_has_the_same_bits_and_sums_its_weight_gradient_in_fp32[torch.float32]",
     ),
     Mutant(
+        name="a norm with weights of each head that goes over tiles",
+        file="ray_ulysses/engine/tiled_mlp.py",
+        old="not is_fused and not _matrices(module)",
+        new="not is_fused",
+        killer="tests/unit/engine/test_tiled_mlp.py::test_norms_with_weights_of_their_own_for_each_head_stay_whole",
+    ),
+    Mutant(
+        name="heads over tiles that come back in another order",
+        file="ray_ulysses/engine/tiled_mlp.py",
+        old="(order.index(dim) for dim in range(len(order)))",
+        new="order",
+        killer="tests/unit/engine/test_tiled_mlp.py::"
+        "test_heads_in_any_order_of_memory_have_the_same_bits_and_are_not_copied[(2, 0, 1, 3)-torch.float32]",
+    ),
+    Mutant(
         name="an MLP that is recomputed twice",
         file="ray_ulysses/engine/tiled_mlp.py",
         old="        ctx.keeper, ctx.mlp, ctx.tile, ctx.weights = keeper, mlp, tile, weights\n",

@@ -91,8 +91,8 @@ class MemorySection(Section):
     mlp_tile: Annotated[int, Field(ge=1)] | Literal["auto", "off"] = "auto"
     """Tokens per rank that an MLP, dense or of experts, processes at once, for one product of a projection more per
     layer (12 instead of 11 under gradient checkpointing). Norms go over tiles too: their values in fp32 would be the
-    peak of a long row. `auto` tiles what is wider than 2**26 values, and only with `gradient_checkpointing`; `off`
-    processes all tokens at once. Default `auto`."""
+    peak of a long row. `auto` takes up to 4,096 tokens and 2**26 values of the width, and tiles only with
+    `gradient_checkpointing`; `off` processes all tokens at once. Default `auto`."""
 
     zero_stage: Literal[1, 2, 3] = 3
     """DeepSpeed's ZeRO stage, that is, what is sharded over the workers: the optimizer state (1), also the gradients

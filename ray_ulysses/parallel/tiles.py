@@ -10,7 +10,7 @@ TileSetting = int | Literal["auto", "off"]
 _MOST_VALUES = 1 << 26
 _LEAST_VALUES = 1 << 20
 _VALUES_OF_NORM_TILE = 1 << 24
-_MOST_LOSS_TOKENS = 512
+_MOST_LOSS_TOKENS, _MOST_MLP_TOKENS = 512, 4096
 _LEAST_LOSS_TILES = 8
 
 
@@ -31,14 +31,16 @@ def loss_tile_tokens(setting: TileSetting, tokens: int, vocab_size: int) -> int:
 
 
 def mlp_tile_tokens(setting: TileSetting, tokens: int, width: int) -> int:
-    """Return the tokens per tile of an MLP; ``auto`` makes tiles of up to 2**26 values of its width.
+    """Return the tokens per tile of an MLP; ``auto`` makes tiles of up to 4,096 tokens and 2**26 values of its width.
+
+    Of so many tokens, adding up the gradients of the weights takes little of the time, whatever the width.
 
     Args:
         setting: As in :func:`loss_tile_tokens`.
         tokens: Tokens that this rank has of a batch.
         width: Values per token inside the MLP.
     """
-    return _tile_tokens(setting, tokens, _MOST_VALUES // width)
+    return _tile_tokens(setting, tokens, min(_MOST_MLP_TOKENS, _MOST_VALUES // width))
 
 
 def norm_tile_vectors(setting: TileSetting, vectors: int, width: int, hidden_size: int) -> int:

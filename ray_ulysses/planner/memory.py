@@ -97,7 +97,7 @@ def estimate(
         shape: The model.
         world_size: Workers; ZeRO shards over all of them.
         sp_size: Ranks that share a row.
-        context_tokens: Longest row, in tokens.
+        context_tokens: Tokens of the longest row.
         ring_size: Ring degree within ``sp_size``.
         dtype: Type of compute.
         zero_stage: Shards the optimizer's state (1), also the gradients (2), or also the weights (3).
@@ -106,29 +106,28 @@ def estimate(
         gradient_checkpointing: Whether layers are recomputed in the backward pass.
         attention_output: What gradient checkpointing keeps of attention's output.
         offload_activations: What of that, and of the layers' inputs, is kept in host memory.
-        attention_chunks: Number of chunks in which heads are exchanged and attended.
+        attention_chunks: Chunks in which heads are exchanged and attended.
         loss_tile: Tokens per rank whose logits exist at once.
         mlp_tile: Tokens per rank that an MLP processes at once.
         init: Where the weights come from.
-        accelerator: Whether each rank has a device, whose runtime takes memory too, and whose kernels take bf16.
+        accelerator: Whether each rank has a device, which has a runtime, and kernels for bf16.
         host_buffers: Copies of a rank's state in host memory from which checkpoints are written.
         peer_memory: Whether the newest state is kept in the memory of nodes as well.
     """
     local_tokens, value = -(-context_tokens // sp_size), BYTES_PER_VALUE[dtype]
+    tiles = Tiles.chosen(mlp_tile, local_tokens, shape)
     sharing = StateSharing(
         stage=zero_stage, world_size=world_size, value_bytes=value, offload=offload_optimizer,
         host_buffers=host_buffers, peer_memory=peer_memory, offload_param=offload_param,
     )  # fmt: skip
     attention = AttentionSplit(
         ulysses_size=sp_size // ring_size, ring_size=ring_size, chunks=attention_chunks, kept=attention_output,
-        copies_to_fp32=not accelerator and dtype != "fp32",
+        copies_to_fp32=dtype == "bf16" and not accelerator,
     )  # fmt: skip
-    tiles = Tiles.chosen(mlp_tile, local_tokens, shape)
     kept = activation_terms(shape, local_tokens, attention, value, tiles, checkpointed=gradient_checkpointing)
     device, activations = _offloaded(device_state(shape, sharing) + kept, offload_activations, shape.num_layers)
-    device += loss_terms(shape, local_tokens, value, loss_tile, tiles.norm)
-    on_host, on_device = load_terms(shape, init, sharing)
-    device += [one for one in (on_device, _RUNTIME if accelerator else None) if one is not None]
+    on_host, *on_device = load_terms(shape, init, sharing)
+    device += [*loss_terms(shape, local_tokens, value, loss_tile, tiles.norm), *on_device, *[_RUNTIME] * accelerator]
     return MemoryEstimate(device=tuple(device), host=(*host_state(shape, sharing), *activations, on_host))
 
 

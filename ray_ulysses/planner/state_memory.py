@@ -124,7 +124,7 @@ def host_state(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
 
 def load_terms(
     shape: ModelShape, init: Literal["pretrained", "random"], sharing: StateSharing
-) -> tuple[MemoryTerm, MemoryTerm | None]:
+) -> tuple[MemoryTerm, ...]:
     """Return the memory for initial weights on the host and, unless they are partitioned while loading, on the device.
 
     Only a start without a checkpoint needs it.
@@ -142,7 +142,7 @@ def load_terms(
         text = f"({count:,} + {flat:,} parameters) x {value} bytes: DeepSpeed flattens {what} into a copy"
         return host, term("the model, beside its flat copy", (count + flat) * value, "load", text)
     if init == "pretrained":
-        return host, None
+        return (host,)
     text = f"{count:,} parameters x {value} bytes: at step 0 DeepSpeed moves it whole to the device, then partitions"
     return host, term("the model, before it is sharded", count * value, "load", text)
 

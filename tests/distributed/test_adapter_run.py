@@ -63,9 +63,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
 
-@pytest.mark.parametrize(
-    ("kind", "is_tied", "dtype", "rope"), fast_cases(CASES, "extension-tied-fp32", "linear-untied-fp32-rope")
-)
+@pytest.mark.parametrize(("kind", "is_tied", "dtype", "rope"), fast_cases(CASES, "extension-tied-fp32"))
 def test_an_adapter_is_trained_resumed_elsewhere_and_loaded_by_peft(
     tmp_path: Path, corpus: Path, kind: str, is_tied: bool, dtype: str, rope: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -158,6 +158,7 @@ def test_an_optimizer_on_the_host_is_restored(tmp_path: Path) -> None:
     exchange_states([Layout(world_size=2, stage=stage, offload="cpu") for stage in STAGES], tmp_path)
 
 
+@pytest.mark.slow
 def test_adapters_over_a_frozen_base_are_restored(tmp_path: Path) -> None:
     layouts = [Layout(world_size=world_size, stage=2, model="adapters", dtype="bf16") for world_size in (1, 2)]
     exchange_states([*layouts, replace(layouts[-1], stage=3)], tmp_path)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ray_ulysses.cli import app, run
+from tests.breadth import fast_only
 from tests.distributed.evaluation_case import VOCAB, Measured, measure_all
 from tests.distributed.harness import run_ranks
 from tests.result_table import ResultTable
@@ -36,7 +37,7 @@ def difference(one: Measured, other: Measured) -> float:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("sp_size", [2, 4])
+@pytest.mark.parametrize("sp_size", fast_only([2, 4], 2))
 def test_the_numbers_are_those_of_one_process(corpus: Path, sp_size: int) -> None:
     cases = [(name, 1) for name in FAST]
     ranks = run_ranks(measure_all, sp_size, corpus, cases, timeout_s=150)

@@ -87,28 +87,44 @@ def _child(run: SupervisedRun, worker: int) -> int:
     return found[0]
 
 
-@pytest.mark.parametrize("run", [1, pytest.param(2, marks=pytest.mark.slow)], indirect=True, ids=["sp1", "sp2"])
-def test_children_that_die_or_stop_and_a_lost_node_cost_at_most_a_step(run: SupervisedRun) -> None:
+_TOLD = {
+    signal.SIGKILL: "killed by signal 9",
+    signal.SIGSEGV: "killed by signal 11",
+    signal.SIGSTOP: "its process was stopped (SIGSTOP)",
+}
+
+
+@pytest.mark.parametrize(
+    ("run", "signals"),
+    [(1, (signal.SIGSTOP,)), *(pytest.param(sp_size, tuple(_TOLD), marks=pytest.mark.slow) for sp_size in (1, 2))],
+    indirect=["run"],
+    ids=["sp1-stopped", "sp1", "sp2"],
+)
+def test_children_that_die_or_stop_and_a_lost_node_cost_at_most_a_step(
+    run: SupervisedRun, signals: tuple[signal.Signals, ...]
+) -> None:
     world, sp_size = len(run.nodes), run.config.parallel.sp_size
     last = world - 1
     _wait_for_steps(run, 1)
-    for number, (how, worker) in enumerate(((signal.SIGKILL, last), (signal.SIGSEGV, 0), (signal.SIGSTOP, last)), 2):
+    workers = [0 if how is signal.SIGSEGV else last for how in signals]
+    for number, (how, worker) in enumerate(zip(signals, workers, strict=True), 2):
         os.kill(_child(run, worker), how)
         _wait_for_steps(run, number)
         group = run.coordinator.group
         assert group is not None and group.members == tuple(range(world)) and group.generation == number
     assert [root_cause(judge.errors).reason for judge in run.judged] == [
-        f"lost worker {last} (killed by signal 9)",
-        "lost worker 0 (killed by signal 11)",
-        f"lost worker {last} (its process was stopped (SIGSTOP))",
+        f"lost worker {worker} ({_TOLD[how]})" for how, worker in zip(signals, workers, strict=True)
     ]
     run.kill_node("a")
-    _wait_for_steps(run, 5)
+    _wait_for_steps(run, len(signals) + 2)
     left = tuple(range(sp_size, world))
     group = run.coordinator.group
     assert group is not None and group.members == left
     history = _stop(run, left)
-    assert [one.world_size for one in history.attempts] == [*[world] * 4, sp_size] and history.status == "stopped"
+    assert [one.world_size for one in history.attempts] == [
+        *[world] * (len(signals) + 1),
+        sp_size,
+    ] and history.status == "stopped"
     assert [step.step for step in history.steps] == list(range(1, history.step + 1))
     assert history.rows_consumed == history.step * run.config.data.rows_per_step
     _same_losses(run.config)

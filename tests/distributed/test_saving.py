@@ -95,6 +95,7 @@ def test_a_notice_that_stands_does_not_save_after_every_step(tmp_path: Path, cor
     assert len(reasons) <= 1 + seconds / 10
 
 
+@pytest.mark.slow
 def test_minutes_without_steps(tmp_path: Path, corpus: Path) -> None:
     config = _config(tmp_path, corpus, checkpoint__every_steps=None, checkpoint__every_minutes=1e-6, **LONG_STEPS)
     _run(config)
@@ -136,6 +137,7 @@ def test_a_storage_that_stays_away_ends_the_run_and_says_why(tmp_path: Path, cor
     assert [event.step for event in _events(config, "checkpoint_committed")] == [4]
 
 
+@pytest.mark.slow
 def test_an_outage_longer_than_the_failed_saves_of_fast_steps_is_waited_for(tmp_path: Path, corpus: Path) -> None:
     config = _config(
         tmp_path, corpus, checkpoint__every_steps=4, checkpoint__max_failed_saves=0, run__stop_step=16, **LONG_STEPS
@@ -146,7 +148,7 @@ def test_an_outage_longer_than_the_failed_saves_of_fast_steps_is_waited_for(tmp_
     assert len(_events(config, "checkpoint_failed")) > 1
 
 
-@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["inside", "elsewhere"])
+@pytest.mark.parametrize("is_elsewhere", fast_only([False, True], False), ids=["inside", "elsewhere"])
 def test_a_run_directory_that_vanishes_is_an_error_and_is_not_made_anew(
     tmp_path: Path, corpus: Path, is_elsewhere: bool
 ) -> None:
@@ -206,7 +208,7 @@ def origin(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Conf
     return config, _run(config)
 
 
-@pytest.mark.parametrize("by", ["path", "mlflow"])
+@pytest.mark.parametrize("by", fast_only(["path", "mlflow"], "mlflow"))
 def test_a_run_goes_on_from_another_directory_with_nothing_but_its_checkpoint(
     origin: tuple[Config, RunHistory], tmp_path: Path, corpus: Path, by: str
 ) -> None:

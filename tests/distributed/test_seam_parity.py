@@ -103,6 +103,7 @@ def test_the_text_part_of_a_multimodal_model_trains_as_the_whole_does_on_text() 
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_the_text_part_trains_as_the_whole_does_on_a_ring_and_under_zero_3() -> None:
     # A tied head under ZeRO-3, and positions in three axes.
     sharded = [

@@ -255,10 +255,10 @@ def test_mlflow_has_one_run_with_its_newest_stage(unbroken: Config) -> None:
 @pytest.mark.parametrize(
     ("kill", "resumed"),
     [
-        ((1, "step", 2), 0),
+        pytest.param((1, "step", 2), 0, marks=pytest.mark.slow),
         ((0, "save", 4), 0),
         pytest.param((0, "saved", 4), 4, marks=pytest.mark.slow),
-        ((1, "step", 6), 5),
+        pytest.param((1, "step", 6), 5, marks=pytest.mark.slow),
         pytest.param((0, "save", 7), 5, marks=pytest.mark.slow),
         pytest.param((1, "step", 9), 7, marks=pytest.mark.slow),
     ],

@@ -55,7 +55,8 @@ def test_stage_offload_tiles_and_world_may_change_at_every_resume(corpus: Path, 
     assert ours.lost_steps == 0
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])
 def test_bf16_goes_on_bitwise_at_the_same_layout(corpus: Path, tmp_path: Path, stage: int) -> None:
     settings: dict[str, Any] = {"model__dtype": "bf16", "memory__zero_stage": stage, "cluster__workers": 2}
     unbroken = _run(tmp_path / "unbroken", corpus, "unbroken", run__stop_step=4, **settings)

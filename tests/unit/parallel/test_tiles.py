@@ -37,7 +37,7 @@ def test_the_tokens_of_a_tile_of_the_loss(setting: int | str, tokens: int, vocab
     assert loss_tile_tokens(setting, tokens, vocab_size) == tile  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("setting", "tile"), [("auto", 4_681), ("off", 16_384), (100, 100), (20_000, 16_384)], ids=str)
+@pytest.mark.parametrize(("setting", "tile"), [("auto", 4_096), ("off", 16_384), (100, 100), (20_000, 16_384)], ids=str)
 def test_the_tokens_of_a_tile_of_an_mlp(setting: int | str, tile: int) -> None:
     assert mlp_tile_tokens(setting, 16_384, 14_336) == tile  # type: ignore[arg-type]
 

@@ -178,8 +178,8 @@ def test_activations_follow_the_tokens_of_a_rank():
     assert terms["logits"].bytes == (512 * 128256 + 128256 * 4096) * 2 > 512 * 128256 * 12
     head = tokens * 4096 * 2 + 128256 * 4096 * 4
     assert terms["gradients of the head's tiles"].bytes == head
-    # 2**26 values of the MLP's width: 4681 tokens. Six values of each, the gradient of the input, and the weights'.
-    mlp = 4681 * 6 * 14336 * 2 + tokens * 4096 * 2 + 3 * 4096 * 14336 * (4 + 2)
+    # Six values of each token of a tile, the gradient of the input, and the weights'.
+    mlp = 4096 * 6 * 14336 * 2 + tokens * 4096 * 2 + 3 * 4096 * 14336 * (4 + 2)
     assert terms["one MLP, tiled"].bytes == mlp
     # What is kept of every layer is not counted for the layer again.
     assert "attention output" not in terms
@@ -259,7 +259,7 @@ def test_norms_of_queries_and_keys_are_counted():
 
 
 def test_no_context_takes_less_than_a_shorter_one():
-    # Tiles begin at one length each: of 8B, norms at 4,096 tokens per rank and MLPs at 4,681.
+    # Tiles of norms and MLPs begin at 4,096 tokens per rank.
     peaks = [
         estimate(QWEN3_8B, world_size=8, sp_size=8, context_tokens=8 * tokens).device_bytes
         for tokens in range(2048, 40_000, 512)
