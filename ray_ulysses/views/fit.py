@@ -8,7 +8,7 @@ from typing import Any
 from ray_ulysses.config import Config
 from ray_ulysses.config.resume import setting
 from ray_ulysses.planner.choice import Chosen
-from ray_ulysses.planner.fit import Found, yaml_value
+from ray_ulysses.planner.fit import Change, Found, yaml_value
 from ray_ulysses.planner.longest import LongestContexts
 from ray_ulysses.views.words import duration, facts, size, wrapped
 
@@ -76,16 +76,15 @@ def _json(found: Found | None) -> dict[str, Any] | None:
 
 
 def _changes(found: Found) -> list[str]:
-    return facts(
-        [
-            (
-                change.option(),
-                f"{change.term} ({change.place}): {size(change.before)} with {yaml_value(change.old)}, then "
-                f"{size(change.after) if change.after else 'none'}",
-            )
-            for change in found.changes
-        ]
-    )
+    return facts([(change.option(), _reason(change)) for change in found.changes])
+
+
+def _reason(change: Change) -> str:
+    if change.before == change.after:
+        # Such as activations that are not offloaded any more because they are not kept any more.
+        return f"{yaml_value(change.old)} does not go with the settings above"
+    after = size(change.after) if change.after else "none"
+    return f"{change.term} ({change.place}): {size(change.before)} with {yaml_value(change.old)}, then {after}"
 
 
 def _needs(found: Found) -> list[str]:

@@ -56,6 +56,16 @@ def test_the_nearest_settings_are_said_as_options_with_reasons_and_as_yaml(
     assert sorted(pasted) == sorted(option.partition(" ")[2].strip("'").partition("=")[0] for option in options)
 
 
+def test_a_change_that_only_goes_with_another_is_said_to(capsys: pytest.CaptureFixture[str]) -> None:
+    text = told(capsys, str(_CONFIGS / "llama3-8b_8xh100_sp8_1m.yaml"), "--longest")
+    assert re.search(r"--set memory\.attention_output=none +attention outputs, in flight \(device\): ", text)
+    assert re.search(
+        r"--set 'memory\.offload_activations=\[layer_inputs\]' +"
+        r"\[layer_inputs, attention_outputs\] does not go with the settings above$", text, flags=re.MULTILINE
+    )  # fmt: skip
+    assert not re.search(r": (\S+ GiB) with .*, then \1$", text, flags=re.MULTILINE)
+
+
 def test_a_million_tokens_of_an_8b_model_fit_one_node_by_settings_that_plan_finds(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
