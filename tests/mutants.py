@@ -270,6 +270,21 @@ MUTANTS = (
         killer="tests/unit/engine/test_zero.py::test_the_experts_of_a_layer_are_one_module_to_the_engine[dbrx-2]",
     ),
     Mutant(
+        name="chunks of local attention that begin with the row instead of the document",
+        file="ray_ulysses/attention/documents.py",
+        old="        for first in range(start, end, stretch)\n",
+        new="        for first in (start, *range(start - start % stretch + stretch, end, stretch))\n",
+        killer="tests/unit/attention/test_documents.py::test_stretches_begin_with_their_document_on_every_ring",
+    ),
+    Mutant(
+        name="a temperature by the place in the slice",
+        file="ray_ulysses/attention/ulysses.py",
+        old="position_ids_BL=batch.position_ids_BL if",
+        new="position_ids_BL=torch.arange(batch.position_ids_BL.shape[1])[None] if",
+        killer="tests/unit/attention/test_architectures.py::"
+        "test_packed_documents_train_as_each_does_alone[llama4_text]",
+    ),
+    Mutant(
         name="a ring taken by a hybrid",
         file="ray_ulysses/attention/refusals.py",
         old="    if mesh.ring_size > 1:\n",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-    from ray_ulysses.attention.documents import PackedDocuments
+    import torch
+
+    from ray_ulysses.attention.documents import PackedDocuments, Tables
     from ray_ulysses.attention.kernels import Demand
 
 
@@ -22,6 +24,8 @@ class AttentionContext:
         ring: Name of the ring's group; empty without a ring.
         chunks: Number of parts in which the KV heads are exchanged and attended.
         announce: Logs the kernel of each kind of layer once.
+        position_ids_BL: Positions in their documents of this rank's tokens; ``None`` if no layer needs them.
+        stretches: Per number of tokens, the tables of layers that cut documents into stretches of so many.
     """
 
     documents: PackedDocuments
@@ -33,3 +37,5 @@ class AttentionContext:
     ring: str
     chunks: int
     announce: Callable[[Demand], None]
+    position_ids_BL: torch.Tensor | None = None
+    stretches: Mapping[int, Tables] = field(default_factory=dict)

@@ -122,6 +122,24 @@ def pack_documents(
     )
 
 
+def stretch_tables(documents: PackedDocuments, stretch: int, *, ring_size: int = 1, ring_rank: int = 0) -> Tables:
+    """Make the tables of layers that cut each document into stretches, with causal attention in each; on the host.
+
+    Args:
+        documents: The documents of a batch.
+        stretch: Tokens of a stretch; the first one begins with the document.
+        ring_size: Ring degree.
+        ring_rank: This process's rank on the ring.
+    """
+    spans = [
+        (row, first, min(first + stretch, end))
+        for row, start, end in _global_spans(documents.lengths, documents.row_tokens)
+        for first in range(start, end, stretch)
+    ]
+    device = documents.full.spans.cu_seqlens.device
+    return _tables(spans, documents.row_tokens, ring_size, ring_rank, device, windowed=False)
+
+
 def _global_spans(lengths: Sequence[Sequence[int]], row_tokens: int) -> list[Span]:
     spans: list[Span] = []
     for row, row_lengths in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""Finds a layer's sliding window from the mask that Transformers builds for it.
+"""Finds a layer's sliding window or stretches from the mask that Transformers builds for it.
 
 Transformers builds a layer's mask from a function of query and key positions, and eager attention applies nothing else.
 Evaluated on a row longer than any window, that function gives the exact window, regardless of the layer's settings.
@@ -66,6 +66,40 @@ def window_of(mask_function: MaskFunction, num_tokens: int) -> int | None:
     if not torch.equal(_visible(mask_function, queries, keys), expected):
         raise NotAWindow
     return None if window == num_tokens else window
+
+
+def stretch_of(mask_function: MaskFunction, num_tokens: int) -> int:
+    """Return the length of the stretches that a mask cuts a sequence into, with causal attention in each.
+
+    Transformers calls them chunks (``attention_chunk_size``).
+
+    Args:
+        mask_function: The mask as a function.
+        num_tokens: Length of the row to evaluate, longer than two stretches.
+
+    Raises:
+        NotAWindow: The mask is another one.
+    """
+    everywhere = torch.arange(num_tokens)
+    stretch = int(_visible(mask_function, everywhere, torch.tensor(0)).sum())
+    if stretch == 0:
+        raise NotAWindow
+    generator = torch.Generator().manual_seed(3)
+    queries = torch.randint(0, num_tokens, (_PAIRS,), generator=generator)
+    # Sample near the diagonal, near the start of the query's stretch, where masks differ, and anywhere.
+    near = torch.randint(-2, 3, (_PAIRS,), generator=generator)
+    far = torch.randint(0, num_tokens, (_PAIRS,), generator=generator)
+    first = torch.arange(min(num_tokens, 128))
+    starts = queries - queries % stretch
+    keys = torch.cat([queries + near, starts + near, far, first.repeat(len(first))])
+    # The queries of the second part are near the starts themselves.
+    queries = torch.cat([queries, starts + near.flip(0), queries, first.repeat_interleave(len(first))])
+    inside = (keys >= 0) & (keys < num_tokens) & (queries >= 0) & (queries < num_tokens)
+    keys, queries = keys[inside], queries[inside]
+    expected = (keys <= queries) & (keys // stretch == queries // stretch)
+    if not torch.equal(_visible(mask_function, queries, keys), expected):
+        raise NotAWindow
+    return stretch
 
 
 def _visible(mask_function: MaskFunction, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

@@ -18,10 +18,11 @@ from torch import nn
 
 from ray_ulysses.attention.batch import MODEL_INPUT
 from ray_ulysses.attention.dependence import Arrangement, CallRecorder, agree
-from ray_ulysses.attention.masks import MaskFunction, NotAWindow, longer_than_any_window, window_of
+from ray_ulysses.attention.masks import MaskFunction, NotAWindow, longer_than_any_window, stretch_of, window_of
 from ray_ulysses.attention.mixers import find_mixers, set_forward
 from ray_ulysses.attention.noise_model import DTYPE, noise_copy, noise_like
 from ray_ulysses.attention.rope import without_documents
+from ray_ulysses.attention.temperature import take_temperature
 from ray_ulysses.attention.token_operations import TokenOperations
 
 TOKENS = 37
@@ -49,7 +50,8 @@ class LayerAttention:
     """The attention of one module.
 
     Attributes:
-        window: Sliding window of the mask that Transformers builds for it; ``None`` for full attention.
+        window: Sliding window of the mask that Transformers builds for it; ``None`` without one.
+        stretch: Tokens of the stretches that this mask cuts documents into; ``None`` if it does not.
     """
 
     num_heads: int
@@ -58,6 +60,7 @@ class LayerAttention:
     value_size: int
     window: int | None
     has_softcap: bool
+    stretch: int | None = None
 
 
 @dataclass(slots=True)
@@ -161,6 +164,7 @@ def _prepare(copy: Any) -> None:
     if earlier is not None:
         earlier.remove()
     without_documents(copy)
+    take_temperature(copy)
     for name, mixer, _ in find_mixers(copy):
         set_forward(mixer, partial(_probe_mixer, name))
     copy.train()
@@ -336,11 +340,15 @@ def _record_layer(
     if mask_function is None:
         result.add(f"{kind} makes an attention mask of its own")
         return
+    window = stretch = None
     try:
         window = window_of(mask_function, forward.window_tokens)
     except NotAWindow:
-        result.add(f"the attention mask of {kind} is neither causal nor a causal sliding window")
-        return
+        try:
+            stretch = stretch_of(mask_function, forward.window_tokens)
+        except NotAWindow:
+            result.add(f"the attention mask of {kind} is neither causal nor a causal sliding window or chunks")
+            return
     layer = LayerAttention(
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
@@ -348,6 +356,7 @@ def _record_layer(
         value_size=value.shape[3],
         window=window,
         has_softcap=softcap is not None,
+        stretch=stretch,
     )
     name = forward.names[id(module)]
     if result.layers.setdefault(name, layer) != layer:

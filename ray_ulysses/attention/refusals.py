@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ray_ulysses.parallel.mesh import SequenceMesh
 
 # "attention" is the older name of full attention; "mlp" and "moe" layers have no attention.
-_EXACT_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention", "mlp", "moe"})
+_EXACT_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention", "mlp", "moe"})
 # Parts of CamelCase class names; in lower case, "ssm" would match GptOssModel.
 _RECURRENT_MARKS = (
     "SSM",
@@ -38,7 +38,6 @@ _RANDOM_WORDS = ("dropout", "pdrop", "layerdrop", "drop_path", "jitter")
 # Prefixes of settings for heads that a causal language model does not have.
 _OTHER_HEADS = ("classifier_", "summary_")
 _UNSUPPORTED_SETTINGS = {
-    "attention_chunk_size": "chunked local attention",
     "alibi": "ALiBi position biases",
     "index_topk": "attention to tokens chosen by an indexer",
     "add_cross_attention": "cross attention",

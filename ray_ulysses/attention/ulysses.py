@@ -14,6 +14,7 @@ import torch
 from ray_ulysses.attention.batch import MODEL_INPUT, ShardedBatch
 from ray_ulysses.attention.chunked import attend_in_chunks
 from ray_ulysses.attention.context import AttentionContext
+from ray_ulysses.attention.documents import Tables, stretch_tables
 from ray_ulysses.attention.exchange import gather_heads, scatter_heads
 from ray_ulysses.attention.forward_checks import check_attached, check_inputs, check_tables
 from ray_ulysses.attention.kernels import Demand, KernelName, choose_kernel
@@ -23,12 +24,13 @@ from ray_ulysses.attention.operators import OperatorSettings, attend_heads, atte
 from ray_ulysses.attention.probe import LayerAttention, refused_keywords, use_attention
 from ray_ulysses.attention.refusals import refuse_inexact, refuse_mixed_devices
 from ray_ulysses.attention.rope import CurrentBatch, follow_documents
+from ray_ulysses.attention.temperature import take_temperature, tempered
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.parallel.heads import assign_heads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import nn
 
@@ -38,6 +40,7 @@ ATTENTION_NAME = "ray_ulysses"
 """The name of the attention function in Transformers' registry."""
 
 _SETTLED_WINDOW = "_ray_ulysses_window"
+_SETTLED_STRETCH = "_ray_ulysses_stretch"
 
 _log = get_logger(__name__)
 
@@ -78,12 +81,14 @@ def apply_ulysses(
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     modules = {name: base.get_submodule(name) for name in probed.layers}
     for name, module in modules.items():
-        settle_window(module, probed.layers[name].window)
+        settle_window(module, probed.layers[name].window, probed.layers[name].stretch)
     modules |= mix_documents(base)
     current = CurrentBatch()
     follow_documents(model, current)
     num_tokens = getattr(base.get_input_embeddings(), "num_embeddings", None)
-    make_context = context_maker(mesh, attention, chunks)
+    has_temperature = take_temperature(base)
+    sizes = sorted({layer.stretch for layer in probed.layers.values() if layer.stretch is not None})
+    make_context = context_maker(mesh, attention, chunks, stretches=sizes, needs_positions=has_temperature)
 
     def hand_down(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         batch = kwargs.get(MODEL_INPUT)
@@ -99,8 +104,23 @@ def apply_ulysses(
     return model
 
 
-def context_maker(mesh: SequenceMesh, attention: KernelName, chunks: int) -> Callable[[ShardedBatch], AttentionContext]:
-    """Return a function that makes the context of a batch; the kernel of each kind of layer is logged once."""
+def context_maker(
+    mesh: SequenceMesh,
+    attention: KernelName,
+    chunks: int,
+    *,
+    stretches: Sequence[int] = (),
+    needs_positions: bool = False,
+) -> Callable[[ShardedBatch], AttentionContext]:
+    """Return a function that makes the context of a batch; the kernel of each kind of layer is logged once.
+
+    Args:
+        mesh: The mesh of the batches.
+        attention: The kernel.
+        chunks: Number of parts in which the KV heads are exchanged and attended.
+        stretches: The numbers of tokens of the stretches that layers cut documents into.
+        needs_positions: Whether a layer needs the positions of tokens.
+    """
     ulysses = mesh.group("ulysses").group_name if mesh.ulysses_size > 1 else ""
     ring = mesh.group("ring").group_name if mesh.ring_size > 1 else ""
     announced: set[Demand] = set()
@@ -122,23 +142,34 @@ def context_maker(mesh: SequenceMesh, attention: KernelName, chunks: int) -> Cal
             ring=ring,
             chunks=chunks,
             announce=announce,
+            position_ids_BL=batch.position_ids_BL if needs_positions else None,
+            stretches=_stretches(batch, mesh, stretches) if stretches else {},
         )
 
     return make_context
 
 
-def settle_window(module: nn.Module, window: int | None) -> None:
-    """Set an attention module's window, before any forward, compiled or not.
+# The documents of each batch would become guards.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _stretches(batch: ShardedBatch, mesh: SequenceMesh, sizes: Sequence[int]) -> dict[int, Tables]:
+    ring = {"ring_size": mesh.ring_size, "ring_rank": mesh.ring_rank}
+    return {size: stretch_tables(batch.documents, size, **ring) for size in sizes}
 
-    :func:`apply_ulysses` takes it from the mask that Transformers builds for the module. Some models do not pass their
-    window to attention, and others pass one that their mask does not have.
+
+def settle_window(module: nn.Module, window: int | None, stretch: int | None = None) -> None:
+    """Set an attention module's window or stretches, before any forward, compiled or not.
+
+    :func:`apply_ulysses` takes them from the mask that Transformers builds for the module. Some models do not pass
+    their window to attention, and others pass one that their mask does not have.
 
     Args:
         module: The module that Transformers' interface passes to :func:`ulysses_attention`.
         window: Number of tokens of its document that a token sees, including itself; ``None`` for all.
+        stretch: Tokens of the stretches that documents are cut into; ``None`` if they are not.
     """
-    # A plain number: torch.compile guards it as it does the model's own settings.
+    # Plain numbers: torch.compile guards them as it does the model's own settings.
     setattr(module, _SETTLED_WINDOW, window or 0)
+    setattr(module, _SETTLED_STRETCH, stretch or 0)
 
 
 def _refuse_kernels(model: nn.Module, layers: Collection[LayerAttention], attention: KernelName) -> None:
@@ -186,6 +217,7 @@ def ulysses_attention(
         ``[B, L, H, E]`` and ``None`` for the weights.
     """
     context = _checked(module, kwargs.pop(MODEL_INPUT, None), attention_mask, dropout, kwargs)
+    query_BHLD = tempered(module, query_BHLD, context.position_ids_BL)
     query_BHLD, key_BKLD, value_BKLE = _in_autocast_dtype(query_BHLD, key_BKLD, value_BKLE)
     _check_tensors(module, context, query_BHLD, key_BKLD, value_BKLE)
     num_heads, num_kv_heads = query_BHLD.shape[1], key_BKLD.shape[1]
@@ -197,6 +229,8 @@ def ulysses_attention(
         mine = assign_heads(num_heads, num_kv_heads, context.ulysses_size).ranks[context.ulysses_rank]
         s_aux = s_aux[mine.first : mine.stop]
     tables = context.documents.windowed if window else context.documents.full
+    if stretch := getattr(module, _SETTLED_STRETCH):
+        tables = context.stretches[stretch]
     settings = OperatorSettings(
         sinks=s_aux,
         cu_seqlens=tables.spans.cu_seqlens,

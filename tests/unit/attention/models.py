@@ -138,6 +138,20 @@ ARCHITECTURES: dict[str, Callable[..., PreTrainedConfig]] = {
         max_position_embeddings=9,
         rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
     ),
+    # Chunks of documents, the layer that sees all of them without rotary positions but a temperature; experts.
+    "llama4_text": _kind(
+        "llama4_text",
+        num_hidden_layers=3,
+        head_dim=8,
+        intermediate_size_mlp=48,
+        interleave_moe_layer_step=2,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        output_router_logits=False,
+        no_rope_layers=[1, 0, 1],
+        attention_chunk_size=7,
+        floor_scale=4,
+    ),
     # Learned absolute positions.
     "gpt2": _kind("gpt2", n_inner=48),
 }

@@ -25,7 +25,16 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize(
     "architecture",
     fast_only(
-        ARCHITECTURES, "llama", "qwen3", "gemma2", "gemma4_text", "gpt_oss", "deepseek_v3", "gpt_neox", "mixtral"
+        ARCHITECTURES,
+        "llama",
+        "qwen3",
+        "gemma2",
+        "gemma4_text",
+        "gpt_oss",
+        "deepseek_v3",
+        "gpt_neox",
+        "mixtral",
+        "llama4_text",
     ),
 )
 def test_packed_documents_train_as_each_does_alone(architecture: str) -> None:
@@ -70,6 +79,8 @@ def test_a_mistake_of_attention_would_show(architecture: str) -> None:
         ("gemma3_text", {"sliding_window": 200}),
         ("granite", {"attention_multiplier": 8**-0.5}),
         ("gpt_oss", {"sinks": None}),
+        ("llama4_text", {"attention_chunk_size": 200}),
+        ("llama4_text", {"attn_temperature_tuning": False}),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
 )

@@ -26,7 +26,6 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "kimi_linear": {"num_hidden_layers": 4, "num_experts": 2, "head_dim": 8, "pad_token_id": 0},
     "jamba": {"num_hidden_layers": 8, "num_experts": 2, "use_mamba_kernels": False},
     "recurrent_gemma": {"num_hidden_layers": 3, "head_dim": 8},
-    "llama4_text": {"num_hidden_layers": 4, "head_dim": 8, "num_local_experts": 2},
 }
 STATEFUL = "has layers that carry state along the sequence or use another kind of attention"
 
@@ -48,7 +47,6 @@ def test_layers_that_carry_state_or_attend_otherwise_are_refused(kind: str) -> N
         ),
         ("kimi_linear", rf"^kimi_linear {STATEFUL} \(linear_attention\)"),
         ("mamba", rf"^mamba {STATEFUL} \(linear_attention\)"),
-        ("llama4_text", rf"^llama4_text {STATEFUL} \(chunked_attention\)"),
         ("deepseek_v32", rf"^deepseek_v32 {STATEFUL} \(indexed_attention\)"),
         ("t5", r"^t5 has an encoder; only decoders with causal self-attention can be trained exactly"),
         ("mllama", r"^mllama_text_model sets cross_attention_layers=\[3, .*: cross attention can't be computed"),
