@@ -66,7 +66,12 @@ def test_a_hybrid_is_trained_killed_resumed_and_exported(tmp_path: Path, capsys:
     assert max(abs(a - b) / b for a, b in zip(ours, wanted, strict=True)) <= 1e-5
 
     assert run_cli(app, ["export", str(second.run_dir)]) == 0, capsys.readouterr().err
-    out = second.run_dir / f"export/step-{STEPS:08d}"
+    check_exported(second.run_dir, STEPS)
+
+
+def check_exported(run_dir: Path, step: int) -> None:
+    """Load a run's export with Transformers; a packed row gives the logits that each document gives alone."""
+    out = run_dir / f"export/step-{step:08d}"
     loaded = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert type(loaded).__name__ == "Qwen3NextForCausalLM"
     lengths = (90, 1, 37)
