@@ -39,6 +39,7 @@ HYBRID_LAYER_TYPES: Mapping[str, frozenset[str]] = {
     "qwen3_5_text": _LINEAR,
     "qwen3_5_moe_text": _LINEAR,
     "olmo_hybrid": _LINEAR,
+    "kimi_linear": _LINEAR,
     "bamba": _LINEAR,
     "granitemoehybrid": _LINEAR,
     "nemotron_h": _LINEAR,

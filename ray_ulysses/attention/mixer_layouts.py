@@ -55,11 +55,12 @@ class MixerLayout:
     Attributes:
         unit: Name of what ranks share, in errors.
         num_units: Number of them; must be a multiple of the number of ranks.
-        projections: Names of the input projections, and the blocks of their results.
+        projections: Names of the input projections, and the blocks of their results; with a dot, of a module inside.
+        before: Names of the modules that the input goes through before a projection, for those that do not get it.
         output: Name of the output projection, whose input is in the order of heads.
         convolution: Name of the causal convolution.
         channels: Blocks of the convolution's channels.
-        vectors: Names of parameters with one value per head.
+        vectors: Names of parameters with as many values for each head.
         sizes: Attributes that hold a number of channels or heads, and the blocks that they count.
         head_norm: Name of the norm over each head before the output projection, if there is one.
         row_norm: Name of the gated norm over all heads, which runs on the slice; its gate is not exchanged.
@@ -73,6 +74,7 @@ class MixerLayout:
     output: str
     convolution: str
     channels: Blocks
+    before: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     vectors: tuple[str, ...] = ()
     sizes: Mapping[str, Blocks] = field(default_factory=dict)
     head_norm: str | None = None
@@ -194,6 +196,29 @@ def _olmo_hybrid(module: Any) -> MixerLayout:
     return _delta_net(module, projections, gate_norm="o_norm", output="o_proj")
 
 
+def _kimi(module: Any) -> MixerLayout:
+    heads, channels = Block(module.num_heads), Block(module.num_heads, module.head_dim)
+    return MixerLayout(
+        unit="heads of the Kimi delta attention",
+        num_units=module.num_heads,
+        projections={
+            "q_proj": (channels,),
+            "k_proj": (channels,),
+            "v_proj": (channels,),
+            "forget_gate.f_b_proj": (channels,),
+            "b_proj": (heads,),
+            "g_b_proj": (channels,),
+        },
+        before={"forget_gate.f_b_proj": ("forget_gate.f_a_proj",), "g_b_proj": ("g_a_proj",)},
+        output="o_proj",
+        convolution="conv1d",
+        channels=(channels,) * 3,
+        vectors=("forget_gate.A_log", "forget_gate.dt_bias"),
+        sizes={"num_heads": (heads,), "qkv_dim": (channels,), "conv_dim": (channels,) * 3},
+        head_norm="o_norm",
+    )
+
+
 def _mamba2(module: Any) -> MixerLayout:
     # Falcon-H1 may have no norm: then each channel is gated by itself, and the gate is exchanged.
     has_norm = getattr(module, "mamba_rms_norm", True)
@@ -229,6 +254,7 @@ _READERS: dict[str, Callable[[Any], MixerLayout]] = {
     "Qwen3_5GatedDeltaNet": _qwen3_5,
     "Qwen3_5MoeGatedDeltaNet": _qwen3_5,
     "OlmoHybridGatedDeltaNet": _olmo_hybrid,
+    "KimiLinearDeltaAttention": _kimi,
     "BambaMixer": _mamba2,
     "GraniteMoeHybridMambaLayer": _mamba2,
     "NemotronHMamba2Mixer": _mamba2,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
+from operator import attrgetter
 from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,7 @@ def _mix(module: Any, layout: MixerLayout, hidden_BLH: torch.Tensor, context: At
     """Return the module's output ``[B, L, H]`` on this rank's slice."""
     ranks, num_rows = context.ulysses_size, hidden_BLH.shape[0]
     scaled = hidden_BLH * getattr(module, layout.input_scale) if layout.input_scale else hidden_BLH
-    results = {name: getattr(module, name)(scaled) for name in layout.projections}
+    results = {name: _projected(module, (*layout.before.get(name, ()), name), scaled) for name in layout.projections}
     if layout.projection_scale:
         results = {name: result * getattr(module, layout.projection_scale) for name, result in results.items()}
     slices = [arranged(results[name], blocks, ranks, dim=2) for name, blocks in layout.projections.items()]
@@ -115,6 +116,14 @@ def _mix(module: Any, layout: MixerLayout, hidden_BLH: torch.Tensor, context: At
     return output
 
 
+def _projected(module: Any, names: tuple[str, ...], hidden: torch.Tensor) -> torch.Tensor:
+    """Return the result of several modules, each called with that of the one before."""
+    for name in names:
+        project: nn.Module = attrgetter(name)(module)
+        hidden = project(hidden)
+    return hidden
+
+
 def _document_lengths(context: AttentionContext) -> list[int]:
     """Return the lengths of all documents and of each row's padding, which is one more, rows concatenated."""
     borders = context.documents.full.spans.borders
@@ -129,18 +138,22 @@ def _own_parameters(module: Any, layout: MixerLayout, context: AttentionContext)
     """
     ranks, rank = context.ulysses_size, context.ulysses_rank
     convolution = getattr(module, layout.convolution)
-    heads = {name: getattr(module, name) for name in layout.vectors}
-    own: dict[str, torch.Tensor | None] = {
-        name: vector.unflatten(0, (ranks, -1))[rank].clone() for name, vector in heads.items()
-    }
+    vectors = {name: attrgetter(name)(module) for name in layout.vectors}
+    own: dict[str, torch.Tensor | None] = {name: _of_heads(vector, ranks, rank) for name, vector in vectors.items()}
     for name in ("weight", "bias"):
         whole = getattr(convolution, name)
         own[f"{layout.convolution}.{name}"] = (
             None if whole is None else arranged(whole, layout.channels, ranks, 0)[rank]
         )
     if layout.head_norm:
-        own[layout.head_norm] = getattr(module, layout.head_norm).weight.clone()
+        own[f"{layout.head_norm}.weight"] = getattr(module, layout.head_norm).weight.clone()
     return own
+
+
+def _of_heads(vector: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
+    """Return one rank's part of values in the order of heads, which may have dims of size 1 around them."""
+    part = vector.flatten().unflatten(0, (ranks, -1))[rank].clone()
+    return part.view([1 if size == 1 else len(part) for size in vector.shape])
 
 
 def _whole_document(
@@ -161,13 +174,13 @@ def _whole_document(
     own[layout.convolution] = SimpleNamespace(
         weight=parameters[f"{layout.convolution}.weight"], bias=parameters[f"{layout.convolution}.bias"]
     )
+    own |= {name: _given for names in layout.before.values() for name in names}
     own |= {name: parameters[name] for name in layout.vectors}
     own |= {name: local_channels(blocks, ranks) for name, blocks in layout.sizes.items()}
     own |= {name: 1.0 for name in (layout.input_scale, layout.projection_scale) if name}
     own |= {name: _given for name in (layout.output, layout.row_norm) if name}
     if layout.head_norm:
-        norm = getattr(module, layout.head_norm)
-        own[layout.head_norm] = partial(type(norm).forward, _stand_in(norm, {"weight": parameters[layout.head_norm]}))
+        own[f"{layout.head_norm}.weight"] = parameters[f"{layout.head_norm}.weight"]
     # Only its length and its dtype are read.
     hidden_1N1 = hidden.new_zeros(1).expand(1, projected[0].shape[0], 1)
     own_class: Any = type(module)
@@ -180,7 +193,15 @@ def _given(result: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 def _stand_in(module: nn.Module, own: dict[str, Any]) -> Any:
-    """Return an object of the module's class with other values for some attributes, and no parameters but those."""
+    """Return an object of the module's class with other values for some attributes, and no parameters but those.
+
+    A name with a dot is an attribute of a module inside, in whose place a function runs its class's code.
+    """
     stand_in = object.__new__(type(module))
-    stand_in.__dict__.update({**vars(module), "_parameters": {}, "_buffers": {}, **own})
+    values = {name: value for name, value in own.items() if "." not in name}
+    for part in {name.split(".")[0] for name in own if "." in name} - values.keys():
+        inner: Any = getattr(module, part)
+        inside = {name.removeprefix(f"{part}."): one for name, one in own.items() if name.startswith(f"{part}.")}
+        values[part] = partial(type(inner).forward, _stand_in(inner, inside))
+    stand_in.__dict__.update({**vars(module), "_parameters": {}, "_buffers": {}, **values})
     return stand_in

@@ -142,7 +142,7 @@ def probe_model(model: nn.Module) -> ProbeResult:
 def _find_private_attention(copy: nn.Module, result: ProbeResult) -> None:
     for name, module in copy.named_modules():
         prefix = f"{name}." if name else ""
-        seen = any(layer == name or layer.startswith(prefix) for layer in result.layers)
+        seen = any(layer == name or layer.startswith(prefix) for layer in (*result.layers, *result.mixers))
         if type(module).__name__.endswith("Attention") and not seen:
             result.add(f"{type(module).__name__} at {name} attends without calling the attention interface")
 

@@ -169,11 +169,15 @@ def _refuse_unsupported(kind: str, values: Mapping[str, Any]) -> None:
 def _refuse_modules(model: nn.Module, kind: str) -> None:
     # A convolution mixes neighbouring tokens; Transformers' Conv1D is a linear layer of GPT-2.
     known = _known_to_mix(model)
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    # Kimi Linear's full attention is its KimiLinearAttention; that it is attention is left to the probe.
+    plain = type(base).__name__.split("For")[0] + "Attention"
     recurrent = {
         type(module).__name__
         for name, module in model.named_modules()
         if (isinstance(module, _MIXING_MODULES) or any(mark in type(module).__name__ for mark in _RECURRENT_MARKS))
         and name not in known
+        and type(module).__name__ != plain
     }
     _refuse_layers(kind, sorted(recurrent))
     for name, module in model.named_modules():

@@ -183,7 +183,8 @@ def _gather_experts_at_once(model: nn.Module) -> None:
     from deepspeed.utils import set_z3_leaf_module
 
     for module in model.modules():
-        is_stacked = any(len(getattr(one, "ds_shape", one.shape)) > 2 for one in module.parameters(recurse=False))
+        shapes = (getattr(one, "ds_shape", one.shape) for one in module.parameters(recurse=False))
+        is_stacked = any(sum(size > 1 for size in shape) > 2 for shape in shapes)
         if (is_stacked or type(module).__name__.endswith("Experts")) and next(module.children(), None) is not None:
             set_z3_leaf_module(module, True)
 

@@ -53,7 +53,7 @@ def test_documents_end_inside_the_convolution_on_both_sides_of_a_border_of_slice
     assert any(len(lengths) == 1 for _, lengths in ROWS)
 
 
-OF_EACH_KIND = ("lfm2", "qwen3_next", "nemotron_h", "falcon_h1")
+OF_EACH_KIND = ("lfm2", "qwen3_next", "kimi_linear", "nemotron_h", "falcon_h1")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_every_hybrid_equals_one_process_on_each_document(ulysses_size: int, nam
 
 def test_partitioned_parameters_are_gathered_through_the_module() -> None:
     # One row each, of different numbers of documents: a gather per document would hang.
-    names = ("lfm2", "qwen3_next", "nemotron_h", "falcon_h1-norm")
+    names = ("lfm2", "qwen3_next", "kimi_linear", "nemotron_h", "falcon_h1-norm")
     chosen = [
         SeamCase(architecture=name, ulysses_size=2, dp_size=2, zero_stage=3, accumulation=2, kept="both")
         for name in names
@@ -87,10 +87,10 @@ def test_partitioned_parameters_are_gathered_through_the_module() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_no_bit_of_a_document_reaches_another(world_size: int) -> None:
     for found in run_ranks(
-        leaks, world_size, ("lfm2", "qwen3_5_text", "olmo_hybrid", "bamba", "zamba2"), timeout_s=120
+        leaks, world_size, ("lfm2", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "bamba", "zamba2"), timeout_s=120
     ):
         assert not any(found.values()), found
-        assert len(found) == 5
+        assert len(found) == 6
 
 
 def test_a_layer_that_carries_state_takes_as_many_collectives_as_attention() -> None:

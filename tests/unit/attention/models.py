@@ -192,6 +192,24 @@ HYBRIDS: dict[str, Callable[..., PreTrainedConfig]] = {
         **_EXPERTS,
     ),
     "olmo_hybrid": _kind("olmo_hybrid", pad_token_id=0, layer_types=_LINEAR, **_DELTA_NET),
+    # Decays per channel, made by a module inside; latent attention without positions, experts.
+    "kimi_linear": _kind(
+        "kimi_linear",
+        num_key_value_heads=4,
+        layer_types=_LINEAR,
+        mlp_layer_types=["dense", "sparse"],
+        linear_num_heads=4,
+        linear_head_dim=6,
+        kv_lora_rank=16,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=6,
+        num_local_experts=4,
+        moe_intermediate_size=24,
+        num_experts_per_tok=2,
+        output_router_logits=False,
+        pad_token_id=0,
+    ),
     # Mamba 2 with one group of states for all heads, or a group for two heads.
     "bamba": _kind("bamba", attn_layer_indices=[1], **_MAMBA),
     "granitemoehybrid": _kind(

@@ -23,6 +23,7 @@ VALID = {
     "lfm2": (1, 2, 4, 8, 16, 32),
     "qwen3_next": (1, 2, 4),
     "olmo_hybrid": (1, 2, 4),
+    "kimi_linear": (1, 2, 4),
     "bamba": (1, 2, 4, 8),
     "nemotron_h": (1, 2, 4, 8),
 }

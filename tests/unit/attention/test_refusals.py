@@ -23,7 +23,6 @@ from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, tiny_model
 from tests.unit.config.trees import small_tree
 
 RECURRENT: dict[str, dict[str, Any]] = {
-    "kimi_linear": {"num_hidden_layers": 4, "num_experts": 2, "head_dim": 8, "pad_token_id": 0},
     "jamba": {"num_hidden_layers": 8, "num_experts": 2, "use_mamba_kernels": False},
     "recurrent_gemma": {"num_hidden_layers": 3, "head_dim": 8},
 }
@@ -45,7 +44,7 @@ def test_layers_that_carry_state_or_attend_otherwise_are_refused(kind: str) -> N
             "jamba",
             rf"^jamba {STATEFUL} \(linear_attention\); sharding the sequence would give wrong gradients that the",
         ),
-        ("kimi_linear", rf"^kimi_linear {STATEFUL} \(linear_attention\)"),
+        ("minimax", rf"^minimax {STATEFUL} \(linear_attention\)"),
         ("mamba", rf"^mamba {STATEFUL} \(linear_attention\)"),
         ("deepseek_v32", rf"^deepseek_v32 {STATEFUL} \(indexed_attention\)"),
         ("t5", r"^t5 has an encoder; only decoders with causal self-attention can be trained exactly"),
@@ -65,11 +64,11 @@ def test_an_architecture_is_refused_from_its_configuration_alone(kind: str, text
 
 
 def test_a_hybrid_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
-    AutoConfig.for_model("kimi_linear").save_pretrained(tmp_path)
+    AutoConfig.for_model("jamba").save_pretrained(tmp_path)
     # Reading this would fail, and say so.
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     tree = small_tree(model__init="pretrained", model__path=str(tmp_path), model__config=None)
-    with pytest.raises(UserError, match=rf"^kimi_linear {STATEFUL}"):
+    with pytest.raises(UserError, match=rf"^jamba {STATEFUL}"):
         build_model(parse_config(tree))
 
 
@@ -88,7 +87,7 @@ def test_positions_that_start_behind_a_padding_token_are_refused() -> None:
         refuse_architecture(config)
 
 
-@pytest.mark.parametrize("kind", ["kimi_linear", "recurrent_gemma"])
+@pytest.mark.parametrize("kind", ["jamba", "recurrent_gemma"])
 def test_an_operation_between_tokens_is_seen_in_a_model_that_nobody_named(kind: str) -> None:
     problems = probe_model(tiny_model(kind, meta=True, **RECURRENT[kind])).problems
     assert "an operation outside its attention mixes tokens (convolution)" in problems
