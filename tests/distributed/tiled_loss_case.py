@@ -56,10 +56,11 @@ HEADS: dict[str, Callable[[], Any]] = {
     "bias": _with_bias,
     "tied": lambda: zoo_model("qwen3"),
     "adapter": lambda: _with_adapter(zoo_model("llama")),
-    "mlp": lambda: zoo_model("llama"),
+    "mlp": lambda: zoo_model("qwen3", tie_word_embeddings=False),
     "experts": lambda: zoo_model("mixtral"),
 }
-"""Models by what is special about their output head; of the last two, MLPs go over tiles too, under checkpointing."""
+"""Models by what is special about their output head; of the last two, MLPs and norms go over tiles too, those of queries
+and keys in the first of them, under checkpointing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
