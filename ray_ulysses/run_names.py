@@ -13,17 +13,18 @@ in the run's directory                                 holds
 ``identity``                                           random id of the directory, which moves with it
 ``session``, ``probe-ID/``, ``refused/SESSION``        messages between a command and its workers
 ``stop-request``, ``save-request``,                    requests; see `run.requests`
-``preemption-notice``
+``preemption-notice``, ``excluded-nodes``
 ``export/step-00000200/``                              exported models
 ``evaluation/step-00000200/``                          results of evaluations
 =====================================================  ==============================================================
 
-=====================================================  ============================================================== in
-the store of its checkpoints                        holds =====================================================
-============================================================== ``owner.json``
-the run directory that they belong to, if they are stored elsewhere ``attempts/0003.claimed``
-marks the third attempt's number as taken ``attempts/0003.from-00000200``                        records that the third
-attempt started from step 200 ``checkpoints/step-00000200/manifest.json``            commits the checkpoint
+=====================================================  ==============================================================
+in the store of its checkpoints                        holds
+=====================================================  ==============================================================
+``owner.json``                                         the run directory that they belong to, if stored elsewhere
+``attempts/0003.claimed``                              marks the third attempt's number as taken
+``attempts/0003.from-00000200``                        records that the third attempt started from step 200
+``checkpoints/step-00000200/manifest.json``            commits the checkpoint
 ``checkpoints/step-00000200/attempt-0003/``            its shards, such as ``rank-00000-of-00008.safetensors``
 ``checkpoints/step-00000200/set-aside-0004.json``      records that the fourth attempt found it damaged
 =====================================================  ==============================================================
@@ -51,6 +52,7 @@ REFUSAL_FOLDER = "refused"
 STOP_FILE = "stop-request"
 SAVE_FILE = "save-request"
 NOTICE_FILE = "preemption-notice"
+EXCLUDED_FILE = "excluded-nodes"
 EXPORT_FOLDER = "export"
 EVALUATION_FOLDER = "evaluation"
 

@@ -1126,6 +1126,20 @@ MUTANTS = (
         "test_a_rank_that_still_evaluates_saves_or_starts_is_given_the_time_for_that",
     ),
     Mutant(
+        name="a slow node that is left though the others have no room",
+        file="ray_ulysses/cluster/scaling.py",
+        old="        return nodes if place_workers(total, self._demand.wanted) is None else others\n",
+        new="        return others\n",
+        killer="tests/unit/cluster/test_scaling.py::test_a_slow_node_is_better_than_too_few_workers",
+    ),
+    Mutant(
+        name="a slow rank that is never measured",
+        file="ray_ulysses/trainer/compute_watch.py",
+        old="waited_s >= WINDOW_S",
+        new="waited_s < 0",
+        killer="tests/unit/trainer/test_compute_watch.py::test_ranks_are_measured_at_most_every_30_s",
+    ),
+    Mutant(
         name="a straggler counted over windows that are not in a row",
         file="ray_ulysses/elastic/stragglers.py",
         old="            if middle > 0 and seconds > RATIO * middle\n",

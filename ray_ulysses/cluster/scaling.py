@@ -30,11 +30,12 @@ from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.cluster.capacity import Demand, Node, node_of, room_for_workers
 from ray_ulysses.cluster.joining import JoiningWorkers
 from ray_ulysses.elastic.growth import is_worth_growing, place_more
+from ray_ulysses.elastic.placement import place_workers
 from ray_ulysses.elastic.reform import Group, MoveAsked, NodesUnusable
 from ray_ulysses.elastic.sizing import Sizing, decide_resize, decide_start
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.run.requests import clear_stop, request_stop, stop_requested
+from ray_ulysses.run.requests import clear_stop, excluded_nodes, request_stop, stop_requested
 from ray_ulysses.tracking.events import RESIZED
 from ray_ulysses.tracking.pace import run_pace
 
@@ -98,7 +99,7 @@ class WorkerScaling(ScalingPolicy):
         placed = None
         # A head that does not answer now is asked again.
         with contextlib.suppress(OSError, RuntimeError, RayError):
-            nodes = reachable(steady_nodes())
+            nodes = reachable(self._steady())
             self._seen, placed = decide_start(
                 self._seen,
                 free=self._room(nodes, self._held),
@@ -177,7 +178,7 @@ class WorkerScaling(ScalingPolicy):
         if self._coordinator is None or group is None or group.phase != "training":
             return
         self._joining.forget({number for number, worker in group.workers.items() if worker.is_lost})
-        placed, nodes = group.num_placed, steady_nodes()
+        placed, nodes = group.num_placed, self._steady()
         announced = group.unusable | (draining_nodes() & placed.keys())
         if announced != group.unusable:
             # The loss of such a node is not charged, even where it goes before the others have left it.
@@ -225,6 +226,14 @@ class WorkerScaling(ScalingPolicy):
         assert self._coordinator is not None
         self._coordinator.post(MoveAsked())
         request_stop(self._config.run_dir, self._session, "resize")
+
+    def _steady(self) -> dict[str, Any]:
+        """Return the nodes that stay, without those that the run is to do without if the others have enough room."""
+        nodes = steady_nodes()
+        excluded = excluded_nodes(self._config.run_dir, self._session)
+        others = {node: one for node, one in nodes.items() if node not in excluded}
+        total = room_for_workers(self._demand, {node: node_of(one["Resources"]) for node, one in others.items()})
+        return nodes if place_workers(total, self._demand.wanted) is None else others
 
     @property
     def _held(self) -> Mapping[str, int]:

@@ -114,6 +114,7 @@ FREE: dict[str, str] = {
     "elastic.bad_steps": "",
     "elastic.max_skipped_steps": "",
     "elastic.loss_spike_mads": "",
+    "elastic.slow_ranks": "",
     "elastic.cloud_notices": "",
     "elastic.drain_on_rebalance": "",
     "elastic.cloud_metadata_url": "",

@@ -26,10 +26,11 @@ class Straggler:
     windows: int
     ratio: float
 
-    def __str__(self) -> str:
+    def said(self, node: str) -> str:
+        """Return what a person is told, with the name of the rank's node."""
         return (
-            f"rank {self.rank} computes {self.ratio:.1f} times as long as the median rank, for {self.windows} windows; "
-            "check its GPU for throttling and its node for other work"
+            f"rank {self.rank} on {node} computes {self.ratio:.1f} times as long as the median rank, in {self.windows} "
+            "measurements in a row: check its GPU for throttling and its node for other work"
         )
 
 

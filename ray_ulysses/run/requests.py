@@ -10,10 +10,12 @@ file                    left by               effect
 ``preemption-notice``   anybody               saves after the current step, repeatedly while the file exists, and
                                               just before the deadline: a number in the file, in seconds since
                                               the epoch (``date +%s``); an empty file has none
+``excluded-nodes``      rank 0                the driver moves the workers away from these nodes of the cluster, if the
+                                              others have room for enough workers
 ======================  ====================  ==========================================================
 
-A request to stop carries the session that it is meant for: one left by an earlier session has no effect. The other two
-are for people and scripts, which know no session: ``touch RUN/save-request``.
+A request to stop carries the session that it is meant for, and so do excluded nodes: one left by an earlier session has
+no effect. The other two are for people and scripts, which know no session: ``touch RUN/save-request``.
 """
 
 from __future__ import annotations
@@ -21,14 +23,15 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
 from ray_ulysses.checkpoint.notice import Notice
-from ray_ulysses.run_names import NOTICE_FILE, SAVE_FILE, STOP_FILE
+from ray_ulysses.run_names import EXCLUDED_FILE, NOTICE_FILE, SAVE_FILE, STOP_FILE
 from ray_ulysses.storage.regular import open_regular
 
-_MOST_BYTES = 1024
+_MOST_BYTES = 1 << 16
 
 StopReason = Literal["stop", "resize"]
 """Why a run is to stop: for good, or to continue at another size."""
@@ -60,6 +63,26 @@ def stop_requested(run_dir: Path, session: str) -> StopReason | None:
 def clear_stop(run_dir: Path) -> None:
     """Remove a request to stop, of any session."""
     (run_dir / STOP_FILE).unlink(missing_ok=True)
+
+
+def exclude_nodes(run_dir: Path, session: str, nodes: Collection[str]) -> None:
+    """Ask the driver of the running session to continue without these nodes, besides those excluded before.
+
+    Raises:
+        OSError: The request can't be written.
+    """
+    every = excluded_nodes(run_dir, session) | set(nodes)
+    # Into the directory as it is: one that was moved away is not made anew.
+    (run_dir / EXCLUDED_FILE).write_text(" ".join((session, *sorted(every))))
+
+
+def excluded_nodes(run_dir: Path, session: str) -> frozenset[str]:
+    """Return the names of the nodes that this session is to do without."""
+    try:
+        words = _read(run_dir / EXCLUDED_FILE).split()
+    except OSError:
+        return frozenset()
+    return frozenset(words[1:]) if words[:1] == [session] else frozenset()
 
 
 def request_save(run_dir: Path) -> None:

@@ -29,6 +29,7 @@ class Flags:
         ended: The previous save has failed in a way that ends the attempt.
         memory_due: Rank 0: the state is to be kept in the memory of peers.
         memory_busy: The state of an earlier step is still being written there.
+        compute_due: Rank 0: it is time to measure how fast each rank computes.
     """
 
     stop: bool = False
@@ -44,6 +45,7 @@ class Flags:
     ended: bool = False
     memory_due: bool = False
     memory_busy: bool = False
+    compute_due: bool = False
 
     def to_counts(self) -> list[int]:
         """Return the flags as numbers that are added up over the ranks."""

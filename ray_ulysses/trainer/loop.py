@@ -24,6 +24,7 @@ from ray_ulysses.run.settings import last_step_of, resolve_run, zero_settings
 from ray_ulysses.run_names import PLAN_FOLDER
 from ray_ulysses.trainer.agreement import Flags, with_requests
 from ray_ulysses.trainer.bad_steps import StepGuard
+from ray_ulysses.trainer.compute_watch import ComputeWatch
 from ray_ulysses.trainer.context import AttemptContext, open_attempt
 from ray_ulysses.trainer.data import open_rows
 from ray_ulysses.trainer.out_of_memory import memory_explained
@@ -82,6 +83,7 @@ class _Attempt:
     keeper: CheckpointKeeper
     vault: VaultKeeper
     guard: StepGuard
+    watch: ComputeWatch
 
     @property
     def plan(self) -> Plan:
@@ -148,12 +150,9 @@ def _run(whole: AttemptContext, recorder: Recorder, start: StartingState) -> Att
         apply_ulysses(model, mesh, attention=config.model.attention, chunks=config.memory.attention_chunks)
         tile_mlps(model, mlp_tile(config))
         offload_activations(
-            model,
-            config.memory.offload_activations,
-            keep=kept_attention(config),
+            model, config.memory.offload_activations, keep=kept_attention(config), device=worker.device,
             budget_bytes=configured_memory(config, run.shape).offloaded_bytes,
-            device=worker.device,
-        )
+        )  # fmt: skip
         engine = build_engine(model, settings)
         engine.train()
         reader = open_rows(config, stage.plan)
@@ -169,6 +168,7 @@ def _run(whole: AttemptContext, recorder: Recorder, start: StartingState) -> Att
             keeper=keeper,
             vault=vault,
             guard=StepGuard(config.elastic, recorder),
+            watch=ComputeWatch(context, recorder),
         )
         position = resume(engine, start, whole, recorder)
         keeper.resumed(position.step)
@@ -209,6 +209,7 @@ def _train(attempt: _Attempt, source: RowSource, position: RunPosition) -> Attem
         with attempt.recorder.time.saving():
             attempt.vault.after_step(attempt.engine, outcome, plan.cursor(step))
             attempt.keeper.after_step(attempt.engine, outcome, plan.cursor(step), last_step)
+        attempt.watch.after_step(flags)
     return AttemptEnd(status=status, step=position.step)
 
 
@@ -277,7 +278,7 @@ def _flags(attempt: _Attempt) -> Flags:
     own, context = attempt.vault.flags(attempt.keeper.flags()), attempt.context
     if context.rank != 0:
         return own
-    own = replace(own, gone=attempt.recorder.is_gone())
+    own = replace(own, gone=attempt.recorder.is_gone(), compute_due=attempt.watch.is_due())
     return with_requests(own, context.run.config.run_dir, context.worker.session)
 
 

@@ -39,6 +39,7 @@ class Worker:
         make_source: Makes its source of rows.
         notice: Returns the notice that a node will be taken away, or ``None``; called after every step.
         vault: Addresses of the peer memory; None on every worker, or on none.
+        cluster_nodes: The cluster's name of each rank's node, by rank; empty without a cluster.
         is_watched: Whether the launcher sees every worker's end, and records why an attempt failed; rank 0 alone can't
             tell a cause from its consequences.
         is_tested: Whether this process's devices have passed the self-test of this command before.
@@ -58,6 +59,7 @@ class Worker:
     make_source: SourceMaker
     notice: Callable[[], Notice | None] = lambda: None
     vault: VaultAddresses | None = None
+    cluster_nodes: tuple[str, ...] = ()
     is_watched: bool = False
     is_tested: bool = False
     beat: Callable[[Phase, int], Any] = lambda phase, step: None

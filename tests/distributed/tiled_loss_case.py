@@ -59,8 +59,8 @@ HEADS: dict[str, Callable[[], Any]] = {
     "mlp": lambda: zoo_model("qwen3", tie_word_embeddings=False),
     "experts": lambda: zoo_model("mixtral"),
 }
-"""Models by what is special about their output head; of the last two, MLPs and norms go over tiles too, those of queries
-and keys in the first of them, under checkpointing."""
+"""Models by what is special about their output head; of the last two, MLPs and norms go over tiles too, under
+checkpointing; the first of them has norms of queries and keys."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,7 @@ from ray_ulysses.cluster.failures import FailureJudge, is_resize, lacks_room
 from ray_ulysses.cluster.scaling import WorkerScaling, reachable
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.sizing import SETTLE_S
-from ray_ulysses.run.requests import request_stop, stop_requested
+from ray_ulysses.run.requests import exclude_nodes, request_stop, stop_requested
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.tracking.events import RESIZED
 from ray_ulysses.tracking.pace import Pace
@@ -246,6 +246,42 @@ def test_a_draining_node_is_left_whatever_it_costs(monkeypatch: pytest.MonkeyPat
     assert stop_requested(policy._config.run_dir, SESSION) == "resize"
     members: Any = policy._coordinator
     assert members.posted == [reform.NodesUnusable(nodes=frozenset({"b"})), reform.MoveAsked()]
+
+
+def test_a_node_that_the_run_is_to_do_without_is_left_as_one_that_is_drained(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
+    policy = policy_on(nodes, tmp_path)
+    start(policy, nodes)
+    exclude_nodes(policy._config.run_dir, SESSION, {"b"})
+    for _ in range(2):
+        assert stop_requested(policy._config.run_dir, SESSION) is None
+        poll(policy, RUNNING)
+        nodes.time_s += SETTLE_S
+    assert stop_requested(policy._config.run_dir, SESSION) == "resize"
+    members: Any = policy._coordinator
+    assert members.posted == [reform.NodesUnusable(nodes=frozenset({"b"})), reform.MoveAsked()]
+    # And no worker is started there again.
+    nodes.free = dict(nodes.cpus)
+    policy._placed = {}
+    assert start(policy, nodes) == ["a", "a"]
+
+
+def test_a_slow_node_is_better_than_too_few_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
+    policy = policy_on(nodes, tmp_path, least=4)
+    start(policy, nodes)
+    exclude_nodes(policy._config.run_dir, SESSION, {"b"})
+    for _ in range(3):
+        poll(policy, RUNNING)
+        nodes.time_s += SETTLE_S
+    assert stop_requested(policy._config.run_dir, SESSION) is None
+    members: Any = policy._coordinator
+    assert not members.posted
+    nodes.free = dict(nodes.cpus)
+    policy._placed = {}
+    assert start(policy, nodes) == ["a", "a", "b", "b"]
 
 
 def test_a_node_that_goes_before_the_others_have_left_it_was_announced(

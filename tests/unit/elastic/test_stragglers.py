@@ -26,9 +26,9 @@ def test_a_rank_that_stays_slow_is_named() -> None:
     assert after(*[SLOW] * (WINDOWS - 1)).named == ()
     seen = after(*[SLOW] * WINDOWS)
     assert seen.named == (Straggler(rank=2, windows=5, ratio=1.4),)
-    assert str(seen.named[0]) == (
-        "rank 2 computes 1.4 times as long as the median rank, for 5 windows; check its GPU for throttling and its "
-        "node for other work"
+    assert seen.named[0].said("host-b") == (
+        "rank 2 on host-b computes 1.4 times as long as the median rank, in 5 measurements in a row: check its GPU for "
+        "throttling and its node for other work"
     )
 
 

@@ -9,6 +9,8 @@ import pytest
 from ray_ulysses.checkpoint.notice import Notice
 from ray_ulysses.run.requests import (
     clear_stop,
+    exclude_nodes,
+    excluded_nodes,
     preemption_noticed,
     request_save,
     request_stop,
@@ -110,3 +112,14 @@ def test_a_resize_does_not_take_the_place_of_a_stop(tmp_path: Path) -> None:
     assert stop_requested(tmp_path, "now") == "resize"
     request_stop(tmp_path, "now")
     assert stop_requested(tmp_path, "now") == "stop"
+
+
+def test_excluded_nodes_are_those_of_the_session_and_add_up(tmp_path: Path) -> None:
+    assert excluded_nodes(tmp_path, "one") == frozenset()
+    exclude_nodes(tmp_path, "one", {"a"})
+    exclude_nodes(tmp_path, "one", ["b" * 56, *(f"{number:056d}" for number in range(100))])
+    assert {"a", "b" * 56} < excluded_nodes(tmp_path, "one") and len(excluded_nodes(tmp_path, "one")) == 102
+    # One left by an earlier command.
+    assert excluded_nodes(tmp_path, "two") == frozenset()
+    exclude_nodes(tmp_path, "two", {"c"})
+    assert excluded_nodes(tmp_path, "two") == {"c"} and excluded_nodes(tmp_path, "one") == frozenset()
