@@ -119,8 +119,8 @@ def _mix(module: Any, layout: MixerLayout, hidden_BLH: torch.Tensor, context: At
 def _projected(module: Any, names: tuple[str, ...], hidden: torch.Tensor) -> torch.Tensor:
     """Return the result of several modules, each called with that of the one before."""
     for name in names:
-        project: nn.Module = attrgetter(name)(module)
-        hidden = project(hidden)
+        result: torch.Tensor = attrgetter(name)(module)(hidden)
+        hidden = result
     return hidden
 
 
