@@ -119,8 +119,7 @@ def _mix(module: Any, layout: MixerLayout, hidden_BLH: torch.Tensor, context: At
 def _projected(module: Any, names: tuple[str, ...], hidden: torch.Tensor) -> torch.Tensor:
     """Return the result of several modules, each called with that of the one before."""
     for name in names:
-        result: torch.Tensor = attrgetter(name)(module)(hidden)
-        hidden = result
+        hidden = attrgetter(name)(module)(hidden)
     return hidden
 
 
@@ -152,7 +151,7 @@ def _own_parameters(module: Any, layout: MixerLayout, context: AttentionContext)
 
 def _of_heads(vector: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
     """Return one rank's part of values in the order of heads, which may have dims of size 1 around them."""
-    part = vector.flatten().unflatten(0, (ranks, -1))[rank].clone()
+    part: torch.Tensor = vector.flatten().unflatten(0, (ranks, -1))[rank].clone()
     return part.view([1 if size == 1 else len(part) for size in vector.shape])
 
 
