@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tiny import DOCUMENT_LENGTHS, ROWS_PER_STEP, STEPS, make_model, make_row
 
 from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, loss_scale, shard_batch
-from ray_ulysses.engine.zero import prepare_process
+from ray_ulysses.engine.zero import gather_experts_at_once, prepare_process, trace_parameters_only
 
 
 def main(sp_size: int) -> None:
@@ -33,6 +33,8 @@ def main(sp_size: int) -> None:
     mesh = SequenceMesh.from_group(sp_group)
 
     model = apply_ulysses(make_model().to(device), mesh)
+    # For models with experts: ranks have tokens for different ones, and ZeRO-3 would wait forever.
+    gather_experts_at_once(model)
     accumulation = ROWS_PER_STEP // dp_size
     # Neither an `mpu` nor `sequence_parallel_size`: the engine must average over all ranks.
     config = {
@@ -44,6 +46,7 @@ def main(sp_size: int) -> None:
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    trace_parameters_only(engine)
     for step in range(STEPS):
         rows = [make_row(step, number).to(device) for number in range(dp_rank, ROWS_PER_STEP, dp_size)]
         batches = [shard_batch(row, None, DOCUMENT_LENGTHS, mesh) for row in rows]

@@ -257,7 +257,7 @@ MUTANTS = (
     Mutant(
         name="calls of modules without parameters traced by ZeRO-3",
         file="ray_ulysses/engine/zero.py",
-        old="        _trace_parameters_only(engine)\n",
+        old="        trace_parameters_only(engine)\n",
         new="        pass\n",
         killer="tests/distributed/test_zero_trace.py::"
         "test_ranks_with_other_documents_experts_and_labels_trace_the_same_calls",

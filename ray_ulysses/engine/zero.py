@@ -148,7 +148,7 @@ def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
 
     if settings.stage == 3:
         _gather_head_at_once(model)
-        _gather_experts_at_once(model)
+        gather_experts_at_once(model)
     groups = parameter_groups(model, settings.weight_decay)
     optimizer = _optimizer(groups, settings)
     config = zero_config(settings)
@@ -160,7 +160,7 @@ def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
     # Closed with the engine, or when the process ends.
     engine.swap_folder = swap_folder
     if settings.stage == 3:
-        _trace_parameters_only(engine)
+        trace_parameters_only(engine)
     return engine
 
 
@@ -174,11 +174,11 @@ def _gather_head_at_once(model: nn.Module) -> None:
         set_z3_leaf_module(head, True)
 
 
-def _gather_experts_at_once(model: nn.Module) -> None:
+def gather_experts_at_once(model: nn.Module) -> None:
     """Make ZeRO-3 gather the experts of a layer together, once per call of the layer.
 
     Their code may call modules with parameters once for each expert that has a token, as DBRX's does. Ranks have
-    different tokens, so that a gather per call would wait for ranks that make none.
+    different tokens, so that a gather per call would wait for ranks that make none. Call it before the engine is built.
     """
     from deepspeed.utils import set_z3_leaf_module
 
@@ -189,12 +189,15 @@ def _gather_experts_at_once(model: nn.Module) -> None:
             set_z3_leaf_module(module, True)
 
 
-def _trace_parameters_only(engine: Any) -> None:
+def trace_parameters_only(engine: Any) -> None:
     """Make ZeRO-3 trace calls of modules with parameters only.
 
     DeepSpeed 0.19.8 keeps a trace of all calls on each rank. A rank whose calls change from one micro-batch to the next
     drops its trace alone, and its next collectives are not those of the other ranks, which wait forever. A module
     without parameters may be called as often as a rank's data says: an activation, for each expert that has a token.
+
+    Args:
+        engine: The engine of ``deepspeed.initialize``, in stage 3.
     """
     offload = engine.optimizer.parameter_offload
     hooks_without_use = {

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ray_ulysses.engine.zero import (
     NVME_SUB_GROUP_ELEMENTS,
     ZeroSettings,
-    _gather_experts_at_once,
+    gather_experts_at_once,
     partition_config,
     zero_config,
 )
@@ -87,6 +87,6 @@ def _dbrx() -> Any:
 @pytest.mark.parametrize(("architecture", "number"), [("mixtral", 2), ("dbrx", 2), ("kimi_linear", 1), ("llama", 0)])
 def test_the_experts_of_a_layer_are_one_module_to_the_engine(architecture: str, number: int) -> None:
     model = _dbrx() if architecture == "dbrx" else zoo_model(architecture)
-    _gather_experts_at_once(model)
+    gather_experts_at_once(model)
     leaves = [module for module in model.modules() if getattr(module, "_z3_leaf", False)]
     assert len(leaves) == number and all(type(module).__name__.endswith("Experts") for module in leaves)
