@@ -220,8 +220,8 @@ MUTANTS = (
     Mutant(
         name="decay of the wrong heads: parameters",
         file="ray_ulysses/attention/mixers.py",
-        old="vector.unflatten(0, (ranks, -1))[rank].clone()",
-        new="vector.unflatten(0, (ranks, -1))[ranks - 1 - rank].clone()",
+        old="vector.flatten().unflatten(0, (ranks, -1))[rank].clone()",
+        new="vector.flatten().unflatten(0, (ranks, -1))[ranks - 1 - rank].clone()",
         killer="tests/distributed/test_hybrids.py::test_every_hybrid_equals_one_process_on_each_document[2]",
     ),
     Mutant(
@@ -434,8 +434,8 @@ MUTANTS = (
     Mutant(
         name="a mask with a hole taken for a window",
         file="ray_ulysses/attention/masks.py",
-        old="    if not torch.equal(_visible(mask_function, queries, keys), expected):\n",
-        new="    if False:\n",
+        old="    expected = (keys <= queries) & (keys > queries - window)\n",
+        new="    expected = _visible(mask_function, queries, keys)\n",
         killer="tests/unit/attention/test_windows.py::test_a_mask_that_is_no_causal_window_is_told[hole]",
     ),
     Mutant(
