@@ -7,15 +7,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ray_ulysses.attention.batch import shard_batch, unshard
-    from ray_ulysses.attention.ulysses import apply_ulysses
+    from ray_ulysses.attention.ulysses import apply_ulysses, remove_ulysses
     from ray_ulysses.engine.loss import causal_lm_loss, loss_scale
     from ray_ulysses.parallel.mesh import SequenceMesh
 
-__all__ = ["SequenceMesh", "apply_ulysses", "causal_lm_loss", "loss_scale", "shard_batch", "unshard"]
+__all__ = ["SequenceMesh", "apply_ulysses", "causal_lm_loss", "loss_scale", "remove_ulysses", "shard_batch", "unshard"]
 __version__ = "0.1.0"
 
 _HOMES = {"SequenceMesh": "parallel.mesh", "apply_ulysses": "attention.ulysses", "shard_batch": "attention.batch"}
-_HOMES |= {"unshard": "attention.batch", "causal_lm_loss": "engine.loss", "loss_scale": "engine.loss"}
+_HOMES |= {
+    "remove_ulysses": "attention.ulysses",
+    "unshard": "attention.batch",
+    "causal_lm_loss": "engine.loss",
+    "loss_scale": "engine.loss",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -469,6 +469,13 @@ MUTANTS = (
         "test_a_norm_over_tiles_has_the_same_bits_and_sums_its_weight_gradient_in_fp32[torch.float32]",
     ),
     Mutant(
+        name="Ulysses attention removed by halves where it was applied twice",
+        file="ray_ulysses/attention/attachment.py",
+        old="            self._attention, self._changed = self._earlier._attention, self._earlier._changed\n",
+        new="            pass\n",
+        killer="tests/unit/attention/test_remove.py::test_nothing_of_it_stays[llama]",
+    ),
+    Mutant(
         name="a norm with weights of each head that goes over tiles",
         file="ray_ulysses/engine/tiled_mlp.py",
         old="not is_fused and not _matrices(module)",

@@ -40,7 +40,10 @@ def check_attached(model: nn.Module, attention: Mapping[str, nn.Module], impleme
 def check_inputs(batch: object, kwargs: dict[str, Any], mesh: SequenceMesh) -> None:
     """Raise unless a batch of this mesh is passed, without arguments that contradict it."""
     if not isinstance(batch, ShardedBatch):
-        raise UserError("a model prepared by apply_ulysses must be called with **batch.model_inputs() of shard_batch")
+        raise UserError(
+            "a model prepared by apply_ulysses must be called with **batch.model_inputs() of shard_batch; to generate "
+            "or to use it without, call remove_ulysses(model)"
+        )
     if batch.mesh is not mesh and batch.mesh != mesh:
         raise UserError("the batch was sharded over another mesh than the one of apply_ulysses; use one mesh")
     if kwargs.get("attention_mask") is not None:
@@ -51,7 +54,10 @@ def check_inputs(batch: object, kwargs: dict[str, Any], mesh: SequenceMesh) -> N
     if kwargs.get("labels") is not None:
         raise UserError("labels were passed to the model; it would shift them again: use causal_lm_loss(model, batch)")
     if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
-        raise UserError("use_cache=True is for generation; a training forward processes whole rows, without a cache")
+        raise UserError(
+            "use_cache=True is for generation; a training forward processes whole rows, without a cache. To generate, "
+            "call remove_ulysses(model)"
+        )
 
 
 def check_tables(batch: ShardedBatch, num_tokens: int | None, num_positions: int | None) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ray_ulysses.attention.attachment import Attachment
 from ray_ulysses.attention.batch import MODEL_INPUT
 from ray_ulysses.attention.dependence import Arrangement, CallRecorder, agree
 from ray_ulysses.attention.masks import MaskFunction, NotAWindow, longer_than_any_window, stretch_of, window_of
@@ -160,9 +161,9 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def _prepare(copy: Any) -> None:
     """Make the copy call the probe's attention."""
-    earlier = vars(copy).pop("_ray_ulysses_hook", None)
-    if earlier is not None:
-        earlier.remove()
+    attached = Attachment.of(copy)
+    if attached is not None:
+        attached.unhook(copy)
     without_documents(copy)
     take_temperature(copy)
     for name, mixer, _ in find_mixers(copy):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ray_ulysses.attention.attachment import Attachment
 from ray_ulysses.attention.batch import MODEL_INPUT, ShardedBatch
 from ray_ulysses.attention.chunked import attend_in_chunks
 from ray_ulysses.attention.context import AttentionContext
@@ -51,7 +52,8 @@ def apply_ulysses(
     """Make a Hugging Face decoder attend over whole rows while each rank holds a slice of them.
 
     Call it after the model is built and before an engine wraps it; then call the model with
-    ``**batch.model_inputs()`` of a :func:`shard_batch`. Applying it again replaces the mesh.
+    ``**batch.model_inputs()`` of a :func:`shard_batch`. Applying it again replaces the mesh; :func:`remove_ulysses`
+    makes the model what it was.
 
     Args:
         model: A ``PreTrainedModel`` with causal self-attention.
@@ -74,10 +76,8 @@ def apply_ulysses(
     probed = refuse_inexact(model, config, mesh)
     _refuse_kernels(model, probed.layers.values(), attention)
     AttentionInterface.register(ATTENTION_NAME, ulysses_attention)
+    attachment = Attachment(model)
     use_attention(model, ATTENTION_NAME)
-    earlier = getattr(model, "_ray_ulysses_hook", None)
-    if earlier is not None:
-        earlier.remove()
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     modules = {name: base.get_submodule(name) for name in probed.layers}
     for name, module in modules.items():
@@ -99,8 +99,27 @@ def apply_ulysses(
         current.batch = batch
         return args, {**kwargs, MODEL_INPUT: make_context(batch)}
 
-    handle = model.register_forward_pre_hook(hand_down, with_kwargs=True)
-    model._ray_ulysses_hook = handle  # type: ignore[assignment]
+    attachment.done(model.register_forward_pre_hook(hand_down, with_kwargs=True))
+    return model
+
+
+def remove_ulysses(model: nn.Module) -> nn.Module:
+    """Undo :func:`apply_ulysses`: the model attends as before, on one process, and can generate.
+
+    Weights stay as they are. An engine that partitions them is to be undone first.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UserError: It was not applied to this model, but perhaps to one inside.
+    """
+    attachment = Attachment.of(model)
+    if attachment is None:
+        raise UserError(
+            f"apply_ulysses was not applied to this {type(model).__name__}; pass the model that it was applied to"
+        )
+    attachment.undo(model)
     return model
 
 
@@ -220,17 +239,15 @@ def ulysses_attention(
     query_BHLD = tempered(module, query_BHLD, context.position_ids_BL)
     query_BHLD, key_BKLD, value_BKLE = _in_autocast_dtype(query_BHLD, key_BKLD, value_BKLE)
     _check_tensors(module, context, query_BHLD, key_BKLD, value_BKLE)
-    num_heads, num_kv_heads = query_BHLD.shape[1], key_BKLD.shape[1]
-    head_size, value_size = query_BHLD.shape[3], value_BKLE.shape[3]
-    window = getattr(module, _SETTLED_WINDOW)
+    (num_heads, head_size), (num_kv_heads, value_size) = query_BHLD.shape[1::2], value_BKLE.shape[1::2]
+    window, stretch = getattr(module, _SETTLED_WINDOW), getattr(module, _SETTLED_STRETCH)
     if not torch.compiler.is_compiling():
         context.announce(demand_of(query_BHLD, head_size, value_size, window != 0, softcap is not None))
     if s_aux is not None and context.ulysses:
         mine = assign_heads(num_heads, num_kv_heads, context.ulysses_size).ranks[context.ulysses_rank]
         s_aux = s_aux[mine.first : mine.stop]
-    tables = context.documents.windowed if window else context.documents.full
-    if stretch := getattr(module, _SETTLED_STRETCH):
-        tables = context.stretches[stretch]
+    documents = context.documents
+    tables = context.stretches[stretch] if stretch else documents.windowed if window else documents.full
     settings = OperatorSettings(
         sinks=s_aux,
         cu_seqlens=tables.spans.cu_seqlens,

@@ -23,6 +23,7 @@ from ray_ulysses.tracking.events import StepDone
 from ray_ulysses.tracking.history import RunHistory, read_history
 from ray_ulysses.tracking.mlflow_client import open_client
 from ray_ulysses.trainer import loop
+from tests.breadth import fast_cases
 from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
 from tests.distributed.run_case import MORE_FILES, make_config, make_corpus, prepare_attempt, run_worker
 from tests.distributed.supervised import SupervisedRun
@@ -34,6 +35,7 @@ TIMEOUT_S = 200.0
 BORDERS = (4, 7)
 LAST_STEP = 10
 THETAS = (10_000.0, 40_000.0, 160_000.0)
+Kill = tuple[int, str, int]
 
 
 @pytest.fixture(scope="module")
@@ -252,38 +254,61 @@ def test_mlflow_has_one_run_with_its_newest_stage(unbroken: Config) -> None:
     assert steps == list(range(1, LAST_STEP + 1))
 
 
-@pytest.mark.parametrize(
-    ("kill", "resumed"),
-    [
-        pytest.param((1, "step", 2), 0, marks=pytest.mark.slow),
-        ((0, "save", 4), 0),
-        pytest.param((0, "saved", 4), 4, marks=pytest.mark.slow),
-        pytest.param((1, "step", 6), 5, marks=pytest.mark.slow),
-        pytest.param((0, "save", 7), 5, marks=pytest.mark.slow),
-        pytest.param((1, "step", 9), 7, marks=pytest.mark.slow),
-    ],
-    ids=["in the first stage", "in the save at a border", "after it", "in the second", "at its border", "in the last"],
-)
+KILLS: dict[str, tuple[Kill, int]] = {
+    # Rank, event and step; and the step from which the run goes on.
+    "in the first stage": ((1, "step", 2), 0),
+    "in the save at a border": ((0, "save", 4), 0),
+    "after it": ((0, "saved", 4), 4),
+    "in the second": ((1, "step", 6), 5),
+    "at its border": ((0, "save", 7), 5),
+    "in the last": ((1, "step", 9), 7),
+}
+
+
+@pytest.mark.parametrize(("kill", "resumed"), fast_cases(KILLS, "in the save at a border"))
 def test_a_run_that_is_killed_in_or_between_stages_is_the_one_that_was_not(
-    unbroken: Config, corpora: tuple[Path, Path], tmp_path: Path, kill: tuple[int, str, int], resumed: int
+    unbroken: Config, corpora: tuple[Path, Path], tmp_path: Path, kill: Kill, resumed: int
 ) -> None:
-    config = config_of(tmp_path, corpora, checkpoint__every_steps=5)
+    assert_same(killed_and_resumed(corpora, tmp_path, kill, resumed), read_history(unbroken.run_dir))
+
+
+@pytest.fixture(scope="module")
+def unbroken_to_4k(corpora: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Config:
+    config = config_of(tmp_path_factory.mktemp("unbroken-4k"), corpora, (1024, 2048, 4096), 4)
+    prepare_attempt(config, "first")
+    for _ in (*BORDERS, LAST_STEP):
+        run_ranks(run_worker, 2, config, "first", timeout_s=TIMEOUT_S)
+    return config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kill", "resumed"), KILLS.values(), ids=KILLS)
+def test_the_same_from_1k_to_4k(
+    unbroken_to_4k: Config, corpora: tuple[Path, Path], tmp_path: Path, kill: Kill, resumed: int
+) -> None:
+    ours = killed_and_resumed(corpora, tmp_path, kill, resumed, (1024, 2048, 4096), 4)
+    assert_same(ours, read_history(unbroken_to_4k.run_dir))
+
+
+def killed_and_resumed(corpora: tuple[Path, Path], folder: Path, kill: Kill, resumed: int, *sizes: Any) -> RunHistory:
+    """Kill a run of two workers, go on with four to its end, and return its history."""
+    config = config_of(folder, corpora, *sizes, checkpoint__every_steps=5)
     prepare_attempt(config, "first")
     killed = False
     while not killed:
         outcomes = run_ranks_to_outcomes(run_worker, 2, config, "first", kill=kill, timeout_s=TIMEOUT_S)
         killed = not all(outcome.ok for outcome in outcomes)
     # On four workers now.
-    config = config_of(tmp_path, corpora, checkpoint__every_steps=5, cluster__workers=4)
+    config = config_of(folder, corpora, *sizes, checkpoint__every_steps=5, cluster__workers=4)
     prepare_attempt(config, "second")
     ends: list[tuple[str, int]] = []
     while not ends or ends[-1][0] == "stage":
         ends.append(run_ranks(run_worker, 4, config, "second", timeout_s=TIMEOUT_S)[0])
     assert ends[-1] == ("finished", LAST_STEP)
     ours = read_history(config.run_dir)
-    assert_same(ours, read_history(unbroken.run_dir))
     first = next(one for one in ours.attempts if one.world_size == 4)
     assert (first.first_step or 0) - 1 == resumed
+    return ours
 
 
 def test_a_damaged_border_costs_no_failure(unbroken: Config, corpora: tuple[Path, Path], tmp_path: Path) -> None:

@@ -1,0 +1,73 @@
+"""Remembers what a model's modules had before Ulysses attention was attached, so that it can be put back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+_NAME = "_ray_ulysses_attachment"
+
+
+class _Missing:
+    """Stands for an attribute that was not there; a class, since a copy of a model has the same."""
+
+
+class Attachment:
+    """What is changed in a model's modules; made before anything is.
+
+    Args:
+        model: A ``PreTrainedModel``, or PEFT's around one. What was attached to it before keeps what was noted then.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._handle: RemovableHandle | None = None
+        self._before = [(module, dict(vars(module))) for module in model.modules()]
+        self._earlier = self.of(model)
+        self._changed: list[tuple[nn.Module, str, Any]] = []
+        own = {id(getattr(module, "config", None)) for module in model.modules()}
+        parts = {part: getattr(model.config, part) for part in model.config.sub_configs}
+        self._attention: dict[str, Any] = {"": model.config._attn_implementation} | {
+            name: part._attn_implementation for name, part in parts.items() if id(part) in own
+        }
+        if self._earlier is not None:
+            self._attention, self._changed = self._earlier._attention, self._earlier._changed
+
+    @staticmethod
+    def of(model: nn.Module) -> Attachment | None:
+        """Return what is attached to a model."""
+        found: Attachment | None = vars(model).get(_NAME)
+        return found
+
+    def done(self, handle: RemovableHandle) -> None:
+        """Note what is different now, and the hook that was registered; an earlier one is removed."""
+        noted = {(id(module), name) for module, name, _ in self._changed}
+        for module, before in self._before:
+            now = vars(module)
+            for name in now.keys() | before.keys():
+                was = before.get(name, _Missing)
+                if now.get(name, _Missing) is not was and (id(module), name) not in noted:
+                    self._changed.append((module, name, was))
+        if self._earlier is not None and self._earlier._handle is not None:
+            self._earlier._handle.remove()
+        self._before, self._earlier, self._handle = [], None, handle
+        vars(self._model)[_NAME] = self
+
+    def undo(self, model: Any) -> None:
+        """Put everything back."""
+        self.unhook(model)
+        for module, name, was in self._changed:
+            if was is _Missing:
+                vars(module).pop(name, None)
+            else:
+                vars(module)[name] = was
+        model.set_attn_implementation(self._attention)
+
+    def unhook(self, model: nn.Module) -> None:
+        """Remove the hook alone, and forget what was attached."""
+        assert self._handle is not None
+        self._handle.remove()
+        del vars(model)[_NAME]
