@@ -4,7 +4,7 @@
 in the run's directory                                 holds
 =====================================================  ==============================================================
 ``config.yaml``                                        the configuration, resolved
-``plan.txt``, ``README.md``                            description of the run for people
+``plan.txt``, ``plan-facts.json``, ``README.md``       description of the run for people and for reports
 ``plan/``                                              the data plan; see `data.plan.plan_files`
 ``journal/attempt-0003.jsonl``                         the journal of the third attempt
 ``journal/attempt-0003.controller.jsonl``              records that another process adds to it
@@ -38,6 +38,7 @@ import re
 
 CONFIG_FILE = "config.yaml"
 PLAN_TEXT_FILE = "plan.txt"
+PLAN_FACTS_FILE = "plan-facts.json"
 README_FILE = "README.md"
 PLAN_FOLDER = "plan"
 JOURNAL_FOLDER = "journal"

@@ -1257,6 +1257,20 @@ MUTANTS = (
         killer="tests/unit/data/plan/test_branches.py::"
         "test_what_a_plan_says_is_held_out_no_step_trains_and_every_evaluation_reads",
     ),
+    Mutant(
+        name="a spike between two points of a picture is dropped",
+        file="ray_ulysses/report/thinning.py",
+        old="np.concatenate((starts, ends, order[starts], order[ends]))",
+        new="np.concatenate((starts, ends))",
+        killer="tests/unit/report/test_thinning.py::test_no_spike_is_dropped",
+    ),
+    Mutant(
+        name="replayed steps are drawn twice",
+        file="ray_ulysses/report/run_record.py",
+        old="kept=_joined(counted.kept)",
+        new="kept=_joined(Steps([*counted.kept.parts, *counted.lost.parts]))",
+        killer="tests/unit/report/test_report.py::test_each_step_is_drawn_once_as_it_counts",
+    ),
 )
 
 

@@ -169,7 +169,7 @@ def _describe(prepared: PreparedRun) -> None:
     config, report = prepared.config, prepared.report
     readme = render_readme(report, config.run_dir, prepared.run.location)
     try:
-        describe_run(config.run_dir, plan=render_plan(report), readme=readme)
+        describe_run(config.run_dir, plan=render_plan(report), readme=readme, facts=report.to_json())
     except OSError as error:
         _log.warning("README.md and plan.txt of the run could not be written (%s)", error)
 

@@ -62,11 +62,12 @@ class _Folder:
     named: frozenset[str] = frozenset()
 
 
-def list_checkpoints(run_dir: Path) -> CheckpointListing:
+def list_checkpoints(run_dir: Path, events: Sequence[Entry] | None = None) -> CheckpointListing:
     """Return every checkpoint folder of a run; changes nothing, and reads no shard.
 
     Args:
         run_dir: The run's directory; its configuration may name another store.
+        events: Its journal, if it has been read already.
 
     Raises:
         UserError: The configuration names a store that can't be opened.
@@ -76,7 +77,7 @@ def list_checkpoints(run_dir: Path) -> CheckpointListing:
     with storage_answers(storage.location):
         lineage = read_lineage(storage.store)
         folders = _read_folders(storage.store, lineage)
-    events = read_entries(run_dir)
+    events = read_entries(run_dir) if events is None else events
     writing = lineage.newest_attempt if current_owner(run_dir) is not None else None
     reports = [_report(folder, events, writing) for folder in folders]
     start = _start(reports, commits_that_count(events, lineage), storage.location)

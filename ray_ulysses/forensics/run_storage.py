@@ -17,7 +17,7 @@ from ray_ulysses.run_names import CONFIG_FILE
 from ray_ulysses.storage import LocalStore, current_owner
 from ray_ulysses.storage.opening import open_store
 from ray_ulysses.tracking.history import build_history, read_history
-from ray_ulysses.tracking.journal_reader import read_journal
+from ray_ulysses.tracking.journal_reader import Journal, read_journal
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -42,8 +42,12 @@ class RunStorage:
     config: Config | None
 
 
-def read_run(run_dir: Path) -> RunHistory:
+def read_run(run_dir: Path, journal: Journal | None = None) -> RunHistory:
     """Return the history of a run, including its checkpoints.
+
+    Args:
+        run_dir: Its directory.
+        journal: Its journal, if it has been read already.
 
     Logs a warning if the storage does not answer, or lacks all checkpoints that the journal records.
 
@@ -52,7 +56,7 @@ def read_run(run_dir: Path) -> RunHistory:
         OSError: The journal can't be read.
     """
     storage = open_run_storage(run_dir)
-    journal = read_journal(run_dir)
+    journal = read_journal(run_dir) if journal is None else journal
     try:
         history = read_history(run_dir, store=storage.store, journal=journal)
         if not any(checkpoint.committed for checkpoint in history.checkpoints):

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ray_ulysses.errors import without_secret
-from ray_ulysses.run_names import CONFIG_FILE, PLAN_TEXT_FILE, README_FILE
+from ray_ulysses.run_names import CONFIG_FILE, PLAN_FACTS_FILE, PLAN_TEXT_FILE, README_FILE
 from ray_ulysses.storage.local import LocalStore
 
 _MOST_CHARACTERS = 1 << 20
 
 
-def describe_run(run_dir: Path, *, plan: str, readme: str) -> None:
-    """Write the text of a run's plan, and its README; the caller holds the run's lock.
+def describe_run(run_dir: Path, *, plan: str, readme: str, facts: Mapping[str, Any]) -> None:
+    """Write a run's plan as text and as JSON, and its README; the caller holds the run's lock.
 
     Raises:
         OSError: They can't be written.
     """
     store = LocalStore(run_dir)
     store.replace(PLAN_TEXT_FILE, [f"{plan}\n".encode()])
+    store.replace(PLAN_FACTS_FILE, [json.dumps(facts).encode()])
     store.replace(README_FILE, [readme.encode()])
 
 
@@ -29,4 +33,17 @@ def describing_files(run_dir: Path) -> dict[str, str]:
     for name in (README_FILE, CONFIG_FILE, PLAN_TEXT_FILE):
         with contextlib.suppress(OSError, ValueError):
             found[name] = without_secret((run_dir / name).read_text(encoding="utf-8")[:_MOST_CHARACTERS])
+    return found
+
+
+def read_plan_facts(run_dir: Path) -> dict[str, Any]:
+    """Return a run's plan as `describe_run` wrote it.
+
+    Raises:
+        OSError: There is none, as of a run of an earlier version, or it can't be read.
+        ValueError: It is no JSON object.
+    """
+    found = json.loads((run_dir / PLAN_FACTS_FILE).read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"{run_dir / PLAN_FACTS_FILE}: is no JSON object")
     return found

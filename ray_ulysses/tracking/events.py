@@ -96,6 +96,7 @@ class AttemptStarted(CommandEvent):
         plan_ids: Ids of the segments of its data plan; None in journals of earlier versions.
         stage: Name of the stage that it trains; None in a run without stages.
         device_gib: Memory of rank 0's GPU, in GiB; None on a CPU.
+        versions: Versions of libraries by name; None in journals of earlier versions.
     """
 
     event: Literal["attempt_started"] = "attempt_started"
@@ -113,6 +114,7 @@ class AttemptStarted(CommandEvent):
     plan_ids: tuple[str, ...] | None = None
     stage: str | None = None
     device_gib: Number | None = None
+    versions: dict[str, str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -356,11 +358,7 @@ class AttemptEnded(EndEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFinished(_Event):
-    """The run has trained its last step.
-
-    Attributes:
-        step: That step.
-    """
+    """The run has trained its last step, ``step``."""
 
     event: Literal["run_finished"] = "run_finished"
     step: Whole

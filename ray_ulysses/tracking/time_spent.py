@@ -168,6 +168,11 @@ class TimeLedger:
             _account(command, command.end, _open_part(command), parts, divided)
         return TimeSpent(**parts, starts=StartTime(**divided["starts"]), recovery=StartTime(**divided["recovery"]))
 
+    def close(self) -> None:
+        """Account for the rest of the newest command, up to its last record."""
+        if self._command is not None:
+            self._advance(self._command, self._command.end, _open_part(self._command))
+
     def _command_of(self, event: Entry) -> _Command:
         """Return the command of an event; an event that names none belongs to the previous command."""
         before = self._command
@@ -216,10 +221,17 @@ class TimeLedger:
         begun = np.maximum(saved, begin)
         seconds: NDArray[np.float64] = ends[1:] - begun
         command.at = float(ends[-1])
-        self._spent["saves_s"] += float((saved - ends[:-1]).sum())
-        self._spent["other_s"] += float((begun - saved).sum())
-        self._spent["steps_s"] += float(seconds.sum())
+        self._add_spans("saves_s", ends[:-1], saved)
+        self._add_spans("other_s", saved, begun)
+        self._add_spans("steps_s", begun, ends[1:])
         return seconds
+
+    def _add_spans(self, part: str, begins: NDArray[np.float64], ends: NDArray[np.float64]) -> None:
+        """Add the time between moments to a part that is not divided."""
+        self._spent[part] += float((ends - begins).sum())
+
+    def _add_span(self, part: str, begin: float, end: float) -> None:
+        """Take note of a span that was added; `timeline` keeps them."""
 
     def _add_pause(self, command: _Command, saving_s: float, until: float) -> None:
         """Account for the time between a step and the next one, or the end of the attempt."""
@@ -236,6 +248,11 @@ class TimeLedger:
     def _advance(self, command: _Command, to: float, part: str) -> float:
         """Account for the time up to a moment, as none if the clock went back."""
         seconds = _account(command, to, part, self._spent, self._divided)
+        at = command.at
+        shares = command.start.split(at, at + seconds) if part in _DIVIDED else [(part, seconds)]
+        for name, share in shares:
+            self._add_span(name, at, at + share)
+            at += share
         command.at += seconds
         return seconds
 

@@ -1,0 +1,197 @@
+"""Puts the pictures and facts of one run, or of two beside each other, into one HTML page that loads nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from ray_ulysses.report.drawing import same_limits, style, to_svg
+from ray_ulysses.report.nothing import NothingToDrawError
+from ray_ulysses.report.pictures import PICTURES, Picture
+from ray_ulysses.report.run_record import RunRecord, read_record
+from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted
+from ray_ulysses.views.words import count, duration, percent, size
+
+_MOST_ROWS = 200
+_STYLE = """
+:root{color-scheme:light dark;
+--bg:#f6f7f9;--card:#fff;--fg:#22272e;--dim:#5f6975;--grid:#d5dae0;--c1:#0072b2;--c2:#d55e00;
+--c3:#009e73;--c4:#b0256e;--c5:#8d8f94;--c6:#56b4e9;--c7:#e69f00;--c8:#7a5ccc}
+@media (prefers-color-scheme:dark){:root{
+--bg:#14171b;--card:#1d2126;--fg:#dde2e8;--dim:#97a1ad;--grid:#3a424b;--c1:#58aee8;
+--c2:#f08a4b;--c3:#2fc49a;--c4:#e879ad;--c5:#8a929c;--c6:#f0e442;--c7:#f2bb4d;--c8:#a893f0}}
+*{box-sizing:border-box}
+body{margin:0 auto;max-width:1240px;padding:16px;
+background:var(--bg);color:var(--fg);font:15px/1.45 system-ui,sans-serif}
+h1{font-size:1.5rem;margin:0 0 4px}h2{font-size:1rem;margin:0 0 4px}p{margin:4px 0}
+.dim{color:var(--dim);font-size:.87rem}
+.grid{display:grid;gap:14px;grid-template-columns:repeat(auto-fit,minmax(min(100%,500px),1fr));margin:14px 0}
+section{background:var(--card);border:1px solid var(--grid);border-radius:8px;padding:12px;min-width:0}
+.wide{grid-column:1/-1}.scroll{overflow-x:auto}.wide svg{min-width:640px}
+svg{width:100%;height:auto;display:block}
+table{border-collapse:collapse;font-size:.87rem;font-variant-numeric:tabular-nums}
+th,td{text-align:right;padding:3px 10px 3px 0;white-space:nowrap}th{color:var(--dim);font-weight:500}
+th:last-child,td:last-child{text-align:left}
+pre{overflow-x:auto;font-size:.8rem;margin:8px 0}summary{cursor:pointer}li{overflow-wrap:anywhere}
+"""
+
+
+def render_report(run_dir: Path, beside: Path | None = None, *, refresh_s: int | None = None) -> str:
+    """Return the report of a run as an HTML page.
+
+    Args:
+        run_dir: The run's directory.
+        beside: Another run, whose pictures get the same axes.
+        refresh_s: Seconds after which a browser loads the page again; None for a file.
+
+    Raises:
+        OSError: A journal can't be read.
+    """
+    records = [read_record(path) for path in ([run_dir] if beside is None else [run_dir, beside])]
+    names = " beside ".join(escape(record.history.name) for record in records)
+    refresh = "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s}">'
+    with style():
+        sections = [text for picture in PICTURES for text in _sections(picture, records)]
+    body = [
+        f"<h1>{names}</h1>",
+        *('<div class="grid">', *(_facts(record) for record in records), "</div>"),
+        *('<div class="grid">', *sections, "</div>"),
+        *('<div class="grid">', *(text for record in records for text in _tables(record)), "</div>"),
+    ]
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">'
+        f"{refresh}<title>{names}</title><style>{_STYLE}</style></head><body>\n"
+        + "\n".join(body)
+        + "\n</body></html>\n"
+    )
+
+
+def _sections(picture: Picture, records: Sequence[RunRecord]) -> list[str]:
+    """Return a section for each run: its picture, or why it has none."""
+    figures: list[Figure | None] = []
+    reasons: list[str] = []
+    for record in records:
+        try:
+            figures.append(picture.draw(record))
+            reasons.append("")
+        except NothingToDrawError as error:
+            figures.append(None)
+            reasons.append(str(error))
+        except (ArithmeticError, IndexError, KeyError, TypeError, ValueError) as error:
+            # A damaged plan or evaluation costs its own picture only.
+            figures.append(None)
+            reasons.append(f"can't be drawn: {type(error).__name__}: {error}")
+    drawn = [figure for figure in figures if figure is not None]
+    if picture.is_shared and len(drawn) > 1:
+        same_limits(drawn)
+    sections = []
+    for record, figure, reason in zip(records, figures, reasons, strict=True):
+        name = f" · {escape(record.history.name)}" if len(records) > 1 else ""
+        title = f"<h2>{picture.title}{name}</h2>"
+        if figure is None:
+            sections.append(f'<section>{title}<p class="dim">Nothing to show: {escape(reason)}</p></section>')
+            continue
+        is_wide = figure.get_figwidth() > 6 and len(records) == 1
+        note = f'<p class="dim">{escape(picture.note)}</p>' if picture.note else ""
+        svg = to_svg(figure, escape(f"{picture.title} of {record.history.name}", quote=True))
+        opening = '<section class="wide">' if is_wide else "<section>"
+        sections.append(f'{opening}{title}<div class="scroll">{svg}</div>{note}</section>')
+    return sections
+
+
+def _facts(record: RunRecord) -> str:
+    """Return what the run is, in a few lines, and what is missing of it."""
+    history, spent = record.history, record.history.time_spent
+    goodput = "" if history.goodput is None else f" · goodput {percent(history.goodput)}"
+    lines = [
+        f"<h2>{escape(history.name)}: {history.status.replace('_', ' ')} at step {history.step:,}</h2>",
+        f"<p>{count(history.tokens)} supervised tokens · {len(history.attempts)} attempts · "
+        f"{history.lost_steps:,} replayed steps · {duration(spent.total_s)}{goodput}</p>",
+    ]
+    if history.failure is not None:
+        lines.append(f"<p>{escape(history.failure.reason)}</p>")
+    if record.missing:
+        notes = "".join(f"<li>{escape(text)}</li>" for text in record.missing[:_MOST_ROWS])
+        lines.append(f'<p>Not shown:</p><ul class="dim">{notes}</ul>')
+    return f'<section class="wide">{"".join(lines)}</section>'
+
+
+def _tables(record: RunRecord) -> list[str]:
+    """Return the attempts, checkpoints, data and texts of a run."""
+    found = [_attempts(record), _checkpoints(record), _data(record)]
+    versions = _versions(record)
+    if versions:
+        found.append(
+            _section("Versions", _table(("version", "library"), [(v, k) for k, v in sorted(versions.items())]))
+        )
+    for name, text in record.texts.items():
+        if name != "README.md":
+            found.append(_section(name, f"<details><summary>show</summary><pre>{escape(text)}</pre></details>"))
+    return found
+
+
+def _versions(record: RunRecord) -> dict[str, str]:
+    return next((dict(one.versions) for one in reversed(record.events(AttemptStarted)) if one.versions), {})
+
+
+def _attempts(record: RunRecord) -> str:
+    rows = [
+        (
+            number,
+            one.world_size,
+            f"{one.dp_size}×{one.sp_size}",
+            one.stage or "-",
+            "-" if one.first_step is None else f"{one.first_step:,}-{one.last_step:,}",
+            "-" if one.seconds_to_first_step is None else duration(one.seconds_to_first_step),
+            one.resumed_from or "-",
+            one.reason or "end not recorded",
+        )
+        for number, one in enumerate(record.history.attempts, 1)
+    ]
+    header = ("attempt", "ranks", "dp×sp", "stage", "steps", "to first step", "from", "ended by")
+    return _section("Attempts", _table(header, rows))
+
+
+def _checkpoints(record: RunRecord) -> str:
+    if record.listing is None:
+        return _section("Checkpoints", '<p class="dim">They can\'t be listed.</p>')
+    times = {one.step: one for one in record.events(CheckpointCommitted)}
+    rows = []
+    for one in record.listing.checkpoints:
+        commit = times.get(one.step)
+        saved = "-" if commit is None or commit.seconds is None else f"{commit.seconds:.1f} s"
+        stall = "-" if commit is None or commit.stall_seconds is None else f"{commit.stall_seconds:.2f} s"
+        ranks = "-" if one.world_size is None else one.world_size
+        rows.append((f"{one.step:,}", ranks, size(one.num_bytes), saved, stall, one.condition, one.path))
+    header = ("step", "ranks", "size", "saved in", "stall", "condition", "folder")
+    place = f'<p class="dim">in {escape(record.listing.location)}</p>'
+    return _section("Checkpoints", place + _table(header, rows))
+
+
+def _data(record: RunRecord) -> str:
+    rows = []
+    for number, segment in enumerate(() if record.plan is None else record.plan.segments):
+        weights = [1.0 if one.weight is None else one.weight for one in segment.sources]
+        for source, weight in zip(segment.sources, weights, strict=True):
+            share = "all of it" if source.weight is None else percent(weight / sum(weights))
+            facts = (f"{segment.base_step:,}", f"{segment.settings.context_tokens:,}", segment.settings.rows_per_step)
+            rows.append((number, *facts, percent(segment.fill), share, source.path))
+    header = ("segment", "after step", "context", "rows/step", "fill", "share", "corpus")
+    return _section("Data mix", _table(header, rows) if rows else '<p class="dim">There is no data plan.</p>')
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a table, of which only the newest rows are shown where there are many."""
+    cut = f'<p class="dim">The last {_MOST_ROWS} of {len(rows):,}.</p>' if len(rows) > _MOST_ROWS else ""
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    lines = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows[-_MOST_ROWS:])
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'{cut}<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _section(title: str, body: str) -> str:
+    return f'<section class="wide"><h2>{escape(title)}</h2>{body}</section>'

@@ -1,0 +1,284 @@
+"""The pictures of a report: each is a function of a run's record, or says why there is nothing to draw."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ray_ulysses.report.data_pictures import fill_picture, imbalance_picture
+from ray_ulysses.report.drawing import FOREGROUND, GRID, SERIES, count_axis, curve, legend, log_if_wide, new_figure
+from ray_ulysses.report.evaluation_pictures import gain_picture, position_picture, retrieval_picture
+from ray_ulysses.report.nothing import NothingToDrawError
+from ray_ulysses.report.run_record import Floats, RunRecord
+from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, Evaluated, RowsSkipped
+from ray_ulysses.tracking.timeline import Timeline
+
+_TOKENS = "supervised tokens"
+_LEAST_LABELLED = 0.06
+_BINS = 240
+# One spike must not flatten the rest of the curve.
+_LOSS_RATIO = 15.0
+_PARTS = {
+    "steps that count": (("steps_s",), 1),
+    "replayed steps": ((), 2),
+    "start-up": (("build_s", "startup_s", "waiting_s", "unknown_s"), 5),
+    "form": (("form_s",), 6),
+    "load": (("load_s",), 3),
+    "detect": (("detect_s", "cut_off_s"), 4),
+    "stall": (("saves_s",), 7),
+    "evaluation": (("evaluation_s",), 8),
+    "other": (("other_s", "stages_s"), 0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture of a report.
+
+    Attributes:
+        title: Its title.
+        draw: Draws it; raises `NothingToDrawError`.
+        note: One sentence on how to read it.
+        is_shared: Whether two runs get the same axes.
+    """
+
+    title: str
+    draw: Callable[[RunRecord], Figure]
+    note: str
+    is_shared: bool = True
+
+
+def loss_picture(record: RunRecord) -> Figure:
+    """Draw the loss, the evaluations and the steps that were trained again, with attempts, stages and branches."""
+    _need_steps(record)
+    figure, axes = new_figure(_TOKENS, "loss in nats per token", width=11.0)
+    figure.set_size_inches(11.0, 4.0)
+    _attempts(axes, record, has_labels=True)
+    if len(record.lost):
+        lost = np.sort(record.lost, order="step")
+        axes.plot(record.tokens_at(lost["step"]), lost["loss"], ".", color=SERIES[1], markersize=4, label="replayed")
+    curve(axes, record.tokens, record.kept["loss"], "training", SERIES[0])
+    found = {one.step: one.loss for one in record.events(Evaluated) if one.step <= record.history.step}
+    if found:
+        steps = np.array(sorted(found))
+        losses = np.array([found[int(step)] for step in steps])
+        curve(axes, record.tokens_at(steps), losses, "evaluation", SERIES[3], marker="o")
+    _stages_and_branches(axes, record)
+    log_if_wide(axes, record.kept["loss"], _LOSS_RATIO)
+    count_axis(axes, "x")
+    legend(axes)
+    return figure
+
+
+def _need_steps(record: RunRecord) -> None:
+    if not len(record.kept):
+        raise NothingToDrawError("no step is completed yet")
+
+
+def _attempts(axes: Axes, record: RunRecord, *, has_labels: bool = False) -> None:
+    """Shade every other attempt, and say how many ranks it had."""
+    starts = {one.attempt: one for one in record.events(AttemptStarted)}
+    numbers = record.kept["attempt"]
+    firsts = np.flatnonzero(np.append(True, numbers[1:] != numbers[:-1]))
+    edges = np.append(firsts, len(numbers))
+    tokens = np.append(float(record.inherited_tokens), record.tokens)
+    whole = (tokens[-1] - tokens[0]) or 1.0
+    for place, (first, stop) in enumerate(itertools.pairwise(edges)):
+        low, high = tokens[first], tokens[stop]
+        if place % 2 and len(firsts) <= _BINS:
+            axes.axvspan(low, high, color=GRID, alpha=0.35, linewidth=0)
+        start = starts.get(int(numbers[first]))
+        if has_labels and start is not None and high - low > _LEAST_LABELLED * whole:
+            words = f"{start.attempt}: {start.world_size} = {start.dp_size}×{start.sp_size}"
+            axes.annotate(
+                words,
+                ((low + high) / 2, 1.0),
+                xycoords=axes.get_xaxis_transform(),
+                ha="center",
+                va="bottom",
+                fontsize=8,
+                color=FOREGROUND,
+            )
+
+
+def _stages_and_branches(axes: Axes, record: RunRecord) -> None:
+    segments = () if record.plan is None else record.plan.segments
+    for before, segment in itertools.pairwise(segments):
+        if segment.base_step > record.history.step:
+            continue
+        is_stage = before.stage_number != segment.stage_number
+        axes.axvline(
+            float(record.tokens_at(segment.base_step)),
+            color=SERIES[4] if is_stage else SERIES[5],
+            linestyle="--",
+            label="next stage" if is_stage else "branch of the data plan",
+        )
+    if not segments:
+        for event in record.events(RowsSkipped):
+            axes.axvline(float(record.tokens_at(event.step)), color=SERIES[5], linestyle="--", label="rows left out")
+
+
+def _column(
+    name: str, y_label: str, bit: int | None = None, *, is_count: bool = False
+) -> Callable[[RunRecord], Figure]:
+    """Return the function that draws a column of the steps over tokens."""
+
+    def draw(record: RunRecord) -> Figure:
+        _need_steps(record)
+        known = np.full(len(record.kept), True) if bit is None else (record.kept["has"] >> bit & 1).astype(bool)
+        if not known.any():
+            raise NothingToDrawError("the journal has no value")
+        figure, axes = new_figure(_TOKENS, y_label)
+        _attempts(axes, record)
+        values = record.kept[name][known]
+        curve(axes, record.tokens[known], values, y_label, SERIES[0])
+        log_if_wide(axes, values)
+        count_axis(axes, "x")
+        if is_count:
+            count_axis(axes, "y")
+        return figure
+
+    return draw
+
+
+def tokens_per_second(record: RunRecord) -> Floats:
+    """Return the supervised tokens per second of each step that counts."""
+    seconds = record.kept["seconds"]
+    found: Floats = np.divide(record.kept["tokens"], seconds, out=np.full(len(seconds), np.nan), where=seconds > 0)
+    return found
+
+
+def _speed(record: RunRecord) -> Figure:
+    _need_steps(record)
+    figure, axes = new_figure(_TOKENS, "tokens/s, all ranks")
+    _attempts(axes, record)
+    curve(axes, record.tokens, tokens_per_second(record), "tokens/s", SERIES[0])
+    axes.set_ylim(bottom=0)
+    count_axis(axes, "x")
+    count_axis(axes, "y")
+    return figure
+
+
+def _waits(record: RunRecord) -> Figure:
+    _need_steps(record)
+    figure, axes = new_figure(_TOKENS, "seconds")
+    _attempts(axes, record)
+    curve(axes, record.tokens, record.kept["seconds"], "step", SERIES[0])
+    curve(axes, record.tokens, record.kept["saving_seconds"], "stall by a checkpoint", SERIES[1])
+    axes.set_ylim(bottom=0)
+    count_axis(axes, "x")
+    legend(axes)
+    return figure
+
+
+def _memory(record: RunRecord) -> Figure:
+    known = (record.kept["has"] >> 2 & 1).astype(bool)
+    if not known.any():
+        raise NothingToDrawError("the journal has no measured memory")
+    figure, axes = new_figure(_TOKENS, "memory of rank 0 in GiB")
+    _attempts(axes, record)
+    curve(axes, record.tokens[known], record.kept["peak_memory_gib"][known], "measured peak", SERIES[0])
+    if record.planned_gib is not None:
+        axes.axhline(record.planned_gib, color=SERIES[1], linestyle="--", label="planned")
+    limits = [one.device_gib for one in record.events(AttemptStarted) if one.device_gib is not None]
+    if limits:
+        axes.axhline(limits[-1], color=SERIES[3], linestyle=":", label="of the device")
+    axes.set_ylim(bottom=0)
+    count_axis(axes, "x")
+    legend(axes)
+    return figure
+
+
+def time_shares(record: RunRecord) -> tuple[Floats, dict[str, Floats]]:
+    """Return the edges of equal parts of a run's time, and the share of each use in each; the rest is idle."""
+    line = record.timeline
+    edges = np.linspace(line.begin, line.end, _BINS + 1)
+    width = np.diff(edges)
+    ends = record.lost["time"]
+    replayed = Timeline(spans={"steps_s": (ends - record.lost["seconds"], ends)} if len(ends) else {})
+    lost = replayed.seconds_between("steps_s", edges)
+    shares = {}
+    for name, (parts, _) in _PARTS.items():
+        seconds = sum((line.seconds_between(part, edges) for part in parts), np.zeros(_BINS))
+        shares[name] = seconds
+    lost = np.minimum(lost, shares["steps that count"])
+    shares["replayed steps"] = lost
+    shares["steps that count"] = shares["steps that count"] - lost
+    return edges, {name: np.clip(seconds / width, 0.0, 1.0) for name, seconds in shares.items()}
+
+
+def _time(record: RunRecord) -> Figure:
+    if record.timeline.end <= record.timeline.begin:
+        raise NothingToDrawError("the journal has no time yet")
+    edges, shares = time_shares(record)
+    length = edges[-1] - edges[0]
+    unit, scale = next(
+        (u, s)
+        for u, s in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("s", 1.0))
+        if length > 2 * s or s == 1.0
+    )
+    figure, axes = new_figure(f"{unit} since the start", "share of the time", width=11.0)
+    figure.set_size_inches(11.0, 3.4)
+    names = [name for name, values in shares.items() if values.max() > 0]
+    colors = [FOREGROUND if _PARTS[name][1] == 0 else SERIES[_PARTS[name][1] - 1] for name in names]
+    bottom = np.zeros(_BINS)
+    for name, color in zip(names, colors, strict=True):
+        top = bottom + shares[name]
+        axes.stairs(top, (edges - edges[0]) / scale, baseline=bottom, fill=True, color=color, linewidth=0, label=name)
+        bottom = top
+    axes.set_ylim(0, 1)
+    axes.set_xlim(0, length / scale)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=5, handlelength=1.0)
+    return figure
+
+
+def _saves(record: RunRecord) -> Figure:
+    saved = [one for one in record.events(CheckpointCommitted) if one.seconds is not None]
+    if not saved:
+        raise NothingToDrawError("no checkpoint is committed")
+    figure, axes = new_figure("step", "seconds")
+    saved.sort(key=lambda one: one.step)
+    steps = np.array([one.step for one in saved], dtype=np.float64)
+    curve(axes, steps, np.array([one.seconds for one in saved], dtype=np.float64), "until committed", SERIES[0])
+    stalls = np.array([np.nan if one.stall_seconds is None else one.stall_seconds for one in saved])
+    if np.isfinite(stalls).all():
+        curve(axes, steps, stalls, "training stalled", SERIES[1])
+    axes.set_ylim(bottom=0)
+    count_axis(axes, "x")
+    legend(axes)
+    return figure
+
+
+PICTURES = (
+    Picture(
+        "Loss",
+        loss_picture,
+        "Attempts are shaded by turns; above each: its number, and its ranks as data-parallel × sequence-parallel.",
+    ),
+    Picture(
+        "Where the time went",
+        _time,
+        "Where nothing is drawn, no command ran. Detect includes the step that was cut off.",
+        False,
+    ),
+    Picture("Learning rate", _column("learning_rate", "learning rate", 0), ""),
+    Picture("Gradient norm", _column("grad_norm", "norm before clipping", 1), ""),
+    Picture("Speed", _speed, ""),
+    Picture("MFU", _column("mfu", "share of peak FLOP/s", 3), ""),
+    Picture("Seconds of a step", _waits, "A step includes the wait for its rows."),
+    Picture("Memory", _memory, "Allocated on a GPU; on a CPU the whole process, while the plan counts tensors."),
+    Picture("Saving", _saves, ""),
+    Picture("Fill", fill_picture, "Share of the rows' capacity that holds tokens of documents."),
+    Picture("Imbalance", imbalance_picture, "Cost of the slowest ranks over the mean; 1 is the optimum."),
+    Picture("Loss by position", position_picture, "From the newest `ray-ulysses evaluate`."),
+    Picture("Gain by context", gain_picture, "How much lower the loss of the same spans is with more context."),
+    Picture(
+        "Retrieval", retrieval_picture, "Share of right answers, by depth of the fact and length of the row.", False
+    ),
+)

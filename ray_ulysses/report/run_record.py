@@ -1,0 +1,147 @@
+"""Reads what a report shows of a run, as far as the run's directory has it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.forensics.checkpoint_listing import list_checkpoints
+from ray_ulysses.forensics.checkpoint_report import CheckpointListing
+from ray_ulysses.forensics.run_data import open_plan
+from ray_ulysses.forensics.run_storage import read_run
+from ray_ulysses.run.run_files import describing_files, read_plan_facts
+from ray_ulysses.run_names import EVALUATION_FOLDER, PLAN_FACTS_FILE
+from ray_ulysses.tracking.counted_steps import Steps, inherited_steps, steps_that_count
+from ray_ulysses.tracking.events import Event
+from ray_ulysses.tracking.history import RunHistory
+from ray_ulysses.tracking.journal_reader import Journal, read_journal
+from ray_ulysses.tracking.step_groups import STEP_ROW, Rows, StepGroup
+from ray_ulysses.tracking.timeline import Timeline, run_timeline
+
+_EVALUATION_FILE = "evaluation.json"
+_Kind = TypeVar("_Kind")
+_Found = TypeVar("_Found")
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """A run, as it is drawn.
+
+    Attributes:
+        history: Its history.
+        journal: Its journal.
+        kept: The steps that count, as rows of `STEP_ROW`, ascending; each step once.
+        lost: The steps that were thrown away because an attempt resumed before them.
+        inherited_tokens: Supervised tokens of steps taken over from another run.
+        timeline: Where its time went.
+        plan: Its data plan, if it has one that can be read.
+        listing: Its checkpoints, if they can be listed.
+        evaluations: The newest result of ``ray-ulysses evaluate``, if any.
+        planned_gib: Planned memory per rank in GiB; None if it was not recorded.
+        texts: Texts that describe it, by file name.
+        missing: What can't be shown, and why.
+    """
+
+    history: RunHistory
+    journal: Journal
+    kept: Rows
+    lost: Rows
+    inherited_tokens: int
+    timeline: Timeline
+    plan: Plan | None
+    listing: CheckpointListing | None
+    evaluation: Mapping[str, Any] | None
+    planned_gib: float | None
+    texts: Mapping[str, str]
+    missing: Sequence[str]
+
+    @cached_property
+    def tokens(self) -> Floats:
+        """Return the supervised tokens up to the end of each step that counts."""
+        found: Floats = self.inherited_tokens + np.cumsum(self.kept["tokens"], dtype=np.float64)
+        return found
+
+    def tokens_at(self, steps: Any) -> Floats:
+        """Return the tokens up to the end of steps, interpolated where a step has no record that counts."""
+        known = np.append(0.0, self.kept["step"].astype(np.float64))
+        found: Floats = np.interp(steps, known, np.append(float(self.inherited_tokens), self.tokens))
+        return found
+
+    def events(self, kind: type[_Kind]) -> list[_Kind]:
+        """Return the events of a kind, in order."""
+        return [entry for entry in self.journal.entries if isinstance(entry, kind)]
+
+    @property
+    def others(self) -> list[Event]:
+        """Return all events but steps."""
+        return [entry for entry in self.journal.entries if not isinstance(entry, StepGroup)]
+
+
+def read_record(run_dir: Path) -> RunRecord:
+    """Read a run, which may be running, broken or without a step.
+
+    Raises:
+        OSError: Its journal can't be read.
+    """
+    missing: list[str] = []
+    journal = read_journal(run_dir)
+    counted = steps_that_count(journal.entries)
+    history = read_run(run_dir, journal=journal)
+    missing += [f"damaged line in the journal: {text}" for text in history.damaged_records]
+    missing += [f"steps {first:,} to {last:,} have no record in the journal" for first, last in history.missing_steps]
+    return RunRecord(
+        history=history,
+        journal=journal,
+        kept=_joined(counted.kept),
+        lost=_joined(counted.lost),
+        inherited_tokens=inherited_steps(journal.entries).tokens,
+        timeline=run_timeline(journal.entries),
+        plan=_try(missing, "the data plan", lambda: open_plan(run_dir)),
+        listing=_try(missing, "the checkpoints", lambda: list_checkpoints(run_dir, journal.entries)),
+        evaluation=_try(missing, "the evaluation", lambda: _newest_evaluation(run_dir)),
+        planned_gib=_try(missing, "the planned memory", lambda: _planned_gib(run_dir)),
+        texts=describing_files(run_dir),
+        missing=tuple(missing),
+    )
+
+
+def _try(missing: list[str], what: str, read: Callable[[], _Found]) -> _Found | None:
+    """Return what is read, or None and why it can't be: a report shows the rest."""
+    try:
+        return read()
+    except FileNotFoundError as error:
+        missing.append(f"{what}: {error.filename or error} does not exist")
+    except (UserError, RunError, OSError, ValueError, KeyError, TypeError) as error:
+        missing.append(f"{what}: {error}")
+    return None
+
+
+def _planned_gib(run_dir: Path) -> float:
+    try:
+        return float(read_plan_facts(run_dir)["memory"]["device_bytes"]) / 2**30
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{PLAN_FACTS_FILE} does not hold it") from error
+
+
+def _newest_evaluation(run_dir: Path) -> Mapping[str, Any]:
+    """Return the result of the newest evaluated step."""
+    files = sorted((run_dir / EVALUATION_FOLDER).glob(f"step-*/{_EVALUATION_FILE}"))
+    if not files:
+        raise UserError("`ray-ulysses evaluate RUN` has not been run")
+    found = json.loads(files[-1].read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or found.get("format_version") != 1:
+        raise ValueError(f"{files[-1]}: is no evaluation of this version")
+    return found
+
+
+def _joined(steps: Steps) -> Rows:
+    return np.concatenate(steps.parts) if steps.parts else np.empty(0, STEP_ROW)

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ray_ulysses.cli import app
+from ray_ulysses.cli import run as run_command
+from ray_ulysses.report.drawing import style
+from ray_ulysses.report.page import render_report
+from ray_ulysses.report.pictures import PICTURES, loss_picture, time_shares, tokens_per_second
+from ray_ulysses.report.run_record import RunRecord, read_record
+from ray_ulysses.tracking.time_spent import time_spent
+from ray_ulysses.tracking.timeline import run_timeline
+from tests.unit.forensics.runs import Run
+from tests.unit.report.many_steps import REPLAYED, SPIKE, loss_of, write_run
+
+_CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def _curve(record: RunRecord, label: str) -> tuple[list[float], list[float]]:
+    with style():
+        lines = {line.get_label(): line for line in loss_picture(record).axes[0].lines}
+    return list(lines[label].get_xdata()), list(lines[label].get_ydata())
+
+
+def test_each_step_is_drawn_once_as_it_counts(tmp_path: Path) -> None:
+    record = read_record(write_run(tmp_path / "run", 30))
+    tokens, losses = _curve(record, "training")
+    assert tokens == [4096.0 * step for step in range(1, 31)]
+    assert losses == [loss_of(step, 1 if step <= 15 else 2, 30) for step in range(1, 31)]
+    assert record.tokens[-1] == record.history.tokens
+    tokens, losses = _curve(record, "replayed")
+    assert tokens == [4096.0 * step for step in (16, 17, 18)]
+    assert losses == [loss_of(step, 1, 30) for step in (16, 17, 18)]
+    assert tokens_per_second(record).tolist() == pytest.approx([4096 / 1.5] * 30)
+
+
+def test_a_spike_among_many_steps_is_in_the_picture(tmp_path: Path) -> None:
+    tokens, losses = _curve(read_record(write_run(tmp_path / "run", 6000)), "training")
+    assert len(losses) < 2000
+    assert SPIKE in losses
+    assert tokens[losses.index(SPIKE)] == 4096.0 * 4000
+
+
+def test_the_timeline_adds_up_to_the_ledger(tmp_path: Path) -> None:
+    record = read_record(write_run(tmp_path / "run", 300))
+    entries = record.journal.entries
+    spent, line = time_spent(entries), run_timeline(entries)
+    whole = np.array([line.begin, line.end])
+    assert line.seconds_between("steps_s", whole).sum() == pytest.approx(spent.steps_s + spent.lost_steps_s)
+    parts = sum(line.seconds_between(part, whole).sum() for part in line.spans)
+    assert parts == pytest.approx(spent.total_s)
+    edges, shares = time_shares(record)
+    width = edges[1] - edges[0]
+    assert shares["replayed steps"].sum() * width == pytest.approx(1.5 * REPLAYED)
+    assert shares["steps that count"].sum() * width == pytest.approx(spent.steps_s, abs=width)
+    assert max(np.add.reduce(list(shares.values()))) <= 1 + 1e-9
+    # Between the two commands nothing ran.
+    idle = 1 - np.add.reduce(list(shares.values()))
+    assert idle.sum() * width == pytest.approx(spent.between_commands_s, abs=width)
+
+
+def test_the_page_loads_nothing(tmp_path: Path) -> None:
+    page = render_report(write_run(tmp_path / "run", 40))
+    assert not re.findall(r"https?://|//[a-z]+\.|<script|@import|<iframe", page)
+    assert set(re.findall(r'<link[^>]*href="([^"]*)"', page)) == {"data:,"}
+    # Every color follows the page.
+    assert not re.findall(r"#0[123]00\w\w|#0[12]0[12]0[12]", page)
+    assert "prefers-color-scheme:dark" in page and "width=device-width" in page
+    assert page.count("<svg") == 8
+    for title in ("Loss", "Where the time went", "Attempts", "Checkpoints", "Versions"):
+        assert f"<h2>{title}</h2>" in page
+    assert "<td>2.13.0</td><td>torch</td>" in page
+
+
+def test_two_runs_have_the_same_axes(tmp_path: Path) -> None:
+    short, long = write_run(tmp_path / "short", 10), write_run(tmp_path / "long", 40)
+    page = render_report(short, long)
+    assert "<title>short beside long</title>" in page
+    assert page.index("<h2>Loss · short</h2>") < page.index("<h2>Loss · long</h2>")
+    loss = page[page.index("<h2>Loss · short") : page.index("<h2>Where the time")]
+    ticks = [re.findall(r">([0-9]+k)</text>", part) for part in loss.split("<h2>Loss · long")]
+    assert ticks[0] == ticks[1] and "150k" in ticks[0]
+
+
+def test_a_run_with_a_plan_shows_its_fill_and_balance(tmp_path: Path, report_run: Run) -> None:
+    report_run.trained(6)
+    record = read_record(report_run.folder)
+    plan = record.plan
+    assert plan is not None
+    with style():
+        figures = {one.title: one.draw(record) for one in PICTURES if one.title in ("Fill", "Imbalance")}
+    fill = figures["Fill"].axes[0].lines[0]
+    rows = [plan.stats(plan.step_rows(step)) for step in range(1, 7)]
+    expected = [one.document_tokens.sum() / (len(one.document_tokens) * plan.settings.capacity) for one in rows]
+    assert list(fill.get_ydata()) == pytest.approx(expected)
+    assert min(figures["Imbalance"].axes[0].lines[0].get_ydata()) >= 1.0
+
+
+@pytest.mark.parametrize("broken", ["empty", "torn", "no plan", "damaged", "evaluation", "plan facts"])
+def test_a_broken_run_gives_a_report_that_says_what_is_missing(tmp_path: Path, broken: str) -> None:
+    run = tmp_path / "run"
+    if broken == "empty":
+        (run / "journal").mkdir(parents=True)
+        assert "no step is completed yet" in render_report(run)
+        return
+    write_run(run, 20)
+    main = run / "journal" / "attempt-0002.jsonl"
+    text = main.read_bytes()
+    if broken == "torn":
+        main.write_bytes(text[:-20])
+        assert "at step 19" in render_report(run)
+    elif broken == "damaged":
+        lines = text.split(b"\n")
+        lines[3] = b"rubbish"
+        main.write_bytes(b"\n".join(lines))
+        page = render_report(run)
+        assert "steps 13 to 13 have no record in the journal" in page
+        assert "damaged line in the journal: journal/attempt-0002.jsonl" in page
+    elif broken == "evaluation":
+        folder = run / "evaluation" / "step-00000020"
+        folder.mkdir(parents=True)
+        (folder / "evaluation.json").write_text('{"format_version": 1, "position_loss": {"bins": 3}, "retrieval": [7]}')
+        page = render_report(run)
+        assert page.count("can&#x27;t be drawn") == 2
+    elif broken == "plan facts":
+        (run / "plan-facts.json").write_text("{}")
+        assert "the planned memory: plan-facts.json does not hold it" in render_report(run)
+    else:
+        assert "has no data plan yet" in render_report(run)
+
+
+def test_the_command_writes_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", 12)
+    assert run_command(app, ["report", str(run)]) == 0
+    text = (run / "report.html").read_text(encoding="utf-8")
+    assert text.endswith("</html>\n") and f"({len(text.encode()):,} bytes)" in capsys.readouterr().out
+    (tmp_path / "file").write_text("")
+    assert run_command(app, ["report", str(run), "--out", str(tmp_path / "file" / "r.html")]) == 1
+    assert "can't be written" in capsys.readouterr().err
+    assert run_command(app, ["report", str(tmp_path)]) == 2
+    assert run_command(app, ["report", str(run), "--beside", str(tmp_path)]) == 2
+    assert "--beside=" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num_steps", [10, 10_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+def test_a_report_is_small_and_soon_there(tmp_path: Path, num_steps: int) -> None:
+    run = write_run(tmp_path / "run", num_steps)
+    began = time.monotonic()
+    page = render_report(run)
+    assert time.monotonic() - began < 5.0
+    assert len(page.encode()) < 1_000_000
+
+
+@pytest.mark.skipif(_CHROMIUM is None, reason="no chromium")
+def test_a_browser_opens_the_page_without_a_complaint(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    page.write_text(render_report(write_run(tmp_path / "run", 40)), encoding="utf-8")
+    command = [
+        str(_CHROMIUM),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--dump-dom",
+        f"file://{page}",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.count("<svg") == 8
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
