@@ -321,6 +321,13 @@ MUTANTS = (
         killer="tests/unit/data/read/test_digest.py::test_the_digest_of_a_row_is_the_same_for_every_sp_size",
     ),
     Mutant(
+        name="a row without documents is taken for padding",
+        file="ray_ulysses/attention/batch.py",
+        old="        if not lengths:\n",
+        new="        if False:\n",
+        killer="tests/unit/attention/test_batch.py::test_rows_that_do_not_fit_together_are_refused",
+    ),
+    Mutant(
         name="length-dependent RoPE sees its slice only",
         file="ray_ulysses/attention/rope.py",
         old="last = position_ids_BL.new_full((*position_ids_BL.shape[:-1], 1), length - 1)",

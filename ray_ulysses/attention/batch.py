@@ -87,7 +87,7 @@ def shard_batch(
         This rank's slice, with labels shifted inside documents: the last token of a document has no target.
 
     Raises:
-        UserError: Shapes disagree, or documents are longer than their row.
+        UserError: Shapes disagree, a row has no document, or documents are longer than their row.
     """
     input_ids_BS = _rows(input_ids, "input_ids")
     labels_BS = input_ids_BS if labels is None else _rows(labels, "labels")
@@ -227,6 +227,12 @@ def _lengths(
     if len(rows) > 1:
         # A rectangular table of lengths fills its rows with zeros.
         rows = tuple(_without_trailing_zeros(row) for row in rows)
+    for row, lengths in enumerate(rows):
+        if not lengths:
+            raise UserError(
+                f"document_lengths[{row}] is empty, so the whole row would be padding and train nothing; give the "
+                "length of at least one document, or leave the row out"
+            )
     if len(rows) != num_rows:
         raise UserError(
             f"document_lengths is for {len(rows)} rows, input_ids has {num_rows}; give one sequence per row"

@@ -23,6 +23,7 @@ from ray_ulysses.attention.exchange import (
     gradient_buffers,
     plan_of,
     ranks_first,
+    refuse_second_order,
     return_heads,
     send_heads,
     split_heads,
@@ -178,3 +179,4 @@ def _gradient(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None
 
 
 _attend.register_autograd(_gradient, setup_context=_keep)
+_backward.register_autograd(refuse_second_order)

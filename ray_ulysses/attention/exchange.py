@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.collectives import BlockExchange, group_named
 from ray_ulysses.parallel.heads import HeadPlan, RankHeads, assign_heads
 
@@ -322,5 +323,16 @@ def _scatter_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None
     return torch.ops.ray_ulysses.scatter_heads_backward(grad, ctx.num_kv_heads, ctx.group), None, None, None
 
 
+def refuse_second_order(ctx: Any, *grads: torch.Tensor) -> None:
+    """Raise in the backward pass of a backward pass, on every rank at the same place."""
+    raise UserError(
+        "a gradient of a gradient (create_graph=True) goes through Ulysses attention, whose kernels have first "
+        "derivatives only; leave create_graph=True out, or undo apply_ulysses with remove_ulysses(model) and compute "
+        "it in one process with attn_implementation='eager'"
+    )
+
+
 _gather.register_autograd(_gather_gradient, setup_context=_keep_gather)
 _scatter.register_autograd(_scatter_gradient, setup_context=_keep_scatter)
+_gather_backward.register_autograd(refuse_second_order)
+_scatter_backward.register_autograd(refuse_second_order)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ray_ulysses.attention.documents import Rectangle
-from ray_ulysses.attention.exchange import QKV, plan_of, ranks_first, split_heads, tokens_first
+from ray_ulysses.attention.exchange import QKV, plan_of, ranks_first, refuse_second_order, split_heads, tokens_first
 from ray_ulysses.attention.kernels.call import Gradients, Spans
 from ray_ulysses.attention.ring import RingLayer, attend, attend_backward
 from ray_ulysses.parallel.collectives import group_named
@@ -239,3 +239,5 @@ def _payload_gradient(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tenso
 
 _attend_heads.register_autograd(_heads_gradient, setup_context=keep_inputs)
 _attend_payload.register_autograd(_payload_gradient, setup_context=keep_inputs)
+_attend_heads_backward.register_autograd(refuse_second_order)
+_attend_payload_backward.register_autograd(refuse_second_order)

@@ -125,6 +125,8 @@ IDS = torch.zeros(1, 8, dtype=torch.long)
         (IDS, None, [[4], [4]], r"document_lengths is for 2 rows, input_ids has 1; give one sequence per row"),
         (IDS.expand(2, 8), None, [4, 4], r"document_lengths is for 1 rows, input_ids has 2; give one sequence per row"),
         (IDS, None, [4, 5], r"document_lengths\[0\] sums to 9, more than the row's 8 tokens"),
+        (IDS, None, [], r"document_lengths\[0\] is empty, so the whole row would be padding .* at least one document"),
+        (IDS.expand(2, 8), None, [[8], []], r"document_lengths\[1\] is empty, .* or leave the row out"),
         (IDS, None, [4, 0], r"document_lengths\[0\] holds 0; every document has at least 1 token"),
     ],
 )

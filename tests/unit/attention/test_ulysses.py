@@ -11,6 +11,7 @@ from transformers import AttentionInterface
 from ray_ulysses import apply_ulysses, causal_lm_loss, shard_batch
 from ray_ulysses.attention.batch import IGNORE_INDEX
 from ray_ulysses.attention.ulysses import ATTENTION_NAME, ulysses_attention
+from ray_ulysses.errors import UserError
 from tests.breadth import fast_only
 from tests.unit.attention.meshes import ALONE
 from tests.unit.attention.models import VOCAB, magnified, tiny_model
@@ -155,6 +156,15 @@ def test_under_autocast_gradients_are_as_close_as_those_of_eager_attention(kind:
     errors = [whole_error(model, exact) for model in (eager, ours)]
     # bf16 against fp64, over all gradients: eager attention rounds its weights too, the fused kernel does not.
     assert errors[1] <= 1.2 * errors[0], f"off by {errors[1]:.1e}, eager attention by {errors[0]:.1e}"
+
+
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    model: Any = apply_ulysses(model_of("llama"), ALONE)
+    logits = model(**shard_batch(row(), None, LENGTHS, ALONE).model_inputs()).logits
+    weight = model.model.layers[0].self_attn.v_proj.weight
+    (gradient,) = torch.autograd.grad(logits.square().sum(), weight, create_graph=True)
+    with pytest.raises(UserError, match=r"gradient of a gradient \(create_graph=True\) .* remove_ulysses\(model\)"):
+        gradient.sum().backward()
 
 
 def whole_error(model: Any, exact: Any) -> float:
