@@ -23,7 +23,7 @@ import json
 
 import ray
 
-from benchmarks import random_reads
+from benchmarks import document_length_cost, random_reads
 from benchmarks.data_report import markdown
 from benchmarks.data_sides import WAIT_S, Consumer, Consumption, Engine, Mailbox, ProcessUsage, library_corpus, own_ray
 from benchmarks.fresh_process import peak_rss_bytes, run_fresh
@@ -163,6 +163,26 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return record | {"load_average": os.getloadavg()}
 
 
+def measure_lengths(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the record of the cost of a row by document length."""
+    record: dict[str, Any] = {
+        **provenance(("numpy", "pyarrow"), "one machine, files in its page cache"),
+        "command": command("bench_data.py"),
+        "load_before": os.getloadavg(),
+        "lengths": {},
+    }
+    num_rows, rounds = (2, 1) if options.quick else (8, 3)
+    with tempfile.TemporaryDirectory(prefix="bench-data-") as temporary:
+        for length in document_length_cost.MEAN_LENGTHS:
+            folder = Path(temporary) / str(length)
+            corpus = document_length_cost.random_corpus(folder, length, 3 * num_rows * CONTEXT_TOKENS)
+            plan = plan_rows(corpus, folder / "plan")
+            cost = document_length_cost.row_cost(corpus, plan, folder / "flat.bin", num_rows, rounds)
+            record["lengths"][str(length)] = cost
+            say(f"documents of {length:,} tokens: {min(cost['direct']) / min(cost['flat']):.1f} times the flat file")
+    return record | {"load_average": os.getloadavg()}
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(description="Rows of 131,072 tokens through both engines.")
@@ -172,6 +192,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden-steps", type=int, default=HIDDEN_STEPS, help="steps of 1 s (default: 20)")
     parser.add_argument("--reads", type=int, default=2000, help="random reads (default: 2,000)")
     parser.add_argument("--quick", action="store_true", help="40 rows, one run each, 4 steps of 1 s, 100 reads")
+    parser.add_argument("--lengths", action="store_true", help="only the CPU per row by document length")
     parser.add_argument("--direct", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="folder for data.md and .json (default: results; --quick: none)")
     options = parser.parse_args(arguments)
@@ -189,10 +210,15 @@ def main(arguments: list[str] | None = None) -> None:
     if options.direct:
         say(json.dumps(direct_rank(Path(options.direct[0]), int(options.direct[1]))))
         return
-    record = measure(options)
-    say(markdown(record))
+    if options.lengths:
+        name, record = "data_lengths", measure_lengths(options)
+        page = document_length_cost.markdown(record)
+    else:
+        name, record = "data", measure(options)
+        page = markdown(record)
+    say(page)
     if options.out is not None:
-        say("\n".join(f"written: {path.name}" for path in store("data", markdown(record), record, options.out)))
+        say("\n".join(f"written: {path.name}" for path in store(name, page, record, options.out)))
 
 
 if __name__ == "__main__":

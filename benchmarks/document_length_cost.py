@@ -1,0 +1,106 @@
+"""CPU time of the direct reader per row by mean document length, beside a flat file of the same tokens."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.stored_result import met, origin, spread, table
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.plan.corpus_set import CorpusSet
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.read.reader import RowReader
+from ray_ulysses.data.sources.units import SourceSpec
+
+MEAN_LENGTHS = (100, 300, 1_000, 20_000)
+MOST_RATIO = 2.0
+_ARRAYS = ("input_ids", "labels", "position_ids")
+
+
+class FlatStore:
+    """The tokens of a corpus in one memory-mapped file, without checksums: the least that reading can take.
+
+    Attributes:
+        fingerprint: That of the corpora it stands for.
+    """
+
+    def __init__(self, corpus: Corpus, path: Path, fingerprint: str) -> None:
+        self.fingerprint = fingerprint
+        self._starts = np.concatenate([[0], np.cumsum(corpus.lengths, dtype=np.int64)]).tolist()
+        with path.open("wb") as file:
+            for document, length in enumerate(corpus.lengths.tolist()):
+                corpus.read(document, 0, length).astype(corpus.info.dtype).tofile(file)
+        self._tokens = np.memmap(path, dtype=corpus.info.dtype, mode="r")
+
+    def read(self, document: int, start: int, length: int) -> NDArray[np.int64]:
+        """Return ``length`` tokens of a document from ``start`` on."""
+        first = self._starts[document] + start
+        return self._tokens[first : first + length].astype(np.int64)
+
+    def label_mask(self, document: int, first: int, last: int) -> None:
+        """Return None: every token may be a label."""
+
+
+def random_corpus(folder: Path, mean_length: int, num_tokens: int) -> Corpus:
+    """Prepare documents of random letters whose lengths lie evenly between half and one and a half of the mean."""
+    rng = np.random.default_rng(mean_length)
+    folder.mkdir(parents=True)
+    path = folder / "documents.jsonl"
+    with path.open("w") as file:
+        for length in rng.integers(mean_length // 2, mean_length * 3 // 2, num_tokens // mean_length).tolist():
+            text = rng.integers(ord("a"), ord("z") + 1, length, dtype=np.uint8).tobytes().decode()
+            file.write(json.dumps({"text": text}) + "\n")
+    return prepare_local(
+        PrepareRequest(sources=SourceSpec(paths=(str(path),)), out=folder / "corpus", duplicates="keep")
+    )
+
+
+def row_cost(corpus: Corpus, plan: Plan, flat_file: Path, num_rows: int, rounds: int) -> dict[str, list[float]]:
+    """Return the CPU seconds per row of each round, by both stores in turn, after comparing their rows."""
+    corpora = CorpusSet(plan.newest.sources, [corpus])
+    readers = {
+        "direct": RowReader(corpora, plan),
+        "flat": RowReader(FlatStore(corpus, flat_file, corpora.fingerprint), plan),
+    }
+    rows = range(min(num_rows, plan.num_rows))
+    ours, flat = (reader.read("train", 0, 0, 1) for reader in readers.values())
+    assert all(np.array_equal(getattr(ours, name), getattr(flat, name)) for name in _ARRAYS)
+    found: dict[str, list[float]] = {name: [] for name in readers}
+    for _ in range(rounds):
+        for name, reader in readers.items():
+            begin = time.process_time()
+            for row in rows:
+                reader.read("train", row, 0, 1)
+            found[name].append((time.process_time() - begin) / len(rows))
+    return found
+
+
+def markdown(record: Mapping[str, Any]) -> str:
+    """Return the record as a page."""
+    rows = []
+    for length, cost in record["lengths"].items():
+        ratios = [ours / flat for ours, flat in zip(cost["direct"], cost["flat"], strict=True)]
+        rows.append(
+            [
+                f"{int(length):,}",
+                spread([1e3 * seconds for seconds in cost["direct"]], "{:.1f}") + " ms",
+                spread([1e3 * seconds for seconds in cost["flat"]], "{:.1f}") + " ms",
+                spread(ratios, "{:.1f}"),
+                met(median(ratios) <= MOST_RATIO),
+            ]
+        )
+    head = ["mean document", "direct reader", "flat file", "ratio", f"at most {MOST_RATIO:.0f}"]
+    about = (
+        "CPU time of one process per row of 131,072 tokens, by mean document length in tokens; documents are shuffled "
+        "and packed as in training. The peer is the same reader on a flat memory-mapped file of the same tokens, "
+        "without checksums; both give the same rows, in turn."
+    )
+    return "\n\n".join(["# Rows by document length", origin(record), about, table(head, rows)])
