@@ -105,8 +105,11 @@ def legend(axes: Axes) -> None:
 
 
 def same_limits(figures: Sequence[Figure]) -> None:
-    """Give the axes of the same picture of several runs the same limits, so that they can be compared."""
+    """Give the axes of the same picture of several runs the same scale and limits, so that they can be compared."""
     axes = [figure.axes[0] for figure in figures]
+    if len({one.get_yscale() for one in axes}) > 1:
+        for one in axes:
+            one.set_yscale("linear" if min(other.get_ylim()[0] for other in axes) <= 0 else "log")
     for get, put in (("get_xlim", "set_xlim"), ("get_ylim", "set_ylim")):
         limits = [getattr(one, get)() for one in axes]
         for one in axes:

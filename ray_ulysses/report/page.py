@@ -86,6 +86,9 @@ def _sections(picture: Picture, records: Sequence[RunRecord]) -> list[str]:
             figures.append(None)
             reasons.append(f"can't be drawn: {type(error).__name__}: {error}")
     drawn = [figure for figure in figures if figure is not None]
+    for figure in drawn:
+        if len(records) > 1 and len(figure.axes) == 1:
+            figure.set_size_inches(5.4, 3.2)
     if picture.is_shared and len(drawn) > 1:
         same_limits(drawn)
     sections = []
@@ -95,7 +98,7 @@ def _sections(picture: Picture, records: Sequence[RunRecord]) -> list[str]:
         if figure is None:
             sections.append(f'<section>{title}<p class="dim">Nothing to show: {escape(reason)}</p></section>')
             continue
-        is_wide = figure.get_figwidth() > 6 and len(records) == 1
+        is_wide = figure.get_figwidth() > 6
         note = f'<p class="dim">{escape(picture.note)}</p>' if picture.note else ""
         svg = to_svg(figure, escape(f"{picture.title} of {record.history.name}", quote=True))
         opening = '<section class="wide">' if is_wide else "<section>"

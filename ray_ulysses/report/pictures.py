@@ -19,7 +19,7 @@ from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, Eva
 from ray_ulysses.tracking.timeline import Timeline
 
 _TOKENS = "supervised tokens"
-_LEAST_LABELLED = 0.06
+_LEAST_LABELLED = 0.1
 _BINS = 240
 # One spike must not flatten the rest of the curve.
 _LOSS_RATIO = 15.0

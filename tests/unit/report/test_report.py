@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
-from ray_ulysses.report.drawing import style
+from ray_ulysses.report.drawing import log_if_wide, same_limits, style
 from ray_ulysses.report.page import render_report
 from ray_ulysses.report.pictures import PICTURES, loss_picture, time_shares, tokens_per_second
 from ray_ulysses.report.run_record import RunRecord, read_record
@@ -175,3 +176,13 @@ def test_a_browser_opens_the_page_without_a_complaint(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout.count("<svg") == 8
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+
+
+def test_two_pictures_share_a_logarithmic_scale_where_one_needs_it() -> None:
+    spiky, calm = Figure(), Figure()
+    for figure, values in ((spiky, [1.0, 500.0]), (calm, [2.0, 3.0])):
+        log_if_wide(figure.subplots(), np.array(values))
+        figure.axes[0].plot(values)
+    same_limits([spiky, calm])
+    assert [one.axes[0].get_yscale() for one in (spiky, calm)] == ["log", "log"]
+    assert spiky.axes[0].get_ylim() == calm.axes[0].get_ylim()
