@@ -59,12 +59,12 @@ OF_EACH_KIND = ("lfm2", "qwen3_next", "kimi_linear", "nemotron_h", "falcon_h1")
 @pytest.mark.parametrize(
     ("ulysses_size", "names"),
     [
-        (1, OF_EACH_KIND),
-        (2, tuple(HYBRIDS)),
-        (4, OF_EACH_KIND),
+        pytest.param(1, OF_EACH_KIND, marks=pytest.mark.slow),
+        (2, OF_EACH_KIND),
+        pytest.param(2, tuple(HYBRIDS), marks=pytest.mark.slow),
         pytest.param(4, tuple(HYBRIDS), marks=pytest.mark.slow),
     ],
-    ids=["1", "2", "4", "4-all"],
+    ids=["1", "2-each-kind", "2", "4"],
 )
 def test_every_hybrid_equals_one_process_on_each_document(ulysses_size: int, names: tuple[str, ...]) -> None:
     chosen = [SeamCase(architecture=name, ulysses_size=ulysses_size) for name in names]
