@@ -86,9 +86,9 @@ def _sections(picture: Picture, records: Sequence[RunRecord]) -> list[str]:
             figures.append(None)
             reasons.append(f"can't be drawn: {type(error).__name__}: {error}")
     drawn = [figure for figure in figures if figure is not None]
-    for figure in drawn:
-        if len(records) > 1 and len(figure.axes) == 1:
-            figure.set_size_inches(5.4, 3.2)
+    for one in drawn:
+        if len(records) > 1 and len(one.axes) == 1:
+            one.set_size_inches(5.4, 3.2)
     if picture.is_shared and len(drawn) > 1:
         same_limits(drawn)
     sections = []
