@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_ulysses.errors import UserError
+from ray_ulysses.model_families import HEAD_NORMS
 
 _PARTS = ("text_config", "vision_config", "audio_config")
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
@@ -21,33 +22,6 @@ _DEFAULT_HEAD_DIM = {"qwen3": 128}
 
 EXACT_FAMILIES: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose parameter count is exact; a test compares it with Transformers' own modules."""
-
-# Families that normalize queries and keys by a norm of Transformers' own, in fp32; a test looks at their modules.
-HEAD_NORMS = frozenset((
-    "afmoe", "apertus", "beam", "blt", "doge", "dots1", "exaone4", "exaone_moe", "flex_olmo", "flint",
-    "gemma3_text", "gemma4_text", "gemma4_unified_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
-    "inkling_text", "kolibri1", "laguna", "lfm2", "lfm2_moe", "llama4_text", "mellum", "minimax_m2",
-    "minimax_m3_vl_text", "nanochat", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "qwen3", "qwen3_5_moe_text",
-    "qwen3_5_text", "qwen3_moe", "qwen3_next",
-))  # fmt: skip
-
-_LINEAR = frozenset({"linear_attention"})
-HYBRID_LAYER_TYPES: Mapping[str, frozenset[str]] = {
-    "lfm2": frozenset({"conv"}),
-    "lfm2_moe": frozenset({"conv"}),
-    "qwen3_next": _LINEAR,
-    "qwen3_5_text": _LINEAR,
-    "qwen3_5_moe_text": _LINEAR,
-    "olmo_hybrid": _LINEAR,
-    "kimi_linear": _LINEAR,
-    "bamba": _LINEAR,
-    "granitemoehybrid": _LINEAR,
-    "nemotron_h": _LINEAR,
-    "falcon_h1": frozenset({"hybrid"}),
-    "zamba2": _LINEAR | {"hybrid"},
-}
-"""By model type, the layer types that carry state along the sequence and are done exactly (see
-`ray_ulysses.attention.mixer_layouts`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +42,45 @@ class TrainedPart:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    """The experts of a layer.
+
+    Attributes:
+        count: Routed experts.
+        active: Those of them that a token goes through.
+        width: Width inside one.
+        shared: Width inside the experts that every token goes through; 0 without.
+        dense_layers: Layers that have a dense MLP instead.
+    """
+
+    count: int
+    active: int
+    width: int
+    shared: int
+    dense_layers: int
+
+    @classmethod
+    def from_config_dict(cls, config: Mapping[str, Any]) -> Experts | None:
+        """Read them from a Hugging Face configuration, by the names that families use; None for dense models."""
+
+        def first(*names: str) -> int:
+            return next((int(config[name]) for name in names if config.get(name)), 0)
+
+        count = first("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+        if count <= 1:
+            return None
+        width = first("moe_intermediate_size", "intermediate_size")
+        shared = first("shared_expert_intermediate_size", "shared_intermediate_size")
+        return cls(
+            count=count,
+            active=min(count, first("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token") or 1),
+            width=width,
+            shared=shared or width * first("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+            dense_layers=first("first_k_dense_replace", "num_dense_layers"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
     """The sizes of a causal decoder.
 
@@ -75,7 +88,7 @@ class ModelShape:
         model_type: The Hugging Face model type, such as ``llama``.
         num_layers: Decoder layers.
         hidden_size: Width of the residual stream.
-        intermediate_size: Width inside the gated MLP.
+        intermediate_size: Width inside the gated MLP; of a model with experts see ``mlp_width``.
         num_heads: Query heads.
         num_kv_heads: Key-value heads; divides ``num_heads``. Where layers differ, the largest number.
         head_dim: Width of one head; where layers differ, the largest width.
@@ -90,6 +103,7 @@ class ModelShape:
         mixer_sp_sizes: Ascending, the sp sizes that can share the heads of those layers.
         part: What is trained of it; None for everything.
         has_head_norms: Whether queries and keys are normalized in fp32.
+        experts: The experts of its layers; None if they have dense MLPs alone.
     """
 
     model_type: str
@@ -109,6 +123,28 @@ class ModelShape:
     mixer_sp_sizes: tuple[int, ...] = ()
     part: TrainedPart | None = None
     has_head_norms: bool = False
+    experts: Experts | None = None
+
+    @property
+    def mlp_width(self) -> int:
+        """Values per token inside the MLP of a layer: in all experts that the token goes through."""
+        experts = self.experts
+        return self.intermediate_size if experts is None else experts.active * experts.width + experts.shared
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Parameters of the MLP of a layer, of all experts, without a router's."""
+        experts = self.experts
+        width = self.intermediate_size if experts is None else experts.count * experts.width + experts.shared
+        return 3 * self.hidden_size * width
+
+    @property
+    def idle_parameters(self) -> int:
+        """Parameters of experts that a token does not go through, of all layers."""
+        if self.experts is None:
+            return 0
+        layers = max(0, self.num_layers - self.experts.dense_layers)
+        return layers * (self.mlp_parameters - 3 * self.hidden_size * self.mlp_width)
 
     @property
     def embedding_parameters(self) -> int:
@@ -130,8 +166,8 @@ class ModelShape:
 
     @property
     def frozen_matrices(self) -> int:
-        """Frozen parameters that multiply: all but an untied input embedding, which is a lookup."""
-        frozen = self.num_parameters - self.trained_parameters
+        """Frozen parameters that multiply: all but an untied input embedding, which is a lookup, and idle experts."""
+        frozen = self.num_parameters - self.trained_parameters - (0 if self.part is None else self.idle_parameters)
         is_lookup = self.part is not None and not self.part.has_embedding and not self.tied_embeddings
         return frozen - (self.embedding_parameters if is_lookup else 0)
 
@@ -186,7 +222,7 @@ class ModelShape:
         num_layers = sizes["num_hidden_layers"]
         # Per layer: key-value heads and their width.
         layers = _layer_heads(config, num_layers, (num_kv_heads, head_dim), num_heads, source)
-        query_width = sum(num_heads * dim for _, dim in layers)
+        query_width, experts = sum(num_heads * dim for _, dim in layers), Experts.from_config_dict(config)
         kv_width = sum(count * dim for count, dim in layers)
         return cls(
             model_type=model_type,
@@ -205,7 +241,9 @@ class ModelShape:
                 kv_width // num_layers, head_dim,
             ),
             is_exact=model_type in EXACT_FAMILIES,
+            other_parameters=_dense_layers(experts, hidden, sizes["intermediate_size"]),
             has_head_norms=model_type in HEAD_NORMS or config.get("use_qk_norm") is True,
+            experts=experts,
         )  # fmt: skip
 
     @classmethod
@@ -307,6 +345,18 @@ def _layer_number(number: Any, num_layers: int, source: str) -> int:
     return int(number)
 
 
+def _dense_layers(experts: Experts | None, hidden: int, intermediate: int) -> int:
+    """Return how many more parameters the layers with a dense MLP have than as many with experts."""
+    if experts is None:
+        return 0
+    return experts.dense_layers * (3 * hidden * intermediate - _expert_parameters(experts, hidden))
+
+
+def _expert_parameters(experts: Experts, hidden: int) -> int:
+    """Return the parameters of a layer's experts, each a gated MLP, and of the router that chooses among them."""
+    return 3 * hidden * (experts.count * experts.width + experts.shared) + experts.count * hidden
+
+
 def _layer_parameters(
     config: Mapping[str, Any],
     model_type: str,
@@ -321,10 +371,9 @@ def _layer_parameters(
     Biases as in Transformers 5.23: Qwen2 always has them on q, k and v; Llama and Qwen3 on all four with
     ``attention_bias``; Llama in the MLP with ``mlp_bias``. Qwen3 normalizes queries and keys per head.
     """
-    # Families with experts are an estimate: each has a gated MLP, and a router chooses among them.
-    experts = int(config.get("num_local_experts") or config.get("num_experts") or 1)
-    expert_width = int(config.get("moe_intermediate_size") or intermediate) if experts > 1 else intermediate
-    mlp = experts * 3 * hidden * expert_width + (experts * hidden if experts > 1 else 0)
+    experts = Experts.from_config_dict(config)
+    # Families with experts are an estimate.
+    mlp = 3 * hidden * intermediate if experts is None else _expert_parameters(experts, hidden)
     weights = 2 * hidden * query_width + 2 * hidden * kv_width + mlp
     norms = 2 * hidden + (2 * head_dim if model_type == "qwen3" else 0)
     qkv_bias = model_type == "qwen2" or (model_type != "mistral" and bool(config.get("attention_bias")))

@@ -483,6 +483,13 @@ MUTANTS = (
         killer="tests/unit/attention/test_remove.py::test_nothing_of_it_stays[llama]",
     ),
     Mutant(
+        name="the work of experts that a token does not go through",
+        file="ray_ulysses/planner/flops.py",
+        old="shape.num_parameters - shape.idle_parameters - lookup",
+        new="shape.num_parameters - lookup",
+        killer="tests/unit/planner/test_flops.py::test_experts_that_a_token_does_not_go_through_cost_nothing",
+    ),
+    Mutant(
         name="a norm with weights of each head that goes over tiles",
         file="ray_ulysses/engine/tiled_mlp.py",
         old="not is_fused and not _matrices(module)",

@@ -24,7 +24,7 @@ from ray_ulysses.engine.model_config import (
 )
 from ray_ulysses.engine.text_part import Part, keep_text_part, model_class
 from ray_ulysses.errors import UserError
-from ray_ulysses.model_shape import HYBRID_LAYER_TYPES
+from ray_ulysses.model_families import HYBRID_LAYER_TYPES
 from ray_ulysses.planner.settings import kept_attention
 
 if TYPE_CHECKING:

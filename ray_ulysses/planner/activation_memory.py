@@ -66,7 +66,7 @@ class Tiles:
     def chosen(cls, setting: TileSetting, tokens: int, shape: ModelShape) -> Tiles:
         """Return what ``memory.mlp_tile`` makes of a rank's tokens."""
         return cls(
-            mlp=mlp_tile_tokens(setting, tokens, shape.intermediate_size),
+            mlp=mlp_tile_tokens(setting, tokens, shape.mlp_width),
             norm=norm_tile_vectors(setting, tokens, shape.hidden_size, shape.hidden_size),
             query_norm=norm_tile_vectors(setting, tokens * shape.num_heads, shape.head_dim, shape.hidden_size)
             // shape.num_heads,
@@ -147,7 +147,7 @@ def _saved(
         text = f"{tokens:,} tokens per rank x {width} x {value} bytes: in the model's layout, for its projection"
         terms.append(term("attention output, exchanged", tokens * width * value, "mlp", text))
     if tiles.mlp >= tokens:
-        each = 4 * shape.intermediate_size * value
+        each = 4 * shape.mlp_width * value
         text = f"{tokens:,} tokens per rank x {each:,} bytes: gate, up, their activation and product"
         terms.append(term("one MLP", tokens * each, "mlp", text))
     return terms
@@ -164,10 +164,10 @@ def _mlp_backward(shape: ModelShape, tokens: int, value: int, tiles: Tiles, *, c
     of_adapter = 0 if shape.part is None else 2
     if checkpointed and tile >= tokens:
         # What the MLP has saved is freed by then.
-        norm -= tokens * 4 * shape.intermediate_size * value
+        norm -= tokens * 4 * shape.mlp_width * value
     if tile < tokens:
         values = 6 + of_adapter
-        each, weights = values * shape.intermediate_size * value, 3 * shape.hidden_size * shape.intermediate_size
+        each, weights = values * shape.mlp_width * value, shape.mlp_parameters
         weights *= shape.part is None
         size = tile * each + tokens * shape.hidden_size * value + weights * (FP32_BYTES + value)
         text = (
@@ -179,7 +179,7 @@ def _mlp_backward(shape: ModelShape, tokens: int, value: int, tiles: Tiles, *, c
     else:
         # The product is not needed any more when the gradients of all three have been made.
         values = 2 + of_adapter
-        each = values * shape.intermediate_size * value
+        each = values * shape.mlp_width * value
         size, name = tokens * each, "one MLP, backward"
         text = f"{tokens:,} tokens per rank x {each:,} bytes: {values} gradients of its width"
     if norm > size:

@@ -233,7 +233,7 @@ class _Parts:
         """
         shape = self.shape
         head = shape.embedding_parameters
-        layers = shape.num_parameters - (1 if shape.tied_embeddings else 2) * head
+        layers = shape.num_parameters - shape.idle_parameters - (1 if shape.tied_embeddings else 2) * head
         return self.work.tokens * (passes * layers + 6 * head - 2 * shape.frozen_matrices)
 
     def attention_flops(self, passes: int) -> float:
@@ -276,7 +276,7 @@ class _Parts:
         each = (
             shape.hidden_size * _LAYER_BYTES_OF_HIDDEN
             + heads * _LAYER_BYTES_OF_HEADS
-            + shape.intermediate_size * _LAYER_BYTES_OF_MLP
+            + shape.mlp_width * _LAYER_BYTES_OF_MLP
         )
         times = 4 if self.method.gradient_checkpointing else 3
         per_token = shape.num_layers * each * times + shape.vocab_size * _BYTES_OF_LOGITS

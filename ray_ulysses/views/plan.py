@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
+from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.heads import HeadPlan
 from ray_ulysses.planner.memory_terms import MemoryTerm
 from ray_ulysses.planner.peer_memory import PeerMemoryFacts
@@ -72,12 +73,21 @@ def _model(report: PlanReport) -> list[str]:
             [
                 ("parameters", f"{count(shape.num_parameters)} ({shape.num_parameters:,}){exact}, {shape.model_type}"),
                 *trained,
-                ("layers", f"{shape.num_layers} of width {shape.hidden_size}, MLP {shape.intermediate_size}"),
+                ("layers", f"{shape.num_layers} of width {shape.hidden_size}, {_mlp(shape)}"),
                 ("heads", f"{shape.num_heads} of {shape.head_dim}, {shape.num_kv_heads} key-value heads"),
                 ("vocabulary", f"{shape.vocab_size:,}, {tied} embeddings"),
             ]
         ),
     ]
+
+
+def _mlp(shape: ModelShape) -> str:
+    """Return the width of a layer's MLP, or its experts."""
+    experts = shape.experts
+    if experts is None:
+        return f"MLP {shape.intermediate_size}"
+    shared = f", and a shared one of {experts.shared}" if experts.shared else ""
+    return f"{experts.active} of {experts.count} experts of {experts.width} per token{shared}"
 
 
 def _layout(report: PlanReport) -> list[str]:

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.model_shape import EXACT_FAMILIES, HEAD_NORMS, ModelShape
+from ray_ulysses.model_families import HEAD_NORMS
+from ray_ulysses.model_shape import EXACT_FAMILIES, ModelShape
 from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, SIZES
 
 LLAMA_3_8B = {
@@ -197,7 +198,7 @@ def _on_meta(config):
 
 
 # Latent attention normalizes what keys are made of.
-@pytest.mark.parametrize("architecture", sorted({*ARCHITECTURES, *HYBRIDS} - {"deepseek_v3"}))
+@pytest.mark.parametrize("architecture", sorted({*ARCHITECTURES, *HYBRIDS} - {"deepseek_v3", "kimi_linear"}))
 def test_whether_queries_are_normalized_is_as_in_transformers_own_modules(architecture):
     config = {**ARCHITECTURES, **HYBRIDS}[architecture]()
     assert (config.model_type in HEAD_NORMS) == _has_head_norms(_on_meta(config))
@@ -214,3 +215,42 @@ def test_each_family_with_norms_of_heads_has_them(model_type):
     }
     config = AutoConfig.for_model(model_type, **SIZES, **{"pad_token_id": 0, **own.get(model_type, {})})
     assert _has_head_norms(_on_meta(config))
+
+
+EXPERTS = {
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 56,
+    },
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "ernie4_5_moe": {
+        "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 0,
+    },
+    "lfm2_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", EXPERTS)
+def test_a_token_goes_through_its_own_experts_and_the_shared_ones(model_type):
+    config = {**SMALL, **EXPERTS[model_type], "model_type": model_type, "pad_token_id": 0}
+    config["tie_word_embeddings"] = False
+    if model_type == "lfm2_moe":
+        config["layer_types"] = ["full_attention"] * 3
+    one = {**config, next(name for name in config if name in ("num_experts_per_tok", "moe_k")): 8}
+    shape, every = ModelShape.from_config_dict(config), ModelShape.from_config_dict(one)
+    # Norms and biases of heads and routers differ by family.
+    assert shape.num_parameters == pytest.approx(counted_by_transformers(config), rel=0.01)
+    assert every.num_parameters == shape.num_parameters and every.idle_parameters == 0
+    experts = shape.experts
+    assert experts is not None
+    sparse = 3 - experts.dense_layers
+    assert shape.idle_parameters == sparse * (8 - experts.active) * 3 * 48 * experts.width
+    assert shape.mlp_width == experts.active * experts.width + experts.shared
+    assert (experts.shared > 0) == (model_type in ("qwen2_moe", "ernie4_5_moe"))
+
+
+def test_a_dense_model_has_no_idle_parameters():
+    shape = ModelShape.from_config_dict({**SMALL, "model_type": "llama"})
+    assert shape.experts is None and shape.idle_parameters == 0 and shape.mlp_width == 80

@@ -3,7 +3,7 @@
 import pytest
 
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.planner.flops import mfu, peak_bf16_flops, step_flops
+from ray_ulysses.planner.flops import mfu, peak_bf16_flops, step_flops, token_cost
 
 LLAMA_3_8B = {
     "model_type": "llama",
@@ -50,6 +50,16 @@ def test_each_part_of_a_step_is_counted_once():
     assert step_flops(shape, tokens=1000, sum_squared_lengths=0) == 6 * multiplying * 1000
     attention = step_flops(shape, tokens=0, sum_squared_lengths=131072**2)
     assert attention == 6 * 32 * 4096 * 131072**2
+
+
+def test_experts_that_a_token_does_not_go_through_cost_nothing():
+    sizes = {**LLAMA_3_8B, "model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8}
+    mixtral = ModelShape.from_config_dict({**sizes, "num_experts_per_tok": 2})
+    # Mixtral 8x7B: 12.9 of 46.7 billion parameters per token, of which the input embedding is a lookup.
+    assert mixtral.num_parameters == pytest.approx(46.7e9, rel=2e-3)
+    per_token = step_flops(mixtral, tokens=1, sum_squared_lengths=0) / 6
+    assert per_token + 32000 * 4096 == pytest.approx(12.88e9, rel=2e-3)
+    assert token_cost(mixtral) == pytest.approx(per_token / (32 * 4096), rel=1e-6)
 
 
 def test_attention_of_short_documents_costs_less():

@@ -155,7 +155,7 @@ def test_a_report_is_small_and_soon_there(tmp_path: Path, num_steps: int) -> Non
     run = write_run(tmp_path / "run", num_steps)
     began = time.monotonic()
     page = render_report(run)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 20.0
     assert len(page.encode()) < 1_000_000
 
 

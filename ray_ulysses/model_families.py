@@ -1,0 +1,32 @@
+"""What families of decoders have that their configurations do not say, without torch; tests look at their modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# Families that normalize queries and keys by a norm of Transformers' own, in fp32; a test looks at their modules.
+HEAD_NORMS = frozenset((
+    "afmoe", "apertus", "beam", "blt", "doge", "dots1", "exaone4", "exaone_moe", "flex_olmo", "flint",
+    "gemma3_text", "gemma4_text", "gemma4_unified_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
+    "inkling_text", "kolibri1", "laguna", "lfm2", "lfm2_moe", "llama4_text", "mellum", "minimax_m2",
+    "minimax_m3_vl_text", "nanochat", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "qwen3", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_moe", "qwen3_next",
+))  # fmt: skip
+
+_LINEAR = frozenset({"linear_attention"})
+HYBRID_LAYER_TYPES: Mapping[str, frozenset[str]] = {
+    "lfm2": frozenset({"conv"}),
+    "lfm2_moe": frozenset({"conv"}),
+    "qwen3_next": _LINEAR,
+    "qwen3_5_text": _LINEAR,
+    "qwen3_5_moe_text": _LINEAR,
+    "olmo_hybrid": _LINEAR,
+    "kimi_linear": _LINEAR,
+    "bamba": _LINEAR,
+    "granitemoehybrid": _LINEAR,
+    "nemotron_h": _LINEAR,
+    "falcon_h1": frozenset({"hybrid"}),
+    "zamba2": _LINEAR | {"hybrid"},
+}
+"""By model type, the layer types that carry state along the sequence and are done exactly (see
+`ray_ulysses.attention.mixer_layouts`)."""
