@@ -12,6 +12,9 @@ HEAD_NORMS = frozenset((
     "minimax_m3_vl_text", "nanochat", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "qwen3", "qwen3_5_moe_text",
     "qwen3_5_text", "qwen3_moe", "qwen3_next",
 ))  # fmt: skip
+WHOLE_HEAD_NORMS = frozenset({"cohere"})
+"""Those whose norms of queries and keys, if they are switched on, have weights of their own for each head: they don't
+go over tiles."""
 
 _LINEAR = frozenset({"linear_attention"})
 HYBRID_LAYER_TYPES: Mapping[str, frozenset[str]] = {

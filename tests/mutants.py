@@ -1149,9 +1149,16 @@ MUTANTS = (
     Mutant(
         name="a slow node that is left though the others have no room",
         file="ray_ulysses/cluster/scaling.py",
-        old="        return nodes if place_workers(total, self._demand.wanted) is None else others\n",
-        new="        return others\n",
+        old="            room = self._room({node: nodes[node] for node in some}, self._held)\n",
+        new="            room = dict.fromkeys(some, 1000)\n",
         killer="tests/unit/cluster/test_scaling.py::test_a_slow_node_is_better_than_too_few_workers",
+    ),
+    Mutant(
+        name="a slow node that is taken back when another is left",
+        file="ray_ulysses/cluster/scaling.py",
+        old="nodes=announced | (frozenset(placed) - frozenset(nodes))",
+        new="nodes=frozenset(placed) - frozenset(nodes)",
+        killer="tests/unit/cluster/test_scaling.py::test_a_node_that_was_left_is_not_taken_back_when_another_is_left",
     ),
     Mutant(
         name="a slow rank that is never measured",

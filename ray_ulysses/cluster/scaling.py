@@ -15,7 +15,7 @@ import contextlib
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -33,6 +33,7 @@ from ray_ulysses.elastic.growth import is_worth_growing, place_more
 from ray_ulysses.elastic.placement import place_workers
 from ray_ulysses.elastic.reform import Group, MoveAsked, NodesUnusable
 from ray_ulysses.elastic.sizing import Sizing, decide_resize, decide_start
+from ray_ulysses.elastic.stragglers import nodes_to_use
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.requests import clear_stop, excluded_nodes, request_stop, stop_requested
@@ -78,7 +79,7 @@ class WorkerScaling(ScalingPolicy):
         self._placed: dict[str, int] = {}
         self._holds_room = False
         self._coordinator: Coordinator | None = None
-        self._seen = Sizing()
+        self._seen, self._slow = Sizing(), dict[str, float]()
         self._looked_at = -_LOOK_EVERY_S
 
     def _get_num_workers_for_resource_request(self) -> int:
@@ -195,7 +196,8 @@ class WorkerScaling(ScalingPolicy):
             return
         if resize is not None and resize.must:
             # The workers that stay go on by themselves if they are enough.
-            self._coordinator.post(NodesUnusable(nodes=frozenset(placed) - frozenset(nodes)))
+            # Those that were left before stay so: a slow node is alive, and its worker would be taken back.
+            self._coordinator.post(NodesUnusable(nodes=announced | (frozenset(placed) - frozenset(nodes))))
             self._move()
         elif self._joining.are_awaited:
             if self._joining.have_joined(group, now):
@@ -228,12 +230,19 @@ class WorkerScaling(ScalingPolicy):
         request_stop(self._config.run_dir, self._session, "resize")
 
     def _steady(self) -> dict[str, Any]:
-        """Return the nodes that stay, without those that the run is to do without if the others have enough room."""
+        """Return the nodes that stay, without slow ones that the run is to do without, where that pays."""
         nodes = steady_nodes()
-        excluded = excluded_nodes(self._config.run_dir, self._session)
-        others = {node: one for node, one in nodes.items() if node not in excluded}
-        total = room_for_workers(self._demand, {node: node_of(one["Resources"]) for node, one in others.items()})
-        return nodes if place_workers(total, self._demand.wanted) is None else others
+        self._slow |= excluded_nodes(self._config.run_dir, self._session)
+        if not self._slow.keys() & nodes.keys():
+            return nodes
+
+        def workers(some: Collection[str]) -> int:
+            room = self._room({node: nodes[node] for node in some}, self._held)
+            return sum((place_workers(room, self._demand.wanted) or {}).values())
+
+        group = None if self._coordinator is None else self._coordinator.group
+        usable = nodes_to_use(nodes, self._slow, () if group is None else group.num_placed, workers)
+        return {node: nodes[node] for node in usable}
 
     @property
     def _held(self) -> Mapping[str, int]:

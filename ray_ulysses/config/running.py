@@ -251,8 +251,8 @@ class ElasticSection(Section):
     slow_ranks: Literal["report", "exclude"] = "report"
     """What to do about a rank whose device takes more than 1.3 times as long as the median rank's for the same small
     computation, in five measurements in a row, at least 30 s apart: `report` tells of it; `exclude` also moves the
-    workers away from its node where the other nodes have room for enough of them, as from a node that is drained.
-    Default `report`: a slow node is often better than none."""
+    workers away from its node, as from one that is drained, where the run is faster without it. Default `report`: a
+    slow node is often better than none."""
 
     cloud_notices: Literal["auto", "none", "aws", "gcp", "azure"] = "auto"
     """Cloud whose announcements that a machine is going to be taken away (spot interruption, preemption, maintenance)

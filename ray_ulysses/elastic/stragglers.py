@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from statistics import median
+from statistics import median_low
 
 RATIO = 1.3
-"""A rank is slow in a window where its own compute takes more than this multiple of the median rank's."""
+"""A rank is slow in a window where its own compute takes more than this multiple of the median rank's. Of an even
+number of ranks the faster of the two in the middle counts, so that one slow node of two is found."""
 WINDOWS = 5
 """A rank that is slow in this many windows in a row is named."""
 
@@ -49,9 +50,9 @@ class Stragglers:
         """The ranks that have been slow for long enough to be named."""
         return tuple(one for one in self.slow if one.windows >= WINDOWS)
 
-    def to_exclude(self, *, may_exclude: bool) -> tuple[int, ...]:
+    def to_exclude(self, *, may_exclude: bool) -> tuple[Straggler, ...]:
         """Return the ranks whose nodes the run is to continue without: none unless the configuration allows it."""
-        return tuple(one.rank for one in self.named) if may_exclude else ()
+        return self.named if may_exclude else ()
 
 
 def after_window(seen: Stragglers, compute_s: Mapping[int, float]) -> Stragglers:
@@ -63,7 +64,7 @@ def after_window(seen: Stragglers, compute_s: Mapping[int, float]) -> Stragglers
             its share of the work where shares differ. A rank that is missing is counted anew.
     """
     windows = {one.rank: one.windows for one in seen.slow}
-    middle = median(compute_s.values()) if compute_s else 0.0
+    middle = median_low(compute_s.values()) if compute_s else 0.0
     return Stragglers(
         slow=tuple(
             Straggler(rank=rank, windows=windows.get(rank, 0) + 1, ratio=seconds / middle)
@@ -71,3 +72,29 @@ def after_window(seen: Stragglers, compute_s: Mapping[int, float]) -> Stragglers
             if middle > 0 and seconds > RATIO * middle
         )
     )
+
+
+def nodes_to_use(
+    nodes: Collection[str],
+    slow: Mapping[str, float],
+    in_use: Collection[str],
+    workers: Callable[[Collection[str]], int],
+) -> frozenset[str]:
+    """Return the nodes to use: without the slow ones, as far as a run is faster without them.
+
+    Every rank waits for the slowest, so that fewer workers pay where they are as much faster.
+
+    Args:
+        nodes: The nodes that stay.
+        slow: How many times as long as the median's the compute of a slow node takes, by node.
+        in_use: The nodes where workers are; of slow ones they are used first, so that no run changes between them.
+        workers: Returns how many workers nodes hold; 0 if they are too few for a run.
+    """
+    usable = {node for node in nodes if node not in slow}
+    every = workers(nodes)
+    for node in sorted(slow.keys() & set(nodes), key=lambda one: (one not in in_use, slow[one])):
+        gain = max(slow[one] for one in nodes if one not in usable)
+        if workers(usable) * gain > every:
+            break
+        usable.add(node)
+    return frozenset(usable)

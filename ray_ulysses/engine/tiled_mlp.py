@@ -24,12 +24,14 @@ from torch.autograd.function import once_differentiable
 from ray_ulysses.engine.model_parts import NoTilesError, own_forward, unhooked
 from ray_ulysses.engine.tiled_loss import add_gradients
 from ray_ulysses.errors import UserError
+from ray_ulysses.logging import get_logger
 from ray_ulysses.parallel.tiles import TileSetting, mlp_tile_tokens, norm_tile_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _OFF = "memory.mlp_tile: off"
+_log = get_logger(__name__)
 
 
 def tile_mlps(model: nn.Module, tile: TileSetting) -> None:
@@ -85,7 +87,7 @@ def _norm_tile(setting: TileSetting, hidden_size: int | None, vectors: int, widt
 def _hidden_size(model: nn.Module) -> int | None:
     """Return the width of a model's hidden states; None if it has no configuration, as a layer alone."""
     config = getattr(model, "config", None)
-    return None if config is None else int(config.get_text_config(decoder=True).hidden_size)
+    return None if config is None else getattr(config.get_text_config(decoder=True), "hidden_size", None)
 
 
 def find_mlps(model: nn.Module) -> Iterator[nn.Module]:
@@ -119,7 +121,10 @@ def find_norms(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    is_plain = type(module).__name__.endswith("Norm") and next(module.children(), None) is None
+    name = type(module).__name__
+    # Those of groups and batches mix vectors.
+    is_plain = name.endswith("Norm") and not name.endswith(("GroupNorm", "BatchNorm"))
+    is_plain = is_plain and next(module.children(), None) is None
     is_fused = isinstance(module, nn.LayerNorm | nn.RMSNorm)
     return is_plain and not is_fused and not _matrices(module)
 
@@ -157,6 +162,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._ray_ulysses_tile_setting != "auto":
             raise
         del self.forward
+        _log.warning("%s does not go over tiles, so a step takes more memory than planned", type(self).__name__)
         return own(self, hidden)
     result = result.view_as(in_memory).permute(*(order.index(dim) for dim in range(len(order))), -1)
     return (result, *[None] * bare.num_others) if bare.num_others else result
@@ -194,6 +200,9 @@ class _Bare:
         if isinstance(result, tuple):
             self.num_others = len(result) - 1
             result = result[0]
+        if isinstance(result, torch.Tensor) and result.shape == hidden_1TH.shape[1:]:
+            # Llama 4's experts leave it to the layer to give the result its input's shape.
+            result = result[None]
         if not isinstance(result, torch.Tensor) or result.shape != hidden_1TH.shape:
             raise NoTilesError(
                 f"{type(self.mlp).__name__} does not return hidden states of its input's shape, so it can't go over "

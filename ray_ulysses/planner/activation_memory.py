@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ray_ulysses.config.running import KeptActivation
+from ray_ulysses.model_families import WHOLE_HEAD_NORMS
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.heads import HeadPlan, assign_heads
 from ray_ulysses.parallel.tiles import TileSetting, loss_tile_tokens, mlp_tile_tokens, norm_tile_vectors
@@ -68,7 +69,9 @@ class Tiles:
         return cls(
             mlp=mlp_tile_tokens(setting, tokens, shape.mlp_width),
             norm=norm_tile_vectors(setting, tokens, shape.hidden_size, shape.hidden_size),
-            query_norm=norm_tile_vectors(setting, tokens * shape.num_heads, shape.head_dim, shape.hidden_size)
+            query_norm=tokens
+            if shape.model_type in WHOLE_HEAD_NORMS
+            else norm_tile_vectors(setting, tokens * shape.num_heads, shape.head_dim, shape.hidden_size)
             // shape.num_heads,
         )
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -65,24 +65,31 @@ def clear_stop(run_dir: Path) -> None:
     (run_dir / STOP_FILE).unlink(missing_ok=True)
 
 
-def exclude_nodes(run_dir: Path, session: str, nodes: Collection[str]) -> None:
-    """Ask the driver of the running session to continue without these nodes, besides those excluded before.
+def exclude_nodes(run_dir: Path, session: str, slow: Mapping[str, float]) -> None:
+    """Ask the driver of the running session to continue without slow nodes, besides those excluded before.
+
+    Args:
+        run_dir: The run's directory, which is not made anew if it was moved away.
+        session: The session.
+        slow: How many times as long as others' the compute of each node takes.
 
     Raises:
         OSError: The request can't be written.
     """
-    every = excluded_nodes(run_dir, session) | set(nodes)
-    # Into the directory as it is: one that was moved away is not made anew.
-    (run_dir / EXCLUDED_FILE).write_text(" ".join((session, *sorted(every))))
+    every = {**excluded_nodes(run_dir, session), **slow}
+    temporary = run_dir / f"{EXCLUDED_FILE}.new"
+    temporary.write_text(" ".join((session, *(f"{node}={ratio:.3f}" for node, ratio in sorted(every.items())))))
+    temporary.replace(run_dir / EXCLUDED_FILE)
 
 
-def excluded_nodes(run_dir: Path, session: str) -> frozenset[str]:
-    """Return the names of the nodes that this session is to do without."""
+def excluded_nodes(run_dir: Path, session: str) -> dict[str, float]:
+    """Return the nodes that this session is to do without, and how slow each is."""
     try:
-        words = _read(run_dir / EXCLUDED_FILE).split()
-    except OSError:
-        return frozenset()
-    return frozenset(words[1:]) if words[:1] == [session] else frozenset()
+        given, *words = _read(run_dir / EXCLUDED_FILE).split()
+    except (OSError, ValueError):
+        return {}
+    found = (word.rpartition("=") for word in words if given == session)
+    return {node: float(ratio) for node, _, ratio in found if node and ratio.replace(".", "", 1).isdecimal()}
 
 
 def request_save(run_dir: Path) -> None:

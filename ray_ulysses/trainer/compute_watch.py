@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statistics import median
+import math
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -40,45 +40,64 @@ class ComputeWatch:
         return self._context.worker.world_size > 1 and waited_s >= WINDOW_S
 
     def after_step(self, flags: Flags) -> None:
-        """Measure, if that is due; every rank must call, with the flags on which all have agreed."""
-        if not flags.compute_due:
+        """Measure, if that is due; every rank must call, with the flags on which all have agreed.
+
+        It comes before anything of the step is saved, and not while an earlier save runs, whose threads would count.
+        """
+        if not flags.compute_due or flags.saving or flags.memory_busy:
             return
         worker, config = self._context.worker, self._context.run.config
         self._measured_at = worker.clock.monotonic()
         times = self._context.exchange.gather(compute_s(worker.device))
         if times is None:
             return
-        self._seen = after_window(self._seen, dict(enumerate(times)))
-        nodes = self._context.nodes
+        self._seen = after_window(self._seen, {rank: time for rank, time in enumerate(times) if math.isfinite(time)})
         leaves = self._seen.to_exclude(may_exclude=config.elastic.slow_ranks == "exclude")
         for one in self._seen.named:
             if one.rank not in self._told:
-                then = "the run leaves this node" if one.rank in leaves else "the run goes on with it"
-                self._recorder.warned(
-                    f"{one.said(nodes[one.rank])} ({then}: elastic.slow_ranks={config.elastic.slow_ranks})"
-                )
+                then = "the driver leaves its node where that pays" if one in leaves else "the run goes on with it"
+                said = one.said(self._context.nodes[one.rank])
+                self._recorder.warned(f"{said} ({then}: elastic.slow_ranks={config.elastic.slow_ranks})")
         self._told = frozenset(one.rank for one in self._seen.named)
         places = worker.cluster_nodes
         if leaves and places:
             try:
-                exclude_nodes(config.run_dir, worker.session, {places[rank] for rank in leaves})
+                exclude_nodes(config.run_dir, worker.session, {places[one.rank]: one.ratio for one in leaves})
             except OSError as error:
                 _log.warning("the request to leave slow nodes can't be written: %s", error)
 
 
 def compute_s(device: torch.device) -> float:
-    """Return how long this rank takes for fixed products of matrices, in seconds: the median of a few times."""
-    is_gpu = device.type == "cuda"
-    size, products = (2048, 40) if is_gpu else (192, 1)
-    matrix = torch.full((size, size), 1.0 / size, dtype=torch.bfloat16 if is_gpu else torch.float32, device=device)
-    times = []
+    """Return how long this rank takes for fixed products of matrices, in seconds; NaN if a GPU has no memory for them.
+
+    It is the shortest of a few times: what disturbs a rank now and then is none of its speed.
+    """
+    try:
+        return _gpu_s(device) if device.type == "cuda" else _cpu_s()
+    except torch.OutOfMemoryError:
+        return math.nan
+
+
+def _cpu_s() -> float:
+    matrix, times = torch.full((192, 192), 1.0 / 192), []
     for _ in range(9):
-        if is_gpu:
-            torch.cuda.synchronize(device)
         started = perf_counter()
-        for _ in range(products):
-            matrix @ matrix
-        if is_gpu:
-            torch.cuda.synchronize(device)
+        matrix @ matrix
         times.append(perf_counter() - started)
-    return median(times)
+    return min(times)
+
+
+def _gpu_s(device: torch.device) -> float:
+    """Not yet run on a GPU: about 100 ms of products there, timed by the device itself."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    matrix = torch.randn(2048, 2048, dtype=torch.bfloat16, device=device, generator=generator) / 45
+    times: list[float] = []
+    for _ in range(9):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(400):
+            matrix @ matrix
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1000)
+    return min(times)

@@ -205,11 +205,11 @@ def _train(attempt: _Attempt, source: RowSource, position: RunPosition) -> Attem
         if _due(config.run.eval_every_steps, step, is_last=step == last_step):
             with memory_explained(attempt.context.run, worker.device, step):
                 outcome = _evaluate(attempt, outcome)
+        attempt.watch.after_step(flags)
         worker.beat("save", step)
         with attempt.recorder.time.saving():
             attempt.vault.after_step(attempt.engine, outcome, plan.cursor(step))
             attempt.keeper.after_step(attempt.engine, outcome, plan.cursor(step), last_step)
-        attempt.watch.after_step(flags)
     return AttemptEnd(status=status, step=position.step)
 
 

@@ -24,7 +24,7 @@ from ray_ulysses.cluster.failures import FailureJudge, is_resize, lacks_room
 from ray_ulysses.cluster.scaling import WorkerScaling, reachable
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.sizing import SETTLE_S
-from ray_ulysses.run.requests import exclude_nodes, request_stop, stop_requested
+from ray_ulysses.run.requests import clear_stop, exclude_nodes, request_stop, stop_requested
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.tracking.events import RESIZED
 from ray_ulysses.tracking.pace import Pace
@@ -254,7 +254,7 @@ def test_a_node_that_the_run_is_to_do_without_is_left_as_one_that_is_drained(
     nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
     policy = policy_on(nodes, tmp_path)
     start(policy, nodes)
-    exclude_nodes(policy._config.run_dir, SESSION, {"b"})
+    exclude_nodes(policy._config.run_dir, SESSION, {"b": 2.5})
     for _ in range(2):
         assert stop_requested(policy._config.run_dir, SESSION) is None
         poll(policy, RUNNING)
@@ -268,11 +268,42 @@ def test_a_node_that_the_run_is_to_do_without_is_left_as_one_that_is_drained(
     assert start(policy, nodes) == ["a", "a"]
 
 
+def test_a_node_that_was_left_is_not_taken_back_when_another_is_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2, c=2, d=2)
+    policy = policy_on(nodes, tmp_path, most=8)
+    start(policy, nodes)
+    members: Any = policy._coordinator
+    for slow in ("b", "d"):
+        exclude_nodes(policy._config.run_dir, SESSION, {slow: 5.0})
+        for _ in range(2):
+            poll(policy, RUNNING)
+            nodes.time_s += SETTLE_S
+        del members.group.num_placed[slow]
+        clear_stop(policy._config.run_dir)
+    assert members.group.unusable == {"b", "d"}
+    moves = len(members.posted)
+    for _ in range(4):
+        poll(policy, RUNNING)
+        nodes.time_s += SETTLE_S
+    assert len(members.posted) == moves
+
+
+def test_a_node_that_others_use_replaces_no_slow_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2, c=2)
+    nodes.free["c"] = 0
+    policy = policy_on(nodes, tmp_path, least=4)
+    policy._config.run_dir.mkdir(exist_ok=True)
+    exclude_nodes(policy._config.run_dir, SESSION, {"b": 9.0})
+    assert start(policy, nodes) == ["a", "a", "b", "b"]
+
+
 def test_a_slow_node_is_better_than_too_few_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
     policy = policy_on(nodes, tmp_path, least=4)
     start(policy, nodes)
-    exclude_nodes(policy._config.run_dir, SESSION, {"b"})
+    exclude_nodes(policy._config.run_dir, SESSION, {"b": 2.5})
     for _ in range(3):
         poll(policy, RUNNING)
         nodes.time_s += SETTLE_S

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ulysses.elastic.stragglers import RATIO, WINDOWS, Straggler, Stragglers, after_window
+from ray_ulysses.elastic.stragglers import RATIO, WINDOWS, Straggler, Stragglers, after_window, nodes_to_use
 
 TIMES = st.dictionaries(st.integers(0, 20), st.floats(0.01, 1e3), min_size=1)
 
@@ -40,7 +42,7 @@ def test_a_window_at_the_others_pace_starts_the_count_anew() -> None:
 def test_nobody_is_excluded_unless_the_configuration_allows_it() -> None:
     seen = after(*[SLOW] * WINDOWS)
     assert seen.to_exclude(may_exclude=False) == ()
-    assert seen.to_exclude(may_exclude=True) == (2,)
+    assert seen.to_exclude(may_exclude=True) == seen.named != ()
     assert after(*[SLOW] * 4).to_exclude(may_exclude=True) == ()
 
 
@@ -58,7 +60,7 @@ def test_the_count_is_of_windows_in_a_row_whatever_the_unit(windows: list[dict[i
         held = [one.rank in {slow.rank for slow in after(window).slow} for window in windows]
         assert all(held[-one.windows :]) and not all(held[-one.windows - 1 :][: len(held) - one.windows] or [False])
         assert one.ratio > RATIO
-    # Fewer than half of the ranks can be above the median.
+    # At most half of the ranks can be above the lower median.
     assert len(seen.slow) <= (len(windows[-1]) / 2 if windows else 0)
 
 
@@ -73,3 +75,41 @@ def test_one_rank_among_equals_is_named_after_exactly_five_windows(slow_s: float
     window = dict(enumerate([slow_s, *others]))
     assert after(*[window] * 4).named == ()
     assert [one.rank for one in after(*[window] * 5).named] == [0]
+
+
+@pytest.mark.parametrize("times", [[1.0, 1.4], [1.0, 1.0, 1.4, 1.4]])
+def test_one_slow_node_of_two_is_found(times: list[float]) -> None:
+    seen = after(*[dict(enumerate(times))] * WINDOWS)
+    assert [one.rank for one in seen.named] == list(range(len(times) // 2, len(times)))
+
+
+def workers_of(least: int, **room: int) -> Callable[[Collection[str]], int]:
+    def workers(nodes: Collection[str]) -> int:
+        found = sum(room[node] for node in nodes)
+        return found if found >= least else 0
+
+    return workers
+
+
+@pytest.mark.parametrize(
+    ("slow", "in_use", "least", "room", "used"),
+    [
+        # There is a spare node.
+        ({"b": 1.4}, "ab", 2, {"a": 1, "b": 1, "c": 1}, "ac"),
+        # Half of the workers for 1.4 times their speed.
+        ({"b": 1.4}, "ab", 1, {"a": 1, "b": 1}, "ab"),
+        ({"b": 2.1}, "ab", 1, {"a": 1, "b": 1}, "a"),
+        # Too few without it.
+        ({"b": 9.0}, "ab", 2, {"a": 1, "b": 1}, "ab"),
+        # Of two slow ones the one in use stays: no run goes back to a node that it has left.
+        ({"a": 1.5, "b": 1.4}, "ac", 2, {"a": 1, "b": 1, "c": 1}, "ac"),
+        ({"a": 1.5, "b": 1.4}, "", 2, {"a": 1, "b": 1, "c": 1}, "bc"),
+        ({"gone": 2.0}, "a", 1, {"a": 1}, "a"),
+    ],
+)
+def test_a_run_does_without_slow_nodes_where_that_pays(
+    slow: dict[str, float], in_use: str, least: int, room: dict[str, int], used: str
+) -> None:
+    capped = workers_of(least, **room)
+    most = 2 if "c" in room else 9
+    assert nodes_to_use(room, slow, in_use, lambda nodes: min(most, capped(nodes))) == set(used)

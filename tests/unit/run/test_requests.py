@@ -17,7 +17,7 @@ from ray_ulysses.run.requests import (
     stop_requested,
     take_save_request,
 )
-from ray_ulysses.run_names import NOTICE_FILE, SAVE_FILE, STOP_FILE
+from ray_ulysses.run_names import EXCLUDED_FILE, NOTICE_FILE, SAVE_FILE, STOP_FILE
 
 
 def test_a_request_stops_the_session_that_it_is_meant_for(tmp_path: Path) -> None:
@@ -115,11 +115,16 @@ def test_a_resize_does_not_take_the_place_of_a_stop(tmp_path: Path) -> None:
 
 
 def test_excluded_nodes_are_those_of_the_session_and_add_up(tmp_path: Path) -> None:
-    assert excluded_nodes(tmp_path, "one") == frozenset()
-    exclude_nodes(tmp_path, "one", {"a"})
-    exclude_nodes(tmp_path, "one", ["b" * 56, *(f"{number:056d}" for number in range(100))])
-    assert {"a", "b" * 56} < excluded_nodes(tmp_path, "one") and len(excluded_nodes(tmp_path, "one")) == 102
+    assert excluded_nodes(tmp_path, "one") == {}
+    exclude_nodes(tmp_path, "one", {"a": 1.4})
+    exclude_nodes(tmp_path, "one", {"a": 1.6, "b" * 56: 2.0, **{f"{number:056d}": 1.5 for number in range(100)}})
+    found = excluded_nodes(tmp_path, "one")
+    assert len(found) == 102 and found["a"] == 1.6 and found["b" * 56] == 2.0
     # One left by an earlier command.
-    assert excluded_nodes(tmp_path, "two") == frozenset()
-    exclude_nodes(tmp_path, "two", {"c"})
-    assert excluded_nodes(tmp_path, "two") == {"c"} and excluded_nodes(tmp_path, "one") == frozenset()
+    assert excluded_nodes(tmp_path, "two") == {}
+    exclude_nodes(tmp_path, "two", {"c": 3.0})
+    assert excluded_nodes(tmp_path, "two") == {"c": 3.0} and excluded_nodes(tmp_path, "one") == {}
+    assert {path.name for path in tmp_path.iterdir()} == {EXCLUDED_FILE}
+    for torn in ("", "two", "two c=", "two =1.0 c", "two c=x"):
+        (tmp_path / EXCLUDED_FILE).write_text(torn)
+        assert excluded_nodes(tmp_path, "two") == {}

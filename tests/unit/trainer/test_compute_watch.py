@@ -62,6 +62,23 @@ def test_ranks_are_measured_at_most_every_30_s(monkeypatch: pytest.MonkeyPatch, 
     assert ranks.measured == 2
 
 
+@pytest.mark.parametrize("busy", ["saving", "memory_busy"])
+def test_ranks_are_not_measured_beside_a_save(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, busy: str) -> None:
+    ranks = Ranks(monkeypatch, tmp_path)
+    ranks.time_s = WINDOW_S
+    ranks.watch.after_step(Flags(compute_due=True, **{busy: True}))
+    assert ranks.measured == 0 and ranks.watch.is_due()
+    ranks.watch.after_step(Flags(compute_due=True))
+    assert ranks.measured == 1
+
+
+def test_a_rank_that_can_not_measure_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ranks = Ranks(monkeypatch, tmp_path)
+    for _ in range(WINDOWS):
+        ranks.window([1.0, float("nan"), 1.4, 1.0])
+    assert len(ranks.warned) == 1 and ranks.warned[0].startswith("rank 2 ")
+
+
 def test_a_rank_alone_is_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ranks = Ranks(monkeypatch, tmp_path, world_size=1)
     ranks.time_s = 1e6
@@ -81,7 +98,7 @@ def test_a_rank_that_stays_slow_is_named_once_and_again_after_it_was_not(
         "rank 2 on host-b computes 1.4 times as long as the median rank, in 5 measurements in a row: check its GPU for "
         "throttling and its node for other work (the run goes on with it: elastic.slow_ranks=report)"
     ]
-    assert excluded_nodes(tmp_path, "command") == frozenset()
+    assert excluded_nodes(tmp_path, "command") == {}
     ranks.window(EVEN)
     for _ in range(WINDOWS):
         ranks.window()
@@ -91,13 +108,13 @@ def test_a_rank_that_stays_slow_is_named_once_and_again_after_it_was_not(
 def test_its_node_is_left_where_the_configuration_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ranks = Ranks(monkeypatch, tmp_path, slow="exclude")
     for _ in range(WINDOWS):
-        assert excluded_nodes(tmp_path, "command") == frozenset()
+        assert excluded_nodes(tmp_path, "command") == {}
         ranks.window()
-    assert ranks.warned[0].endswith("(the run leaves this node: elastic.slow_ranks=exclude)")
-    assert excluded_nodes(tmp_path, "command") == {"b"}
+    assert ranks.warned[0].endswith("(the driver leaves its node where that pays: elastic.slow_ranks=exclude)")
+    assert excluded_nodes(tmp_path, "command") == {"b": 1.4}
     for _ in range(WINDOWS):
         ranks.window([1.5, 1.0, 1.0, 1.0])
-    assert excluded_nodes(tmp_path, "command") == {"a", "b"}
+    assert excluded_nodes(tmp_path, "command") == {"a": 1.5, "b": 1.4}
 
 
 def test_a_request_that_can_not_be_written_stops_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
