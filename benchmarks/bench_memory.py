@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,12 +21,12 @@ from benchmarks.fresh_process import peak_rss_bytes, run_fresh
 from benchmarks.stored_result import MIB, RESULTS, command, met, origin, provenance, say, spread, store, table
 
 TOKENS = (4096, 8192)
-SIDES: dict[str, tuple[str, str]] = {
-    # loss_tile and mlp_tile of each of ours.
-    "transformers": ("", ""),
-    "untiled": ("off", "off"),
-    "tiled": ("auto", "auto"),
-    "tiled, MLP too": ("auto", "1024"),
+SIDES: dict[str, tuple[str, str, str]] = {
+    # loss_tile, mlp_tile and attention_output of each of ours.
+    "transformers": ("", "", ""),
+    "untiled": ("off", "off", "both"),
+    "tiled": ("auto", "auto", "both"),
+    "tiled, MLP too": ("auto", "1024", "both"),
 }
 MODEL: dict[str, int] = {
     "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -46,7 +46,19 @@ the sum of the terms of `plan` for the same step, without weights, optimizer and
 
 
 def measure_side(side: str, tokens: int) -> dict[str, float]:
-    """Take one step in this process, and return what it took."""
+    """Take one step of a side in this process, and return what it took."""
+    return measure_step(transformers_step if side == "transformers" else our_step, MODEL, tokens, *SIDES[side])
+
+
+def measure_step(step: Callable[..., Any], sizes: Mapping[str, int], tokens: int, *settings: str) -> dict[str, float]:
+    """Take one step in this process, and return what it took.
+
+    Args:
+        step: Returns a function that takes the step, of a model, token ids and the settings.
+        sizes: Sizes of the model.
+        tokens: Tokens of the row.
+        settings: Of the step.
+    """
     import time
 
     import torch
@@ -55,11 +67,10 @@ def measure_side(side: str, tokens: int) -> dict[str, float]:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model: Any = LlamaForCausalLM._from_config(
-        LlamaConfig(**MODEL, use_cache=False), attn_implementation="sdpa"
+        LlamaConfig(**sizes, use_cache=False), attn_implementation="sdpa"
     ).train()
-    ids = torch.randint(0, MODEL["vocab_size"], (1, tokens))
-    step = _transformers_step if side == "transformers" else _our_step
-    run = step(model, ids, *SIDES[side])
+    ids = torch.randint(0, sizes["vocab_size"], (1, tokens))
+    run = step(model, ids, *settings)
     before = _resident_bytes()
     # From now on VmHWM is the peak of the step alone.
     Path("/proc/self/clear_refs").write_text("5")
@@ -69,7 +80,8 @@ def measure_side(side: str, tokens: int) -> dict[str, float]:
     return {"peak_bytes": peak_rss_bytes() - before, "cpu_s": seconds, "loss": loss}
 
 
-def _transformers_step(model: Any, ids: Any, *_: str) -> Any:
+def transformers_step(model: Any, ids: Any, *_: str) -> Any:
+    """Return a function that takes Transformers' own step with gradient checkpointing."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     def run() -> float:
@@ -80,13 +92,15 @@ def _transformers_step(model: Any, ids: Any, *_: str) -> Any:
     return run
 
 
-def _our_step(model: Any, ids: Any, loss_tile: str, mlp_tile: str) -> Any:
+def our_step(model: Any, ids: Any, loss_tile: str, mlp_tile: str, kept: Any) -> Any:
+    """Return a function that takes our step, with the tiles and what is kept of attention."""
     from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, shard_batch
     from ray_ulysses.attention.recompute import checkpoint_contexts
     from ray_ulysses.engine.tiled_mlp import tile_mlps
 
     mesh = SequenceMesh.from_group(None)
-    options = {"use_reentrant": False, "context_fn": checkpoint_contexts("both")}
+    contexts = checkpoint_contexts(kept)
+    options = {"use_reentrant": False} | ({} if contexts is None else {"context_fn": contexts})
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     apply_ulysses(model, mesh)
     tile_mlps(model, _tile(mlp_tile))
@@ -117,10 +131,10 @@ def estimated_bytes(side: str, tokens: int) -> int | None:
     if side == "transformers":
         return None
     shape = ModelShape.from_config_dict({"model_type": "llama", **MODEL})
-    loss_tile, mlp_tile = (_tile(text) for text in SIDES[side])
+    loss_tile, mlp_tile, kept = (_tile(text) for text in SIDES[side])
     memory = estimate(
         shape, world_size=1, sp_size=1, context_tokens=tokens, dtype="fp32", accelerator=False, loss_tile=loss_tile,
-        mlp_tile=mlp_tile,
+        mlp_tile=mlp_tile, attention_output=kept,
     )  # fmt: skip
     of_engine = ("weights, sharded", "master weights, fp32", "AdamW moments, fp32", "weights, gathered")
     left_out = {*of_engine, "gradients, before reduction"}

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    bench_longest,
     bench_memory,
     bench_memory_model,
     bench_train,
@@ -445,6 +446,39 @@ def test_the_slope_of_memory_is_the_growth_of_the_peak_per_token(each_kb: int, w
     page = bench_memory.page(record)
     assert page.endswith(f"the slope is at most 15 KB per token: {word}.")
     assert "at most 0.2 of Transformers': met;" in page
+
+
+@pytest.mark.parametrize("each", [400_000, 12_000, 9_000])
+@pytest.mark.parametrize("square", [0, 1e-2])
+def test_the_longest_context_that_fits_is_found_by_a_few_steps(each: int, square: float) -> None:
+    measured: dict[int, int] = {}
+
+    def peak_of(tokens: int) -> int:
+        assert tokens not in measured
+        measured[tokens] = max(250_000_000, int(50_000_000 + each * tokens + square * tokens**2))
+        return measured[tokens]
+
+    low, high = bench_longest.longest(peak_of, 2**30, 2048)
+    assert len(measured) <= 9
+    assert measured[low] <= 2**30 < measured[high]
+    assert high <= low * bench_longest.CLOSE + bench_longest.STEP
+
+
+def test_a_limit_that_nothing_fits_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^1024 tokens do not fit into 5 bytes$"):
+        bench_longest.longest(lambda tokens: 6, 5, 2048)
+
+
+@pytest.mark.parametrize(("ours", "words"), [(12_000, ["met", "met"]), (5_000, ["**not met**", "**not met**"])])
+def test_the_longest_context_is_held_to_every_peer(ours: int, words: list[str]) -> None:
+    tokens = {"transformers": 1000, "deepspeed": 8000, "ours, none": ours}
+    found = {side: {"longest": most, "too_long": most + 256, "points": {most: 2**30}} for side, most in tokens.items()}
+    record = {
+        "date": "2026-01-01", "commit": "abc", "hardware": "two cores", "versions": {"torch": "2"}, "command": "python",
+        "model": {}, "limit_mib": 1024, "found": found,
+    }  # fmt: skip
+    page = bench_longest.page(record)
+    assert page.endswith(f"6 times Transformers' context: {words[0]}; more than every peer: {words[1]}.")
 
 
 @pytest.mark.parametrize(("ours_s", "word"), [(0.1, "met"), (0.16, "**not met**")])
