@@ -10,8 +10,8 @@ file                    left by               effect
 ``preemption-notice``   anybody               saves after the current step, repeatedly while the file exists, and
                                               just before the deadline: a number in the file, in seconds since
                                               the epoch (``date +%s``); an empty file has none
-``excluded-nodes``      rank 0                the driver moves the workers away from these nodes of the cluster, if the
-                                              others have room for enough workers
+``excluded-nodes``      rank 0                the driver moves the workers away from these nodes of the cluster, where
+                                              the run is faster without them
 ======================  ====================  ==========================================================
 
 A request to stop carries the session that it is meant for, and so do excluded nodes: one left by an earlier session has

@@ -65,10 +65,12 @@ def test_it_generates_and_can_be_applied_again() -> None:
 
 
 def test_a_copy_is_undone_by_itself() -> None:
-    model = apply_ulysses(zoo_model("phi3-longrope").eval(), ALONE)
+    plain = zoo_model("phi3-longrope").eval()
+    model = apply_ulysses(deepcopy(plain), ALONE)
     copy: Any = remove_ulysses(deepcopy(model))
-    copy(IDS, use_cache=False)
-    causal_lm_loss(model, shard_batch(IDS, None, None, ALONE))
+    assert torch.equal(copy(IDS, use_cache=False).logits, plain(IDS, use_cache=False).logits)
+    loss_sum, num_tokens = causal_lm_loss(model, shard_batch(IDS, None, None, ALONE))
+    assert num_tokens == IDS.numel() - 1 and torch.isfinite(loss_sum)
 
 
 def test_what_was_done_to_it_since_stays() -> None:
