@@ -16,6 +16,17 @@ WHOLE_HEAD_NORMS = frozenset({"cohere"})
 """Those whose norms of queries and keys, if they are switched on, have weights of their own for each head: they don't
 go over tiles."""
 
+TIED_BY_DEFAULT = frozenset((
+    "bert", "bert-generation", "big_bird", "biogpt", "camembert", "cohere", "cohere2", "cohere2_moe",
+    "cohere_compass_text", "data2vec-text", "electra", "ernie", "ernie4_5", "ernie4_5_moe", "gemma", "gemma2",
+    "gemma3_text", "gemma4_text", "gemma4_unified_text", "granite_swa", "jetmoe", "lfm2", "lfm2_moe", "lfm3",
+    "megatron-bert", "minicpm3", "modernbert-decoder", "recurrent_gemma", "roberta", "roberta-prelayernorm", "roc_bert",
+    "roformer", "smollm3", "starcoder2", "vaultgemma", "xlm-roberta", "xlm-roberta-xl", "xmod", "youtu", "zamba",
+    "zamba2",
+))  # fmt: skip
+"""Those that share the embedding's weight with the output head where ``tie_word_embeddings`` is left out, as files on
+the hub leave it out; a test compares them with Transformers' own classes."""
+
 _LINEAR = frozenset({"linear_attention"})
 HYBRID_LAYER_TYPES: Mapping[str, frozenset[str]] = {
     "lfm2": frozenset({"conv"}),

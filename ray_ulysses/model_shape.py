@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.model_families import HEAD_NORMS
+from ray_ulysses.model_families import HEAD_NORMS, TIED_BY_DEFAULT
 
 _PARTS = ("text_config", "vision_config", "audio_config")
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
@@ -234,7 +234,7 @@ class ModelShape:
             head_dim=max(dim for _, dim in layers),
             attention_width=query_width,
             vocab_size=sizes["vocab_size"],
-            tied_embeddings=bool(config.get("tie_word_embeddings") or False),
+            tied_embeddings=bool(config.get("tie_word_embeddings", model_type in TIED_BY_DEFAULT)),
             # Families whose layers differ are an estimate: a layer of the mean width.
             layer_parameters=_layer_parameters(
                 config, model_type, hidden, sizes["intermediate_size"], query_width // num_layers,

@@ -52,19 +52,11 @@ def window_of(mask_function: MaskFunction, num_tokens: int) -> int | None:
     window = int(_visible(mask_function, last, torch.arange(num_tokens)).sum())
     if window == 0:
         raise NotAWindow
-    generator = torch.Generator().manual_seed(3)
-    queries = torch.randint(0, num_tokens, (_PAIRS,), generator=generator)
-    # Sample near the diagonal, near the window's edge, where masks differ, and anywhere.
-    near = torch.randint(-2, 3, (_PAIRS,), generator=generator)
-    far = torch.randint(0, num_tokens, (_PAIRS,), generator=generator)
-    first = torch.arange(min(num_tokens, 128))
-    keys = torch.cat([queries + near, queries - window + near, far, first.repeat(len(first))])
-    queries = torch.cat([queries, queries, queries, first.repeat_interleave(len(first))])
-    inside = (keys >= 0) & (keys < num_tokens)
-    keys, queries = keys[inside], queries[inside]
-    expected = (keys <= queries) & (keys > queries - window)
-    if not torch.equal(_visible(mask_function, queries, keys), expected):
-        raise NotAWindow
+
+    def expected(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return (keys <= queries) & (keys > queries - window)
+
+    _compare(mask_function, num_tokens, lambda queries: queries - window, expected)
     return None if window == num_tokens else window
 
 
@@ -84,22 +76,44 @@ def stretch_of(mask_function: MaskFunction, num_tokens: int) -> int:
     stretch = int(_visible(mask_function, everywhere, torch.tensor(0)).sum())
     if stretch == 0:
         raise NotAWindow
-    generator = torch.Generator().manual_seed(3)
-    queries = torch.randint(0, num_tokens, (_PAIRS,), generator=generator)
-    # Sample near the diagonal, near the start of the query's stretch, where masks differ, and anywhere.
-    near = torch.randint(-2, 3, (_PAIRS,), generator=generator)
-    far = torch.randint(0, num_tokens, (_PAIRS,), generator=generator)
-    first = torch.arange(min(num_tokens, 128))
-    starts = queries - queries % stretch
-    keys = torch.cat([queries + near, starts + near, far, first.repeat(len(first))])
-    # The queries of the second part are near the starts themselves.
-    queries = torch.cat([queries, starts + near.flip(0), queries, first.repeat_interleave(len(first))])
-    inside = (keys >= 0) & (keys < num_tokens) & (queries >= 0) & (queries < num_tokens)
-    keys, queries = keys[inside], queries[inside]
-    expected = (keys <= queries) & (keys // stretch == queries // stretch)
-    if not torch.equal(_visible(mask_function, queries, keys), expected):
-        raise NotAWindow
+
+    def expected(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return (keys <= queries) & (keys // stretch == queries // stretch)
+
+    _compare(mask_function, num_tokens, lambda queries: queries - queries % stretch, expected)
     return stretch
+
+
+def _compare(
+    mask_function: MaskFunction,
+    num_tokens: int,
+    edges: Callable[[torch.Tensor], torch.Tensor],
+    expected: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    """Compare a mask with what is expected of it, at pairs of positions in a row.
+
+    Args:
+        mask_function: The mask as a function.
+        num_tokens: Length of the row.
+        edges: Returns for queries the positions near which visible keys begin.
+        expected: Returns whether queries see keys.
+
+    Raises:
+        NotAWindow: They differ.
+    """
+    generator = torch.Generator().manual_seed(3)
+    anywhere = torch.randint(0, num_tokens, (_PAIRS,), generator=generator)
+    far = torch.randint(0, num_tokens, (_PAIRS,), generator=generator)
+    near = torch.randint(-2, 3, (_PAIRS,), generator=generator)
+    first = torch.arange(min(num_tokens, 128))
+    # Near the diagonal, near the edge, at queries near the edge itself, anywhere, and everywhere in the first part.
+    at_edge = edges(anywhere)
+    queries = torch.cat([anywhere, anywhere, at_edge + near.flip(0), anywhere, first.repeat_interleave(len(first))])
+    keys = torch.cat([anywhere + near, at_edge + near, at_edge + near, far, first.repeat(len(first))])
+    inside = (keys >= 0) & (keys < num_tokens) & (queries >= 0) & (queries < num_tokens)
+    queries, keys = queries[inside], keys[inside]
+    if not torch.equal(_visible(mask_function, queries, keys), expected(queries, keys)):
+        raise NotAWindow
 
 
 def _visible(mask_function: MaskFunction, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

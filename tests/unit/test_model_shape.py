@@ -1,5 +1,6 @@
 """The parameter count must be the one of Transformers' own modules: memory and MFU rest on it."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import sys
 import pytest
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.model_families import HEAD_NORMS
+from ray_ulysses.model_families import HEAD_NORMS, TIED_BY_DEFAULT
 from ray_ulysses.model_shape import EXACT_FAMILIES, ModelShape
 from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, SIZES
 
@@ -215,6 +216,22 @@ def test_each_family_with_norms_of_heads_has_them(model_type):
     }
     config = AutoConfig.for_model(model_type, **SIZES, **{"pad_token_id": 0, **own.get(model_type, {})})
     assert _has_head_norms(_on_meta(config))
+
+
+def test_embeddings_are_tied_by_default_where_transformers_own_class_ties_them():
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+    tied = set()
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+        with contextlib.suppress(Exception):  # a few classes have no default configuration
+            config = kind()
+            if all(isinstance(getattr(config, size, None), int) for size in sizes) and config.tie_word_embeddings:
+                tied.add(config.model_type)
+    assert tied == TIED_BY_DEFAULT
+    gemma = {"model_type": "gemma2", **SIZES, "head_dim": 8}
+    assert ModelShape.from_config_dict(gemma).tied_embeddings
+    assert not ModelShape.from_config_dict(gemma | {"tie_word_embeddings": False}).tied_embeddings
 
 
 EXPERTS = {
