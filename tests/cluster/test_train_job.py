@@ -231,7 +231,8 @@ def check_mlflow(config: Config, ours: RunHistory) -> None:
     assert {int(model.tags["step"]) for model in models if model.source_run_id == runs[0].info.run_id}
 
 
-@pytest.mark.parametrize("through_ray", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("through_ray", [False, True])
 def test_a_second_directory_of_the_same_checkpoints_is_refused_before_a_worker_starts(
     corpus: Path, tmp_path: Path, through_ray: bool
 ) -> None:

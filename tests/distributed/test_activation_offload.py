@@ -18,9 +18,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 FAST = [
     OffloadCase(tied=False),
-    OffloadCase(ulysses_size=2),
     OffloadCase(ulysses_size=2, keep="kernel", kinds=("attention_outputs",), dtype="bf16"),
-    OffloadCase(ulysses_size=2, keep="none", kinds=("layer_inputs",), zero_stage=2),
     OffloadCase(ring_size=2, zero_stage=1),
     OffloadCase(ulysses_size=2, chunks=2),
 ]

@@ -72,9 +72,16 @@ def test_every_hybrid_equals_one_process_on_each_document(ulysses_size: int, nam
         check(result)
 
 
-def test_partitioned_parameters_are_gathered_through_the_module() -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("qwen3_next", "nemotron_h"),
+        pytest.param(("lfm2", "kimi_linear", "falcon_h1-norm"), marks=pytest.mark.slow),
+    ],
+    ids=["experts-and-mamba", "others"],
+)
+def test_partitioned_parameters_are_gathered_through_the_module(names: tuple[str, ...]) -> None:
     # One row each, of different numbers of documents: a gather per document would hang.
-    names = ("lfm2", "qwen3_next", "kimi_linear", "nemotron_h", "falcon_h1-norm")
     chosen = [
         SeamCase(architecture=name, ulysses_size=2, dp_size=2, zero_stage=3, accumulation=2, kept="both")
         for name in names

@@ -311,6 +311,7 @@ def killed_and_resumed(corpora: tuple[Path, Path], folder: Path, kill: Kill, res
     return ours
 
 
+@pytest.mark.slow
 def test_a_damaged_border_costs_no_failure(unbroken: Config, corpora: tuple[Path, Path], tmp_path: Path) -> None:
     config = config_of(tmp_path, corpora, checkpoint__every_steps=2, checkpoint__keep_last=3)
     prepare_attempt(config, "first")
