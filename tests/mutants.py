@@ -468,6 +468,37 @@ MUTANTS = (
         killer="tests/unit/trainer/test_step.py::test_a_z_loss_is_trained_on_and_reported_beside_the_loss",
     ),
     Mutant(
+        name="a router loss of each slice",
+        file="ray_ulysses/engine/router_loss.py",
+        old="    if batch.mesh.sp_size > 1:\n",
+        new="    if batch.mesh.sp_size < 1:\n",
+        killer="tests/distributed/test_router_loss.py::test_the_router_loss_of_shared_rows_equals_that_of_one_process",
+    ),
+    Mutant(
+        name="a router loss of padding",
+        file="ray_ulysses/engine/router_loss.py",
+        old="    is_token_BL = batch.document_lengths_BL > 0\n",
+        new="    is_token_BL = batch.document_lengths_BL >= 0\n",
+        killer="tests/unit/engine/test_router_loss.py::"
+        "test_value_and_gradient_are_those_of_each_row_by_itself_without_its_padding[1]",
+    ),
+    Mutant(
+        name="a router loss whose gradient is lost in experts over tiles",
+        file="ray_ulysses/engine/tiled_mlp.py",
+        old="*(one[part] for one in d_scores)",
+        new="*(torch.zeros_like(one[part]) for one in d_scores)",
+        killer="tests/unit/engine/test_router_loss.py::"
+        "test_loss_and_gradients_are_those_of_transformers[mixtral-5-checkpointed-tiled]",
+    ),
+    Mutant(
+        name="a router loss of each row that is not weighted by its tokens",
+        file="ray_ulysses/engine/router_loss.py",
+        old="loss.num_experts * num_supervised_B1.double()",
+        new="loss.num_experts * (num_supervised_B1 > 0).double()",
+        killer="tests/unit/engine/test_router_loss.py::"
+        "test_value_and_gradient_are_those_of_each_row_by_itself_without_its_padding[1]",
+    ),
+    Mutant(
         name="a norm over tiles that keeps the gradient of its last tile alone",
         file="ray_ulysses/engine/tiled_mlp.py",
         old="            add_gradients(sums, found)\n",

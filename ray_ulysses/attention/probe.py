@@ -176,6 +176,9 @@ def _prepare(copy: Any) -> None:
     for module in copy.modules():
         if hasattr(module, "gradient_checkpointing"):
             module.gradient_checkpointing = False
+        if getattr(getattr(module, "config", None), "output_router_logits", False):
+            # A router loss mixes tokens, and is not that of the forward: the engine makes it of whole rows.
+            module.config.output_router_logits = False
         if type(module).__name__.endswith("Experts"):
             kind = (type(module), vars(module).get("forward"), *map(type, module.modules()))
             experts = _Experts(module.forward, first_of_kind.get(kind))

@@ -159,11 +159,6 @@ def _refuse_unsupported(kind: str, values: Mapping[str, Any]) -> None:
                 f"{kind} sets {name}={values[name]!r}: {what} can't be computed exactly over slices of a row; use a "
                 "decoder with full or sliding-window attention"
             )
-    if values.get("output_router_logits"):
-        raise UserError(
-            f"{kind} sets output_router_logits=True: its auxiliary loss is not a sum over tokens, so it can't be "
-            "added up exactly over slices of a row; set output_router_logits: false"
-        )
 
 
 def _refuse_modules(model: nn.Module, kind: str) -> None:

@@ -87,6 +87,7 @@ def apply_ulysses(
     follow_documents(model, current)
     num_tokens = getattr(base.get_input_embeddings(), "num_embeddings", None)
     has_temperature = take_temperature(base)
+    has_router_loss = bool(getattr(config, "output_router_logits", False))
     sizes = sorted({layer.stretch for layer in probed.layers.values() if layer.stretch is not None})
     make_context = context_maker(mesh, attention, chunks, stretches=sizes, needs_positions=has_temperature)
 
@@ -97,6 +98,9 @@ def apply_ulysses(
         check_attached(base, modules, ATTENTION_NAME)
         check_tables(batch, num_tokens, probed.num_positions)
         current.batch = batch
+        if has_router_loss:
+            # That of a slice would be wrong: `causal_lm_loss` asks for the routers' scores, and adds the row's.
+            kwargs.setdefault("output_router_logits", False)
         return args, {**kwargs, MODEL_INPUT: make_context(batch)}
 
     attachment.done(model.register_forward_pre_hook(hand_down, with_kwargs=True))

@@ -10,6 +10,7 @@ import torch
 
 from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch
 from ray_ulysses.engine.model_parts import NoTilesError, find_parts, inner_model, refuse_auxiliary_loss
+from ray_ulysses.engine.router_loss import SCORES_WANTED, RouterLoss, router_loss_of, router_loss_sum
 from ray_ulysses.engine.tiled_loss import TiledLoss, token_losses
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
@@ -41,24 +42,28 @@ class TrainingLoss:
     """The loss of this rank's slice.
 
     Attributes:
-        objective_sum: fp32 scalar to differentiate, once: cross-entropy and z-loss, summed over tokens.
+        objective_sum: fp32 scalar to differentiate, once: cross-entropy, z-loss and router loss, summed over tokens.
         loss_sum: fp32 scalar, the summed cross-entropy in nats, without a graph.
         z_loss_sum: fp32 scalar, the summed z-loss with its coefficient, without a graph; 0 without one.
+        router_loss_sum: fp32 scalar, this rank's part of the rows' router losses with their coefficient, each times the
+            row's supervised tokens, without a graph; 0 without one.
         num_tokens: int64 scalar, supervised tokens.
     """
 
     objective_sum: torch.Tensor
     loss_sum: torch.Tensor
     z_loss_sum: torch.Tensor
+    router_loss_sum: torch.Tensor
     num_tokens: torch.Tensor
 
 
 def causal_lm_loss(
     model: Callable[..., Any], batch: ShardedBatch, *, tile: TileSetting = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the forward and return this rank's summed cross-entropy and number of supervised tokens.
+    """Run the forward and return this rank's summed loss and number of supervised tokens.
 
-    `training_loss` without a z-loss. Every rank of ``sp`` must call.
+    `training_loss` without a z-loss: the cross-entropy, and the router loss if the model's configuration asks for it.
+    Every rank of ``sp`` must call.
 
     Args:
         model: As in :func:`training_loss`.
@@ -84,6 +89,9 @@ def training_loss(
     backward pass, so that its collectives run. Logits are computed over tiles of tokens, and the gradients of the
     output head in the forward pass; ranks may have different numbers of tiles.
 
+    If the model's configuration says ``output_router_logits``, the load-balancing loss of its routers is added, defined
+    for each row over all its document tokens; see :mod:`ray_ulysses.engine.router_loss`.
+
     Args:
         model: The model, or the engine that wraps it.
         batch: This rank's slice.
@@ -93,21 +101,26 @@ def training_loss(
         z_loss: Coefficient of the z-loss, see :func:`ray_ulysses.engine.tiled_loss.token_losses`.
 
     Raises:
-        UserError: The model returns an auxiliary loss, which is not a sum over tokens, or its loss can't be tiled.
+        UserError: The model returns an auxiliary loss of another kind, or its loss can't be tiled.
     """
     num_tokens = (batch.labels_BL != IGNORE_INDEX).sum()
-    tiled = _tiled(model, batch, tile, z_loss=z_loss)
+    router_loss = router_loss_of(inner_model(model))
+    tiled = _tiled(model, batch, tile, z_loss=z_loss, router_loss=router_loss)
     if tiled is not None:
         objective_sum = tiled.run(model)
-        losses_N, z_losses_N = tiled.losses_N, tiled.z_losses_N
+        losses_N, z_losses_N, router_sum = tiled.losses_N, tiled.z_losses_N, tiled.router_loss_sum
     else:
-        losses_N, z_losses_N = _whole_losses(_whole_logits(model, batch), batch, z_loss)
+        outputs = _whole_outputs(model, batch, router_loss)
+        losses_N, z_losses_N = _whole_losses(outputs.logits, batch, z_loss)
         objective_sum = losses_N.sum() if z_losses_N is None else losses_N.sum() + z_losses_N.sum()
+        router_sum = None if router_loss is None else router_loss_sum(outputs.router_logits, router_loss, batch)
+        objective_sum = objective_sum if router_sum is None else objective_sum + router_sum
     loss_sum = losses_N.detach().sum()
     return TrainingLoss(
         objective_sum=objective_sum,
         loss_sum=loss_sum,
         z_loss_sum=torch.zeros_like(loss_sum) if z_losses_N is None else z_losses_N.detach().sum(),
+        router_loss_sum=torch.zeros_like(loss_sum) if router_sum is None else router_sum.detach(),
         num_tokens=num_tokens,
     )
 
@@ -123,7 +136,7 @@ def score_tokens(model: Callable[..., Any], batch: ShardedBatch, *, tile: TileSe
     with torch.no_grad():
         tiled = _tiled(model, batch, tile, wants_predictions=True)
         if tiled is None:
-            logits_BLV = _whole_logits(model, batch)
+            logits_BLV = _whole_outputs(model, batch).logits
             losses, predictions = _whole_losses(logits_BLV, batch)[0], logits_BLV.argmax(dim=-1)
         else:
             tiled.run(model)
@@ -134,7 +147,12 @@ def score_tokens(model: Callable[..., Any], batch: ShardedBatch, *, tile: TileSe
 
 
 def _tiled(
-    model: Any, batch: ShardedBatch, tile: TileSetting, wants_predictions: bool = False, z_loss: float = 0.0
+    model: Any,
+    batch: ShardedBatch,
+    tile: TileSetting,
+    wants_predictions: bool = False,
+    z_loss: float = 0.0,
+    router_loss: RouterLoss | None = None,
 ) -> TiledLoss | None:
     """Return the tiled loss of a model, or ``None`` if its logits are to be computed at once."""
     inner = None if tile == "off" else inner_model(model)
@@ -147,7 +165,14 @@ def _tiled(
             raise
         _warn_once(type(inner).__name__, str(error))
         return None
-    return TiledLoss(parts=parts, batch=batch, tile=tile, wants_predictions=wants_predictions, z_loss=z_loss)
+    return TiledLoss(
+        parts=parts,
+        batch=batch,
+        tile=tile,
+        wants_predictions=wants_predictions,
+        z_loss=z_loss,
+        router_loss=router_loss,
+    )
 
 
 @cache
@@ -155,11 +180,12 @@ def _warn_once(name: str, reason: str) -> None:
     _log.warning("the logits of %s are computed for all tokens at once: %s", name, reason)
 
 
-def _whole_logits(model: Callable[..., Any], batch: ShardedBatch) -> torch.Tensor:
-    outputs = model(**batch.model_inputs())
-    refuse_auxiliary_loss(outputs)
-    logits_BLV: torch.Tensor = outputs.logits
-    return logits_BLV
+def _whole_outputs(model: Callable[..., Any], batch: ShardedBatch, router_loss: RouterLoss | None = None) -> Any:
+    """Return the model's output, with all logits at once."""
+    outputs = model(**batch.model_inputs(), **({} if router_loss is None else SCORES_WANTED))
+    if router_loss is None:
+        refuse_auxiliary_loss(outputs)
+    return outputs
 
 
 def _whole_losses(

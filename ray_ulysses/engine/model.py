@@ -22,6 +22,7 @@ from ray_ulysses.engine.model_config import (
     planned_config,
     refuse_no_decoder,
 )
+from ray_ulysses.engine.router_loss import router_loss_of
 from ray_ulysses.engine.text_part import Part, keep_text_part, model_class
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_families import HYBRID_LAYER_TYPES
@@ -159,7 +160,9 @@ def refuse_architecture(hf_config: Any, part: Part = "whole") -> ProbeResult:
         UserError: Names the architecture or setting, the reason, and a solution.
     """
     model = _meta_model(hf_config, part)
-    return refuse_inexact(model, model.config.get_text_config(decoder=True), None)
+    result = refuse_inexact(model, model.config.get_text_config(decoder=True), None)
+    router_loss_of(model)
+    return result
 
 
 def _meta_model(hf_config: Any, part: Part) -> Any:

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ray_ulysses.engine.router_scores import is_recorder
 from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
@@ -83,19 +84,27 @@ class ModelParts:
             args: Positional arguments of the model's forward.
             kwargs: Its keyword arguments.
         """
-        decoder = self.model.get_submodule(self.decoder)
 
         def logits_of(hidden_1TH: torch.Tensor) -> torch.Tensor:
-            def decode(*args: Any, **kwargs: Any) -> Any:
-                return replace(output, last_hidden_state=hidden_1TH)
-
-            stand_in = self._with({self.decoder: _Decoder(decoder, decode), self.head: self.bare_head})
-            result = self.forward(stand_in, *args, **kwargs)
+            result = self.finished(replace(output, last_hidden_state=hidden_1TH), self.bare_head, args, kwargs)
             refuse_auxiliary_loss(result)
             logits_1TV: torch.Tensor = result.logits
             return logits_1TV
 
         return logits_of
+
+    def finished(self, output: Any, head: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model's own forward after its decoder.
+
+        Args:
+            output: What the decoder returns.
+            head: The output head.
+            args: Positional arguments of the model's forward.
+            kwargs: Its keyword arguments.
+        """
+        decoder = self.model.get_submodule(self.decoder)
+        stand_in = self._with({self.decoder: _Decoder(decoder, lambda *args, **kwargs: output), self.head: head})
+        return self.forward(stand_in, *args, **kwargs)
 
     def _with(self, children: dict[str, Any]) -> Any:
         """Return a stand-in for the model that has other children."""
@@ -134,8 +143,8 @@ def refuse_auxiliary_loss(output: Any) -> None:
     """
     if getattr(output, "aux_loss", None) is not None:
         raise UserError(
-            "the model returned an auxiliary (router) loss; it is not a sum over tokens and can't be added up exactly "
-            "over slices of a row: set output_router_logits: false"
+            "the model returned an auxiliary (router) loss of this rank's slice, which can't be added up exactly over "
+            "slices of a row: set output_router_logits: false"
         )
 
 
@@ -201,9 +210,14 @@ def own_forward(module: Any, setting: str = _OFF) -> Callable[..., Any]:
 
 
 def unhooked(module: nn.Module) -> nn.Module:
-    """Return a stand-in for a module that has the same parameters, and no hooks on it and in it."""
+    """Return a stand-in for a module that has the same parameters, and no hooks on it and in it.
+
+    Those with which Transformers records the scores of routers are kept.
+    """
     stand_in: nn.Module = object.__new__(type(module))
     children = {name: child if child is None else unhooked(child) for name, child in module._modules.items()}
     none: dict[str, Any] = {name: OrderedDict() for name in _HOOKS}
+    recorders = {key: hook for key, hook in module._forward_hooks.items() if is_recorder(hook)}
+    none["_forward_hooks"] = OrderedDict(recorders)
     stand_in.__dict__ = {**module.__dict__, **none, "_modules": children, "_compiled_call_impl": None}
     return stand_in

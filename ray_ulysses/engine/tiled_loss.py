@@ -18,6 +18,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch
+from ray_ulysses.engine.router_loss import SCORES_WANTED, RouterLoss, router_loss_sum
 from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.tiles import TileSetting, loss_tile_tokens
 
@@ -39,8 +40,10 @@ class TiledLoss:
         tile: Tokens per tile.
         wants_predictions: Whether the most probable token of each position is found.
         z_loss: Coefficient of the z-loss, which is added to what is differentiated; see `token_losses`.
+        router_loss: The loss of the model's routers, which is added too.
         losses_N: fp32 cross-entropy of each position, after the forward; 0 where the label is ignored.
         z_losses_N: fp32 z-loss of each position, if there is a coefficient.
+        router_loss_sum: fp32 scalar, this rank's part of the router loss, if there is one.
         predictions_N: int64 ids of the most probable tokens, if wanted.
     """
 
@@ -49,26 +52,35 @@ class TiledLoss:
     tile: TileSetting
     wants_predictions: bool = False
     z_loss: float = 0.0
+    router_loss: RouterLoss | None = None
     losses_N: torch.Tensor = field(init=False)
     z_losses_N: torch.Tensor | None = field(init=False, default=None)
+    router_loss_sum: torch.Tensor | None = field(init=False, default=None)
     predictions_N: torch.Tensor | None = field(init=False, default=None)
     _logits_of: Callable[[torch.Tensor], torch.Tensor] | None = field(init=False, default=None)
 
     def run(self, model: Callable[..., Any]) -> torch.Tensor:
-        """Call the model, or the engine that wraps it; return the sum of its losses and z-losses (fp32 scalar)."""
+        """Call the model, or the engine that wraps it; return the sum of all its losses (fp32 scalar)."""
         head = self.parts.head_module
         with _replaced_forward(self.parts.model, self._forward), _replaced_forward(head, self._head_forward):
-            loss_sum: torch.Tensor = model(**self.batch.model_inputs())
+            loss_sum: torch.Tensor = model(**self.batch.model_inputs(), **self._scores(True))
         return loss_sum
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def _forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Stand in for the forward of the model."""
         output = self.parts.decoded(args, kwargs)
-        self._logits_of = self.parts.logits_function(output, args, kwargs)
+        # The rest of the forward would make a router loss of its own for each tile.
+        self._logits_of = self.parts.logits_function(output, args, {**kwargs, **self._scores(False)})
         # Called with its hooks, which gather weights, and with positional tensors, which they look for.
         loss_sum: torch.Tensor = self.parts.head_module(output.last_hidden_state)
-        return loss_sum
+        if self.router_loss is None:
+            return loss_sum
+        self.router_loss_sum = router_loss_sum(output.router_logits, self.router_loss, self.batch)
+        return loss_sum + self.router_loss_sum
+
+    def _scores(self, wanted: bool) -> dict[str, bool]:
+        return {} if self.router_loss is None else dict.fromkeys(SCORES_WANTED, wanted)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _head_forward(self, hidden_BLH: torch.Tensor) -> torch.Tensor:

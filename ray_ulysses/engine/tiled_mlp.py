@@ -22,6 +22,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ray_ulysses.engine.model_parts import NoTilesError, own_forward, unhooked
+from ray_ulysses.engine.router_scores import is_recording, record, recorded
 from ray_ulysses.engine.tiled_loss import add_gradients
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
@@ -164,6 +165,9 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         del self.forward
         _log.warning("%s does not go over tiles, so a step takes more memory than planned", type(self).__name__)
         return own(self, hidden)
+    # Not kept: the graph of these holds what made them.
+    scores, bare.scores = bare.scores, []
+    record(scores)
     result = result.view_as(in_memory).permute(*(order.index(dim) for dim in range(len(order))), -1)
     return (result, *[None] * bare.num_others) if bare.num_others else result
 
@@ -176,8 +180,9 @@ def _with_gradients(bare: _Bare, hidden_1NH: torch.Tensor, tile: int) -> torch.T
         # Such as the first layer under frozen embeddings.
         hidden_1NH = hidden_1NH.detach().requires_grad_()
     kept_1NH: Any = _KeptInput.apply(hidden_1NH)  # type: ignore[no-untyped-call]
-    result: torch.Tensor = _Tiles.apply(kept_1NH.grad_fn, bare, tile, kept_1NH, *weights)  # type: ignore[no-untyped-call]
-    return result
+    result_1NH: torch.Tensor
+    result_1NH, *bare.scores = _Tiles.apply(kept_1NH.grad_fn, bare, tile, kept_1NH, *weights)  # type: ignore[no-untyped-call]
+    return result_1NH
 
 
 class _Bare:
@@ -185,17 +190,27 @@ class _Bare:
 
     Attributes:
         mlp: A stand-in with the same weights.
-        num_others: Number of other results beside the hidden states, such as a router's scores. Layers ignore these
-            unless they are asked for a router's loss, which is refused; None is returned for each.
+        num_others: Number of other results beside the hidden states, such as a router's scores. Layers ignore these;
+            None is returned for each.
+        is_recording: Whether the scores of its routers are collected, for their loss.
+        scores: These scores of all tokens, ``[N, E]`` each.
     """
 
     def __init__(self, mlp: nn.Module) -> None:
         self.mlp = unhooked(mlp)
         del self.mlp.__dict__["forward"]
         self.num_others = 0
+        self.is_recording = is_recording()
+        self.scores: list[torch.Tensor] = []
 
-    def __call__(self, hidden_1TH: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states of a tile."""
+    def __call__(self, hidden_1TH: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the hidden states of a tile, and what its routers say of it: ``[T, E]`` each."""
+        if not self.is_recording:
+            return self._hidden(hidden_1TH), []
+        result_1TH, scores = recorded(lambda: self._hidden(hidden_1TH))
+        return result_1TH, [one.flatten(0, -2) for one in scores]
+
+    def _hidden(self, hidden_1TH: torch.Tensor) -> torch.Tensor:
         result = self.mlp(hidden_1TH)
         if isinstance(result, tuple):
             self.num_others = len(result) - 1
@@ -211,16 +226,19 @@ class _Bare:
         return result
 
     def all_tiles(self, hidden_1NH: torch.Tensor, tile: int) -> torch.Tensor:
-        """Return the hidden states of all tokens."""
+        """Return the hidden states of all tokens, and keep what the routers say of them."""
         result_1NH: torch.Tensor | None = None
+        tiles: list[list[torch.Tensor]] = []
         for start in range(0, hidden_1NH.shape[1], tile):
             part = slice(start, start + tile)
-            result_1TH = self(hidden_1NH[:, part])
+            result_1TH, scores = self(hidden_1NH[:, part])
+            tiles.append(scores)
             if result_1NH is None:
                 # A norm with weights in fp32 has a result in fp32.
                 result_1NH = torch.empty_like(hidden_1NH, dtype=result_1TH.dtype)
             result_1NH[:, part] = result_1TH
         assert result_1NH is not None
+        self.scores = [torch.cat(parts) for parts in zip(*tiles, strict=True)]
         return result_1NH
 
 
@@ -245,14 +263,14 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, keeper: Any, mlp: _Bare, tile: int, hidden_1NH: torch.Tensor, *weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the MLP's result, ``[1, N, H]``."""
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the MLP's result, ``[1, N, H]``, and the scores of its routers, ``[N, E]`` each."""
         ctx.keeper, ctx.mlp, ctx.tile, ctx.weights = keeper, mlp, tile, weights
-        return mlp.all_tiles(hidden_1NH, tile)
+        return mlp.all_tiles(hidden_1NH, tile), *mlp.scores
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_result_1NH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, d_result_1NH: torch.Tensor, *d_scores: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Compute the MLP again tile by tile, with its gradients."""
         (hidden_1NH,) = ctx.keeper.saved_tensors
         d_hidden_1NH = torch.empty_like(hidden_1NH)
@@ -261,10 +279,11 @@ class _Tiles(torch.autograd.Function):
             part = slice(start, start + ctx.tile)
             hidden_1TH = hidden_1NH[:, part].detach().requires_grad_()
             with torch.enable_grad():
-                result_1TH = ctx.mlp(hidden_1TH)
+                result_1TH, scores = ctx.mlp(hidden_1TH)
             wanted = [hidden_1TH, *ctx.weights]
-            d_hidden_1TH, *found = torch.autograd.grad(result_1TH, wanted, d_result_1NH[:, part], allow_unused=True)
-            del result_1TH
+            gradients = [d_result_1NH[:, part], *(one[part] for one in d_scores)]
+            d_hidden_1TH, *found = torch.autograd.grad([result_1TH, *scores], wanted, gradients, allow_unused=True)
+            del result_1TH, scores
             d_hidden_1NH[:, part] = d_hidden_1TH
             add_gradients(sums, found)
             # Before the next tile's are made: they are as large as the MLP.

@@ -32,6 +32,8 @@ class StepResult:
     Attributes:
         loss: Mean loss over the step's supervised tokens, nats; NaN where there are none.
         z_loss: Mean z-loss over them, with its coefficient; 0 without one.
+        router_loss: Mean router loss of the step's rows, weighted by their supervised tokens, with its coefficient; 0
+            without one.
         grad_norm: Norm of its gradient before clipping.
         is_finite: Whether loss and gradient are; if not, the weights are as they were before the step.
         bad_rows: The rows whose own loss is not finite.
@@ -42,6 +44,7 @@ class StepResult:
 
     loss: float
     z_loss: float
+    router_loss: float
     grad_norm: float
     is_finite: bool
     bad_rows: tuple[int, ...]
@@ -90,8 +93,8 @@ def train_step(
         RunError: The model received other tokens than planned.
     """
     scale = loss_scale(tokens, mesh, zero_stage=engine.zero_optimization_stage(), accumulation=accumulation)
-    # Of each row, of the fillers, and the z-loss of all.
-    losses = torch.zeros(len(rows) + 2, dtype=torch.float64, device=device)
+    # Of each row, of the fillers, and the z-loss and the router loss of all.
+    losses = torch.zeros(len(rows) + 3, dtype=torch.float64, device=device)
     checksums = [0] * len(rows)
     received, steps = 0, 0
     for row in slices:
@@ -105,7 +108,7 @@ def train_step(
         if not row.is_filler and row.row not in rows:
             raise RunError(f"row {row.row} arrived in a step of rows {rows.start} to {rows.stop - 1}; resume the run")
         losses[len(rows) if row.is_filler else row.row - rows.start] += row_loss.loss_sum.double()
-        losses[-1] += row_loss.z_loss_sum.double()
+        losses[-2:] += torch.stack([row_loss.z_loss_sum, row_loss.router_loss_sum]).double()
         if not row.is_filler:
             checksums[row.row - rows.start] += batch_checksum(batch)
             received += row.num_supervised
@@ -170,12 +173,13 @@ def _agree(
             f"rows {rows.start} to {rows.stop - 1} contained {total} supervised tokens, the plan has {tokens}; "
             "the corpus was changed during the run. Restore data.path and resume"
         )
-    *row_losses, z_loss_sum = losses.tolist()
+    *row_losses, z_loss_sum, router_loss_sum = losses.tolist()
     loss_sum = sum(row_losses)
     digest = add_digests(*(row_digest(row, from_int64(value)) for row, value in zip(rows, sums, strict=True)))
     return StepResult(
         loss=loss_sum / tokens if tokens else math.nan,
         z_loss=z_loss_sum / tokens if tokens else math.nan,
+        router_loss=router_loss_sum / tokens if tokens else math.nan,
         grad_norm=grad_norm,
         is_finite=math.isfinite(loss_sum) and num_bad_norms == 0,
         bad_rows=tuple(row for row, value in zip(rows, row_losses, strict=False) if not math.isfinite(value)),

@@ -31,7 +31,7 @@ class StepMeter:
         cost: int,
         learning_rate: float,
     ) -> dict[str, float]:
-        """Return a step's metrics by name; ``mfu`` only where the device's peak is known, ``z_loss`` only with one.
+        """Return a step's metrics by name; ``mfu`` only where the device's peak is known, other losses only if there.
 
         Args:
             result: The step's result.
@@ -51,7 +51,7 @@ class StepMeter:
             "peak_memory_gib": peak_memory_gib(self._device),
             "world_size": float(self._world_size),
         }
-        found = {"mfu": utilisation, "z_loss": result.z_loss or None}
+        found = {"mfu": utilisation, "z_loss": result.z_loss or None, "router_loss": result.router_loss or None}
         return numbers | {name: value for name, value in found.items() if value is not None}
 
 

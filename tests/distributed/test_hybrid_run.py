@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ QWEN3_NEXT: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 24,
-    "output_router_logits": False,
+    # With a router loss, which is one of whole rows whatever the layout.
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.02,
 }
 STEPS = 6
 
@@ -64,9 +67,20 @@ def test_a_hybrid_is_trained_killed_resumed_and_exported(tmp_path: Path, capsys:
     wanted, ours = ([step.loss for step in read_history(one.run_dir).steps] for one in (unbroken, second))
     assert len(ours) == len(wanted) == STEPS
     assert max(abs(a - b) / b for a, b in zip(ours, wanted, strict=True)) <= 1e-5
+    routers = [router_losses(one.run_dir) for one in (second, unbroken)]
+    assert routers[0].keys() == routers[1].keys() == set(range(1, STEPS + 1))
+    # At least top_k times the coefficient, which is that of equal shares.
+    assert all(0.04 <= value < 0.08 for value in routers[1].values())
+    assert max(abs(routers[0][step] - value) / value for step, value in routers[1].items()) <= 1e-5
 
     assert run_cli(app, ["export", str(second.run_dir)]) == 0, capsys.readouterr().err
     check_exported(second.run_dir, STEPS)
+
+
+def router_losses(run_dir: Path) -> dict[int, float]:
+    """Return the router loss of each step, as its journal has it at last."""
+    lines = [json.loads(line) for path in sorted(run_dir.glob("journal/*")) for line in path.read_text().splitlines()]
+    return {line["step"]: line["router_loss"] for line in lines if line["event"] == "step"}
 
 
 def check_exported(run_dir: Path, step: int) -> None:

@@ -71,6 +71,8 @@ def test_the_loss_is_a_sum_over_supervised_tokens_in_fp32() -> None:
 
 def test_an_auxiliary_loss_is_refused() -> None:
     batch = shard_batch(torch.zeros(4).long(), None, None, ALONE)
-    with pytest.raises(UserError, match=r"auxiliary \(router\) loss; .* set output_router_logits: false"):
+    with pytest.raises(
+        UserError, match=r"auxiliary \(router\) loss of this rank.s slice, .* set output_router_logits: false"
+    ):
         causal_lm_loss(model_of(torch.zeros(1, 4, 5), aux_loss=torch.zeros(())), batch)
     causal_lm_loss(model_of(torch.zeros(1, 4, 5), aux_loss=None), batch)

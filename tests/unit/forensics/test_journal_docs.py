@@ -17,7 +17,7 @@ from ray_ulysses.tracking.journal_lines import parse_line
 from tests.unit.forensics.runs import Run, make_run
 
 _PAGE = (Path(__file__).parents[3] / "docs/journal.md").read_text()
-_FOR_INFORMATION = {"versions", "tokens_per_s", "world_size", "z_loss"}
+_FOR_INFORMATION = {"versions", "tokens_per_s", "world_size", "z_loss", "router_loss"}
 """Fields that are written and that no reader needs; ``world_size`` is one in a step."""
 _EVENTS = {next(field.default for field in fields(kind) if field.name == "event"): kind for kind in get_args(Event)}
 _SAME_AS = {"start_failed": "attempt_ended", "run_failed": "attempt_ended"}

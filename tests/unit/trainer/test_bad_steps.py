@@ -28,7 +28,7 @@ class Record:
 
 def result(loss: float, **fields: Any) -> StepResult:
     defaults: dict[str, Any] = {"grad_norm": 1.0, "is_finite": True, "bad_rows": (), "tokens": 9, "digest": 1}
-    defaults["z_loss"] = 0.0
+    defaults["z_loss"] = defaults["router_loss"] = 0.0
     return StepResult(loss=loss, flags=Flags(), **{**defaults, **fields})
 
 

@@ -105,7 +105,15 @@ def _begin(recorder: Recorder) -> None:
 def _train(recorder: Recorder, *steps: int) -> None:
     for step in steps:
         result = StepResult(
-            loss=1.0, z_loss=0.0, grad_norm=1.0, is_finite=True, bad_rows=(), tokens=2, digest=3, flags=Flags()
+            loss=1.0,
+            z_loss=0.0,
+            router_loss=0.0,
+            grad_norm=1.0,
+            is_finite=True,
+            bad_rows=(),
+            tokens=2,
+            digest=3,
+            flags=Flags(),
         )
         recorder.step_done(step, result, range(step - 1, step), {"loss": 1.0, "seconds": 1.0})
 

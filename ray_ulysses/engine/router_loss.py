@@ -1,0 +1,244 @@
+"""The load-balancing loss of routers, of whole rows whose tokens are shared by ranks.
+
+Transformers' mixtures of experts share the loss of https://arxiv.org/abs/2101.03961, equations 4 to 6, over all layers
+at once: ``coefficient * E * sum over experts of (share of choices) * (mean probability)``. Here it is defined for each
+row over all its document tokens, whatever shares the row. The shares of choices have no gradient, so they are added up
+over the ranks of a row first. The loss is then linear in the sums of probabilities, and each rank has the part of its
+own tokens.
+
+Legend: B rows, L tokens of this rank's slice, N = B * L, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from ray_ulysses.attention.batch import IGNORE_INDEX
+from ray_ulysses.engine.model_parts import NoTilesError, find_parts
+from ray_ulysses.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ray_ulysses.attention.batch import ShardedBatch
+    from ray_ulysses.engine.model_parts import ModelParts
+
+SCORES_WANTED = {"output_router_logits": True}
+"""The keyword with which a model returns the scores of its routers."""
+
+_FOUND = "_ray_ulysses_router_loss"
+_MOST_EXPERTS = 4096
+_ONLY = 1e4  # The logit of the one token that the probe's head predicts, whose cross-entropy is then 0.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterLoss:
+    """The load-balancing loss of a model.
+
+    Attributes:
+        num_experts: Experts that a router scores.
+        top_k: Choices of a token that are counted.
+        coefficient: Factor of the loss beside the mean cross-entropy.
+    """
+
+    num_experts: int
+    top_k: int
+    coefficient: float
+
+
+def router_loss_of(model: Any) -> RouterLoss | None:
+    """Return the router loss that a model's configuration asks for (``output_router_logits``); None without.
+
+    The model's own forward computes it once from scores made up here, so that no architecture is known by name.
+
+    Args:
+        model: A ``PreTrainedModel`` on any device, initialized or not.
+
+    Raises:
+        UserError: The model has none, or one with another formula.
+    """
+    if model is None or not getattr(model.config.get_text_config(decoder=True), "output_router_logits", False):
+        return None
+    found: RouterLoss | None = vars(model).get(_FOUND)
+    if found is None:
+        found = _find(model)
+        vars(model)[_FOUND] = found
+    return found
+
+
+def router_loss_sum(scores: Sequence[torch.Tensor], loss: RouterLoss, batch: ShardedBatch) -> torch.Tensor:
+    """Return this rank's part of the loss of its rows, each weighted by its supervised tokens; fp32 scalar.
+
+    Every rank of ``sp`` must call. Added up over ``sp``, it is the rows' loss times their supervised tokens.
+
+    Args:
+        scores: What the routers of all layers say of each token of the slice: ``[N, E]`` each.
+        loss: The model's loss.
+        batch: This rank's slice.
+
+    Raises:
+        UserError: A router has not scored each token once.
+    """
+    is_token_BL = batch.document_lengths_BL > 0
+    shapes = {tuple(one.flatten(0, -2).shape) for one in scores}
+    wanted = (is_token_BL.numel(), loss.num_experts)
+    if shapes != {wanted}:
+        found = ", ".join(map(str, sorted(shapes))) or "nothing"
+        raise UserError(
+            f"the routers returned scores of shape {found} instead of one score for each of {wanted[0]} tokens and "
+            f"{wanted[1]} experts, so their loss can't be computed: set output_router_logits: false"
+        )
+    counts_BE = _choices(scores, loss.top_k, is_token_BL)
+    num_supervised_B = (batch.labels_BL != IGNORE_INDEX).sum(dim=1, keepdim=True)
+    # [B, E + 2] integers, so that the sum over ranks is exact.
+    sums = torch.cat([counts_BE, is_token_BL.sum(dim=1, keepdim=True), num_supervised_B], dim=1)
+    if batch.mesh.sp_size > 1:
+        dist.all_reduce(sums, group=batch.mesh.group("sp"))
+    *_, num_tokens_B, num_supervised_B = sums.split([loss.num_experts, 1, 1], dim=1)
+    return _weighted(scores, loss, is_token_BL, sums[:, : loss.num_experts], num_tokens_B, num_supervised_B)
+
+
+def _choices(scores: Sequence[torch.Tensor], top_k: int, is_token_BL: torch.Tensor) -> torch.Tensor:
+    """Return ``[B, E]``, int64: how often the tokens of each row choose each expert, in all layers together."""
+    num_rows = len(is_token_BL)
+    counts_BE = torch.zeros(num_rows, scores[0].shape[-1], dtype=torch.int64, device=scores[0].device)
+    counted = is_token_BL.long().repeat_interleave(top_k, dim=1)
+    with torch.no_grad():
+        for one in scores:
+            # Of probabilities, as in Transformers: scores far below the largest may all have the probability 0.
+            chosen_Nk = _probabilities(one.flatten(0, -2)).topk(top_k, dim=-1).indices
+            counts_BE.scatter_add_(1, chosen_Nk.view(num_rows, -1), counted)
+    return counts_BE
+
+
+def _weighted(
+    scores: Sequence[torch.Tensor],
+    loss: RouterLoss,
+    is_token_BL: torch.Tensor,
+    counts_BE: torch.Tensor,
+    num_tokens_B1: torch.Tensor,
+    num_supervised_B1: torch.Tensor,
+) -> torch.Tensor:
+    """Return the sum over this rank's tokens of each probability times its expert's share of choices."""
+    tokens_B1 = num_tokens_B1.clamp(min=1).double() * len(scores)
+    factor_B1 = loss.coefficient * loss.num_experts * num_supervised_B1.double()
+    weights_BE = factor_B1 * (counts_BE / tokens_B1) / tokens_B1
+    weights_NE = weights_BE.repeat_interleave(is_token_BL.shape[1], dim=0) if len(weights_BE) > 1 else weights_BE
+    is_token_N1 = is_token_BL.reshape(-1, 1)
+    parts = [_WeightedProbabilities.apply(one.flatten(0, -2), weights_NE, is_token_N1) for one in scores]  # type: ignore[no-untyped-call]
+    return torch.stack(parts).sum()
+
+
+def _probabilities(scores_NE: torch.Tensor) -> torch.Tensor:
+    return scores_NE.to(torch.promote_types(scores_NE.dtype, torch.float32)).softmax(dim=-1)
+
+
+class _WeightedProbabilities(torch.autograd.Function):
+    """The sum of a layer's probabilities times weights; keeps the scores alone, and not the probabilities in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, scores_NE: torch.Tensor, weights_NE: torch.Tensor, is_token_N1: torch.Tensor) -> torch.Tensor:
+        """Return the sum (fp32 scalar)."""
+        probabilities_NE = _probabilities(scores_NE)
+        weights_NE = weights_NE.to(probabilities_NE.dtype)
+        ctx.save_for_backward(scores_NE, weights_NE, is_token_N1)
+        return (probabilities_NE.mul_(weights_NE).sum(dim=-1, keepdim=True) * is_token_N1).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_sum: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Return the gradient of the scores: that of a softmax, ``p * (w - sum of p * w)``."""
+        scores_NE, weights_NE, is_token_N1 = ctx.saved_tensors
+        probabilities_NE = _probabilities(scores_NE)
+        mean_N1 = (probabilities_NE * weights_NE).sum(dim=-1, keepdim=True)
+        d_scores_NE = probabilities_NE.mul_(weights_NE - mean_N1).mul_(is_token_N1 * d_sum)
+        return d_scores_NE.to(scores_NE.dtype), None, None
+
+
+def _find(model: Any) -> RouterLoss:
+    """Find the numbers with which the formula gives what a model's own forward does, for two sets of scores."""
+    kind = f"{model.config.get_text_config(decoder=True).model_type} sets output_router_logits=True"
+    way_out = "set output_router_logits: false"
+    try:
+        parts = find_parts(model)
+    except NoTilesError as error:
+        raise UserError(
+            f"{kind}, and the router loss is taken from a model of one decoder and one output head with a forward of "
+            f"its own ({error}); {way_out}"
+        ) from error
+    has_loss = False
+    for num_experts in _sizes(model):
+        try:
+            small, large = _own_loss(parts, num_experts, 2, 11), _own_loss(parts, num_experts, 3, 17)
+        except Exception:
+            # Of any type: the model's sums have another size than these scores.
+            has_loss = True
+            continue
+        if small is None or large is None:
+            continue
+        has_loss = True
+        for top_k in range(1, num_experts + 1):
+            loss = RouterLoss(num_experts=num_experts, top_k=top_k, coefficient=1.0)
+            if all(_is_close(_alone(probe.scores, loss), probe.loss) for probe in (small, large)):
+                # The forward multiplies in fp32.
+                coefficient = float(f"{small.added / small.loss:.7g}") if small.loss else 0.0
+                return RouterLoss(num_experts=num_experts, top_k=top_k, coefficient=coefficient)
+    if has_loss:
+        raise UserError(
+            f"{kind}, and its router loss is not that of Switch Transformers over all layers at once, the only one "
+            f"that is exact over slices of a row; {way_out}"
+        )
+    raise UserError(f"{kind}, and the forward of {type(model).__name__} makes no router loss; {way_out}")
+
+
+def _sizes(model: Any) -> Iterator[int]:
+    """Yield the numbers of a model that may be its number of experts."""
+    values = (*vars(model).values(), *vars(model.config.get_text_config(decoder=True)).values())
+    yield from sorted({value for value in values if type(value) is int and 1 < value <= _MOST_EXPERTS})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Probe:
+    """Scores, the loss that a model's forward makes of them, and what it adds to its own loss."""
+
+    scores: tuple[torch.Tensor, ...]
+    loss: float
+    added: float
+
+
+def _own_loss(parts: ModelParts, num_experts: int, num_layers: int, num_tokens: int) -> _Probe | None:
+    """Call a model's forward with made-up scores; None if it makes no loss of them."""
+    from transformers.modeling_outputs import MoeModelOutputWithPast
+
+    generator = torch.Generator().manual_seed(num_layers)
+    scores = tuple(torch.randn(num_tokens, num_experts, generator=generator) for _ in range(num_layers))
+    config = parts.model.config.get_text_config(decoder=True)
+    output = MoeModelOutputWithPast(
+        last_hidden_state=torch.zeros(1, num_tokens, config.hidden_size),
+        router_logits=scores,  # type: ignore[arg-type]
+    )
+    logits_1NV = torch.zeros(1, num_tokens, config.vocab_size)
+    logits_1NV[..., 0] = _ONLY
+    ids_1N = torch.zeros(1, num_tokens, dtype=torch.int64)
+    inputs = {"input_ids": ids_1N, "labels": ids_1N, **SCORES_WANTED}
+    with torch.no_grad():
+        result = parts.finished(output, lambda hidden: logits_1NV, (), inputs)
+    loss = getattr(result, "aux_loss", None)
+    return _Probe(scores=scores, loss=float(loss), added=float(result.loss)) if torch.is_tensor(loss) else None
+
+
+def _alone(scores: Sequence[torch.Tensor], loss: RouterLoss) -> float:
+    """Return the loss of a row on one process."""
+    is_token_BL = torch.ones(1, len(scores[0]), dtype=torch.bool)
+    one = torch.ones(1, 1, dtype=torch.int64)
+    counts_BE = _choices(scores, loss.top_k, is_token_BL)
+    return float(_weighted(scores, loss, is_token_BL, counts_BE, one * is_token_BL.shape[1], one))
+
+
+def _is_close(ours: float, wanted: float) -> bool:
+    return abs(ours - wanted) <= 1e-5 * abs(wanted)

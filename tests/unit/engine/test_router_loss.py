@@ -1,0 +1,231 @@
+"""The load-balancing loss of routers, against Transformers' own on one process."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from ray_ulysses import apply_ulysses, causal_lm_loss, shard_batch
+from ray_ulysses.attention.batch import IGNORE_INDEX
+from ray_ulysses.attention.recompute import checkpoint_contexts
+from ray_ulysses.engine.loss import score_tokens, training_loss
+from ray_ulysses.engine.model import refuse_architecture
+from ray_ulysses.engine.router_loss import RouterLoss, router_loss_of, router_loss_sum
+from ray_ulysses.engine.tiled_mlp import tile_mlps
+from ray_ulysses.errors import UserError
+from tests.unit.attention.meshes import ALONE
+from tests.unit.attention.models import VOCAB, plain_config, tiny_model, zoo_model
+
+ASKED = {"output_router_logits": True}
+LENGTHS = (9, 1, 13)
+TILE = 5
+FAMILIES = [
+    "deepseek_v4", "ernie4_5_moe", "flex_olmo", "flint", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid",
+    "granitemoeshared", "jamba", "jetmoe", "laguna", "mellum", "minimax", "minimax_m2", "minimax_m3_vl_text", "mixtral",
+    "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
+]  # fmt: skip
+
+
+def meta_model(model_type: str, **changes: Any) -> Any:
+    config = AutoConfig.for_model(model_type, **changes)
+    config.output_router_logits = True
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_family_of_transformers_has_the_same_loss_with_numbers_of_its_own(model_type: str) -> None:
+    model = meta_model(model_type)
+    found = router_loss_of(model)
+    config = model.config
+    coefficient = getattr(config, "router_aux_loss_coef", None) or config.aux_loss_coef
+    assert found == RouterLoss(num_experts=model.num_experts, top_k=model.num_experts_per_tok, coefficient=coefficient)
+    assert router_loss_of(model) is found
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.0123456, 0.02, 3.0])
+def test_the_coefficient_is_that_of_the_models_configuration(coefficient: float) -> None:
+    found = router_loss_of(meta_model("mixtral", router_aux_loss_coef=coefficient))
+    assert found is not None and found.coefficient == coefficient
+
+
+@pytest.mark.parametrize("model_type", ["llama", "deepseek_v3", "llama4_text", "afmoe"])
+def test_a_model_without_a_router_loss_is_refused(model_type: str) -> None:
+    model = meta_model(model_type)
+    with pytest.raises(
+        UserError, match=rf"{model_type} sets output_router_logits=True, and the forward of .* makes no"
+    ):
+        router_loss_of(model)
+    model.config.output_router_logits = False
+    assert router_loss_of(model) is None
+
+
+@pytest.mark.parametrize("how", ["per layer", "entropy"])
+def test_another_formula_is_refused_before_weights(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.mixtral import modeling_mixtral
+
+    def other(scores: Any, num_experts: int, top_k: int, mask: Any) -> torch.Tensor:
+        if how == "per layer":
+            return torch.stack([load_balancing_loss_func((one,), num_experts, top_k) for one in scores]).mean()
+        probabilities = torch.stack(scores).softmax(-1)
+        return (probabilities * probabilities.log()).sum(-1).mean()
+
+    monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", other)
+    with pytest.raises(UserError, match=r"mixtral sets .* not that of Switch .*; set output_router_logits: false"):
+        refuse_architecture(plain_config("mixtral", num_local_experts=4, **ASKED))
+    monkeypatch.undo()
+    refuse_architecture(plain_config("mixtral", num_local_experts=4, **ASKED))
+
+
+def test_doges_pairs_of_keys_are_refused() -> None:
+    with pytest.raises(UserError, match=r"doge sets .* its router loss is not that of Switch Transformers"):
+        router_loss_of(meta_model("doge", is_moe=True))
+
+
+def make_scores(num_layers: int, num_rows: int, tokens: int, num_experts: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    shape = (num_rows * tokens, num_experts)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(num_layers)]
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_value_and_gradient_are_those_of_each_row_by_itself_without_its_padding(top_k: int) -> None:
+    lengths, row_tokens, num_experts = ((9, 4), (20,), (1,)), 20, 6
+    ids = torch.zeros(3, row_tokens, dtype=torch.int64)
+    labels = ids.clone()
+    labels[1, :12] = IGNORE_INDEX
+    batch = shard_batch(ids, labels, lengths, ALONE)
+    loss = RouterLoss(num_experts=num_experts, top_k=top_k, coefficient=0.3)
+
+    def values(ours: bool) -> list[torch.Tensor]:
+        scores = [one.requires_grad_() for one in make_scores(3, 3, row_tokens, num_experts)]
+        if ours:
+            total = router_loss_sum(scores, loss, batch)
+        else:
+            total = torch.zeros((), dtype=torch.float64)
+            for row, supervised in enumerate((11, 8, 0)):
+                part = tuple(one.view(3, row_tokens, num_experts)[row, : sum(lengths[row])] for one in scores)
+                total = total + 0.3 * supervised * load_balancing_loss_func(part, num_experts, top_k)
+        total.backward()
+        return [total.detach(), *(one.grad for one in scores)]
+
+    for found, wanted in zip(values(True), values(False), strict=True):
+        # Transformers adds up in fp32.
+        torch.testing.assert_close(found, wanted.to(found.dtype), rtol=1e-6, atol=1e-6)
+
+
+def test_a_row_of_padding_has_no_loss() -> None:
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    batch = shard_batch(ids, None, (8,), ALONE)
+    empty = SimpleNamespace(
+        document_lengths_BL=torch.zeros_like(ids), labels_BL=torch.full_like(ids, IGNORE_INDEX), mesh=batch.mesh
+    )
+    scores = [torch.randn(8, 4, requires_grad=True)]
+    found: Any = router_loss_sum(scores, RouterLoss(num_experts=4, top_k=2, coefficient=1.0), empty)  # type: ignore[arg-type]
+    found.backward()
+    assert float(found.detach()) == 0 and not scores[0].grad.any()  # type: ignore[union-attr]
+
+
+def test_a_router_that_has_not_scored_every_token_is_refused() -> None:
+    batch = shard_batch(torch.zeros(1, 8).long(), None, (8,), ALONE)
+    loss = RouterLoss(num_experts=4, top_k=2, coefficient=1.0)
+    for scores, found in (([torch.zeros(8, 4), torch.zeros(7, 4)], r"\(7, 4\), \(8, 4\)"), ([], "nothing")):
+        with pytest.raises(
+            UserError, match=rf"scores of shape {found} instead of one score for each of 8 tokens and 4"
+        ):
+            router_loss_sum(scores, loss, batch)
+
+
+def gradients_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def whole_row(model_type: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return losses and gradients of Transformers' own forward: one document of one row, with its own labels."""
+    model = zoo_model(model_type, **ASKED)
+    ids = make_ids()
+    out = model(input_ids=ids, labels=ids, use_cache=False)
+    out.loss.backward()
+    return {"loss": out.loss.detach(), "router": out.aux_loss.detach()}, gradients_of(model)
+
+
+def make_ids() -> torch.Tensor:
+    return torch.randint(0, VOCAB, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("layers", ["plain", "checkpointed", "tiled", "checkpointed-tiled"])
+@pytest.mark.parametrize("tile", [TILE, "off"], ids=str)
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_loss_and_gradients_are_those_of_transformers(model_type: str, tile: Any, layers: str) -> None:
+    values, wanted = whole_row(model_type)
+    model: Any = apply_ulysses(zoo_model(model_type, **ASKED), ALONE).train()
+    if "checkpointed" in layers:
+        options = {"use_reentrant": False, "context_fn": checkpoint_contexts("both")}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    if "tiled" in layers:
+        tile_mlps(model, 4)
+        assert any("forward" in vars(one) and next(one.children(), None) for one in model.modules())
+    batch = shard_batch(make_ids(), None, None, ALONE)
+    found = training_loss(model, batch, tile=tile)
+    (found.objective_sum / found.num_tokens).backward()
+    assert float(found.objective_sum.detach() / found.num_tokens) == pytest.approx(float(values["loss"]), rel=1e-6)
+    router = float(found.router_loss_sum / found.num_tokens)
+    assert router == pytest.approx(model.config.router_aux_loss_coef * float(values["router"]), rel=1e-6)
+    assert router > 0
+    gradients = gradients_of(model)
+    assert gradients.keys() == wanted.keys()
+    for name, one in gradients.items():
+        assert float((one - wanted[name]).norm()) <= 1e-5 * float(wanted[name].norm()), name
+
+
+def test_the_routers_gradient_is_not_that_without_the_loss() -> None:
+    _, wanted = whole_row("mixtral")
+    model = apply_ulysses(zoo_model("mixtral", output_router_logits=False), ALONE)
+    loss_sum, num_tokens = causal_lm_loss(model, shard_batch(make_ids(), None, None, ALONE))
+    (loss_sum / num_tokens).backward()
+    moved = {name for name, one in gradients_of(model).items() if (one - wanted[name]).norm() > 1e-4 * one.norm()}
+    assert any("gate" in name for name in moved)
+
+
+def test_a_forward_of_ones_own_and_an_evaluation_have_none() -> None:
+    model: Any = apply_ulysses(zoo_model("mixtral", **ASKED), ALONE)
+    batch = shard_batch(make_ids(), None, LENGTHS, ALONE)
+    out = model(**batch.model_inputs())
+    assert out.aux_loss is None and out.router_logits is None
+    found = training_loss(model, batch, tile="off")
+    scored = score_tokens(model, batch)
+    torch.testing.assert_close(scored.losses_BL.sum(), found.loss_sum)
+    assert float(found.objective_sum.detach()) > float(found.loss_sum)
+
+
+def test_scores_recorded_from_tiles_are_not_kept_by_what_made_them() -> None:
+    model: Any = apply_ulysses(zoo_model("mixtral", **ASKED), ALONE)
+    tile_mlps(model, 4)
+    gc.collect()
+    gc.disable()
+    try:
+        kept: list[weakref.ref[torch.Tensor]] = []
+        hook = model.model.register_forward_hook(
+            lambda module, args, out: kept.extend(weakref.ref(one) for one in out.router_logits)
+        )
+        training_loss(model, shard_batch(make_ids(), None, LENGTHS, ALONE), tile=TILE).objective_sum.backward()
+        hook.remove()
+        assert len(kept) == len([one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)])
+        assert not any(one() is not None for one in kept)
+    finally:
+        gc.enable()
+
+
+def test_a_router_loss_of_a_model_whose_forward_was_replaced_is_refused() -> None:
+    model: Any = tiny_model("mixtral", num_local_experts=4, **ASKED)
+    model.forward = lambda *args, **kwargs: None
+    with pytest.raises(UserError, match=r"mixtral sets output_router_logits=True, and the router loss is taken from a"):
+        router_loss_of(model)
