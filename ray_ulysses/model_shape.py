@@ -51,6 +51,7 @@ class Experts:
         width: Width inside one.
         shared: Width inside the experts that every token goes through; 0 without.
         dense_layers: Layers that have a dense MLP instead.
+        has_router_loss: Whether their routers' load-balancing loss is trained on.
     """
 
     count: int
@@ -58,6 +59,7 @@ class Experts:
     width: int
     shared: int
     dense_layers: int
+    has_router_loss: bool = False
 
     @classmethod
     def from_config_dict(cls, config: Mapping[str, Any]) -> Experts | None:
@@ -77,6 +79,7 @@ class Experts:
             width=width,
             shared=shared or width * first("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
             dense_layers=first("first_k_dense_replace", "num_dense_layers"),
+            has_router_loss=config.get("output_router_logits") is True,
         )
 
 

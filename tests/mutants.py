@@ -499,6 +499,14 @@ MUTANTS = (
         "test_value_and_gradient_are_those_of_each_row_by_itself_without_its_padding[1]",
     ),
     Mutant(
+        name="a router loss with the configuration's coefficient in place of the setting",
+        file="ray_ulysses/engine/router_loss.py",
+        old="            setattr(text, name, coefficient)\n",
+        new="            pass\n",
+        killer="tests/unit/engine/test_router_loss.py::"
+        "test_the_setting_replaces_what_the_models_configuration_says[0.03-False-0.03]",
+    ),
+    Mutant(
         name="a norm over tiles that keeps the gradient of its last tile alone",
         file="ray_ulysses/engine/tiled_mlp.py",
         old="            add_gradients(sums, found)\n",

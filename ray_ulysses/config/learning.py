@@ -308,6 +308,11 @@ class OptimizerSection(Section):
     keeps logits from drifting (https://arxiv.org/abs/2204.02311 uses 1e-4). It is trained on, and reported beside the
     loss and not in it. Default 0.0: none."""
 
+    router_loss: float | None = Field(default=None, ge=0.0)
+    """Coefficient of the load-balancing loss of a mixture's routers (`docs/attention.md`), trained on and reported
+    beside the loss; 0.0 for none. Default null: as the model's configuration says, by `output_router_logits` and
+    `router_aux_loss_coef`."""
+
 
 class ScheduleSection(Section):
     """Learning rate over steps: a linear warm-up, then a decay to a floor."""

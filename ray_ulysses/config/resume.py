@@ -35,6 +35,7 @@ FIXED: dict[str, str] = {
     "optimizer.weight_decay": "it shapes the loss curve",
     "optimizer.max_grad_norm": "it shapes the loss curve",
     "optimizer.z_loss": "it shapes the loss curve",
+    "optimizer.router_loss": "it shapes the loss curve",
     "schedule.kind": "it shapes the loss curve",
     "schedule.warmup_steps": "it shapes the loss curve",
     "schedule.horizon_steps": "it shapes the loss curve",

@@ -113,7 +113,7 @@ def training_loss(
         outputs = _whole_outputs(model, batch, router_loss)
         losses_N, z_losses_N = _whole_losses(outputs.logits, batch, z_loss)
         objective_sum = losses_N.sum() if z_losses_N is None else losses_N.sum() + z_losses_N.sum()
-        router_sum = None if router_loss is None else router_loss_sum(outputs.router_logits, router_loss, batch)
+        router_sum = None if router_loss is None else router_loss_sum(outputs, router_loss, batch)
         objective_sum = objective_sum if router_sum is None else objective_sum + router_sum
     loss_sum = losses_N.detach().sum()
     return TrainingLoss(

@@ -22,7 +22,7 @@ from ray_ulysses.engine.model_config import (
     planned_config,
     refuse_no_decoder,
 )
-from ray_ulysses.engine.router_loss import router_loss_of
+from ray_ulysses.engine.router_loss import router_loss_of, set_router_loss
 from ray_ulysses.engine.text_part import Part, keep_text_part, model_class
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_families import HYBRID_LAYER_TYPES
@@ -143,7 +143,8 @@ def check_architecture(config: Config) -> ProbeResult:
     Raises:
         UserError: The configuration can't be read, or a layer or setting can't be exact.
     """
-    return refuse_architecture(planned_config(config), config.model.part)
+    hf_config = set_router_loss(planned_config(config), config.optimizer.router_loss)
+    return refuse_architecture(hf_config, config.model.part)
 
 
 def refuse_architecture(hf_config: Any, part: Part = "whole") -> ProbeResult:
@@ -183,7 +184,7 @@ def _meta_model(hf_config: Any, part: Part) -> Any:
 
 def _empty_model(config: Config, dtype: torch.dtype, *, is_tied: bool) -> PreTrainedModel:
     """Return the model with parameters on the meta device, and everything else as in the other two ways to build it."""
-    hf_config = described_config(config, is_tied=is_tied)
+    hf_config = _trained_config(config, is_tied=is_tied)
     if config.model.init == "random":
         dtype = torch.float32
     refuse_config(hf_config)
@@ -194,8 +195,13 @@ def _empty_model(config: Config, dtype: torch.dtype, *, is_tied: bool) -> PreTra
     return model
 
 
+def _trained_config(config: Config, is_tied: bool | None = None) -> Any:
+    """Return the configuration of the model that is trained; that of the exported one has its own router loss."""
+    return set_router_loss(described_config(config, is_tied=is_tied), config.optimizer.router_loss)
+
+
 def _random_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:
-    hf_config = described_config(config)
+    hf_config = _trained_config(config)
     refuse_architecture(hf_config, config.model.part)
     torch.manual_seed(config.run.seed)
     model: Any = model_class(hf_config, config.model.part).from_config(hf_config, dtype=torch.float32)
@@ -208,7 +214,7 @@ def _random_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:
 
 def _pretrained_model(config: Config, dtype: torch.dtype, partition: Mapping[str, Any] | None) -> PreTrainedModel:
     path = str(config.model.path)
-    hf_config = described_config(config)
+    hf_config = _trained_config(config)
     refuse_architecture(hf_config, config.model.part)
     keep_alive = None
     if partition is not None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 SCORES_WANTED = {"output_router_logits": True}
 """The keyword with which a model returns the scores of its routers."""
 
+_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 _FOUND = "_ray_ulysses_router_loss"
 _MOST_EXPERTS = 4096
 _ONLY = 1e4  # The logit of the one token that the probe's head predicts, whose cross-entropy is then 0.
@@ -49,6 +50,33 @@ class RouterLoss:
     num_experts: int
     top_k: int
     coefficient: float
+
+
+def set_router_loss(hf_config: Any, coefficient: float | None) -> Any:
+    """Make a configuration ask for the router loss with a coefficient, before a model is built from it.
+
+    Args:
+        hf_config: A ``PreTrainedConfig``, which is changed; of a multimodal model, its text decoder.
+        coefficient: The coefficient; 0 for no such loss, ``None`` for what the configuration says.
+
+    Returns:
+        The same configuration.
+
+    Raises:
+        UserError: It is of a model without a router loss.
+    """
+    text = hf_config.get_text_config(decoder=True)
+    name = next((one for one in _COEFFICIENTS if hasattr(text, one)), None)
+    if coefficient and name is None:
+        raise UserError(
+            f"optimizer.router_loss={coefficient}: the configuration of {text.model_type} has no coefficient of a "
+            f"router loss ({' or '.join(_COEFFICIENTS)}), since its forward makes none; leave optimizer.router_loss out"
+        )
+    if coefficient is not None:
+        text.output_router_logits = coefficient > 0
+        if name is not None:
+            setattr(text, name, coefficient)
+    return hf_config
 
 
 def router_loss_of(model: Any) -> RouterLoss | None:
@@ -71,19 +99,21 @@ def router_loss_of(model: Any) -> RouterLoss | None:
     return found
 
 
-def router_loss_sum(scores: Sequence[torch.Tensor], loss: RouterLoss, batch: ShardedBatch) -> torch.Tensor:
+def router_loss_sum(output: Any, loss: RouterLoss, batch: ShardedBatch) -> torch.Tensor:
     """Return this rank's part of the loss of its rows, each weighted by its supervised tokens; fp32 scalar.
 
     Every rank of ``sp`` must call. Added up over ``sp``, it is the rows' loss times their supervised tokens.
 
     Args:
-        scores: What the routers of all layers say of each token of the slice: ``[N, E]`` each.
+        output: Output of the model or of its decoder, whose ``router_logits`` are what the routers of all layers say
+            of each token of the slice: ``[N, E]`` each.
         loss: The model's loss.
         batch: This rank's slice.
 
     Raises:
         UserError: A router has not scored each token once.
     """
+    scores: Sequence[torch.Tensor] = getattr(output, "router_logits", None) or ()
     is_token_BL = batch.document_lengths_BL > 0
     shapes = {tuple(one.flatten(0, -2).shape) for one in scores}
     wanted = (is_token_BL.numel(), loss.num_experts)
@@ -163,7 +193,7 @@ class _WeightedProbabilities(torch.autograd.Function):
 def _find(model: Any) -> RouterLoss:
     """Find the numbers with which the formula gives what a model's own forward does, for two sets of scores."""
     kind = f"{model.config.get_text_config(decoder=True).model_type} sets output_router_logits=True"
-    way_out = "set output_router_logits: false"
+    way_out = "set output_router_logits: false, and no optimizer.router_loss"
     try:
         parts = find_parts(model)
     except NoTilesError as error:

@@ -76,7 +76,7 @@ class TiledLoss:
         loss_sum: torch.Tensor = self.parts.head_module(output.last_hidden_state)
         if self.router_loss is None:
             return loss_sum
-        self.router_loss_sum = router_loss_sum(output.router_logits, self.router_loss, self.batch)
+        self.router_loss_sum = router_loss_sum(output, self.router_loss, self.batch)
         return loss_sum + self.router_loss_sum
 
     def _scores(self, wanted: bool) -> dict[str, bool]:

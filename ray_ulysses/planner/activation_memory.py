@@ -108,6 +108,7 @@ def activation_terms(
     terms.append(term("gradient of a layer's output", tokens * hidden * value, "layer", text))
     return [
         *terms,
+        *_router_scores(shape, tokens, value),
         _mlp_backward(shape, tokens, value, tiles, checkpointed=checkpointed),
         *_attention_backward(shape, tokens, split, value, tiles),
     ]
@@ -154,6 +155,19 @@ def _saved(
         text = f"{tokens:,} tokens per rank x {each:,} bytes: gate, up, their activation and product"
         terms.append(term("one MLP", tokens * each, "mlp", text))
     return terms
+
+
+def _router_scores(shape: ModelShape, tokens: int, value: int) -> list[MemoryTerm]:
+    """Return what a router loss keeps of all layers: scores in the forward pass, and then their gradients."""
+    experts = shape.experts
+    if experts is None or not experts.has_router_loss:
+        return []
+    layers = shape.num_layers - experts.dense_layers
+    text = (
+        f"{layers} layers x {tokens:,} tokens per rank x {experts.count} experts x {value} bytes: scores for the "
+        "router loss, and then their gradients"
+    )
+    return [always("router scores", layers * tokens * experts.count * value, text)]
 
 
 def _mlp_backward(shape: ModelShape, tokens: int, value: int, tiles: Tiles, *, checkpointed: bool) -> MemoryTerm:

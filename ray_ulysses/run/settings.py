@@ -77,6 +77,8 @@ def model_shape(config: Config) -> ModelShape:
         UserError: No model configuration can be read, it is not a decoder's, or ``model.adapter`` does not suit it.
     """
     shape = _whole_shape(config)
+    if shape.experts is not None and config.optimizer.router_loss is not None:
+        shape = replace(shape, experts=replace(shape.experts, has_router_loss=config.optimizer.router_loss > 0))
     if shape.model_type in HYBRID_LAYER_TYPES:
         from ray_ulysses.engine.model import with_mixers
 

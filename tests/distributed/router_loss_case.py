@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from ray_ulysses import SequenceMesh, apply_ulysses, loss_scale, shard_batch
@@ -39,7 +41,8 @@ class RouterCase:
 
     Attributes:
         rows: ``one``: a document per row. ``packed``: several. ``padded``: with padding at the end.
-        zero_stage: 0 uses no engine: the ranks' gradients are added up as they are.
+        zero_stage: 0 uses no engine of DeepSpeed.
+        wrapper: Of stage 0, what averages gradients.
         kept: What gradient checkpointing keeps of attention; ``None`` without checkpointing.
         is_tiled: Whether the loss and the experts go over tiles of tokens.
     """
@@ -50,6 +53,7 @@ class RouterCase:
     ring_size: int = 1
     dp_size: int = 1
     zero_stage: int = 3
+    wrapper: Literal["ddp", "fsdp2"] = "ddp"
     accumulation: int = 1
     kept: KeptOutput | None = None
     is_tiled: bool = False
@@ -62,7 +66,8 @@ class RouterCase:
     @property
     def label(self) -> str:
         """A readable id."""
-        layout = f"u{self.ulysses_size}-r{self.ring_size}-dp{self.dp_size}-zero{self.zero_stage}-acc{self.accumulation}"
+        engine = f"zero{self.zero_stage}" if self.zero_stage else self.wrapper
+        layout = f"u{self.ulysses_size}-r{self.ring_size}-dp{self.dp_size}-{engine}-acc{self.accumulation}"
         return f"{self.architecture}-{layout}-{self.rows}-{self.kept or 'plain'}{'-tiled' if self.is_tiled else ''}"
 
 
@@ -145,8 +150,8 @@ def _run_case(rank: int, case: RouterCase) -> RouterResult:
         found = training_loss(engine, shard_batch(ids, None, lengths, mesh), tile=5 if case.is_tiled else "off")
         losses += torch.stack([found.loss_sum, found.router_loss_sum]).double()
         if case.zero_stage == 0:
-            # No engine averages: the sum over ranks and micro-batches is the gradient.
-            (found.objective_sum * scale / (case.world_size * case.accumulation)).backward()
+            # Nothing divides by micro-batches.
+            (found.objective_sum * scale / case.accumulation).backward()
         else:
             engine.backward(found.objective_sum * scale)
             if number + 1 < case.accumulation:
@@ -169,8 +174,12 @@ def _engine(case: RouterCase, mesh: SequenceMesh) -> Any:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     if case.is_tiled:
         tile_mlps(model, 3)
+    if case.wrapper == "fsdp2":
+        for layer in model.model.layers:
+            fully_shard(layer)
+        return fully_shard(model)
     if case.zero_stage == 0:
-        return model
+        return DistributedDataParallel(model)
     settings = ZeroSettings(
         stage=case.zero_stage, dtype="fp32", accumulation=case.accumulation, max_grad_norm=None, learning_rate=1e-3,
         betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, partition_everything=True,
@@ -184,11 +193,9 @@ def _gradients(engine: Any, case: RouterCase) -> dict[str, torch.Tensor]:
         engine.step()
         engine.destroy()
         return gradients
-    found = {}
-    for name, parameter in engine.named_parameters():
-        found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        dist.all_reduce(found[name])
-    return found
+    assert all(parameter.grad is not None for parameter in engine.parameters())
+    grads: dict[str, Any] = {name.removeprefix("module."): one.grad for name, one in engine.named_parameters()}
+    return {name: one.full_tensor() if case.wrapper == "fsdp2" else one.clone() for name, one in grads.items()}
 
 
 def _held_against_one_process(

@@ -15,6 +15,7 @@ FAST = [
     RouterCase(architecture="mixtral", rows="padded", ulysses_size=2, zero_stage=2, accumulation=2),
     RouterCase(architecture="mixtral", rows="padded", dp_size=2, zero_stage=3, kept="none", is_tiled=True),
     RouterCase(architecture="gpt_oss", rows="one", ring_size=2, zero_stage=0, accumulation=2),
+    RouterCase(architecture="mixtral", rows="padded", ulysses_size=2, zero_stage=0, wrapper="fsdp2", kept="both"),
     RouterCase(architecture="qwen3_next", rows="packed", ulysses_size=2, zero_stage=3, kept="kernel"),
 ]
 

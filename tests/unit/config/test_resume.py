@@ -105,6 +105,7 @@ _OTHER: dict[str, Any] = {
     "optimizer.weight_decay": 0.0,
     "optimizer.max_grad_norm": None,
     "optimizer.z_loss": 1e-4,
+    "optimizer.router_loss": 1e-3,
     "schedule.warmup_steps": 10,
     "schedule.horizon_steps": 1000,
     "schedule.min_lr_ratio": 0.0,

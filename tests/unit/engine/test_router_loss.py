@@ -16,13 +16,17 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from ray_ulysses import apply_ulysses, causal_lm_loss, shard_batch
 from ray_ulysses.attention.batch import IGNORE_INDEX
 from ray_ulysses.attention.recompute import checkpoint_contexts
+from ray_ulysses.config import Config, parse_config
 from ray_ulysses.engine.loss import score_tokens, training_loss
-from ray_ulysses.engine.model import refuse_architecture
+from ray_ulysses.engine.model import build_model, check_architecture, refuse_architecture
 from ray_ulysses.engine.router_loss import RouterLoss, router_loss_of, router_loss_sum
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.errors import UserError
+from ray_ulysses.export.architecture import describe
+from ray_ulysses.run.settings import model_shape
 from tests.unit.attention.meshes import ALONE
-from tests.unit.attention.models import VOCAB, plain_config, tiny_model, zoo_model
+from tests.unit.attention.models import SIZES, VOCAB, plain_config, tiny_model, zoo_model
+from tests.unit.config.trees import small_tree
 
 ASKED = {"output_router_logits": True}
 LENGTHS = (9, 1, 13)
@@ -108,7 +112,7 @@ def test_value_and_gradient_are_those_of_each_row_by_itself_without_its_padding(
     def values(ours: bool) -> list[torch.Tensor]:
         scores = [one.requires_grad_() for one in make_scores(3, 3, row_tokens, num_experts)]
         if ours:
-            total = router_loss_sum(scores, loss, batch)
+            total = router_loss_sum(SimpleNamespace(router_logits=scores), loss, batch)
         else:
             total = torch.zeros((), dtype=torch.float64)
             for row, supervised in enumerate((11, 8, 0)):
@@ -129,7 +133,9 @@ def test_a_row_of_padding_has_no_loss() -> None:
         document_lengths_BL=torch.zeros_like(ids), labels_BL=torch.full_like(ids, IGNORE_INDEX), mesh=batch.mesh
     )
     scores = [torch.randn(8, 4, requires_grad=True)]
-    found: Any = router_loss_sum(scores, RouterLoss(num_experts=4, top_k=2, coefficient=1.0), empty)  # type: ignore[arg-type]
+    found: Any = router_loss_sum(
+        SimpleNamespace(router_logits=scores), RouterLoss(num_experts=4, top_k=2, coefficient=1.0), empty
+    )  # type: ignore[arg-type]
     found.backward()
     assert float(found.detach()) == 0 and not scores[0].grad.any()  # type: ignore[union-attr]
 
@@ -141,7 +147,7 @@ def test_a_router_that_has_not_scored_every_token_is_refused() -> None:
         with pytest.raises(
             UserError, match=rf"scores of shape {found} instead of one score for each of 8 tokens and 4"
         ):
-            router_loss_sum(scores, loss, batch)
+            router_loss_sum(SimpleNamespace(router_logits=scores), loss, batch)
 
 
 def gradients_of(model: Any) -> dict[str, torch.Tensor]:
@@ -222,6 +228,36 @@ def test_scores_recorded_from_tiles_are_not_kept_by_what_made_them() -> None:
         assert not any(one() is not None for one in kept)
     finally:
         gc.enable()
+
+
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, **SIZES}
+
+
+def config_of(router_loss: float | None, **model: Any) -> Config:
+    return parse_config(small_tree(model__config=MIXTRAL | model, optimizer__router_loss=router_loss))
+
+
+@pytest.mark.parametrize(
+    ("setting", "asked", "wanted"), [(0.03, False, 0.03), (0.0, True, None), (None, True, 0.001), (None, False, None)]
+)
+def test_the_setting_replaces_what_the_models_configuration_says(
+    setting: float | None, asked: bool, wanted: float | None
+) -> None:
+    config = config_of(setting, output_router_logits=asked)
+    check_architecture(config)
+    found = router_loss_of(build_model(config))
+    assert (found and found.coefficient) == wanted
+    # What is exported says what it did before.
+    exported = describe(config, "model").model.config
+    assert exported.output_router_logits is asked and exported.router_aux_loss_coef == 0.001
+    experts = model_shape(config).experts
+    assert experts is not None and experts.has_router_loss == (wanted is not None)
+
+
+def test_the_setting_is_refused_for_a_model_without_such_a_loss() -> None:
+    with pytest.raises(UserError, match=r"optimizer\.router_loss=0\.1: the configuration of llama has no coefficient"):
+        check_architecture(parse_config(small_tree(optimizer__router_loss=0.1)))
+    check_architecture(parse_config(small_tree(optimizer__router_loss=0.0)))
 
 
 def test_a_router_loss_of_a_model_whose_forward_was_replaced_is_refused() -> None:

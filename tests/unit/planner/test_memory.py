@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.model_shape import Experts, ModelShape
 from ray_ulysses.planner.memory import MemoryEstimate, estimate
 from ray_ulysses.planner.memory_terms import GIB, MemoryTerm
 
@@ -256,6 +256,16 @@ def test_norms_of_queries_and_keys_are_counted():
     tiled = by_name(estimate(QWEN3_8B, **{**whole, "mlp_tile": 512}).device)
     assert tiled["norms of queries and keys"].bytes == tokens * width * 2
     assert tiled["attention gradients"].bytes == kernel
+
+
+def test_the_scores_of_routers_are_kept_for_their_loss_alone():
+    experts = Experts(count=128, active=8, width=768, shared=0, dense_layers=3)
+    tokens = 1024
+    for has_loss in (False, True):
+        shape = replace(QWEN3_8B, experts=replace(experts, has_router_loss=has_loss))
+        terms = by_name(estimate(shape, world_size=8, sp_size=8, context_tokens=8 * tokens).device)
+        assert ("router scores" in terms) == has_loss
+    assert terms["router scores"].bytes == (QWEN3_8B.num_layers - 3) * tokens * 128 * 2
 
 
 def test_no_context_takes_less_than_a_shorter_one():
