@@ -121,7 +121,7 @@ def router_loss_sum(output: Any, loss: RouterLoss, batch: ShardedBatch) -> torch
         found = ", ".join(map(str, sorted(shapes))) or "nothing"
         raise UserError(
             f"the routers returned scores of shape {found} instead of one score for each of {wanted[0]} tokens and "
-            f"{wanted[1]} experts, so their loss can't be computed: set output_router_logits: false"
+            f"{wanted[1]} experts, so their loss can't be computed: set optimizer.router_loss: 0.0"
         )
     counts_BE = _choices(scores, loss.top_k, is_token_BL)
     num_supervised_B = (batch.labels_BL != IGNORE_INDEX).sum(dim=1, keepdim=True)
@@ -193,7 +193,7 @@ class _WeightedProbabilities(torch.autograd.Function):
 def _find(model: Any) -> RouterLoss:
     """Find the numbers with which the formula gives what a model's own forward does, for two sets of scores."""
     kind = f"{model.config.get_text_config(decoder=True).model_type} sets output_router_logits=True"
-    way_out = "set output_router_logits: false, and no optimizer.router_loss"
+    way_out = "set optimizer.router_loss: 0.0, or output_router_logits: false in its configuration"
     try:
         parts = find_parts(model)
     except NoTilesError as error:

@@ -83,7 +83,9 @@ def test_another_formula_is_refused_before_weights(how: str, monkeypatch: pytest
         return (probabilities * probabilities.log()).sum(-1).mean()
 
     monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", other)
-    with pytest.raises(UserError, match=r"mixtral sets .* not that of Switch .*; set output_router_logits: false"):
+    with pytest.raises(
+        UserError, match=r"mixtral sets .* not that of Switch .*; set optimizer\.router_loss: 0\.0, or output_"
+    ):
         refuse_architecture(plain_config("mixtral", num_local_experts=4, **ASKED))
     monkeypatch.undo()
     refuse_architecture(plain_config("mixtral", num_local_experts=4, **ASKED))
@@ -257,7 +259,11 @@ def test_the_setting_replaces_what_the_models_configuration_says(
 def test_the_setting_is_refused_for_a_model_without_such_a_loss() -> None:
     with pytest.raises(UserError, match=r"optimizer\.router_loss=0\.1: the configuration of llama has no coefficient"):
         check_architecture(parse_config(small_tree(optimizer__router_loss=0.1)))
-    check_architecture(parse_config(small_tree(optimizer__router_loss=0.0)))
+    # Of a model whose configuration asks for a loss that it does not have, it is the way out.
+    fields = {"model_type": "llama", "output_router_logits": True, **SIZES}
+    with pytest.raises(UserError, match=r"makes no router loss; set optimizer\.router_loss: 0\.0"):
+        check_architecture(parse_config(small_tree(model__config=fields)))
+    check_architecture(parse_config(small_tree(model__config=fields, optimizer__router_loss=0.0)))
 
 
 def test_a_router_loss_of_a_model_whose_forward_was_replaced_is_refused() -> None:
