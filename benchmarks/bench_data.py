@@ -154,7 +154,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "num_documents": corpus.num_documents,
             "num_tokens": corpus.num_tokens,
             "num_shards": len(corpus.info.shards),
-            "num_bytes": sum(shard.num_bytes for shard in corpus.info.shards),
+            "num_bytes": sum(shard.tokens.num_bytes(np.dtype(corpus.info.dtype)) for shard in corpus.info.shards),
             "dtype": corpus.info.dtype,
             "num_rows": plan.num_rows,
         }

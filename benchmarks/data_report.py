@@ -140,8 +140,9 @@ def _reads(reads: Mapping[str, Any]) -> str:
         for read in (reads[key],)
     ]
     text = (
-        "Amplification is what the row groups hold that were decoded, over what was asked for (1 is the bound); "
-        "nothing is kept between reads. In bytes it is higher, for Parquet unpacks a token of 16 bits as 32."
+        "Amplification is what a first read takes, over what was asked for (1 is the bound): of our shards, blocks of "
+        "4 KiB, which are compared with their checksums; later reads of a block take what they ask for. Of Parquet, "
+        "row groups, at every read, in which a token of 16 bits is unpacked as 32."
     )
     head = ("from", "reads", "a read asks for", "a read", "amplification: tokens", "bytes")
     return text + "\n\n" + table(head, rows)

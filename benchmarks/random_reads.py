@@ -13,19 +13,18 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.corpus.document_table import DocumentTable
-from ray_ulysses.data.corpus.format import CHUNK_TOKENS, DOCUMENTS_FILE, SHARDS_DIRECTORY
+from ray_ulysses.data.corpus.flat_file import BLOCK_BYTES
+from ray_ulysses.data.corpus.format import INDEX_DTYPE, INDEX_FILE
 from ray_ulysses.data.plan.plan import Plan
-from ray_ulysses.storage.patience import Patience
 
 Stretch = tuple[int, int, int]
 """Document, first token, tokens."""
 
 
 def ours(corpus: Corpus, stretches: Sequence[Stretch]) -> dict[str, Any]:
-    """Time reads of stretches of documents, and count what the row groups hold that they decode."""
+    """Time reads of stretches of documents, and count what the blocks hold that they touch."""
     times = _times([lambda s=s: corpus.read(*s) for s in stretches])
-    return {"ms": [1e3 * one for one in times], **decoded(corpus, stretches)}
+    return {"ms": [1e3 * one for one in times], **blocks_read(corpus, stretches)}
 
 
 def default_parquet(corpus: Corpus, path: Path, documents: NDArray[np.int64]) -> dict[str, Any]:
@@ -65,27 +64,22 @@ def row_pieces(plan: Plan, rows: range) -> list[Stretch]:
     ]
 
 
-def decoded(corpus: Corpus, stretches: Sequence[Stretch]) -> dict[str, int]:
-    """Return the tokens that are asked for and those of the row groups that hold them, and the bytes of both.
+def blocks_read(corpus: Corpus, stretches: Sequence[Stretch]) -> dict[str, int]:
+    """Return the tokens that are asked for, and those of the blocks that hold them: what a first read takes.
 
-    A group counts anew for each stretch: nothing is kept between two reads.
+    A block counts anew for each stretch, as if nothing were kept between two reads.
     """
-    table = DocumentTable(corpus.path / DOCUMENTS_FILE, corpus.info, Patience())
-    footers = [pq.read_metadata(corpus.path / SHARDS_DIRECTORY / shard.name) for shard in corpus.info.shards]
-    starts = [
-        np.cumsum([0, *(footer.row_group(number).num_rows for number in range(footer.num_row_groups))])
-        for footer in footers
-    ]
-    found = np.zeros(2, dtype=np.int64)
+    size = np.dtype(corpus.info.dtype).itemsize
+    index = np.fromfile(corpus.path / INDEX_FILE, INDEX_DTYPE, 2 * corpus.num_documents).reshape(-1, 2)
+    shards = np.cumsum([0, *(shard.num_tokens for shard in corpus.info.shards)])
+    num_bytes = 0
     for document, start, length in stretches:
-        place = table.place(document)
-        skipped, inside = divmod(start, CHUNK_TOKENS)
-        first = place.first_row + skipped
-        last = first + -(-(inside + length) // CHUNK_TOKENS) - 1
-        low, high = np.searchsorted(starts[place.shard], [first, last], side="right") - 1
-        for number in range(int(low), int(high) + 1):
-            found += _group_size(footers[place.shard], number)
-    return _decoded(found, sum(length for _, _, length in stretches), np.dtype(corpus.info.dtype).itemsize)
+        first = int(index[document, 0]) + start
+        shard = int(np.searchsorted(shards, first, side="right")) - 1
+        begin, end = ((place - int(shards[shard])) * size for place in (first, first + length))
+        whole = int(corpus.info.shards[shard].num_tokens) * size
+        num_bytes += min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, whole) - begin // BLOCK_BYTES * BLOCK_BYTES
+    return _decoded(np.asarray([num_bytes // size, num_bytes]), sum(length for _, _, length in stretches), size)
 
 
 def _decoded(found: NDArray[np.int64], asked_tokens: int, token_bytes: int) -> dict[str, int]:

@@ -12,10 +12,13 @@ from numpy.typing import NDArray
 
 from benchmarks.document_lengths import log_normal
 from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.corpus.flat_file import FlatInfo, FlatWriter
 from ray_ulysses.data.corpus.format import (
     CORPUS_FILE,
     DOCUMENT_SCHEMA,
     DOCUMENTS_FILE,
+    INDEX_DTYPE,
+    INDEX_FILE,
     SHARDS_DIRECTORY,
     CorpusInfo,
     ShardInfo,
@@ -34,14 +37,14 @@ _CHUNK = 1 << 20
 def write_corpus(directory: Path, num_documents: int, seed: int = 0) -> Corpus:
     """Write a corpus of log-normal documents of random bytes and open it.
 
-    Its shards hold 8,000 documents; the sidecar names each of them many times, in no order. Sources, offsets and ids
+    Its shards hold 8,000 documents; the index names each of them many times, in no order. Sources, offsets and ids
     stand there as in any corpus.
     """
     tokenizer = load_tokenizer("bytes").info
     dtype = token_dtype(tokenizer.vocab_size)
     pool = log_normal(NUM_SHARDS * SHARD_DOCUMENTS, seed=seed).astype(np.int64)
-    first_rows, shards = _write_shards(directory / SHARDS_DIRECTORY, pool, dtype, seed)
-    num_tokens, lengths_crc32 = _write_sidecar(directory, num_documents, pool, first_rows, seed)
+    firsts, shards = _write_shards(directory / SHARDS_DIRECTORY, pool, dtype, seed)
+    num_tokens, lengths_crc32, index = _write_documents(directory, num_documents, pool, firsts, seed)
     info = CorpusInfo(
         tokenizer=tokenizer,
         dtype=dtype.name,
@@ -53,6 +56,7 @@ def write_corpus(directory: Path, num_documents: int, seed: int = 0) -> Corpus:
         documents_bytes=(directory / DOCUMENTS_FILE).stat().st_size,
         documents_crc32=file_crc32(directory / DOCUMENTS_FILE),
         lengths_crc32=lengths_crc32,
+        index=index,
         byte_unigram_nats=None,
         token_unigram_nats=None,
         signature="synthetic",
@@ -64,43 +68,42 @@ def write_corpus(directory: Path, num_documents: int, seed: int = 0) -> Corpus:
 def _write_shards(
     directory: Path, lengths: NDArray[np.int64], dtype: np.dtype, seed: int
 ) -> tuple[NDArray[np.int64], tuple[ShardInfo, ...]]:
-    """Write the shards; return the first row of each document in its own, and what the shards are."""
+    """Write the shards; return the place of the first token of each document, and what the shards are."""
     directory.mkdir(parents=True)
     rng = np.random.default_rng(seed)
-    first_rows: list[int] = []
-    shards = []
+    firsts: list[int] = []
+    shards: list[ShardInfo] = []
     for number in range(NUM_SHARDS):
-        path = directory / f"shard-{number:05d}.parquet"
+        path = directory / f"shard-{number:05d}.tokens"
         writer = ShardWriter(path, dtype)
         for length in lengths[number * SHARD_DOCUMENTS : (number + 1) * SHARD_DOCUMENTS]:
-            first_rows.append(writer.add(rng.integers(0, 256, int(length))))
-        writer.close()
-        shards.append(writer.info(path))
-    return np.asarray(first_rows, dtype=np.int64), tuple(shards)
+            before = sum(shard.num_tokens for shard in shards)
+            firsts.append(before + writer.add(rng.integers(0, 256, int(length))))
+        shards.append(writer.close(path.name))
+    return np.asarray(firsts, dtype=np.int64), tuple(shards)
 
 
-def _write_sidecar(
-    directory: Path, num_documents: int, lengths: NDArray[np.int64], first_rows: NDArray[np.int64], seed: int
-) -> tuple[int, int]:
-    """Write the length sidecar; return the tokens of all documents and the checksum of the lengths."""
+def _write_documents(
+    directory: Path, num_documents: int, lengths: NDArray[np.int64], firsts: NDArray[np.int64], seed: int
+) -> tuple[int, int, FlatInfo]:
+    """Write the table of documents and the index; return the tokens of all, the checksum of the lengths, the index."""
     rng = np.random.default_rng(seed + 1)
     num_tokens = crc32 = 0
-    with atomic_file(directory / DOCUMENTS_FILE) as temporary:
-        writer = RowGroupWriter(temporary, DOCUMENT_SCHEMA)
+    with atomic_file(directory / DOCUMENTS_FILE) as temporary, atomic_file(directory / INDEX_FILE) as index_temporary:
+        writer, index = RowGroupWriter(temporary, DOCUMENT_SCHEMA), FlatWriter(index_temporary, INDEX_DTYPE)
         for first in range(0, num_documents, _CHUNK):
             count = min(_CHUNK, num_documents - first)
             chosen = rng.integers(0, lengths.size, count)
             part = lengths[chosen]
             num_tokens += int(part.sum())
             crc32 = zlib.crc32(part.astype("<i8").tobytes(), crc32)
-            writer.add(_sidecar_rows(first, chosen, part, first_rows[chosen]))
+            writer.add(_document_rows(first, chosen, part))
+            index.add(np.stack([firsts[chosen], part], axis=1))
         writer.close(crc32)
-    return num_tokens, crc32
+        return num_tokens, crc32, index.close()
 
 
-def _sidecar_rows(
-    first: int, chosen: NDArray[np.int64], lengths: NDArray[np.int64], first_rows: NDArray[np.int64]
-) -> pa.Table:
+def _document_rows(first: int, chosen: NDArray[np.int64], lengths: NDArray[np.int64]) -> pa.Table:
     shard = (chosen // SHARD_DOCUMENTS).astype(np.int32)
     sources = pa.DictionaryArray.from_arrays(
         pa.array(shard), pa.array([f"/data/part-{number:05d}.jsonl.zst" for number in range(NUM_SHARDS)])
@@ -109,8 +112,6 @@ def _sidecar_rows(
         {
             "length": lengths,
             "max_token_id": np.full(lengths.size, 255, dtype=np.int64),
-            "shard": shard,
-            "first_row": first_rows,
             "source": sources.cast(pa.string()),
             "offset": np.arange(first, first + lengths.size, dtype=np.int64),
             "id": pa.array([""], pa.string()).take(pa.array(np.zeros(lengths.size, dtype=np.int64))),

@@ -94,6 +94,15 @@ def prepare(
         typer.echo(line)
 
 
+@app.command(epilog="Example: ray-ulysses convert corpora/books")
+def convert(corpus: Annotated[Path, typer.Argument(metavar="CORPUS", help="Directory of a corpus.")]) -> None:
+    """Convert a corpus that an earlier version prepared, in its directory. Plans and runs of it go on as before."""
+    from ray_ulysses.data.prepare.convert import convert_corpus
+
+    done = convert_corpus(corpus, partial(typer.echo, err=True))
+    typer.echo(f"{done.path}: {done.num_documents:,} documents, {done.num_tokens:,} tokens, as they were")
+
+
 @app.command(epilog="Example: ray-ulysses plan configs/llama-tiny_cpu_sp2-dp2_8k.yaml --set cluster.workers=8")
 def plan(
     config: ConfigPath,

@@ -446,6 +446,36 @@ MUTANTS = (
         killer="tests/unit/attention/test_windows.py::test_a_mask_that_is_no_causal_window_is_told[hole]",
     ),
     Mutant(
+        name="a block of tokens that is not compared",
+        file="ray_ulysses/data/corpus/flat_file.py",
+        old="            if found != expected:\n                place",
+        new="            if False:\n                place",
+        killer="tests/unit/data/corpus/test_flat_file.py::"
+        "test_a_flipped_bit_is_noticed_where_it_is_read_and_nowhere_else",
+    ),
+    Mutant(
+        name="a stretch taken from the start of its block",
+        file="ray_ulysses/data/corpus/flat_file.py",
+        old="count=count, offset=begin - start)",
+        new="count=count)",
+        killer="tests/unit/data/corpus/test_flat_file.py::test_any_stretch_is_what_was_written[1-uint16]",
+    ),
+    Mutant(
+        name="blocks taken for compared before they are",
+        file="ray_ulysses/data/corpus/flat_file.py",
+        old="        self._is_unread[low:high] = bytes(high - low)\n",
+        new="        self._is_unread[low : high + 1] = bytes(high + 1 - low)\n",
+        killer="tests/unit/data/corpus/test_flat_file.py::test_a_damaged_block_is_noticed_after_the_one_before_was_read",
+    ),
+    Mutant(
+        name="documents of a converted corpus placed in the wrong shard",
+        file="ray_ulysses/data/prepare/convert.py",
+        old="        starts.append(first_tokens + first_of_shard)\n",
+        new="        starts.append(first_tokens)\n",
+        killer="tests/unit/data/prepare/test_convert.py::"
+        "test_a_converted_corpus_has_the_plans_rows_and_digests_of_before",
+    ),
+    Mutant(
         name="a mean of means",
         file="ray_ulysses/engine/loss.py",
         old="objective_sum = losses_N.sum() if",

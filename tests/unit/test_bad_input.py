@@ -142,7 +142,7 @@ def test_a_missing_corpus_or_a_damaged_shard_of_it(refused: Refused, corpus: Pat
     said = refused("train", path, "--set", f"data.path={tmp_path}/nothing")
     assert "data.path" in said and "prepare" in said
     damaged = make_corpus(tmp_path)
-    (shard,) = (damaged / "shards").glob("*.parquet")
+    (shard,) = (damaged / "shards").glob("*.tokens")
     content = shard.read_bytes()
     for broken in (content[: len(content) // 2], b"\0" * len(content)):
         shard.write_bytes(broken)

@@ -226,16 +226,16 @@ def test_the_synthetic_corpus_is_a_valid_one(tmp_path: Path, monkeypatch: pytest
     assert corpus.source(299).offset == 299
 
 
-def test_amplification_counts_every_row_group_of_a_read(tmp_path: Path) -> None:
+def test_amplification_counts_every_block_of_a_read(tmp_path: Path) -> None:
     corpus = text_corpus(tmp_path, [*varied_texts(30), "x" * 200_000])
     whole = random_reads.whole_documents(corpus, np.arange(corpus.num_documents))
     longest = max(whole, key=lambda stretch: stretch[2])
-    read = random_reads.decoded(corpus, [longest])
+    read = random_reads.blocks_read(corpus, [longest])
     assert read["asked_tokens"] == 200_001
-    # Three full chunks are row groups of their own; the fourth may share one with others.
-    assert 200_001 <= read["decoded_tokens"] <= 4 * 65_536
-    assert read["unpacked_bytes"] >= 2 * read["decoded_tokens"]
-    once, twice = (random_reads.decoded(corpus, [whole[0]] * count) for count in (1, 2))
+    # Two bytes per token, in blocks of 2,048 tokens, of which the first and the last hold others too.
+    assert 200_001 <= read["decoded_tokens"] <= 200_001 + 2 * 2048
+    assert read["unpacked_bytes"] == 2 * read["decoded_tokens"]
+    once, twice = (random_reads.blocks_read(corpus, [whole[0]] * count) for count in (1, 2))
     assert twice == {name: 2 * value for name, value in once.items()}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,16 +13,20 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from ray_ulysses.data.corpus.document_table import DocumentSource, DocumentTable, SpanTable
+from ray_ulysses.data.corpus.flat_file import FlatFiles
 from ray_ulysses.data.corpus.format import (
     CORPUS_FILE,
     DOCUMENTS_FILE,
     FORMAT_VERSION,
+    INDEX_DTYPE,
+    INDEX_FILE,
+    OLD_FORMAT,
     PREPARATION_FILE,
     SHARDS_DIRECTORY,
     SPANS_FILE,
     CorpusInfo,
 )
-from ray_ulysses.data.corpus.shard import ShardReader, check_shard, unreadable_shard
+from ray_ulysses.data.corpus.shard import read_shards
 from ray_ulysses.data.tokenize.spans import LabelSpans
 from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
 from ray_ulysses.errors import UserError, shown
@@ -61,25 +65,29 @@ class Corpus:
         self._spans: LabelSpans | None = None
         self._documents: DocumentTable | None = None
         self._span_table: SpanTable | None = None
-        self._shards = ShardReader(path / SHARDS_DIRECTORY, np.dtype(info.dtype), patience=self._patience)
+        self._shards = read_shards(path / SHARDS_DIRECTORY, info.shards, np.dtype(info.dtype), patience)
+        self._index = FlatFiles(
+            [path / INDEX_FILE], [info.index], INDEX_DTYPE, unreadable=unreadable, patience=patience
+        )
 
     @classmethod
     def open(cls, path: Path | str, *, patience: Patience = PATIENCE) -> Corpus:
-        """Open a directory written by ``prepare``; reads footers only, regardless of the number of documents.
+        """Open a directory written by ``prepare``; reads no document, regardless of their number.
 
         Raises:
-            UserError: It is missing, is no prepared corpus, is empty, or a sidecar can't be read.
+            UserError: It is missing, is no prepared corpus, is empty, or what describes its documents can't be read.
         """
         directory = expand_home(path)
         try:
             info = patience.call(directory, lambda: _read_info(directory))
         except OSError as error:
-            raise _unreadable(directory, error.strerror) from error
+            raise unreadable(directory, error.strerror) from error
         if info.num_documents == 0:
             raise UserError(f"data.path={directory}: the corpus is empty; prepare sources that hold documents")
         corpus = cls(directory, info, patience=patience)
         corpus._check_sidecars()
         corpus._document_table()
+        corpus._index.check()
         corpus._spans_by_document()
         return corpus
 
@@ -151,12 +159,12 @@ class Corpus:
         """Return ``length`` tokens of a document from ``start`` on, as int64.
 
         Raises:
-            UserError: The shard or the sidecar can't be read.
+            UserError: The shard or the index can't be read.
         """
-        with _reading(self.path / DOCUMENTS_FILE):
-            place = self._document_table().place(document)
-        assert start >= 0 and start + length <= place.length, (document, start, length)
-        return self._shards.read(self.info.shards[place.shard], place.first_row, start, length)
+        first, size = self._index.read(2 * document, 2).tolist()
+        assert start >= 0 and start + length <= size, (document, start, length)
+        tokens: NDArray[np.int64] = self._shards.read(first + start, length).astype(np.int64)
+        return tokens
 
     def source(self, document: int) -> DocumentSource:
         """Return the file a document came from, its line or row there (0 for a whole file), and its own id.
@@ -178,20 +186,17 @@ class Corpus:
             return self._patience.call(path, self._document_table().digests)
 
     def check_files(self, *, checksums: bool = False) -> None:
-        """Check the size and footer of every file, and with ``checksums`` (slow) its whole content.
+        """Check the size of every file and what it says of itself; with ``checksums`` (slow), its whole content.
 
         Raises:
             UserError: Names the first file that is missing, truncated, or not what ``prepare`` wrote.
         """
         self._check_sidecars(checksums=checksums)
-        dtype = np.dtype(self.info.dtype)
-        for shard in self.info.shards:
-            path = self.path / SHARDS_DIRECTORY / shard.name
-            self._check_file(path, shard.num_bytes, shard.crc32 if checksums else None)
-            try:
-                self._patience.call(path, functools.partial(check_shard, path, shard, dtype))
-            except READ_ERRORS as error:
-                raise unreadable_shard(path, error) from error
+        self._index.check()
+        self._shards.check()
+        if checksums:
+            self._index.check_blocks()
+            self._shards.check_blocks()
 
     def _check_sidecars(self, *, checksums: bool = False) -> None:
         info = self.info
@@ -204,11 +209,11 @@ class Corpus:
         try:
             found = self._patience.call(path, lambda: path.stat().st_size)
             if found != num_bytes:
-                raise _unreadable(path, f"{found} bytes where prepare wrote {num_bytes}")
+                raise unreadable(path, f"{found} bytes where prepare wrote {num_bytes}")
             if crc32 is not None and self._patience.call(path, lambda: file_crc32(path)) != crc32:
-                raise _unreadable(path, "its checksum differs from the one prepare wrote")
+                raise unreadable(path, "its checksum differs from the one prepare wrote")
         except OSError as error:
-            raise _unreadable(path, error.strerror) from error
+            raise unreadable(path, error.strerror) from error
 
     def _document_table(self) -> DocumentTable:
         if self._documents is None:
@@ -225,7 +230,13 @@ class Corpus:
         return self._span_table
 
 
-def _read_info(directory: Path) -> CorpusInfo:
+def read_corpus_json(directory: Path) -> dict[str, Any]:
+    """Return the fields of ``corpus.json``, which have a ``format_version``, of whatever format.
+
+    Raises:
+        UserError: There is no complete corpus, or the file can't be read.
+        OSError: The storage is away.
+    """
     if not directory.exists():
         raise UserError(f"data.path={directory}: does not exist; create it with `ray-ulysses prepare`")
     path = directory / CORPUS_FILE
@@ -243,19 +254,28 @@ def _read_info(directory: Path) -> CorpusInfo:
     except (OSError, ContentError) as error:
         if is_transient(error):
             raise
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     if "format_version" not in fields:
-        raise _unreadable(path, "format_version is missing")
+        raise unreadable(path, "format_version is missing")
+    return fields
+
+
+def _read_info(directory: Path) -> CorpusInfo:
+    fields = read_corpus_json(directory)
     version = fields["format_version"]
     if version != FORMAT_VERSION:
+        is_old = version == OLD_FORMAT
+        command = (
+            f"convert it with `ray-ulysses convert {shlex.quote(str(directory))}`, which changes no plan and no row"
+        )
         raise UserError(
             f"data.path={directory}: the corpus has format {shown(version)}, this version reads {FORMAT_VERSION}; "
-            "prepare it again into another directory"
+            + (command if is_old else "prepare it again into another directory")
         )
     try:
         return CorpusInfo.from_json(fields)
     except ContentError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(directory / CORPUS_FILE, error) from error
 
 
 @contextmanager
@@ -266,10 +286,11 @@ def _reading(path: Path) -> Iterator[None]:
     except UserError:
         raise
     except (*READ_ERRORS, ValueError) as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
-def _unreadable(path: Path, reason: object) -> UserError:
+def unreadable(path: Path, reason: object) -> UserError:
+    """Return the error for a file of a corpus that can't be read."""
     return UserError(
         f"data.path: {path} can't be used ({reason}); restore the file, "
         "or prepare the corpus again into another directory"

@@ -1,4 +1,4 @@
-"""Reads the length sidecar and the label spans of a corpus, one row group at a time."""
+"""Reads the table of documents and the label spans of a corpus, one row group at a time."""
 
 from __future__ import annotations
 
@@ -11,19 +11,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from ray_ulysses.data.corpus.flat_file import DamagedFileError
 from ray_ulysses.data.corpus.format import CorpusInfo, SpansInfo
 from ray_ulysses.data.corpus.row_groups import RowGroupReader
 from ray_ulysses.data.tokenize.spans import LabelSpans, span_mask
 from ray_ulysses.storage.patience import Patience
 
-_PLACE_COLUMNS = ("shard", "first_row", "length")
 _CRC_ROWS = 1 << 18
 _MAX_LENGTH = 2**32 - 1
 _SOURCE_COLUMNS = ("source", "offset", "id")
-
-
-class MismatchError(OSError):
-    """A sidecar that can be read, but is not the one that ``corpus.json`` describes."""
 
 
 class DocumentSource(NamedTuple):
@@ -40,19 +36,11 @@ class DocumentSource(NamedTuple):
     id: str
 
 
-class DocumentPlace(NamedTuple):
-    """The place of a document's tokens: its shard, its first chunk row there, and the number of tokens."""
-
-    shard: int
-    first_row: int
-    length: int
-
-
 class DocumentTable:
     """One row per document; a row group is read when one of its documents is needed.
 
     Raises:
-        MismatchError: The file is not the one that ``corpus.json`` describes.
+        DamagedFileError: The file is not the one that ``corpus.json`` describes.
         OSError: It can't be read, like the other ``READ_ERRORS``.
     """
 
@@ -60,17 +48,10 @@ class DocumentTable:
         self._path = path
         self._info = info
         self._patience = patience
-        self._places = RowGroupReader(path, _PLACE_COLUMNS, patience)
         self._sources = RowGroupReader(path, _SOURCE_COLUMNS, patience, max_groups=2)
-        if self._places.num_rows != info.num_documents:
-            raise MismatchError(f"{self._places.num_rows} documents where corpus.json says {info.num_documents}")
-        _check_content(self._places, info.lengths_crc32)
-
-    def place(self, document: int) -> DocumentPlace:
-        """Return the place of a document's tokens."""
-        group, row = self._places.group_of(document)
-        table = self._places.group(group)
-        return DocumentPlace(*(table.column(name)[row].as_py() for name in _PLACE_COLUMNS))
+        if self._sources.num_rows != info.num_documents:
+            raise DamagedFileError(f"{self._sources.num_rows} documents where corpus.json says {info.num_documents}")
+        _check_content(self._sources, info.lengths_crc32)
 
     def source(self, document: int) -> DocumentSource:
         """Return the origin of a document."""
@@ -90,7 +71,7 @@ class DocumentTable:
         return found
 
     def lengths(self) -> NDArray[np.uint32]:
-        """Return the tokens of every document, read-only; raises MismatchError if they do not match corpus.json."""
+        """Return the tokens of every document, read-only; raises DamagedFileError if they do not match corpus.json."""
         lengths = self._patience.call(self._path, self._read_lengths)
         lengths.setflags(write=False)
         return lengths
@@ -105,12 +86,12 @@ class DocumentTable:
                 crc32 = zlib.crc32(part.astype("<i8", copy=False).tobytes(), crc32)
                 num_tokens += int(part.sum())
                 if part.size and int(part.max()) > _MAX_LENGTH:
-                    raise MismatchError(f"a document has {int(part.max())} tokens; it may have {_MAX_LENGTH}")
+                    raise DamagedFileError(f"a document has {int(part.max())} tokens; it may have {_MAX_LENGTH}")
                 lengths[place : place + part.size] = part
                 place += part.size
         info = self._info
         if (place, num_tokens, crc32) != (info.num_documents, info.num_tokens, info.lengths_crc32):
-            raise MismatchError("its lengths do not add up to corpus.json")
+            raise DamagedFileError("its lengths do not add up to corpus.json")
         return lengths
 
 
@@ -118,7 +99,7 @@ class SpanTable:
     """One row per span, in the order of the documents, each of which has at least one.
 
     Raises:
-        MismatchError: The file is not the one that ``corpus.json`` describes.
+        DamagedFileError: The file is not the one that ``corpus.json`` describes.
         OSError: It can't be read, like the other ``READ_ERRORS``.
     """
 
@@ -129,7 +110,7 @@ class SpanTable:
         self._patience = patience
         self._groups = RowGroupReader(path, ("document", "start", "stop"), patience)
         if self._groups.num_rows != info.num_spans:
-            raise MismatchError(f"{self._groups.num_rows} spans where corpus.json says {info.num_spans}")
+            raise DamagedFileError(f"{self._groups.num_rows} spans where corpus.json says {info.num_spans}")
         _check_content(self._groups, info.content_crc32)
         self._first_documents, self._last_documents = self._groups.bounds("document")
 
@@ -146,14 +127,14 @@ class SpanTable:
         return mask
 
     def all(self) -> LabelSpans:
-        """Return the spans of every document; raises MismatchError if they do not match corpus.json."""
+        """Return the spans of every document; raises DamagedFileError if they do not match corpus.json."""
         table = self._patience.call(self._path, lambda: pq.read_table(self._path, page_checksum_verification=True))
         documents, starts, stops = _columns(table)
         crc32 = 0
         if documents.size == self._info.num_spans:
             crc32 = spans_crc32(documents, starts, stops)
         if crc32 != self._info.content_crc32:
-            raise MismatchError("its spans are not those of corpus.json")
+            raise DamagedFileError("its spans are not those of corpus.json")
         offsets = np.zeros(self._num_documents + 1, dtype=np.int64)
         np.cumsum(np.bincount(documents, minlength=self._num_documents), out=offsets[1:])
         for values in (offsets, starts, stops):
@@ -180,7 +161,7 @@ def digest_halves(digests: pa.FixedSizeBinaryArray) -> NDArray[np.uint64]:
 
 def _check_content(reader: RowGroupReader, crc32: int) -> None:
     if reader.content_crc32 != crc32:
-        raise MismatchError("it was replaced by another file of the same size")
+        raise DamagedFileError("it was replaced by another file of the same size")
 
 
 def _columns(table: pa.Table) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:

@@ -3,14 +3,14 @@
 A corpus directory holds::
 
     corpus.json          written last: its presence means that the corpus is complete
-    documents.parquet    the length sidecar, one row per document
+    documents.parquet    one row per document: length, origin, digest
+    documents.index      where the tokens of each document begin, and how many they are
     spans.parquet        label spans, one row per span; only if some document is supervised in part
     quarantine.jsonl     documents that were left out, each with its reason
-    shards/shard-00000.parquet
+    shards/shard-00000.tokens
 
-A shard's rows are chunks of at most 65,536 tokens: each document starts a new row and continues in the next rows. Row
-groups hold about as many tokens, so reading a piece of any document decodes little else. The sidecars' row groups hold
-65,536 rows and are read one at a time.
+Shards and the index are flat files (`ray_ulysses.data.corpus.flat_file`). The tokens of all shards count as one array;
+documents follow one another in it. The Parquet files' row groups hold 65,536 rows and are read one at a time.
 """
 
 from __future__ import annotations
@@ -23,12 +23,19 @@ import numpy as np
 import pyarrow as pa
 from pydantic import TypeAdapter
 
+from ray_ulysses.data.corpus.flat_file import FlatInfo
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, FileName, Number, Whole, checked
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+OLD_FORMAT = 3
+"""Its shards are Parquet files; ``ray-ulysses convert`` reads it."""
+CONTENT_VERSION = 3
+"""Part of the fingerprint, by which plans know their corpus: a corpus that is converted keeps its own."""
 CHUNK_TOKENS = 65_536
+INDEX_FILE = "documents.index"
+INDEX_DTYPE = np.dtype(np.int64)
 CORPUS_FILE = "corpus.json"
 DOCUMENTS_FILE = "documents.parquet"
 SPANS_FILE = "spans.parquet"
@@ -41,8 +48,6 @@ DOCUMENT_SCHEMA = pa.schema(
     [
         pa.field("length", pa.int64(), nullable=False),
         pa.field("max_token_id", pa.int64(), nullable=False),
-        pa.field("shard", pa.int32(), nullable=False),
-        pa.field("first_row", pa.int64(), nullable=False),
         pa.field("source", pa.string(), nullable=False),
         pa.field("offset", pa.int64(), nullable=False),
         pa.field("id", pa.string(), nullable=False),
@@ -67,56 +72,28 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     raise ValueError(f"vocab_size={vocab_size} does not fit 32 bits")
 
 
-def shard_schema(dtype: np.dtype[Any]) -> pa.Schema:
-    """Return the schema of a shard whose tokens are stored as ``dtype``."""
-    return pa.schema(
-        [
-            pa.field("document", pa.int64(), nullable=False),
-            pa.field(
-                "tokens",
-                pa.list_(pa.field("token", pa.from_numpy_dtype(dtype), nullable=False)),
-                nullable=False,
-            ),
-        ]
-    )
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardInfo:
     """One shard file.
 
     Attributes:
         name: File name under ``shards/``.
-        num_rows: Chunk rows in it.
+        num_chunks: Stretches of at most ``CHUNK_TOKENS`` that its documents make; part of the fingerprint.
         num_documents: Documents written into it, including those later left out as duplicates.
-        num_tokens: Tokens in it.
-        num_bytes: Size of the file.
-        crc32: Of the file's bytes.
-        tokens_crc32: Of the tokens; it does not depend on the library that wrote the file.
-        rows_crc32: Of the rows' documents and lengths. It and ``tokens_crc32`` are also in the file's footer, so that
-            another shard in its place is noticed.
+        tokens: Its tokens.
     """
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     name: FileName
-    num_rows: Whole
+    num_chunks: Whole
     num_documents: Whole
-    num_tokens: Whole
-    num_bytes: Whole
-    crc32: Whole
-    tokens_crc32: Whole
-    rows_crc32: Whole
+    tokens: FlatInfo
 
     @property
-    def footer(self) -> dict[str, str]:
-        """Return the metadata that the file's footer must hold."""
-        return shard_footer(self.tokens_crc32, self.rows_crc32)
-
-
-def shard_footer(tokens_crc32: int, rows_crc32: int) -> dict[str, str]:
-    """Return the key-value metadata of a shard."""
-    return {"ray_ulysses.tokens_crc32": f"{tokens_crc32:08x}", "ray_ulysses.rows_crc32": f"{rows_crc32:08x}"}
+    def num_tokens(self) -> int:
+        """Return its tokens, including those of documents later left out."""
+        return self.tokens.num_items
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,15 +124,16 @@ class CorpusInfo:
     Attributes:
         tokenizer: The tokenizer that made the tokens.
         dtype: Name of the tokens' type on disk.
-        num_documents: Documents in the sidecar.
+        num_documents: Its documents.
         num_tokens: Their tokens, including the end token of each.
         max_token_id: Largest token id of all.
         num_quarantined: Documents left out, for the reasons in ``quarantine.jsonl``.
         reasons: How many were left out for each reason, the most frequent reasons first.
         shards: The shard files.
-        documents_bytes: Size of the length sidecar.
-        documents_crc32: CRC-32 of the length sidecar.
+        documents_bytes: Size of ``documents.parquet``.
+        documents_crc32: CRC-32 of it.
         lengths_crc32: CRC-32 of the document lengths as little-endian int64.
+        index: The index, with two values per document: the place of its first token in all shards, and its length.
         byte_unigram_nats: Entropy of the raw bytes; None unless the byte tokenizer was used.
         token_unigram_nats: Entropy of the token ids, including end tokens; None unless the byte tokenizer was used.
         signature: Identifies sources and options, by which the same preparation is recognized.
@@ -175,6 +153,7 @@ class CorpusInfo:
     documents_bytes: Whole
     documents_crc32: Whole
     lengths_crc32: Whole
+    index: FlatInfo
     byte_unigram_nats: Number | None
     token_unigram_nats: Number | None
     signature: str
@@ -191,11 +170,11 @@ class CorpusInfo:
     def fingerprint(self) -> str:
         """Return the identity of the content: tokens, lengths and tokenizer, but not the files' encoding."""
         content = {
-            "format": FORMAT_VERSION,
+            "format": CONTENT_VERSION,
             "tokenizer": self.tokenizer.fingerprint,
             "dtype": self.dtype,
             "documents": [self.num_documents, self.lengths_crc32],
-            "shards": [[s.num_rows, s.num_tokens, s.tokens_crc32] for s in self.shards],
+            "shards": [[s.num_chunks, s.num_tokens, s.tokens.crc32] for s in self.shards],
             "spans": None if self.spans is None else [self.spans.num_spans, self.spans.content_crc32],
         }
         return stable_hash(content)
@@ -217,7 +196,19 @@ class CorpusInfo:
             raise ContentError("its fields were changed: they do not give its checksum")
         fingerprint = known.pop("fingerprint", None)
         del known["format_version"]
-        info = checked(_corpus_adapter(), known)
+        info = cls.from_fields(known)
+        if fingerprint != info.fingerprint:
+            raise ContentError("its fields do not give its fingerprint")
+        return info
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> CorpusInfo:
+        """Return what the fields describe.
+
+        Raises:
+            ContentError: A field is missing, unknown or wrong.
+        """
+        info = checked(_corpus_adapter(), fields)
         try:
             expected = token_dtype(info.tokenizer.vocab_size).name
         except ValueError as error:
@@ -226,8 +217,6 @@ class CorpusInfo:
             raise ContentError(
                 f"dtype={info.dtype!r}: tokens of a vocabulary of {info.tokenizer.vocab_size} are stored as {expected}"
             )
-        if fingerprint != info.fingerprint:
-            raise ContentError("its fields do not give its fingerprint")
         return info
 
 

@@ -26,10 +26,13 @@ from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.corpus.document_table import digest_halves, spans_crc32
+from ray_ulysses.data.corpus.flat_file import FlatInfo, FlatWriter
 from ray_ulysses.data.corpus.format import (
     CORPUS_FILE,
     DOCUMENT_SCHEMA,
     DOCUMENTS_FILE,
+    INDEX_DTYPE,
+    INDEX_FILE,
     PREPARATION_FILE,
     QUARANTINE_FILE,
     SHARDS_DIRECTORY,
@@ -42,7 +45,7 @@ from ray_ulysses.data.corpus.format import (
 )
 from ray_ulysses.data.corpus.repeats import first_of_same_content
 from ray_ulysses.data.corpus.row_groups import RowGroupWriter
-from ray_ulysses.data.corpus.shard import ShardReader
+from ray_ulysses.data.corpus.shard import read_shards
 from ray_ulysses.data.prepare.unit_writer import UnitResult, unit_file
 from ray_ulysses.data.sources.line_ranges import number_lines, refuse_files_without_objects
 from ray_ulysses.data.sources.quarantine import Rejected, reason_class
@@ -104,6 +107,7 @@ def merge(
         documents_bytes=(out / DOCUMENTS_FILE).stat().st_size,
         documents_crc32=file_crc32(out / DOCUMENTS_FILE),
         lengths_crc32=totals.lengths_crc32,
+        index=totals.index,
         byte_unigram_nats=byte_entropy,
         token_unigram_nats=token_entropy,
         signature=signature,
@@ -147,7 +151,7 @@ def working_files(out: Path, info: CorpusInfo) -> list[Path]:
     found = [path for path in (out / UNITS_DIRECTORY, out / PREPARATION_FILE) if path.exists()]
     for folder in (out, out / SHARDS_DIRECTORY):
         found += [*left_temporaries(folder), *filter(is_old_temporary, folder.glob(".*.tmp"))]
-    found += [path for path in (out / SHARDS_DIRECTORY).glob("shard-*.parquet") if path.name not in shards]
+    found += [path for path in (out / SHARDS_DIRECTORY).glob("shard-*") if path.name not in shards]
     return found
 
 
@@ -169,6 +173,7 @@ class _Totals:
     num_tokens: int
     max_token_id: int
     lengths_crc32: int
+    index: FlatInfo
 
 
 def _notes(out: Path, unit: UnitResult, columns: Sequence[str] | None = None) -> pa.Table:
@@ -244,20 +249,26 @@ def _repeated_documents(
 
 
 def _write_documents(out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]]) -> _Totals:
-    """Write the length sidecar, and return its totals."""
-    columns = [name for name in DOCUMENT_SCHEMA.names if name != "shard"]
-    num_documents, num_tokens, largest, crc32 = 0, 0, 0, 0
-    with atomic_file(out / DOCUMENTS_FILE) as temporary:
-        writer = RowGroupWriter(temporary, DOCUMENT_SCHEMA)
-        for shard, (_, kept) in enumerate(_kept_notes(out, units, repeats, columns)):
+    """Write the table of documents and the index, and return their totals."""
+    columns = [*DOCUMENT_SCHEMA.names, "first_token"]
+    num_documents, num_tokens, largest, crc32, first_of_shard = 0, 0, 0, 0, 0
+    with atomic_file(out / DOCUMENTS_FILE) as temporary, atomic_file(out / INDEX_FILE) as index_temporary:
+        writer, index = RowGroupWriter(temporary, DOCUMENT_SCHEMA), FlatWriter(index_temporary, INDEX_DTYPE)
+        for unit, (_, kept) in zip(units, _kept_notes(out, units, repeats, columns), strict=True):
+            firsts = kept.column("first_token").to_numpy() + first_of_shard
+            first_of_shard += unit.num_tokens
             lengths = kept.column("length").to_numpy().astype("<i8")
             num_documents += lengths.size
             num_tokens += int(lengths.sum())
             largest = max(largest, int(kept.column("max_token_id").to_numpy().max(initial=0)))
             crc32 = zlib.crc32(lengths.tobytes(), crc32)
-            writer.add(kept.append_column("shard", pa.array(np.full(lengths.size, shard, dtype=np.int32))))
+            writer.add(kept)
+            index.add(np.stack([firsts, lengths], axis=1))
         writer.close(crc32)
-    return _Totals(num_documents=num_documents, num_tokens=num_tokens, max_token_id=largest, lengths_crc32=crc32)
+        written = index.close()
+    return _Totals(
+        num_documents=num_documents, num_tokens=num_tokens, max_token_id=largest, lengths_crc32=crc32, index=written
+    )
 
 
 def _write_spans(out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]]) -> SpansInfo:
@@ -327,13 +338,15 @@ def _entropies(
     known = [unit.token_counts for unit in units if unit.token_counts is not None]
     if len(known) < len(units):
         return None, None
-    reader = ShardReader(out / SHARDS_DIRECTORY, token_dtype(tokenizer.vocab_size), patience=patience)
+    shards = [unit.shard for unit in units if unit.shard is not None]
+    reader = read_shards(out / SHARDS_DIRECTORY, shards, token_dtype(tokenizer.vocab_size), patience)
     counts = np.asarray(known, dtype=np.int64).sum(axis=0)
+    first_of_shard = 0
     for unit, repeated in zip(units, repeats, strict=True):
-        assert unit.shard is not None
         dropped = repeated >= 0
         if dropped.any():
-            for note in _notes(out, unit, ["first_row", "length"]).filter(pa.array(dropped)).to_pylist():
-                tokens = reader.read(unit.shard, note["first_row"], 0, note["length"])
+            for note in _notes(out, unit, ["first_token", "length"]).filter(pa.array(dropped)).to_pylist():
+                tokens = reader.read(first_of_shard + note["first_token"], note["length"])
                 counts -= np.bincount(tokens, minlength=counts.size)
+        first_of_shard += unit.num_tokens
     return entropy_nats(counts[:256]), entropy_nats(counts)

@@ -36,7 +36,8 @@ NOTES_SCHEMA = pa.schema(
     [
         ("length", pa.int64()),
         ("max_token_id", pa.int64()),
-        ("first_row", pa.int64()),
+        # In the shard.
+        ("first_token", pa.int64()),
         ("source", pa.string()),
         ("offset", pa.int64()),
         ("id", pa.string()),
@@ -123,7 +124,9 @@ def finished_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult | N
         return None
     if result.shard is not None:
         shard = out / SHARDS_DIRECTORY / result.shard.name
-        if not shard.is_file() or shard.stat().st_size != result.shard.num_bytes:
+        if not shard.is_file() or shard.stat().st_size != result.shard.tokens.num_bytes(
+            token_dtype(tokenizer.info.vocab_size)
+        ):
             return None
     return result
 
@@ -141,26 +144,26 @@ def write_unit(out: Path, unit: Unit, tokenizer: Tokenizer, patience: Patience =
 
 
 def _write_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult:
-    shard_path = out / SHARDS_DIRECTORY / f"shard-{unit.index:05d}.parquet"
+    shard_path = out / SHARDS_DIRECTORY / f"shard-{unit.index:05d}.tokens"
     collected = _Collected(tokenizer)
     with atomic_file(shard_path) as temporary:
         writer = ShardWriter(temporary, token_dtype(tokenizer.info.vocab_size))
         try:
             for found in read_unit(unit):
                 collected.add(found, writer)
-            writer.close()
+            shard = writer.close(shard_path.name)
         except BaseException:
             writer.abandon()
             raise
         _refuse_changed_files(unit)
-    if not writer.num_documents:
+    if not shard.num_documents:
         shard_path.unlink()
     result = UnitResult(
         index=unit.index,
         signature=unit_signature(unit, tokenizer),
-        shard=writer.info(shard_path) if writer.num_documents else None,
-        num_documents=writer.num_documents,
-        num_tokens=writer.num_tokens,
+        shard=shard if shard.num_documents else None,
+        num_documents=shard.num_documents,
+        num_tokens=shard.num_tokens,
         num_rejected=len(collected.rejected),
         has_spans=collected.has_spans,
         turn_ends=tuple(sorted(collected.turn_ends)),
@@ -202,14 +205,14 @@ class _Collected:
         if self.counts is not None:
             self.counts += np.bincount(encoded.ids, minlength=self.counts.size)
 
-    def _note(self, document: RawDocument, encoded: EncodedDocument, first_row: int) -> None:
+    def _note(self, document: RawDocument, encoded: EncodedDocument, first_token: int) -> None:
         whole = encoded.is_whole
         self.has_spans |= not whole
         self.turn_ends |= encoded.turn_ends
         row = {
             "length": encoded.ids.size,
             "max_token_id": int(encoded.ids.max()),
-            "first_row": first_row,
+            "first_token": first_token,
             "source": document.source,
             "offset": document.offset,
             "id": document.id,

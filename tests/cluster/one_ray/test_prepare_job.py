@@ -92,7 +92,7 @@ def test_files_that_cannot_be_read_are_named_all_at_once(cluster: None, tmp_path
     assert "one.jsonl.gz: the JSONL file can't be read" in text
     assert "two.jsonl.gz: the JSONL file can't be read" in text
     assert not (request.out / "corpus.json").exists()
-    assert [p.name for p in (request.out / "shards").iterdir()] == ["shard-00000.parquet"]
+    assert [p.name for p in (request.out / "shards").iterdir()] == ["shard-00000.tokens"]
     for name in ("one", "two"):
         (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(f'{{"text": "{name}"}}'.encode()))
     assert prepare(request).num_documents == 7

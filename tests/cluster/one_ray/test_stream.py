@@ -236,10 +236,10 @@ def test_ranks_in_processes_of_their_own_receive_their_slices(cluster: None, cor
 def test_a_broken_shard_is_named_where_the_row_is_asked_for(cluster: None, tmp_path: Path) -> None:
     corpus = text_corpus(tmp_path, varied_texts(20))
     plan = plan_of(corpus, context_tokens=256)
-    path = corpus.path / "shards" / "shard-00000.parquet"
+    path = corpus.path / "shards" / "shard-00000.tokens"
     path.write_bytes(path.read_bytes()[:-10])
     (source,) = sources_of(corpus, plan, 1, 1)
-    with pytest.raises(UserError, match=r"the shard .*shard-00000\.parquet can't be read"):
+    with pytest.raises(UserError, match=r"the shard .*shard-00000\.tokens can't be read"):
         list(source.step(1))
     source.close()
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.corpus.flat_file import FlatWriter
+from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.row_checks import Progress
 from ray_ulysses.forensics.verification import verify_run
@@ -167,18 +169,16 @@ def forge(corpus: Path, folder: Path, document: int = 20) -> Path:
     """Copy a corpus and flip one token of a document, every size, footer and checksum being those of the first."""
     copy = folder / "forged"
     shutil.copytree(corpus, copy)
-    (shard,) = (copy / "shards").iterdir()
-    table = pq.read_table(shard)
-    documents = table.column("document").to_pylist()
-    rows = table.column("tokens").to_pylist()
-    rows[documents.index(document)][1] ^= 1
-    kind = table.schema.field("tokens")
-    forged = table.set_column(1, kind, pa.array(rows, type=kind.type))
-    with pq.ParquetFile(shard) as file:
-        notes = {key: value for key, value in file.metadata.metadata.items() if key.startswith(b"ray_ulysses")}
-    with pq.ParquetWriter(shard, forged.schema, write_page_checksum=True) as writer:
-        writer.write_table(forged)
-        writer.add_key_value_metadata(notes)
+    fields = json.loads((copy / "corpus.json").read_text())
+    (shard,) = fields["shards"]
+    path, num_tokens = copy / "shards" / shard["name"], shard["tokens"]["num_items"]
+    tokens = np.fromfile(path, "<u2", num_tokens)
+    tokens[Corpus.open(corpus).lengths[:document].sum() + 1] ^= 1
+    writer = FlatWriter(path, tokens.dtype)
+    writer.add(tokens)
+    shard["tokens"]["blocks_crc32"] = writer.close().blocks_crc32
+    del fields["checksum"]
+    (copy / "corpus.json").write_text(json.dumps({**fields, "checksum": stable_hash(fields)}))
     return copy
 
 
@@ -225,11 +225,8 @@ def test_rows_of_a_damaged_shard_are_named_and_the_others_still_proved(tmp_path:
     run.trained(run.plan.num_steps)
     shards = sorted((corpus / "shards").iterdir())
     assert len(shards) > 2
-    with pq.ParquetFile(shards[1]) as file:
-        tokens = file.metadata.row_group(0).column(1)
-        last = tokens.data_page_offset + tokens.total_compressed_size - 1
     content = bytearray(shards[1].read_bytes())
-    content[last - 20] ^= 1
+    content[20] ^= 1
     shards[1].write_bytes(bytes(content))
     found = verify_run(run.folder)
     assert set(kinds(found)) == {"unreadable_rows"}

@@ -9,6 +9,7 @@ import numpy as np
 
 from ray_ulysses.config import Config
 from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.corpus.flat_file import FlatInfo
 from ray_ulysses.data.corpus.format import CorpusInfo
 from ray_ulysses.data.plan.corpus_set import CorpusSet, plan_input
 from ray_ulysses.data.plan.mixture import PlannedSource
@@ -70,6 +71,7 @@ def make_corpus(lengths: list[int], max_token_id: int = 256) -> CorpusSet:
         documents_bytes=0,
         documents_crc32=0,
         lengths_crc32=0,
+        index=FlatInfo(num_items=2 * len(lengths), crc32=0, blocks_crc32=0),
         byte_unigram_nats=3.25,
         token_unigram_nats=3.26,
         signature="s",

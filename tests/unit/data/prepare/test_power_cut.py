@@ -111,7 +111,7 @@ def test_the_commit_comes_after_the_syncs_of_all_that_it_names(tmp_path: Path, m
     shards = [order.index(f"rename {shard.name}") for shard in corpus.info.shards]
     assert len(shards) == 2
     assert max(shards) < order.index("sync shards") < commit
-    sidecars = [order.index(f"rename {name}") for name in ("documents.parquet", "quarantine.jsonl")]
+    sidecars = [order.index(f"rename {name}") for name in ("documents.parquet", "documents.index", "quarantine.jsonl")]
     synced = [place for place, what in enumerate(order) if what == f"sync {request.out.name}"]
     assert max(sidecars) < max(place for place in synced if place < commit)
     assert max(synced) > commit

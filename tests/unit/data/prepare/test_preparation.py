@@ -53,6 +53,7 @@ def test_every_document_comes_back_byte_for_byte(tmp_path: Path) -> None:
     assert corpus.info.dtype == "uint16"
     assert sorted(p.name for p in corpus.path.iterdir()) == [
         "corpus.json",
+        "documents.index",
         "documents.parquet",
         "quarantine.jsonl",
         "shards",
@@ -167,7 +168,7 @@ def test_a_unit_that_was_killed_between_its_shard_and_its_notes_is_done_again(
         with pytest.raises(Killed):
             prepare_local(request)
     assert killed == ["unit-00002.quarantine.jsonl", "unit-00003.json"]
-    assert (request.out / "shards" / "shard-00003.parquet").is_file()
+    assert (request.out / "shards" / "shard-00003.tokens").is_file()
     assert begin(request).pending[0].index == 3
     resumed = prepare_local(request)
     assert resumed.fingerprint == prepare_local(replace(request, out=tmp_path / "unbroken")).fingerprint
@@ -196,7 +197,13 @@ def test_a_process_that_is_killed_leaves_a_directory_that_can_be_gone_on_with(tm
     assert begin(request).pending[0].index == 3
     corpus = prepare_local(request)
     assert sorted(snapshot(request.out)) == sorted(
-        ["corpus.json", "documents.parquet", "quarantine.jsonl", *(f"shards/{s.name}" for s in corpus.info.shards)]
+        [
+            "corpus.json",
+            "documents.index",
+            "documents.parquet",
+            "quarantine.jsonl",
+            *(f"shards/{s.name}" for s in corpus.info.shards),
+        ]
     )
 
 
@@ -233,14 +240,14 @@ def killed_after_its_commit(tmp_path: Path) -> PrepareRequest:
 def test_a_process_that_is_killed_after_its_commit_leaves_nothing_for_good(tmp_path: Path) -> None:
     request = killed_after_its_commit(tmp_path)
     (request.out / "shards" / ".writing-1").write_text("torn")
-    (request.out / "shards" / "shard-00077.parquet").write_text("of a file that is gone")
+    (request.out / "shards" / "shard-00077.tokens").write_text("of a file that is gone")
     with directory_lock(request.out):
         # Another process is at it: what it removes need not be removed here.
         assert prepare_local(request).num_documents == 10
     assert (request.out / "units").is_dir()
     with preparing(request) as found:
         assert found.is_complete
-    left = ["corpus.json", "documents.parquet", "quarantine.jsonl"]
+    left = ["corpus.json", "documents.index", "documents.parquet", "quarantine.jsonl"]
     assert sorted(snapshot(request.out)) == [*left, *(f"shards/{s.name}" for s in Corpus.open(request.out).info.shards)]
 
 
@@ -293,7 +300,7 @@ def test_a_unit_that_is_done_is_done_again_when_its_file_or_shard_changed(tmp_pa
     for unit in started.units:
         write_unit(request.out, unit, load_tokenizer("bytes"))
     assert begin(request).pending == ()
-    (request.out / "shards" / "shard-00001.parquet").unlink()
+    (request.out / "shards" / "shard-00001.tokens").unlink()
     assert [unit.index for unit in begin(request).pending] == [1]
 
 

@@ -40,18 +40,17 @@ def prepare_file(
 
 
 def stored_tokens(corpus: Corpus) -> tuple[int, int]:
-    """Return rows and CRC-32 of all tokens of all shards in their order, those of repeated documents included."""
-    num_rows, crc32 = 0, 0
+    """Return number and CRC-32 of all tokens of all shards in their order, those of repeated documents included."""
+    num_tokens, crc32 = 0, 0
     for shard in corpus.info.shards:
-        column = pq.read_table(corpus.path / "shards" / shard.name).column("tokens")
-        num_rows += len(column)
-        crc32 = zlib.crc32(np.concatenate([chunk.flatten() for chunk in column.chunks]).astype("<u2").tobytes(), crc32)
-    return num_rows, crc32
+        num_tokens += shard.num_tokens
+        crc32 = zlib.crc32(np.fromfile(corpus.path / "shards" / shard.name, "<u2", shard.num_tokens).tobytes(), crc32)
+    return num_tokens, crc32
 
 
 def described(corpus: Corpus) -> dict[str, Any]:
     """Return all that a corpus is, but for the borders of its shards."""
-    documents = pq.read_table(corpus.path / "documents.parquet").drop_columns(["shard", "first_row"])
+    documents = pq.read_table(corpus.path / "documents.parquet")
     info = corpus.info
     spans = None if info.spans is None else (info.spans.num_spans, info.spans.content_crc32)
     return {

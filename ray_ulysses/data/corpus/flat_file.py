@@ -1,0 +1,272 @@
+"""Flat files of integers with a checksum per block: written as a stream, read at any place.
+
+The values stand from the first byte on, little-endian, without a header, so that ``np.memmap(path, dtype, "r",
+shape=n)`` is all of them. The CRC-32 of each block of 4 KiB follows them as a little-endian uint32.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+import zlib
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ray_ulysses.errors import UserError
+from ray_ulysses.storage.patience import READ_ERRORS, Patience
+from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Whole
+
+BLOCK_BYTES = 4096
+_PENDING_BYTES = 256 * BLOCK_BYTES
+_AT_ONCE = 1 << 20
+
+
+class DamagedFileError(OSError):
+    """A file that can be read, but is not the one that was written."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlatInfo:
+    """What a flat file holds.
+
+    Attributes:
+        num_items: Its values.
+        crc32: Of the values' bytes.
+        blocks_crc32: Of the blocks' checksums.
+    """
+
+    __pydantic_config__ = KNOWN_FIELDS_ONLY
+
+    num_items: Whole
+    crc32: Whole
+    blocks_crc32: Whole
+
+    def num_bytes(self, dtype: np.dtype[Any]) -> int:
+        """Return the size of the file, checksums included."""
+        size = self.num_items * dtype.itemsize
+        return size + 4 * _num_blocks(size)
+
+
+class FlatWriter:
+    """Appends values to a file, holding about a megabyte in memory.
+
+    Attributes:
+        num_items: The values so far.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        self._dtype = dtype.newbyteorder("<")
+        self._file = path.open("wb")
+        self._pending = bytearray()
+        self._sums: list[int] = []
+        self._crc32 = 0
+        self.num_items = 0
+
+    def add(self, values: NDArray[np.integer[Any]]) -> None:
+        """Append values, which the type of the file holds."""
+        self._pending += values.astype(self._dtype).tobytes()
+        self.num_items += values.size
+        if len(self._pending) >= _PENDING_BYTES:
+            self._write(len(self._pending) // BLOCK_BYTES * BLOCK_BYTES)
+
+    def close(self) -> FlatInfo:
+        """Write what is pending and the checksums, and return what the file holds."""
+        self._write(len(self._pending))
+        sums = np.asarray(self._sums, dtype="<u4").tobytes()
+        self._file.write(sums)
+        self._file.close()
+        return FlatInfo(num_items=self.num_items, crc32=self._crc32, blocks_crc32=zlib.crc32(sums))
+
+    def abandon(self) -> None:
+        """Close the file without writing what is pending; errors are ignored, since the file is discarded."""
+        with suppress(OSError):
+            self._file.close()
+
+    def _write(self, size: int) -> None:
+        blocks = bytes(memoryview(self._pending)[:size])
+        del self._pending[:size]
+        self._crc32 = zlib.crc32(blocks, self._crc32)
+        self._sums += _sums_of(blocks)
+        self._file.write(blocks)
+
+
+class FlatFile:
+    """Reads stretches of a flat file; a block is compared with its checksum the first time it is read.
+
+    It reads through a descriptor rather than a memory map, in which a file that was truncated, or a storage that went
+    away, would end the process. Threads may read at once.
+
+    Args:
+        path: The file.
+        dtype: The type of its values.
+        info: What it holds.
+
+    Raises:
+        DamagedFileError: It is not the file that ``info`` describes.
+        OSError: It can't be read.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype[Any], info: FlatInfo) -> None:
+        self._dtype = dtype.newbyteorder("<")
+        self._num_bytes = info.num_items * dtype.itemsize
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # Closed when nobody reads any more: a thread may, while another opens the file anew.
+        weakref.finalize(self, _close, self._descriptor)
+        expected, found = info.num_bytes(dtype), os.fstat(self._descriptor).st_size
+        if found != expected:
+            raise DamagedFileError(f"{found} bytes where {expected} were written")
+        sums = self._pread(self._num_bytes, expected - self._num_bytes)
+        if zlib.crc32(sums) != info.blocks_crc32:
+            raise DamagedFileError("it was replaced by another file of the same size, or its checksums are damaged")
+        self._sums = np.frombuffer(sums, dtype="<u4")
+        self._is_unread = bytearray(b"\1") * self._sums.size
+
+    def read(self, first: int, count: int) -> NDArray[Any]:
+        """Return ``count`` values from the ``first`` on.
+
+        Raises:
+            DamagedFileError: A block does not give its checksum.
+            OSError: The file can't be read.
+        """
+        size = self._dtype.itemsize
+        begin, end = first * size, (first + count) * size
+        assert 0 <= begin <= end <= self._num_bytes, (first, count)
+        low, high = begin // BLOCK_BYTES, _num_blocks(end)
+        if self._is_unread.find(1, low, high) < 0:
+            return np.frombuffer(self._pread(begin, end - begin), dtype=self._dtype)
+        start = low * BLOCK_BYTES
+        blocks = self._pread(start, min(high * BLOCK_BYTES, self._num_bytes) - start)
+        for number, (found, expected) in enumerate(zip(_sums_of(blocks), self._sums[low:high].tolist(), strict=True)):
+            if found != expected:
+                place = start + number * BLOCK_BYTES
+                raise DamagedFileError(f"the block of {BLOCK_BYTES} bytes at byte {place} does not give its checksum")
+        self._is_unread[low:high] = bytes(high - low)
+        return np.frombuffer(blocks, dtype=self._dtype, count=count, offset=begin - start)
+
+    def _pread(self, start: int, size: int) -> bytes:
+        found = os.pread(self._descriptor, size, start)
+        if len(found) == size:
+            return found
+        # The kernel may return less at a time (2 GiB at most).
+        parts = [found]
+        while parts[-1] and start + size > (place := start + sum(map(len, parts))):
+            parts.append(os.pread(self._descriptor, start + size - place, place))
+        found = b"".join(parts)
+        if len(found) < size:
+            raise DamagedFileError(f"it ends at byte {start + len(found)}")
+        return found
+
+
+class FlatFiles:
+    """Reads stretches of flat files of one type, which follow one another, keeping a few of them open.
+
+    Args:
+        paths: The files in their order.
+        infos: What they hold.
+        dtype: The type of their values.
+        unreadable: Makes the error of a file that can't be read, from its path and the reason.
+        patience: How long to wait for a storage that does not answer.
+        max_open: Files to keep open.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        infos: Sequence[FlatInfo],
+        dtype: np.dtype[Any],
+        *,
+        unreadable: Callable[[Path, object], UserError],
+        patience: Patience,
+        max_open: int = 256,
+    ) -> None:
+        self._paths, self._infos, self._dtype = paths, infos, dtype
+        self._starts = list(accumulate((info.num_items for info in infos), initial=0))
+        self._unreadable, self._patience, self._max_open = unreadable, patience, max_open
+        self._open: OrderedDict[int, FlatFile] = OrderedDict()
+        # The prefetch thread and the evaluation may read concurrently.
+        self._lock = threading.Lock()
+
+    def read(self, first: int, count: int) -> NDArray[Any]:
+        """Return ``count`` values of one file from the ``first`` of all files on.
+
+        Raises:
+            UserError: The file is missing, truncated, not the one that was written, or a block of it is damaged.
+            StorageAwayError: The storage did not answer in time.
+        """
+        if count == 0:
+            return np.empty(0, dtype=self._dtype)
+        number = bisect_right(self._starts, first) - 1
+        values: NDArray[Any] = self._call(number, partial(self._read, number, first - self._starts[number], count))
+        return values
+
+    def check(self) -> None:
+        """Compare the size and the checksums of the blocks of every file with what was written.
+
+        Raises:
+            UserError: Names the first one that is missing, or is not the one that was written.
+            StorageAwayError: The storage did not answer in time.
+        """
+        for number in range(len(self._paths)):
+            self._call(number, partial(self._file, number))
+
+    def check_blocks(self) -> None:
+        """Open every file anew, and compare all blocks with their checksums; raises like `check`."""
+        with self._lock:
+            self._open.clear()
+        for number, info in enumerate(self._infos):
+            for first in range(0, info.num_items, _AT_ONCE):
+                self._call(number, partial(self._read, number, first, min(_AT_ONCE, info.num_items - first)))
+
+    def _call(self, number: int, attempt: Callable[[], Any]) -> Any:
+        path = self._paths[number]
+        try:
+            return self._patience.call(path, attempt)
+        except READ_ERRORS as error:
+            raise self._unreadable(path, error) from error
+
+    def _read(self, number: int, first: int, count: int) -> NDArray[Any]:
+        """Read once; after a failure the file is dropped, since a stale handle stays stale."""
+        try:
+            return self._file(number).read(first, count)
+        except READ_ERRORS:
+            with self._lock:
+                self._open.pop(number, None)
+            raise
+
+    def _file(self, number: int) -> FlatFile:
+        with self._lock:
+            opened = self._open.get(number)
+            if opened is not None:
+                self._open.move_to_end(number)
+                return opened
+        opened = FlatFile(self._paths[number], self._dtype, self._infos[number])
+        with self._lock:
+            self._open[number] = opened
+            if len(self._open) > self._max_open:
+                self._open.popitem(last=False)
+        return opened
+
+
+def _close(descriptor: int) -> None:
+    with suppress(OSError):
+        os.close(descriptor)
+
+
+def _num_blocks(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK_BYTES)
+
+
+def _sums_of(blocks: bytes) -> list[int]:
+    view = memoryview(blocks)
+    return [zlib.crc32(view[place : place + BLOCK_BYTES]) for place in range(0, len(blocks), BLOCK_BYTES)]

@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ray_ulysses.data.corpus import flat_file
+from ray_ulysses.data.corpus.flat_file import BLOCK_BYTES, DamagedFileError, FlatFile, FlatFiles, FlatInfo, FlatWriter
+from ray_ulysses.errors import UserError
+from ray_ulysses.storage.patience import Patience, StorageAwayError
+from tests.unit.storage.test_patience import SleepingClock, patience_of
+
+U16 = np.dtype(np.uint16)
+
+
+def write(path: Path, values: NDArray[np.integer], parts: int = 1) -> FlatInfo:
+    writer = FlatWriter(path, values.dtype)
+    for part in np.array_split(values, parts):
+        writer.add(part)
+    return writer.close()
+
+
+def numbers(count: int, dtype: type = np.uint16, seed: int = 0) -> NDArray[np.integer]:
+    info = np.iinfo(dtype)
+    return np.random.default_rng(seed).integers(info.min, info.max, count, dtype=dtype, endpoint=True)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.int64])
+@pytest.mark.parametrize("more", [-1, 0, 1, 700])
+def test_any_stretch_is_what_was_written(tmp_path: Path, dtype: type, more: int) -> None:
+    per_block = BLOCK_BYTES // np.dtype(dtype).itemsize
+    values = numbers(2 * per_block + more, dtype)
+    info = write(tmp_path / "f", values, parts=7)
+    assert (tmp_path / "f").stat().st_size == info.num_bytes(values.dtype)
+    borders = [0, 1, per_block - 1, per_block, per_block + 1, values.size - 1, values.size]
+    for first in borders:
+        for last in borders:
+            if first <= last <= values.size:
+                fresh = FlatFile(tmp_path / "f", values.dtype, info)
+                # The first read compares, the second doesn't.
+                for _ in range(2):
+                    assert np.array_equal(fresh.read(first, last - first), values[first:last])
+
+
+def test_one_line_of_numpy_reads_it(tmp_path: Path) -> None:
+    values = numbers(300_000)
+    info = write(tmp_path / "f", values, parts=1000)
+    assert np.array_equal(np.memmap(tmp_path / "f", "<u2", "r", shape=info.num_items), values)
+
+
+def test_the_parts_in_which_it_is_written_do_not_matter(tmp_path: Path) -> None:
+    values = numbers(1_500_000)
+    infos = {write(tmp_path / f"f{parts}", values, parts) for parts in (1, 3, 997)}
+    assert len(infos) == 1
+    assert len({(tmp_path / f"f{parts}").read_bytes() for parts in (1, 3, 997)}) == 1
+
+
+def test_no_values_are_no_bytes(tmp_path: Path) -> None:
+    info = write(tmp_path / "f", numbers(0))
+    assert (tmp_path / "f").read_bytes() == b"" and FlatFile(tmp_path / "f", U16, info).read(0, 0).size == 0
+
+
+def test_a_flipped_bit_is_noticed_where_it_is_read_and_nowhere_else(tmp_path: Path) -> None:
+    values = numbers(5 * BLOCK_BYTES // 2 + 100)
+    info = write(tmp_path / "f", values)
+    clean = (tmp_path / "f").read_bytes()
+    size = values.size * 2
+    for at in (0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 5, size - 1):
+        damaged = bytearray(clean)
+        damaged[at] ^= 0x40
+        (tmp_path / "f").write_bytes(damaged)
+        block = at // BLOCK_BYTES
+        file = FlatFile(tmp_path / "f", U16, info)
+        message = f"the block of 4096 bytes at byte {block * BLOCK_BYTES} does not give its checksum"
+        for _ in range(2):
+            with pytest.raises(DamagedFileError, match=message):
+                file.read(at // 2, 1)
+        with pytest.raises(DamagedFileError, match=message):
+            file.read(0, values.size)
+        for other in {0, 1, 2, 3, 4, 5} - {block}:
+            first, last = other * BLOCK_BYTES // 2, min((other + 1) * BLOCK_BYTES // 2, values.size)
+            assert np.array_equal(file.read(first, last - first), values[first:last])
+
+
+def test_a_damaged_block_is_noticed_after_the_one_before_was_read(tmp_path: Path) -> None:
+    info = write(tmp_path / "f", numbers(3 * BLOCK_BYTES))
+    damaged = bytearray((tmp_path / "f").read_bytes())
+    damaged[2 * BLOCK_BYTES + 9] ^= 1
+    (tmp_path / "f").write_bytes(damaged)
+    file = FlatFile(tmp_path / "f", U16, info)
+    file.read(BLOCK_BYTES // 2 + 5, BLOCK_BYTES // 2 - 5)
+    with pytest.raises(DamagedFileError, match=f"at byte {2 * BLOCK_BYTES} does not"):
+        file.read(BLOCK_BYTES, 10)
+
+
+def test_damaged_checksums_another_file_and_another_size_are_noticed_when_it_is_opened(tmp_path: Path) -> None:
+    values = numbers(9000)
+    info = write(tmp_path / "f", values)
+    clean = (tmp_path / "f").read_bytes()
+    (tmp_path / "f").write_bytes(clean[:-1] + bytes([clean[-1] ^ 1]))
+    with pytest.raises(DamagedFileError, match="replaced by another file of the same size, or its checksums are dam"):
+        FlatFile(tmp_path / "f", U16, info)
+    write(tmp_path / "f", numbers(9000, seed=1))
+    with pytest.raises(DamagedFileError, match="replaced by another file of the same size"):
+        FlatFile(tmp_path / "f", U16, info)
+    for content in (clean[:-1], clean + b"\0", b""):
+        (tmp_path / "f").write_bytes(content)
+        with pytest.raises(DamagedFileError, match=rf"{len(content)} bytes where {len(clean)} were written"):
+            FlatFile(tmp_path / "f", U16, info)
+
+
+def test_a_file_that_is_truncated_while_it_is_open_is_an_error(tmp_path: Path) -> None:
+    values = numbers(40_000)
+    info = write(tmp_path / "f", values)
+    file = FlatFile(tmp_path / "f", U16, info)
+    file.read(0, 40_000)
+    os.truncate(tmp_path / "f", 10_001)
+    assert np.array_equal(file.read(0, 5000), values[:5000])
+    with pytest.raises(DamagedFileError, match="it ends at byte 10001"):
+        file.read(4000, 2000)
+
+
+def test_a_kernel_that_returns_less_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = numbers(40_000)
+    info = write(tmp_path / "f", values)
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda descriptor, size, start: pread(descriptor, min(size, 1000), start))
+    assert np.array_equal(FlatFile(tmp_path / "f", U16, info).read(3, 39_000), values[3:39_003])
+
+
+def test_a_block_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = numbers(10 * BLOCK_BYTES // 2)
+    file = FlatFile(tmp_path / "f", U16, write(tmp_path / "f", values))
+    compared: list[int] = []
+    sums_of = flat_file._sums_of
+    monkeypatch.setattr(flat_file, "_sums_of", lambda blocks: compared.append(len(blocks)) or sums_of(blocks))
+    for first in (*range(0, values.size, 100), *range(0, values.size, 100)):
+        file.read(first, min(100, values.size - first))
+    # A read over a border compares the block before it again.
+    assert sum(compared) // BLOCK_BYTES <= 2 * 10
+    compared.clear()
+    file.read(0, values.size)
+    assert compared == []
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> tuple[list[Path], list[FlatInfo], NDArray[np.integer]]:
+    paths = [tmp_path / name for name in "abc"]
+    parts = [numbers(count, seed=count) for count in (5000, 0, 7001)]
+    return paths, [write(path, part) for path, part in zip(paths, parts, strict=True)], np.concatenate(parts)
+
+
+def several(paths: list[Path], infos: list[FlatInfo], patience: Patience, max_open: int = 256) -> FlatFiles:
+    def unreadable(path: Path, reason: object) -> UserError:
+        return UserError(f"{path.name}: {reason}")
+
+    return FlatFiles(paths, infos, U16, unreadable=unreadable, patience=patience, max_open=max_open)
+
+
+def test_files_follow_one_another_and_few_stay_open(three) -> None:
+    paths, infos, values = three
+    files = several(paths, infos, Patience(), max_open=1)
+    files.check()
+    files.check_blocks()
+
+    def stretches(seed: int) -> Iterator[bool]:
+        rng = np.random.default_rng(seed)
+        for first in rng.integers(0, 12_001, 300).tolist():
+            end = 5000 if first < 5000 else 12_001
+            count = int(rng.integers(0, end - first))
+            yield np.array_equal(files.read(first, count), values[first : first + count])
+
+    # Files are closed while other threads read them.
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(lambda seed: all(stretches(seed)), range(8)))
+    assert len(os.listdir("/proc/self/fd")) < 100
+
+
+def test_a_storage_that_comes_back_is_waited_for_and_the_file_opened_anew(
+    three, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, infos, values = three
+    clock = SleepingClock()
+    files = several(paths, infos, patience_of(clock))
+    pread, failures, opened = os.pread, [3], []
+
+    def away(descriptor: int, size: int, start: int) -> bytes:
+        if start < 10_000 and failures[0]:
+            failures[0] -= 1
+            opened.append(files._open[0])
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return pread(descriptor, size, start)
+
+    monkeypatch.setattr(os, "pread", away)
+    assert np.array_equal(files.read(7, 100), values[7:107])
+    assert len(set(map(id, opened))) == 3 and clock.pauses == [0.1, 0.2, 0.4]
+
+
+def test_what_is_away_for_long_damaged_or_missing_is_named(three, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, infos, _ = three
+    files = several(paths, [*infos[:2], replace(infos[2], blocks_crc32=1)], patience_of(SleepingClock()))
+    with pytest.raises(UserError, match="c: it was replaced by another file"):
+        files.check()
+    with pytest.raises(UserError, match="c: it was replaced by another file"):
+        files.read(5000, 1)
+    content = bytearray(paths[0].read_bytes())
+    content[8192] ^= 1
+    paths[0].write_bytes(content)
+    files.read(0, 100)
+    with pytest.raises(UserError, match="a: the block of 4096 bytes at byte 8192"):
+        files.check_blocks()
+    paths[0].unlink()
+    with pytest.raises(UserError, match=r"a: .*No such file or directory"):
+        files.read(0, 1)
+
+    def away(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "open", away)
+    with pytest.raises(StorageAwayError, match=r"b: the storage did not answer for 60 s \(14 tries, the last"):
+        several(paths[1:], infos[1:], patience_of(SleepingClock())).check()
