@@ -45,6 +45,11 @@ class FlatStore:
         first = self._starts[document] + start
         return self._tokens[first : first + length].astype(np.int64)
 
+    has_weights = False
+
+    def label_weights(self, document: int, first: int, last: int) -> None:
+        """Return None: every token has weight 1."""
+
     def label_mask(self, document: int, first: int, last: int) -> None:
         """Return None: every token may be a label."""
 

@@ -60,6 +60,7 @@ def prepare(
     tools_field: Annotated[str | None, typer.Option(help="Chat rows: the tools, or their JSON; may be null.")] = None,
     prompt_field: Annotated[str | None, typer.Option(help="Prompt rows: the prompt, not learned.")] = None,
     completion_field: Annotated[str | None, typer.Option(help="Prompt rows: the completion, learned.")] = None,
+    weight_field: Annotated[str | None, typer.Option(help="Any row: the weight of its loss, 1 if missing.")] = None,
     id_field: Annotated[str | None, typer.Option(help="Any row: its id, which is kept.")] = None,
     split: Annotated[str | None, typer.Option(help="Split of a data set that has several.")] = None,
     duplicates: Annotated[str, typer.Option(help="quarantine or keep repeated documents.")] = "quarantine",

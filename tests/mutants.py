@@ -476,6 +476,27 @@ MUTANTS = (
         "test_a_converted_corpus_has_the_plans_rows_and_digests_of_before",
     ),
     Mutant(
+        name="loss weights one token off",
+        file="ray_ulysses/data/read/reader.py",
+        old="    weights = store.label_weights(piece.document, first, first + labels.size)\n",
+        new="    weights = store.label_weights(piece.document, first - 1, first - 1 + labels.size)\n",
+        killer="tests/unit/data/read/test_label_weights.py::test_each_label_has_its_weight_at_every_layout",
+    ),
+    Mutant(
+        name="loss weights lost on the way through Ray Data",
+        file="ray_ulysses/data/read/streamed_source.py",
+        old="label_weights=np.array(weights.values.to_numpy()) if weights.is_valid else None,",
+        new="label_weights=None,",
+        killer="tests/unit/data/read/test_label_weights.py::test_a_slice_travels_with_its_weights[True]",
+    ),
+    Mutant(
+        name="a weighted loss divided by tokens",
+        file="ray_ulysses/trainer/step.py",
+        old="    return read, float(total)\n",
+        new="    return read, tokens\n",
+        killer="tests/distributed/test_loss_weights.py::test_the_loss_is_the_mean_by_weight_at_every_layout[(1, 1, 2)]",
+    ),
+    Mutant(
         name="a mean of means",
         file="ray_ulysses/engine/loss.py",
         old="objective_sum = losses_N.sum() if",
@@ -500,8 +521,8 @@ MUTANTS = (
     Mutant(
         name="a router loss of each slice",
         file="ray_ulysses/engine/router_loss.py",
-        old="    if batch.mesh.sp_size > 1:\n",
-        new="    if batch.mesh.sp_size < 1:\n",
+        old="    if batch.mesh.sp_size > 1:\n        dist.all_reduce(sums,",
+        new="    if batch.mesh.sp_size < 1:\n        dist.all_reduce(sums,",
         killer="tests/distributed/test_router_loss.py::test_the_router_loss_of_shared_rows_equals_that_of_one_process",
     ),
     Mutant(
@@ -510,7 +531,7 @@ MUTANTS = (
         old="    is_token_BL = batch.document_lengths_BL > 0\n",
         new="    is_token_BL = batch.document_lengths_BL >= 0\n",
         killer="tests/unit/engine/test_router_loss.py::"
-        "test_value_and_gradient_are_those_of_each_row_by_itself_without_its_padding[1]",
+        "test_value_and_gradient_are_those_of_each_row_by_itself_without_its_padding[1-False]",
     ),
     Mutant(
         name="a router loss whose gradient is lost in experts over tiles",
@@ -526,7 +547,7 @@ MUTANTS = (
         old="loss.num_experts * num_supervised_B1.double()",
         new="loss.num_experts * (num_supervised_B1 > 0).double()",
         killer="tests/unit/engine/test_router_loss.py::"
-        "test_value_and_gradient_are_those_of_each_row_by_itself_without_its_padding[1]",
+        "test_value_and_gradient_are_those_of_each_row_by_itself_without_its_padding[1-False]",
     ),
     Mutant(
         name="a router loss with the configuration's coefficient in place of the setting",

@@ -71,6 +71,8 @@ def _result(out: Path) -> list[str]:
     said = [f"corpus {out}: {size}"]
     if info.spans is not None:
         said.append(f"supervised: {info.spans.num_supervised:,} of its tokens, in {info.spans.num_spans:,} spans")
+        if info.spans.weights is not None:
+            said.append("loss weights from {:g} to {:g}".format(*info.spans.weights))
     if info.byte_unigram_nats is not None:
         said.append(f"entropy of its bytes: {info.byte_unigram_nats:.4f} nats (unigram)")
     if info.num_quarantined:

@@ -200,7 +200,7 @@ def _whole_losses(
 
 
 def loss_scale(
-    global_tokens: int | torch.Tensor, mesh: SequenceMesh, zero_stage: int = 3, accumulation: int = 1
+    global_tokens: float | torch.Tensor, mesh: SequenceMesh, zero_stage: int = 3, accumulation: int = 1
 ) -> float | torch.Tensor:
     """Return the factor on ``loss_sum`` that makes an engine's gradient equal that of one process.
 
@@ -211,7 +211,8 @@ def loss_scale(
     ``world / sp`` in some stages and by ``world`` in others). DDP is stage 0.
 
     Args:
-        global_tokens: Supervised tokens of the whole optimizer step, over ``sp``, ``dp`` and accumulation.
+        global_tokens: Supervised tokens of the whole optimizer step, over ``sp``, ``dp`` and accumulation; for the
+            weighted mean, the sum of their weights.
         mesh: The mesh; the engine averages over its ``world_size``.
         zero_stage: ZeRO stage of the engine, 0 to 3.
         accumulation: The engine's divisor; 1 if it does not divide (``scale_wrt_gas=False``).

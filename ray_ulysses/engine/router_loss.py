@@ -102,7 +102,8 @@ def router_loss_of(model: Any) -> RouterLoss | None:
 def router_loss_sum(output: Any, loss: RouterLoss, batch: ShardedBatch) -> torch.Tensor:
     """Return this rank's part of the loss of its rows, each weighted by its supervised tokens; fp32 scalar.
 
-    Every rank of ``sp`` must call. Added up over ``sp``, it is the rows' loss times their supervised tokens.
+    Every rank of ``sp`` must call. Added up over ``sp``, it is the rows' loss times their supervised tokens, or times
+    the sum of these tokens' weights if the batch has weights.
 
     Args:
         output: Output of the model or of its decoder, whose ``router_logits`` are what the routers of all layers say
@@ -130,6 +131,11 @@ def router_loss_sum(output: Any, loss: RouterLoss, batch: ShardedBatch) -> torch
     if batch.mesh.sp_size > 1:
         dist.all_reduce(sums, group=batch.mesh.group("sp"))
     *_, num_tokens_B, num_supervised_B = sums.split([loss.num_experts, 1, 1], dim=1)
+    if batch.label_weights_BL is not None:
+        num_supervised_B = torch.where(batch.labels_BL != IGNORE_INDEX, batch.label_weights_BL.double(), 0.0)
+        num_supervised_B = num_supervised_B.sum(dim=1, keepdim=True)
+        if batch.mesh.sp_size > 1:
+            dist.all_reduce(num_supervised_B, group=batch.mesh.group("sp"))
     return _weighted(scores, loss, is_token_BL, sums[:, : loss.num_experts], num_tokens_B, num_supervised_B)
 
 

@@ -80,6 +80,7 @@ class CorpusFacts:
         longest_document: Tokens of the longest one.
         max_token_id: Largest token id; 0 if nothing is prepared.
         unigram_nats: Entropy of the bytes of a single corpus of bytes; else None.
+        loss_weights: The smallest and the largest factor on the loss of a token; None if all are 1.
     """
 
     path: str
@@ -89,6 +90,7 @@ class CorpusFacts:
     longest_document: int
     max_token_id: int
     unigram_nats: float | None
+    loss_weights: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -321,6 +323,7 @@ def _corpus(corpora: CorpusSet) -> CorpusFacts:
         longest_document=max(int(corpus.lengths.max()) for corpus in opened),
         max_token_id=max(corpus.max_token_id for corpus in opened),
         unigram_nats=opened[0].info.byte_unigram_nats if len(opened) == 1 else None,
+        loss_weights=corpora.loss_weights,
     )
 
 

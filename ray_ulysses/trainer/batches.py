@@ -39,6 +39,9 @@ def batch_of(row: RowSlice, mesh: SequenceMesh, device: torch.device) -> Sharded
         document_lengths_BL=held_document_lengths(documents, mesh).to(device),
         documents=documents,
         mesh=mesh,
+        label_weights_BL=(
+            None if row.label_weights is None else torch.from_numpy(row.label_weights).unsqueeze(0).to(device)
+        ),
     )
 
 
@@ -49,4 +52,5 @@ def batch_checksum(batch: ShardedBatch) -> int:
     )
     mesh = batch.mesh
     ranges = held_ranges(batch.documents.row_tokens, mesh.sp_rank, mesh.sp_size, mesh.ring_size)
-    return ranges_checksum(ranges, input_ids, labels, position_ids)
+    weights = None if batch.label_weights_BL is None else batch.label_weights_BL[0].cpu().numpy()
+    return ranges_checksum(ranges, input_ids, labels, position_ids, weights)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,8 @@ class StepResult:
     """A step's result, equal on every rank.
 
     Attributes:
-        loss: Mean loss over the step's supervised tokens, nats; NaN where there are none.
+        loss: Mean loss over the step's supervised tokens, by their weights if they have any, in nats; NaN where there
+            are none.
         z_loss: Mean z-loss over them, with its coefficient; 0 without one.
         router_loss: Mean router loss of the step's rows, weighted by their supervised tokens, with its coefficient; 0
             without one.
@@ -79,7 +81,7 @@ def train_step(
         slices: This rank's slices, one per micro-batch. A last step of fewer rows is filled up with fillers, so that
             every step has ``accumulation`` of them.
         rows: Global rows of the step.
-        tokens: Supervised tokens of the step as planned: the loss's denominator on every layout.
+        tokens: Supervised tokens of the step as planned: the loss's denominator on every layout, if none has a weight.
         mesh: The mesh.
         device: Where batches go.
         accumulation: Micro-batches per step.
@@ -92,11 +94,11 @@ def train_step(
     Raises:
         RunError: The model received other tokens than planned.
     """
-    scale = loss_scale(tokens, mesh, zero_stage=engine.zero_optimization_stage(), accumulation=accumulation)
+    slices, weight = _weighed(slices, tokens, mesh, device)
+    scale = loss_scale(weight, mesh, zero_stage=engine.zero_optimization_stage(), accumulation=accumulation)
     # Of each row, of the fillers, and the z-loss and the router loss of all.
     losses = torch.zeros(len(rows) + 3, dtype=torch.float64, device=device)
-    checksums = [0] * len(rows)
-    received, steps = 0, 0
+    checksums, received, steps = [0] * len(rows), 0, 0
     for row in slices:
         batch = batch_of(row, mesh, device)
         torch.manual_seed(mix_int(mix_int(seed) ^ (row.row % 2**64)) >> 1)
@@ -116,7 +118,25 @@ def train_step(
     assert steps == accumulation, f"{steps} micro-batches instead of {accumulation}"
     # ZeRO of DeepSpeed 0.19.8 leaves the weights alone when this is not finite, and says so nowhere else.
     grad_norm = float(engine.get_global_grad_norm())
-    return _agree(losses, grad_norm, checksums, received, rows, tokens, flags(), mesh)
+    return _agree(losses, grad_norm, checksums, received, rows, (tokens, weight), flags(), mesh)
+
+
+def _weighed(
+    slices: Iterable[RowSlice], tokens: int, mesh: SequenceMesh, device: torch.device
+) -> tuple[Iterable[RowSlice], float]:
+    """Return a step's slices and its supervised tokens, or the sum of the tokens' weights over all ranks.
+
+    Either no slice of a run has weights, or every one of every rank has: then all of the step's are read before the
+    first is trained. Every rank must call.
+    """
+    slices = iter(slices)
+    first = next(slices)
+    if first.label_weights is None:
+        return itertools.chain([first], slices), tokens
+    read = [first, *slices]
+    total = torch.tensor(math.fsum(row.supervised_weight for row in read), dtype=torch.float64, device=device)
+    dist.all_reduce(total, group=mesh.group("loss"))
+    return read, float(total)
 
 
 def evaluate(
@@ -126,13 +146,16 @@ def evaluate(
     device: torch.device,
     loss_tile: TileSetting = "auto",
 ) -> tuple[float, int]:
-    """Return the mean loss over evaluation rows, and their supervised tokens; every rank must call, equally often."""
+    """Return the mean loss over evaluation rows, and their supervised tokens; every rank must call, equally often.
+
+    Every supervised token counts alike, whatever its weight.
+    """
     engine.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     try:
         with torch.no_grad():
             for row in slices:
-                batch: ShardedBatch = batch_of(row, mesh, device)
+                batch: ShardedBatch = batch_of(replace(row, label_weights=None), mesh, device)
                 row_loss, num_tokens = causal_lm_loss(engine, batch, tile=loss_tile)
                 totals[0] += row_loss.double()
                 totals[1] += num_tokens
@@ -149,10 +172,11 @@ def _agree(
     checksums: list[int],
     received: int,
     rows: range,
-    tokens: int,
+    planned: tuple[int, float],
     flags: Flags,
     mesh: SequenceMesh,
 ) -> StepResult:
+    tokens, weight = planned
     dist.all_reduce(losses, group=mesh.group("loss"))
     # Checksums of a row's slices add up to the row's, modulo 2**64, as int64 does when it wraps.
     counts = torch.tensor(
@@ -177,9 +201,9 @@ def _agree(
     loss_sum = sum(row_losses)
     digest = add_digests(*(row_digest(row, from_int64(value)) for row, value in zip(rows, sums, strict=True)))
     return StepResult(
-        loss=loss_sum / tokens if tokens else math.nan,
-        z_loss=z_loss_sum / tokens if tokens else math.nan,
-        router_loss=router_loss_sum / tokens if tokens else math.nan,
+        loss=loss_sum / weight if weight else math.nan,
+        z_loss=z_loss_sum / weight if weight else math.nan,
+        router_loss=router_loss_sum / weight if weight else math.nan,
         grad_norm=grad_norm,
         is_finite=math.isfinite(loss_sum) and num_bad_norms == 0,
         bad_rows=tuple(row for row, value in zip(rows, row_losses, strict=False) if not math.isfinite(value)),

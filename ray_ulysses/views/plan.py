@@ -208,6 +208,9 @@ def _data(report: PlanReport) -> list[str]:
         rows.insert(
             5, ("supervised", f"{data.supervised:,} tokens have a label ({percent(data.supervised / data.tokens)})")
         )
+    if corpus.loss_weights is not None:
+        low, high = corpus.loss_weights
+        rows.insert(2, ("loss weights", f"from {low:g} to {high:g}; a step's loss is the mean by weight"))
     if data.held_out_documents:
         held_out = f"{data.held_out_documents:,} held-out documents, {data.evaluation_rows} rows per evaluation"
         rows.insert(5, ("evaluation", held_out))

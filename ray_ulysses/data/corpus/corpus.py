@@ -155,6 +155,23 @@ class Corpus:
         with _reading(self.path / SPANS_FILE):
             return table.mask(document, first, last)
 
+    @property
+    def has_weights(self) -> bool:
+        """Return whether a token has a loss weight other than 1."""
+        return self.info.spans is not None and self.info.spans.weights is not None
+
+    def label_weights(self, document: int, first: int, last: int) -> NDArray[np.float32] | None:
+        """Return the loss weight of each token ``[first, last)`` of a document, as a label; None if all are 1.
+
+        Raises:
+            UserError: The spans can't be read.
+        """
+        table = self._spans_by_document() if self.has_weights else None
+        if table is None:
+            return None
+        with _reading(self.path / SPANS_FILE):
+            return table.weights(document, first, last)
+
     def read(self, document: int, start: int, length: int) -> NDArray[np.int64]:
         """Return ``length`` tokens of a document from ``start`` on, as int64.
 

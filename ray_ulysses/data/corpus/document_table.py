@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -108,7 +109,8 @@ class SpanTable:
         self._info = info
         self._num_documents = num_documents
         self._patience = patience
-        self._groups = RowGroupReader(path, ("document", "start", "stop"), patience)
+        self._columns = ("document", "start", "stop", *(() if info.weights is None else ("weight",)))
+        self._groups = RowGroupReader(path, self._columns, patience)
         if self._groups.num_rows != info.num_spans:
             raise DamagedFileError(f"{self._groups.num_rows} spans where corpus.json says {info.num_spans}")
         _check_content(self._groups, info.content_crc32)
@@ -116,23 +118,36 @@ class SpanTable:
 
     def mask(self, document: int, first: int, last: int) -> NDArray[np.bool_]:
         """Return for each token ``[first, last)`` of a document whether it may be a label; bool [last - first]."""
+        mask = np.zeros(max(0, last - first), dtype=np.bool_)
+        for starts, stops, *_ in self._spans_of(document):
+            mask |= span_mask(starts, stops, first, last)
+        return mask
+
+    def weights(self, document: int, first: int, last: int) -> NDArray[np.float32]:
+        """Return the loss weight of each token ``[first, last)`` of a document, 1 outside its spans."""
+        weights = np.ones(max(0, last - first), dtype=np.float32)
+        for starts, stops, of_spans in self._spans_of(document):
+            low, high = (np.clip(places, first, max(first, last)) - first for places in (starts, stops))
+            for start, stop, weight in zip(low.tolist(), high.tolist(), of_spans.tolist(), strict=True):
+                weights[start:stop] = weight
+        return weights
+
+    def _spans_of(self, document: int) -> Iterator[list[NDArray[Any]]]:
+        """Yield the columns of a document's spans but the first, which may continue in the next row group."""
         begin = int(np.searchsorted(self._last_documents, document, side="left"))
         end = int(np.searchsorted(self._first_documents, document, side="right"))
-        mask = np.zeros(max(0, last - first), dtype=np.bool_)
         for number in range(begin, end):
-            # The spans of a document may continue in the next row group.
-            documents, starts, stops = _columns(self._groups.group(number))
+            documents, *columns = _columns(self._groups.group(number), self._columns)
             rows = slice(*np.searchsorted(documents, [document, document + 1]))
-            mask |= span_mask(starts[rows], stops[rows], first, last)
-        return mask
+            yield [column[rows] for column in columns]
 
     def all(self) -> LabelSpans:
         """Return the spans of every document; raises DamagedFileError if they do not match corpus.json."""
         table = self._patience.call(self._path, lambda: pq.read_table(self._path, page_checksum_verification=True))
-        documents, starts, stops = _columns(table)
+        documents, starts, stops, *weights = _columns(table, self._columns)
         crc32 = 0
         if documents.size == self._info.num_spans:
-            crc32 = spans_crc32(documents, starts, stops)
+            crc32 = spans_crc32((documents, starts, stops, *weights))
         if crc32 != self._info.content_crc32:
             raise DamagedFileError("its spans are not those of corpus.json")
         offsets = np.zeros(self._num_documents + 1, dtype=np.int64)
@@ -142,13 +157,17 @@ class SpanTable:
         return LabelSpans(offsets=offsets, starts=starts, stops=stops)
 
 
-def spans_crc32(
-    documents: NDArray[np.int64], starts: NDArray[np.int64], stops: NDArray[np.int64], crc32: int = 0
-) -> int:
-    """Return the CRC-32 of spans as rows of three little-endian int64; ``crc32`` is that of the rows before."""
-    for first in range(0, documents.size, _CRC_ROWS):
+def spans_crc32(columns: Sequence[NDArray[Any]], crc32: int = 0) -> int:
+    """Return the CRC-32 of spans as rows of little-endian int64; ``crc32`` is that of the rows before.
+
+    Args:
+        columns: Documents, starts and stops, int64, and weights, fp32, if there are any: they count by their bits.
+        crc32: The checksum to continue.
+    """
+    columns = [column.view(np.int32) if column.dtype == np.float32 else column for column in columns]
+    for first in range(0, columns[0].size, _CRC_ROWS):
         rows = slice(first, first + _CRC_ROWS)
-        block = np.stack([documents[rows], starts[rows], stops[rows]], axis=1)
+        block = np.stack([column[rows] for column in columns], axis=1)
         crc32 = zlib.crc32(block.astype("<i8", copy=False).tobytes(), crc32)
     return crc32
 
@@ -164,6 +183,5 @@ def _check_content(reader: RowGroupReader, crc32: int) -> None:
         raise DamagedFileError("it was replaced by another file of the same size")
 
 
-def _columns(table: pa.Table) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    documents, starts, stops = (table.column(name).to_numpy() for name in ("document", "start", "stop"))
-    return documents, starts, stops
+def _columns(table: pa.Table, names: Sequence[str]) -> list[NDArray[Any]]:
+    return [table.column(name).to_numpy() for name in names]

@@ -63,6 +63,8 @@ SPANS_SCHEMA = pa.schema(
     ]
 )
 
+WEIGHTED_SPANS_SCHEMA = SPANS_SCHEMA.append(pa.field("weight", pa.float32(), nullable=False))
+
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Return the smallest unsigned type that holds every id below ``vocab_size``."""
@@ -105,7 +107,8 @@ class SpansInfo:
         num_supervised: Tokens in a span.
         num_bytes: Size of the file.
         crc32: Of the file's bytes.
-        content_crc32: Of documents, starts and stops; it does not depend on the library that wrote the file.
+        content_crc32: Of documents, starts, stops and weights; it does not depend on the library that wrote the file.
+        weights: The smallest and the largest factor on the loss of a span's tokens; None if all are 1.
     """
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
@@ -115,6 +118,7 @@ class SpansInfo:
     num_bytes: Whole
     crc32: Whole
     content_crc32: Whole
+    weights: tuple[Number, Number] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -81,6 +81,23 @@ class CorpusSet:
         corpus, local = self.locate(document)
         return corpus.label_mask(local, first, last)
 
+    @property
+    def has_weights(self) -> bool:
+        """Return whether a token of a corpus has a loss weight other than 1."""
+        return any(source.has_weights for source in self.sources)
+
+    @property
+    def loss_weights(self) -> tuple[float, float] | None:
+        """Return the smallest and the largest loss weight of a token; None if all are 1."""
+        spans = [corpus.info.spans for corpus in self.corpora]
+        ranges = [(1.0, 1.0) if one is None or one.weights is None else one.weights for one in spans]
+        return (min(low for low, _ in ranges), max(high for _, high in ranges)) if self.has_weights else None
+
+    def label_weights(self, document: int, first: int, last: int) -> NDArray[np.float32] | None:
+        """Return the loss weight of each token ``[first, last)`` of a document, as a label; None if all are 1."""
+        corpus, local = self.locate(document)
+        return corpus.label_weights(local, first, last)
+
     def locate(self, document: int) -> tuple[Corpus, int]:
         """Return the corpus of a document and its number there."""
         number = int(np.searchsorted(self._bases, document, side="right")) - 1
@@ -128,6 +145,7 @@ def open_sources(shares: Sequence[tuple[str, float | None]], known: Sequence[Pla
             weight=weight,
             tokenizer=corpus.tokenizer.fingerprint,
             end_tokens=corpus.info.end_tokens,
+            has_weights=corpus.has_weights,
         )
     if len(tokenizers) > 1:
         raise UserError(

@@ -31,6 +31,7 @@ class PlannedSource:
         weight: Its share of an epoch's tokens, relative to the others; None to take all of it, 0 to take none.
         tokenizer: Fingerprint of the tokenizer that made it; empty if unknown.
         end_tokens: The tokens that a model learns from it to end a text with.
+        has_weights: Whether its tokens have loss weights.
     """
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
@@ -41,6 +42,7 @@ class PlannedSource:
     weight: Number | None = None
     tokenizer: str = ""
     end_tokens: tuple[Whole, ...] = ()
+    has_weights: bool = False
 
     @property
     def is_used(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 import shutil
 import zlib
@@ -39,6 +40,7 @@ from ray_ulysses.data.corpus.format import (
     SPANS_FILE,
     SPANS_SCHEMA,
     UNITS_DIRECTORY,
+    WEIGHTED_SPANS_SCHEMA,
     CorpusInfo,
     SpansInfo,
     token_dtype,
@@ -274,16 +276,20 @@ def _write_documents(out: Path, units: Sequence[UnitResult], repeats: Sequence[N
 def _write_spans(out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]]) -> SpansInfo:
     """Write every document's spans; a fully supervised document gets one span."""
     num_spans, num_supervised, crc32 = 0, 0, 0
-    columns = ["length", "span_starts", "span_stops"]
+    smallest, largest = math.inf, 0.0
+    schema = WEIGHTED_SPANS_SCHEMA if any(unit.has_weights for unit in units) else SPANS_SCHEMA
+    columns = ["length", "span_starts", "span_stops", "span_weights"]
     with atomic_file(out / SPANS_FILE) as temporary:
-        writer = RowGroupWriter(temporary, SPANS_SCHEMA, statistics=["document"])
+        writer = RowGroupWriter(temporary, schema, statistics=["document"])
         for first, kept in _kept_notes(out, units, repeats, columns):
-            documents, starts, stops = _unit_spans(kept)
+            documents, starts, stops, weights = _unit_spans(kept)
             documents += first
             num_spans += starts.size
             num_supervised += int((stops - starts).sum())
-            crc32 = spans_crc32(documents, starts, stops, crc32)
-            writer.add(pa.table({"document": documents, "start": starts, "stop": stops}))
+            smallest, largest = min(smallest, weights.min(initial=math.inf)), max(largest, weights.max(initial=0.0))
+            written = dict(zip(schema.names, (documents, starts, stops, weights), strict=False))
+            crc32 = spans_crc32(list(written.values()), crc32)
+            writer.add(pa.table(written))
         writer.close(crc32)
     return SpansInfo(
         num_spans=num_spans,
@@ -291,11 +297,14 @@ def _write_spans(out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArr
         num_bytes=(out / SPANS_FILE).stat().st_size,
         crc32=file_crc32(out / SPANS_FILE),
         content_crc32=crc32,
+        weights=(float(smallest), float(largest)) if schema is WEIGHTED_SPANS_SCHEMA else None,
     )
 
 
-def _unit_spans(notes: pa.Table) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return document (from 0), start and stop of each span of a unit's documents."""
+def _unit_spans(
+    notes: pa.Table,
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
+    """Return document (from 0), start, stop and weight of each span of a unit's documents."""
     starts_of = notes.column("span_starts").combine_chunks()
     is_whole = starts_of.is_null().to_numpy(zero_copy_only=False)
     counts = np.where(is_whole, 1, starts_of.value_lengths().fill_null(0).to_numpy(zero_copy_only=False))
@@ -305,7 +314,10 @@ def _unit_spans(notes: pa.Table) -> tuple[NDArray[np.int64], NDArray[np.int64], 
     stops[of_whole] = notes.column("length").to_numpy()[is_whole]
     starts[~of_whole] = starts_of.flatten().to_numpy()
     stops[~of_whole] = notes.column("span_stops").combine_chunks().flatten().to_numpy()
-    return documents, starts, stops
+    weights = np.ones(documents.size, dtype=np.float32)
+    weights_of = notes.column("span_weights").combine_chunks()
+    weights[weights_of.is_valid().to_numpy(zero_copy_only=False)[documents]] = weights_of.flatten().to_numpy()
+    return documents, starts, stops, weights
 
 
 def _write_quarantine(

@@ -25,7 +25,7 @@ from ray_ulysses.data.sources.line_ranges import LineCounts
 from ray_ulysses.data.sources.quarantine import Rejected
 from ray_ulysses.data.sources.row_fields import RowError
 from ray_ulysses.data.sources.units import Unit
-from ray_ulysses.data.tokenize.encoding import EncodedDocument, encode_document
+from ray_ulysses.data.tokenize.encoding import EncodedDocument, encode_document, weighted
 from ray_ulysses.data.tokenize.tokenizers import Tokenizer
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import atomic_file, write_text
@@ -45,6 +45,8 @@ NOTES_SCHEMA = pa.schema(
         # Null if one span covers the document.
         ("span_starts", pa.list_(pa.int64())),
         ("span_stops", pa.list_(pa.int64())),
+        # Null if all are 1.
+        ("span_weights", pa.list_(pa.float32())),
     ]
 )
 
@@ -60,7 +62,8 @@ class UnitResult:
         num_documents: Documents written.
         num_tokens: Tokens written.
         num_rejected: Documents left out.
-        has_spans: Whether a document is supervised only in part.
+        has_spans: Whether a document is supervised only in part, or has a loss weight.
+        has_weights: Whether a document has a loss weight.
         turn_ends: The special tokens that end supervised spans.
         token_counts: Occurrences of each id for the byte tokenizer; else None.
         lines: The lines of the unit's file or range; None if it has none.
@@ -73,6 +76,7 @@ class UnitResult:
     num_tokens: int
     num_rejected: int
     has_spans: bool
+    has_weights: bool
     turn_ends: tuple[int, ...]
     token_counts: tuple[int, ...] | None
     lines: LineCounts | None
@@ -166,6 +170,7 @@ def _write_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult:
         num_tokens=shard.num_tokens,
         num_rejected=len(collected.rejected),
         has_spans=collected.has_spans,
+        has_weights=collected.has_weights,
         turn_ends=tuple(sorted(collected.turn_ends)),
         token_counts=None if collected.counts is None else tuple(collected.counts.tolist()),
         lines=collected.lines,
@@ -181,7 +186,7 @@ class _Collected:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.rejected: list[Rejected] = []
         self.columns: dict[str, list[Any]] = {name: [] for name in NOTES_SCHEMA.names}
-        self.has_spans = False
+        self.has_spans = self.has_weights = False
         self.turn_ends: set[int] = set()
         self.lines: LineCounts | None = None
         self._tokenizer = tokenizer
@@ -197,7 +202,7 @@ class _Collected:
             self.rejected.append(document)
             return
         try:
-            encoded = encode_document(document.content, self._tokenizer)
+            encoded = weighted(encode_document(document.content, self._tokenizer), document.weight)
         except RowError as error:
             self.rejected.append(Rejected(source=document.source, offset=document.offset, reason=str(error)))
             return
@@ -208,6 +213,7 @@ class _Collected:
     def _note(self, document: RawDocument, encoded: EncodedDocument, first_token: int) -> None:
         whole = encoded.is_whole
         self.has_spans |= not whole
+        self.has_weights |= encoded.weights is not None
         self.turn_ends |= encoded.turn_ends
         row = {
             "length": encoded.ids.size,
@@ -219,6 +225,7 @@ class _Collected:
             "content": encoded.digest,
             "span_starts": None if whole else encoded.starts,
             "span_stops": None if whole else encoded.stops,
+            "span_weights": encoded.weights,
         }
         for name, column in self.columns.items():
             column.append(row[name])

@@ -17,6 +17,7 @@ from ray_ulysses.data.read.reader import RowSlice
 
 MODULUS = 1 << 64
 _SIGN = 1 << 63
+_WEIGHTS = np.uint64(0x77656967687473)
 
 
 def checksum(
@@ -46,7 +47,9 @@ def checksum(
 
 def slice_checksum(row_slice: RowSlice) -> int:
     """Return the checksum of a slice; a row's slices add up to the same sum for any split."""
-    return ranges_checksum(row_slice.ranges, row_slice.input_ids, row_slice.labels, row_slice.position_ids)
+    return ranges_checksum(
+        row_slice.ranges, row_slice.input_ids, row_slice.labels, row_slice.position_ids, row_slice.label_weights
+    )
 
 
 def ranges_checksum(
@@ -54,14 +57,28 @@ def ranges_checksum(
     input_ids: NDArray[np.int64],
     labels: NDArray[np.int64],
     position_ids: NDArray[np.int64],
+    label_weights: NDArray[np.float32] | None = None,
 ) -> int:
-    """Return the checksum of the ranges ``(start, stop)`` of a row, whose tokens are concatenated in the arrays."""
+    """Return the checksum of the ranges ``(start, stop)`` of a row, whose tokens are concatenated in the arrays.
+
+    Weights of 1 add nothing, so rows without weights have the sum that they have without the array.
+    """
     total, place = 0, 0
     for start, stop in ranges:
         part = slice(place, place + stop - start)
         total += checksum(start, input_ids[part], labels[part], position_ids[part])
+        if label_weights is not None:
+            total += _weights_checksum(start, label_weights[part])
         place = part.stop
     return total % MODULUS
+
+
+def _weights_checksum(first_position: int, weights: NDArray[np.float32]) -> int:
+    """Return the checksum of the weights other than 1, which binds each to its position in the row."""
+    places = np.flatnonzero(weights != 1)
+    bits = weights[places].astype("<f4").view(np.uint32).astype(np.uint64)
+    mixed = mix(mix((places + first_position).astype(np.uint64) ^ _WEIGHTS) ^ bits)
+    return int(mixed.sum(dtype=np.uint64))
 
 
 def row_digest(row: int, row_checksum: int) -> int:

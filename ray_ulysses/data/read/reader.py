@@ -37,6 +37,15 @@ class TokenStore(Protocol):
         """Return which of the tokens ``[first, last)`` of a document may be labels; None if all may."""
         ...
 
+    @property
+    def has_weights(self) -> bool:
+        """Return whether a token has a loss weight other than 1."""
+        ...
+
+    def label_weights(self, document: int, first: int, last: int) -> NDArray[np.float32] | None:
+        """Return the loss weights of the tokens ``[first, last)`` of a document, as labels; None if all are 1."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RowSlice:
@@ -53,6 +62,8 @@ class RowSlice:
         labels: int64, the same shape: the next token of the same document, or -100 if there is none or it may not be
             a label.
         position_ids: int64, the same shape: from 0 in each piece, and from 0 in the padding.
+        label_weights: fp32, the same shape: the factor on each label's loss, 1 where there is no label. None for every
+            slice of corpora without loss weights, and for no slice of others.
     """
 
     row: int
@@ -64,6 +75,7 @@ class RowSlice:
     input_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
     position_ids: NDArray[np.int64]
+    label_weights: NDArray[np.float32] | None = None
 
     @property
     def is_filler(self) -> bool:
@@ -79,6 +91,13 @@ class RowSlice:
     def num_supervised(self) -> int:
         """Return the labels in this slice."""
         return int((self.labels != IGNORE_INDEX).sum())
+
+    @property
+    def supervised_weight(self) -> float:
+        """Return the sum of the weights of the labels in this slice."""
+        if self.label_weights is None:
+            return float(self.num_supervised)
+        return float(self.label_weights[self.labels != IGNORE_INDEX].sum(dtype=np.float64))
 
 
 def slice_row(
@@ -114,10 +133,12 @@ def slice_row(
     input_ids = np.full(size, PADDING_TOKEN, dtype=np.int64)
     labels = np.full(size, IGNORE_INDEX, dtype=np.int64)
     position_ids = np.empty(size, dtype=np.int64)
+    label_weights = np.ones(size, dtype=np.float32) if store.has_weights else None
     place = 0
     for first, last in held_ranges(row_tokens, sp_rank, sp_size, ring_size):
         part = slice(place, place + last - first)
-        _read_range(store, pieces, first, last, (input_ids[part], labels[part], position_ids[part]))
+        weights = None if label_weights is None else label_weights[part]
+        _read_range(store, pieces, first, last, (input_ids[part], labels[part], position_ids[part]), weights)
         place = part.stop
     return RowSlice(
         row=row,
@@ -129,6 +150,7 @@ def slice_row(
         input_ids=input_ids,
         labels=labels,
         position_ids=position_ids,
+        label_weights=label_weights,
     )
 
 
@@ -138,8 +160,9 @@ def _read_range(
     first: int,
     last: int,
     into: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
+    weights: NDArray[np.float32] | None,
 ) -> None:
-    """Fill token ids, labels and positions of the tokens ``[first, last)`` of a row."""
+    """Fill token ids, labels, positions, and weights of labels if there are any, of the tokens ``[first, last)``."""
     input_ids, labels, position_ids = into
     begin = 0
     for piece in pieces:
@@ -152,9 +175,10 @@ def _read_range(
             target = slice(low - first, high - first)
             input_ids[target] = tokens[:count]
             if num_labels > 0:
-                labels[low - first : low - first + num_labels] = _labels(
-                    store, piece, inside, tokens[1 : num_labels + 1]
-                )
+                labeled = slice(target.start, target.start + num_labels)
+                found = labels[labeled] = _labels(store, piece, inside, tokens[1 : num_labels + 1])
+                if weights is not None:
+                    weights[labeled] = _weights(store, piece, inside, found)
             position_ids[target] = np.arange(inside, inside + count)
         begin += piece.length
     padding = max(first, begin)
@@ -167,6 +191,13 @@ def _labels(store: TokenStore, piece: Piece, inside: int, tokens: NDArray[np.int
     first = piece.start + inside + 1
     mask = store.label_mask(piece.document, first, first + tokens.size)
     return tokens if mask is None else np.where(mask, tokens, IGNORE_INDEX)
+
+
+def _weights(store: TokenStore, piece: Piece, inside: int, labels: NDArray[np.int64]) -> NDArray[np.float32] | float:
+    """Return the weights of a piece's labels, 1 where there is none."""
+    first = piece.start + inside + 1
+    weights = store.label_weights(piece.document, first, first + labels.size)
+    return 1.0 if weights is None else np.where(labels == IGNORE_INDEX, np.float32(1), weights)
 
 
 def filler_slice(store: TokenStore, pad_multiple: int, sp_rank: int, sp_size: int, ring_size: int = 1) -> RowSlice:

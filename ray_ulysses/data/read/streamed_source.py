@@ -240,6 +240,8 @@ def pack(read: RowSlice | None, error: str) -> pa.Table:
     for name in _ARRAYS:
         values = empty if read is None else getattr(read, name)
         columns[name] = pa.ListArray.from_arrays([0, values.size], pa.array(values.astype(np.int32)))
+    weights = None if read is None else read.label_weights
+    columns["label_weights"] = pa.array([weights], pa.list_(pa.float32()))
     columns["error"] = pa.array([error], pa.string())
     return pa.table(columns)
 
@@ -255,4 +257,10 @@ def unpack(block: pa.Table) -> RowSlice:
         raise UserError(error)
     numbers: dict[str, Any] = {name: int(block.column(name)[0].as_py()) for name in _NUMBERS}
     arrays: dict[str, Any] = {name: block.column(name)[0].values.to_numpy().astype(np.int64) for name in _ARRAYS}
-    return RowSlice(document_lengths=tuple(block.column("document_lengths")[0].as_py()), **numbers, **arrays)
+    weights = block.column("label_weights")[0]
+    return RowSlice(
+        document_lengths=tuple(block.column("document_lengths")[0].as_py()),
+        label_weights=np.array(weights.values.to_numpy()) if weights.is_valid else None,
+        **numbers,
+        **arrays,
+    )

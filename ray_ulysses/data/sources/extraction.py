@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from ray_ulysses.data.sources.file_listing import open_parquet, path_text, unreadable
 from ray_ulysses.data.sources.line_ranges import LineCounts, range_lines
@@ -27,6 +29,7 @@ from ray_ulysses.data.sources.row_fields import (
     json_problem,
     row_content,
     row_id,
+    row_weight,
 )
 from ray_ulysses.data.sources.units import Unit, is_packed, open_dataset
 from ray_ulysses.data.sources.zstd_file import open_zstd
@@ -48,12 +51,14 @@ class RawDocument:
         source: File or data set.
         offset: Line or row in it, from 1; 0 for a whole file.
         id: The row's own id; empty if it has none.
+        weight: The factor on the loss of its tokens, or that of each of them.
     """
 
     content: Content
     source: str
     offset: int
     id: str = ""
+    weight: float | NDArray[np.float32] = 1.0
 
 
 def read_unit(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
@@ -79,7 +84,13 @@ def _document(row: Mapping[FieldRole, Any], fields: RowFields, path: str, offset
     source = path_text(path)
     try:
         content = row_content(row, fields.kind)
-        return RawDocument(content=content, source=source, offset=offset, id=row_id(row.get("id")))
+        return RawDocument(
+            content=content,
+            source=source,
+            offset=offset,
+            id=row_id(row.get("id")),
+            weight=row_weight(row.get("weight"), content),
+        )
     except RowError as error:
         return Rejected(source=source, offset=offset, reason=str(error))
 

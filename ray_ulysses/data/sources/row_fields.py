@@ -17,14 +17,15 @@ from numpy.typing import NDArray
 from ray_ulysses.errors import NOT_GIVEN, ConfigError, Problem
 
 RowKind = Literal["text", "tokens", "messages", "completion"]
-FieldRole = Literal["text", "tokens", "labels", "messages", "tools", "prompt", "completion", "id"]
+FieldRole = Literal["text", "tokens", "labels", "messages", "tools", "prompt", "completion", "weight", "id"]
 DEFAULT_TEXT_FIELD = "text"
 ASSISTANT = "assistant"
 # Optional in each row.
-OPTIONAL_ROLES: tuple[FieldRole, ...] = ("tools", "id")
+OPTIONAL_ROLES: tuple[FieldRole, ...] = ("tools", "weight", "id")
 _ALONE = ("text", "tokens", "messages")
 # Far more levels than messages and tools have, and far fewer than the limits of Python and of templates.
 _MAX_DEPTH = 100
+_LARGEST_WEIGHT = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +40,8 @@ class RowFields:
         tools: Beside ``messages``: the tools that the assistant may call, for the chat template; a list, or its JSON.
         prompt: The text before the completion; only the completion is supervised.
         completion: The text to be learned.
+        weight: The factor on the loss of the document's tokens, 1 if it is missing; beside ``tokens`` it may be a list,
+            with one for each token.
         id: The row's own id, which is kept.
     """
 
@@ -49,6 +52,7 @@ class RowFields:
     tools: str | None = None
     prompt: str | None = None
     completion: str | None = None
+    weight: str | None = None
     id: str | None = None
 
     @classmethod
@@ -205,6 +209,33 @@ def row_id(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise RowError(f"the id is {describe_type(value)}, not a string or an integer")
     return _utf8(str(value))
+
+
+def row_weight(value: object, content: Content) -> float | NDArray[np.float32]:
+    """Return the loss weight of a row, or that of each of its tokens; 1 if it has none.
+
+    Raises:
+        RowError: It is no number of at least 0, or not one for each token.
+    """
+    if value is None:
+        return 1.0
+    if not isinstance(value, list | np.ndarray):
+        return _weight(value, "the weight")
+    if not isinstance(content, TokenRow):
+        raise RowError("the weight is a list, which only rows of tokens may have")
+    if len(value) != content.tokens.size:
+        raise RowError(f"{len(value)} weights for {content.tokens.size} tokens")
+    return np.array([_weight(one, f"weight {place}") for place, one in enumerate(value)], dtype=np.float32)
+
+
+def _weight(value: object, name: str) -> float:
+    """Return a weight as fp32 holds it."""
+    number = value.item() if isinstance(value, np.generic) else value
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise RowError(f"{name} is {describe_type(number)}, not a number")
+    if not 0 <= number <= _LARGEST_WEIGHT:
+        raise RowError(f"{name} is {number!r:.40}, not a number from 0 to {_LARGEST_WEIGHT:,}")
+    return float(np.float32(number))
 
 
 def describe_type(value: object) -> str:

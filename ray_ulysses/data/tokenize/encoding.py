@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.sources.row_fields import ChatRow, CompletionRow, Content, RowError, TokenRow
-from ray_ulysses.data.tokenize.spans import mask_spans
+from ray_ulysses.data.tokenize.spans import mask_spans, span_mask
 from ray_ulysses.data.tokenize.tokenizers import Tokenizer
 
 IGNORED_LABEL = -100
@@ -26,6 +26,7 @@ class EncodedDocument:
         stops: int64, one past the last.
         digest: 16 bytes that are equal for equal documents.
         turn_ends: The special tokens at the end of supervised spans, with which a model learns to end its turn.
+        weights: fp32, the factor on the loss of each span's tokens; None if all are 1.
     """
 
     ids: NDArray[np.int64]
@@ -33,11 +34,12 @@ class EncodedDocument:
     stops: NDArray[np.int64]
     digest: bytes
     turn_ends: frozenset[int] = frozenset()
+    weights: NDArray[np.float32] | None = None
 
     @property
     def is_whole(self) -> bool:
-        """Return whether one span covers the document."""
-        return self.starts.size == 1 and self.starts[0] == 0 and self.stops[0] == self.ids.size
+        """Return whether one span of weight 1 covers the document."""
+        return self.weights is None and self.starts.size == 1 and self.starts[0] == 0 and self.stops[0] == self.ids.size
 
 
 def encode_document(content: Content, tokenizer: Tokenizer) -> EncodedDocument:
@@ -60,6 +62,35 @@ def encode_document(content: Content, tokenizer: Tokenizer) -> EncodedDocument:
         return _chat(content, tokenizer)
     ids, num_prompt = _completion(content, tokenizer)
     return _encoded(ids, np.array([num_prompt], dtype=np.int64), np.array([ids.size], dtype=np.int64))
+
+
+def weighted(document: EncodedDocument, weight: float | NDArray[np.float32]) -> EncodedDocument:
+    """Return a document with a loss weight, or with one for each of its tokens; the end token has that of the last.
+
+    Raises:
+        RowError: No supervised token has a weight above 0.
+    """
+    if isinstance(weight, np.ndarray):
+        return _weighted_tokens(document, weight)
+    if weight == 0:
+        raise RowError("its weight is 0")
+    if weight == 1:
+        return document
+    return replace(document, weights=np.full(document.starts.size, weight, dtype=np.float32))
+
+
+def _weighted_tokens(document: EncodedDocument, weights: NDArray[np.float32]) -> EncodedDocument:
+    size = document.ids.size
+    weights = np.append(weights, np.full(size - weights.size, weights[-1]))
+    weights = np.where(span_mask(document.starts, document.stops, 0, size), weights, 0)
+    edges = np.flatnonzero(np.diff(weights, prepend=np.nan, append=np.nan))
+    starts, stops = edges[:-1], edges[1:]
+    learned = weights[starts] > 0
+    starts, stops = starts[learned], stops[learned]
+    if not (stops > 1).any():
+        raise RowError("no token of it is supervised")
+    of_spans = weights[starts]
+    return replace(document, starts=starts, stops=stops, weights=None if (of_spans == 1).all() else of_spans)
 
 
 def _encoded(

@@ -19,8 +19,8 @@ class MemoryStore:
 
     fingerprint = "memory"
 
-    def __init__(self, lengths: Sequence[int], spans: LabelSpans | None = None) -> None:
-        self.spans = spans
+    def __init__(self, lengths: Sequence[int], spans: LabelSpans | None = None, has_weights: bool = False) -> None:
+        self.spans, self.has_weights = spans, has_weights
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.num_tokens_read = 0
 
@@ -34,6 +34,10 @@ class MemoryStore:
 
     def label_mask(self, document: int, first: int, last: int) -> NDArray[np.bool_] | None:
         return None if self.spans is None else self.spans.mask(document, first, last)
+
+    def label_weights(self, document: int, first: int, last: int) -> NDArray[np.float32] | None:
+        """Every token of an odd document has a weight of its own."""
+        return np.arange(first, last, dtype=np.float32) + document if self.has_weights and document % 2 else None
 
 
 def begin(request: PrepareRequest) -> Preparation:

@@ -102,13 +102,15 @@ def make_scores(num_layers: int, num_rows: int, tokens: int, num_experts: int) -
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(num_layers)]
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("top_k", [1, 3])
-def test_value_and_gradient_are_those_of_each_row_by_itself_without_its_padding(top_k: int) -> None:
+def test_value_and_gradient_are_those_of_each_row_by_itself_without_its_padding(top_k: int, weighted: bool) -> None:
     lengths, row_tokens, num_experts = ((9, 4), (20,), (1,)), 20, 6
     ids = torch.zeros(3, row_tokens, dtype=torch.int64)
     labels = ids.clone()
     labels[1, :12] = IGNORE_INDEX
-    batch = shard_batch(ids, labels, lengths, ALONE)
+    weights = torch.full(ids.shape, 0.25) if weighted else None
+    batch = shard_batch(ids, labels, lengths, ALONE, label_weights=weights)
     loss = RouterLoss(num_experts=num_experts, top_k=top_k, coefficient=0.3)
 
     def values(ours: bool) -> list[torch.Tensor]:
@@ -119,6 +121,7 @@ def test_value_and_gradient_are_those_of_each_row_by_itself_without_its_padding(
             total = torch.zeros((), dtype=torch.float64)
             for row, supervised in enumerate((11, 8, 0)):
                 part = tuple(one.view(3, row_tokens, num_experts)[row, : sum(lengths[row])] for one in scores)
+                supervised *= 0.25 if weighted else 1.0
                 total = total + 0.3 * supervised * load_balancing_loss_func(part, num_experts, top_k)
         total.backward()
         return [total.detach(), *(one.grad for one in scores)]
@@ -132,7 +135,10 @@ def test_a_row_of_padding_has_no_loss() -> None:
     ids = torch.zeros(1, 8, dtype=torch.int64)
     batch = shard_batch(ids, None, (8,), ALONE)
     empty = SimpleNamespace(
-        document_lengths_BL=torch.zeros_like(ids), labels_BL=torch.full_like(ids, IGNORE_INDEX), mesh=batch.mesh
+        document_lengths_BL=torch.zeros_like(ids),
+        labels_BL=torch.full_like(ids, IGNORE_INDEX),
+        label_weights_BL=None,
+        mesh=batch.mesh,
     )
     scores = [torch.randn(8, 4, requires_grad=True)]
     found: Any = router_loss_sum(

@@ -1,0 +1,126 @@
+"""Loss weights of documents and tokens, from the rows of a source to the gradient of a run: law 1 with weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from ray_ulysses.config import Config
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.plan.plan_files import load_plan
+from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.sources.row_fields import RowFields
+from ray_ulysses.data.sources.units import SourceSpec
+from ray_ulysses.engine.model import build_model
+from ray_ulysses.forensics.verification import verify_run
+from ray_ulysses.tracking.history import RunHistory, read_history
+from tests.breadth import fast_only
+from tests.distributed.harness import run_ranks
+from tests.distributed.run_case import make_config, prepare_attempt, run_worker
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+STEPS = 3
+
+
+def weighted_corpus(folder: Path, scale: float = 1.0, plain: bool = False) -> Path:
+    """Prepare documents of tokens: each has one weight, one per token with zeros among them, or none."""
+    rng = np.random.default_rng(0)
+    rows: list[dict[str, Any]] = []
+    for number in range(90):
+        ids = rng.integers(0, 256, int(rng.integers(20, 200))).tolist()
+        each = rng.choice([0.0, 0.25, 1.0, 3.0], len(ids)) * scale
+        weight = [each.tolist(), float(rng.uniform(0.1, 4)) * scale, scale][number % 3]
+        rows.append({"ids": ids, "w": None if plain else weight})
+    folder.mkdir(parents=True)
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields = RowFields.from_options({"tokens_field": "ids", "weight_field": "w"})
+    prepare_local(PrepareRequest(sources=SourceSpec(paths=(str(path),), fields=fields), out=folder / "corpus"))
+    return folder / "corpus"
+
+
+def trained(storage: Path, corpus: Path, workers: int, **overrides: Any) -> tuple[Config, RunHistory]:
+    config = make_config(
+        storage, corpus, cluster__workers=workers, run__stop_step=STEPS, schedule__warmup_steps=0, optimizer__lr=1e-3,
+        **overrides,
+    )  # fmt: skip
+    prepare_attempt(config, "one")
+    run_ranks(run_worker, workers, config, "one", timeout_s=200)
+    return config, read_history(config.run_dir)
+
+
+def reference(config: Config) -> list[tuple[float, float]]:
+    """Return loss and gradient norm of each step by Transformers' own model, document by document."""
+    (path, _), *_ = config.data_sources
+    corpus, plan = Corpus.open(path), load_plan(config.run_dir / "plan")
+    torch.manual_seed(0)
+    weights = {name: value.detach().clone() for name, value in build_model(config, None).state_dict().items()}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**(config.model.config or {})), attn_implementation="eager")
+    model.load_state_dict(weights)
+    groups = [
+        {"params": [one for one in model.parameters() if one.dim() > 1], "weight_decay": 0.1},
+        {"params": [one for one in model.parameters() if one.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    found = []
+    for step in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        total, weight_sum = torch.zeros(()), 0.0
+        for row in plan.step_rows(step):
+            for piece in plan.pieces(row):
+                first, last = piece.start, piece.start + piece.num_labels + 1
+                if not piece.num_labels:
+                    continue
+                text = torch.from_numpy(corpus.read(piece.document, first, last - first))
+                factors = torch.from_numpy(labels_factors(corpus, piece.document, first + 1, last))
+                logits = model(input_ids=text[None, : piece.length]).logits[0, : piece.num_labels]
+                losses = functional.cross_entropy(logits, text[1 : piece.num_labels + 1], reduction="none")
+                total = total + (losses * factors).sum()
+                weight_sum += float(factors.double().sum())
+        (total / weight_sum).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        found.append((float(total) / weight_sum, float(norm)))
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / 60)))
+        optimizer.step()
+    return found
+
+
+def labels_factors(corpus: Corpus, document: int, first: int, last: int) -> Any:
+    weights, mask = corpus.label_weights(document, first, last), corpus.label_mask(document, first, last)
+    assert weights is not None and mask is not None
+    return np.where(mask, weights, np.float32(0))
+
+
+@pytest.mark.parametrize(
+    "layout", fast_only([(1, 1, 2), (2, 2, 2), (4, 2, 3), (2, 1, 3)], (1, 1, 2), (4, 2, 3)), ids=str
+)
+def test_the_loss_is_the_mean_by_weight_at_every_layout(tmp_path: Path, layout: tuple[int, int, int]) -> None:
+    workers, sp_size, stage = layout
+    corpus = weighted_corpus(tmp_path / "data")
+    config, ours = trained(tmp_path / "runs", corpus, workers, parallel__sp_size=sp_size, memory__zero_stage=stage)
+    assert len(ours.steps) == STEPS
+    for step, (loss, norm) in zip(ours.steps, reference(config), strict=True):
+        assert abs(step.loss - loss) <= 1e-5 * loss, step.step
+        assert abs(step.grad_norm - norm) <= 1e-4 * norm, step.step
+    # What the model received is found again in plan and corpus, weights included.
+    assert verify_run(config.run_dir).holds
+
+
+def test_one_weight_for_all_changes_nothing(tmp_path: Path) -> None:
+    fields = {"workers": 1, "parallel__sp_size": 1}
+    plain = trained(tmp_path / "plain", weighted_corpus(tmp_path / "a", plain=True), **fields)[1]
+    single, double = (
+        trained(tmp_path / f"runs-{scale}", weighted_corpus(tmp_path / f"b-{scale}", scale), **fields)[1]
+        for scale in (1.0, 2.0)
+    )
+    assert [step.loss for step in double.steps] == pytest.approx([step.loss for step in single.steps], rel=1e-6)
+    assert [step.loss for step in plain.steps] != pytest.approx([step.loss for step in single.steps], rel=1e-4)

@@ -1,0 +1,195 @@
+"""Weights of labels: from the rows of a source to the slices of every rank, by both readers alike."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ray_ulysses.cluster.prepare_command import _result
+from ray_ulysses.data.corpus import row_groups
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources
+from ray_ulysses.data.plan.rows import Piece
+from ray_ulysses.data.read.digest import add_digests, slice_checksum
+from ray_ulysses.data.read.reader import IGNORE_INDEX, RowSlice, slice_row
+from ray_ulysses.data.read.streamed_source import pack, unpack
+from ray_ulysses.errors import UserError
+from tests.unit.data.corpora import MemoryStore
+from tests.unit.data.tokenize.test_supervision import prepare_rows, reasons_of
+
+
+def weights_of(corpus: Corpus, document: int) -> list[float] | None:
+    found = corpus.label_weights(document, 0, int(corpus.lengths[document]))
+    return None if found is None else found.tolist()
+
+
+def test_documents_have_the_weights_of_their_rows_and_1_without_one(tmp_path: Path) -> None:
+    rows = [{"text": "ab", "w": 2.5}, {"text": "abc"}, {"text": "d", "w": None}, {"text": "efg", "w": 3}]
+    corpus = prepare_rows(tmp_path, rows, text_field="text", weight_field="w")
+    assert corpus.has_weights
+    assert [weights_of(corpus, n) for n in range(4)] == [[2.5] * 3, [1.0] * 4, [1.0] * 2, [3.0] * 4]
+    assert corpus.label_weights(3, 2, 3) == [3.0]  # type: ignore[comparison-overlap]
+    assert corpus.info.spans is not None and corpus.info.spans.weights == (1.0, 3.0)
+    assert "loss weights from 1 to 3" in _result(corpus.path)
+    corpus.check_files(checksums=True)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_tokens_may_have_a_weight_each_and_those_of_weight_0_are_no_labels(tmp_path: Path, form: str) -> None:
+    rows = [
+        {"ids": [1, 2, 3, 4], "labels": [-100, 2, 3, 4], "w": [1.0, 0.5, 0.0, 2.0]},
+        {"ids": [5, 6], "labels": [5, 6], "w": [1.0, 1.0]},
+        {"ids": [7, 8], "labels": [7, 8], "w": [4.0, 4.0]},
+    ]
+    fields = {"tokens_field": "ids", "labels_field": "labels", "weight_field": "w"}
+    corpus = prepare_rows(tmp_path, rows, form=form, **fields)
+    # The end token has the weight of the last one.
+    assert weights_of(corpus, 0) == [1.0, 0.5, 1.0, 2.0, 2.0]
+    mask = corpus.label_mask(0, 0, 5)
+    assert mask is not None and mask.tolist() == [False, True, False, True, True]
+    assert (weights_of(corpus, 1), weights_of(corpus, 2)) == ([1.0] * 3, [4.0] * 3)
+    assert corpus.info.spans is not None and corpus.info.spans.num_supervised == 3 + 3 + 3
+
+
+def test_a_weight_that_can_not_be_is_left_out_with_its_reason(tmp_path: Path) -> None:
+    values = [-1, float("nan"), float("inf"), "2", True, 0, 1e7, [1.0], 0.5]
+    path = [{"text": f"text {number}", "w": value} for number, value in enumerate(values)]
+    corpus = prepare_rows(tmp_path, path, text_field="text", weight_field="w")
+    assert corpus.num_documents == 1 and weights_of(corpus, 0) == [0.5] * 7
+    limit = "not a number from 0 to 1,000,000"
+    assert reasons_of(corpus) == [
+        (1, f"the weight is -1, {limit}"),
+        (2, f"the weight is nan, {limit}"),
+        (3, f"the weight is inf, {limit}"),
+        (4, "the weight is of type str, not a number"),
+        (5, "the weight is of type bool, not a number"),
+        (6, "its weight is 0"),
+        (7, f"the weight is 10000000.0, {limit}"),
+        (8, "the weight is a list, which only rows of tokens may have"),
+    ]
+
+
+def test_lists_of_weights_are_checked_token_by_token(tmp_path: Path) -> None:
+    rows = [
+        {"ids": [1, 2], "w": [1.0]},
+        {"ids": [1, 2], "w": [1.0, "x"]},
+        {"ids": [1, 2], "w": [1.0, -2.0]},
+        {"ids": [1, 2], "w": [3.0, 0.0]},
+        {"ids": [3, 4], "w": [1.0, 3.0]},
+    ]
+    corpus = prepare_rows(tmp_path, rows, tokens_field="ids", weight_field="w")
+    assert reasons_of(corpus) == [
+        (1, "1 weights for 2 tokens"),
+        (2, "weight 1 is of type str, not a number"),
+        (3, "weight 1 is -2.0, not a number from 0 to 1,000,000"),
+        # Nothing predicts the first token.
+        (4, "no token of it is supervised"),
+    ]
+    assert weights_of(corpus, 0) == [1.0, 3.0, 3.0]
+
+
+def test_weights_of_1_make_the_corpus_that_none_make(tmp_path: Path) -> None:
+    rows = [{"text": text} for text in ("one", "two", "three")]
+    plain = prepare_rows(tmp_path / "plain", rows, text_field="text")
+    ones = prepare_rows(tmp_path / "ones", [{**row, "w": 1} for row in rows], text_field="text", weight_field="w")
+    twos = prepare_rows(tmp_path / "twos", [{**row, "w": 2} for row in rows], text_field="text", weight_field="w")
+    assert ones.fingerprint == plain.fingerprint != twos.fingerprint
+    assert ones.info.spans is None and not ones.has_weights and ones.label_weights(0, 0, 2) is None
+    threes = prepare_rows(tmp_path / "threes", [{**row, "w": 3} for row in rows], text_field="text", weight_field="w")
+    assert threes.fingerprint != twos.fingerprint
+
+
+def test_weights_are_found_over_row_groups_and_a_forged_one_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_groups, "GROUP_ROWS", 3)
+    rows = [{"ids": list(range(n, n + 8)), "w": [float(1 + (n + place) % 5) for place in range(8)]} for n in range(6)]
+    corpus = prepare_rows(tmp_path, rows, tokens_field="ids", weight_field="w")
+    # The end token of 256 follows.
+    for number, row in enumerate(rows):
+        assert weights_of(corpus, number) == [*row["w"], row["w"][-1]]
+    path = corpus.path / "spans.parquet"
+    table = pq.read_table(path)
+    forged = table.set_column(3, table.schema.field(3), pa.array(table.column("weight").to_numpy() + 1))
+    with pq.ParquetFile(path) as file:
+        notes = file.metadata.metadata
+    pq.write_table(forged.replace_schema_metadata(notes), path)
+    size = path.stat().st_size
+    info = replace(corpus.info, spans=replace(corpus.info.spans, num_bytes=size))  # type: ignore[type-var]
+    (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
+    with pytest.raises(UserError, match=r"its spans are not those of corpus\.json"):
+        _ = Corpus.open(corpus.path).spans
+
+
+def pieces_of(lengths: list[int]) -> list[Piece]:
+    return [
+        Piece(document=number, start=number, length=length, has_next_label=number % 3 == 0)
+        for number, length in enumerate(lengths)
+    ]
+
+
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8), layout=st.sampled_from([(1, 1), (2, 1), (4, 2)]))
+def test_each_label_has_its_weight_at_every_layout(lengths: list[int], layout: tuple[int, int]) -> None:
+    store = MemoryStore([length + 20 for length in lengths], has_weights=True)
+    row_tokens = -(-sum(lengths) // 16) * 16
+    sp_size, ring_size = layout
+    whole = slice_row(store, 3, row_tokens, pieces_of(lengths), 0, 1)
+    assert whole.label_weights is not None
+    for label, weight in zip(whole.labels.tolist(), whole.label_weights.tolist(), strict=True):
+        document, at = divmod(label, 100_000)
+        is_weighted = label != IGNORE_INDEX and document % 2
+        assert weight == (document + at if is_weighted else 1.0)
+    slices = [slice_row(store, 3, row_tokens, pieces_of(lengths), n, sp_size, ring_size) for n in range(sp_size)]
+    for part in slices:
+        expected = np.concatenate([whole.label_weights[start:stop] for start, stop in part.ranges])
+        assert part.label_weights is not None and np.array_equal(part.label_weights, expected)
+    assert add_digests(*map(slice_checksum, slices)) == slice_checksum(whole)
+    assert sum(part.supervised_weight for part in slices) == pytest.approx(whole.supervised_weight)
+
+
+def row(has_weights: bool) -> RowSlice:
+    return slice_row(MemoryStore([40, 40], has_weights=has_weights), 3, 48, pieces_of([20, 21]), 0, 1)
+
+
+def test_a_digest_tells_weights_apart_and_leaves_rows_without_them_as_they_were() -> None:
+    weighted, plain = row(has_weights=True), row(has_weights=False)
+    assert weighted.label_weights is not None and plain.label_weights is None
+    ones = replace(plain, label_weights=np.ones(48, dtype=np.float32))
+    moved = replace(weighted, label_weights=np.roll(weighted.label_weights, 1))
+    assert slice_checksum(ones) == slice_checksum(plain)
+    assert len({slice_checksum(one) for one in (weighted, plain, moved)}) == 3
+
+
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_a_slice_travels_with_its_weights(has_weights: bool) -> None:
+    sent = row(has_weights)
+    received = unpack(pack(sent, ""))
+    assert slice_checksum(received) == slice_checksum(sent)
+    if has_weights:
+        assert received.label_weights is not None and received.label_weights.dtype == np.float32
+        assert np.array_equal(received.label_weights, sent.label_weights)  # type: ignore[arg-type]
+    else:
+        assert received.label_weights is None
+
+
+def test_all_slices_of_a_run_have_weights_if_one_of_its_corpora_has(tmp_path: Path) -> None:
+    plain = prepare_rows(tmp_path / "plain", [{"text": "abcdefg"}], text_field="text")
+    weighted = prepare_rows(tmp_path / "weighted", [{"text": "hij", "w": 2}], text_field="text", weight_field="w")
+    both = open_sources([(str(plain.path), None), (str(weighted.path), None)])
+    alone = open_sources([(str(plain.path), None)])
+    assert both.has_weights and not alone.has_weights
+    # Known from the plan alone, before a corpus is opened.
+    assert CorpusSet(both.sources).has_weights
+    of_plain = [Piece(document=0, start=0, length=8, has_next_label=False)]
+    assert slice_row(both, 0, 8, of_plain, 0, 1).label_weights.tolist() == [1.0] * 8  # type: ignore[union-attr]
+    assert slice_row(alone, 0, 8, of_plain, 0, 1).label_weights is None
+    of_weighted = [Piece(document=1, start=0, length=4, has_next_label=False)]
+    assert slice_row(both, 0, 4, of_weighted, 0, 1).label_weights.tolist() == [2.0] * 3 + [1.0]  # type: ignore[union-attr]
