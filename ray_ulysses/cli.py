@@ -330,11 +330,14 @@ def doctor(
         str | None, typer.Option(help="Directory of runs, or s3://, gs:// or abfs:// location of checkpoints.")
     ] = None,
     address: Annotated[str | None, typer.Option(help="Ray cluster to check; by default RAY_ADDRESS, if set.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Instead: whether this model can be trained exactly; a directory or a hub id.")
+    ] = None,
 ) -> None:
-    """Check whether this machine, and the cluster if there is one, are ready."""
+    """Check whether this machine, and the cluster if there is one, are ready; or whether a model can be trained."""
     from ray_ulysses.cluster.doctor_command import run_doctor
 
-    if not run_doctor(storage=storage, address=address, say=typer.echo):
+    if not run_doctor(storage=storage, address=address, model=model, say=typer.echo):
         raise typer.Exit(1)
 
 

@@ -11,13 +11,17 @@ import os
 import platform
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage import check_storage, parse_location
+
+if TYPE_CHECKING:
+    from ray_ulysses.attention.probe import ProbeResult
 
 Level = Literal["ok", "warn", "fail"]
 
@@ -216,3 +220,54 @@ def _version(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "of unknown version"
+
+
+def check_model(path: str) -> Iterator[Check]:
+    """Check whether a model's attention and other dependences between tokens are exact over slices of a row.
+
+    Args:
+        path: Directory of the model, or its id on the hub; only its configuration is read.
+
+    Yields:
+        Whether it can be trained; then its layers, its positions and the ``sp_size`` that fit its heads.
+    """
+    from ray_ulysses.config import parse_config
+    from ray_ulysses.engine.model import refuse_architecture
+    from ray_ulysses.engine.model_config import stored_config
+    from ray_ulysses.engine.rope import stored_positions
+    from ray_ulysses.run.settings import model_shape
+
+    model: dict[str, str] = {"path": path, "init": "random"}
+    try:
+        hf_config = stored_config(path)
+        if hf_config.get_text_config(decoder=True) is not hf_config:
+            model["part"] = "text"
+        result = refuse_architecture(hf_config, "text" if "part" in model else "whole")
+        needed = {"run": {"name": "doctor", "storage": "."}, "cluster": {"workers": 1}}
+        data = {"path": "corpus", "context_tokens": 1024, "rows_per_step": 1}
+        shape = model_shape(parse_config({"model": model, "data": data, **needed}))
+    except UserError as error:
+        reason, _, hint = str(error).partition("; ")
+        yield Check(name="model", level="fail", detail=reason, hint=hint)
+        return
+    detail = f"{shape.model_type} can be trained exactly" + (" with model.part: text" if "part" in model else "")
+    yield Check(name="model", level="ok", detail=detail)
+    yield Check(name="layers", level="ok", detail=_layers(result))
+    positions = stored_positions(hf_config)
+    if positions is not None:
+        yield Check(name="positions", level="ok", detail=f"trained up to {positions:,}; see model.rope for more")
+    sizes = ", ".join(map(str, shape.level_sp_sizes()))
+    detail = f"{sizes} give each rank equally many of {shape.num_heads} heads"
+    yield Check(name="sp_size", level="ok", detail=detail)
+
+
+def _layers(result: ProbeResult) -> str:
+    """Describe the attention of a model's layers: how many have which window."""
+    kinds = Counter(
+        f"in stretches of {layer.stretch:,} tokens" if layer.stretch
+        else f"with a window of {layer.window:,} tokens" if layer.window
+        else "over whole documents"
+        for layer in result.layers.values()
+    )  # fmt: skip
+    said = [f"{count} with attention {kind}" for kind, count in kinds.most_common()]
+    return ", ".join([*said, *([f"{len(result.mixers)} that carry state"] if result.mixers else [])])

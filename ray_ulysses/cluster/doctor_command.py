@@ -10,15 +10,15 @@ import ray
 
 from ray_ulysses.cluster.metadata_service import CloudSetting, found_provider, metadata_service
 from ray_ulysses.cluster.session import ray_session
-from ray_ulysses.doctor import Check, check_machine, exit_code, render_check, render_sum
+from ray_ulysses.doctor import Check, check_machine, check_model, exit_code, render_check, render_sum
 from ray_ulysses.elastic.notices import PROVIDER_NAMES, UnexpectedAnswerError, reach_hint
 from ray_ulysses.errors import RunError, UserError
 
 
-def run_doctor(*, storage: str | None, address: str | None, say: Callable[[str], Any]) -> bool:
-    """Check machine and cluster, print each result at once, and return whether a run can start."""
+def run_doctor(*, storage: str | None, address: str | None, model: str | None, say: Callable[[str], Any]) -> bool:
+    """Check machine and cluster, or a model, print each result at once, and return whether a run can start."""
     found = []
-    for check in _checks(storage, address):
+    for check in _checks(storage, address) if model is None else check_model(model):
         say(render_check(check))
         found.append(check)
     say(render_sum(found))

@@ -46,7 +46,7 @@ def described_config(config: Config, is_tied: bool | None = None) -> Any:
     """
     if config.model.config is not None and config.model.init == "random":
         return _with_rope(inline_config(config.model.config), config)
-    found = _stored_config(str(config.model.path))
+    found = stored_config(str(config.model.path))
     directory = Path(str(config.model.path)).expanduser()
     if is_tied is False and getattr(found, "tie_word_embeddings", False):
         found.tie_word_embeddings = False
@@ -67,7 +67,7 @@ def trained_positions(config: Config) -> int | None:
     if described is not None and "max_position_embeddings" not in described.get("text_config", described):
         # The default of a class in Transformers says nothing about this model.
         is_here = config.model.init == "pretrained" and Path(path).expanduser().is_dir()
-        return stored_positions(_stored_config(path)) if is_here else None
+        return stored_positions(stored_config(path)) if is_here else None
     before = config.model_copy(update={"model": config.model.model_copy(update={"rope": None})})
     return stored_positions(planned_config(before))
 
@@ -97,11 +97,16 @@ def hub_config(path: str) -> dict[str, Any]:
     Raises:
         UserError: The model can't be reached or used.
     """
-    fields: dict[str, Any] = _stored_config(path).to_dict()
+    fields: dict[str, Any] = stored_config(path).to_dict()
     return fields
 
 
-def _stored_config(path: str) -> Any:
+def stored_config(path: str) -> Any:
+    """Return the ``PreTrainedConfig`` of a directory or of a hub id.
+
+    Raises:
+        UserError: It can't be read, is of an unknown type, or needs code from the model's repository.
+    """
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
     setting = f"model.path={path!r}"

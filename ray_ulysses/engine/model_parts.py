@@ -56,13 +56,12 @@ class ModelParts:
 
     def decoded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model's own forward up to the end of its decoder, and return the decoder's output."""
-        decoder = self.model.get_submodule(self.decoder)
 
-        def decode(*args: Any, **kwargs: Any) -> Any:
+        def decode(decoder: Any, *args: Any, **kwargs: Any) -> Any:
             raise _Decoded(decoder(*args, **kwargs))
 
         try:
-            self.forward(self._with({self.decoder: _Decoder(decoder, decode)}), *args, **kwargs)
+            self.forward(self._with({self.decoder: self._stand_in(decode)}), *args, **kwargs)
         except _Decoded as reached:
             output = reached.output
         else:
@@ -102,9 +101,11 @@ class ModelParts:
             args: Positional arguments of the model's forward.
             kwargs: Its keyword arguments.
         """
-        decoder = self.model.get_submodule(self.decoder)
-        stand_in = self._with({self.decoder: _Decoder(decoder, lambda *args, **kwargs: output), self.head: head})
-        return self.forward(stand_in, *args, **kwargs)
+        decoder = self._stand_in(lambda decoder, *args, **kwargs: output)
+        return self.forward(self._with({self.decoder: decoder, self.head: head}), *args, **kwargs)
+
+    def _stand_in(self, call: Callable[..., Any]) -> _Decoder:
+        return _Decoder(self.model.get_submodule(self.decoder), self.model.get_input_embeddings(), call)
 
     def _with(self, children: dict[str, Any]) -> Any:
         """Return a stand-in for the model that has other children."""
@@ -115,16 +116,23 @@ class ModelParts:
 
 
 class _Decoder:
-    """Calls another function in place of a decoder, whose attributes a model's forward may read after it."""
+    """Calls another function in place of a decoder, whose attributes a model's forward may read after it.
 
-    def __init__(self, decoder: Any, call: Callable[..., Any]) -> None:
-        self._decoder, self._call = decoder, call
+    Of a child that holds the token embedding it is a stand-in too, since OPT's forward calls ``self.model.decoder``.
+    """
+
+    def __init__(self, decoder: Any, embeddings: Any, call: Callable[..., Any]) -> None:
+        self._decoder, self._embeddings, self._call = decoder, embeddings, call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
+        return self._call(self._decoder, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._decoder, name)
+        found = getattr(self._decoder, name)
+        children = found.children() if hasattr(found, "children") else ()
+        if any(module is self._embeddings for child in children for module in child.modules()):
+            return _Decoder(found, self._embeddings, self._call)
+        return found
 
 
 class _Decoded(Exception):

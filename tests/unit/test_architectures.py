@@ -1,0 +1,48 @@
+"""The table of model types is what the sweep stored, and names every type; ``doctor --model`` tells one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from transformers import AutoConfig
+
+from ray_ulysses.cli import app, run
+from tests import architectures_page
+from tests.distributed.sweep_case import causal_types
+from tests.unit.attention.models import ARCHITECTURES, HYBRIDS
+
+
+def test_the_page_is_what_was_stored_and_names_every_type() -> None:
+    stored = architectures_page.load()
+    assert architectures_page.PAGE.read_text() == architectures_page.page(stored)
+    kinds = {one["kind"] for one in stored["outcomes"]}
+    assert kinds <= {"exact", "refused", "composite", "not built"}
+    if transformers.__version__ == stored["transformers"]:
+        assert sorted({one["model_type"] for one in stored["outcomes"]}) == causal_types()
+
+
+def told(capsys: pytest.CaptureFixture[str], model: Path, config: Any, code: int) -> str:
+    config.save_pretrained(model)
+    assert run(app, ["doctor", "--model", str(model)]) == code
+    return capsys.readouterr().out
+
+
+def test_doctor_tells_what_can_be_trained_and_how(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = told(capsys, tmp_path / "gemma2", ARCHITECTURES["gemma2"](), 0)
+    assert "gemma2 can be trained exactly" in text
+    assert "1 with attention with a window of 6 tokens, 1 with attention over whole documents" in text
+    assert "1, 2, 4 give each rank equally many of 4 heads" in text
+    assert "1 that carry state" in told(capsys, tmp_path / "qwen3_next", HYBRIDS["qwen3_next"](), 0)
+    text = told(capsys, tmp_path / "gemma3", AutoConfig.for_model("gemma3"), 0)
+    assert "gemma3_text can be trained exactly with model.part: text" in text
+
+
+def test_doctor_tells_what_can_not_and_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = told(capsys, tmp_path / "mamba", AutoConfig.for_model("mamba"), 1)
+    assert "fail  model          mamba has layers that carry state along the sequence" in text
+    assert "-> sharding the sequence would give wrong gradients" in text and "not ready: 1 failed" in text
+    assert run(app, ["doctor", "--model", str(tmp_path / "nothing")]) == 1
+    assert "no model can be made from this configuration" in capsys.readouterr().out
