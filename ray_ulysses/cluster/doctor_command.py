@@ -15,7 +15,9 @@ from ray_ulysses.elastic.notices import PROVIDER_NAMES, UnexpectedAnswerError, r
 from ray_ulysses.errors import RunError, UserError
 
 
-def run_doctor(*, storage: str | None, address: str | None, model: str | None, say: Callable[[str], Any]) -> bool:
+def run_doctor(
+    *, storage: str | None, address: str | None, say: Callable[[str], Any], model: str | None = None
+) -> bool:
     """Check machine and cluster, or a model, print each result at once, and return whether a run can start."""
     found = []
     for check in _checks(storage, address) if model is None else check_model(model):

@@ -114,9 +114,11 @@ def test_a_storage_that_is_away_for_a_while_costs_checkpoints_and_not_the_run(
     history = _run(config, actions={5: "storage away", 9: "storage back"})
     assert history.status == "finished" and history.step == 12
     failed = _events(config, "checkpoint_failed")
-    assert failed and failed[0].step == 8 and "could not be written" in failed[0].reason
+    # On a slow machine the save of step 4 is still being written when the storage goes away in step 5.
+    first = failed[0].step
+    assert first in (4, 8) and "could not be written" in failed[0].reason
     reasons = _reasons(config)
-    assert 8 not in reasons and reasons[4] == "steps" and reasons[12] == "end"
+    assert 8 not in reasons and reasons[12] == "end" and (reasons.get(4) == "steps") == (first == 8)
     assert "retry" in reasons.values()
 
 
