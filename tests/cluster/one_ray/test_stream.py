@@ -27,6 +27,7 @@ from ray_ulysses.parallel.layout import ParallelLayout
 from tests.breadth import fast_only
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.data.plans import build_plan
+from tests.unit.data.tokenize.test_supervision import prepare_rows
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 WAIT_S = 60.0
@@ -63,7 +64,12 @@ class ThreadShare:
 
 
 def source_of(corpus: Corpus) -> PlannedSource:
-    return PlannedSource(path=str(corpus.path), fingerprint=corpus.fingerprint, num_documents=corpus.num_documents)
+    return PlannedSource(
+        path=str(corpus.path),
+        fingerprint=corpus.fingerprint,
+        num_documents=corpus.num_documents,
+        has_weights=corpus.has_weights,
+    )
 
 
 def sources_of(
@@ -123,6 +129,19 @@ def test_the_stream_is_the_direct_reader_byte_for_byte(cluster: None, corpus: Co
     steps = range(1, plan.num_steps + 1)
     for rank, received in enumerate(take(sources, steps)):
         assert_same(received, direct(corpus, plan, rank, world_size, sp_size, steps))
+    for source in sources:
+        source.close()
+
+
+@pytest.mark.slow
+def test_weights_of_labels_travel_with_their_rows(cluster: None, tmp_path: Path) -> None:
+    rows = [{"text": text, "w": 0.5 + number} for number, text in enumerate(varied_texts(90))]
+    weighted = prepare_rows(tmp_path, rows, text_field="text", weight_field="w")
+    plan = plan_of(weighted, rows_per_step=3)
+    sources, steps = sources_of(weighted, plan, 2, 2, max_blocks=10), range(1, 4)
+    for rank, received in enumerate(take(sources, steps)):
+        assert_same(received, direct(weighted, plan, rank, 2, 2, steps))
+        assert all(row.label_weights is not None for row in received)
     for source in sources:
         source.close()
 
