@@ -12,13 +12,14 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -155,10 +156,16 @@ def run_ranks_to_outcomes(
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port that nobody listens on, and that the system gives to nobody until the caller does.
+
+    The system takes the ports of outgoing connections and of ``bind(0)`` from the ephemeral range (32768 and above on
+    Linux), so that a port of that range may be gone by the time its server starts. Ray's workers take 10002 to 19999.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextmanager

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import socket
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
 from tests.distributed.agent_process import CUT, DAMAGE
 from tests.distributed.fault_rows import FaultRows
 from tests.distributed.faulty_launcher import PLACES
+from tests.distributed.harness import free_port
 from tests.distributed.run_case import make_config, make_corpus
 from tests.distributed.supervised import SupervisedRun
 from tests.polling import wait_until
@@ -172,9 +172,7 @@ def test_storage_that_goes_away_stops_no_training_and_a_start_says_so(tmp_path: 
 
 
 def test_mlflow_that_goes_away_stops_nothing(tmp_path: Path, fault_table: ResultTable) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     (tmp_path / "server").mkdir()
     server = Server(tmp_path / "server", port)
     server.start()

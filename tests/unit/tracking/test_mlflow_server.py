@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from ray_ulysses.errors import RunError
 from ray_ulysses.tracking.checkpoint_lookup import find_checkpoint
 from ray_ulysses.tracking.checkpoint_updates import CheckpointInventory, GoneCheckpoint
 from ray_ulysses.tracking.mlflow_tracker import MlflowTracker, TrackingIdentity
+from tests.distributed.harness import free_port
 from tests.polling import wait_until
 from tests.unit.tracking.checkpoints import STORE, committed
 
@@ -72,12 +72,9 @@ class Server:
 
 @pytest.fixture
 def server(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     folder = tmp_path / "server"
     folder.mkdir()
-    server = Server(folder, port)
+    server = Server(folder, free_port())
     yield server
     server.stop()
 
