@@ -18,7 +18,6 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 from ray_ulysses.tracking.events import AttemptStarted
 from ray_ulysses.tracking.history import read_history
-from tests.breadth import fast_only
 from tests.distributed.harness import free_port
 from tests.distributed.run_case import make_config, make_corpus
 from tests.docs_commands import clone, commands
@@ -112,7 +111,8 @@ def test_a_job_with_relative_paths_is_refused_with_the_paths_to_write(
     assert "such as /mnt/shared/runs" in logs and "such as /mnt/shared/runs/corpus-stdlib" in logs
 
 
-@pytest.mark.parametrize("goes_on", fast_only([False, True], False))
+@pytest.mark.slow
+@pytest.mark.parametrize("goes_on", [False, True])
 def test_a_submitted_job_trains_says_when_it_is_complete_and_goes_on(
     client: JobSubmissionClient, tmp_path: Path, goes_on: bool
 ) -> None:

@@ -24,6 +24,7 @@ FAST = [
 ]
 
 
+@pytest.mark.slow
 def test_no_bit_of_two_steps_changes() -> None:
     for rank in run_ranks(differences, 2, FAST, timeout_s=150):
         assert rank == [[]] * len(FAST)

@@ -78,6 +78,7 @@ def unbroken(corpora: tuple[Path, Path], at_branch_step: Path, tmp_path_factory:
     return read_history(folder / "run")
 
 
+@pytest.mark.slow
 def test_a_branch_goes_on_where_the_run_stood_and_repeats_nothing(
     corpora: tuple[Path, Path], at_first_stop: Path, unbroken: RunHistory, tmp_path: Path
 ) -> None:

@@ -148,6 +148,7 @@ def test_every_stage_and_world_loads_every_other_and_goes_on(tmp_path: Path) -> 
     exchange_states(CHOSEN, tmp_path)
 
 
+@pytest.mark.slow
 def test_bf16_weights_follow_the_master_weights_in_every_stage(tmp_path: Path) -> None:
     """ZeRO-1 has an optimizer class of its own here; a rank's rounded weights must reach all the others."""
     exchange_states([Layout(world_size=2, stage=stage, dtype="bf16") for stage in STAGES], tmp_path)

@@ -74,6 +74,7 @@ def test_every_architecture_and_layout(corpus: Path, result_table: ResultTable) 
     assert worst <= 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_command_starts_the_processes_and_prints_the_same_numbers(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -44,6 +44,7 @@ QWEN3_NEXT: dict[str, Any] = {
 STEPS = 6
 
 
+@pytest.mark.slow
 def test_a_hybrid_is_trained_killed_resumed_and_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus = make_corpus(tmp_path, ("bisect.py", "cmd.py", "copy.py"))
 

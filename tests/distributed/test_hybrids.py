@@ -75,10 +75,10 @@ def test_every_hybrid_equals_one_process_on_each_document(ulysses_size: int, nam
 @pytest.mark.parametrize(
     "names",
     [
-        ("qwen3_next", "nemotron_h"),
-        pytest.param(("lfm2", "kimi_linear", "falcon_h1-norm"), marks=pytest.mark.slow),
+        ("qwen3_next",),
+        pytest.param(("nemotron_h", "lfm2", "kimi_linear", "falcon_h1-norm"), marks=pytest.mark.slow),
     ],
-    ids=["experts-and-mamba", "others"],
+    ids=["experts", "others"],
 )
 def test_partitioned_parameters_are_gathered_through_the_module(names: tuple[str, ...]) -> None:
     # One row each, of different numbers of documents: a gather per document would hang.
@@ -86,7 +86,10 @@ def test_partitioned_parameters_are_gathered_through_the_module(names: tuple[str
         SeamCase(architecture=name, ulysses_size=2, dp_size=2, zero_stage=3, accumulation=2, kept="both")
         for name in names
     ]
-    chosen += [SeamCase(architecture="zamba2", ulysses_size=2, dp_size=2, zero_stage=2, accumulation=1, kept="none")]
+    if "nemotron_h" in names:
+        chosen += [
+            SeamCase(architecture="zamba2", ulysses_size=2, dp_size=2, zero_stage=2, accumulation=1, kept="none")
+        ]
     for result in run_ranks(run_cases, 4, chosen, timeout_s=300)[0]:
         check(result)
 

@@ -133,6 +133,7 @@ def test_a_lost_node_leaves_the_state_in_its_partners_memory_and_two_leave_the_c
         assert step >= 6 and source == f"peer memory, step {step}"
 
 
+@pytest.mark.slow
 def test_neither_an_older_state_nor_that_of_a_fenced_attempt_is_taken_from_peer_memory(
     corpus: Path, unbroken: RunHistory, tmp_path: Path, vault: Vault
 ) -> None:

@@ -84,10 +84,12 @@ def test_layers_can_be_compiled_without_a_graph_break(ring_size: int) -> None:
             assert graph_breaks == 0
 
 
+@pytest.mark.slow
 def test_layers_of_one_kind_share_a_compilation() -> None:
     assert run_ranks(layer_compilations, 2, timeout_s=120) == [1, 1]
 
 
+@pytest.mark.slow
 def test_rows_of_other_lengths_do_not_compile_a_layer_anew() -> None:
     """Once for the first shapes, once for shapes that vary, and then no more."""
     for counts in run_ranks(compilations, 2, 1, timeout_s=180):

@@ -122,6 +122,7 @@ def test_a_storage_that_is_away_for_a_while_costs_checkpoints_and_not_the_run(
     assert "retry" in reasons.values()
 
 
+@pytest.mark.slow
 def test_a_storage_that_stays_away_ends_the_run_and_says_why(tmp_path: Path, corpus: Path) -> None:
     config = _config(
         tmp_path,

@@ -116,6 +116,7 @@ def _tensors_left(wanted: int) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_no_tensor_stays_behind() -> None:
     for first, third in run_ranks(leaves_nothing, 2):
         assert third <= first

@@ -18,6 +18,7 @@ from tests.unit.attention.multimodal import multimodal_model
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 
+@pytest.mark.slow
 def test_a_decoder_is_trained_resumed_and_exported_into_its_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.distributed
 WORLD = 2
 
 
+@pytest.mark.slow
 def test_the_next_attempt_tells_of_what_the_dead_one_could_not(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path)
     given = {"cluster__workers": WORLD, "run__stop_step": 20, "checkpoint__keep_last": 2, "data__rows_per_step": 2}

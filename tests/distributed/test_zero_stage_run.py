@@ -37,6 +37,7 @@ def _worst_loss(ours: RunHistory, wanted: RunHistory) -> float:
     return max(abs(a.loss - b.loss) / b.loss for a, b in zip(ours.steps, wanted.steps, strict=True))
 
 
+@pytest.mark.slow
 def test_stage_offload_tiles_and_world_may_change_at_every_resume(corpus: Path, tmp_path: Path) -> None:
     wanted = read_history(_run(tmp_path / "unbroken", corpus, "unbroken", run__stop_step=8).run_dir)
     changing = tmp_path / "changing"

@@ -192,6 +192,7 @@ def test_a_checkpoint_before_the_first_step_has_no_moments_and_loads(tmp_path: P
     _assert_bitwise(_ends(results), _ends(expected))
 
 
+@pytest.mark.slow
 def test_another_precision_goes_on_from_the_same_master_weights(tmp_path: Path) -> None:
     """Both ways: what is rounded is not read, and need not be there."""
     fp32 = _saved(_run(2, Leg(save_to=str(tmp_path / "fp32"), save_at=1, until=1, all_trained=True)))

@@ -24,6 +24,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> 
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_longest_context_fits_and_the_next_one_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = json.loads(told(capsys, _8B, "--longest", "--json"))["longest"]
     configured, changed = lengths["configured"], lengths["changed"]

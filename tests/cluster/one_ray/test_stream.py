@@ -146,6 +146,7 @@ def test_weights_of_labels_travel_with_their_rows(cluster: None, tmp_path: Path)
         source.close()
 
 
+@pytest.mark.slow
 def test_windows_follow_one_another_and_a_source_starts_at_any_step(cluster: None, corpus: Corpus) -> None:
     plan = plan_of(corpus, rows_per_step=3)
     assert plan.num_steps >= 8
@@ -263,6 +264,7 @@ def test_a_broken_shard_is_named_where_the_row_is_asked_for(cluster: None, tmp_p
     source.close()
 
 
+@pytest.mark.slow
 def test_a_replaced_corpus_is_refused(cluster: None, tmp_path: Path) -> None:
     corpus = text_corpus(tmp_path, varied_texts(20))
     plan = plan_of(corpus, context_tokens=256)
